@@ -1,0 +1,1 @@
+"""Benchmarks: every speed claim is a ratio one of these prints."""

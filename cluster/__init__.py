@@ -1,0 +1,1 @@
+"""Baton on Ray Serve: application, configuration, command line. The only folder that imports Ray."""

@@ -1,0 +1,1 @@
+"""The CPU backend: our own attention, packed weights and fused layers."""

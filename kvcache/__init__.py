@@ -1,0 +1,1 @@
+"""The memory: pools, allocators, the radix tree, tiers, the event observer."""

@@ -1,0 +1,1 @@
+"""The prefill worker: a scheduler that admits prefill, and the sending half of the hand-off."""

@@ -1,0 +1,1 @@
+"""Which request runs next, and what becomes of it: queues, budget, batches, results, retraction."""

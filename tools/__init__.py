@@ -1,0 +1,1 @@
+"""What builds and checks the project: the demo, its model, its quality."""

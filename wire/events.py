@@ -1,0 +1,167 @@
+"""KV events: what a worker says it holds, in the form vLLM, SGLang and Dynamo publish and read.
+
+A batch is the MessagePack array `[ts, events, dp_rank]`; an event is a map tagged by `type`. Frames on the
+PUB socket: topic, 8-byte big-endian sequence number from 0, batch. Reading is lenient where the field is
+not uniform: older engines send positional arrays; hashes are signed, unsigned or bytes; fields and even
+event types may be unknown. A bad event never drops its batch: it is returned as `Unread`, with the reason.
+Source: shared facts on vLLM 0.33, SGLang 0.5.23 and Dynamo 1.6.1 (docs/decisions/0003).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from wire.errors import WireError
+
+Medium = Literal["GPU", "CPU", "STORAGE"]
+# What other engines call the same three tiers.
+MEDIA: dict[str, Medium] = {
+    "GPU": "GPU",
+    "CPU": "CPU",
+    "CPU_PINNED": "CPU",
+    "DISK": "STORAGE",
+    "EXTERNAL": "STORAGE",
+    "STORAGE": "STORAGE",
+}
+
+
+class KVEvent(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="type"):
+    """Base of what travels in a batch."""
+
+
+class BlockStored(KVEvent, frozen=True, tag="BlockStored", omit_defaults=True):
+    """Pages became reusable: `block_hashes[i]` covers `token_ids[i * block_size : (i + 1) * block_size]`.
+
+    Fields without a default are always on the wire. token_ids are always sent, because consumers hash
+    them their own way.
+    """
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[Any]  # ints, or pairs of ints from a bigram cache
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[Any] | None = None
+    cache_salt: str | None = None
+
+
+class BlockRemoved(KVEvent, frozen=True, tag="BlockRemoved", omit_defaults=True):
+    """Pages left a tier."""
+
+    block_hashes: list[int]
+    medium: str | None
+
+
+class AllBlocksCleared(KVEvent, frozen=True, tag="AllBlocksCleared"):
+    """The worker's cache was reset."""
+
+
+AnyEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class EventBatch(msgspec.Struct, frozen=True, array_like=True):
+    """`ts` is seconds of the Unix clock; three elements are always sent."""
+
+    ts: float
+    events: list[AnyEvent]
+    dp_rank: int | None
+
+
+class Unread(NamedTuple):
+    """An event that could not be understood, and why."""
+
+    raw: Any
+    reason: str
+
+
+class ReadBatch(NamedTuple):
+    """A decoded batch: what was understood, in order, and what was not."""
+
+    ts: float
+    events: list[AnyEvent]
+    unread: list[Unread]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_strict = msgspec.msgpack.Decoder(EventBatch)
+_loose = msgspec.msgpack.Decoder(list[Any])
+
+
+def encode_batch(ts: float, events: list[AnyEvent], dp_rank: int = 0) -> bytes:
+    """One batch, ready for the wire."""
+    return _encoder.encode(EventBatch(ts, events, dp_rank))
+
+
+def decode_batch(payload: bytes | memoryview) -> ReadBatch:
+    """A batch of ours, vLLM's or SGLang's. Raises WireError only when the envelope itself is broken."""
+    try:
+        batch = _strict.decode(payload)
+        return ReadBatch(batch.ts, batch.events, [])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        pass  # not our own form: read event by event
+    try:
+        ts, raw_events = _loose.decode(payload)[:2]
+        ts = float(ts)
+        raw_events = list(raw_events)
+    except (msgspec.DecodeError, UnicodeDecodeError, ValueError, TypeError) as error:
+        raise WireError(f"not an event batch: {error}") from error
+    events: list[AnyEvent] = []
+    unread: list[Unread] = []
+    for raw in raw_events:
+        try:
+            events.append(_read_event(raw))
+        except (ValueError, TypeError, KeyError, IndexError) as error:
+            unread.append(Unread(raw, f"{type(error).__name__}: {error}"))
+    return ReadBatch(ts, events, unread)
+
+
+_POSITIONAL = {
+    "BlockStored": (
+        "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name",
+        "extra_keys",
+    ),
+    "BlockRemoved": ("block_hashes", "medium"),
+    "AllBlocksCleared": (),
+}  # fmt: skip
+
+
+def _read_event(raw: Any) -> AnyEvent:
+    if isinstance(raw, dict):
+        tag, fields = raw["type"], raw
+    elif isinstance(raw, list) and raw:
+        tag = raw[0]
+        fields = dict(zip(_POSITIONAL.get(tag, ()), raw[1:], strict=False))
+    else:
+        raise ValueError("neither a tagged map nor a positional array")
+    if tag == "BlockStored":
+        parent = fields.get("parent_block_hash")
+        return BlockStored(
+            block_hashes=[_hash(value) for value in fields["block_hashes"]],
+            parent_block_hash=None if parent is None else _hash(parent),
+            token_ids=list(fields["token_ids"]),
+            block_size=int(fields["block_size"]),
+            lora_id=fields.get("lora_id"),
+            medium=fields.get("medium"),
+            lora_name=fields.get("lora_name"),
+            extra_keys=fields.get("extra_keys"),
+            cache_salt=fields.get("cache_salt"),
+        )
+    if tag == "BlockRemoved":
+        return BlockRemoved([_hash(value) for value in fields["block_hashes"]], fields.get("medium"))
+    if tag == "AllBlocksCleared":
+        return AllBlocksCleared()
+    raise ValueError(f"unknown event type {tag!r}")
+
+
+def _hash(value: Any) -> int:
+    """Engines name blocks by signed or unsigned 64-bit ints or by digests; all become signed 64-bit."""
+    if isinstance(value, bytes):
+        return int.from_bytes(value[:8], "big", signed=True)
+    if not isinstance(value, int):
+        raise TypeError(f"a block hash is an int or bytes, not {type(value).__name__}")
+    wrapped = value & 0xFFFF_FFFF_FFFF_FFFF
+    return wrapped - (1 << 64) if wrapped >> 63 else wrapped

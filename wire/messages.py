@@ -1,0 +1,313 @@
+"""Messages between router and workers, between workers, and with the directory.
+
+Every message about a room is idempotent: it is keyed (room, epoch, kind), its sender repeats it until a
+`Receipt` (or the thing asked for) comes back, and its receiver answers a repeat like the first. A room is
+one choice of one request; its epoch grows each time the router starts it again, and a message of an older
+epoch is stale. DESIGN sections 2, 6 and 7.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from wire.records import WorkerRecord
+from wire.stages import Stamp
+
+
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How the next token is chosen. Stop strings are the router's: workers never see text."""
+
+    max_new_tokens: int = 16
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0  # always set by the router; noise is a function of (seed, choice, position)
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    top_logprobs: int | None = None  # None: no logprobs; k: the chosen token's and the k best
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What both sides need to know of one choice of one request.
+
+    `prompt` is int32 little-endian token ids. `forced` are the output tokens the router has already
+    forwarded (a restarted or migrated request): they are input, and the next position is sampled.
+    """
+
+    request_id: str
+    room: int
+    epoch: int
+    prompt: bytes
+    sampling: SamplingParams
+    choice: int = 0
+    forced: tuple[int, ...] = ()
+    extra_key: str = ""
+    cache_salt: str = ""
+    tenant: str = ""
+    priority: int = 0  # greater runs first
+
+
+class Message(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind"):
+    """Base of everything that goes through a mailbox."""
+
+
+class RoomMessage(Message, frozen=True, omit_defaults=True):
+    """About one room in one epoch."""
+
+    room: int
+    epoch: int
+
+
+class Receipt(RoomMessage, frozen=True, tag="receipt"):
+    """The receiver has taken (or had already taken) the message of kind `of`."""
+
+    of: str
+
+
+# -- router -> worker ------------------------------------------------------------------------------
+
+
+class Prefill(Message, frozen=True, tag="prefill", omit_defaults=True):
+    """Compute the prompt's KV, send token 0 to the router, ship the pages where KVTarget will say."""
+
+    request: GenerateRequest
+    decode: str  # the decode worker's mailbox address
+
+    @property
+    def room(self) -> int:
+        return self.request.room
+
+    @property
+    def epoch(self) -> int:
+        return self.request.epoch
+
+
+class Decode(Message, frozen=True, tag="decode", omit_defaults=True):
+    """Generate. With `prefill`, reserve pages and wait for KV from that mailbox; without, prefill here."""
+
+    request: GenerateRequest
+    prefill: str | None = None
+
+    @property
+    def room(self) -> int:
+        return self.request.room
+
+    @property
+    def epoch(self) -> int:
+        return self.request.epoch
+
+
+class Abort(RoomMessage, frozen=True, tag="abort", omit_defaults=True):
+    """Nobody wants this room's output any more. Leaves a tombstone on the worker."""
+
+    reason: str = ""
+
+
+class Ack(Message, frozen=True, tag="ack"):
+    """The router holds every token below `upto` of these (room, epoch, upto); never repeated."""
+
+    items: list[tuple[int, int, int]]
+
+
+class Resend(RoomMessage, frozen=True, tag="resend"):
+    """Send the room's tokens again from position `start` on (a gap, or silence)."""
+
+    start: int
+
+
+class Inspect(Message, frozen=True, tag="inspect"):
+    """Ask a worker for a report: `what` is "memory", "tree", "load" or "metrics"; `token` is echoed."""
+
+    what: str
+    token: int
+
+
+class Inspected(Message, frozen=True, tag="inspected"):
+    """The report, as JSON (tree and metrics: text)."""
+
+    token: int
+    body: str
+
+
+# -- worker -> router ------------------------------------------------------------------------------
+
+
+class FinishReason(StrEnum):
+    """Why a room's output ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Natural-log probability of the chosen token, and of the best ones, (token, logprob) best first."""
+
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
+class TokenRun(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Tokens of one room from output position `start` on.
+
+    `logprobs`, when asked for, is as long as `tokens`. `cached_tokens` counts prompt tokens that were not
+    computed again anywhere. `stamps` are sent once, with the room's last run on that worker.
+    """
+
+    room: int
+    epoch: int
+    start: int
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish: FinishReason | None = None
+    cached_tokens: int = 0
+    stamps: list[Stamp] = []
+
+
+class Tokens(Message, frozen=True, tag="tokens"):
+    """One step's output of one worker for one router."""
+
+    worker: str
+    runs: list[TokenRun]
+
+
+class Timeline(RoomMessage, frozen=True, tag="timeline", omit_defaults=True):
+    """A worker's half of a room is over: its stamps, and the KV bytes it received (decode) and how."""
+
+    worker: str
+    stamps: list[Stamp]
+    kv_bytes: int = 0
+    kv_backend: str = ""
+
+
+class Reserved(RoomMessage, frozen=True, tag="reserved"):
+    """Decode has reserved its pages; a router that held the Prefill back may send it now."""
+
+
+class RejectKind(StrEnum):
+    """What the router should make of a rejection."""
+
+    INVALID = "invalid"  # the request's own fault: a 400
+    OVERLOADED = "overloaded"  # a 429, or another worker
+    DRAINING = "draining"  # start again elsewhere
+    FAILED = "failed"  # transfer or engine failed: start again, anywhere
+    UNKNOWN = "unknown"  # Resend for a room this worker has never heard of: start again
+
+
+class Rejected(RoomMessage, frozen=True, tag="rejected", omit_defaults=True):
+    """This worker will send no (further) tokens for the room in this epoch."""
+
+    why: RejectKind
+    message: str
+    retry_after_s: float = 0.0
+
+
+# -- decode <-> prefill ----------------------------------------------------------------------------
+
+
+class GroupTarget(msgspec.Struct, frozen=True):
+    """Where one KV group's pages go: logical page `first_page + i` of the sequence into `page_ids[i]`."""
+
+    first_page: int
+    page_ids: list[int]
+
+
+class TransferEndpoint(msgspec.Struct, frozen=True):
+    """One way to write into a decode worker's pool. `params` are the backend's own."""
+
+    backend: str  # "shm", "tcp" or "mooncake"
+    address: str
+    params: dict[str, str] = {}
+
+
+class KVTarget(RoomMessage, frozen=True, tag="kv_target"):
+    """Decode -> prefill: write the room's pages here. Repeated until a Receipt."""
+
+    decode: str  # decode worker id
+    incarnation: int
+    endpoint: TransferEndpoint
+    groups: dict[str, GroupTarget]
+
+
+class KVDone(RoomMessage, frozen=True, tag="kv_done", omit_defaults=True):
+    """Prefill -> decode: every page of the room has landed. Repeated until a Receipt.
+
+    The metadata of DESIGN section 6.3. `checksums`, when enabled, holds a CRC-32 per page per group in
+    target order.
+    """
+
+    prompt_tokens: int
+    first_token: int
+    kv_bytes: int
+    logprobs: TokenLogprobs | None = None
+    cached_tokens: int = 0
+    checksums: dict[str, list[int]] = {}
+
+
+class KVFailed(RoomMessage, frozen=True, tag="kv_failed"):
+    """Prefill -> decode: the pages will not come in this epoch. Repeated until a Receipt."""
+
+    reason: str
+
+
+class Release(RoomMessage, frozen=True, tag="release"):
+    """Prefill -> decode: token 0 ended the request; drop the reservation. Repeated until a Receipt."""
+
+
+# -- directory -------------------------------------------------------------------------------------
+
+
+class Announce(Message, frozen=True, tag="announce"):
+    """A worker renews its lease, with its current load."""
+
+    record: WorkerRecord
+
+
+class Announced(Message, frozen=True, tag="announced"):
+    """The lease holds for `lease_s` seconds from now."""
+
+    worker: str
+    incarnation: int
+    lease_s: float
+
+
+class AnnounceRefused(Message, frozen=True, tag="announce_refused"):
+    """This record cannot join; `key` is the configuration key to change, `remedy` says how."""
+
+    worker: str
+    incarnation: int
+    key: str
+    problem: str
+    remedy: str
+
+
+class Withdraw(Message, frozen=True, tag="withdraw"):
+    """A worker leaves on purpose."""
+
+    worker: str
+    incarnation: int
+
+
+class Watch(Message, frozen=True, tag="watch"):
+    """A router wants every View for the next few seconds (repeated: it is a lease too)."""
+
+
+class View(Message, frozen=True, tag="view"):
+    """All records whose lease holds. `version` grows with every change of membership or draining."""
+
+    version: int
+    records: list[WorkerRecord]
+
+
+AnyMessage = (
+    Receipt | Prefill | Decode | Abort | Ack | Resend | Inspect | Inspected | Tokens | Timeline | Reserved
+    | Rejected | KVTarget | KVDone | KVFailed | Release | Announce | Announced | AnnounceRefused | Withdraw
+    | Watch | View
+)  # fmt: skip

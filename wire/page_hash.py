@@ -1,0 +1,57 @@
+"""The page hash: a SHA-256 chain over tokens, seeded by the namespace (DESIGN section 3).
+
+    digest(page) = SHA-256(digest(previous page) || tokens of the page, int32 little-endian)
+    digest(no page) = SHA-256 of the namespace (model, extra_key, cache salt, is_bigram)
+
+It names token pages, whatever is stored for them, so router, tree, tiers and storage agree on it. Seeding
+with the namespace keeps tenants' salts and LoRA ids apart in every tier (the older chain of the field did
+not, and mixed them in shared tiers).
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+PageDigest = bytes  # 32 bytes
+
+
+def namespace_seed(
+    model: str, extra_key: str = "", cache_salt: str = "", is_bigram: bool = False
+) -> PageDigest:
+    """The digest before the first page. Length prefixes keep ("ab", "c") and ("a", "bc") apart."""
+    chain = hashlib.sha256(b"baton-kv-1")
+    for part in (model, extra_key, cache_salt):
+        raw = part.encode()
+        chain.update(len(raw).to_bytes(4, "little") + raw)
+    chain.update(b"\x01" if is_bigram else b"\x00")
+    return chain.digest()
+
+
+def page_digests(
+    seed: PageDigest, tokens: bytes | memoryview, page_size: int, is_bigram: bool = False
+) -> list[PageDigest]:
+    """Digests of the whole pages of `tokens` (int32 little-endian), continuing the chain from `seed`.
+
+    A bigram page covers page_size + 1 raw tokens and hashes both of each pair; its pages overlap by one
+    raw token, so `tokens` holds pages * page_size + 1 of them.
+    """
+    view = memoryview(tokens).cast("B")
+    stride = page_size * 4
+    usable = len(view) - 4 if is_bigram else len(view)
+    digest = seed
+    digests = []
+    for start in range(0, usable - stride + 1, stride):
+        if is_bigram:
+            chain = hashlib.sha256(digest)
+            for offset in range(start, start + stride, 4):
+                chain.update(view[offset : offset + 8])
+            digest = chain.digest()
+        else:
+            digest = hashlib.sha256(digest + view[start : start + stride]).digest()
+        digests.append(digest)
+    return digests
+
+
+def event_hash(digest: PageDigest) -> int:
+    """The page's name in KV events: the first 8 bytes, big-endian, signed (the form SGLang publishes)."""
+    return int.from_bytes(digest[:8], "big", signed=True)

@@ -1,0 +1,63 @@
+"""WorkerRecord: what the directory knows of a worker (DESIGN section 7)."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class Role(StrEnum):
+    """Which requests the router sends. A decode worker can also prefill; alone it is "colocated"."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class GroupLayout(msgspec.Struct, frozen=True):
+    """The bytes of one page of one KV group. Two workers exchange pages only if theirs are equal.
+
+    `shape` is the page's shape as stored, e.g. `[layer, 2, head, page_size, head_dim]`; `tile_order` names
+    the order inside a `[page_size, head_dim]` tile ("plain" or "dot_pairs").
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    tile_order: str
+    page_size: int
+    page_bytes: int
+
+
+class WorkerLoad(msgspec.Struct, frozen=True):
+    """A worker's own view of how busy it is, sent with every lease renewal. Tokens unless said."""
+
+    queued_prefill_tokens: int = 0
+    running_requests: int = 0
+    waiting_requests: int = 0
+    free_tokens: int = 0  # available + evictable
+    headroom_tokens: int = 0  # what a new reservation can take at once, growth of the others deducted
+    headroom_rows: int = 0  # requests that can be reserved at once
+
+
+class WorkerRecord(msgspec.Struct, frozen=True):
+    """One live worker. `incarnation` is new each time the process starts; addresses are too."""
+
+    id: str
+    incarnation: int
+    role: Role
+    mailbox: str  # ZeroMQ address for requests and KV control
+    events: str  # PUB address of KV events, "" when disabled
+    replay: str  # ROUTER address that replays them
+    model: str  # served model name
+    fingerprint: str  # digest of the weights' configuration: workers of one model must agree
+    groups: tuple[GroupLayout, ...]
+    max_context_tokens: int  # longest prompt + output
+    total_tokens: int  # KV capacity of the deciding group
+    max_running_requests: int
+    pid: int
+    host: str  # identity of the host (boot id + namespace): equal means shared memory works
+    transfer_backends: tuple[str, ...]
+    load: WorkerLoad = WorkerLoad()
+    draining: bool = False

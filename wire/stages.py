@@ -1,0 +1,36 @@
+"""RequestStage: where a request is in its life (names of the owner's document 1)."""
+
+from __future__ import annotations
+
+import time
+from enum import StrEnum
+
+import msgspec
+
+
+class RequestStage(StrEnum):
+    """Each is stamped once when entered, except PREFILL_CHUNKED_FORWARD, once per chunk before the last."""
+
+    TOKENIZE = "tokenize"
+    TOKENIZER_DISPATCH = "tokenizer_dispatch"
+    PREFILL_WAITING = "prefill_waiting"
+    PREFILL_FORWARD = "prefill_forward"
+    PREFILL_CHUNKED_FORWARD = "prefill_chunked_forward"
+    DECODE_LOOP = "decode_loop"
+    PREFILL_BOOTSTRAP = "prefill_bootstrap"
+    PREFILL_TRANSFER_KV_CACHE = "prefill_transfer_kv_cache"
+    DECODE_BOOTSTRAP = "decode_bootstrap"
+    DECODE_WAITING = "decode_waiting"
+    DECODE_TRANSFERRED = "decode_transferred"
+
+
+class Stamp(msgspec.Struct, frozen=True, array_like=True):
+    """A stage was entered at `at_ns` nanoseconds of the Unix clock (comparable between hosts, roughly)."""
+
+    stage: RequestStage
+    at_ns: int
+
+
+def stamp(stage: RequestStage) -> Stamp:
+    """The stage, entered now."""
+    return Stamp(stage, time.time_ns())
