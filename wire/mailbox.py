@@ -68,7 +68,7 @@ class Mailbox:
         self._reply = self.address.encode()
         self._peers: dict[str, _Peer] = {}
         self._outbox: deque[tuple[str, AnyMessage | None]] = deque()
-        self._inbox: queue.SimpleQueue[Mail] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Mail | None] = queue.SimpleQueue()
         self._on_mail = on_mail
         self.dropped = 0
         self.rejected_frames = 0
@@ -98,17 +98,26 @@ class Mailbox:
         mail = []
         while True:
             try:
-                mail.append(self._inbox.get_nowait())
+                piece = self._inbox.get_nowait()
             except queue.Empty:
                 return mail
+            if piece is not None:
+                mail.append(piece)
 
     def wait(self, timeout_s: float) -> list[Mail]:
-        """All mail that is there; if there is none, what arrives first within `timeout_s`, or nothing."""
+        """All mail that is there; if there is none, what arrives first within `timeout_s`, or nothing.
+
+        Returns early, perhaps empty-handed, after a `nudge`.
+        """
         try:
             first = self._inbox.get(timeout=timeout_s)
         except queue.Empty:
             return []
-        return [first, *self.take()]
+        return [first, *self.take()] if first is not None else self.take()
+
+    def nudge(self) -> None:
+        """Make a `wait` in progress (or the next one) return: something other than mail has happened."""
+        self._inbox.put(None)
 
     def close(self) -> None:
         """Stop the I/O thread and free the port. What is queued gets half a second to leave."""

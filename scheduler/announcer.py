@@ -1,0 +1,97 @@
+"""Announcer: keeps a worker's lease at the directory, on a thread of its own.
+
+Not on the engine loop: a forward may take longer than a lease, and finding a restarted directory may block.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from wire.errors import ConfigError
+from wire.mailbox import Mailbox
+from wire.messages import Announce, Announced, AnnounceRefused, Withdraw
+from wire.records import WorkerRecord
+
+log = logging.getLogger(__name__)
+
+
+class Announcer:
+    """Says the worker's record every `interval_s`. `resolve` finds the directory's mailbox address."""
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        resolve: Callable[[], str],
+        record: Callable[[], WorkerRecord],
+        interval_s: float,
+    ) -> None:
+        self._mailbox = mailbox
+        self._resolve = resolve
+        self._record = record
+        self._interval_s = interval_s
+        self._address: str | None = None
+        self._answered_at = 0.0
+        self._stop = threading.Event()
+        self._joined = threading.Event()
+        self._refusal: AnnounceRefused | None = None
+        self._thread = threading.Thread(target=self._run, name="announcer", daemon=True)
+
+    def start(self, timeout_s: float) -> None:
+        """Join the directory. Raises ConfigError when it refuses the record or does not answer."""
+        self._thread.start()
+        if not self._joined.wait(timeout_s):
+            self.stop()
+            raise ConfigError(
+                "directory",
+                f"no answer within {timeout_s:.0f} s",
+                "check the address and that the router runs",
+            )
+        self.check()
+
+    def check(self) -> None:
+        """Raises ConfigError when the directory has refused this worker."""
+        if self._refusal is not None:
+            raise ConfigError(self._refusal.key, self._refusal.problem, self._refusal.remedy)
+
+    def on_answer(self, answer: Announced | AnnounceRefused) -> None:
+        """The directory's answer, passed on by whoever reads the mailbox."""
+        if isinstance(answer, AnnounceRefused):
+            log.error("directory refused this worker: %s: %s", answer.key, answer.problem)
+            self._refusal = answer
+        else:
+            self._answered_at = time.monotonic()
+        self._joined.set()
+
+    def announce_soon(self) -> None:
+        """Say the record now: something routers should know at once has changed (draining)."""
+        if self._address is not None:
+            self._mailbox.send(self._address, Announce(self._record()))
+
+    def stop(self) -> None:
+        """Stop announcing and leave the directory."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=5.0)
+        if self._address is not None:
+            record = self._record()
+            self._mailbox.send(self._address, Withdraw(record.id, record.incarnation))
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            if self._address is None or time.monotonic() - self._answered_at > 3 * self._interval_s:
+                self._find_directory()
+            self.announce_soon()
+            self._stop.wait(self._interval_s)
+
+    def _find_directory(self) -> None:
+        try:
+            address = self._resolve()
+        except Exception as error:  # noqa: BLE001  whatever the resolver uses may fail while it restarts
+            log.warning("the directory cannot be found, trying again: %s", error)
+            return
+        if address != self._address and self._address is not None:
+            self._mailbox.forget(self._address)
+        self._address = address

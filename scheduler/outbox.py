@@ -1,0 +1,121 @@
+"""Outbox: what a worker has said about its rooms, kept until the router acknowledged it.
+
+One `Tokens` message per step and router, not per request. ZeroMQ may lose what was in flight when a
+connection broke, so a room's output stays here until the router's cumulative Ack covers it; the router asks
+`Resend` on a gap or silence. A room whose output is finished but never acknowledged (its router died) goes
+when its lease ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from wire.messages import AnyMessage, FinishReason, TokenLogprobs, TokenRun, Tokens
+
+
+class OutputKey(NamedTuple):
+    """Whose output it is."""
+
+    room: int
+    epoch: int
+
+
+@dataclass(slots=True)
+class _Output:
+    router: str
+    base: int  # output position of tokens[0]; everything below is acknowledged
+    cached_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: FinishReason | None = None
+    expires_at: float | None = None
+
+    def run(self, key: OutputKey, start: int) -> TokenRun:
+        skip = max(0, start - self.base)
+        return TokenRun(
+            key.room,
+            key.epoch,
+            self.base + skip,
+            self.tokens[skip:],
+            self.logprobs[skip:] or None,
+            self.finish,
+            self.cached_tokens,
+        )
+
+
+class Outbox:
+    """Output of all rooms of one worker. Used by the engine loop only."""
+
+    def __init__(self, worker: str, send: Callable[[str, AnyMessage], None], lease_s: float) -> None:
+        self._worker = worker
+        self._send = send
+        self._lease_s = lease_s
+        self._outputs: dict[OutputKey, _Output] = {}
+        self._unsent: dict[str, list[TokenRun]] = {}
+
+    def __len__(self) -> int:
+        return len(self._outputs)
+
+    def push(
+        self,
+        router: str,
+        key: OutputKey,
+        start: int,
+        tokens: list[int],
+        logprobs: list[TokenLogprobs] | None,
+        finish: FinishReason | None,
+        cached_tokens: int,
+        now: float,
+    ) -> None:
+        """Add tokens from position `start` on (contiguous with what the room has said) for the next flush."""
+        output = self._outputs.get(key)
+        if output is None:
+            output = self._outputs[key] = _Output(router, start, cached_tokens)
+        assert start == output.base + len(output.tokens), "a room's output has no gaps and no repeats"
+        output.tokens += tokens
+        output.logprobs += logprobs or []
+        if finish is not None:
+            output.finish = finish
+            output.expires_at = now + self._lease_s
+        run = TokenRun(key.room, key.epoch, start, tokens, logprobs or None, finish, cached_tokens)
+        self._unsent.setdefault(router, []).append(run)
+
+    def flush(self) -> None:
+        """Send what was pushed since the last flush: one message per router."""
+        for router, runs in self._unsent.items():
+            self._send(router, Tokens(self._worker, runs))
+        self._unsent.clear()
+
+    def ack(self, items: list[tuple[int, int, int]]) -> None:
+        """The router holds everything below `upto` of each (room, epoch, upto)."""
+        for room, epoch, upto in items:
+            key = OutputKey(room, epoch)
+            output = self._outputs.get(key)
+            if output is None:
+                continue
+            held = min(max(0, upto - output.base), len(output.tokens))
+            del output.tokens[:held]
+            del output.logprobs[:held]
+            output.base += held
+            if output.finish is not None and not output.tokens:
+                del self._outputs[key]
+
+    def resend(self, key: OutputKey, start: int) -> bool:
+        """Queue the room's tokens from `start` again. False when nothing is kept for this room."""
+        output = self._outputs.get(key)
+        if output is None:
+            return False
+        self._unsent.setdefault(output.router, []).append(output.run(key, start))
+        return True
+
+    def discard(self, key: OutputKey) -> None:
+        """Nobody wants this room's output any more."""
+        self._outputs.pop(key, None)
+
+    def sweep(self, now: float) -> None:
+        """Drop finished output whose router never came for it."""
+        for key, output in list(self._outputs.items()):
+            if output.expires_at is not None and now >= output.expires_at:
+                del self._outputs[key]

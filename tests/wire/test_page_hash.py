@@ -1,0 +1,56 @@
+"""The page hash chain: whole pages only, namespaces apart, divisible anywhere."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from wire.codec import pack_tokens
+from wire.page_hash import event_hash, namespace_seed, page_digests
+
+SEED = namespace_seed("model")
+
+
+def test_each_digest_is_sha256_of_the_previous_and_the_tokens() -> None:
+    tokens = pack_tokens(range(8))
+    first = hashlib.sha256(SEED + tokens[:16]).digest()
+    second = hashlib.sha256(first + tokens[16:]).digest()
+    assert page_digests(SEED, tokens, 4) == [first, second]
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 16])
+def test_a_chain_can_be_continued_at_any_page(page_size: int) -> None:
+    tokens = pack_tokens(range(50))
+    whole = page_digests(SEED, tokens, page_size)
+    assert len(whole) == 50 // page_size
+    cut = len(whole) // 2
+    head = page_digests(SEED, tokens[: cut * page_size * 4], page_size)
+    tail = page_digests(head[-1] if head else SEED, tokens[cut * page_size * 4 :], page_size)
+    assert head + tail == whole
+
+
+def test_namespaces_never_share_a_digest() -> None:
+    seeds = {
+        namespace_seed("m"),
+        namespace_seed("m", "lora"),
+        namespace_seed("m", "", "lora"),
+        namespace_seed("m", "lo", "ra"),
+        namespace_seed("m", "lora", "", True),
+        namespace_seed("ml", "ora"),
+    }
+    assert len(seeds) == 6
+
+
+def test_bigram_pages_overlap_by_one_raw_token() -> None:
+    tokens = pack_tokens(range(9))
+    digests = page_digests(SEED, tokens, 4, is_bigram=True)
+    pairs = b"".join(tokens[i * 4 : i * 4 + 8] for i in range(4))
+    assert digests[0] == hashlib.sha256(SEED + pairs).digest()
+    assert len(digests) == 2
+    assert len(page_digests(SEED, tokens[:-4], 4, is_bigram=True)) == 1
+
+
+def test_event_hash_is_signed_64_bit() -> None:
+    assert event_hash(b"\xff" * 32) == -1
+    assert event_hash(b"\x00" * 7 + b"\x05" + b"\x00" * 24) == 5
