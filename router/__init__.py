@@ -1,1 +1,4 @@
-"""The front: OpenAI API, the global KV index, the choice of P and D, the streams. Never torch."""
+"""The front: OpenAI API, global KV index, choice of prefill and decode worker, streams.
+
+Knows wire only; never loads torch or transformers (DESIGN section 1).
+"""

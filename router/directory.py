@@ -1,0 +1,116 @@
+"""Directory: who is there, under leases (DESIGN section 7). Pure: time is passed in, nothing is sent.
+
+It decides who may join: workers of one model exchange pages, so a record whose weights or page layout differ
+from a live worker of the same model is refused, naming the configuration key to change.
+
+A restart loses nothing: workers announce again within a lease, and a View's `version` carries the directory's
+generation (milliseconds of its start) in the upper bits, so that a client can tell "nobody is left" from "I
+have just started" (directory_client.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from wire.messages import Announce, Announced, AnnounceRefused, View, Withdraw
+from wire.records import GroupLayout, WorkerRecord
+
+GENERATION_SHIFT = 20  # a million membership changes per generation
+
+
+@dataclass(slots=True)
+class _Lease:
+    record: WorkerRecord
+    deadline: float
+
+
+class Directory:
+    """Worker records whose lease holds."""
+
+    def __init__(self, lease_s: float, started_at_ms: int) -> None:
+        """Leases last `lease_s` seconds; `started_at_ms` (Unix clock) tells this directory from an earlier one."""
+        self.lease_s = lease_s
+        self.version = started_at_ms << GENERATION_SHIFT
+        self._leases: dict[str, _Lease] = {}
+
+    def announce(self, message: Announce, now: float) -> Announced | AnnounceRefused:
+        """Join, or renew with the current load. A newer incarnation of the same id replaces the older."""
+        record = message.record
+        refusal = self._refusal(record)
+        if refusal is not None:
+            return refusal
+        known = self._leases.get(record.id)
+        if known is None or (known.record.incarnation, known.record.draining) != (
+            record.incarnation,
+            record.draining,
+        ):
+            self.version += 1
+        self._leases[record.id] = _Lease(record, now + self.lease_s)
+        return Announced(record.id, record.incarnation, self.lease_s)
+
+    def withdraw(self, message: Withdraw) -> bool:
+        """A worker leaves on purpose. False when that incarnation was not there."""
+        lease = self._leases.get(message.worker)
+        if lease is None or lease.record.incarnation != message.incarnation:
+            return False
+        del self._leases[message.worker]
+        self.version += 1
+        return True
+
+    def expire(self, now: float) -> list[WorkerRecord]:
+        """Drop, and return, the workers whose lease has ended."""
+        ended = [lease.record for lease in self._leases.values() if lease.deadline <= now]
+        for record in ended:
+            del self._leases[record.id]
+        if ended:
+            self.version += 1
+        return ended
+
+    def view(self) -> View:
+        """Everybody whose lease held at the last `expire`."""
+        return View(self.version, [lease.record for lease in self._leases.values()])
+
+    def _refusal(self, record: WorkerRecord) -> AnnounceRefused | None:
+        for lease in self._leases.values():
+            other = lease.record
+            if other.id == record.id:
+                if other.incarnation > record.incarnation:
+                    return AnnounceRefused(
+                        record.id, record.incarnation, "worker_id",
+                        f"a newer worker called {record.id!r} is live", "give each worker its own id",
+                    )  # fmt: skip
+                continue
+            if other.model != record.model:
+                continue
+            difference = _difference(record, other)
+            if difference is not None:
+                key, mine, theirs = difference
+                return AnnounceRefused(
+                    record.id, record.incarnation, key,
+                    f"{mine} here, but live worker {other.id!r} of model {record.model!r} has {theirs}",
+                    f"start every worker of one model with the same {key}",
+                )  # fmt: skip
+        return None
+
+
+def _difference(a: WorkerRecord, b: WorkerRecord) -> tuple[str, object, object] | None:
+    """The first thing in which two workers of one model may not differ: (configuration key, a's, b's)."""
+    if a.fingerprint != b.fingerprint:
+        return "model", f"weights {a.fingerprint}", f"weights {b.fingerprint}"
+    a_groups = {group.name: group for group in a.groups}
+    b_groups = {group.name: group for group in b.groups}
+    if a_groups.keys() != b_groups.keys():
+        return "model", f"KV groups {sorted(a_groups)}", f"{sorted(b_groups)}"
+    for name in sorted(a_groups):
+        found = _group_difference(a_groups[name], b_groups[name])
+        if found is not None:
+            return found
+    return None
+
+
+def _group_difference(a: GroupLayout, b: GroupLayout) -> tuple[str, object, object] | None:
+    for key in ("page_size", "dtype", "tile_order", "kind", "shape", "page_bytes"):
+        if getattr(a, key) != getattr(b, key):
+            named = key if key in ("page_size", "dtype", "tile_order") else "model"
+            return named, f"{key} {getattr(a, key)}", f"{key} {getattr(b, key)}"
+    return None

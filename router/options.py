@@ -1,0 +1,64 @@
+"""The router's options: a JSON file for `python -m router`, an object for cluster/."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from wire.errors import ConfigError
+
+
+class PolicyWeights(BaseModel):
+    """Weights of the `kv` policy's formula (policy.py). All in units of "prefill tokens"."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    prefill_queue: float = Field(1.0, ge=0, description="per token already queued for prefill on P")
+    prefill_left: float = Field(1.0, ge=0, description="per prompt token that P has to compute")
+    transfer: float = Field(0.1, ge=0, description="per prompt token that D does not hold")
+    decode_load: float = Field(32.0, ge=0, description="per request already on D")
+    decode_prefill: float = Field(2.0, ge=0, description="per prompt token that D computes itself")
+
+
+class RouterOptions(BaseModel):
+    """Everything a router can be told."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: Path = Field(description="directory with tokenizer.json, tokenizer_config.json, chat_template.jinja")
+    served_model_name: str = Field(min_length=1)
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535, description="0: any free port")
+    interface: str = Field("127.0.0.1", description="where ZeroMQ sockets bind")
+    directory: str | None = Field(None, description="the directory's mailbox; null: this router hosts it")
+    lease_s: float = Field(3.0, gt=0, description="of a worker, when this router hosts the directory")
+    cluster_secret: str | None = None
+
+    policy: str = "kv"
+    weights: PolicyWeights = PolicyWeights()
+    prefill_on_decode_tokens: int = Field(
+        16, ge=0, description="when at most this many prompt tokens are left to compute, D does it alone"
+    )
+
+    max_in_flight: int = Field(1024, ge=1, description="rooms; beyond: 429")
+    retry_after_s: float = Field(1.0, gt=0, description="told with a 429 that predicts nothing better")
+    worker_wait_s: float = Field(10.0, gt=0, description="for a worker to appear; then 503")
+    hold_prefill_s: float = Field(2.0, gt=0, description="Prefill waits for Reserved at most this long")
+    receipt_timeout_s: float = Field(5.0, gt=0, description="a worker that acknowledges nothing that long is lost")
+    first_token_timeout_s: float = Field(120.0, gt=0)
+    token_timeout_s: float = Field(30.0, gt=0, description="between tokens; then the room starts again")
+    silence_s: float = Field(1.0, gt=0, description="before the router asks for a Resend")
+    max_restarts: int = Field(3, ge=0, description="of a room, whatever the reason")
+
+
+def load_options(path: Path) -> RouterOptions:
+    """The options in a JSON file. Raises ConfigError naming the first wrong key."""
+    try:
+        return RouterOptions.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise ConfigError("options", f"{path} cannot be read ({error.strerror})", "name a readable file") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(str(part) for part in first["loc"]) or "options"
+        raise ConfigError(key, first["msg"], "correct it in the options file") from None
