@@ -1,0 +1,39 @@
+"""How one engine runs its model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from wire.errors import ConfigError
+
+CHOICES = {
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "attention": ("auto", "cpu", "torch", "flashinfer"),
+    "linear": ("auto", "torch", "packed"),
+}
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The engine's options. Raises ConfigError (key `engine.<field>`) for a value that cannot work."""
+
+    model: str  # a directory with config.json and safetensors, or a hub id
+    dtype: str = "auto"  # of weights and KV; "auto" is what config.json says
+    device: str = "cpu"  # a torch device
+    attention: str = "auto"  # "auto": flashinfer on CUDA, the C++ op on CPU, else the torch reference
+    linear: str = "auto"  # "packed": weights rearranged once for the CPU; "auto": packed in bfloat16 on CPU
+    threads: int = 1  # torch's intra-op threads in this process; 0 leaves torch's own default
+    overlap: bool = True  # forwards run on an executor thread; off: inline in launch()
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ConfigError("engine.model", "no model is named", "give a directory or a hub id")
+        for field in fields(self):
+            allowed = CHOICES.get(field.name)
+            value = getattr(self, field.name)
+            if allowed and value not in allowed:
+                raise ConfigError(
+                    f"engine.{field.name}", f"{value!r} is unknown", f"use one of {', '.join(allowed)}"
+                )
+        if self.threads < 0:
+            raise ConfigError("engine.threads", f"{self.threads} is negative", "use 0 for torch's default")

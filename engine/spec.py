@@ -1,0 +1,23 @@
+"""What the rest of a worker needs to know of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from kvcache.layout import KVGroupSpec
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A loaded model's facts. Two workers exchange KV only if their `fingerprint`s are equal."""
+
+    groups: tuple[KVGroupSpec, ...]  # one KV pool each
+    vocab_size: int  # of the logits: token ids are in [0, vocab_size)
+    max_position: int  # longest context, tokens
+    eos_token_ids: tuple[int, ...]
+    fingerprint: str
+    model_type: str
+    dtype: torch.dtype  # of weights and activations
