@@ -1,0 +1,57 @@
+"""Run pytest in one or more passes and end with ONE line over all of them: `N passed[, M skipped, K failed]`.
+
+    python -m tools.run_tests MARKERS [PATH ...]
+
+The Ray tests run in a pass of their own: a Ray cluster and a hypothesis run in one process would share
+two cores, signal handlers and the warnings filter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+
+import pytest
+
+
+class _Tally:
+    """Counts outcomes over passes; an error in set-up or tear-down is a failure."""
+
+    def __init__(self) -> None:
+        self.outcomes: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.outcomes["failed"] += 1
+        elif report.skipped:
+            self.outcomes["skipped"] += 1
+        elif report.when == "call":
+            self.outcomes["passed"] += 1
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.outcomes["failed"] += 1
+
+    def line(self) -> str:
+        passed, skipped, failed = (self.outcomes[name] for name in ("passed", "skipped", "failed"))
+        return f"{passed} passed" + (f", {skipped} skipped, {failed} failed" if skipped or failed else "")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0 only when something passed and nothing failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("markers", help="a pytest -m expression")
+    parser.add_argument("paths", nargs="*", default=[])
+    options, rest = parser.parse_known_args(argv)
+    tally = _Tally()
+    arguments = ["-m", options.markers, "--no-summary", "-rfEs", "--durations=5", *options.paths, *rest]
+    status = pytest.main(arguments, plugins=[tally])
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        tally.outcomes["failed"] += 1
+    sys.stdout.write(f"{tally.line()}\n")
+    return 0 if tally.outcomes["passed"] and not tally.outcomes["failed"] else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

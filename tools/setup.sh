@@ -1,0 +1,49 @@
+#!/bin/sh
+# Make .venv with everything the project needs. A no-op when nothing it depends on has changed.
+set -eu
+cd "$(dirname "$0")/.."
+
+fingerprint=$(cat requirements.lock pyproject.toml tools/setup.sh | sha256sum | cut -c1-16)
+stamp=.venv/.set-up-$fingerprint
+[ -f "$stamp" ] && exit 0
+
+say() { printf '== %s\n' "$*"; }
+
+missing=""
+command -v g++ >/dev/null 2>&1 || missing="$missing g++"
+include=$(python3 -c "import sysconfig; print(sysconfig.get_paths()['include'])")
+[ -f "$include/Python.h" ] || missing="$missing python3-dev"
+ldconfig -p 2>/dev/null | grep -q libibverbs.so.1 || missing="$missing libibverbs1"
+if [ -n "$missing" ]; then
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
+        say "system packages:$missing"
+        apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing
+    else
+        say "for full speed install:  sudo apt-get install$missing"
+        say "without them the plain torch kernels and the tcp transport take over"
+    fi
+fi
+
+say "virtual environment in .venv"
+[ -x .venv/bin/python ] || python3 -m venv .venv
+
+# torch first: a plain requirement would pull in gigabytes of CUDA wheels on a CPU machine.
+torch=$(grep '^torch==' requirements.lock)
+if ! .venv/bin/python -c "import torch, sys; sys.exit(torch.__version__.split('+')[0] != '${torch#torch==}')" 2>/dev/null; then
+    say "$torch"
+    if [ -z "${TORCH_INDEX:-}" ] || ! .venv/bin/pip install --retries 0 --timeout 15 --index-url "$TORCH_INDEX" "$torch"; then
+        say "no torch at TORCH_INDEX: taking it from the configured index"
+        .venv/bin/pip install "$torch"
+    fi
+fi
+
+say "packages"
+.venv/bin/pip install --disable-pip-version-check -r requirements.lock
+.venv/bin/pip install --disable-pip-version-check --no-deps --no-build-isolation -q -e .
+
+say "CPU kernels"
+.venv/bin/python -m engine.cpu.build || say "the kernels could not be built: plain torch takes over"
+
+rm -f .venv/.set-up-*
+touch "$stamp"
+say "ready"
