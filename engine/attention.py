@@ -1,0 +1,71 @@
+"""The seam to transformers: one attention function that hands every layer to a paged backend.
+
+A transformers attention layer calls `PagedCache.update` and then the function registered here. The backend
+travels through the model as the keyword `paged`, which every decoder in the gate's table passes down to its
+attention function. No mask function is registered under our name: transformers then builds no mask at all,
+and a paged backend is causal within each sequence by itself. (A registered mask function would be handed a
+`[T, T]` mask of the whole pack to fill, for nothing.)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from transformers import AttentionInterface
+
+if TYPE_CHECKING:
+    from engine.batch import ForwardBatch
+
+ATTENTION_NAME = "baton_paged"
+
+
+class AttentionBackend(Protocol):
+    """Paged attention over one full-attention KV group.
+
+    A backend is built as `Backend(pool, query_heads, scale)`: `pool` a kvcache MHAKVCache, `scale` the
+    factor on q.k. It is used from one thread.
+    """
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        """Once per step, before the first layer: keep what every layer needs of the batch."""
+        ...
+
+    def forward(
+        self, layer: int, q: torch.Tensor, k_new: torch.Tensor, v_new: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Write the new tokens' K and V to the batch's out_slots, THEN attend over each sequence's pages.
+
+        layer: the pool's layer index. q: [T, query heads, head_dim]; k_new, v_new: [T, KV heads, head_dim];
+        their last dimension is contiguous, the others are strided as the model left them. out: [T, query
+        heads, head_dim], contiguous, filled in place. Query i of a sequence sees its context up to and
+        including itself. Writing and attending are one call, so that a backend can make them one op.
+        """
+        ...
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    paged: AttentionBackend,
+    **_kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The registered function. query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq, D].
+
+    Options of other attention functions (dropout, scaling, sliding window) are in `_kwargs`: the gate and
+    the runner have checked once that this model's are what the backend was built with.
+    """
+    assert attention_mask is None
+    assert query.shape[0] == 1
+    q = query.transpose(1, 2)[0]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    paged.forward(layer, q, key.transpose(1, 2)[0], value.transpose(1, 2)[0], out)
+    return out[None], None
+
+
+AttentionInterface.register(ATTENTION_NAME, paged_attention)
