@@ -2,8 +2,8 @@
 
 One `Tokens` message per step and router, not per request. ZeroMQ may lose what was in flight when a
 connection broke, so a room's output stays here until the router's cumulative Ack covers it; the router asks
-`Resend` on a gap or silence. A room whose output is finished but never acknowledged (its router died) goes
-when its lease ends.
+`Resend` on a gap or silence. Output that is retired but never acknowledged (its router died) goes when its
+lease ends.
 """
 
 from __future__ import annotations
@@ -67,7 +67,6 @@ class Outbox:
         logprobs: list[TokenLogprobs] | None,
         finish: FinishReason | None,
         cached_tokens: int,
-        now: float,
     ) -> None:
         """Add tokens from position `start` on (contiguous with what the room has said) for the next flush."""
         output = self._outputs.get(key)
@@ -78,7 +77,6 @@ class Outbox:
         output.logprobs += logprobs or []
         if finish is not None:
             output.finish = finish
-            output.expires_at = now + self._lease_s
         run = TokenRun(key.room, key.epoch, start, tokens, logprobs or None, finish, cached_tokens)
         self._unsent.setdefault(router, []).append(run)
 
@@ -99,7 +97,7 @@ class Outbox:
             del output.tokens[:held]
             del output.logprobs[:held]
             output.base += held
-            if output.finish is not None and not output.tokens:
+            if output.expires_at is not None and not output.tokens:
                 del self._outputs[key]
 
     def resend(self, key: OutputKey, start: int) -> bool:
@@ -109,6 +107,12 @@ class Outbox:
             return False
         self._unsent.setdefault(output.router, []).append(output.run(key, start))
         return True
+
+    def retire(self, key: OutputKey, now: float) -> None:
+        """The room will say no more here: what is not acknowledged waits no longer than its lease."""
+        output = self._outputs.get(key)
+        if output is not None and output.expires_at is None:
+            output.expires_at = now + self._lease_s
 
     def discard(self, key: OutputKey) -> None:
         """Nobody wants this room's output any more."""

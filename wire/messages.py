@@ -228,11 +228,18 @@ class TransferEndpoint(msgspec.Struct, frozen=True):
 
 
 class KVTarget(RoomMessage, frozen=True, tag="kv_target"):
-    """Decode -> prefill: write the room's pages here. Repeated until a Receipt."""
+    """Decode -> prefill: write the room's pages here. Repeated until a Receipt.
+
+    Every way into the pool is offered, best first, and prefill takes the first that works for it: only the
+    two together know whether they share a host or a fabric. `layout` is the digest of decode's page layouts
+    (`wire.records.layout_digest`): prefill refuses a target whose layout is not its own.
+    """
 
     decode: str  # decode worker id
     incarnation: int
-    endpoint: TransferEndpoint
+    host: str  # as in WorkerRecord
+    layout: str
+    endpoints: list[TransferEndpoint]
     groups: dict[str, GroupTarget]
 
 
@@ -243,7 +250,7 @@ class KVDone(RoomMessage, frozen=True, tag="kv_done", omit_defaults=True):
     target order.
     """
 
-    prompt_tokens: int
+    context_tokens: int  # prompt + forced: what the pages hold
     first_token: int
     kv_bytes: int
     logprobs: TokenLogprobs | None = None

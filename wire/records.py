@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from enum import StrEnum
 
 import msgspec
@@ -28,6 +29,11 @@ class GroupLayout(msgspec.Struct, frozen=True):
     tile_order: str
     page_size: int
     page_bytes: int
+
+
+def layout_digest(groups: tuple[GroupLayout, ...]) -> str:
+    """A short name for a set of layouts: equal digests may exchange pages."""
+    return hashlib.sha256(msgspec.msgpack.encode(groups)).hexdigest()[:16]
 
 
 class WorkerLoad(msgspec.Struct, frozen=True):

@@ -26,7 +26,7 @@ def push(
     box: Outbox, key: OutputKey, start: int, tokens: list[int], finish: FinishReason | None = None
 ) -> None:
     logprobs = [TokenLogprobs(-float(token)) for token in tokens]
-    box.push(f"tcp://router-{key.room % 2}", key, start, tokens, logprobs, finish, 4, now=0.0)
+    box.push(f"tcp://router-{key.room % 2}", key, start, tokens, logprobs, finish, 4)
 
 
 def test_one_message_per_flush_and_router() -> None:
@@ -59,10 +59,12 @@ def test_resend_repeats_what_is_not_acknowledged_with_its_end() -> None:
     assert wire.sent[-1][1][0].tokens == [12]
 
 
-def test_a_finished_room_goes_with_its_last_ack_or_with_its_lease() -> None:
+def test_a_retired_room_goes_with_its_last_ack_or_with_its_lease() -> None:
     box, _ = outbox()
     push(box, A, 0, [10], FinishReason.LENGTH)
     push(box, B, 0, [20], FinishReason.LENGTH)
+    box.retire(A, now=0.0)
+    box.retire(B, now=0.0)
     box.flush()
     box.ack([(1, 1, 1), (9, 9, 9)])
     assert not box.resend(A, 0)

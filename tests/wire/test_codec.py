@@ -44,7 +44,16 @@ EXAMPLES: list[AnyMessage] = [
     Decode(REQUEST),
     Abort(1, 2, "gone"),
     Tokens("d-1", [TokenRun(1, 2, 0, [5], [TokenLogprobs(-0.5, [(5, -0.5)])], FinishReason.STOP, 16)]),
-    KVTarget(1, 2, "d-1", 9, TransferEndpoint("shm", "@x", {"token": "t"}), {"full": GroupTarget(2, [7, 8])}),
+    KVTarget(
+        1,
+        2,
+        "d-1",
+        9,
+        "host",
+        "digest",
+        [TransferEndpoint("shm", "@x", {"token": "t"})],
+        {"full": GroupTarget(2, [7, 8])},
+    ),
     KVDone(1, 2, 33, 5, 1024, TokenLogprobs(-1.0), 16, {"full": [123]}),
 ]
 
