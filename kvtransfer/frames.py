@@ -1,0 +1,178 @@
+"""The control frames between a sender's transport and a receiver's, over a Unix or TCP stream.
+
+The receiver speaks first: `Challenge`; the sender proves that it has the endpoint's token: `Hello`; the
+receiver describes its pools: `Pools`. Then, any number of times, one after the other: `Begin`, answered by
+`Granted` or `Refused`; the bytes move, in whatever way the backend has; `End`, answered by `Ended`.
+A frame is a little-endian uint32 length and a typed MessagePack struct.
+"""
+
+from __future__ import annotations
+
+import array
+import hashlib
+import hmac
+import socket
+import struct
+
+import msgspec
+
+from wire.errors import TransferError
+
+_LENGTH = struct.Struct("<I")
+_MAX_FRAME = 16 << 20  # page ids of the longest write: millions of pages
+_MAX_HELLO = 4096  # what a stranger may make us read
+
+
+class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
+    """A nonce that this connection's Hello must answer."""
+
+    nonce: bytes
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """Proof of the token: HMAC-SHA256 over the nonce. `pid` names the writer in logs."""
+
+    proof: bytes
+    pid: int
+
+
+class PoolInfo(msgspec.Struct, frozen=True, array_like=True):
+    """One group's pool at the receiver; `ptr` is an address in the receiver's process."""
+
+    page_bytes: int
+    num_pages: int
+    ptr: int
+
+
+class Pools(msgspec.Struct, frozen=True, tag="pools"):
+    """The receiver's pools by group; shm sends their descriptors along, in this order. `session` is the
+    backend's own address of the pools' owner, when it has one."""
+
+    groups: dict[str, PoolInfo]
+    session: str = ""
+
+
+class Begin(msgspec.Struct, frozen=True, tag="begin"):
+    """May I write these pages (int64, little-endian) of this room and epoch?"""
+
+    room: int
+    epoch: int
+    group: str
+    pages: bytes
+
+
+class Granted(msgspec.Struct, frozen=True, tag="granted"):
+    """Yes; the receiver counts on an End."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """No, nothing was begun; the connection stays good."""
+
+    reason: str
+
+
+class End(msgspec.Struct, frozen=True, tag="end"):
+    """The write is over. `landed` says that all bytes are there; otherwise `certain` says whether it is
+    certain that no more of them will come."""
+
+    landed: bool
+    certain: bool = True
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """Counted."""
+
+
+Frame = Challenge | Hello | Pools | Begin | Granted | Refused | End | Ended
+_decoder = msgspec.msgpack.Decoder(Frame)
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Silent(TransferError):
+    """Nothing came within the socket's bound, and no frame had begun."""
+
+
+class Gone(TransferError):
+    """The peer closed the connection between two frames."""
+
+
+def bound(sock: socket.socket, silence_s: float) -> None:
+    """Make every blocking call on the socket fail after this long.
+
+    Kernel timeouts rather than `settimeout`: those put the socket into non-blocking mode, where MSG_WAITALL
+    means nothing and each call costs a poll.
+    """
+    sock.setblocking(True)
+    limit = struct.pack("@ll", int(silence_s), int(silence_s % 1 * 1e6))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+
+def send_frame(sock: socket.socket, frame: Frame, fds: list[int] | None = None) -> None:
+    """Send one frame, with descriptors (Unix sockets only). Raises TransferError."""
+    body = _encoder.encode(frame)
+    data = _LENGTH.pack(len(body)) + body
+    try:
+        if fds:
+            sent = socket.send_fds(sock, [data], fds)
+            data = data[sent:]
+        sock.sendall(data)
+    except OSError as error:
+        raise TransferError(f"cannot send to the peer: {error}") from None
+
+
+def receive_frame(sock: socket.socket, limit: int = _MAX_FRAME, fds: list[int] | None = None) -> Frame:
+    """Receive one frame; descriptors that come with it are appended to `fds`.
+
+    Raises Silent, Gone, or TransferError when the peer breaks off or talks nonsense.
+    """
+    head = _receive(sock, _LENGTH.size, fds, starts=True)
+    (length,) = _LENGTH.unpack(head)
+    if length > limit:
+        raise TransferError(f"the peer announces a frame of {length} bytes; at most {limit} are taken")
+    try:
+        frame: Frame = _decoder.decode(_receive(sock, length, None, starts=False))
+    except msgspec.MsgspecError as error:
+        raise TransferError(f"the peer sent a frame that does not decode: {error}") from None
+    return frame
+
+
+def expect_hello(sock: socket.socket, token: str, nonce: bytes) -> Hello:
+    """The peer's Hello. Raises TransferError when it does not know the token."""
+    frame = receive_frame(sock, limit=_MAX_HELLO)
+    if not isinstance(frame, Hello) or not hmac.compare_digest(frame.proof, proof_of(token, nonce)):
+        raise TransferError("the peer does not know this endpoint's token")
+    return frame
+
+
+def proof_of(token: str, nonce: bytes) -> bytes:
+    """What a Hello must carry."""
+    return hmac.digest(token.encode(), nonce, hashlib.sha256)
+
+
+def _receive(sock: socket.socket, nbytes: int, fds: list[int] | None, starts: bool) -> bytearray:
+    data = bytearray(nbytes)
+    view = memoryview(data)
+    got = 0
+    while got < nbytes:
+        try:
+            if fds is not None:
+                space = socket.CMSG_SPACE(16 * array.array("i").itemsize)
+                count, ancillary, _, _ = sock.recvmsg_into([view[got:]], space, socket.MSG_CMSG_CLOEXEC)
+                for _, kind, payload in ancillary:
+                    if kind == socket.SCM_RIGHTS:
+                        fds.extend(array.array("i", payload[: len(payload) - len(payload) % 4]))
+            else:
+                count = sock.recv_into(view[got:])
+        except BlockingIOError:
+            if starts and got == 0:
+                raise Silent("the peer is silent") from None
+            raise TransferError("the peer stopped in the middle of a frame") from None
+        except OSError as error:
+            raise TransferError(f"the connection to the peer broke: {error}") from None
+        if count == 0:
+            if starts and got == 0:
+                raise Gone("the peer closed the connection")
+            raise TransferError("the peer closed the connection in the middle of a frame")
+        got += count
+    return data

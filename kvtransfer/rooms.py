@@ -1,0 +1,139 @@
+"""RoomTable: which pages of my pools may be written to, for which room and epoch, and who is writing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtransfer.pages import PageIds, as_pages
+from kvtransfer.transport import Fence, Landed
+from wire.errors import TransferError
+
+Key = tuple[int, int]
+
+
+@dataclass(eq=False)
+class Grant:
+    """Leave for one writer to write `nbytes` into pages of one open room, until it is finished.
+
+    `revoked` becomes true when the room is closed meanwhile: a writer on this side stops at once, a remote
+    one is waited for.
+    """
+
+    key: Key
+    group: str
+    pages: PageIds
+    nbytes: int
+    interrupt: Callable[[], None] | None = None
+    revoked: bool = False
+
+
+@dataclass
+class _Room:
+    pages: dict[str, PageIds]  # sorted
+    landed: dict[str, NDArray[np.bool_]]
+    nbytes: int = 0
+    grants: set[Grant] = field(default_factory=set)
+    fence: Fence | None = None  # set once closed
+
+
+class RoomTable:
+    """Shared by the owner's thread (open, close) and the transport's (begin, finish); one lock, held briefly.
+
+    A closed room is kept only while a grant of it is out. So nothing is remembered of finished rooms: a late
+    writer finds its room unknown, which is as good as closed.
+    """
+
+    def __init__(self) -> None:
+        self._rooms: dict[Key, _Room] = {}
+        self._lock = threading.Lock()
+
+    def open(self, room: int, epoch: int, pages: Mapping[str, PageIds]) -> None:
+        """Let these pages be written for this room and epoch, which must not be known here."""
+        ordered = {group: np.sort(as_pages(ids)) for group, ids in pages.items()}
+        landed = {group: np.zeros(len(ids), dtype=np.bool_) for group, ids in ordered.items()}
+        with self._lock:
+            assert (room, epoch) not in self._rooms, "a room is opened once per epoch"
+            self._rooms[room, epoch] = _Room(ordered, landed)
+
+    def begin(
+        self,
+        room: int,
+        epoch: int,
+        group: str,
+        pages: PageIds,
+        nbytes: int,
+        interrupt: Callable[[], None] | None = None,
+    ) -> Grant:
+        """Leave to write these pages. Raises TransferError when they are not open. `interrupt` is called
+        if the room is closed before the grant is finished; it must neither block nor come back here."""
+        grant = Grant((room, epoch), group, pages, nbytes, interrupt)
+        with self._lock:
+            known = self._rooms.get(grant.key)
+            if known is None or known.fence is not None:
+                raise TransferError(f"room {room} epoch {epoch} is not open here")
+            opened = known.pages.get(group)
+            if opened is None or not _contained(opened, pages):
+                raise TransferError(f"room {room} epoch {epoch} has not opened these pages of group {group}")
+            known.grants.add(grant)
+        return grant
+
+    def finish(self, grant: Grant, landed: bool) -> None:
+        """Nothing more will be written under this grant; `landed` says that all of it was."""
+        with self._lock:
+            known = self._rooms[grant.key]
+            known.grants.remove(grant)
+            if landed:
+                known.nbytes += grant.nbytes
+                known.landed[grant.group][np.searchsorted(known.pages[grant.group], grant.pages)] = True
+            if known.fence is not None and not known.grants:
+                del self._rooms[grant.key]
+                known.fence.pass_()
+
+    def landed(self, room: int, epoch: int) -> Landed:
+        """Progress of an open room; nothing for one that is not known."""
+        with self._lock:
+            known = self._rooms.get((room, epoch))
+            if known is None:
+                return Landed(0, 0)
+            missing = sum(int(np.count_nonzero(~mask)) for mask in known.landed.values())
+            return Landed(known.nbytes, missing)
+
+    def close_room(self, room: int, epoch: int) -> Fence:
+        """Refuse new writers; the fence passes when the last grant is finished. Closing twice, or closing
+        what is not known, is harmless."""
+        with self._lock:
+            known = self._rooms.get((room, epoch))
+            if known is None:
+                fence = Fence()
+                fence.pass_()
+                return fence
+            if known.fence is None:
+                known.fence = Fence()
+            if not known.grants:
+                del self._rooms[room, epoch]
+                known.fence.pass_()
+            for grant in known.grants:
+                grant.revoked = True
+                if grant.interrupt is not None:
+                    grant.interrupt()  # under the lock: once finished, its connection serves another room
+            return known.fence
+
+    def writers(self) -> int:
+        """Grants that are out."""
+        with self._lock:
+            return sum(len(room.grants) for room in self._rooms.values())
+
+
+def _contained(opened: PageIds, pages: PageIds) -> bool:
+    """Whether every page is among the opened (sorted) ones, and none comes twice."""
+    if len(pages) == 0 or len(opened) == 0:
+        return len(pages) == 0
+    places = np.searchsorted(opened, pages)
+    if int(places.max()) >= len(opened) or len(np.unique(places)) != len(places):
+        return False
+    return bool(np.array_equal(opened[places], pages))

@@ -1,0 +1,238 @@
+"""shm: the decode worker's pool is a memfd that prefill workers on the same host map and write into.
+
+The receiver listens on an abstract Unix socket with a random name, and passes the descriptors to a peer that
+proves the endpoint's token and runs under the same user. A sender maps each pool once per receiver.
+
+The fence: a grant ends with the sender's `End`, which it sends after its last store; or, failing that, when
+the kernel reports through a pidfd that the process has exited, all of its threads included. A stopped peer,
+or one whose connection merely broke, keeps its grant: its pages stay in quarantine until it is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import mmap
+import os
+import secrets
+import select
+import socket
+import struct
+from collections.abc import Mapping
+
+import numpy as np
+
+from kvtransfer.channel import Channel, GrantedWrite, Peer, PeerSender
+from kvtransfer.frames import (
+    Begin,
+    End,
+    Ended,
+    Gone,
+    Granted,
+    PoolInfo,
+    Pools,
+    Refused,
+    Silent,
+    receive_frame,
+    send_frame,
+)
+from kvtransfer.listener import Listener, greet
+from kvtransfer.pages import PageIds, coalesce
+from kvtransfer.region import PoolRegion
+from kvtransfer.rooms import Grant, RoomTable
+from kvtransfer.transport import Bounds, Fence, Landed
+from wire.errors import ConfigError, TransferError
+from wire.messages import TransferEndpoint
+
+log = logging.getLogger(__name__)
+
+BACKEND = "shm"
+_CREDENTIALS = struct.Struct("@iII")  # pid, uid, gid
+
+
+class ShmReceiver:
+    """ReceiverTransport over pools that live in memfds."""
+
+    def __init__(self, regions: PoolRegion, bounds: Bounds | None = None) -> None:
+        """Raises ConfigError when a pool is not in shared memory."""
+        for group, region in regions.items():
+            if region.fd is None:
+                raise ConfigError(
+                    "kv_transfer_backend",
+                    f"shm needs a shared pool and group {group} is not in one",
+                    "allocate the pool in shared memory, or use tcp",
+                )
+        self._regions = regions
+        self._bounds = bounds or Bounds()
+        self._rooms = RoomTable()
+        self._token = secrets.token_hex(16)
+        name = f"baton-kv-{secrets.token_hex(8)}"
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.bind(f"\0{name}")
+        self._listener = Listener(sock, self._serve, "kv-shm")
+        self._endpoint = TransferEndpoint(BACKEND, f"@{name}", {"token": self._token})
+
+    @property
+    def endpoint(self) -> TransferEndpoint:
+        """See ReceiverTransport."""
+        return self._endpoint
+
+    def open(self, room: int, epoch: int, pages: Mapping[str, PageIds]) -> None:
+        """See ReceiverTransport."""
+        self._rooms.open(room, epoch, pages)
+
+    def landed(self, room: int, epoch: int) -> Landed:
+        """See ReceiverTransport."""
+        return self._rooms.landed(room, epoch)
+
+    def close_room(self, room: int, epoch: int) -> Fence:
+        """See ReceiverTransport."""
+        return self._rooms.close_room(room, epoch)
+
+    def close(self) -> None:
+        """See ReceiverTransport."""
+        self._listener.close()
+
+    def _serve(self, sock: socket.socket) -> None:
+        pid, uid, _ = _CREDENTIALS.unpack(
+            sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        )
+        if uid != os.getuid():
+            raise TransferError(f"process {pid} runs under user {uid}")
+        try:
+            # Before the greeting: who answers the challenge is alive after this line, so the pid, taken when
+            # it connected, has not been given to another process in between.
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            raise TransferError(f"process {pid} is gone") from None
+        try:
+            greet(sock, self._token, self._bounds)
+            groups = {
+                name: PoolInfo(region.page_bytes, region.num_pages, region.ptr)
+                for name, region in self._regions.items()
+            }
+            fds = [region.fd for region in self._regions.values() if region.fd is not None]
+            send_frame(sock, Pools(groups), fds=fds)
+            while True:
+                self._serve_write(sock, pidfd)
+        finally:
+            os.close(pidfd)
+
+    def _serve_write(self, sock: socket.socket, pidfd: int) -> None:
+        """One frame while idle, or one whole write."""
+        try:
+            frame = receive_frame(sock)
+        except Silent:
+            return
+        if not isinstance(frame, Begin):
+            raise TransferError("expected a Begin")
+        pages = np.frombuffer(frame.pages, dtype="<i8")
+        region = self._regions.get(frame.group)
+        try:
+            if region is None:
+                raise TransferError(f"there is no group {frame.group} here")
+            nbytes = len(pages) * region.page_bytes
+            grant = self._rooms.begin(frame.room, frame.epoch, frame.group, pages, nbytes)
+        except TransferError as error:
+            send_frame(sock, Refused(str(error)))
+            return
+        with contextlib.suppress(TransferError):  # a peer that tired of waiting has left its End behind
+            send_frame(sock, Granted())
+        try:
+            end = self._await_end(sock, pidfd)
+        except TransferError:
+            self._await_exit(grant, pidfd)
+            raise
+        self._rooms.finish(grant, landed=end.landed)
+        send_frame(sock, Ended())
+
+    def _await_end(self, sock: socket.socket, pidfd: int) -> End:
+        """The sender's End. Raises TransferError when it cannot come any more."""
+        poller = select.poll()
+        poller.register(sock, select.POLLIN)
+        poller.register(pidfd, select.POLLIN)
+        while not self._listener.closing.is_set():
+            ready = [fd for fd, _ in poller.poll(1000)]
+            if sock.fileno() in ready:  # first: an End sent just before exit counts
+                frame = receive_frame(sock)
+                if not isinstance(frame, End):
+                    raise TransferError("expected an End")
+                return frame
+            if pidfd in ready:
+                raise Gone("the peer exited during a write")
+        raise TransferError("the receiver is closing")
+
+    def _await_exit(self, grant: Grant, pidfd: int) -> None:
+        """Finish the grant once the writer has exited; leave it out when this receiver closes first."""
+        poller = select.poll()
+        poller.register(pidfd, select.POLLIN)
+        while not self._listener.closing.is_set():
+            if poller.poll(200):
+                self._rooms.finish(grant, landed=False)
+                return
+
+
+class _Mapping:
+    """One receiver's pool in this process's memory."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        if os.fstat(fd).st_size < nbytes:
+            raise TransferError("the peer's pool is smaller than it says")
+        self._mmap = mmap.mmap(fd, nbytes)
+        self._mmap.madvise(mmap.MADV_DONTFORK)  # a forked child could write after this process was seen gone
+        self._mmap.madvise(mmap.MADV_HUGEPAGE)
+        self._export: ctypes.c_char | None = ctypes.c_char.from_buffer(self._mmap)
+        self.ptr = ctypes.addressof(self._export)
+
+    def close(self) -> None:
+        self._export = None  # an mmap with an exported buffer cannot be closed
+        self._mmap.close()
+
+
+class ShmSender(PeerSender):
+    """SenderTransport that stores straight into the receiver's pool."""
+
+    def __init__(self, regions: PoolRegion, bounds: Bounds | None = None) -> None:
+        super().__init__(regions, bounds or Bounds())
+        self._mappings: dict[Peer, dict[str, _Mapping]] = {}
+
+    def _connect(self, endpoint: TransferEndpoint) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.settimeout(self._bounds.connect_s)
+        try:
+            sock.connect("\0" + endpoint.address.removeprefix("@"))
+        except OSError as error:
+            sock.close()
+            raise TransferError(f"cannot reach the decode worker's shared memory: {error}") from None
+        return sock
+
+    def _attach(self, peer: Peer, channel: Channel) -> None:
+        with self._lock:
+            try:
+                if peer not in self._mappings:
+                    infos = channel.pools.groups.items()
+                    self._mappings[peer] = {
+                        name: _Mapping(fd, info.page_bytes * info.num_pages)
+                        for (name, info), fd in zip(infos, channel.fds, strict=True)
+                    }
+            except (OSError, ValueError) as error:
+                channel.close()
+                raise TransferError(f"cannot map the decode worker's pool: {error}") from None
+        while channel.fds:
+            os.close(channel.fds.pop())
+
+    def _detach(self, peer: Peer) -> None:
+        for mapping in self._mappings.pop(peer, {}).values():
+            mapping.close()
+
+    def _move(self, granted: GrantedWrite) -> None:
+        region, write = granted.region, granted.write
+        target, size = self._mappings[granted.peer][write.group].ptr, region.page_bytes
+        done = 0
+        for host in region.to_host(write.src_pages):
+            runs = coalesce(host.pages, write.dst_pages[done : done + len(host.pages)])
+            done += len(host.pages)
+            for src, dst, pages in zip(*(column.tolist() for column in runs), strict=True):
+                # ctypes releases the GIL around it; the copy of a run is one memcpy.
+                ctypes.memmove(target + dst * size, host.ptr + src * size, pages * size)
