@@ -1,0 +1,92 @@
+"""The Ray Serve application: `serve run deploy/local.yaml`, or `import_path: cluster.app:build`.
+
+    HTTP -> Serve proxy -> router (ingress) ~~ZeroMQ~~> prefill ==KV==> decode ~~ZeroMQ~~> router
+
+Serve owns placement, replacement and scaling of the three deployments. The ingress is bound to the handles of
+the other two only so that they belong to the application; it never calls them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray import serve
+
+from cluster.autoscaling import LoadPolicy
+from cluster.config import (
+    Deployment,
+    RouterDeployment,
+    ServeConfig,
+    WorkerAutoscaling,
+    WorkerDeployment,
+    parse_config,
+)
+from cluster.router_replica import RouterReplica
+from cluster.worker_replica import WorkerReplica
+from wire.records import Role
+
+_CONSTRUCTOR_TRIES = 3  # Serve's default of 20 would load a model that cannot work 20 times
+_SHUTDOWN_POLL_S = 0.2
+
+
+def build(args: dict[str, Any]) -> serve.Application:
+    """The application for a configuration (cluster/config.py). Raises ConfigError when it cannot work."""
+    config = parse_config(args)
+    roles = [Role.DECODE] if config.colocated else [Role.PREFILL, Role.DECODE]
+    workers = [_bind_worker(config, role) for role in roles]
+    ingress = serve.deployment(name="router", **_router_settings(config.router))(
+        serve.ingress()(RouterReplica)
+    )
+    return ingress.bind(config.router_options(), *workers)
+
+
+def _bind_worker(config: ServeConfig, role: Role) -> serve.Application:
+    section = config.section(role)
+    deployment = serve.deployment(name=str(role), **_worker_settings(section))(WorkerReplica)
+    return deployment.bind(str(role), config.worker_options(role), section.drain_s)
+
+
+def _router_settings(section: RouterDeployment) -> dict[str, Any]:
+    settings = _common_settings(section)
+    if section.autoscaling_config is not None:
+        settings["autoscaling_config"] = section.autoscaling_config.model_dump(exclude_none=True)
+    return settings
+
+
+def _worker_settings(section: WorkerDeployment) -> dict[str, Any]:
+    settings = _common_settings(section)
+    if section.autoscaling_config is not None:
+        settings["autoscaling_config"] = _load_scaling(section.autoscaling_config)
+    return settings
+
+
+def _load_scaling(scaling: WorkerAutoscaling) -> dict[str, Any]:
+    policy = {
+        "policy_function": f"{LoadPolicy.__module__}:{LoadPolicy.__name__}",
+        "policy_kwargs": {"target_load": scaling.target_load},
+    }
+    return {**scaling.model_dump(exclude_none=True, exclude={"target_load"}), "policy": policy}
+
+
+def _common_settings(section: RouterDeployment | WorkerDeployment) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "max_ongoing_requests": section.max_ongoing_requests,
+        "graceful_shutdown_timeout_s": section.graceful_shutdown_timeout_s,
+        "graceful_shutdown_wait_loop_s": _SHUTDOWN_POLL_S,
+        "health_check_period_s": section.health_check_period_s,
+        "health_check_timeout_s": section.health_check_timeout_s,
+        "max_constructor_retry_count": _CONSTRUCTOR_TRIES,
+        "ray_actor_options": _actor_options(section),
+    }
+    if section.autoscaling_config is None:
+        settings["num_replicas"] = section.num_replicas
+    return settings
+
+
+def _actor_options(section: Deployment) -> dict[str, Any]:
+    options: dict[str, Any] = {"num_cpus": section.num_cpus, "num_gpus": section.num_gpus}
+    if section.resources:
+        options["resources"] = section.resources
+    if section.env:
+        options["runtime_env"] = {"env_vars": section.env}
+    return options

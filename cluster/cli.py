@@ -1,0 +1,199 @@
+"""`baton`: serve a model on Ray Serve, or print what a configuration may contain.
+
+    baton serve MODEL|CONFIG.yaml [options]     baton config --schema     baton --version
+
+Exit codes: 0 ended on request; 1 the application could not be started; 2 a configuration that cannot work (one
+line on stderr that names the key and the remedy, and nothing is left running).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.app import build
+from cluster.config import json_schema, parse_config, read_config
+from cluster.local import DeployFailed, LocalOptions, LocalServe, check_port_free, running_ray
+from cluster.model_files import model_directory
+from wire.errors import ConfigError
+from wire.options import exit_on_config_error
+
+DISTRIBUTION = "baton-serve"
+_READY_TIMEOUT_S = 1800.0  # a large model takes its time to load
+_WORKER_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "page_size": (int, "tokens of a KV page, a power of two"),
+    "max_total_tokens": (int, "KV capacity of a worker in tokens"),
+    "max_context_tokens": (int, "longest prompt + output"),
+    "chunked_prefill_size": (int, "tokens of a prefill chunk"),
+    "dtype": (str, "auto, float32 or bfloat16"),
+    "threads": (int, "compute threads of a worker"),
+    "kv_transfer_backend": (str, "auto, shm, tcp or mooncake"),
+    "kv_events_config": (yaml.safe_load, "KV events as JSON or YAML, for example '{enable: false}'"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program. Returns its exit code."""
+    arguments = _parser().parse_args(argv)
+    with exit_on_config_error("baton"):
+        return int(arguments.run(arguments))
+
+
+def make_config(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The configuration that MODEL or CONFIG.yaml and the flags describe; flags win."""
+    raw = _base_config(arguments.target)
+    if arguments.served_model_name is not None:
+        raw["served_model_name"] = arguments.served_model_name
+    worker = raw.setdefault("worker", {})
+    for key in _WORKER_FLAGS:
+        value = getattr(arguments, key)
+        if value is not None:
+            worker[key] = value
+    for section, count in (("prefill", arguments.num_prefill), ("decode", arguments.num_decode)):
+        if count is not None:
+            raw.setdefault(section, {})["num_replicas"] = count
+    for assignment in arguments.set:
+        _assign(raw, assignment)
+    return raw
+
+
+def _base_config(target: str) -> dict[str, Any]:
+    if target.endswith((".yaml", ".yml")):
+        return read_config(Path(target))
+    return {"model": target}
+
+
+def _assign(raw: dict[str, Any], assignment: str) -> None:
+    """`a.b.c=value` into nested mappings; the value is YAML."""
+    path, equals, value = assignment.partition("=")
+    if not equals or not path:
+        raise ConfigError("--set", f"{assignment!r} is not KEY=VALUE", "for example --set decode.drain_s=30")
+    *parents, last = path.split(".")
+    at = raw
+    for parent in parents:
+        at = at.setdefault(parent, {})
+        if not isinstance(at, dict):
+            raise ConfigError(path, f"{parent} is not a section", "see `baton config --schema`")
+    try:
+        at[last] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(path, f"{value!r} is not YAML: {error}", "correct the value") from None
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    raw = make_config(arguments)
+    config = parse_config(raw)
+    check_port_free(arguments.host, arguments.port)
+    address = arguments.ray_address or running_ray()
+    if address is None:  # our own Ray on this machine: what can be checked here is checked before it starts
+        raw = {**raw, "model": str(model_directory(config.model)), "served_model_name": config.name}
+        _share_cores(raw)
+        config = parse_config(raw)
+    options = LocalOptions(
+        host=arguments.host,
+        port=arguments.port,
+        ray_address=address,
+        cpus=config.cpus(),
+        worker_logs=arguments.worker_logs,
+    )
+    stop = threading.Event()
+    print(f"starting {config.name} on {'a local Ray' if address is None else f'Ray at {address}'} ...")
+    with LocalServe(options) as local:
+        # After Ray has started: it installs a SIGTERM handler of its own.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: stop.set())
+        try:
+            local.deploy(build(raw), _READY_TIMEOUT_S, stop)
+        except DeployFailed as failure:
+            print(f"baton: {failure}", file=sys.stderr)
+            return 1
+        if not stop.is_set():
+            print(f"ready: {options.url}/v1  (model {config.name}; Ctrl-C to stop)", flush=True)
+            stop.wait()
+        print("draining and shutting down ...", flush=True)
+    print("stopped")
+    return 0
+
+
+def _share_cores(raw: dict[str, Any]) -> None:
+    """Give the workers of this machine its cores, unless `threads` says otherwise."""
+    config = parse_config(raw)
+    workers = config.decode.num_replicas + (0 if config.colocated else config.prefill.num_replicas)
+    if all(
+        "threads" not in options for options in (config.worker, config.prefill.options, config.decode.options)
+    ):
+        raw.setdefault("worker", {})["threads"] = max(1, (os.cpu_count() or 1) // workers)
+
+
+def _config(arguments: argparse.Namespace) -> int:
+    if arguments.check is not None:
+        parse_config(read_config(arguments.check))
+        print(f"{arguments.check}: ok")
+    else:
+        print(json.dumps(json_schema(), indent=2))
+    return 0
+
+
+def _version() -> str:
+    try:
+        return version(DISTRIBUTION)
+    except PackageNotFoundError:  # a checkout that was never installed
+        return "unknown (not installed)"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="baton", description="Serve a language model with prefill and decode on separate workers."
+    )
+    parser.add_argument("--version", action="version", version=f"baton {_version()}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_serve(commands.add_parser("serve", help="serve a model until Ctrl-C", description=_SERVE_HELP))
+    config = commands.add_parser("config", help="what a configuration may contain")
+    what = config.add_mutually_exclusive_group(required=True)
+    what.add_argument("--schema", action="store_true", help="print the JSON schema")
+    what.add_argument("--check", metavar="CONFIG.yaml", type=Path, help="check a file and start nothing")
+    config.set_defaults(run=_config)
+    return parser
+
+
+_SERVE_HELP = (
+    "Start a local Ray if none is running, serve MODEL on it, and shut down on Ctrl-C whatever was started. "
+    "MODEL is a directory or a Hugging Face id; a YAML file can say everything (baton config --schema)."
+)
+
+
+def _add_serve(serve: argparse.ArgumentParser) -> None:
+    serve.add_argument(
+        "target", metavar="MODEL|CONFIG.yaml", help="model directory, hub id, or configuration"
+    )
+    serve.add_argument(
+        "--num-prefill", type=int, metavar="N", help="prefill workers; 0: colocated (default 1)"
+    )
+    serve.add_argument("--num-decode", type=int, metavar="N", help="decode workers (default 1)")
+    serve.add_argument("--host", default="127.0.0.1", help="where HTTP listens (default %(default)s)")
+    serve.add_argument("--port", type=int, default=8000, help="where HTTP listens (default %(default)s)")
+    serve.add_argument("--served-model-name", metavar="NAME", help="name in the API (default: from MODEL)")
+    for key, (kind, text) in _WORKER_FLAGS.items():
+        serve.add_argument(f"--{key.replace('_', '-')}", type=kind, metavar="X", help=f"{text} (both roles)")
+    serve.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="any configuration key, dotted"
+    )
+    serve.add_argument(
+        "--ray-address", metavar="ADDRESS", help="Ray to run on (default: RAY_ADDRESS, or local)"
+    )
+    serve.add_argument("--worker-logs", action="store_true", help="show the logs of all replicas")
+    serve.set_defaults(run=_serve)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

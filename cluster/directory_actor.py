@@ -1,0 +1,70 @@
+"""The directory of workers as a named Ray actor of one application.
+
+Router replicas create it, whoever comes first; workers look it up by name. It is not detached: its owner is
+the router replica that created it, so it ends with the application and nothing has to clean it up. A Serve
+deployment of its own was the alternative: it would survive that replica, but its restart loses nothing anyway
+(workers announce again, routers keep their last view), and it would be one more deployment to configure.
+
+Ray only carries the address, once per (re)start. What is said to the directory goes over its mailbox.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, cast
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError
+
+from router.directory_server import DirectoryHost
+from wire.errors import Unavailable
+
+NAMESPACE = "baton"
+_ANSWER_S = 10.0
+_RETRY_S = 0.1
+
+
+class DirectoryActor:
+    """Hosts the directory in a process of its own."""
+
+    def __init__(self, interface: str, cluster_secret: str | None, lease_s: float) -> None:
+        self._host = DirectoryHost(interface, cluster_secret, lease_s)
+
+    def address(self) -> str:
+        """Mailbox address of this incarnation."""
+        return self._host.address
+
+
+class DirectoryFinder:
+    """Finds the application's directory, wherever it is now."""
+
+    def __init__(self, app_name: str) -> None:
+        self._name = f"directory:{app_name}"
+
+    def create(self, interface: str, cluster_secret: str | None, lease_s: float) -> str:
+        """The directory's address; the actor is created unless it is there. For router replicas."""
+        actor = (
+            ray.remote(DirectoryActor)
+            .options(name=self._name, namespace=NAMESPACE, get_if_exists=True, num_cpus=0, max_restarts=-1)
+            .remote(interface, cluster_secret, lease_s)
+        )
+        return cast("str", ray.get(actor.address.remote(), timeout=_ANSWER_S))
+
+    def find(self) -> str:
+        """The directory's address, asked anew. Raises Unavailable when there is none (yet)."""
+        try:
+            actor: Any = ray.get_actor(self._name, namespace=NAMESPACE)
+            return cast("str", ray.get(actor.address.remote(), timeout=_ANSWER_S))
+        except (ValueError, RayActorError, GetTimeoutError) as error:
+            raise Unavailable(f"the directory actor {self._name} does not answer: {error}") from error
+
+    def wait(self, timeout_s: float) -> str:
+        """The directory's address once it is there. Raises Unavailable after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                return self.find()
+            except Unavailable:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(_RETRY_S)  # Ray has no event for "an actor of this name exists now"

@@ -1,0 +1,176 @@
+"""Ray and Serve on this machine for one application: started, watched and ended by handle.
+
+Never `ray stop`: it ends every Ray on the machine. What is started here is a child of this process and ends
+with `close`, whatever happened in between.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve import RunTarget
+from ray.serve.schema import ApplicationStatus
+
+from cluster.refusal import find_refusal
+from wire.errors import BatonError, ConfigError
+
+APP_NAME = "baton"
+_POLL_S = 0.1
+_OBJECT_STORE_BYTES = 100 * 1024 * 1024  # nothing of ours goes through it; Ray wants at least 75 MiB
+_HTTP_TIMEOUT_S = 5.0
+
+
+class DeployFailed(BatonError):
+    """Serve gave the application up, or it was not ready in time."""
+
+
+@dataclass(frozen=True)
+class LocalOptions:
+    """Where Serve listens and which Ray it runs on. No port 0: Serve does not say which port it got."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    ray_address: str | None = None  # None: a Ray of our own
+    cpus: float = 0.0  # that the application reserves; our own Ray offers at least as many
+    temp_dir: Path | None = None  # of our own Ray; keep it short: Unix sockets live in it
+    dashboard_port: int | None = None
+    worker_logs: bool = False
+
+    @property
+    def url(self) -> str:
+        """Where the API answers."""
+        return f"http://{self.host if self.host != '0.0.0.0' else '127.0.0.1'}:{self.port}"
+
+
+class LocalServe:
+    """A running Ray + Serve with at most our one application. A context manager."""
+
+    def __init__(self, options: LocalOptions) -> None:
+        """Start, or connect to `ray_address`. Raises ConfigError for a port that is taken."""
+        self.options = options
+        check_port_free(options.host, options.port)
+        self.owns_ray = options.ray_address is None
+        self._start_ray()
+        try:
+            serve.start(proxy_location="HeadOnly", http_options={"host": options.host, "port": options.port})
+        except BaseException:
+            ray.shutdown()
+            raise
+
+    def deploy(
+        self, application: serve.Application, timeout_s: float, stop: threading.Event | None = None
+    ) -> None:
+        """Run the application and wait until it answers, or until `stop` is set.
+
+        Raises ConfigError when a replica refuses its configuration, DeployFailed when Serve gives up or
+        `timeout_s` passes.
+        """
+        stop = stop or threading.Event()
+        deadline = time.monotonic() + timeout_s
+        serve.run_many(
+            [RunTarget(application, name=APP_NAME)],
+            wait_for_ingress_deployment_creation=False,
+            wait_for_applications_running=False,
+        )
+        while not (self._running() and self._ready()):
+            if time.monotonic() >= deadline:
+                raise DeployFailed(f"not ready after {timeout_s:.0f} s: {serve.status()}")
+            if stop.wait(_POLL_S):
+                return
+
+    def close(self) -> None:
+        """Drain and end the application, then what was started here."""
+        if not ray.is_initialized():
+            return
+        try:
+            if self.owns_ray:
+                serve.shutdown()
+            else:
+                serve.delete(APP_NAME)
+        finally:
+            ray.shutdown()
+
+    def __enter__(self) -> LocalServe:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start_ray(self) -> None:
+        logging: dict[str, Any] = {
+            "log_to_driver": self.options.worker_logs,
+            "logging_level": "ERROR",
+            "configure_logging": True,
+        }
+        if self.options.ray_address is not None:
+            ray.init(address=self.options.ray_address, **logging)
+            return
+        dashboard = self.options.dashboard_port
+        temp_dir = {"_temp_dir": str(self.options.temp_dir)} if self.options.temp_dir else {}
+        ray.init(
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, math.ceil(self.options.cpus)),
+            object_store_memory=_OBJECT_STORE_BYTES,
+            include_dashboard=dashboard is not None,
+            dashboard_port=dashboard,
+            **temp_dir,
+            **logging,
+        )
+
+    def _running(self) -> bool:
+        """Do all deployments have their replicas? Raises when they never will."""
+        status = serve.status().applications[APP_NAME]
+        messages = [status.message, *(one.message for one in status.deployments.values())]
+        for message in messages:
+            refusal = find_refusal(message)
+            if refusal is not None:
+                raise refusal
+        if status.status == ApplicationStatus.DEPLOY_FAILED:
+            raise DeployFailed("\n".join(message for message in messages if message))
+        return bool(status.status == ApplicationStatus.RUNNING)
+
+    def _ready(self) -> bool:
+        """Running replicas are not enough: the router must have seen the workers."""
+        try:
+            with urllib.request.urlopen(f"{self.options.url}/ready", timeout=_HTTP_TIMEOUT_S):
+                return True
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            return False
+
+
+def check_port_free(host: str, port: int) -> None:
+    """Raises ConfigError when nobody can listen on `port` of `host`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                "port", f"{port} on {host} cannot be used ({error.strerror})", "give a free --port"
+            ) from None
+
+
+def running_ray() -> str | None:
+    """Address of the Ray this machine already runs or RAY_ADDRESS names; None when there is none."""
+    address = os.environ.get("RAY_ADDRESS")
+    if address:
+        return None if address == "local" else address
+    try:
+        ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
+    except ConnectionError:
+        return None
+    address = str(ray.get_runtime_context().gcs_address)
+    ray.shutdown()
+    return address

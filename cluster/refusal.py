@@ -1,0 +1,38 @@
+"""A ConfigError on its way from a replica's constructor to the terminal.
+
+Serve hands a failed constructor on as text: the traceback, inside the deployment's status message. So the
+replica marks the one line that matters, and whoever reads the status finds it again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from wire.errors import ConfigError
+
+_MARK = "baton-config-error"
+_MARKED = re.compile(_MARK + r"(\{.*?\})" + _MARK)
+
+
+class ReplicaRefused(RuntimeError):
+    """A replica cannot start with its configuration; the message carries the ConfigError."""
+
+
+@contextmanager
+def readable_refusal() -> Iterator[None]:
+    """A ConfigError inside becomes a ReplicaRefused that `find_refusal` can read back."""
+    try:
+        yield
+    except ConfigError as error:
+        problem = str(error).removeprefix(f"{error.key}: ").removesuffix(f"; {error.remedy}")
+        packed = json.dumps({"key": error.key, "problem": problem, "remedy": error.remedy})
+        raise ReplicaRefused(f"{_MARK}{packed}{_MARK}") from error
+
+
+def find_refusal(status_message: str) -> ConfigError | None:
+    """The ConfigError that a replica marked in a deployment's status message, if there is one."""
+    found = _MARKED.search(status_message)
+    return None if found is None else ConfigError(**json.loads(found.group(1)))

@@ -1,0 +1,89 @@
+"""A prefill or decode worker as a Serve replica.
+
+Ray places it, watches it and ends it; requests, tokens and pages never pass through here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray import serve
+
+from cluster.autoscaling import LOAD
+from cluster.directory_actor import DirectoryFinder
+from cluster.load import load_share
+from cluster.refusal import readable_refusal
+from scheduler.options import WorkerOptions
+from wire.errors import ConfigError
+from wire.options import parse_options
+from wire.records import Role
+
+if TYPE_CHECKING:
+    from scheduler.worker import Worker
+
+_DIRECTORY_WAIT_S = 120.0
+_LOOPBACK = ("127.", "::1", "localhost")
+
+
+class WorkerReplica:
+    """Owns one worker for as long as Serve keeps the replica."""
+
+    def __init__(self, role: str, options: dict[str, Any], drain_s: float) -> None:
+        """Load the model and join the directory. A configuration that cannot work is raised readably."""
+        self._drain_s = drain_s
+        finder = DirectoryFinder(serve.get_replica_context().app_name)
+        with readable_refusal():
+            options = {**options, "interface": node_interface(options["interface"])}
+            options["directory"] = finder.wait(_DIRECTORY_WAIT_S)
+            self._options = parse_options(WorkerOptions, options)
+            self._worker = make_worker(Role(role), self._options, finder)
+            self._worker.start()
+
+    async def check_health(self) -> None:
+        """Serve's health check. Raises when the engine loop is dead or stuck; then Serve replaces us."""
+        self._worker.healthy()
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve's autoscaling hook: what LoadPolicy reads."""
+        return {LOAD: load_share(self._worker.record(), self._options.max_prefill_tokens)}
+
+    async def __del__(self) -> None:
+        """Drain and close. Serve awaits this, within graceful_shutdown_timeout_s, before it ends the process.
+
+        Its own drain would return at once: it counts the requests that came through Serve, and none did.
+        """
+        if hasattr(self, "_worker"):
+            await asyncio.to_thread(self._worker.drain, self._drain_s)
+            await asyncio.to_thread(self._worker.close)
+
+
+def make_worker(role: Role, options: WorkerOptions, finder: DirectoryFinder) -> Worker:
+    """The worker of that role.
+
+    Imported here and not above: the module is also loaded by the process that builds the application and by
+    the CLI, and neither should spend seconds and hundreds of MB on torch.
+    """
+    if role is Role.PREFILL:
+        from prefill_node.worker import PrefillWorker
+
+        return PrefillWorker(options, finder.find)
+    from decode_node.worker import DecodeWorker
+
+    return DecodeWorker(options, finder.find)
+
+
+def node_interface(interface: str) -> str:
+    """The address this replica binds to; `auto` is the node's own.
+
+    Raises ConfigError for a loopback address when the cluster has other nodes.
+    """
+    if interface == "auto":
+        return str(ray.util.get_node_ip_address())
+    nodes = sum(1 for node in ray.nodes() if node["Alive"])
+    if nodes > 1 and interface.startswith(_LOOPBACK):
+        raise ConfigError(
+            "interface", f"{interface} cannot be reached from the other {nodes - 1} nodes", "use auto"
+        )
+    return interface

@@ -1,0 +1,118 @@
+"""ServeConfig: what is accepted, what is refused, and how the refusal reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.config import json_schema, parse_config, read_config
+from scheduler.options import WorkerOptions
+from wire.errors import ConfigError
+from wire.records import Role
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "says"),
+    [
+        ({"modle": "x"}, "modle", "unknown key"),
+        ({"worker": {"page_siz": 16}}, "prefill.options.page_siz", "unknown key"),
+        ({"worker": {"page_size": 12}}, "prefill.options.page_size", "not a power of two"),
+        ({"decode": {"options": {"page_size": 32}}}, "decode.options.page_size", "their pages differ"),
+        ({"prefill": {"options": {"dtype": "float32"}}}, "decode.options.dtype", "their pages differ"),
+        (
+            {"worker": {"max_context_tokens": 4096, "max_total_tokens": 1024}},
+            "prefill.options.max_context_tokens",
+            "does not fit a pool of 1024",
+        ),
+        ({"decode": {"num_replicas": 0}}, "decode.num_replicas", "greater than or equal to 1"),
+        ({"decode": {"autoscaling_config": {"max": 3}}}, "decode.autoscaling_config.max", "unknown key"),
+        (
+            {"prefill": {"autoscaling_config": {"min_replicas": 3, "max_replicas": 2}}},
+            "prefill.autoscaling_config",
+            "does not hold",
+        ),
+        ({"router": {"options": {"polici": "kv"}}}, "router.options.polici", "unknown key"),
+        ({"served_model_name": " "}, "served_model_name", "empty name"),
+    ],
+)
+def test_refusals_name_the_key(change: dict[str, Any], key: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        parse_config({"model": "m", **change})
+    assert caught.value.key == key
+    assert caught.value.remedy
+
+
+def test_worker_options_are_shared_then_overridden() -> None:
+    config = parse_config(
+        {
+            "model": "models/tiny",
+            "cluster_secret": "s",
+            "worker": {"max_total_tokens": 1024, "max_running_requests": 4},
+            "decode": {"num_cpus": 2.5, "options": {"max_running_requests": 8}},
+        }
+    )
+    prefill = WorkerOptions(**config.worker_options(Role.PREFILL))
+    decode = WorkerOptions(**config.worker_options(Role.DECODE))
+    assert (prefill.max_running_requests, decode.max_running_requests) == (4, 8)
+    assert prefill.max_total_tokens == decode.max_total_tokens == 1024
+    assert (prefill.threads, decode.threads) == (1, 2)  # what the replica reserves
+    assert prefill.served_model_name == decode.served_model_name == "tiny"
+    assert prefill.cluster_secret == "s"
+
+
+def test_colocated_needs_no_agreement_and_counts_no_prefill_cpus() -> None:
+    config = parse_config(
+        {"model": "m", "prefill": {"num_replicas": 0, "options": {"page_size": 1}}, "decode": {"num_cpus": 1}}
+    )
+    assert config.colocated
+    assert config.cpus() == pytest.approx(1.2)
+
+
+def test_cpus_count_what_autoscaling_may_reach() -> None:
+    config = parse_config({"model": "m", "decode": {"autoscaling_config": {"max_replicas": 5}}})
+    assert config.cpus() == pytest.approx(0.2 + 0.3 + 5 * 0.3)
+
+
+def test_drain_bound_is_below_serves_own() -> None:
+    config = parse_config({"model": "m", "decode": {"drain_s": 40}})
+    assert 0.8 * config.decode.graceful_shutdown_timeout_s == pytest.approx(40)
+
+
+@pytest.mark.parametrize("name", ["demo.yaml", "local.yaml", "cluster-serve.yaml"])
+def test_the_configurations_in_deploy_are_valid(name: str) -> None:
+    assert parse_config(read_config(DEPLOY / name)).model
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("a: [", "not YAML"), ("- 1", "not a mapping"), (None, "No such file")]
+)
+def test_unreadable_files_are_named(tmp_path: Path, text: str | None, says: str) -> None:
+    path = tmp_path / "config.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        read_config(path)
+
+
+def test_schema_describes_nested_options_in_their_places() -> None:
+    schema = json_schema()
+    definitions = schema["$defs"]
+    assert schema["properties"]["worker"] == {"$ref": "#/$defs/WorkerOptions"}
+    assert "page_size" in definitions["WorkerOptions"]["properties"]
+    assert "directory" not in definitions["WorkerOptions"]["properties"]
+    assert definitions["PrefillDeployment"]["additionalProperties"] is False
+    for reference in _references(schema):
+        assert reference.removeprefix("#/$defs/") in definitions
+
+
+def _references(node: Any) -> list[str]:
+    if isinstance(node, dict):
+        own = [node["$ref"]] if "$ref" in node else []
+        return own + [one for value in node.values() for one in _references(value)]
+    if isinstance(node, list):
+        return [one for value in node for one in _references(value)]
+    return []
