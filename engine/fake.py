@@ -80,7 +80,7 @@ class FakeEngine:
     ) -> None:
         self.spec = spec
         self._pool = pool
-        self._page_size = pool.data.shape[-2]
+        self._page_size = pool.page_size
         self._timing = timing or FakeTiming()
         self._last_tokens = LastTokens()
         self._queue = LaunchQueue(overlap, "fake-engine")

@@ -14,8 +14,8 @@ from wire.messages import SamplingParams
 class SamplingState:
     """One sequence's sampling parameters and the tokens that its penalties look at.
 
-    `outputs` are the output tokens sampled (or forced) so far; `output_counts` how often each occurs. After the
-    request is queued only the thread that samples touches it.
+    `outputs` are the output tokens sampled (or forced) so far; `output_counts` how often each occurs. Once
+    the request is queued only the thread that samples touches it.
     """
 
     __slots__ = ("choice", "eos_token_ids", "output_counts", "outputs", "params", "prompt_ids")

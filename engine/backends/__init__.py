@@ -1,0 +1,1 @@
+"""Attention backends (engine/attention.py: AttentionBackend)."""

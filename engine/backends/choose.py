@@ -1,0 +1,59 @@
+"""Which attention backend runs, decided once at load."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from engine.attention import AttentionBackend
+from engine.backends.torch_twin import TorchAttention
+from engine.config import EngineConfig
+from kvcache.pool import MHAKVCache
+from wire.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+def build_attention(
+    config: EngineConfig, pool: MHAKVCache, query_heads: int, scale: float
+) -> AttentionBackend:
+    """The backend that `config.attention` names; "auto" takes the fastest that the device has.
+
+    Raises ConfigError when a backend that was named cannot run. "auto" then takes plain torch and logs why.
+    """
+    on_cpu = torch.device(config.device).type == "cpu"
+    wanted = config.attention
+    if wanted == "auto":
+        wanted = "cpu" if on_cpu else "flashinfer"
+    if wanted == "torch":
+        return TorchAttention(pool, query_heads, scale)
+    if on_cpu != (wanted == "cpu"):
+        problem = f"{wanted!r} does not run on device {config.device}"
+        raise ConfigError("engine.attention", problem, "use auto or torch")
+    problem, backend = _cpu(pool, query_heads, scale) if on_cpu else _flashinfer(pool, query_heads, scale)
+    if backend is not None:
+        return backend
+    if config.attention != "auto":
+        raise ConfigError("engine.attention", f"{wanted!r} cannot run: {problem}", "use auto or torch")
+    log.warning("attention: %s cannot run (%s); plain torch attends instead, more slowly", wanted, problem)
+    return TorchAttention(pool, query_heads, scale)
+
+
+def _cpu(pool: MHAKVCache, query_heads: int, scale: float) -> tuple[str, AttentionBackend | None]:
+    from engine.cpu.attention import CpuAttention
+    from engine.cpu.op import KernelsUnavailable
+
+    try:
+        return "", CpuAttention(pool, query_heads, scale)
+    except KernelsUnavailable as error:
+        return str(error), None
+
+
+def _flashinfer(pool: MHAKVCache, query_heads: int, scale: float) -> tuple[str, AttentionBackend | None]:
+    from engine.backends.flashinfer import FlashInferAttention
+
+    try:
+        return "", FlashInferAttention(pool, query_heads, scale)
+    except ImportError as error:
+        return str(error), None

@@ -1,0 +1,68 @@
+"""Paged attention by FlashInfer, on CUDA. Our plain tiles are its HND layout, used in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.batch import ForwardBatch
+from kvcache.pool import MHAKVCache
+
+WORKSPACE_BYTES = 256 << 20
+
+
+class FlashInferAttention:
+    """An AttentionBackend. One plan per step serves every layer, prefill chunks and decode rows alike.
+
+    One prefill wrapper for mixed batches rather than one for prefill and one for decode: a row with one new
+    token is a prefill of length one, and a second plan with a split of the batch would cost a copy of q and
+    out in every layer.
+    """
+
+    def __init__(self, pool: MHAKVCache, query_heads: int, scale: float) -> None:
+        """Raises ImportError when FlashInfer is not installed."""
+        import flashinfer
+
+        self._pool = pool
+        self._query_heads = query_heads
+        self._scale = scale
+        self._device = pool.data.device
+        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
+        self._wrapper: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout="HND")
+        self._slots = torch.empty(0, dtype=torch.int64)
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        """See AttentionBackend."""
+        page_size = self._pool.page_size
+        pages = -(-batch.seq_lens // page_size)  # [S] in use
+        kv_starts = np.zeros(len(pages) + 1, dtype=np.int32)
+        np.cumsum(pages, out=kv_starts[1:])
+        in_use = np.arange(batch.page_table.shape[1]) < pages[:, None]
+        self._slots = torch.from_numpy(batch.out_slots).to(self._device)
+        self._wrapper.plan(
+            self._on_device(batch.starts()),
+            self._on_device(kv_starts),
+            self._on_device(batch.page_table[in_use]),
+            self._on_device((batch.seq_lens - 1) % page_size + 1),  # tokens in each last page
+            self._query_heads,
+            self._pool.spec.kv_heads,
+            self._pool.spec.head_dim,
+            page_size,
+            causal=True,
+            sm_scale=self._scale,
+            q_data_type=self._pool.data.dtype,
+            kv_data_type=self._pool.data.dtype,
+        )
+
+    def forward(
+        self, layer: int, q: torch.Tensor, k_new: torch.Tensor, v_new: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """See AttentionBackend."""
+        self._pool.set_kv_buffer(layer, self._slots, k_new, v_new)
+        of_layer = self._pool.data[:, layer]  # [page, 2, head, page_size, head_dim], page-strided
+        self._wrapper.run(q.contiguous(), (of_layer[:, 0], of_layer[:, 1]), out=out)
+
+    def _on_device(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
+        return torch.from_numpy(array.astype(np.int32, copy=False)).to(self._device)

@@ -1,0 +1,94 @@
+"""Accepts or refuses a checkpoint at load, by name.
+
+An attention function sees no mask, and a pack holds several sequences: a feature that changes what a query
+sees, or that looks at the whole input as if it were one sequence, would be computed WRONGLY without any
+error. So a checkpoint runs only when every such feature of its config is one this engine computes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.errors import UnsupportedModel
+
+FAMILIES: dict[str, str] = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+"""model_type -> the class that is tested token by token against transformers.generate."""
+
+ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+"""Fixed functions of a token's own position. "dynamic" and "longrope" rescale by the longest position in the
+input, which in a pack is another sequence's."""
+
+LAYER_TYPES = frozenset({"full_attention"})
+
+_MUST_BE_OFF = {
+    "attn_logit_softcapping": "soft-capped attention scores are not computed by the paged backends",
+    "final_logit_softcapping": "soft-capped logits are not computed by the sampler",
+    "attention_chunk_size": "chunked attention hides tokens that the paged backends would show",
+    "alibi": "ALiBi adds a bias to scores that the paged backends do not know",
+    "num_kv_shared_layers": "layers that share another layer's KV are not in the page layout",
+    "kv_lora_rank": "latent attention (MLA) needs a page layout of its own",
+    "index_topk": "sparse attention keeps a second cache for its indexer",
+    "cross_attention_layers": "cross attention needs an encoder's KV",
+}
+"""config.json key -> why any value but null, false, 0 or an empty list is refused."""
+
+
+def check_model(config: Any) -> None:
+    """Raises UnsupportedModel for a transformers config that the engine would not compute exactly."""
+    _check_family(config)
+    for key, why in _MUST_BE_OFF.items():
+        value = getattr(config, key, None)
+        if value:
+            raise UnsupportedModel(f"{key} is {value!r} in config.json: {why}", "use a model without it")
+    _check_masks(config)
+    _check_rope(config)
+
+
+def _check_family(config: Any) -> None:
+    supported = f"use one of {', '.join(sorted(FAMILIES))}"
+    model_type = getattr(config, "model_type", None)
+    architectures = getattr(config, "architectures", None) or []
+    if architectures and not any(name.endswith("ForCausalLM") for name in architectures):
+        raise UnsupportedModel(
+            f"architectures is {architectures!r} in config.json: no causal LM head", supported
+        )
+    if model_type not in FAMILIES:
+        raise UnsupportedModel(f"model_type {model_type!r} in config.json is not in the table", supported)
+    if architectures and FAMILIES[model_type] not in architectures:
+        raise UnsupportedModel(
+            f"architectures is {architectures!r} in config.json, not {FAMILIES[model_type]}", supported
+        )
+
+
+def _check_masks(config: Any) -> None:
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
+        raise UnsupportedModel("config.json asks for bidirectional attention", "use a causal decoder")
+    layer_types = getattr(config, "layer_types", None) or ["full_attention"]
+    unknown = sorted(set(layer_types) - LAYER_TYPES)
+    if unknown:
+        raise UnsupportedModel(
+            f"layer_types in config.json holds {', '.join(unknown)}",
+            "use a model with full_attention layers only",
+        )
+    # A model with layer_types windows only the layers that say so; one without windows all of them.
+    window = getattr(config, "sliding_window", None)
+    if window is not None and getattr(config, "layer_types", None) is None:
+        raise UnsupportedModel(
+            f"sliding_window is {window} in config.json", "use a checkpoint whose sliding_window is null"
+        )
+
+
+def _check_rope(config: Any) -> None:
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope_type = rope.get("rope_type", "default")
+    if rope_type not in ROPE_TYPES:
+        raise UnsupportedModel(
+            f"rope_type {rope_type!r} in config.json is computed over the longest sequence of a pack",
+            f"use a model with rope_type {', '.join(sorted(ROPE_TYPES))}",
+        )

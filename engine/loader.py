@@ -1,0 +1,153 @@
+"""From a checkpoint to a model that runs on our seam."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine.attention import ATTENTION_NAME
+from engine.config import EngineConfig
+from engine.errors import UnsupportedModel
+from engine.gate import check_model
+from engine.spec import ModelSpec
+from engine.swaps import apply_swaps, swap_table
+from kvcache.layout import KVGroupSpec
+from wire.errors import ConfigError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_FINGERPRINT_VALUES = 64  # of each weight
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A transformers causal LM, its swaps applied, and what its runner must know."""
+
+    model: Any  # a transformers PreTrainedModel with a causal LM head
+    spec: ModelSpec
+    query_heads: int
+    scale: float  # on q.k, the same in every layer
+    swapped: dict[str, int]  # class name -> modules replaced
+
+
+def load_model(config: EngineConfig) -> LoadedModel:
+    """Load `config.model`, a directory or a hub id.
+
+    A directory is never looked up anywhere else. Raises ConfigError when it does not hold a model and
+    UnsupportedModel when the gate refuses it (before any weight is read).
+    """
+    local = _is_directory(config.model)
+    try:
+        hf_config = AutoConfig.from_pretrained(config.model, local_files_only=local)
+    except (OSError, ValueError) as error:
+        raise _unreadable(config.model, error) from error
+    check_model(hf_config)
+    dtype = _dtype(config, hf_config)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            config.model,
+            config=hf_config,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            local_files_only=local,
+            use_safetensors=True,
+        )
+    except OSError as error:
+        raise _unreadable(config.model, error) from error
+    model = model.to(config.device).eval().requires_grad_(False)
+    query_heads, scale = _attention_facts(model, hf_config)
+    spec = ModelSpec(
+        groups=(_group(hf_config, dtype),),
+        vocab_size=hf_config.vocab_size,
+        max_position=hf_config.max_position_embeddings,
+        eos_token_ids=_eos_token_ids(model, hf_config),
+        fingerprint=_fingerprint(model, hf_config, dtype),
+        model_type=hf_config.model_type,
+        dtype=dtype,
+    )
+    swapped = apply_swaps(model, config, swap_table(config))
+    return LoadedModel(model, spec, query_heads, scale, swapped)
+
+
+def _is_directory(model: str) -> bool:
+    if Path(model).is_dir():
+        if not (Path(model) / "config.json").is_file():
+            raise ConfigError(
+                "model", f"{model} holds no config.json", "name a directory that save_pretrained wrote"
+            )
+        return True
+    if not _HUB_ID.fullmatch(model):
+        raise ConfigError("model", f"there is no directory {model}", "name an existing directory or a hub id")
+    return False
+
+
+def _unreadable(model: str, error: Exception) -> ConfigError:
+    first_line = str(error).strip().splitlines()[0]
+    return ConfigError(
+        "model",
+        f"{model} cannot be loaded ({first_line})",
+        "name a directory with config.json and safetensors",
+    )
+
+
+def _dtype(config: EngineConfig, hf_config: Any) -> torch.dtype:
+    if config.dtype == "auto":
+        return hf_config.dtype or torch.float32
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    return dtype
+
+
+def _group(hf_config: Any, dtype: torch.dtype) -> KVGroupSpec:
+    heads = hf_config.num_attention_heads
+    return KVGroupSpec(
+        layer_ids=tuple(range(hf_config.num_hidden_layers)),
+        kv_heads=hf_config.num_key_value_heads,
+        head_dim=getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads,
+        dtype=dtype,
+    )
+
+
+def _attention_facts(model: nn.Module, hf_config: Any) -> tuple[int, float]:
+    """(query heads, scale). Read from the modules, which are what computes, and checked to be uniform."""
+    layers = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling")]
+    scales = {float(layer.scaling) for layer in layers}  # type: ignore[arg-type]
+    if sorted(layer.layer_idx for layer in layers) != list(range(hf_config.num_hidden_layers)):  # type: ignore[type-var]
+        raise UnsupportedModel("its attention layers are not one per decoder layer", "use a plain decoder")
+    if len(scales) != 1:
+        raise UnsupportedModel(f"its layers scale attention differently ({scales})", "use a plain decoder")
+    return hf_config.num_attention_heads, scales.pop()
+
+
+def _eos_token_ids(model: nn.Module, hf_config: Any) -> tuple[int, ...]:
+    generation = getattr(model, "generation_config", None)
+    eos = getattr(generation, "eos_token_id", None)
+    if eos is None:
+        eos = hf_config.eos_token_id
+    if eos is None:
+        return ()
+    return (eos,) if isinstance(eos, int) else tuple(eos)
+
+
+def _fingerprint(model: nn.Module, hf_config: Any, dtype: torch.dtype) -> str:
+    """Digest of the configuration and of evenly spaced values of every weight.
+
+    Values, not only shapes: two fine-tunes of one model have equal shapes and must not exchange KV. Not all
+    of them: hashing gigabytes would double the load time.
+    """
+    settings = hf_config.to_diff_dict()
+    for incidental in ("_name_or_path", "transformers_version", "dtype", "attn_implementation"):
+        settings.pop(incidental, None)
+    digest = hashlib.sha256(json.dumps([settings, str(dtype)], sort_keys=True, default=str).encode())
+    for name, weight in sorted(model.state_dict().items()):
+        flat = weight.flatten()
+        values = flat[:: max(1, len(flat) // _FINGERPRINT_VALUES)].float().cpu().numpy()
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+        digest.update(values.tobytes())
+    return digest.hexdigest()

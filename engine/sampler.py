@@ -1,0 +1,116 @@
+"""From logits to tokens.
+
+The order is transformers': logit bias, repetition penalty (prompt and output tokens), then frequency and
+presence penalties (output tokens only, which transformers lacks: OpenAI's definition), ids that would stop
+the request while it has fewer than `min_tokens`, temperature, top-k, top-p, min-p. Reported log-probabilities
+are of the model's own distribution, before any of these, as in OpenAI's API.
+
+Truncation works on (candidate ids, scores) rather than on a masked vocabulary: after top-k everything that
+follows, the noise included, costs as much as the candidates. transformers' rules on ties are kept (all that
+tie with the k-th stay).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from engine.batch import BatchResult, SamplingRow
+from engine.noise import gumbel, noise_key
+from engine.sampling_state import SamplingState
+from wire.messages import SamplingParams, TokenLogprobs
+
+
+def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> BatchResult:
+    """Sample one token per row of `logits` [N, vocab], any float dtype, and record it in the rows' states."""
+    for row in rows:
+        row.state.rewind(row.position)
+    tokens = logits.argmax(-1).tolist()  # all there is to do for plain greedy rows
+    logprobs: list[TokenLogprobs | None] = [None] * len(rows)
+    for i, row in enumerate(rows):
+        if not row.state.plain_greedy:
+            tokens[i] = sample_row(logits[i].float(), row.state)
+            logprobs[i] = token_logprobs(logits[i].float(), tokens[i], row.state.params.top_logprobs)
+        row.state.record(tokens[i])
+    return BatchResult(np.asarray(tokens, dtype=np.int64), logprobs)
+
+
+def sample_row(logits: torch.Tensor, state: SamplingState) -> int:
+    """The next token of one sequence. `logits` float32 [vocab]."""
+    params = state.params
+    scores = process(logits, state)
+    if params.temperature == 0:
+        return int(scores.argmax())
+    ids, scores = truncate(scores / params.temperature, params)
+    noise = gumbel(noise_key(params.seed, state.choice, len(state.outputs)), ids)
+    return int(ids[(scores + noise).argmax()])
+
+
+def process(logits: torch.Tensor, state: SamplingState) -> torch.Tensor:
+    """Everything that changes scores before temperature. float32 [vocab] -> a new float32 [vocab]."""
+    params = state.params
+    scores = logits.clone()
+    if params.logit_bias:
+        ids = torch.tensor(list(params.logit_bias), device=scores.device)
+        scores[ids] += torch.tensor(list(params.logit_bias.values()), device=scores.device)
+    if params.repetition_penalty != 1:
+        seen = np.unique(np.concatenate([state.prompt_ids, np.asarray(state.outputs, dtype=np.int32)]))
+        ids = torch.from_numpy(seen.astype(np.int64)).to(scores.device)
+        old = scores[ids]
+        scores[ids] = torch.where(old < 0, old * params.repetition_penalty, old / params.repetition_penalty)
+    if (params.frequency_penalty or params.presence_penalty) and state.output_counts:
+        ids = torch.tensor(list(state.output_counts), device=scores.device)
+        counts = torch.tensor(list(state.output_counts.values()), dtype=torch.float32, device=scores.device)
+        scores[ids] -= params.frequency_penalty * counts + params.presence_penalty
+    if state.suppressed:
+        scores[torch.tensor(state.suppressed, device=scores.device)] = -math.inf
+    return scores
+
+
+def truncate(scores: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """Top-k, top-p, min-p of float32 [vocab] scores: the ids that stay, and their scores."""
+    ids = torch.arange(len(scores), device=scores.device)
+    if 0 < params.top_k < len(scores):
+        ids = torch.nonzero(scores >= torch.topk(scores, params.top_k).values[-1])[:, 0]
+        scores = scores[ids]
+    if params.top_p < 1:
+        kept = _top_p(scores, params.top_p)
+        ids, scores = ids[kept], scores[kept]
+    if params.min_p > 0:
+        probabilities = scores.softmax(-1)
+        kept = probabilities >= params.min_p * probabilities.amax()
+        ids, scores = ids[kept], scores[kept]
+    return ids, scores
+
+
+def _top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Indices that stay: all but the least likely ones whose probabilities add up to at most 1 - top_p.
+
+    Scores below a bound that no kept one can be under (n of them could not fill 1 - top_p) are summed, not
+    sorted: sorting a vocabulary of 150,000 takes longer than the model's own last layer.
+    """
+    probabilities = scores.softmax(-1)
+    may_stay = torch.nonzero(probabilities > (1 - top_p) / len(scores))[:, 0]
+    if not len(may_stay):  # only by rounding, in a uniform distribution with top_p of about 0
+        return scores.argmax()[None]
+    candidates = probabilities[may_stay]
+    ordered, order = candidates.sort()
+    dropped = 1 - candidates.sum() if len(may_stay) < len(scores) else 0.0
+    kept = ordered.cumsum(-1) + dropped > 1 - top_p
+    kept[-1] = True
+    return may_stay[order[kept]].sort().values
+
+
+def token_logprobs(logits: torch.Tensor, token: int, count: int | None) -> TokenLogprobs | None:
+    """Log-probabilities of `token` and the `count` best under float32 [vocab] logits; None if not asked."""
+    if count is None:
+        return None
+    logprobs = logits.log_softmax(-1)
+    top: list[tuple[int, float]] = []
+    if count:
+        values, ids = logprobs.topk(min(count, len(logprobs)))
+        top = list(zip(ids.tolist(), values.tolist(), strict=True))
+    return TokenLogprobs(float(logprobs[token]), top)
