@@ -1,0 +1,127 @@
+// Paged attention: divides a batch into work items, writes new K and V, merges split rows.
+#include "attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "isa.h"
+#include "numeric.h"
+
+namespace baton {
+namespace {
+
+const AttentionKernels& kernels() {
+#if defined(__x86_64__)
+  if (current_isa() >= kAvx512) return attention_avx512;
+  if (current_isa() >= kAvx2) return attention_avx2;
+#endif
+  return attention_base;
+}
+
+// out = sum_i sums_i * e^(top_i - top) / sum_i sum_i * e^(top_i - top), parts in context order.
+template <typename T>
+void merge_row(const float* parts, int64_t count, int64_t stride, int dim, T* out) {
+  float top = -1e30f;
+  for (int64_t i = 0; i < count; ++i) top = std::max(top, parts[i * stride + dim]);
+  float acc[kMaxHeadDim] = {};
+  float sum = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const float* part = parts + i * stride;
+    const float weight = std::exp(part[dim] - top);
+    sum += weight * part[dim + 1];
+    for (int d = 0; d < dim; ++d) acc[d] += weight * part[d];
+  }
+  for (int d = 0; d < dim; ++d) store_float(out[d], acc[d] / sum);
+}
+
+template <typename T>
+void write_tokens(const AttentionCall& call, int64_t first, int64_t last) {
+  const int64_t bytes = call.head_dim * sizeof(T);
+  for (int64_t t = first; t < last; ++t) {
+    const int64_t to = call.slots[t] / call.page_size * call.page_stride +
+                       call.slots[t] % call.page_size * call.head_dim;
+    for (int h = 0; h < call.kv_heads; ++h) {
+      std::memcpy(static_cast<T*>(call.k) + to + h * call.tile_stride,
+                  static_cast<const T*>(call.k_new) + t * call.k_token + h * call.k_head, bytes);
+      std::memcpy(static_cast<T*>(call.v) + to + h * call.tile_stride,
+                  static_cast<const T*>(call.v_new) + t * call.v_token + h * call.v_head, bytes);
+    }
+  }
+}
+
+}  // namespace
+
+AttentionPlan::AttentionPlan(const AttentionCall& shape) {
+  const int group = shape.heads / shape.kv_heads;
+  const int64_t part = static_cast<int64_t>(group) * (shape.head_dim + 2);
+  int64_t total_parts = 0;
+  for (int s = 0; s < shape.seqs; ++s) {
+    const int tokens = static_cast<int>(shape.starts[s + 1] - shape.starts[s]);
+    const int length = shape.seq_lens[s];
+    const bool split = tokens == 1 && length > kSplit;
+    for (int h = 0; h < shape.kv_heads; ++h) {
+      if (split) {
+        const int64_t first = static_cast<int64_t>(items_.size());
+        for (int from = 0; from < length; from += kSplit)
+          items_.push_back({s, h, 0, 1, from, std::min(from + kSplit, length), nullptr});
+        const int64_t count = static_cast<int64_t>(items_.size()) - first;
+        partials_.push_back({s, h, total_parts, count});
+        total_parts += count;
+        continue;
+      }
+      // The last tokens see the longest context: they come first, so that no thread ends with the longest item.
+      for (int first = (tokens - 1) / kQueryBlock * kQueryBlock; first >= 0 && tokens > 0; first -= kQueryBlock)
+        items_.push_back({s, h, first, std::min(first + kQueryBlock, tokens), 0, length, nullptr});
+    }
+  }
+  sums_.resize(total_parts * part);
+  int64_t next = 0;
+  for (auto& item : items_) {
+    const bool split = shape.starts[item.seq + 1] - shape.starts[item.seq] == 1 && shape.seq_lens[item.seq] > kSplit;
+    if (split) item.partial = sums_.data() + part * next++;
+  }
+}
+
+void AttentionPlan::write(Team& team, const AttentionCall& call) const {
+  int64_t first, last;
+  team.split(call.starts[call.seqs], first, last);
+  if (call.storage == kFloat32) write_tokens<float>(call, first, last);
+  else write_tokens<bf16>(call, first, last);
+}
+
+void AttentionPlan::merge(Team& team, const AttentionCall& call) const {
+  const int group = call.heads / call.kv_heads;
+  const int dim = call.head_dim;
+  const int64_t row = dim + 2, part = row * group;
+  int64_t first, last;
+  team.split(static_cast<int64_t>(partials_.size()) * group, first, last);
+  for (int64_t i = first; i < last; ++i) {
+    const Partials& p = partials_[i / group];
+    const int64_t head = p.kv_head * group + i % group;
+    const float* parts = sums_.data() + p.first * part + i % group * row;
+    const int64_t to = call.starts[p.seq] * call.out_token + head * dim;
+    if (call.storage == kFloat32) merge_row(parts, p.count, part, dim, static_cast<float*>(call.out) + to);
+    else merge_row(parts, p.count, part, dim, static_cast<bf16*>(call.out) + to);
+  }
+}
+
+void AttentionPlan::run(Team& team, const AttentionCall& call) {
+  write(team, call);
+  team.barrier();
+  const AttendItem attend = call.storage == kFloat32 ? kernels().float32 : kernels().bfloat16;
+  for (int64_t i; (i = Team::next(next_)) < static_cast<int64_t>(items_.size());) attend(call, items_[i]);
+  team.barrier();
+  if (team.index == 0) next_.store(0, std::memory_order_relaxed);
+  if (partials_.empty()) return;
+  merge(team, call);
+  team.barrier();
+}
+
+}  // namespace baton
+
+extern "C" void baton_attention(const baton::AttentionCall* call) {
+  baton::AttentionPlan plan(*call);
+  auto body = [&](baton::Team& team) { plan.run(team, *call); };
+  baton::parallel(call->threads, body);
+}

@@ -1,0 +1,93 @@
+// Paged attention: what one call reads and writes. Plain C: mirrored by a ctypes.Structure in op.py.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+#include "pool.h"
+
+namespace baton {
+
+enum Storage : int32_t { kFloat32 = 0, kBFloat16 = 1 };
+
+// Strides count elements.
+struct AttentionCall {
+  const void* q;      // [T, heads, head_dim]
+  const void* k_new;  // [T, kv_heads, head_dim]
+  const void* v_new;
+  void* out;  // [T, heads, head_dim]
+  void* k;    // this layer's K tile of page 0, head 0: [page_size, head_dim]
+  void* v;
+  const int32_t* page_table;  // [seqs, table_stride]
+  const int64_t* starts;      // [seqs + 1] sequence s's new tokens are packed at [starts[s], starts[s + 1])
+  const int32_t* seq_lens;    // [seqs] context length, new tokens included
+  const int64_t* slots;       // [T] where each new token's K and V go
+  int64_t table_stride;
+  int64_t page_stride;  // from one page to the next
+  int64_t tile_stride;  // from one head's tile to the next
+  int64_t q_token, q_head;
+  int64_t k_token, k_head;
+  int64_t v_token, v_head;
+  int64_t out_token;
+  int32_t seqs;
+  int32_t heads;
+  int32_t kv_heads;
+  int32_t head_dim;
+  int32_t page_size;
+  int32_t storage;
+  float scale;
+  int32_t threads;
+};
+
+constexpr int kTile = 64;         // context tokens per softmax step
+constexpr int kSplit = 256;       // context tokens per work item of a decode row. Fixed, so that a row's sums are
+                                  // taken in the same order whatever the batch and the number of threads
+constexpr int kQueryBlock = 16;   // new tokens per work item of a prefill chunk
+constexpr int kMaxHeadDim = 256;
+
+// One work item: the query heads of one KV head, for new tokens [first, last) of a sequence, over context
+// [from, to). With `partial`, un-normalised sums and (max, sum) go there for the merge; else the result to `out`.
+struct AttentionItem {
+  int32_t seq, kv_head;
+  int32_t first, last;
+  int32_t from, to;
+  float* partial;
+};
+
+using AttendItem = void (*)(const AttentionCall& call, const AttentionItem& item);
+struct AttentionKernels {
+  AttendItem float32;
+  AttendItem bfloat16;
+};
+extern const AttentionKernels attention_base;  // any CPU the compiler targets by default
+#if defined(__x86_64__)
+extern const AttentionKernels attention_avx2;
+extern const AttentionKernels attention_avx512;  // with AVX512-BF16
+#endif
+
+// A decode row whose context was split: `count` partial results from `first` on.
+struct Partials {
+  int32_t seq, kv_head;
+  int64_t first, count;
+};
+
+// The work items of one batch: the same for all its layers.
+class AttentionPlan {
+ public:
+  explicit AttentionPlan(const AttentionCall& shape);
+
+  // Writes K and V, then attends; every thread of the team calls it. Ends with a barrier; the caller's next
+  // barrier (or the end of the region) must come before the plan is run again.
+  void run(Team& team, const AttentionCall& call);
+
+ private:
+  void write(Team& team, const AttentionCall& call) const;
+  void merge(Team& team, const AttentionCall& call) const;
+
+  std::vector<AttentionItem> items_;
+  std::vector<Partials> partials_;
+  std::vector<float> sums_;
+  std::atomic<int64_t> next_{0};
+};
+
+}  // namespace baton

@@ -1,0 +1,98 @@
+"""The CPU attention backend: writing new K/V and attending over pages is one C++ call a layer."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from engine.cpu.op import STORAGE, AttentionCall, KernelsUnavailable, kernels
+
+if TYPE_CHECKING:
+    from engine.batch import ForwardBatch
+    from kvcache.layout import KVGroupSpec
+    from kvcache.pool import MHAKVCache
+
+MAX_HEAD_DIM = 256
+
+
+def check_supported(spec: KVGroupSpec) -> None:
+    """Raises KernelsUnavailable, with the reason, for a KV group that the C++ op cannot serve."""
+    if spec.dtype not in STORAGE:
+        raise KernelsUnavailable(f"the CPU attention op stores float32 or bfloat16, not {spec.dtype}")
+    if spec.head_dim % 16 or spec.head_dim > MAX_HEAD_DIM or spec.v_head_dim not in (None, spec.head_dim):
+        raise KernelsUnavailable(
+            f"the CPU attention op takes heads of a multiple of 16 up to {MAX_HEAD_DIM} and V as wide as K, "
+            f"not {spec.head_dim} and {spec.v_head_dim}"
+        )
+    if spec.tile_order != "plain":
+        raise KernelsUnavailable(f"the CPU attention op reads plain tiles, not {spec.tile_order!r}")
+    kernels()
+
+
+class CpuAttention:
+    """An engine.attention.AttentionBackend over one pool of `plain` tiles, float32 or bfloat16.
+
+    Sums are float32. A row's result does not depend on the batch or on the number of threads.
+    """
+
+    def __init__(self, pool: MHAKVCache, query_heads: int, scale: float) -> None:
+        """Raises KernelsUnavailable when the op cannot serve `pool`."""
+        spec = pool.spec
+        check_supported(spec)
+        self._library = kernels()
+        self._pool = pool.data  # keeps the memory alive behind the pointers
+        pages, _, _, kv_heads, page_size, head_dim = pool.data.shape
+        assert pool.data.stride()[-2:] == (head_dim, 1), (pages, "tiles must be contiguous")
+        self._kv_heads = kv_heads
+        self._base = pool.data.data_ptr()
+        self._layer_bytes = pool.data.stride(1) * pool.data.element_size()
+        self._v_bytes = pool.data.stride(2) * pool.data.element_size()
+        self._kept: tuple[np.ndarray, ...] = ()
+        self._call = AttentionCall(
+            heads=query_heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            page_size=page_size,
+            page_stride=pool.data.stride(0),
+            tile_stride=pool.data.stride(3),
+            storage=STORAGE[spec.dtype],
+            scale=scale,
+        )
+
+    @property
+    def call(self) -> AttentionCall:
+        """The prepared batch and the pool's shape, without a layer: what a fused decoder starts from."""
+        return self._call
+
+    def layer_tiles(self, layer: int) -> tuple[int, int]:
+        """Addresses of page 0's K and V tiles in `layer`."""
+        k = self._base + layer * self._layer_bytes
+        return k, k + self._v_bytes
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        """See AttentionBackend."""
+        table = np.ascontiguousarray(batch.page_table, dtype=np.int32)
+        starts = batch.starts()
+        lens = np.ascontiguousarray(batch.seq_lens, dtype=np.int32)
+        slots = np.ascontiguousarray(batch.out_slots, dtype=np.int64)
+        self._kept = (table, starts, lens, slots)
+        call = self._call
+        call.page_table, call.table_stride = table.ctypes.data, table.shape[1]
+        call.starts, call.seq_lens, call.slots = starts.ctypes.data, lens.ctypes.data, slots.ctypes.data
+        call.seqs = len(lens)
+        call.threads = torch.get_num_threads()
+
+    def forward(
+        self, layer: int, q: torch.Tensor, k_new: torch.Tensor, v_new: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """See AttentionBackend."""
+        call = self._call
+        call.q, call.q_token, call.q_head = q.data_ptr(), q.stride(0), q.stride(1)
+        call.k_new, call.k_token, call.k_head = k_new.data_ptr(), k_new.stride(0), k_new.stride(1)
+        call.v_new, call.v_token, call.v_head = v_new.data_ptr(), v_new.stride(0), v_new.stride(1)
+        call.out, call.out_token = out.data_ptr(), out.stride(0)
+        call.k, call.v = self.layer_tiles(layer)
+        self._library.baton_attention(ctypes.byref(call))

@@ -1,0 +1,2 @@
+#define BATON_KERNELS attention_base
+#include "attention_item.h"

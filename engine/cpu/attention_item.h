@@ -1,0 +1,151 @@
+// One attention work item, compiled once per instruction set (BATON_KERNELS names the table it fills).
+// Loops are plain C++ for the vectoriser; AVX512-BF16 replaces the two that read K and V.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "attention.h"
+#include "numeric.h"
+
+namespace baton {
+namespace {
+
+constexpr int kRows = kQueryBlock * 4;  // query rows (token, head) handled together
+
+template <typename T>
+struct Rows {
+  int count = 0;
+  const T* q[kRows];
+  int visible[kRows];  // context tokens this row may see
+  float top[kRows];    // running maximum of scores
+  float sum[kRows];
+  alignas(64) float scores[kRows][kTile];
+  alignas(64) float acc[kRows][kMaxHeadDim];
+};
+
+// Pointers to the K (or V) rows of context tokens [from, from + n) of a sequence and KV head.
+template <typename T>
+void row_pointers(const AttentionCall& call, const void* base, const AttentionItem& item, int from, int n,
+                  const T** rows) {
+  const int32_t* table = call.page_table + item.seq * call.table_stride;
+  const T* head = static_cast<const T*>(base) + item.kv_head * call.tile_stride;
+  for (int j = 0; j < n;) {
+    const int offset = (from + j) % call.page_size;
+    const int run = std::min(n - j, call.page_size - offset);
+    const T* tile = head + table[(from + j) / call.page_size] * call.page_stride + offset * call.head_dim;
+    for (int i = 0; i < run; ++i) rows[j + i] = tile + i * call.head_dim;
+    j += run;
+  }
+}
+
+template <typename T>
+void score_tile(Rows<T>& rows, const T* const* keys, int n, int dim, float scale) {
+  for (int j = 0; j < n; ++j) {
+    for (int r = 0; r < rows.count; ++r) {
+      const T* q = rows.q[r];
+      const T* k = keys[j];
+      float sum = 0;
+#pragma omp simd reduction(+ : sum)
+      for (int d = 0; d < dim; ++d) sum += to_float(q[d]) * to_float(k[d]);
+      rows.scores[r][j] = sum * scale;
+    }
+  }
+}
+
+// acc[r] += sum_j scores[r][j] * values[j]
+template <typename T>
+void add_values(Rows<T>& rows, const T* const* values, int n, int dim) {
+  for (int r = 0; r < rows.count; ++r) {
+    float* acc = rows.acc[r];
+    for (int j = 0; j < n; ++j) {
+      const float p = rows.scores[r][j];
+      const T* v = values[j];
+#pragma omp simd
+      for (int d = 0; d < dim; ++d) acc[d] += p * to_float(v[d]);
+    }
+  }
+}
+
+#if defined(__AVX512BF16__)
+#include "attention_avx512.h"
+#endif
+
+// One online-softmax step: scores become weights, earlier sums are rescaled.
+template <typename T>
+void softmax_step(Rows<T>& rows, int from, int n, int dim) {
+  for (int r = 0; r < rows.count; ++r) {
+    float* s = rows.scores[r];
+    const int seen = std::clamp(rows.visible[r] - from, 0, n);
+    float top = rows.top[r];
+#pragma omp simd reduction(max : top)
+    for (int j = 0; j < seen; ++j) top = s[j] > top ? s[j] : top;
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int j = 0; j < seen; ++j) {
+      s[j] = fast_exp(s[j] - top);
+      sum += s[j];
+    }
+    std::fill(s + seen, s + n, 0.0f);
+    const float keep = fast_exp(rows.top[r] - top);
+    if (keep != 1.0f) {
+      float* acc = rows.acc[r];
+#pragma omp simd
+      for (int d = 0; d < dim; ++d) acc[d] *= keep;
+    }
+    rows.sum[r] = rows.sum[r] * keep + sum;
+    rows.top[r] = top;
+  }
+}
+
+template <typename T>
+void attend(const AttentionCall& call, const AttentionItem& item) {
+  const int group = call.heads / call.kv_heads;
+  const int dim = call.head_dim;
+  const int64_t start = call.starts[item.seq];
+  const int before = call.seq_lens[item.seq] - static_cast<int>(call.starts[item.seq + 1] - start);
+  const int total = (item.last - item.first) * group;
+  Rows<T> rows;
+  for (int done = 0; done < total; done += rows.count) {
+    rows.count = std::min(kRows, total - done);
+    int last_visible = 0;
+    for (int r = 0; r < rows.count; ++r) {
+      const int token = item.first + (done + r) / group;
+      const int head = item.kv_head * group + (done + r) % group;
+      rows.q[r] = static_cast<const T*>(call.q) + (start + token) * call.q_token + head * call.q_head;
+      rows.visible[r] = std::min(item.to, before + token + 1);
+      last_visible = std::max(last_visible, rows.visible[r]);
+      rows.top[r] = -1e30f;
+      rows.sum[r] = 0;
+      std::memset(rows.acc[r], 0, sizeof(float) * dim);
+    }
+    const T* pointers[kTile];
+    for (int from = item.from; from < last_visible; from += kTile) {
+      const int n = std::min(kTile, last_visible - from);
+      row_pointers(call, call.k, item, from, n, pointers);
+      score_tile(rows, pointers, n, dim, call.scale);
+      softmax_step(rows, from, n, dim);
+      row_pointers(call, call.v, item, from, n, pointers);
+      add_values(rows, pointers, n, dim);
+    }
+    for (int r = 0; r < rows.count; ++r) {
+      if (item.partial != nullptr) {
+        float* partial = item.partial + (done + r) * (dim + 2);
+        std::memcpy(partial, rows.acc[r], sizeof(float) * dim);
+        partial[dim] = rows.top[r];
+        partial[dim + 1] = rows.sum[r];
+        continue;
+      }
+      const int token = item.first + (done + r) / group;
+      const int head = item.kv_head * group + (done + r) % group;
+      T* out = static_cast<T*>(call.out) + (start + token) * call.out_token + head * dim;
+      const float scale = 1.0f / rows.sum[r];
+      for (int d = 0; d < dim; ++d) store_float(out[d], rows.acc[r][d] * scale);
+    }
+  }
+}
+
+}  // namespace
+
+const AttentionKernels BATON_KERNELS = {attend<float>, attend<bf16>};
+
+}  // namespace baton

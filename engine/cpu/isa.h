@@ -1,0 +1,12 @@
+// Which instruction sets this process uses: the best this CPU has, or what BATON_CPU_ISA asks for.
+#pragma once
+
+namespace baton {
+
+enum Isa : int { kBase = 0, kAvx2 = 1, kAvx512 = 2, kAmx = 3 };  // kAvx512: with BF16 and VL/BW/DQ; kAmx: and AMX-BF16
+
+Isa detected_isa();        // of this CPU and operating system
+Isa current_isa();         // at most detected_isa()
+void set_isa(Isa limit);   // use no more than this from now on
+
+}  // namespace baton

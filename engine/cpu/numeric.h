@@ -1,0 +1,51 @@
+// bfloat16 as a storage type, and an exponential that compilers vectorise.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+namespace baton {
+
+struct bf16 {
+  uint16_t bits;
+};
+
+inline float to_float(float x) { return x; }
+inline float to_float(bf16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+inline void store_float(float& to, float x) { to = x; }
+// Round to nearest even; a NaN stays a NaN.
+inline void store_float(bf16& to, float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  to.bits = static_cast<uint16_t>(x == x ? rounded : (bits >> 16) | 0x40u);
+}
+
+// e^x for x <= 0, relative error about 1e-7; 0 below -87. Range reduction x = n ln2 + r by adding 1.5 * 2^23, which
+// leaves round(x / ln2) in the low bits: valid because these files are compiled without value-changing options.
+inline float fast_exp(float x) {
+  const float bounded = x < -87.0f ? -87.0f : x;
+  const float shifted = bounded * 1.44269504f + 12582912.0f;
+  const float n = shifted - 12582912.0f;
+  const float r = (bounded - n * 0.693359375f) + n * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  int32_t bits;
+  std::memcpy(&bits, &shifted, sizeof bits);
+  bits = (bits - 0x4b400000 + 127) << 23;
+  float power;
+  std::memcpy(&power, &bits, sizeof power);
+  return x < -87.0f ? 0.0f : p * power;
+}
+
+}  // namespace baton

@@ -1,0 +1,78 @@
+"""Loads the compiled kernels and mirrors their C structs.
+
+`kernels()` gives the library or raises KernelsUnavailable with the reason; the caller then uses plain torch.
+BATON_CPU_ISA (base, avx2, avx512 or amx) makes the process use no more than that instruction set.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+
+import torch
+
+from engine.cpu.build import BuildError, build
+from wire.errors import ConfigError
+
+ISA_NAMES = ("base", "avx2", "avx512", "amx")
+STORAGE = {torch.float32: 0, torch.bfloat16: 1}
+"""The element types that the kernels know, by their number there."""
+
+
+class KernelsUnavailable(RuntimeError):
+    """The compiled kernels cannot serve this; the message says why. Plain torch can."""
+
+
+class AttentionCall(ctypes.Structure):
+    """`baton::AttentionCall` in attention.h, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "k_new", "v_new", "out", "k", "v")),
+        *((name, ctypes.c_void_p) for name in ("page_table", "starts", "seq_lens", "slots")),
+        *((name, ctypes.c_int64) for name in ("table_stride", "page_stride", "tile_stride")),
+        *((name, ctypes.c_int64) for name in ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head")),
+        ("out_token", ctypes.c_int64),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("seqs", "heads", "kv_heads", "head_dim", "page_size", "storage")
+        ),
+        ("scale", ctypes.c_float),
+        ("threads", ctypes.c_int32),
+    )
+
+
+@functools.cache
+def kernels() -> ctypes.CDLL:
+    """The kernels, compiled first if the cache lacks them. Calls into the library release the GIL.
+
+    Raises KernelsUnavailable, and ConfigError for a BATON_CPU_ISA that does not exist.
+    """
+    try:
+        library = ctypes.CDLL(str(build()))
+    except (BuildError, OSError) as error:
+        raise KernelsUnavailable(str(error)) from error
+    if library.baton_attention_call_bytes() != ctypes.sizeof(AttentionCall):
+        raise KernelsUnavailable("op.py and the compiled kernels disagree about AttentionCall")
+    library.baton_attention.argtypes = [ctypes.POINTER(AttentionCall)]
+    library.baton_attention.restype = None
+    wanted = os.environ.get("BATON_CPU_ISA")
+    if wanted is not None:
+        library.baton_set_isa(_isa_number(wanted))
+    return library
+
+
+def isa() -> str:
+    """The instruction set in use, one of ISA_NAMES."""
+    return ISA_NAMES[kernels().baton_current_isa()]
+
+
+def set_isa(name: str) -> None:
+    """Use no more than instruction set `name` from now on in this process. Raises ConfigError."""
+    kernels().baton_set_isa(_isa_number(name))
+
+
+def _isa_number(name: str) -> int:
+    if name not in ISA_NAMES:
+        raise ConfigError("BATON_CPU_ISA", f"{name!r} is unknown", f"use one of {', '.join(ISA_NAMES)}")
+    return ISA_NAMES.index(name)

@@ -1,0 +1,130 @@
+#include "pool.h"
+
+#include <pthread.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace baton {
+namespace {
+
+constexpr int kSpins = 300;     // of `pause`, about 5-15 us: longer than a balanced barrier takes
+constexpr int kIdleYields = 50;  // then a helper sleeps until the next region
+
+inline void relax() {
+#if defined(__x86_64__)
+  _mm_pause();
+#endif
+}
+
+template <typename Done>
+void spin_then_yield(Done done) {
+  for (int i = 0; !done(); ++i) {
+    if (i < kSpins) relax();
+    else sched_yield();
+  }
+}
+
+struct Pool {
+  std::mutex turn;  // held by the caller for the length of a region
+
+  std::mutex wake_mutex;
+  std::condition_variable wake;
+  alignas(64) std::atomic<uint64_t> generation{0};  // one per region
+  alignas(64) std::atomic<int> arrived{0};
+  alignas(64) std::atomic<uint32_t> phase{0};
+  alignas(64) std::atomic<int> running{0};
+  int size = 1;
+  Region region = nullptr;
+  void* context = nullptr;
+  std::vector<std::thread> helpers;
+
+  void barrier() {
+    const uint32_t before = phase.load(std::memory_order_acquire);
+    if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
+      arrived.store(0, std::memory_order_relaxed);
+      phase.store(before + 1, std::memory_order_release);
+      return;
+    }
+    spin_then_yield([&] { return phase.load(std::memory_order_acquire) != before; });
+  }
+
+  void help(int index, uint64_t seen) {
+    for (;;) {
+      for (int i = 0; generation.load(std::memory_order_acquire) == seen; ++i) {
+        if (i < kSpins) {
+          relax();
+        } else if (i < kSpins + kIdleYields) {
+          sched_yield();
+        } else {
+          std::unique_lock<std::mutex> lock(wake_mutex);
+          wake.wait(lock, [&] { return generation.load(std::memory_order_acquire) != seen; });
+        }
+      }
+      ++seen;
+      if (index < size) {
+        Team team(index, size);
+        region(team, context);
+      }
+      running.fetch_sub(1, std::memory_order_acq_rel);
+    }
+  }
+
+  void run(int threads, Region work, void* argument) {
+    std::lock_guard<std::mutex> lock(turn);
+    while (static_cast<int>(helpers.size()) + 1 < threads) {
+      const int index = static_cast<int>(helpers.size()) + 1;
+      helpers.emplace_back([this, index, seen = generation.load()] { help(index, seen); });
+    }
+    size = threads;
+    region = work;
+    context = argument;
+    running.store(static_cast<int>(helpers.size()), std::memory_order_relaxed);
+    {
+      std::lock_guard<std::mutex> wake_lock(wake_mutex);
+      generation.fetch_add(1, std::memory_order_acq_rel);
+    }
+    wake.notify_all();
+    Team team(0, threads);
+    work(team, argument);
+    spin_then_yield([&] { return running.load(std::memory_order_acquire) == 0; });
+  }
+};
+
+// Never destroyed: helpers outlive static destructors, and the process's end takes them. A forked child gets a
+// new pool, because threads do not survive fork.
+Pool* pool = nullptr;
+
+Pool& the_pool() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    pool = new Pool();
+    pthread_atfork(nullptr, nullptr, [] { pool = new Pool(); });
+  });
+  return *pool;
+}
+
+}  // namespace
+
+void Team::barrier() {
+  if (size > 1) pool->barrier();
+}
+
+void run_region(int threads, Region region, void* context) {
+  if (threads <= 1) {
+    Team team(0, 1);
+    region(team, context);
+    return;
+  }
+  the_pool().run(threads, region, context);
+}
+
+}  // namespace baton

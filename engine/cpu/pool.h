@@ -1,0 +1,40 @@
+// One set of threads that all run the same function: the caller is thread 0.
+#pragma once
+#include <atomic>
+#include <cstdint>
+
+namespace baton {
+
+// What a thread sees of the region it runs in.
+class Team {
+ public:
+  Team(int index, int size) : index(index), size(size) {}
+  const int index;
+  const int size;
+
+  // Waits for every thread of the region. Spins for a few microseconds, then yields the core: another worker
+  // process on the same cores must be able to run while this one waits for its own slowest thread.
+  void barrier();
+
+  // Hands out 0, 1, 2, ... over all threads of the region, in any order; `counter` starts at 0.
+  static int64_t next(std::atomic<int64_t>& counter) { return counter.fetch_add(1, std::memory_order_relaxed); }
+
+  // This thread's part of [0, n): parts differ by at most one.
+  void split(int64_t n, int64_t& begin, int64_t& end) const {
+    begin = n * index / size;
+    end = n * (index + 1) / size;
+  }
+};
+
+using Region = void (*)(Team& team, void* context);
+
+// Runs `region` on `threads` threads and returns when all are done. One region at a time per process: a second
+// caller waits for its turn. Threads start on first use, sleep between regions and end with the process.
+void run_region(int threads, Region region, void* context);
+
+template <typename F>
+void parallel(int threads, F& body) {
+  run_region(threads, [](Team& team, void* context) { (*static_cast<F*>(context))(team); }, &body);
+}
+
+}  // namespace baton

@@ -1,0 +1,173 @@
+"""The C++ paged attention op against plain torch, for each instruction set this CPU has."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from engine.batch import ForwardBatch
+from engine.cpu.attention import CpuAttention, check_supported
+from engine.cpu.op import ISA_NAMES, KernelsUnavailable, kernels, set_isa
+
+try:
+    BEST = kernels().baton_detected_isa()
+except KernelsUnavailable as error:
+    pytest.skip(f"no CPU kernels: {error}", allow_module_level=True)
+
+
+@pytest.fixture(params=ISA_NAMES[: BEST + 1])
+def isa(request):
+    set_isa(request.param)
+    yield request.param
+    set_isa("amx")
+
+
+def spec(dtype=torch.float32, head_dim=32, **changes):
+    fields = {"dtype": dtype, "head_dim": head_dim, "v_head_dim": None, "tile_order": "plain"}
+    return SimpleNamespace(**{**fields, **changes})
+
+
+@dataclass
+class Case:
+    """A pool with random contexts and a batch of new tokens for them."""
+
+    pool: SimpleNamespace
+    batch: ForwardBatch
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+def make_case(q_lens, seq_lens, heads=4, kv_heads=2, head_dim=32, page_size=16, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    numbers = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    counts = [-(-n // page_size) for n in seq_lens]
+    order = numbers.permutation(sum(counts)) + 1
+    table = np.zeros((len(seq_lens), max(counts)), dtype=np.int32)
+    for s, count in enumerate(counts):
+        table[s, :count], order = order[:count], order[count:]
+    positions = np.concatenate([np.arange(n - q, n) for q, n in zip(q_lens, seq_lens, strict=True)])
+    owners = np.repeat(np.arange(len(q_lens)), q_lens)
+    slots = table[owners, positions // page_size].astype(np.int64) * page_size + positions % page_size
+    tokens = len(positions)
+    batch = ForwardBatch(
+        input_ids=np.zeros(tokens, np.int64),
+        positions=positions.astype(np.int64),
+        out_slots=slots,
+        rows=np.arange(1, len(q_lens) + 1, dtype=np.int32),
+        q_lens=np.array(q_lens, np.int32),
+        seq_lens=np.array(seq_lens, np.int32),
+        page_table=table,
+        sampled=np.zeros(0, np.int32),
+        sampling=[],
+    )
+    pool = SimpleNamespace(
+        spec=spec(dtype, head_dim), data=normal(sum(counts) + 1, 2, 2, kv_heads, page_size, head_dim)
+    )
+    # As transformers leaves them: heads outside tokens.
+    q, k, v = (normal(n, tokens, head_dim).transpose(0, 1) for n in (heads, kv_heads, kv_heads))
+    return Case(pool, batch, q, k, v)
+
+
+def expected(case, layer, scale):
+    """Attention by definition, in float64, from the pool as it must be after the write."""
+    pool = case.pool.data.clone()
+    page_size = pool.shape[4]
+    page, offset = case.batch.out_slots // page_size, case.batch.out_slots % page_size
+    pool[page, layer, 0, :, offset] = case.k
+    pool[page, layer, 1, :, offset] = case.v
+    outs = []
+    starts = case.batch.starts()
+    group = case.q.shape[1] // case.k.shape[1]
+    for s, length in enumerate(case.batch.seq_lens):
+        at = np.arange(length)
+        pages = case.batch.page_table[s, at // page_size]
+        k, v = (pool[pages, layer, i, :, at % page_size].double() for i in (0, 1))  # [length, kv_heads, dim]
+        k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+        q = case.q[starts[s] : starts[s + 1]].double()
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+        seen = torch.arange(length)[None] <= torch.arange(length - len(q), length)[:, None]
+        weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
+        outs.append(torch.einsum("hqk,khd->qhd", weights, v))
+    return torch.cat(outs), pool
+
+
+def run(case, layer=1, scale=0.2):
+    backend = CpuAttention(case.pool, case.q.shape[1], scale)
+    backend.prepare(case.batch)
+    out = torch.empty(case.q.shape, dtype=case.q.dtype)
+    backend.forward(layer, case.q, case.k, case.v, out)
+    return out
+
+
+SHAPES = {
+    "decode": {"q_lens": [1, 1, 1], "seq_lens": [1, 17, 200]},
+    "prefill": {"q_lens": [40], "seq_lens": [40]},
+    "chunk_after_prefix": {"q_lens": [33], "seq_lens": [100]},
+    "mixed": {"q_lens": [1, 20, 1, 3], "seq_lens": [70, 20, 1, 66]},
+    "split_context": {"q_lens": [1, 1], "seq_lens": [700, 257]},
+    "one_token_pages": {"q_lens": [1, 9], "seq_lens": [70, 30], "page_size": 1},
+    "large_pages": {"q_lens": [1, 9], "seq_lens": [130, 65], "page_size": 64},
+    "wide_head": {"q_lens": [1, 7], "seq_lens": [90, 70], "head_dim": 256},
+    "narrow_odd_head": {"q_lens": [1, 7], "seq_lens": [90, 70], "head_dim": 48},
+    "no_grouping": {"q_lens": [1, 30], "seq_lens": [90, 70], "heads": 3, "kv_heads": 3},
+    "wide_group": {"q_lens": [1, 30], "seq_lens": [90, 70], "heads": 14, "kv_heads": 2},
+    "long_prefill": {"q_lens": [150, 1], "seq_lens": [310, 20], "heads": 6, "head_dim": 64},
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_equals_attention_by_definition(name, dtype, isa):
+    case = make_case(**SHAPES[name], dtype=dtype)
+    want, pool_after = expected(case, 1, 0.2)
+    got = run(case)
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    assert torch.equal(case.pool.data, pool_after)
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_a_decode_row_does_not_depend_on_its_batch_or_on_threads(dtype):
+    together = make_case([1, 1, 1], [600, 40, 300], dtype=dtype)
+    outs = {}
+    before = torch.get_num_threads()
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        try:
+            outs[threads] = run(together)
+        finally:
+            torch.set_num_threads(before)
+    assert torch.equal(outs[1], outs[2])
+    assert torch.equal(outs[1], outs[5])
+    batch = together.batch
+    alone = ForwardBatch(
+        batch.input_ids[:1], batch.positions[:1], batch.out_slots[:1], batch.rows[:1], batch.q_lens[:1],
+        batch.seq_lens[:1], batch.page_table[:1], batch.sampled, [],
+    )  # fmt: skip
+    single = Case(together.pool, alone, together.q[:1], together.k[:1], together.v[:1])
+    assert torch.equal(run(single)[0], outs[1][0])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"dtype": torch.float16}, "float16"),
+        ({"head_dim": 24}, "24"),
+        ({"head_dim": 512}, "512"),
+        ({"v_head_dim": 64}, "64"),
+        ({"tile_order": "dot_pairs"}, "dot_pairs"),
+    ],
+)
+def test_what_the_op_cannot_serve_is_named(change, said):
+    with pytest.raises(KernelsUnavailable, match=said):
+        check_supported(spec(**change))
