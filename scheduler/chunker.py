@@ -1,0 +1,41 @@
+"""Where a prefill chunk ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from scheduler.req import Req
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens [start, end) of one request, computed in one forward."""
+
+    req: Req
+    start: int
+    end: int
+    is_last: bool  # the request's prefill is complete after it
+
+
+def page_floor(tokens: int, page_size: int) -> int:
+    """The last page border at or before `tokens`."""
+    return tokens - tokens % page_size
+
+
+def chunk_end(
+    start: int, total: int, budget: int, page_size: int, last_chunk: int = 0, cuts: Iterable[int] = ()
+) -> int:
+    """The end of the chunk that starts at `start` (a page border) of `total` tokens; `start`: none fits.
+
+    A chunk that is not the last ends on a page border, so that all of it can be cached and sent. `cuts` are
+    lengths where the cache wants a forward to end. `last_chunk` > 0 keeps the last chunk at most that long
+    (rounded up to pages): what is sent after the last forward is all that a hand-off waits for.
+    """
+    end = total
+    if total - start > budget:
+        end = page_floor(start + budget, page_size)
+    elif 0 < last_chunk < total - start:
+        border = page_floor(total - last_chunk, page_size)
+        end = border if border > start else total
+    return min((cut for cut in cuts if start < cut < end), default=end)

@@ -1,0 +1,40 @@
+"""Plain numbers about a scheduler; whoever exports them reads the fields."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+
+class Histogram:
+    """Counts per bucket: `counts[i]` values in (bounds[i-1], bounds[i]], and the last one beyond them all."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def add(self, value: float) -> None:
+        """Count one value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+@dataclass
+class SchedulerMetrics:
+    """Totals since the start, tokens and requests."""
+
+    steps: int = 0
+    prefill_tokens: int = 0  # computed by prefill chunks
+    decode_tokens: int = 0  # computed by decode rows
+    cached_tokens: int = 0  # found in the tree at admission
+    output_tokens: int = 0  # reported by on_tokens
+    surplus_tokens: int = 0  # sampled for requests that had ended already
+    finished: int = 0
+    failed: int = 0
+    aborted: int = 0
+    retracted: int = 0
+    batch_sequences: Histogram = field(default_factory=lambda: Histogram((1, 2, 4, 8, 16, 32, 64, 128, 256)))
+    batch_tokens: Histogram = field(
+        default_factory=lambda: Histogram((1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192))
+    )

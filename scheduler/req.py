@@ -1,0 +1,192 @@
+"""Req: one room's request on this worker, from the first message to the last token."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.sampling_state import SamplingState
+from kvcache.radix_key import Namespace
+from wire.errors import ContextTooLong, InvalidRequest, WireError
+from wire.messages import FinishReason, GenerateRequest
+from wire.stages import RequestStage, Stamp, stamp
+
+_arrivals = itertools.count()
+
+EMPTY_SLOTS: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
+
+
+class ReqState(StrEnum):
+    """Who holds the request. Only the Scheduler changes it."""
+
+    NEW = "new"  # nobody yet
+    WAITING = "waiting"  # in the queue; holds no memory
+    PREFILL = "prefill"  # admitted: row, slots of the whole prefill, locked prefix
+    RUNNING = "running"  # in the decode batch
+    RESERVED = "reserved"  # decode: pages wait for a transfer; only cancel_reservation may end it
+    TRANSFERRED = "transferred"  # KV has come; waits for a place in the decode batch
+    HANDED_OFF = "handed_off"  # prefill: the policy holds it until release or park
+    PARKED = "parked"  # prefill: no memory, and unknown to the scheduler; readmit brings its KV back
+    DONE = "done"  # finished, failed or aborted; its memory goes once no launched forward touches it
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """What a worker's model and memory can take."""
+
+    max_context_tokens: int  # prompt + output
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+class Req:
+    """A request with its place in memory. Implements kvcache's CachedRequest.
+
+    Lengths count tokens of the context (prompt, then outputs):
+
+        0 .. cache_protected_len .. kv_committed_len .. scheduled_len .. kv_allocated_len
+             in the tree, locked    KV is valid         launched forwards cover it   has slots
+
+    `output_ids` starts with the request's forced tokens: they are prefilled like the prompt and never emitted
+    again. A request that is prefilled again (retracted, readmitted) prefills its outputs too.
+    """
+
+    __slots__ = (
+        "_filled", "_tokens", "arrival", "cache_protected_len", "cached_tokens", "closing",
+        "emitted_len", "epoch", "finish", "in_flight", "is_bare", "kv_allocated_len", "kv_committed_len",
+        "last_node", "limit_len", "namespace", "origin_input_ids", "output_ids", "prefill_len",
+        "prefix_indices", "priority", "req_pool_idx", "request", "reserved_from", "reserved_pages",
+        "resumed", "room", "running_index", "sampling", "scheduled_len", "stages_seen", "stamps",
+        "start_send_idx", "state", "tenant", "tmp_end_idx",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        namespace: Namespace,
+        prompt: npt.NDArray[np.int32],
+        eos_token_ids: tuple[int, ...] = (),
+    ) -> None:
+        self.request = request
+        self.room = request.room
+        self.epoch = request.epoch
+        self.tenant = request.tenant
+        self.priority = request.priority
+        self.namespace = namespace
+        self.arrival = next(_arrivals)
+        self.state = ReqState.NEW
+        self.resumed = False  # has held memory before: goes first
+        self.closing: bool | None = None  # memory goes when in_flight is 0; whether its KV enters the tree
+
+        self.origin_input_ids = prompt
+        self.output_ids: list[int] = list(request.forced)
+        self.emitted_len = len(self.output_ids)  # outputs that on_tokens has reported, or that were forced
+        self.sampling = SamplingState(
+            request.sampling, self.origin_input_ids, eos_token_ids, request.choice, self.output_ids
+        )
+        self.finish: FinishReason | None = None
+        self.limit_len = (
+            len(self.origin_input_ids) + request.sampling.max_new_tokens
+        )  # the worker may lower it
+        self._tokens: npt.NDArray[np.int32] = np.empty(len(self.origin_input_ids) + 64, dtype=np.int32)
+        self._tokens[: len(self.origin_input_ids)] = self.origin_input_ids
+        self._filled = len(self.origin_input_ids)
+
+        self.last_node: Any = None  # the tree's node that this request locks
+        self.forget_memory()
+        self.prefill_len = 0
+        self.is_bare = False
+        self.cached_tokens = 0  # prefix found in the tree when first admitted here
+        self.in_flight = 0  # launched forwards whose results are out
+        self.running_index = -1  # place in the decode batch
+
+        self.start_send_idx = 0  # hand-off: tokens [0, this) are sent
+        self.tmp_end_idx = -1  # hand-off: end recorded at schedule time, sent when the result lands
+        self.stamps: list[Stamp] = []
+        self.stages_seen: set[RequestStage] = set()
+
+    @classmethod
+    def from_request(cls, request: GenerateRequest, model: str, limits: RequestLimits) -> Req:
+        """The Req of a message, checked. Raises WireError, InvalidRequest or ContextTooLong."""
+        if not request.prompt or len(request.prompt) % 4:
+            raise WireError(f"a prompt of {len(request.prompt)} bytes is not a sequence of int32 token ids")
+        prompt = np.frombuffer(request.prompt, dtype="<i4").astype(np.int32)
+        known = len(prompt) + len(request.forced)
+        if known >= limits.max_context_tokens:
+            raise ContextTooLong(known + 1, limits.max_context_tokens, "messages")
+        forced = np.asarray(request.forced, dtype=np.int64)
+        for name, ids in (("prompt", prompt), ("forced", forced)):
+            if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < limits.vocab_size:
+                raise InvalidRequest(f"{name} has token ids outside [0, {limits.vocab_size})", name)
+        namespace = Namespace(model, request.extra_key, request.cache_salt)
+        req = cls(request, namespace, prompt, limits.eos_token_ids)
+        req.limit_len = min(req.limit_len, limits.max_context_tokens)
+        return req
+
+    def forget_memory(self) -> None:
+        """The request holds no row, slot or lock any more (or none yet)."""
+        self.req_pool_idx: int | None = None
+        self.prefix_indices: npt.NDArray[np.int64] = EMPTY_SLOTS
+        self.cache_protected_len = 0
+        self.kv_committed_len = 0
+        self.kv_allocated_len = 0
+        self.scheduled_len = 0
+        self.last_node = None
+        self.reserved_from = 0  # first logical page that a transfer brings
+        self.reserved_pages: npt.NDArray[np.int64] = EMPTY_SLOTS
+
+    # -- tokens ------------------------------------------------------------------------------------
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt alone."""
+        return len(self.origin_input_ids)
+
+    @property
+    def fill_ids(self) -> npt.NDArray[np.int32]:
+        """int32 [prompt + outputs so far], a view that the next output may replace."""
+        total = len(self.origin_input_ids) + len(self.output_ids)
+        if total != self._filled:
+            self._append(total)
+        return self._tokens[:total]
+
+    def _append(self, total: int) -> None:
+        if total > len(self._tokens):
+            grown = np.empty(max(total, 2 * len(self._tokens)), dtype=np.int32)
+            grown[: self._filled] = self._tokens[: self._filled]
+            self._tokens = grown
+        first = self._filled - len(self.origin_input_ids)
+        self._tokens[self._filled : total] = self.output_ids[first:]
+        self._filled = total
+
+    def aim_prefill(self, bare: bool = False) -> None:
+        """Prefill everything known so far and sample the next position.
+
+        `bare` (a readmitted request whose first output is known): only bring back the KV that it had when it
+        was handed off, and sample nothing.
+        """
+        self.is_bare = bare
+        self.prefill_len = self.prompt_len + len(self.output_ids) - (1 if bare else 0)
+
+    # -- memory ------------------------------------------------------------------------------------
+
+    def missing_pages(self) -> tuple[int, npt.NDArray[np.int64]]:
+        """Of a reservation: (first logical page, page ids) that a transfer must fill."""
+        return self.reserved_from, self.reserved_pages
+
+    # -- stages ------------------------------------------------------------------------------------
+
+    def stamp(self, stage: RequestStage) -> None:
+        """Enter a stage; a repeat (after retraction, say) is not a new entry, except a prefill chunk."""
+        if stage in self.stages_seen and stage is not RequestStage.PREFILL_CHUNKED_FORWARD:
+            return
+        self.stages_seen.add(stage)
+        self.stamps.append(stamp(stage))
+
+    def __repr__(self) -> str:
+        return f"Req(room={self.room}.{self.epoch}, {self.state}, {self.prompt_len}+{len(self.output_ids)})"

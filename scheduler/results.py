@@ -1,0 +1,146 @@
+"""What becomes of requests when a forward's result is here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.batch import Pending
+from engine.errors import EngineError
+from scheduler.chunker import Chunk
+from scheduler.metrics import SchedulerMetrics
+from scheduler.policy import AfterPrefill, NodePolicy
+from scheduler.req import Req, ReqState
+from scheduler.roster import Roster
+from wire.messages import FinishReason, RejectKind, TokenLogprobs
+from wire.stages import RequestStage
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A forward that is out. Its samples are one per decode row, then one per chunk that samples."""
+
+    number: int  # grows by 1 with every launch
+    decode: list[Req]
+    chunks: list[Chunk]
+    bare: frozenset[int]  # indices of chunks that complete a prefill without sampling
+    pending: Pending
+
+
+def finish_reason(req: Req, token: int) -> FinishReason | None:
+    """Whether `token`, the request's latest output, is its last."""
+    params = req.request.sampling
+    outputs = len(req.output_ids)
+    if outputs > params.min_tokens and (
+        token in params.stop_token_ids or (not params.ignore_eos and token in req.sampling.eos_token_ids)
+    ):
+        return FinishReason.STOP
+    if req.prompt_len + outputs >= req.limit_len:
+        return FinishReason.LENGTH
+    return None
+
+
+class Results:
+    """Takes results in launch order; the only caller of the policy's on_chunk, on_prefilled and on_tokens."""
+
+    def __init__(self, roster: Roster, policy: NodePolicy, metrics: SchedulerMetrics) -> None:
+        self._roster = roster
+        self._policy = policy
+        self._metrics = metrics
+        self.last_launch = 0  # number of the newest launched forward
+
+    def take(self, step: LaunchedStep, timeout_s: float) -> None:
+        """Wait for the result; commit KV, report tokens, end what has ended."""
+        try:
+            result = step.pending.result(timeout_s)
+        except EngineError as error:
+            self._fail(step, str(error))
+            return
+        finally:
+            self._roster.pages.deferred.landed(step.number)
+        tokens, logprobs = result.tokens.tolist(), result.logprobs
+        for i, req in enumerate(step.decode):
+            if self._roster.landed(req):
+                req.kv_committed_len += 1
+                self._output(req, tokens[i], logprobs[i])
+            else:
+                self._metrics.surplus_tokens += 1
+        sample = len(step.decode)
+        for i, chunk in enumerate(step.chunks):
+            if not chunk.is_last:
+                self._chunk(chunk)
+            elif i in step.bare:
+                self._brought_back(chunk)
+            else:
+                self._last_chunk(chunk, tokens[sample], logprobs[sample])
+                sample += 1
+
+    def _chunk(self, chunk: Chunk) -> None:
+        if self._roster.landed(chunk.req):
+            self._commit(chunk.req, chunk.end)
+            self._policy.on_chunk(chunk.req)
+
+    def _last_chunk(self, chunk: Chunk, token: int, logprobs: TokenLogprobs | None) -> None:
+        req = chunk.req
+        if self._roster.landed(req):
+            req.kv_committed_len = chunk.end
+            # The token first: nothing that can wait comes between it and its reader.
+            self._output(req, token, logprobs)
+            if req.state is not ReqState.DONE:
+                self._commit(req, chunk.end)
+                self.prefilled(req)
+
+    def _brought_back(self, chunk: Chunk) -> None:
+        if self._roster.landed(chunk.req):
+            self._commit(chunk.req, chunk.end)
+            self.prefilled(chunk.req)
+
+    def _commit(self, req: Req, end: int) -> None:
+        req.kv_committed_len = end
+        self._roster.pages.cache_prefix(req, self.last_launch)
+        if req.running_index >= 0:  # its pages may be another request's now
+            self._roster.running.set_pages(req, self._roster.pages.slots(req, end))
+
+    def prefilled(self, req: Req) -> None:
+        """All of the request's prefill is valid and cached: ask the policy who goes on with it."""
+        after = self._policy.on_prefilled(req)
+        if req.state is ReqState.DONE:
+            return
+        req.is_bare = False
+        if after is AfterPrefill.HAND_OFF:
+            self._roster.detach(req)
+            req.state = ReqState.HANDED_OFF
+            return
+        req.stamp(RequestStage.DECODE_LOOP)
+        if req.state is ReqState.PREFILL:  # not in the decode batch yet: readmitted with its token known
+            req.state = ReqState.TRANSFERRED
+            self._roster.transferred.append(req)
+
+    def _output(self, req: Req, token: int, logprobs: TokenLogprobs | None) -> None:
+        req.output_ids.append(token)
+        if req.running_index >= 0:
+            self._roster.running.learn(req, req.prompt_len + len(req.output_ids) - 1, token)
+        self.report(req, None if logprobs is None else [logprobs])
+
+    def report(self, req: Req, logprobs: list[TokenLogprobs] | None) -> None:
+        """Tell the policy of the outputs it has not heard of, and end the request if the last one does."""
+        start, outputs = req.emitted_len, req.output_ids
+        if outputs:
+            req.finish = finish_reason(req, outputs[-1])
+        req.emitted_len = len(outputs)
+        self._metrics.output_tokens += len(outputs) - start
+        self._policy.on_tokens(req, start, outputs[start:], logprobs, req.finish)
+        if req.finish is not None and req.state is not ReqState.DONE:
+            self._metrics.finished += 1
+            self._roster.end(req)
+
+    def _fail(self, step: LaunchedStep, message: str) -> None:
+        """Nothing that the forward wrote is valid, so nothing of its requests enters the tree any more."""
+        for req in (*step.decode, *(chunk.req for chunk in step.chunks)):
+            if self._roster.landed(req):
+                self.fail(req, RejectKind.FAILED, message)
+
+    def fail(self, req: Req, why: RejectKind, message: str) -> None:
+        """End the request without a result."""
+        self._metrics.failed += 1
+        self._roster.end(req, is_insert=False)
+        self._policy.on_failed(req, why, message)

@@ -1,0 +1,87 @@
+"""RunningBatch: the requests that decode, as arrays that change by what a step changes."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.batch import UNKNOWN_TOKEN
+from scheduler.req import Req
+
+
+class RunningBatch:
+    """Structure of arrays over the requests that get a decode row in every step.
+
+    Kept from step to step: building them anew costs a Python loop over all requests per token. Row i belongs
+    to `reqs[i]`; a leaver's place is taken by the last one, so nothing else moves.
+    """
+
+    def __init__(self, capacity: int, max_context_len: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.reqs: list[Req] = []
+        self.rows = np.zeros(capacity, dtype=np.int32)  # req_to_token rows
+        self.lens = np.zeros(capacity, dtype=np.int64)  # scheduled context = position of the next token
+        self.limits = np.zeros(capacity, dtype=np.int64)  # limit_len
+        self.next_ids = np.zeros(capacity, dtype=np.int64)  # input of the next step, or UNKNOWN_TOKEN
+        self.page_table = np.zeros((capacity, -(-max_context_len // page_size)), dtype=np.int32)
+        self._all_lanes = np.arange(capacity)
+
+    def __len__(self) -> int:
+        return len(self.reqs)
+
+    def join(self, req: Req, slots: npt.NDArray[np.integer]) -> None:
+        """`slots` are those of the request's scheduled context, in order."""
+        assert req.req_pool_idx is not None
+        lane = len(self.reqs)
+        self.reqs.append(req)
+        req.running_index = lane
+        self.rows[lane] = req.req_pool_idx
+        self.lens[lane] = req.scheduled_len
+        self.limits[lane] = req.limit_len
+        tokens = req.fill_ids
+        known = len(tokens) > req.scheduled_len
+        self.next_ids[lane] = tokens[req.scheduled_len] if known else UNKNOWN_TOKEN
+        self.set_pages(req, slots)
+
+    def set_pages(self, req: Req, slots: npt.NDArray[np.integer]) -> None:
+        """The request's first len(slots) tokens now lie in these slots."""
+        pages = slots[:: self.page_size] // self.page_size
+        self.page_table[req.running_index, : len(pages)] = pages
+
+    def leave(self, req: Req) -> None:
+        """The request gets no further decode rows."""
+        lane, last = req.running_index, len(self.reqs) - 1
+        assert self.reqs[lane] is req, f"room {req.room} is not running"
+        if lane != last:
+            moved = self.reqs[lane] = self.reqs[last]
+            moved.running_index = lane
+            for array in (self.rows, self.lens, self.limits, self.next_ids):
+                array[lane] = array[last]
+            used = -(-int(self.lens[last]) // self.page_size)
+            self.page_table[lane, :used] = self.page_table[last, :used]
+        self.reqs.pop()
+        req.running_index = -1
+
+    def learn(self, req: Req, length: int, token: int) -> None:
+        """The result is here: `token` stands at position `length` of the request's context."""
+        if self.lens[req.running_index] == length:
+            self.next_ids[req.running_index] = token
+
+    def at_page_border(self) -> npt.NDArray[np.intp]:
+        """Lanes whose next token opens a new page."""
+        return np.flatnonzero(self.lens[: len(self.reqs)] % self.page_size == 0)
+
+    def lanes(self) -> npt.NDArray[np.intp]:
+        """All lanes, as an index array."""
+        return self._all_lanes[: len(self.reqs)]
+
+    def advance(self) -> list[Req]:
+        """One step of all lanes is launched. Those whose last output it samples leave and are returned."""
+        n = len(self.reqs)
+        self.lens[:n] += 1
+        self.next_ids[:n] = UNKNOWN_TOKEN
+        full = np.flatnonzero(self.lens[:n] + 1 >= self.limits[:n])
+        ended = [self.reqs[lane] for lane in full.tolist()]
+        for req in ended:
+            self.leave(req)
+        return ended

@@ -1,0 +1,294 @@
+"""Scheduler: decides what every forward computes, and keeps the books of memory.
+
+    schedule      transferred requests join, the decode batch gets its pages, chunks are chosen
+    launch        one ForwardBatch to the engine
+    take result   of this step, or with overlap_depth 1 of the step before, while this one computes
+
+Pure logic over Memory and Engine: no sockets, no threads. All methods are called on one thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.batch import Engine
+from kvcache.memory import Memory, MemoryReport
+from scheduler.batch_builder import build_batch
+from scheduler.budget import Admission
+from scheduler.chunker import Chunk
+from scheduler.config import Phase, SchedulerConfig
+from scheduler.metrics import SchedulerMetrics
+from scheduler.pages import Pages
+from scheduler.policy import AfterPrefill, NodePolicy
+from scheduler.req import EMPTY_SLOTS, Req, ReqState
+from scheduler.results import LaunchedStep, Results
+from scheduler.retraction import pick_victim
+from scheduler.roster import Roster
+from scheduler.running import RunningBatch
+from wire.messages import RejectKind, TokenLogprobs
+from wire.records import WorkerLoad
+from wire.stages import RequestStage
+
+__all__ = ["AfterPrefill", "NodePolicy", "Scheduler", "SchedulerConfig"]
+
+
+class Scheduler:
+    """One engine's requests, from `add` (or `reserve`) to their last token."""
+
+    def __init__(self, memory: Memory, engine: Engine, policy: NodePolicy, config: SchedulerConfig) -> None:
+        self.config = config
+        self.metrics = SchedulerMetrics()
+        self._engine = engine
+        self._memory = memory
+        self._pool = memory.req_to_token_pool
+        self._pre_alloc_rows = max(self._pool.size - config.max_running_requests, 0)
+        self._pages = Pages(memory)
+        self._running = RunningBatch(
+            config.max_running_requests, self._pool.max_context_len, memory.page_size
+        )
+        self._roster = Roster(self._pages, self._running)
+        self._admission = Admission(config, self._roster, self.metrics)
+        self._results = Results(self._roster, policy, self.metrics)
+        self._in_flight: deque[LaunchedStep] = deque()
+        self._ended_early: list[Req] = []  # in the queue too, until the next step answers them
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def add(self, req: Req) -> None:
+        """Queue a request for prefill. One that can never run is answered in the next step."""
+        req.stamp(RequestStage.PREFILL_WAITING)
+        self._roster.enrol(req)
+        self._roster.wait(req)
+        all_forced = bool(req.output_ids) and req.prompt_len + len(req.output_ids) >= req.limit_len
+        if self._why_never(req) or all_forced:
+            self._ended_early.append(req)
+
+    def abort(self, room: int, epoch: int) -> bool:
+        """Nobody wants this room's output. False when it is not the scheduler's to end.
+
+        That is: unknown, ended, reserved (cancel_reservation: a peer may be writing) or handed off (release).
+        """
+        req = self._roster.live.get((room, epoch))
+        if req is None or req.state in (ReqState.RESERVED, ReqState.HANDED_OFF):
+            return False
+        self._admission.withdraw(req)
+        self._roster.end(req)
+        self.metrics.aborted += 1
+        return True
+
+    def _why_never(self, req: Req) -> str:
+        """Why the request cannot run even alone on this worker; "" when it can, up to a limit it is given."""
+        capacity = min(self._pool.max_context_len, self._memory.total_tokens)
+        known = req.prompt_len + len(req.output_ids)
+        if known < capacity:
+            req.limit_len = min(req.limit_len, capacity)
+            return ""
+        return (
+            f"the prompt is {known} tokens long and this worker holds contexts of at most {capacity} tokens, "
+            "output included"
+        )
+
+    def _answer_early(self) -> bool:
+        """Answer requests that need no forward: too long, or all of their output was forced."""
+        for req in self._ended_early:
+            if req.state is ReqState.DONE:
+                continue
+            why = self._why_never(req)
+            if why:
+                self._results.fail(req, RejectKind.INVALID, why)
+            else:
+                self._results.report(req, None)
+        answered = bool(self._ended_early)
+        self._ended_early.clear()
+        return answered
+
+    # -- the hand-off: decode's half -----------------------------------------------------------------
+
+    def reserve(self, req: Req) -> bool:
+        """Decode: lock what is cached of the prompt; take row and pages for the rest of it.
+
+        After True `req.missing_pages()` names what a transfer must bring. False: try again after a step, or
+        (`req.state` is DONE) on_failed has been called. A request that stays away for long loses its turn.
+        """
+        why = self._why_never(req)
+        if why:
+            self._results.fail(req, RejectKind.INVALID, why)
+            return False
+        req.aim_prefill()
+        pre_allocated = self._roster.count(ReqState.RESERVED, ReqState.TRANSFERRED)
+        if pre_allocated >= self._pre_alloc_rows or not self._admission.reserve(req):
+            return False
+        self._roster.enrol(req)
+        req.state = ReqState.RESERVED
+        page_size = self._pages.page_size
+        req.reserved_from = req.cache_protected_len // page_size
+        slots = self._pages.slots(req, req.prefill_len)[req.cache_protected_len :: page_size]
+        req.reserved_pages = slots.astype(np.int64) // page_size
+        return True
+
+    def cancel_reservation(self, req: Req) -> npt.NDArray[np.int64]:
+        """Decode: the transfer is off. Row and lock are given back; the page ids are returned, quarantined.
+
+        A peer may still write them: end_quarantine(pages) once the transport's fence has passed.
+        """
+        assert req.state is ReqState.RESERVED, f"{req} is not reserved"
+        pages = self._pages.split_reservation(req)
+        self._roster.end(req)
+        self._roster.quarantined.update(pages.tolist())
+        return pages
+
+    def end_quarantine(self, pages: npt.NDArray[np.int64]) -> None:
+        """Nobody can write these pages any more."""
+        assert self._roster.quarantined.issuperset(pages.tolist()), "a page is not in quarantine"
+        self._roster.quarantined.difference_update(pages.tolist())
+        self._pages.free_pages(pages)
+
+    def add_transferred(self, req: Req, first_token: int, logprobs: TokenLogprobs | None = None) -> None:
+        """Decode: every reserved page has landed, and prefill sampled `first_token`.
+
+        The prompt enters this worker's tree; the first token is reported like any other; then the request
+        decodes, without a forward over its prompt.
+        """
+        assert req.state is ReqState.RESERVED, f"{req} is not reserved"
+        req.state = ReqState.TRANSFERRED
+        req.kv_committed_len = req.scheduled_len = req.prefill_len
+        req.reserved_pages = EMPTY_SLOTS
+        self._pages.cache_prefix(req, self._results.last_launch)
+        req.output_ids.append(first_token)
+        req.sampling.record(first_token)
+        self._roster.transferred.append(req)
+        self._results.report(req, None if logprobs is None else [logprobs])
+
+    # -- the hand-off: prefill's half ----------------------------------------------------------------
+
+    def release(self, req: Req, is_insert: bool = True) -> None:
+        """Prefill: the policy is done with a handed-off (or parked) request."""
+        assert req.state in (ReqState.HANDED_OFF, ReqState.PARKED, ReqState.DONE), f"{req} is not handed off"
+        self._roster.end(req, is_insert)
+
+    def park(self, req: Req) -> None:
+        """Prefill: hold nothing unevictable for a handed-off request until `readmit`."""
+        self._roster.park(req)
+
+    def readmit(self, req: Req) -> None:
+        """Prefill: bring a parked request's KV back, computing what is not cached any more.
+
+        Ends in on_prefilled again; no token is reported again.
+        """
+        assert req.state is ReqState.PARKED, f"{req} is not parked"
+        self._roster.enrol(req)
+        self._roster.wait(req, bare=True)
+
+    # -- the loop ------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Schedule, launch, take a result. Whether anything was done."""
+        answered = self._answer_early()
+        self._join_transferred()
+        self._grow_decode()
+        chunks, complete = self._admission.next_chunks()
+        for req in complete:
+            self._results.prefilled(req)
+        launched = bool(chunks or len(self._running))
+        if launched:
+            self._launch(chunks)
+        taken = self._take_results(self.config.overlap_depth if launched else 0)
+        return launched or taken or answered or bool(complete)
+
+    def _join_transferred(self) -> None:
+        queue = self._roster.transferred
+        busy = self._roster.chunked is not None
+        while queue and len(self._running) + busy < self.config.max_running_requests:
+            req = queue.popleft()
+            req.state = ReqState.RUNNING
+            req.stamp(RequestStage.DECODE_LOOP)
+            self._running.join(req, self._pages.slots(req, req.scheduled_len))
+
+    def _grow_decode(self) -> None:
+        """Pages for the tokens that this step decodes, at somebody else's cost if need be."""
+        while not self._pages.grow(self._running):
+            # A result that is out may end a request, and a retracted one must not be in a forward.
+            if self._take_results(0):
+                continue
+            chunked = self._roster.chunked
+            victim = pick_victim([*self._running.reqs, *([chunked] if chunked else [])])
+            self._roster.retract(victim)
+            self.metrics.retracted += 1
+
+    def _launch(self, chunks: list[Chunk]) -> None:
+        batch = build_batch(self._running, chunks, self._pool.req_to_token)
+        pending = self._engine.launch(batch)
+        decode = self._running.reqs.copy()
+        for req in decode:
+            req.in_flight += 1
+            req.scheduled_len += 1
+        self._running.advance()
+        for chunk in chunks:
+            self._chunk_launched(chunk)
+        self._results.last_launch += 1
+        bare = frozenset(i for i, chunk in enumerate(chunks) if chunk.is_last and chunk.req.is_bare)
+        self._in_flight.append(LaunchedStep(self._results.last_launch, decode, chunks, bare, pending))
+        self._count(len(decode), chunks)
+
+    def _chunk_launched(self, chunk: Chunk) -> None:
+        req = chunk.req
+        req.in_flight += 1
+        req.scheduled_len = chunk.end
+        if not chunk.is_last:
+            req.stamp(RequestStage.PREFILL_CHUNKED_FORWARD)
+            return
+        req.stamp(RequestStage.PREFILL_FORWARD)
+        if Phase.DECODE in self.config.phases and not req.is_bare and chunk.end + 1 < req.limit_len:
+            req.state = ReqState.RUNNING
+            self._running.join(req, self._pages.slots(req, chunk.end))
+
+    def _take_results(self, depth: int) -> bool:
+        """Take results until at most `depth` forwards are out. Whether there was one to take."""
+        taken = False
+        while len(self._in_flight) > depth:
+            self._results.take(self._in_flight.popleft(), self.config.result_timeout_s)
+            taken = True
+        return taken
+
+    def _count(self, lanes: int, chunks: list[Chunk]) -> None:
+        prefilled = sum(chunk.end - chunk.start for chunk in chunks)
+        metrics = self.metrics
+        metrics.steps += 1
+        metrics.decode_tokens += lanes
+        metrics.prefill_tokens += prefilled
+        metrics.batch_sequences.add(lanes + len(chunks))
+        metrics.batch_tokens.add(lanes + prefilled)
+
+    # -- views ---------------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """A step would do nothing. Reserved, handed-off and parked requests wait for others."""
+        roster = self._roster
+        return not (
+            self._in_flight or roster.waiting or roster.transferred or roster.chunked or len(self._running)
+        )
+
+    def load(self) -> WorkerLoad:
+        """How busy this worker is."""
+        roster = self._roster
+        chunked = roster.chunked
+        left = chunked.prefill_len - chunked.scheduled_len if chunked else 0
+        pre_allocated = roster.count(ReqState.RESERVED, ReqState.TRANSFERRED)
+        return WorkerLoad(
+            queued_prefill_tokens=roster.waiting.tokens() + left,
+            running_requests=roster.count(ReqState.PREFILL, ReqState.RUNNING),
+            waiting_requests=len(roster.waiting) + len(roster.transferred),
+            free_tokens=self._pages.free_tokens(),
+            headroom_tokens=self._admission.headroom(),
+            headroom_rows=max(min(self._pre_alloc_rows - pre_allocated, self._pool.available_size()), 0),
+        )
+
+    def check_memory(self) -> MemoryReport:
+        """Balance every pool against everything this scheduler holds. Raises AssertionError on a leak."""
+        return self._memory.check_memory(
+            held_pages=self._roster.held_pages(), held_rows=self._roster.held_rows()
+        )
