@@ -28,7 +28,7 @@ class Directory:
     """Worker records whose lease holds."""
 
     def __init__(self, lease_s: float, started_at_ms: int) -> None:
-        """Leases last `lease_s` seconds; `started_at_ms` (Unix clock) tells this directory from an earlier one."""
+        """Leases last `lease_s` seconds; `started_at_ms` (Unix clock) tells it from an earlier directory."""
         self.lease_s = lease_s
         self.version = started_at_ms << GENERATION_SHIFT
         self._leases: dict[str, _Lease] = {}

@@ -26,17 +26,19 @@ class RouterOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    model: Path = Field(description="directory with tokenizer.json, tokenizer_config.json, chat_template.jinja")
+    model: Path = Field(
+        description="directory with tokenizer.json, tokenizer_config.json, chat_template.jinja"
+    )
     served_model_name: str = Field(min_length=1)
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535, description="0: any free port")
     interface: str = Field("127.0.0.1", description="where ZeroMQ sockets bind")
     directory: str | None = Field(None, description="the directory's mailbox; null: this router hosts it")
-    lease_s: float = Field(3.0, gt=0, description="of a worker, when this router hosts the directory")
+    lease_s: float = Field(5.0, gt=0, description="of a worker, when this router hosts the directory")
     cluster_secret: str | None = None
 
     policy: str = "kv"
-    weights: PolicyWeights = PolicyWeights()
+    weights: PolicyWeights = Field(default_factory=lambda: PolicyWeights.model_validate({}))
     prefill_on_decode_tokens: int = Field(
         16, ge=0, description="when at most this many prompt tokens are left to compute, D does it alone"
     )
@@ -45,7 +47,9 @@ class RouterOptions(BaseModel):
     retry_after_s: float = Field(1.0, gt=0, description="told with a 429 that predicts nothing better")
     worker_wait_s: float = Field(10.0, gt=0, description="for a worker to appear; then 503")
     hold_prefill_s: float = Field(2.0, gt=0, description="Prefill waits for Reserved at most this long")
-    receipt_timeout_s: float = Field(5.0, gt=0, description="a worker that acknowledges nothing that long is lost")
+    receipt_timeout_s: float = Field(
+        15.0, gt=0, description="a worker that acknowledges nothing that long is lost"
+    )
     first_token_timeout_s: float = Field(120.0, gt=0)
     token_timeout_s: float = Field(30.0, gt=0, description="between tokens; then the room starts again")
     silence_s: float = Field(1.0, gt=0, description="before the router asks for a Resend")
@@ -57,7 +61,9 @@ def load_options(path: Path) -> RouterOptions:
     try:
         return RouterOptions.model_validate_json(path.read_bytes())
     except OSError as error:
-        raise ConfigError("options", f"{path} cannot be read ({error.strerror})", "name a readable file") from None
+        raise ConfigError(
+            "options", f"{path} cannot be read ({error.strerror})", "name a readable file"
+        ) from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(str(part) for part in first["loc"]) or "options"

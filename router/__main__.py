@@ -1,0 +1,105 @@
+"""`python -m router --options FILE.json`: a router process.
+
+Prints one line of JSON when it serves: {"ready": true, "http": ..., "mailbox": ...}. What cannot work is one
+line on stderr that names key and remedy, and exit code 2. Ends cleanly on SIGTERM and SIGINT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import errno
+import json
+import socket
+import sys
+from pathlib import Path
+
+import uvicorn
+import uvloop
+
+from router.app import build_app
+from router.options import RouterOptions, load_options
+from router.service import Router
+from wire.errors import ConfigError
+
+_GRACE_S = 5
+
+
+class _Server(uvicorn.Server):
+    """Says when it serves."""
+
+    def __init__(self, config: uvicorn.Config, ready_line: str) -> None:
+        super().__init__(config)
+        self._ready_line = ready_line
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, then the line."""
+        await super().startup(sockets)
+        sys.stdout.write(self._ready_line + "\n")
+        sys.stdout.flush()
+
+
+def main() -> int:
+    """The process. Returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m router", description="Baton's router")
+    parser.add_argument("--options", type=Path, required=True, help="a JSON file (router/options.py)")
+    try:
+        options = load_options(parser.parse_args().options)
+        router = Router(options)
+        with _listen(options) as listener:
+            uvloop.run(_serve(router, listener))
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    return 0
+
+
+def _listen(options: RouterOptions) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((options.host, options.port))
+        listener.listen(2048)  # bind alone does not fail on every kind of occupied port
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            problem, remedy = (
+                f"{options.host}:{options.port} is in use",
+                "choose another, or 0 for any free one",
+            )
+            raise ConfigError("port", problem, remedy) from None
+        raise ConfigError(
+            "host", f"{options.host} cannot be bound ({error.strerror})", "use a local address"
+        ) from None
+    listener.setblocking(False)
+    return listener
+
+
+async def _serve(router: Router, listener: socket.socket) -> None:
+    await router.start()
+    try:
+        host, port = listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        ready = {"ready": True, "http": f"http://{shown}:{port}", "mailbox": router.mailbox_address}
+        config = uvicorn.Config(
+            build_app(router),
+            http="httptools",
+            loop="uvloop",
+            lifespan="off",
+            ws="none",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            timeout_graceful_shutdown=_GRACE_S,
+        )
+        await _Server(config, json.dumps(ready)).serve(sockets=[listener])
+    finally:
+        await router.close()
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        sys.exit(130)

@@ -1,0 +1,231 @@
+"""Dispatcher: between the mailbox's thread and the rooms, which live on the event loop.
+
+The mailbox wakes the loop once per batch of mail, however many messages are in it; then everything runs there
+without locks. Acknowledgements are cumulative, so they are gathered and sent with the next tick.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from router.books import Books, Entry
+from router.index import GlobalIndex
+from router.metrics import RouterMetrics
+from router.options import RouterOptions
+from router.policy import Choice, Policy
+from router.stream import Placement, RoomPlan, RoomStream
+from router.trace import TraceStore
+from wire.mailbox import Mail, Mailbox
+from wire.messages import (
+    Ack,
+    AnyMessage,
+    Inspected,
+    Receipt,
+    Rejected,
+    Reserved,
+    Timeline,
+    TokenRun,
+    Tokens,
+)
+from wire.records import Role, WorkerRecord
+from wire.repeater import Repeater, RepeatKey
+from wire.security import curve_for
+
+
+class Dispatcher:
+    """All rooms of a router, and its mailbox. Implements RoomHost. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        options: RouterOptions,
+        policy: Policy,
+        index: GlobalIndex,
+        traces: TraceStore,
+        metrics: RouterMetrics,
+        on_other: Callable[[Mail, float], None],
+    ) -> None:
+        """`on_other` gets the mail that is about no room (the directory's)."""
+        self.books = Books()
+        self.rooms: dict[int, RoomStream] = {}
+        self.page_tokens = 0  # page size of the model's workers; 0: nobody has said yet
+        self._options = options
+        self._policy = policy
+        self._index = index
+        self._traces = traces
+        self._metrics = metrics
+        self._on_other = on_other
+        self._entries: dict[int, Entry] = {}  # by room
+        self._acks: dict[str, dict[tuple[int, int], int]] = {}
+        self._inspections: dict[int, asyncio.Future[str]] = {}
+        self._loop = asyncio.get_running_loop()
+        self._drain_due = False
+        self.mailbox = Mailbox(options.interface, curve_for(options.cluster_secret), self._on_mail)
+        self._repeater = Repeater(self.mailbox.send)
+
+    def open(self, room: RoomStream, now: float) -> None:
+        """A new room."""
+        self.rooms[room.plan.room] = room
+        room.start(now)
+
+    def tick(self, now: float) -> None:
+        """Repeat what is unanswered, wake rooms that are due, acknowledge."""
+        for key in self._repeater.tick(now):
+            room = self.rooms.get(key.room)
+            if room is not None:
+                room.on_given_up(key, now)
+        for room in list(self.rooms.values()):
+            room.tick(now)
+        for address, upto in self._acks.items():
+            self.mailbox.send(address, Ack([(room, epoch, end) for (room, epoch), end in upto.items()]))
+        self._acks.clear()
+
+    def lost(self, worker: WorkerRecord, now: float) -> None:
+        """A worker is gone: its rooms start again elsewhere."""
+        for room in list(self.rooms.values()):
+            room.on_worker_lost(worker, now)
+        self.mailbox.forget(worker.mailbox)
+
+    def choose(self, plan: RoomPlan, avoid: set[str]) -> Choice | None:
+        """The policy's choice for a room now. Workers to avoid are used when there are no others."""
+        hits = self._index.find(plan.page_hashes)
+        prefill = self.books.candidates(Role.PREFILL, hits, self.page_tokens)
+        decode = self.books.candidates(Role.DECODE, hits, self.page_tokens)
+        if avoid:
+            prefill = [c for c in prefill if c.record.id not in avoid] or prefill
+            decode = [c for c in decode if c.record.id not in avoid] or decode
+        return self._policy.choose(plan.prompt_tokens, prefill, decode)
+
+    async def inspect(self, worker: WorkerRecord, token: int, message: AnyMessage, timeout_s: float) -> str:
+        """A worker's report. Raises TimeoutError when it does not answer."""
+        future: asyncio.Future[str] = self._loop.create_future()
+        self._inspections[token] = future
+        self.mailbox.send(worker.mailbox, message)
+        try:
+            return await asyncio.wait_for(future, timeout_s)
+        finally:
+            del self._inspections[token]
+
+    def close(self) -> None:
+        """Give up every room and close the mailbox."""
+        for room in list(self.rooms.values()):
+            room.stop("the router is closing")
+        self.mailbox.close()
+
+    # -- RoomHost ------------------------------------------------------------------------------
+
+    def place(self, room: RoomStream, avoid: set[str]) -> Placement | None:
+        """See RoomHost."""
+        plan = room.plan
+        choice = self.choose(plan, avoid)
+        if choice is None:
+            return None
+        decode = choice.decode
+        prefill = choice.prefill.record if choice.prefill is not None else None
+        tokens = plan.prompt_tokens + plan.sampling.max_new_tokens
+        held_there = (choice.prefill or decode).hit_tokens
+        entry = Entry(decode.record.id, prefill.id if prefill else None, plan.prompt_tokens - held_there)
+        hold = prefill is not None and not self.books.fits(decode.record.id, tokens)
+        self.books.place(entry, tokens)
+        self._entries[plan.room] = entry
+        self._traces.placed(plan.room, room.epoch, entry.prefill, entry.decode)
+        self._metrics.placements.labels("pair" if prefill else "alone").inc()
+        return Placement(decode.record, prefill, hold)
+
+    def unplace(self, room: RoomStream) -> None:
+        """See RoomHost."""
+        booked = self._entries.pop(room.plan.room, None)
+        if booked is not None:
+            self.books.close(booked)
+
+    def prefilled(self, room: RoomStream) -> None:
+        """See RoomHost."""
+        self._entries[room.plan.room] = self.books.prefilled(self._entries[room.plan.room])
+
+    def send(self, to: str, message: AnyMessage) -> None:
+        """See RoomHost."""
+        self.mailbox.send(to, message)
+
+    def say(self, key: RepeatKey, message: AnyMessage) -> None:
+        """See RoomHost."""
+        self._repeater.say(key, message, time.monotonic(), self._options.receipt_timeout_s)
+
+    def answered(self, key: RepeatKey) -> None:
+        """See RoomHost."""
+        self._repeater.answered(key)
+
+    def closed(self, room: RoomStream) -> None:
+        """See RoomHost."""
+        self.rooms.pop(room.plan.room, None)
+        if room.restarts:
+            self._metrics.restarts.inc(room.restarts)
+
+    # -- mail ----------------------------------------------------------------------------------
+
+    def _on_mail(self) -> None:
+        """On the mailbox's thread. A wake-up that is already due will take this mail too."""
+        if not self._drain_due:
+            self._drain_due = True
+            try:
+                self._loop.call_soon_threadsafe(self._drain)
+            except RuntimeError:  # the loop has ended before the mailbox: nobody is left to tell
+                return
+
+    def _drain(self) -> None:
+        self._drain_due = False
+        now = time.monotonic()
+        for mail in self.mailbox.take():
+            message = mail.message
+            if isinstance(message, Tokens):
+                for run in message.runs:
+                    self._on_run(mail.sender, message.worker, run, now)
+            else:
+                self._on_message(mail, now)
+
+    def _on_run(self, sender: str, worker: str, run: TokenRun, now: float) -> None:
+        if run.stamps:
+            self._traces.add_stamps(run.room, run.epoch, worker, run.stamps)
+        room = self.rooms.get(run.room)
+        if room is None or room.epoch != run.epoch:
+            upto = run.start + len(run.tokens)  # a room that is over: the worker may forget it
+        else:
+            upto = room.on_run(sender, run, now)
+        acks = self._acks.setdefault(sender, {})
+        key = (run.room, run.epoch)
+        acks[key] = max(upto, acks.get(key, 0))
+
+    def _on_message(self, mail: Mail, now: float) -> None:
+        message = mail.message
+        if isinstance(message, Receipt):
+            self._repeater.answered(RepeatKey(mail.sender, message.room, message.epoch, message.of))
+        elif isinstance(message, Reserved | Rejected | Timeline):
+            self.mailbox.send(mail.sender, Receipt(message.room, message.epoch, _kind(message)))
+            self._on_room_message(mail.sender, message, now)
+        elif isinstance(message, Inspected):
+            future = self._inspections.get(message.token)
+            if future is not None and not future.done():
+                future.set_result(message.body)
+        else:
+            self._on_other(mail, now)
+
+    def _on_room_message(self, sender: str, message: Reserved | Rejected | Timeline, now: float) -> None:
+        if isinstance(message, Timeline):
+            if self._traces.add_timeline(message):
+                self._metrics.kv_bytes.inc(message.kv_bytes)
+                self._metrics.observe_stages(message.stamps)
+            return
+        room = self.rooms.get(message.room)
+        if room is None:
+            return
+        if isinstance(message, Reserved):
+            room.on_reserved(message.epoch)
+        else:
+            # The worker has said that it is not at it; repeating what it refused would only be refused again.
+            self._repeater.answered(RepeatKey(sender, message.room, message.epoch, "decode"))
+            self._repeater.answered(RepeatKey(sender, message.room, message.epoch, "prefill"))
+            room.on_rejected(sender, message, now)
+
+
+def _kind(message: Reserved | Rejected | Timeline) -> str:
+    return {Reserved: "reserved", Rejected: "rejected", Timeline: "timeline"}[type(message)]

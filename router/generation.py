@@ -1,0 +1,194 @@
+"""Generation: one HTTP request's rooms, their text, and what the HTTP side waits for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from router.detokenize import Detokenizer
+from router.stop_strings import StopStrings
+from router.stream import RoomStream
+from wire.errors import BatonError
+from wire.messages import FinishReason, SamplingParams, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A validated request: `n` choices for each prompt. Choice k of prompt j has index j * n + k."""
+
+    request_id: str
+    prompts: list[list[int]]
+    sampling: SamplingParams  # with a seed
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    skip_special_tokens: bool = True
+    extra_key: str = ""
+    cache_salt: str = ""
+    tenant: str = ""
+    priority: int = 0
+    arrived_ns: int = 0  # Unix clock
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one choice has gained. `finish` comes with the last; `matched` is the stop string or token."""
+
+    index: int
+    text: str
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] | None
+    finish: FinishReason | None = None
+    matched: str | int | None = None
+
+
+class ChoiceOutput:
+    """One room's tokens turned into text. Implements RoomSink."""
+
+    def __init__(
+        self, index: int, generation: Generation, detokenizer: Detokenizer, stop: tuple[str, ...]
+    ) -> None:
+        self.index = index
+        self.room: RoomStream | None = None  # set right after; the room needs its sink first
+        self.tokens = 0
+        self._generation = generation
+        self._detokenizer = detokenizer
+        self._stops = StopStrings(stop) if stop else None
+
+    def on_tokens(
+        self, tokens: list[int], logprobs: list[TokenLogprobs] | None, finish: FinishReason | None
+    ) -> None:
+        """See RoomSink."""
+        text, matched = "", None
+        for position, token in enumerate(tokens):
+            if finish is FinishReason.STOP and position == len(tokens) - 1:
+                matched = token  # a token that stops is not part of the answer's text
+                break
+            piece = self._detokenizer.push(token)
+            if self._stops is None:
+                text += piece
+                continue
+            shown, hit = self._stops.push(piece)
+            text += shown
+            if hit is not None:
+                self._end_at(position + 1, hit, text, tokens, logprobs)
+                return
+        if finish is not None:
+            text += self._rest()
+        self.tokens += len(tokens)
+        self._generation.add(Delta(self.index, text, tokens, logprobs, finish, matched))
+
+    def on_error(self, error: BatonError) -> None:
+        """See RoomSink."""
+        self._generation.fail(error)
+
+    def _end_at(
+        self, count: int, hit: str, text: str, tokens: list[int], logprobs: list[TokenLogprobs] | None
+    ) -> None:
+        """A stop string was completed by the `count`-th of these tokens."""
+        self.tokens += count
+        kept = logprobs[:count] if logprobs is not None else None
+        assert self.room is not None
+        self.room.stop("stop string")
+        self._generation.add(Delta(self.index, text, tokens[:count], kept, FinishReason.STOP, hit))
+
+    def _rest(self) -> str:
+        """The end of the text: an unfinished character, and what looked like a stop string."""
+        rest = self._detokenizer.flush()
+        if self._stops is None:
+            return rest
+        shown, hit = self._stops.push(rest)
+        return shown if hit is not None else shown + self._stops.flush()
+
+
+class Generation:
+    """The choices of one request. One consumer awaits `next`; the event loop's callbacks fill it."""
+
+    def __init__(self, submission: Submission, on_end: Callable[[Generation], None]) -> None:
+        self.submission = submission
+        self.outputs: list[ChoiceOutput] = []
+        self._client_left = False
+        self._on_end = on_end
+        self._open = len(submission.prompts) * submission.n
+        self._deltas: list[Delta] = []
+        self._error: BatonError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self.got_token = False
+
+    @property
+    def ended(self) -> bool:
+        """No choice is running."""
+        return self._open == 0
+
+    def abandoned(self) -> bool:
+        """The client has gone."""
+        return self._client_left
+
+    async def next(self) -> list[Delta]:
+        """What has come since the last call, waiting for something. [] when every choice has ended.
+
+        Raises the BatonError that ended the request, after what came before it.
+        """
+        if not self._deltas and self._error is None and self._open:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if self._deltas:
+            deltas, self._deltas = self._deltas, []
+            return deltas
+        if self._error is not None:
+            raise self._error
+        return []
+
+    def add(self, delta: Delta) -> None:
+        """From a choice."""
+        self.got_token = True
+        self._deltas.append(delta)
+        if delta.finish is not None:
+            self._close_one()
+        self._wake()
+
+    def fail(self, error: BatonError) -> None:
+        """One choice failed: the request has. The others are stopped."""
+        if self._error is None and self._open:
+            self._error = error
+            self._stop(f"another choice failed: {error}")
+            self._wake()
+
+    def cancel(self) -> None:
+        """The client has gone: nobody reads on."""
+        if self._open:
+            self._client_left = True
+            self._stop("the client has gone")
+            self._wake()
+
+    def prompt_tokens(self) -> int:
+        """Each prompt counts once, however many choices it has."""
+        return sum(len(prompt) for prompt in self.submission.prompts)
+
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were not computed; of a prompt with several choices, the luckiest's."""
+        n = self.submission.n
+        cached = [output.room.cached_tokens for output in self.outputs if output.room is not None]
+        return sum(max(cached[i : i + n], default=0) for i in range(0, len(cached), n))
+
+    def completion_tokens(self) -> int:
+        """Over all choices."""
+        return sum(output.tokens for output in self.outputs)
+
+    def _stop(self, reason: str) -> None:
+        for output in self.outputs:
+            if output.room is not None:
+                output.room.stop(reason)
+        self._open = 0
+        self._on_end(self)
+
+    def _close_one(self) -> None:
+        if self._open:
+            self._open -= 1
+            if not self._open:
+                self._on_end(self)
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)

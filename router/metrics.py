@@ -1,0 +1,70 @@
+"""What the router counts, in a registry of its own (two routers in one process must not collide)."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from wire.stages import Stamp
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+
+class RouterMetrics:
+    """Updated per request, never per token."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "baton_router_requests_total", "Requests by HTTP status", ["status"], registry=registry
+        )
+        self.rooms = Gauge("baton_router_rooms", "Rooms in flight", registry=registry)
+        self.restarts = Counter("baton_router_restarts_total", "Rooms started again", registry=registry)
+        self.aborts = Counter(
+            "baton_router_aborts_total", "Requests ended by their client", registry=registry
+        )
+        self.prompt_tokens = Counter("baton_router_prompt_tokens_total", "Prompt tokens", registry=registry)
+        self.cached_tokens = Counter(
+            "baton_router_cached_tokens_total", "Prompt tokens that were not computed", registry=registry
+        )
+        self.output_tokens = Counter("baton_router_output_tokens_total", "Output tokens", registry=registry)
+        self.kv_bytes = Counter(
+            "baton_router_kv_bytes_total", "KV bytes handed from P to D", registry=registry
+        )
+        self.placements = Counter(
+            "baton_router_placements_total",
+            "Epochs placed on a pair or on D alone",
+            ["kind"],
+            registry=registry,
+        )
+        self.ttft = Histogram(
+            "baton_router_ttft_seconds", "Arrival to first token", buckets=_SECONDS, registry=registry
+        )
+        self.latency = Histogram(
+            "baton_router_request_seconds", "Arrival to last token", buckets=_SECONDS, registry=registry
+        )
+        self.stages = Histogram(
+            "baton_router_stage_seconds", "Time in each stage, as stamped by workers", ["stage"],
+            buckets=_SECONDS, registry=registry,
+        )  # fmt: skip
+        self.workers = Gauge("baton_router_workers", "Live workers", ["role"], registry=registry)
+        self.index_pages = Gauge("baton_router_index_pages", "Pages in the global index", registry=registry)
+        self.bad_events = Gauge(
+            "baton_router_bad_events", "KV events that were not understood", registry=registry
+        )
+        self.event_resets = Gauge(
+            "baton_router_event_resets",
+            "Times a worker's pages were forgotten after a gap",
+            registry=registry,
+        )
+
+    def observe_stages(self, stamps: list[Stamp]) -> None:
+        """One worker's stamps of one room: each stage lasted until the next."""
+        ordered = sorted(stamps, key=lambda stamp: stamp.at_ns)
+        for stamp, following in pairwise(ordered):
+            self.stages.labels(str(stamp.stage)).observe((following.at_ns - stamp.at_ns) / 1e9)
+
+    def text(self) -> bytes:
+        """The Prometheus exposition."""
+        return generate_latest(self._registry)

@@ -1,0 +1,1 @@
+"""The OpenAI API: request models, answers, streams."""

@@ -1,0 +1,122 @@
+"""Timelines: the stages of a request's life, as router and workers stamped them, for the last requests."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+from wire.messages import Timeline
+from wire.stages import Stamp
+
+_KEPT = 2048
+
+
+@dataclass(slots=True)
+class RequestTrace:
+    """One request. Times are nanoseconds of the Unix clock; 0 is not yet."""
+
+    request_id: str
+    rooms: list[int]
+    arrived_ns: int
+    first_token_ns: int = 0
+    finished_ns: int = 0
+    router_stamps: list[Stamp] = field(default_factory=list)
+    # (room, epoch, worker id) -> stage, time: a message that comes twice adds nothing
+    worker_stamps: dict[tuple[int, int, str], set[tuple[str, int]]] = field(default_factory=dict)
+    timelines: set[tuple[int, int, str]] = field(default_factory=set)  # the keys whose Timeline has come
+    placements: list[dict[str, Any]] = field(default_factory=list)
+    kv_bytes: int = 0
+    kv_backend: str = ""
+
+    def chrome(self) -> dict[str, Any]:
+        """Chrome trace format: a process per worker, a thread per room; `ts` and `dur` in microseconds."""
+        events: list[dict[str, Any]] = []
+        lanes: list[tuple[str, int, int, list[tuple[str, int]]]] = [
+            ("router", 0, 0, [(str(stamp.stage), stamp.at_ns) for stamp in self.router_stamps])
+        ]
+        for (room, epoch, worker), stamps in self.worker_stamps.items():
+            lanes.append((worker, room, epoch, sorted(stamps, key=lambda item: item[1])))
+        processes = {name: number for number, name in enumerate(dict.fromkeys(lane[0] for lane in lanes))}
+        for name, number in processes.items():
+            events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}})
+        for name, room, epoch, stages in lanes:
+            for i, (stage, at_ns) in enumerate(stages):
+                end_ns = stages[i + 1][1] if i + 1 < len(stages) else max(self.finished_ns, at_ns)
+                events.append(
+                    {
+                        "ph": "X", "name": stage, "pid": processes[name], "tid": room,
+                        "ts": at_ns / 1e3, "dur": (end_ns - at_ns) / 1e3,
+                        "args": {"worker": name, "room": room, "epoch": epoch, "at_ns": at_ns},
+                    }
+                )  # fmt: skip
+        return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": self._summary()}
+
+    def _summary(self) -> dict[str, Any]:
+        last = self.placements[-1] if self.placements else {}
+        return {
+            "request_id": self.request_id,
+            "rooms": self.rooms,
+            "prefill": last.get("prefill"),
+            "decode": last.get("decode"),
+            "placements": self.placements,
+            "kv_bytes": self.kv_bytes,
+            "kv_backend": self.kv_backend,
+            "ttft_ms": (self.first_token_ns - self.arrived_ns) / 1e6 if self.first_token_ns else None,
+            "total_ms": (self.finished_ns - self.arrived_ns) / 1e6 if self.finished_ns else None,
+        }
+
+
+class TraceStore:
+    """The last requests' traces, by request and by room."""
+
+    def __init__(self) -> None:
+        self._by_request: OrderedDict[str, RequestTrace] = OrderedDict()
+        self._by_room: dict[int, RequestTrace] = {}
+
+    def open(self, trace: RequestTrace) -> None:
+        """Keep a request's trace, at the cost of the oldest."""
+        previous = self._by_request.pop(trace.request_id, None)
+        if previous is not None:  # a client may use a request id twice
+            self._forget(previous)
+        self._by_request[trace.request_id] = trace
+        for room in trace.rooms:
+            self._by_room[room] = trace
+        if len(self._by_request) > _KEPT:
+            self._forget(self._by_request.popitem(last=False)[1])
+
+    def get(self, request_id: str) -> RequestTrace | None:
+        """A request's trace while it is kept."""
+        return self._by_request.get(request_id)
+
+    def add_stamps(self, room: int, epoch: int, worker: str, stamps: list[Stamp]) -> None:
+        """Stamps of one worker, which may come late, twice, and after the request has ended."""
+        trace = self._by_room.get(room)
+        if trace is not None and stamps:
+            lane = trace.worker_stamps.setdefault((room, epoch, worker), set())
+            lane.update((str(stamp.stage), stamp.at_ns) for stamp in stamps)
+
+    def add_timeline(self, timeline: Timeline) -> bool:
+        """A worker's half of a room. False when it was known already, or the trace is not kept any more."""
+        trace = self._by_room.get(timeline.room)
+        if trace is None:
+            return False
+        self.add_stamps(timeline.room, timeline.epoch, timeline.worker, timeline.stamps)
+        key = (timeline.room, timeline.epoch, timeline.worker)
+        if key in trace.timelines:
+            return False
+        trace.timelines.add(key)
+        if timeline.kv_bytes:
+            trace.kv_bytes += timeline.kv_bytes
+            trace.kv_backend = timeline.kv_backend
+        return True
+
+    def placed(self, room: int, epoch: int, prefill: str | None, decode: str) -> None:
+        """Who a room went to."""
+        trace = self._by_room.get(room)
+        if trace is not None:
+            trace.placements.append({"room": room, "epoch": epoch, "prefill": prefill, "decode": decode})
+
+    def _forget(self, trace: RequestTrace) -> None:
+        for room in trace.rooms:
+            self._by_room.pop(room, None)
