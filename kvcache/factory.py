@@ -1,0 +1,23 @@
+"""The one place where a configuration becomes a prefix cache."""
+
+from __future__ import annotations
+
+from kvcache.allocator import BaseTokenToKVPoolAllocator
+from kvcache.base_prefix_cache import BasePrefixCache
+from kvcache.chunk_cache import ChunkCache
+from kvcache.config import CacheConfig
+from kvcache.events import EventRecorder
+from kvcache.pool import ReqToTokenPool
+from kvcache.radix_cache import RadixCache
+
+
+def build_prefix_cache(
+    config: CacheConfig, req_to_token_pool: ReqToTokenPool, allocator: BaseTokenToKVPoolAllocator
+) -> BasePrefixCache:
+    """RadixCache, or ChunkCache when prefix caching is off. CacheConfig has checked the names."""
+    if config.prefix_cache == "none":
+        return ChunkCache(req_to_token_pool, allocator)
+    recorder = (
+        EventRecorder(config.page_size, config.events.max_queued_events) if config.events.enable else None
+    )
+    return RadixCache(req_to_token_pool, allocator, config.eviction_policy, recorder)

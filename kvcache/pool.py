@@ -1,0 +1,140 @@
+"""Pools: rows that map a request's positions to slots, and the pages that hold keys and values.
+
+Index metadata is numpy on the host; a GPU only ever sees per-batch copies. Row 0 and page 0 are never handed
+out: padded rows of a batch read and write there.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvcache.buffers import HostBuffer, SharedBuffer, allocate_private
+from kvcache.layout import KVGroupSpec
+
+
+class ReqToTokenPool:
+    """`req_to_token[row, position]` is the slot of a request's token; int32, one row per request.
+
+    A decode worker has `pre_alloc_size` rows more, for requests whose KV is still arriving.
+    """
+
+    def __init__(self, size: int, max_context_len: int, pre_alloc_size: int = 0) -> None:
+        self.size = size + pre_alloc_size
+        self.pre_alloc_size = pre_alloc_size
+        self.max_context_len = max_context_len
+        # np.zeros: untouched rows cost no memory until a request is long enough to reach them.
+        self.req_to_token: npt.NDArray[np.int32] = np.zeros((self.size + 1, max_context_len), np.int32)
+        self._free: deque[int] = deque()
+        self._is_free = np.zeros(self.size + 1, bool)
+        self.clear()
+
+    def alloc(self, n: int) -> list[int] | None:
+        """`n` rows, those longest free first. None, and nothing taken, when short."""
+        if n > len(self._free):
+            return None
+        rows = [self._free.popleft() for _ in range(n)]
+        self._is_free[rows] = False
+        return rows
+
+    def free(self, rows: int | Sequence[int]) -> None:
+        """Give rows back."""
+        for row in (rows,) if isinstance(rows, int) else rows:
+            assert 0 < row <= self.size, f"row {row} does not exist"
+            assert not self._is_free[row], f"row {row} is free already"
+            self._is_free[row] = True
+            self._free.append(row)
+
+    def write(self, row: int, start: int, slots: npt.NDArray[np.integer]) -> None:
+        """Positions `[start, start + len(slots))` of a row."""
+        assert start + len(slots) <= self.max_context_len, "past the end of the row"
+        self.req_to_token[row, start : start + len(slots)] = slots
+
+    def available_size(self) -> int:
+        """Rows that can be handed out."""
+        return len(self._free)
+
+    def free_rows(self) -> npt.NDArray[np.int64]:
+        """The rows that can be handed out, in that order (a copy)."""
+        return np.fromiter(self._free, np.int64, len(self._free))
+
+    def clear(self) -> None:
+        """Every row is free again."""
+        self._free = deque(range(1, self.size + 1))
+        self._is_free[1:] = True
+
+
+class KVCache(ABC):
+    """The pages of one KV group: page-major, so that one page is one contiguous blob of `page_bytes`.
+
+    `data` has the group's shape, `bytes` is the same storage as uint8 `[num_pages + 1, page_bytes]`, `fd` is
+    the memfd that holds it, from offset 0, when there is one.
+    """
+
+    def __init__(
+        self,
+        spec: KVGroupSpec,
+        num_pages: int,
+        page_size: int,
+        device: str | torch.device = "cpu",
+        buffer: HostBuffer | None = None,
+    ) -> None:
+        """Pages 1..num_pages plus the scratch page 0. `buffer` is where they live, owned by the caller."""
+        self.spec = spec
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.page_bytes = spec.page_bytes(page_size)
+        self.device = torch.device(device)
+        self.fd: int | None = buffer.fd if isinstance(buffer, SharedBuffer) else None
+        nbytes = self.bytes_needed(spec, num_pages, page_size)
+        if self.device.type != "cpu":
+            assert buffer is None, "a host buffer cannot hold a device pool"
+            storage = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+        else:
+            storage = (buffer or allocate_private(nbytes)).tensor[:nbytes]
+        self.bytes = storage.view(num_pages + 1, self.page_bytes)
+        self.data = storage.view(spec.dtype).view(num_pages + 1, *spec.page_shape(page_size))
+        self._layer_index = {layer: index for index, layer in enumerate(spec.layer_ids)}
+
+    @staticmethod
+    def bytes_needed(spec: KVGroupSpec, num_pages: int, page_size: int) -> int:
+        """Bytes of a pool of `num_pages`, scratch page included."""
+        return (num_pages + 1) * spec.page_bytes(page_size)
+
+    def transfer_region(self) -> tuple[int, int, int]:
+        """(address, bytes, bytes per page): what a transfer engine registers."""
+        return self.bytes.data_ptr(), self.bytes.numel(), self.page_bytes
+
+    @abstractmethod
+    def set_kv_buffer(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write the KV of one model layer at `slots`."""
+
+    @abstractmethod
+    def get_kv(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gathered copies; for tests and the plain twin, never for the fast path."""
+
+
+class MHAKVCache(KVCache):
+    """Keys and values of multi-head attention: `data[page, layer, K or V, head, offset, head_dim]`."""
+
+    def set_kv_buffer(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write `k`, `v` `[tokens, head, head_dim]` of model layer `layer` at `slots` (int64 `[tokens]`).
+
+        They must already have the pool's dtype: a conversion here would hide a wrong one elsewhere.
+        """
+        assert k.dtype == v.dtype == self.data.dtype, f"{k.dtype} into a pool of {self.data.dtype}"
+        pages, offsets = slots // self.page_size, slots % self.page_size
+        tiles = self.data[:, self._layer_index[layer]]
+        tiles[pages, 0, :, offsets] = k
+        tiles[pages, 1, :, offsets] = v
+
+    def get_kv(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`k`, `v` `[tokens, head, head_dim]` of model layer `layer` at `slots`, copied."""
+        pages, offsets = slots // self.page_size, slots % self.page_size
+        tiles = self.data[:, self._layer_index[layer]]
+        return tiles[pages, 0, :, offsets], tiles[pages, 1, :, offsets]

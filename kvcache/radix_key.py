@@ -1,0 +1,61 @@
+"""What a prefix is looked up by: tokens in a namespace, on behalf of a tenant."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from wire.page_hash import PageDigest, namespace_seed, page_digests
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """What must be equal for KV to be shared: model, extra key (LoRA, images), cache salt, kind of cache."""
+
+    model: str
+    extra_key: str = ""
+    cache_salt: str = ""
+    is_bigram: bool = False
+
+    @cached_property
+    def seed(self) -> PageDigest:
+        """Start of the hash chain; two namespaces are equal exactly when their seeds are."""
+        return namespace_seed(self.model, self.extra_key, self.cache_salt, self.is_bigram)
+
+
+class RadixKey:
+    """Tokens (int32, shared, not copied) of one namespace. Slices are views.
+
+    In a bigram namespace a unit is a pair of neighbouring tokens: the length is one less than the tokens, and
+    slices share the token at their border. `tenant` is who asks; it does not change matching yet.
+    """
+
+    __slots__ = ("namespace", "tenant", "tokens")
+
+    def __init__(self, tokens: npt.ArrayLike, namespace: Namespace, tenant: str = "") -> None:
+        self.tokens: npt.NDArray[np.int32] = np.ascontiguousarray(tokens, dtype=np.int32)
+        self.namespace = namespace
+        self.tenant = tenant
+
+    def __len__(self) -> int:
+        n = len(self.tokens)
+        return max(0, n - 1) if self.namespace.is_bigram else n
+
+    def __getitem__(self, part: slice) -> RadixKey:
+        """A contiguous part, in units."""
+        start, stop, step = part.indices(len(self))
+        assert step == 1, "a key is sliced without gaps"
+        end = stop + 1 if self.namespace.is_bigram and stop > start else stop
+        return RadixKey(self.tokens[start:end], self.namespace, self.tenant)
+
+    def page_aligned(self, page_size: int) -> RadixKey:
+        """The whole pages of this key."""
+        return self[: len(self) // page_size * page_size]
+
+    def page_digests(self, page_size: int) -> list[PageDigest]:
+        """Digests of the whole pages, from the namespace's seed: this key must start at position 0."""
+        namespace = self.namespace
+        return page_digests(namespace.seed, self.tokens.tobytes(), page_size, namespace.is_bigram)

@@ -1,0 +1,115 @@
+"""TreeNode: a run of pages that share one past."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.radix_key import Namespace
+from wire.page_hash import PageDigest, page_digests
+
+ChildKey = tuple[PageDigest, bytes]  # namespace seed, first page's tokens
+TOKEN_BYTES = 4
+
+
+class TreeNode:
+    """Whole pages of one namespace, below the pages of `parent`.
+
+    `tokens` are int32 as bytes (a bigram node has one more than its units), because lookup and comparison of
+    bytes are one C call each. `value` holds the page ids of the group that decides reuse, one per page.
+    `parts` holds what other components keep on this node, by component name.
+    """
+
+    __slots__ = (
+        "children", "created", "digests", "hit_count", "last_access", "lock_ref", "namespace", "num_tokens",
+        "offer", "parent", "parts", "priority", "tenant", "tokens", "value",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        parent: TreeNode | None,
+        namespace: Namespace,
+        tokens: bytes,
+        value: npt.NDArray[np.int32],
+        num_tokens: int,
+        tick: int,
+    ) -> None:
+        self.parent = parent
+        self.namespace = namespace
+        self.tokens = tokens
+        self.value = value
+        self.num_tokens = num_tokens
+        self.children: dict[ChildKey, TreeNode] = {}
+        self.parts: dict[str, Any] = {}
+        self.digests: list[PageDigest] | None = None  # one per page, once somebody asked
+        self.lock_ref = 0
+        self.created = tick
+        self.last_access = tick
+        self.hit_count = 0
+        self.priority = 0
+        self.tenant = ""
+        self.offer = 0  # the evictor's: number of the valid offer of this node, 0 when there is none
+
+    def token_array(self) -> npt.NDArray[np.int32]:
+        """The tokens, a read-only view."""
+        return np.frombuffer(self.tokens, np.int32)
+
+    def child_key(self, page_size: int) -> ChildKey:
+        """Where the parent keeps this node."""
+        extra = 1 if self.namespace.is_bigram else 0
+        return self.namespace.seed, self.tokens[: (page_size + extra) * TOKEN_BYTES]
+
+    def path(self) -> list[TreeNode]:
+        """From below the root to this node; empty for the root."""
+        nodes = []
+        node = self
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        nodes.reverse()
+        return nodes
+
+    def page_digests(self, page_size: int) -> list[PageDigest]:
+        """The hash chain over this node's pages, computed on first use for the whole path."""
+        if self.digests is None:
+            digest = self.namespace.seed
+            for node in self.path():
+                if node.digests is None:
+                    node.digests = page_digests(digest, node.tokens, page_size, node.namespace.is_bigram)
+                digest = node.digests[-1]
+            assert self.digests is not None, "the root has no pages"
+        return self.digests
+
+    def split(self, pages: int, page_size: int) -> TreeNode:
+        """Put a new node between this one and its parent that takes the first `pages` pages.
+
+        This node keeps its identity and its children; the new one inherits locks, hits and age.
+        """
+        parent = self.parent
+        assert parent is not None, "the root is not split"
+        extra = 1 if self.namespace.is_bigram else 0
+        border = pages * page_size
+        upper = TreeNode(
+            parent,
+            self.namespace,
+            self.tokens[: (border + extra) * TOKEN_BYTES],
+            self.value[:pages],
+            border,
+            self.created,
+        )
+        upper.last_access = self.last_access
+        upper.lock_ref = self.lock_ref
+        upper.hit_count = self.hit_count
+        upper.priority = self.priority
+        upper.tenant = self.tenant
+        if self.digests is not None:
+            upper.digests, self.digests = self.digests[:pages], self.digests[pages:]
+        parent.children[self.child_key(page_size)] = upper
+        self.tokens = self.tokens[border * TOKEN_BYTES :]
+        self.value = self.value[pages:]
+        self.num_tokens -= border
+        self.parent = upper
+        upper.children[self.child_key(page_size)] = self
+        return upper
