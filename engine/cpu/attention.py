@@ -67,10 +67,10 @@ class CpuAttention:
         """The prepared batch and the pool's shape, without a layer: what a fused decoder starts from."""
         return self._call
 
-    def layer_tiles(self, layer: int) -> tuple[int, int]:
-        """Addresses of page 0's K and V tiles in `layer`."""
-        k = self._base + layer * self._layer_bytes
-        return k, k + self._v_bytes
+    @property
+    def tiles(self) -> tuple[int, int, int]:
+        """Address of page 0's first K tile; bytes from a layer to the next; bytes from K to V tiles."""
+        return self._base, self._layer_bytes, self._v_bytes
 
     def prepare(self, batch: ForwardBatch) -> None:
         """See AttentionBackend."""
@@ -94,5 +94,6 @@ class CpuAttention:
         call.k_new, call.k_token, call.k_head = k_new.data_ptr(), k_new.stride(0), k_new.stride(1)
         call.v_new, call.v_token, call.v_head = v_new.data_ptr(), v_new.stride(0), v_new.stride(1)
         call.out, call.out_token = out.data_ptr(), out.stride(0)
-        call.k, call.v = self.layer_tiles(layer)
+        call.k = self._base + layer * self._layer_bytes
+        call.v = call.k + self._v_bytes
         self._library.baton_attention(ctypes.byref(call))

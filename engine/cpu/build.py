@@ -32,8 +32,8 @@ COMMON_FLAGS = [
     "-pthread",
     "-Wall",
 ]
-AVX512 = ["-march=x86-64-v4", "-mavx512bf16", "-mprefer-vector-width=512"]
-ISA_FLAGS: dict[str, list[str]] = {"avx2": ["-march=x86-64-v3"], "avx512": AVX512}
+AVX512 = ["-march=x86-64-v4", "-ffp-contract=fast", "-mavx512bf16", "-mprefer-vector-width=512"]
+ISA_FLAGS: dict[str, list[str]] = {"avx2": ["-march=x86-64-v3", "-ffp-contract=fast"], "avx512": AVX512}
 """By the last word of a source file's name; other files get the compiler's default target."""
 ISA_FLAGS["amx"] = [*AVX512, "-mamx-tile", "-mamx-bf16"]
 

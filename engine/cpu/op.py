@@ -56,10 +56,24 @@ def kernels() -> ctypes.CDLL:
         raise KernelsUnavailable("op.py and the compiled kernels disagree about AttentionCall")
     library.baton_attention.argtypes = [ctypes.POINTER(AttentionCall)]
     library.baton_attention.restype = None
+    if hasattr(library, "baton_linear"):
+        _declare_packed(library)
     wanted = os.environ.get("BATON_CPU_ISA")
     if wanted is not None:
         library.baton_set_isa(_isa_number(wanted))
     return library
+
+
+def _declare_packed(library: ctypes.CDLL) -> None:
+    address, size, count = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    library.baton_pack.argtypes = [address, size, size, address, size, size, count]
+    library.baton_pack.restype = None
+    library.baton_linear.argtypes = [address, size, size, address, size, size, address, address, count]
+    library.baton_linear.restype = None
+    library.baton_decoder_scratch_bytes.argtypes = [address]
+    library.baton_decoder_scratch_bytes.restype = size
+    library.baton_decoder.argtypes = [address]
+    library.baton_decoder.restype = None
 
 
 def isa() -> str:

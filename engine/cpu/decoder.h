@@ -1,0 +1,42 @@
+// A whole decoder forward in one call: what it is given. Plain C, mirrored by ctypes in decoder.py.
+#pragma once
+#include <cstdint>
+
+#include "attention.h"
+#include "numeric.h"
+
+namespace baton {
+
+struct LayerWeights {
+  const bf16* qkv;      // packs; q, k and v are one
+  const bf16* out;
+  const bf16* gate_up;  // groups of 16 gate and 16 up outputs alternate
+  const bf16* down;
+  const float* input_norm;  // [hidden]
+  const float* mlp_norm;
+  const float* q_norm;  // [head_dim], or null
+  const float* k_norm;
+  const float* qkv_bias;  // [(heads + 2 kv_heads) * head_dim], or null
+  const float* out_bias;  // [hidden], or null
+};
+
+struct DecoderCall {
+  const LayerWeights* layers;
+  const float* final_norm;  // [hidden]
+  float* residual;          // [tokens, hidden]: in, the embeddings; out, undefined
+  bf16* result;             // [tokens, hidden]: normed hidden states
+  const float* cos;         // [tokens, head_dim / 2]
+  const float* sin;
+  char* scratch;            // decoder_scratch_bytes
+  const AttentionCall* attention;  // batch and shapes; tensors are set here
+  int64_t layer_bytes;      // from one layer's tiles to the next
+  int64_t v_bytes;          // from K's to V's tiles
+  char* tiles;              // K tile of page 0, layer 0, head 0
+  int64_t tokens;
+  int32_t layer_count;
+  int32_t hidden;
+  int32_t intermediate;
+  float eps;
+};
+
+}  // namespace baton

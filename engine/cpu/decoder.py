@@ -1,0 +1,148 @@
+"""A dense Llama-shaped decoder whose whole forward is one C++ call (decoder_avx512.cpp).
+
+Python's share of a step was milliseconds for 28 layers of transformers modules; here it is the embedding
+look-up, the rotary angles and this call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from engine.cpu.attention import CpuAttention
+from engine.cpu.linear import Pack
+from engine.cpu.op import AttentionCall, kernels
+
+MODELS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
+"""The transformers classes that this computes."""
+
+
+class LayerWeights(ctypes.Structure):
+    """`baton::LayerWeights` in decoder.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in ("input_norm", "mlp_norm", "q_norm", "k_norm")),
+        *((name, ctypes.c_void_p) for name in ("qkv_bias", "out_bias")),
+    )
+
+
+class DecoderCall(ctypes.Structure):
+    """`baton::DecoderCall` in decoder.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("layers", "final_norm", "residual", "result", "cos", "sin")),
+        ("scratch", ctypes.c_void_p),
+        ("attention", ctypes.POINTER(AttentionCall)),
+        ("layer_bytes", ctypes.c_int64),
+        ("v_bytes", ctypes.c_int64),
+        ("tiles", ctypes.c_void_p),
+        ("tokens", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("layer_count", "hidden", "intermediate")),
+        ("eps", ctypes.c_float),
+    )
+
+
+def fusible(model: nn.Module) -> bool:
+    """Whether FusedDecoder computes exactly what this transformers decoder does."""
+    config: Any = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return (
+        type(model).__name__ in MODELS
+        and config.hidden_act == "silu"
+        and not getattr(config, "mlp_bias", False)
+        and all(p.dtype == torch.bfloat16 and p.device.type == "cpu" for p in model.parameters())
+        and all(n % 32 == 0 for n in (config.hidden_size, config.intermediate_size))
+        and config.num_attention_heads * head_dim % 32 == 0
+    )
+
+
+class FusedDecoder(nn.Module):
+    """Replaces a `fusible` model; keeps its embedding and its rotary frequencies, packs the rest."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.embed_tokens = model.embed_tokens
+        self._frequencies = model.rotary_emb.inv_freq.float()
+        self._rotary_scale = float(model.rotary_emb.attention_scaling)
+        self._kept: list[Any] = []  # packs and float32 vectors behind the pointers below
+        self._library = kernels()
+        assert self._library.baton_decoder_call_bytes() == ctypes.sizeof(DecoderCall)
+        assert self._library.baton_layer_weights_bytes() == ctypes.sizeof(LayerWeights)
+        layers = list(model.layers)
+        self._layers = (LayerWeights * len(layers))()
+        for i, layer in enumerate(layers):
+            self._fill(self._layers[i], layer)
+            model.layers[i] = nn.Identity()  # its weights are packed: give the originals back now
+        self._call = DecoderCall(
+            layers=ctypes.addressof(self._layers),
+            final_norm=self._vector(model.norm.weight),
+            layer_count=len(layers),
+            hidden=model.config.hidden_size,
+            intermediate=model.config.intermediate_size,
+            eps=model.norm.variance_epsilon,
+        )
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, paged: CpuAttention, **_: Any
+    ) -> BaseModelOutputWithPast:
+        """input_ids, position_ids [1, T] -> last_hidden_state bfloat16 [1, T, hidden], normed."""
+        residual = self.embed_tokens(input_ids[0]).float()
+        angles = position_ids[0].float()[:, None] * self._frequencies
+        cos, sin = angles.cos() * self._rotary_scale, angles.sin() * self._rotary_scale
+        result = torch.empty(residual.shape, dtype=torch.bfloat16)
+        call = self._call
+        call.tokens = len(residual)
+        call.residual, call.result = residual.data_ptr(), result.data_ptr()
+        call.cos, call.sin = cos.data_ptr(), sin.data_ptr()
+        call.attention = ctypes.pointer(paged.call)
+        call.tiles, call.layer_bytes, call.v_bytes = paged.tiles
+        needed = self._library.baton_decoder_scratch_bytes(ctypes.byref(call))
+        if needed > len(self._scratch):
+            self._scratch = torch.empty(needed + 64, dtype=torch.uint8)
+        call.scratch = -(-self._scratch.data_ptr() // 64) * 64
+        self._library.baton_decoder(ctypes.byref(call))
+        return BaseModelOutputWithPast(last_hidden_state=result[None])
+
+    def _fill(self, into: LayerWeights, layer: Any) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+        into.qkv = self._pack_rows([part.weight for part in parts])
+        into.out = self._pack_rows([attention.o_proj.weight])
+        into.gate_up = self._pack_alternating(mlp.gate_proj.weight, mlp.up_proj.weight)
+        into.down = self._pack_rows([mlp.down_proj.weight])
+        into.input_norm = self._vector(layer.input_layernorm.weight)
+        into.mlp_norm = self._vector(layer.post_attention_layernorm.weight)
+        if hasattr(attention, "q_norm"):
+            into.q_norm = self._vector(attention.q_norm.weight)
+            into.k_norm = self._vector(attention.k_norm.weight)
+        if attention.q_proj.bias is not None:
+            into.qkv_bias = self._vector(torch.cat([part.bias for part in parts]))
+        if attention.o_proj.bias is not None:
+            into.out_bias = self._vector(attention.o_proj.bias)
+
+    def _vector(self, values: torch.Tensor) -> int:
+        kept = values.detach().float().contiguous()
+        self._kept.append(kept)
+        return kept.data_ptr()
+
+    def _pack_rows(self, weights: list[torch.Tensor]) -> int:
+        pack = Pack(sum(len(weight) for weight in weights), weights[0].shape[1])
+        group = 0
+        for weight in weights:
+            pack.put(weight, group)
+            group += len(weight) // 16
+        self._kept.append(pack)
+        return pack.address
+
+    def _pack_alternating(self, gate: torch.Tensor, up: torch.Tensor) -> int:
+        pack = Pack(len(gate) + len(up), gate.shape[1])
+        pack.put(gate, 0, 2)
+        pack.put(up, 1, 2)
+        self._kept.append(pack)
+        return pack.address

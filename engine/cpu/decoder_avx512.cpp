@@ -1,0 +1,258 @@
+// Llama-shaped dense decoders (norm, q/k/v, rope, paged attention, gated MLP) as one parallel region a step.
+//
+// The residual is float32; what enters a product is bfloat16, rounded once. All threads run the whole program and
+// meet at barriers: five a layer. Few rows are normed by every thread for itself, which is cheaper than a barrier.
+#include "decoder.h"
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "linear.h"
+
+namespace baton {
+namespace {
+
+struct Shape {
+  int64_t tokens, hidden, intermediate, qkv, q;
+
+  explicit Shape(const DecoderCall& call)
+      : tokens(call.tokens),
+        hidden(call.hidden),
+        intermediate(call.intermediate),
+        qkv((call.attention->heads + 2 * call.attention->kv_heads) * int64_t{call.attention->head_dim}),
+        q(int64_t{call.attention->heads} * call.attention->head_dim) {}
+};
+
+// Hands out the scratch memory; counts only when it starts at null.
+class Arena {
+ public:
+  explicit Arena(char* base) : base_(base) {}
+  template <typename T>
+  T* take(int64_t count) {
+    T* at = reinterpret_cast<T*>(base_ + used_);
+    used_ += (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
+    return at;
+  }
+  int64_t used() const { return used_; }
+
+ private:
+  char* base_;
+  int64_t used_ = 0;
+};
+
+struct Buffers {
+  bf16* normed;     // [tokens, hidden], one per thread when there are few tokens
+  float* projected;  // [tokens, qkv]
+  bf16* qkv;        // [tokens, qkv]
+  bf16* attended;   // [tokens, q]
+  bf16* activated;  // [tokens, intermediate]
+};
+
+Buffers take_buffers(Arena& arena, const Shape& shape, int threads) {
+  const int64_t copies = shape.tokens <= kFewRows ? threads : 1;
+  return {arena.take<bf16>(copies * shape.tokens * shape.hidden), arena.take<float>(shape.tokens * shape.qkv),
+          arena.take<bf16>(shape.tokens * shape.qkv), arena.take<bf16>(shape.tokens * shape.q),
+          arena.take<bf16>(shape.tokens * shape.intermediate)};
+}
+
+inline void store_bf16(bf16* to, __m512 x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(x));
+}
+
+inline __m512 exp_vector(__m512 x) {
+  const __m512 bounded = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.0f)), _mm512_set1_ps(88.0f));
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(bounded, _mm512_set1_ps(1.44269504f)), 0x08);
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), bounded);
+  r = _mm512_fmadd_ps(n, _mm512_set1_ps(2.12194440e-4f), r);
+  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+  for (float coefficient : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(coefficient));
+  p = _mm512_add_ps(_mm512_fmadd_ps(_mm512_mul_ps(p, r), r, r), _mm512_set1_ps(1.0f));
+  return _mm512_scalef_ps(p, n);
+}
+
+float mean_square(const float* x, int64_t n) {
+  __m512 sum = _mm512_setzero_ps();
+  for (int64_t i = 0; i < n; i += 16) {
+    const __m512 v = _mm512_loadu_ps(x + i);
+    sum = _mm512_fmadd_ps(v, v, sum);
+  }
+  return _mm512_reduce_add_ps(sum) / static_cast<float>(n);
+}
+
+void norm_row(const float* x, const float* weight, int64_t n, float eps, bf16* to) {
+  const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(mean_square(x, n) + eps));
+  for (int64_t i = 0; i < n; i += 16)
+    store_bf16(to + i, _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x + i), scale), _mm512_loadu_ps(weight + i)));
+}
+
+// One head in place: bias, norm (where the model has them) and rotation, then rounded to `to`.
+void finish_head(float* x, const float* bias, const float* norm, const float* cos, const float* sin, int dim, float eps,
+                 bf16* to) {
+  if (bias != nullptr)
+    for (int d = 0; d < dim; ++d) x[d] += bias[d];
+  if (norm != nullptr) {
+    const float scale = 1.0f / std::sqrt(mean_square(x, dim) + eps);
+    for (int d = 0; d < dim; ++d) x[d] *= scale * norm[d];
+  }
+  if (cos == nullptr) {
+    for (int d = 0; d < dim; d += 16) store_bf16(to + d, _mm512_loadu_ps(x + d));
+    return;
+  }
+  const int half = dim / 2;
+  for (int d = 0; d < half; d += 8) {
+    const __m256 low = _mm256_loadu_ps(x + d), high = _mm256_loadu_ps(x + half + d);
+    const __m256 c = _mm256_loadu_ps(cos + d), s = _mm256_loadu_ps(sin + d);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + d),
+                     (__m128i)_mm256_cvtneps_pbh(_mm256_fmsub_ps(low, c, _mm256_mul_ps(high, s))));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + half + d),
+                     (__m128i)_mm256_cvtneps_pbh(_mm256_fmadd_ps(high, c, _mm256_mul_ps(low, s))));
+  }
+}
+
+class Decoder {
+ public:
+  Decoder(const DecoderCall& call, AttentionPlan& plan)
+      : call_(call), shape_(call), few_(call.tokens <= kFewRows), plan_(plan), batch_(*call.attention) {
+    Arena arena(call.scratch);
+    buffers_ = take_buffers(arena, shape_, batch_.threads);
+    const int64_t head = batch_.head_dim;
+    batch_.q = buffers_.qkv;
+    batch_.k_new = buffers_.qkv + shape_.q;
+    batch_.v_new = buffers_.qkv + shape_.q + batch_.kv_heads * head;
+    batch_.q_token = batch_.k_token = batch_.v_token = shape_.qkv;
+    batch_.q_head = batch_.k_head = batch_.v_head = head;
+    batch_.out = buffers_.attended;
+    batch_.out_token = shape_.q;
+  }
+
+  void run(Team& team) const {
+    for (int layer = 0; layer < call_.layer_count; ++layer) {
+      const LayerWeights& weights = call_.layers[layer];
+      attention_block(team, weights, layer);
+      mlp_block(team, weights);
+    }
+    each_row(team, [&](int64_t t) {
+      norm_row(row(t), call_.final_norm, shape_.hidden, call_.eps, call_.result + t * shape_.hidden);
+    });
+  }
+
+ private:
+  float* row(int64_t t) const { return call_.residual + t * shape_.hidden; }
+
+  template <typename F>
+  void each_row(const Team& team, F f) const {
+    int64_t first, last;
+    team.split(shape_.tokens, first, last);
+    for (int64_t t = first; t < last; ++t) f(t);
+  }
+
+  // Normed rows for the next product: this thread's own copy when they are few, else a shared one.
+  const bf16* norm(Team& team, const float* weight) const {
+    const int64_t n = shape_.hidden;
+    if (few_) {
+      bf16* mine = buffers_.normed + team.index * shape_.tokens * n;
+      for (int64_t t = 0; t < shape_.tokens; ++t) norm_row(row(t), weight, n, call_.eps, mine + t * n);
+      return mine;
+    }
+    each_row(team, [&](int64_t t) { norm_row(row(t), weight, n, call_.eps, buffers_.normed + t * n); });
+    team.barrier();
+    return buffers_.normed;
+  }
+
+  void attention_block(Team& team, const LayerWeights& weights, int layer) const {
+    const bf16* normed = norm(team, weights.input_norm);
+    auto store = [&](const float* c, int64_t ldc, int64_t first, int rows, int64_t group, int groups) {
+      for (int r = 0; r < rows; ++r)
+        std::memcpy(buffers_.projected + (first + r) * shape_.qkv + group * kGroup, c + r * ldc,
+                    groups * kGroup * sizeof(float));
+    };
+    matmul(team, normed, shape_.hidden, shape_.tokens, weights.qkv, shape_.hidden, shape_.qkv / kGroup, store);
+    team.barrier();
+    finish_heads(team, weights);
+    team.barrier();
+    AttentionCall attention = batch_;
+    attention.k = call_.tiles + layer * call_.layer_bytes;
+    attention.v = call_.tiles + layer * call_.layer_bytes + call_.v_bytes;
+    plan_.run(team, attention);
+    add_product(team, buffers_.attended, shape_.q, weights.out, weights.out_bias);
+  }
+
+  void finish_heads(const Team& team, const LayerWeights& weights) const {
+    const int dim = batch_.head_dim, rotated = batch_.heads + batch_.kv_heads, all = rotated + batch_.kv_heads;
+    int64_t first, last;
+    team.split(shape_.tokens * all, first, last);
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t t = i / all, head = i % all;
+      const int64_t at = t * shape_.qkv + head * dim;
+      const bool rotate = head < rotated;
+      finish_head(buffers_.projected + at, weights.qkv_bias ? weights.qkv_bias + head * dim : nullptr,
+                  head < batch_.heads ? weights.q_norm : (rotate ? weights.k_norm : nullptr),
+                  rotate ? call_.cos + t * (dim / 2) : nullptr, call_.sin + t * (dim / 2), dim, call_.eps,
+                  buffers_.qkv + at);
+    }
+  }
+
+  void mlp_block(Team& team, const LayerWeights& weights) const {
+    const bf16* normed = norm(team, weights.mlp_norm);
+    auto activate = [&](const float* c, int64_t ldc, int64_t first, int rows, int64_t group, int) {
+      for (int r = 0; r < rows; ++r) {
+        const __m512 gate = _mm512_loadu_ps(c + r * ldc), up = _mm512_loadu_ps(c + r * ldc + kGroup);
+        const __m512 one = _mm512_set1_ps(1.0f);
+        const __m512 decay = exp_vector(_mm512_sub_ps(_mm512_setzero_ps(), gate));
+        store_bf16(buffers_.activated + (first + r) * shape_.intermediate + group / 2 * kGroup,
+                   _mm512_div_ps(_mm512_mul_ps(gate, up), _mm512_add_ps(one, decay)));
+      }
+    };
+    matmul(team, normed, shape_.hidden, shape_.tokens, weights.gate_up, shape_.hidden,
+           2 * shape_.intermediate / kGroup, activate);
+    team.barrier();
+    add_product(team, buffers_.activated, shape_.intermediate, weights.down, nullptr);
+  }
+
+  // residual += a * pack + bias, then a barrier.
+  void add_product(Team& team, const bf16* a, int64_t k, const bf16* pack, const float* bias) const {
+    auto add = [&](const float* c, int64_t ldc, int64_t first, int rows, int64_t group, int groups) {
+      for (int r = 0; r < rows; ++r) {
+        float* to = row(first + r) + group * kGroup;
+        for (int i = 0; i < groups * kGroup; ++i) to[i] += c[r * ldc + i];
+        if (bias != nullptr)
+          for (int i = 0; i < groups * kGroup; ++i) to[i] += bias[group * kGroup + i];
+      }
+    };
+    matmul(team, a, k, shape_.tokens, pack, k, shape_.hidden / kGroup, add);
+    team.barrier();
+  }
+
+  const DecoderCall& call_;
+  const Shape shape_;
+  const bool few_;
+  AttentionPlan& plan_;
+  AttentionCall batch_;
+  Buffers buffers_;
+};
+
+}  // namespace
+}  // namespace baton
+
+extern "C" {
+
+int baton_decoder_call_bytes() { return sizeof(baton::DecoderCall); }
+int baton_layer_weights_bytes() { return sizeof(baton::LayerWeights); }
+
+int64_t baton_decoder_scratch_bytes(const baton::DecoderCall* call) {
+  baton::Arena arena(nullptr);
+  baton::take_buffers(arena, baton::Shape(*call), call->attention->threads);
+  return arena.used();
+}
+
+void baton_decoder(const baton::DecoderCall* call) {
+  baton::AttentionPlan plan(*call->attention);
+  const baton::Decoder decoder(*call, plan);
+  auto body = [&](baton::Team& team) { decoder.run(team); };
+  baton::parallel(call->attention->threads, body);
+}
+}

@@ -1,0 +1,79 @@
+"""Linear layers whose bfloat16 weights are packed once for the CPU (linear.h says how)."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from engine.cpu.op import ISA_NAMES, KernelsUnavailable, kernels
+from kvcache.buffers import allocate_private
+
+GROUP = 16
+"""Outputs in one line of a pack."""
+
+
+def check_packable() -> None:
+    """Raises KernelsUnavailable, with the reason, when this CPU has no packed products."""
+    if ISA_NAMES[kernels().baton_current_isa()] not in ("avx512", "amx"):
+        raise KernelsUnavailable("packed linear layers need a CPU with AVX512-BF16")
+
+
+def packable(weight: torch.Tensor) -> bool:
+    """Whether a weight [outputs, inputs] can be packed."""
+    return weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.shape[1] % 32 == 0
+
+
+class Pack:
+    """One packed weight, of `rows` outputs from `inputs` inputs, in huge pages of its own."""
+
+    def __init__(self, rows: int, inputs: int) -> None:
+        self.rows = rows
+        self.inputs = inputs
+        groups = -(-rows // GROUP)
+        self._buffer = allocate_private(groups * GROUP * inputs * 2)
+
+    @property
+    def address(self) -> int:
+        """Of its first line."""
+        return self._buffer.tensor.data_ptr()
+
+    def put(self, weight: torch.Tensor, group: int = 0, step: int = 1) -> None:
+        """Pack `weight` [outputs, inputs] into group `group` and every `step`-th group after it."""
+        source = weight.detach().contiguous()
+        assert packable(source)
+        assert source.shape[1] == self.inputs
+        kernels().baton_pack(
+            source.data_ptr(), len(source), self.inputs, self.address, group, step, torch.get_num_threads()
+        )
+
+
+class PackedLinear(nn.Module):
+    """nn.Linear with bfloat16 weights and input, and float32 sums that are rounded to `out_dtype`."""
+
+    def __init__(self, linear: nn.Linear, out_dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self._out_dtype = out_dtype
+        self._pack = Pack(linear.out_features, linear.in_features)
+        self._pack.put(linear.weight)
+        self._bias = None if linear.bias is None else linear.bias.detach().float()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., inputs] -> [..., outputs]."""
+        rows = x.reshape(-1, self.in_features)
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        out = torch.empty(len(rows), self.out_features)
+        kernels().baton_linear(
+            rows.data_ptr(),
+            rows.stride(0),
+            len(rows),
+            self._pack.address,
+            self.in_features,
+            self.out_features,
+            0 if self._bias is None else self._bias.data_ptr(),
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out.to(self._out_dtype).reshape(*x.shape[:-1], self.out_features)

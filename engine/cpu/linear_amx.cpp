@@ -1,0 +1,70 @@
+// Packed products on AMX tiles: 16 lines of the pack are one tile as they are.
+#include "linear.h"
+
+#include <immintrin.h>
+
+namespace baton {
+namespace {
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+
+// Tiles 0-3: sums [2 row halves][2 groups]; 4, 5: rows of a; 6, 7: lines of the pack.
+void configure(int upper, int lower) {
+  TileConfig config;
+  const int rows[8] = {upper, upper, lower, lower, upper, lower, 16, 16};
+  for (int t = 0; t < 8; ++t) {
+    config.row_bytes[t] = rows[t] ? 64 : 0;
+    config.rows[t] = static_cast<uint8_t>(rows[t]);
+  }
+  _tile_loadconfig(&config);
+}
+
+template <bool Lower, bool Second>
+void tiles(const bf16* a, int64_t lda, const bf16* pack, int64_t k, float* c, int64_t ldc) {
+  const bf16* below = a + 16 * lda;
+  const bf16* second = pack + k * kGroup;
+  const int64_t a_stride = lda * sizeof(bf16), c_stride = ldc * sizeof(float);
+  _tile_zero(0);
+  if (Second) _tile_zero(1);
+  if (Lower) _tile_zero(2);
+  if (Lower && Second) _tile_zero(3);
+  for (int64_t i = 0; i < k; i += 32) {
+    _tile_loadd(6, pack + i * kGroup, 64);
+    _tile_loadd(4, a + i, a_stride);
+    _tile_dpbf16ps(0, 4, 6);
+    if (Second) {
+      _tile_loadd(7, second + i * kGroup, 64);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    if (Lower) {
+      _tile_loadd(5, below + i, a_stride);
+      _tile_dpbf16ps(2, 5, 6);
+      if (Second) _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, c, c_stride);
+  if (Second) _tile_stored(1, c + kGroup, c_stride);
+  if (Lower) _tile_stored(2, c + 16 * ldc, c_stride);
+  if (Lower && Second) _tile_stored(3, c + 16 * ldc + kGroup, c_stride);
+}
+
+}  // namespace
+
+void gemm_amx(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t k, int groups, float* c, int64_t ldc) {
+  // Configured for each call: other code on this thread (oneDNN) configures tiles too.
+  configure(m < 16 ? m : 16, m > 16 ? m - 16 : 0);
+  if (m > 16) {
+    if (groups == 2) tiles<true, true>(a, lda, pack, k, c, ldc);
+    else tiles<true, false>(a, lda, pack, k, c, ldc);
+  } else {
+    if (groups == 2) tiles<false, true>(a, lda, pack, k, c, ldc);
+    else tiles<false, false>(a, lda, pack, k, c, ldc);
+  }
+  _tile_release();
+}
+
+}  // namespace baton

@@ -1,0 +1,122 @@
+// Packed products with AVX512-BF16, packing, and the one-matrix entry point.
+#include "linear.h"
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "isa.h"
+
+namespace baton {
+namespace {
+
+constexpr int kAhead = 2048;  // bytes: the hardware prefetcher restarts at each 4 KiB of the stream
+
+inline __m512bh pair(const bf16* p) {
+  int32_t both;
+  std::memcpy(&both, p, sizeof both);
+  return (__m512bh)_mm512_set1_epi32(both);
+}
+
+// M rows x G groups of outputs, sums in registers over the whole of k.
+template <int M, int G>
+void block(const bf16* a, int64_t lda, const bf16* pack, int64_t k, float* c, int64_t ldc) {
+  constexpr int kParts = M * G >= 8 ? 1 : 8 / (M * G);  // independent sums, to cover the latency of a dot product
+  __m512 acc[kParts][M][G];
+  for (auto& part : acc)
+    for (auto& row : part)
+      for (auto& sum : row) sum = _mm512_setzero_ps();
+  for (int64_t i = 0; i < k; i += 2 * kParts) {
+#pragma GCC unroll 8
+    for (int part = 0; part < kParts; ++part) {
+#pragma GCC unroll 2
+      for (int g = 0; g < G; ++g) {
+        const bf16* line = pack + (g * k + i + 2 * part) * kGroup;
+        _mm_prefetch(reinterpret_cast<const char*>(line) + kAhead, _MM_HINT_T0);
+        const __m512bh w = (__m512bh)_mm512_loadu_si512(line);
+#pragma GCC unroll 12
+        for (int m = 0; m < M; ++m)
+          acc[part][m][g] = _mm512_dpbf16_ps(acc[part][m][g], pair(a + m * lda + i + 2 * part), w);
+      }
+    }
+  }
+  for (int m = 0; m < M; ++m) {
+    for (int g = 0; g < G; ++g) {
+      __m512 sum = acc[0][m][g];
+      for (int part = 1; part < kParts; ++part) sum = _mm512_add_ps(sum, acc[part][m][g]);
+      _mm512_storeu_ps(c + m * ldc + g * kGroup, sum);
+    }
+  }
+}
+
+template <int G>
+void rows_of(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t k, float* c, int64_t ldc) {
+  while (m >= 8) {
+    block<8, G>(a, lda, pack, k, c, ldc);
+    a += 8 * lda, c += 8 * ldc, m -= 8;
+  }
+  switch (m) {
+    case 7: return block<7, G>(a, lda, pack, k, c, ldc);
+    case 6: return block<6, G>(a, lda, pack, k, c, ldc);
+    case 5: return block<5, G>(a, lda, pack, k, c, ldc);
+    case 4: return block<4, G>(a, lda, pack, k, c, ldc);
+    case 3: return block<3, G>(a, lda, pack, k, c, ldc);
+    case 2: return block<2, G>(a, lda, pack, k, c, ldc);
+    case 1: return block<1, G>(a, lda, pack, k, c, ldc);
+  }
+}
+
+}  // namespace
+
+void gemm_avx512(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t k, int groups, float* c, int64_t ldc) {
+  if (m > kFewRows && groups == 2) return rows_of<2>(a, lda, m, pack, k, c, ldc);
+  for (int g = 0; g < groups; ++g) rows_of<1>(a, lda, m, pack + g * k * kGroup, k, c + g * kGroup, ldc);
+}
+
+Gemm gemm_for(int64_t rows) { return rows > kFewRows && current_isa() >= kAmx ? gemm_amx : gemm_avx512; }
+
+}  // namespace baton
+
+using baton::bf16;
+using baton::kGroup;
+
+extern "C" {
+
+// Packs outputs of a row-major [n, k] weight into `pack` at group `group`, and every `step`-th group from there.
+// Missing outputs of the last group become zero.
+void baton_pack(const bf16* weight, int64_t n, int64_t k, bf16* pack, int64_t group, int64_t step, int threads) {
+  auto body = [&](baton::Team& team) {
+    int64_t first, last;
+    team.split((n + kGroup - 1) / kGroup, first, last);
+    for (int64_t g = first; g < last; ++g) {
+      bf16* to = pack + (group + g * step) * kGroup * k;
+      for (int64_t i = 0; i < k; i += 2)
+        for (int o = 0; o < kGroup; ++o, to += 2) {
+          const int64_t output = g * kGroup + o;
+          if (output < n) std::memcpy(to, weight + output * k + i, 2 * sizeof(bf16));
+          else std::memset(to, 0, 2 * sizeof(bf16));
+        }
+    }
+  };
+  baton::parallel(threads, body);
+}
+
+// out[m, n] (float32) = a[m, k] * pack + bias; bias may be null.
+void baton_linear(const bf16* a, int64_t lda, int64_t m, const bf16* pack, int64_t k, int64_t n, const float* bias,
+                  float* out, int threads) {
+  auto body = [&](baton::Team& team) {
+    auto store = [&](const float* c, int64_t ldc, int64_t row, int rows, int64_t group, int groups) {
+      const int64_t from = group * kGroup, count = std::min<int64_t>(groups * kGroup, n - from);
+      for (int r = 0; r < rows; ++r) {
+        float* to = out + (row + r) * n + from;
+        std::memcpy(to, c + r * ldc, count * sizeof(float));
+        if (bias != nullptr)
+          for (int64_t i = 0; i < count; ++i) to[i] += bias[from + i];
+      }
+    };
+    baton::matmul(team, a, lda, m, pack, k, (n + kGroup - 1) / kGroup, store);
+  };
+  baton::parallel(threads, body);
+}
+}
