@@ -21,6 +21,7 @@ from cluster.config import (
     WorkerDeployment,
     parse_config,
 )
+from cluster.local import ROUTER
 from cluster.router_replica import RouterReplica
 from cluster.worker_replica import WorkerReplica
 from wire.records import Role
@@ -34,9 +35,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     config = parse_config(args)
     roles = [Role.DECODE] if config.colocated else [Role.PREFILL, Role.DECODE]
     workers = [_bind_worker(config, role) for role in roles]
-    ingress = serve.deployment(name="router", **_router_settings(config.router))(
-        serve.ingress()(RouterReplica)
-    )
+    ingress = serve.deployment(name=ROUTER, **_router_settings(config.router))(serve.ingress()(RouterReplica))
     return ingress.bind(config.router_options(), *workers)
 
 

@@ -2,7 +2,7 @@
 
     baton serve MODEL|CONFIG.yaml [options]     baton config --schema     baton --version
 
-Exit codes: 0 ended on request; 1 the application could not be started; 2 a configuration that cannot work (one
+Exit codes: 0 ended on request; 1 could not be started; 2 a configuration that cannot work (one
 line on stderr that names the key and the remedy, and nothing is left running).
 """
 
@@ -11,9 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,7 +21,14 @@ import yaml
 
 from cluster.app import build
 from cluster.config import json_schema, parse_config, read_config
-from cluster.local import DeployFailed, LocalOptions, LocalServe, check_port_free, running_ray
+from cluster.local import (
+    DeployFailed,
+    LocalOptions,
+    LocalServe,
+    check_port_free,
+    running_ray,
+    stop_on_signals,
+)
 from cluster.model_files import model_directory
 from wire.errors import ConfigError
 from wire.options import exit_on_config_error
@@ -106,12 +111,9 @@ def _serve(arguments: argparse.Namespace) -> int:
         cpus=config.cpus(),
         worker_logs=arguments.worker_logs,
     )
-    stop = threading.Event()
     print(f"starting {config.name} on {'a local Ray' if address is None else f'Ray at {address}'} ...")
     with LocalServe(options) as local:
-        # After Ray has started: it installs a SIGTERM handler of its own.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: stop.set())
+        stop = stop_on_signals()
         try:
             local.deploy(build(raw), _READY_TIMEOUT_S, stop)
         except DeployFailed as failure:

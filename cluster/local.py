@@ -6,8 +6,10 @@ with `close`, whatever happened in between.
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import signal
 import socket
 import threading
 import time
@@ -26,6 +28,7 @@ from cluster.refusal import find_refusal
 from wire.errors import BatonError, ConfigError
 
 APP_NAME = "baton"
+ROUTER = "router"
 _POLL_S = 0.1
 _OBJECT_STORE_BYTES = 100 * 1024 * 1024  # nothing of ours goes through it; Ray wants at least 75 MiB
 _HTTP_TIMEOUT_S = 5.0
@@ -83,7 +86,7 @@ class LocalServe:
             wait_for_ingress_deployment_creation=False,
             wait_for_applications_running=False,
         )
-        while not (self._running() and self._ready()):
+        while not (self._running() and self._seen()):
             if time.monotonic() >= deadline:
                 raise DeployFailed(f"not ready after {timeout_s:.0f} s: {serve.status()}")
             if stop.wait(_POLL_S):
@@ -140,13 +143,27 @@ class LocalServe:
             raise DeployFailed("\n".join(message for message in messages if message))
         return bool(status.status == ApplicationStatus.RUNNING)
 
-    def _ready(self) -> bool:
+    def _seen(self) -> bool:
         """Running replicas are not enough: the router must have seen the workers."""
+        deployments = serve.status().applications[APP_NAME].deployments
+        running = sum(
+            one.replica_states.get("RUNNING", 0) for name, one in deployments.items() if name != ROUTER
+        )
         try:
-            with urllib.request.urlopen(f"{self.options.url}/ready", timeout=_HTTP_TIMEOUT_S):
-                return True
+            with urllib.request.urlopen(
+                f"{self.options.url}/debug/workers", timeout=_HTTP_TIMEOUT_S
+            ) as answer:
+                return bool(len(json.load(answer)["workers"]) >= running)
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             return False
+
+
+def stop_on_signals() -> threading.Event:
+    """An event that SIGINT and SIGTERM set. Call it after Ray has started: Ray installs a handler too."""
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    return stop
 
 
 def check_port_free(host: str, port: int) -> None:

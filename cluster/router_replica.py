@@ -2,32 +2,62 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from typing import Any
 
 from ray import serve
-from starlette.types import ASGIApp
+from ray.exceptions import RayError
 
 from cluster.directory_actor import DirectoryFinder
+from cluster.model_files import TOKENIZER_FILES, model_directory
+from cluster.node import node_interface
 from cluster.refusal import readable_refusal
-from cluster.worker_replica import node_interface
-from router.app import build_app
+from router.app import App, build_app
 from router.options import RouterOptions
 from router.service import Router
 from wire.options import parse_options
+
+log = logging.getLogger(__name__)
+
+_FOLLOW_S = 1.0
 
 
 class RouterReplica:
     """Owns one router for as long as Serve keeps the replica."""
 
-    def __init__(self, options: dict[str, Any], *_workers: Any) -> None:
-        """Create or find the directory, build the router. `_workers` are only tied to the application."""
-        finder = DirectoryFinder(serve.get_replica_context().app_name)
+    # Serve awaits the constructor: the router must start on the event loop that will serve its requests.
+    async def __init__(self, options: dict[str, Any], *_workers: Any) -> None:  # type: ignore[misc]
+        """Create or find the directory, start the router. `_workers` are only tied to the application."""
+        self._finder = DirectoryFinder(serve.get_replica_context().app_name)
         with readable_refusal():
-            options = {**options, "interface": node_interface(options["interface"])}
-            checked = parse_options(RouterOptions, options)
-            directory = finder.create(checked.interface, checked.cluster_secret, checked.lease_s)
-            self._router = Router(checked.model_copy(update={"directory": directory}))
+            model = await asyncio.to_thread(model_directory, options["model"], TOKENIZER_FILES)
+            given = {**options, "model": model, "interface": node_interface(options["interface"])}
+            self._options = parse_options(RouterOptions, given)
+            directory = await asyncio.to_thread(self._directory)
+            self._router = Router(self._options.model_copy(update={"directory": directory}))
+            await self._router.start()
+        self._following = asyncio.create_task(self._follow_directory())
 
-    def __serve_build_asgi_app__(self) -> ASGIApp:
+    def __serve_build_asgi_app__(self) -> App:
         """Serve's hook: the app it serves for this replica."""
         return build_app(self._router)
+
+    async def __del__(self) -> None:
+        """Serve awaits this after the requests that it counts have ended."""
+        if hasattr(self, "_following"):
+            self._following.cancel()
+            await self._router.close()
+
+    def _directory(self) -> str:
+        options = self._options
+        return self._finder.create(options.interface, options.cluster_secret, options.lease_s)
+
+    async def _follow_directory(self) -> None:
+        """Create the directory again when its owner has gone, and look where it is. Off the token path."""
+        while True:
+            await asyncio.sleep(_FOLLOW_S)
+            try:
+                self._router.follow_directory(await asyncio.to_thread(self._directory))
+            except RayError as error:
+                log.warning("the directory cannot be reached, trying again: %s", error)

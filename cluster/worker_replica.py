@@ -8,15 +8,15 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-import ray
 from ray import serve
 
 from cluster.autoscaling import LOAD
 from cluster.directory_actor import DirectoryFinder
 from cluster.load import load_share
+from cluster.model_files import model_directory
+from cluster.node import node_interface
 from cluster.refusal import readable_refusal
 from scheduler.options import WorkerOptions
-from wire.errors import ConfigError
 from wire.options import parse_options
 from wire.records import Role
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from scheduler.worker import Worker
 
 _DIRECTORY_WAIT_S = 120.0
-_LOOPBACK = ("127.", "::1", "localhost")
 
 
 class WorkerReplica:
@@ -35,9 +34,13 @@ class WorkerReplica:
         self._drain_s = drain_s
         finder = DirectoryFinder(serve.get_replica_context().app_name)
         with readable_refusal():
-            options = {**options, "interface": node_interface(options["interface"])}
-            options["directory"] = finder.wait(_DIRECTORY_WAIT_S)
-            self._options = parse_options(WorkerOptions, options)
+            given = {
+                **options,
+                "model": str(model_directory(options["model"])),
+                "interface": node_interface(options["interface"]),
+                "directory": finder.wait(_DIRECTORY_WAIT_S),
+            }
+            self._options = parse_options(WorkerOptions, given)
             self._worker = make_worker(Role(role), self._options, finder)
             self._worker.start()
 
@@ -72,18 +75,3 @@ def make_worker(role: Role, options: WorkerOptions, finder: DirectoryFinder) -> 
     from decode_node.worker import DecodeWorker
 
     return DecodeWorker(options, finder.find)
-
-
-def node_interface(interface: str) -> str:
-    """The address this replica binds to; `auto` is the node's own.
-
-    Raises ConfigError for a loopback address when the cluster has other nodes.
-    """
-    if interface == "auto":
-        return str(ray.util.get_node_ip_address())
-    nodes = sum(1 for node in ray.nodes() if node["Alive"])
-    if nodes > 1 and interface.startswith(_LOOPBACK):
-        raise ConfigError(
-            "interface", f"{interface} cannot be reached from the other {nodes - 1} nodes", "use auto"
-        )
-    return interface

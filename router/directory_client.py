@@ -42,6 +42,12 @@ class DirectoryClient:
             self._next_watch_at = now + _WATCH_EVERY_S
             self._send(self._address, Watch())
 
+    def move(self, address: str) -> None:
+        """The directory has restarted elsewhere; ask there from the next tick on."""
+        if address != self._address:
+            self._address = address
+            self._next_watch_at = 0.0
+
     def take(self, view: View, now: float) -> ViewChange:
         """Adopt a View (a late, older one is ignored) and say what changed."""
         if view.version < self._version:

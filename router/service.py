@@ -83,6 +83,11 @@ class Router:
             self._events.close()
             self._dispatcher = self._events = None
 
+    def follow_directory(self, address: str) -> None:
+        """The directory is at `address` now (an actor that was started again)."""
+        assert self._client is not None, "the router is not started"
+        self._client.move(address)
+
     @property
     def mailbox_address(self) -> str:
         """Where workers announce themselves when this router hosts the directory."""

@@ -1,0 +1,25 @@
+"""The address a replica binds to on the node where Ray has put it."""
+
+from __future__ import annotations
+
+import ray
+
+from wire.errors import ConfigError
+
+AUTO = "auto"
+_LOOPBACK = ("127.", "::1", "localhost")
+
+
+def node_interface(interface: str) -> str:
+    """`interface` itself, or the node's own address for `auto`.
+
+    Raises ConfigError for a loopback address when the cluster has other nodes.
+    """
+    if interface == AUTO:
+        return str(ray.util.get_node_ip_address())
+    others = sum(1 for node in ray.nodes() if node["Alive"]) - 1
+    if others > 0 and interface.startswith(_LOOPBACK):
+        raise ConfigError(
+            "interface", f"{interface} cannot be reached from {others} other node(s)", f"use {AUTO}"
+        )
+    return interface
