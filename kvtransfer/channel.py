@@ -14,12 +14,11 @@ from kvtransfer.frames import (
     Challenge,
     End,
     Ended,
-    Frame,
-    Gone,
     Granted,
     Hello,
     Pools,
     Refused,
+    Silent,
     bound,
     proof_of,
     receive_frame,
@@ -37,7 +36,7 @@ class Uncertain(TransferError):
 
 
 class Refusal(TransferError):
-    """The receiver does not grant this write (its room is closed, or the pages are not open)."""
+    """This write is not granted (room closed, pages not open, pools that differ); nothing was begun."""
 
 
 class Channel:
@@ -62,30 +61,36 @@ class Channel:
             self.close()
             raise
 
-    def begin(self, write: PageWrite) -> None:
-        """Obtain the grant. Raises Refusal (the channel stays good), Gone (it never was), TransferError."""
+    def begin(self, write: PageWrite, page_bytes: int) -> Granted:
+        """Obtain the grant. Raises Refusal (the channel stays good) or TransferError."""
+        info = self.pools.groups.get(write.group)
+        theirs = info.page_bytes if info is not None else 0
+        if theirs != page_bytes:
+            raise Refusal(f"page_bytes of group {write.group} differ: {page_bytes} here, {theirs} there")
         pages = write.dst_pages.astype("<i8", copy=False).tobytes()
         send_frame(self.sock, Begin(write.room, write.epoch, write.group, pages))
-        answer = self._answer()
+        answer = receive_frame(self.sock)
         if isinstance(answer, Refused):
             raise Refusal(answer.reason)
         if not isinstance(answer, Granted):
             raise TransferError("the peer answered a Begin with something else")
+        return answer
 
     def end(self) -> None:
         """Give the grant back, all bytes landed, and hear that they are counted."""
         send_frame(self.sock, End(landed=True))
-        if not isinstance(self._answer(), Ended):
-            raise TransferError("the peer answered an End with something else")
+        self.expect_ended()
+
+    def expect_ended(self) -> None:
+        """The receiver confirms what it was told last. Raises TransferError."""
+        if not isinstance(receive_frame(self.sock), Ended):
+            raise TransferError("the peer does not confirm the write")
 
     def close(self) -> None:
         """Close socket and descriptors."""
         self.sock.close()
         while self.fds:
             os.close(self.fds.pop())
-
-    def _answer(self) -> Frame:
-        return receive_frame(self.sock)
 
 
 class Peer:
@@ -103,6 +108,7 @@ class GrantedWrite(NamedTuple):
 
     peer: Peer
     channel: Channel
+    grant: Granted
     region: GroupRegion
     write: PageWrite
 
@@ -144,8 +150,7 @@ class PeerSender(ABC):
             return 0
         peer = self._enter(endpoint)
         try:
-            granted = GrantedWrite(peer, self._begin(peer, write), region, write)
-            self._check(granted)
+            granted = GrantedWrite(peer, *self._begin(peer, region, write), region, write)
             self._carry_out(granted)
         finally:
             self._leave(peer)
@@ -193,7 +198,7 @@ class PeerSender(ABC):
         if peer.users == 0:
             self._detach(peer)
 
-    def _begin(self, peer: Peer, write: PageWrite) -> Channel:
+    def _begin(self, peer: Peer, region: GroupRegion, write: PageWrite) -> tuple[Channel, Granted]:
         """A channel that holds the grant. A channel that went stale while idle is replaced, once each."""
         while True:
             with self._lock:
@@ -202,23 +207,14 @@ class PeerSender(ABC):
                 channel = Channel(self._connect(peer.endpoint), peer.endpoint, self._bounds)
                 self._attach(peer, channel)
             try:
-                channel.begin(write)
+                return channel, channel.begin(write, region.page_bytes)
             except Refusal:
                 self._put_back(peer, channel)
                 raise
             except TransferError as error:
                 self._give_up(channel, certain=True)  # it may have been granted all the same
-                if not (channel.used and isinstance(error, Gone)):
+                if not channel.used or isinstance(error, Silent):
                     raise
-            else:
-                return channel
-
-    def _check(self, granted: GrantedWrite) -> None:
-        ours, group = granted.region.page_bytes, granted.write.group
-        theirs = granted.channel.pools.groups[group].page_bytes
-        if theirs != ours:
-            self._give_up(granted.channel, certain=True)
-            raise TransferError(f"page_bytes of group {group} differ: {ours} here, {theirs} there")
 
     def _carry_out(self, granted: GrantedWrite) -> None:
         channel = granted.channel

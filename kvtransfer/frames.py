@@ -62,7 +62,18 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
 
 
 class Granted(msgspec.Struct, frozen=True, tag="granted"):
-    """Yes; the receiver counts on an End."""
+    """Yes; the receiver counts on an End. `stage` is the address of a staging buffer to write to instead of
+    the pool (0: none)."""
+
+    stage: int = 0
+
+
+class Staged(msgspec.Struct, frozen=True, tag="staged"):
+    """The next `count` pages of the granted write lie in this half (0 or 1) of the staging buffer. Answered
+    by Ended when they are in the pool and the half may be written again."""
+
+    count: int
+    half: int
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -83,7 +94,7 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
     """Counted."""
 
 
-Frame = Challenge | Hello | Pools | Begin | Granted | Refused | End | Ended
+Frame = Challenge | Hello | Pools | Begin | Granted | Refused | Staged | End | Ended
 _decoder = msgspec.msgpack.Decoder(Frame)
 _encoder = msgspec.msgpack.Encoder()
 

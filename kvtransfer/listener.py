@@ -37,6 +37,9 @@ class Listener:
         self.closing = threading.Event()
         sock.listen(64)
         self._thread = threading.Thread(target=self._accept, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Begin to accept. Apart from construction, because `serve` may look at whoever owns this."""
         self._thread.start()
 
     def close(self) -> None:

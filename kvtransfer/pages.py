@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,6 +54,18 @@ def coalesce(src_pages: PageIds, dst_pages: PageIds) -> Runs:
     starts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
     lengths = np.diff(np.append(starts, len(src_pages)))
     return Runs(src_pages[starts], dst_pages[starts], lengths)
+
+
+def copy_pages(src: int, src_pages: PageIds, dst: int, dst_pages: PageIds, page_bytes: int) -> None:
+    """Copy page `src_pages[i]` of the pool at address `src` to page `dst_pages[i]` of the one at `dst`.
+
+    One memcpy a run, the GIL released around each (ctypes). process_vm_writev would be one call for all of
+    them, and measured a fifth slower; numpy's and torch's gathers copy twice.
+    """
+    for first, target, pages in zip(
+        *(column.tolist() for column in coalesce(src_pages, dst_pages)), strict=True
+    ):
+        ctypes.memmove(dst + target * page_bytes, src + first * page_bytes, pages * page_bytes)
 
 
 def stretches(pages: PageIds) -> list[tuple[int, int]]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from kvcache.memory import Memory
 from kvtransfer.pages import PageIds
 
 _STAGE_BYTES = 8 << 20
@@ -73,7 +74,7 @@ class GroupRegion:
         """Bytes of the region."""
         return self.num_pages * self.page_bytes
 
-    def to_host(self, pages: PageIds) -> Iterator[HostPages]:
+    def to_host(self, pages: PageIds) -> Generator[HostPages]:
         """These pages, in order, in batches the CPU can read, each valid until the next is asked for."""
         if not self.staged:
             yield HostPages(self.ptr, self.nbytes, pages)
@@ -86,7 +87,7 @@ class GroupRegion:
                 stage[:count].copy_(self.tensor[batch.to(self.tensor.device)])
                 yield HostPages(stage.data_ptr(), stage.numel(), np.arange(count))
 
-    def from_host(self, pages: PageIds) -> Iterator[HostPages]:
+    def from_host(self, pages: PageIds) -> Generator[HostPages]:
         """Batches to be filled by the caller; what is filled is in the region once the next is asked for.
 
         A caller that must not write any more stops iterating: the batch it holds is then not applied (where
@@ -118,6 +119,11 @@ PoolRegion = Mapping[str, GroupRegion]
 def region_of(pool: torch.Tensor, fd: int | None = None) -> GroupRegion:
     """The region of a pool's bytes `[num_pages, page_bytes]`; staged when they are not on the host."""
     return GroupRegion(pool, fd=fd, staged=pool.device.type != "cpu")
+
+
+def pool_regions(memory: Memory) -> dict[str, GroupRegion]:
+    """A worker's pools, by group."""
+    return {name: region_of(pool.bytes, memory.shared_fd(name)) for name, pool in memory.kv_caches.items()}
 
 
 def check_pages(region: GroupRegion, pages: PageIds) -> bool:

@@ -28,6 +28,7 @@ class Grant:
     group: str
     pages: PageIds
     nbytes: int
+    backend: str
     interrupt: Callable[[], None] | None = None
     revoked: bool = False
 
@@ -37,12 +38,15 @@ class _Room:
     pages: dict[str, PageIds]  # sorted
     landed: dict[str, NDArray[np.bool_]]
     nbytes: int = 0
+    backend: str = ""  # of the last write that landed
     grants: set[Grant] = field(default_factory=set)
     fence: Fence | None = None  # set once closed
 
 
 class RoomTable:
-    """Shared by the owner's thread (open, close) and the transport's (begin, finish); one lock, held briefly.
+    """One per decode worker: every backend grants from the same table, so a room has one count and one fence.
+
+    Shared by the owner's thread (open, close) and the backends' (begin, finish); one lock, held briefly.
 
     A closed room is kept only while a grant of it is out. So nothing is remembered of finished rooms: a late
     writer finds its room unknown, which is as good as closed.
@@ -67,11 +71,12 @@ class RoomTable:
         group: str,
         pages: PageIds,
         nbytes: int,
+        backend: str,
         interrupt: Callable[[], None] | None = None,
     ) -> Grant:
         """Leave to write these pages. Raises TransferError when they are not open. `interrupt` is called
         if the room is closed before the grant is finished; it must neither block nor come back here."""
-        grant = Grant((room, epoch), group, pages, nbytes, interrupt)
+        grant = Grant((room, epoch), group, pages, nbytes, backend, interrupt)
         with self._lock:
             known = self._rooms.get(grant.key)
             if known is None or known.fence is not None:
@@ -89,6 +94,7 @@ class RoomTable:
             known.grants.remove(grant)
             if landed:
                 known.nbytes += grant.nbytes
+                known.backend = grant.backend
                 known.landed[grant.group][np.searchsorted(known.pages[grant.group], grant.pages)] = True
             if known.fence is not None and not known.grants:
                 del self._rooms[grant.key]
@@ -99,9 +105,9 @@ class RoomTable:
         with self._lock:
             known = self._rooms.get((room, epoch))
             if known is None:
-                return Landed(0, 0)
+                return Landed(0, 0, "")
             missing = sum(int(np.count_nonzero(~mask)) for mask in known.landed.values())
-            return Landed(known.nbytes, missing)
+            return Landed(known.nbytes, missing, known.backend)
 
     def close_room(self, room: int, epoch: int) -> Fence:
         """Refuse new writers; the fence passes when the last grant is finished. Closing twice, or closing

@@ -19,29 +19,16 @@ import secrets
 import select
 import socket
 import struct
-from collections.abc import Mapping
-
-import numpy as np
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 
 from kvtransfer.channel import Channel, GrantedWrite, Peer, PeerSender
-from kvtransfer.frames import (
-    Begin,
-    End,
-    Ended,
-    Gone,
-    Granted,
-    PoolInfo,
-    Pools,
-    Refused,
-    Silent,
-    receive_frame,
-    send_frame,
-)
-from kvtransfer.listener import Listener, greet
-from kvtransfer.pages import PageIds, coalesce
+from kvtransfer.frames import End, Ended, Gone, Granted, Pools, receive_frame, send_frame
+from kvtransfer.granting import GrantingReceiver
+from kvtransfer.pages import copy_pages
 from kvtransfer.region import PoolRegion
 from kvtransfer.rooms import Grant, RoomTable
-from kvtransfer.transport import Bounds, Fence, Landed
+from kvtransfer.transport import Bounds
 from wire.errors import ConfigError, TransferError
 from wire.messages import TransferEndpoint
 
@@ -51,10 +38,15 @@ BACKEND = "shm"
 _CREDENTIALS = struct.Struct("@iII")  # pid, uid, gid
 
 
-class ShmReceiver:
+def possible(regions: PoolRegion) -> bool:
+    """Whether every pool is in shared memory."""
+    return all(region.fd is not None for region in regions.values())
+
+
+class ShmReceiver(GrantingReceiver[int]):
     """ReceiverTransport over pools that live in memfds."""
 
-    def __init__(self, regions: PoolRegion, bounds: Bounds | None = None) -> None:
+    def __init__(self, regions: PoolRegion, rooms: RoomTable, bounds: Bounds) -> None:
         """Raises ConfigError when a pool is not in shared memory."""
         for group, region in regions.items():
             if region.fd is None:
@@ -63,41 +55,16 @@ class ShmReceiver:
                     f"shm needs a shared pool and group {group} is not in one",
                     "allocate the pool in shared memory, or use tcp",
                 )
-        self._regions = regions
-        self._bounds = bounds or Bounds()
-        self._rooms = RoomTable()
-        self._token = secrets.token_hex(16)
         name = f"baton-kv-{secrets.token_hex(8)}"
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.bind(f"\0{name}")
-        self._listener = Listener(sock, self._serve, "kv-shm")
-        self._endpoint = TransferEndpoint(BACKEND, f"@{name}", {"token": self._token})
+        super().__init__(sock, TransferEndpoint(BACKEND, f"@{name}"), regions, rooms, bounds)
 
-    @property
-    def endpoint(self) -> TransferEndpoint:
-        """See ReceiverTransport."""
-        return self._endpoint
-
-    def open(self, room: int, epoch: int, pages: Mapping[str, PageIds]) -> None:
-        """See ReceiverTransport."""
-        self._rooms.open(room, epoch, pages)
-
-    def landed(self, room: int, epoch: int) -> Landed:
-        """See ReceiverTransport."""
-        return self._rooms.landed(room, epoch)
-
-    def close_room(self, room: int, epoch: int) -> Fence:
-        """See ReceiverTransport."""
-        return self._rooms.close_room(room, epoch)
-
-    def close(self) -> None:
-        """See ReceiverTransport."""
-        self._listener.close()
-
-    def _serve(self, sock: socket.socket) -> None:
-        pid, uid, _ = _CREDENTIALS.unpack(
-            sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        )
+    @contextmanager
+    def _admit(self, sock: socket.socket) -> Iterator[int]:
+        """The peer's pidfd."""
+        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid, uid, _ = _CREDENTIALS.unpack(credentials)
         if uid != os.getuid():
             raise TransferError(f"process {pid} runs under user {uid}")
         try:
@@ -107,36 +74,15 @@ class ShmReceiver:
         except ProcessLookupError:
             raise TransferError(f"process {pid} is gone") from None
         try:
-            greet(sock, self._token, self._bounds)
-            groups = {
-                name: PoolInfo(region.page_bytes, region.num_pages, region.ptr)
-                for name, region in self._regions.items()
-            }
-            fds = [region.fd for region in self._regions.values() if region.fd is not None]
-            send_frame(sock, Pools(groups), fds=fds)
-            while True:
-                self._serve_write(sock, pidfd)
+            yield pidfd
         finally:
             os.close(pidfd)
 
-    def _serve_write(self, sock: socket.socket, pidfd: int) -> None:
-        """One frame while idle, or one whole write."""
-        try:
-            frame = receive_frame(sock)
-        except Silent:
-            return
-        if not isinstance(frame, Begin):
-            raise TransferError("expected a Begin")
-        pages = np.frombuffer(frame.pages, dtype="<i8")
-        region = self._regions.get(frame.group)
-        try:
-            if region is None:
-                raise TransferError(f"there is no group {frame.group} here")
-            nbytes = len(pages) * region.page_bytes
-            grant = self._rooms.begin(frame.room, frame.epoch, frame.group, pages, nbytes)
-        except TransferError as error:
-            send_frame(sock, Refused(str(error)))
-            return
+    def _send_pools(self, sock: socket.socket, pidfd: int) -> None:  # noqa: ARG002
+        fds = [region.fd for region in self._regions.values() if region.fd is not None]
+        send_frame(sock, Pools(self._infos()), fds=fds)
+
+    def _see_through(self, sock: socket.socket, pidfd: int, grant: Grant) -> None:
         with contextlib.suppress(TransferError):  # a peer that tired of waiting has left its End behind
             send_frame(sock, Granted())
         try:
@@ -193,8 +139,9 @@ class _Mapping:
 class ShmSender(PeerSender):
     """SenderTransport that stores straight into the receiver's pool."""
 
-    def __init__(self, regions: PoolRegion, bounds: Bounds | None = None) -> None:
-        super().__init__(regions, bounds or Bounds())
+    def __init__(self, regions: PoolRegion, bounds: Bounds) -> None:
+        """Nothing is mapped before the first write to a receiver."""
+        super().__init__(regions, bounds)
         self._mappings: dict[Peer, dict[str, _Mapping]] = {}
 
     def _connect(self, endpoint: TransferEndpoint) -> socket.socket:
@@ -228,11 +175,10 @@ class ShmSender(PeerSender):
 
     def _move(self, granted: GrantedWrite) -> None:
         region, write = granted.region, granted.write
-        target, size = self._mappings[granted.peer][write.group].ptr, region.page_bytes
+        target = self._mappings[granted.peer][write.group].ptr
         done = 0
-        for host in region.to_host(write.src_pages):
-            runs = coalesce(host.pages, write.dst_pages[done : done + len(host.pages)])
-            done += len(host.pages)
-            for src, dst, pages in zip(*(column.tolist() for column in runs), strict=True):
-                # ctypes releases the GIL around it; the copy of a run is one memcpy.
-                ctypes.memmove(target + dst * size, host.ptr + src * size, pages * size)
+        with closing(region.to_host(write.src_pages)) as batches:
+            for host in batches:
+                dst_pages = write.dst_pages[done : done + len(host.pages)]
+                copy_pages(host.ptr, host.pages, target, dst_pages, region.page_bytes)
+                done += len(host.pages)

@@ -9,11 +9,10 @@ that has none in progress (docs/decisions/0004-fences.md).
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvtransfer.pages import PageIds, PageWrite
+from kvtransfer.pages import PageWrite
 from wire.messages import TransferEndpoint
 
 
@@ -48,10 +47,14 @@ class Fence:
 
 @dataclass(frozen=True)
 class Landed:
-    """What has arrived for a room: bytes, and pages still missing, by the receiver's own count."""
+    """What has arrived for a room, by the receiver's own count: bytes, and pages that are still missing.
+
+    `backend` brought the last of it ("" when there is nothing yet).
+    """
 
     nbytes: int
     missing: int
+    backend: str
 
 
 class SenderTransport(Protocol):
@@ -68,20 +71,12 @@ class SenderTransport(Protocol):
 
 
 class ReceiverTransport(Protocol):
-    """Lets other workers write into this worker's pools, page by page as opened."""
+    """One backend's way into this worker's pools. Rooms open and close in the RoomTable that it was given."""
 
     @property
     def endpoint(self) -> TransferEndpoint:
         """How to reach it; contains a token, so only members of the cluster may see it."""
 
-    def open(self, room: int, epoch: int, pages: Mapping[str, PageIds]) -> None:
-        """From now on these pages may be written for this room and epoch, by whoever has the endpoint."""
-
-    def landed(self, room: int, epoch: int) -> Landed:
-        """Progress of an open room."""
-
-    def close_room(self, room: int, epoch: int) -> Fence:
-        """No new write of this room and epoch begins; the fence tells when none is in progress either."""
-
     def close(self) -> None:
-        """Stop listening and drop every peer. Fences may stay closed: the memory must outlive the peers."""
+        """Stop listening and drop every peer. A grant that is out may stay out: while a peer of shm or RDMA
+        lives, the memory must too."""

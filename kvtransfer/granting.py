@@ -1,0 +1,111 @@
+"""GrantingReceiver: the receiver's half of the control protocol; every backend's receiver is built on it."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from kvtransfer.frames import Begin, End, PoolInfo, Pools, Refused, Silent, receive_frame, send_frame
+from kvtransfer.listener import Listener, greet
+from kvtransfer.region import GroupRegion, PoolRegion
+from kvtransfer.rooms import Grant, RoomTable
+from kvtransfer.transport import Bounds
+from wire.errors import TransferError
+from wire.messages import TransferEndpoint
+
+Session = TypeVar("Session")
+
+
+class GrantingReceiver(ABC, Generic[Session]):
+    """A ReceiverTransport behind a listening stream socket: greets peers, grants writes, sees them through.
+
+    A backend says how it knows that a granted write is over (`_see_through`).
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        endpoint: TransferEndpoint,
+        regions: PoolRegion,
+        rooms: RoomTable,
+        bounds: Bounds,
+    ) -> None:
+        """`sock` is bound; peers reach it at the endpoint, which gets its token here."""
+        self._regions = regions
+        self._rooms = rooms
+        self._bounds = bounds
+        self._token = secrets.token_hex(16)
+        params = {**endpoint.params, "token": self._token}
+        self._endpoint = TransferEndpoint(endpoint.backend, endpoint.address, params)
+        self._listener = Listener(sock, self._serve, f"kv-{endpoint.backend}")
+        self._listener.start()
+
+    @abstractmethod
+    def _admit(self, sock: socket.socket) -> AbstractContextManager[Session]:
+        """Around a peer's whole connection, from before the greeting: what the backend knows of the peer."""
+
+    @abstractmethod
+    def _see_through(self, sock: socket.socket, session: Session, grant: Grant) -> None:
+        """Answer Granted, and finish the grant when nothing can be written under it any more: at once after
+        an End, otherwise when that is certain. Raises TransferError when the peer is to be dropped."""
+
+    def _send_pools(self, sock: socket.socket, session: Session) -> None:  # noqa: ARG002 - for overriders
+        send_frame(sock, Pools(self._infos()))
+
+    def _interrupt(self, sock: socket.socket, region: GroupRegion) -> Callable[[], None] | None:  # noqa: ARG002
+        """What makes a granted write stop when its room is closed; None when it can only be waited for."""
+        return None
+
+    @property
+    def endpoint(self) -> TransferEndpoint:
+        """See ReceiverTransport."""
+        return self._endpoint
+
+    def close(self) -> None:
+        """See ReceiverTransport."""
+        self._listener.close()
+
+    def _infos(self) -> dict[str, PoolInfo]:
+        return {
+            name: PoolInfo(region.page_bytes, region.num_pages, region.ptr)
+            for name, region in self._regions.items()
+        }
+
+    def _serve(self, sock: socket.socket) -> None:
+        with self._admit(sock) as session:
+            greet(sock, self._token, self._bounds)
+            self._send_pools(sock, session)
+            while not self._listener.closing.is_set():
+                self._serve_one(sock, session)
+
+    def _serve_one(self, sock: socket.socket, session: Session) -> None:
+        """One whole write, or a stretch of silence."""
+        try:
+            frame = receive_frame(sock)
+        except Silent:
+            return
+        if isinstance(frame, End):
+            return  # of a write that was refused after its sender had given up on it
+        if not isinstance(frame, Begin):
+            raise TransferError("expected a Begin")
+        try:
+            grant = self._begin(sock, frame)
+        except TransferError as error:
+            send_frame(sock, Refused(str(error)))
+            return
+        self._see_through(sock, session, grant)
+
+    def _begin(self, sock: socket.socket, frame: Begin) -> Grant:
+        region = self._regions.get(frame.group)
+        if region is None or len(frame.pages) % 8:
+            raise TransferError(f"there are no such pages of a group {frame.group} here")
+        pages = np.frombuffer(frame.pages, dtype="<i8").astype(np.int64)
+        nbytes = len(pages) * region.page_bytes
+        backend, interrupt = self._endpoint.backend, self._interrupt(sock, region)
+        return self._rooms.begin(frame.room, frame.epoch, frame.group, pages, nbytes, backend, interrupt)

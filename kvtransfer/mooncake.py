@@ -1,0 +1,287 @@
+"""mooncake: one-sided writes through Mooncake's TransferEngine, RDMA where there is a device, else its TCP.
+
+The control protocol (grants) runs over a TCP connection of ours. Pages of `_DIRECT_BYTES` and more go
+straight from pool to pool. Smaller ones are gathered into a staging buffer, written to the receiver's as one
+block, and scattered there: Mooncake's cost per entry makes 32 KiB pages half as fast as one block.
+
+The fence. Staged: only this process stores into the pool, and looks at the room before each scatter. Direct:
+the grant ends with the sender's `End`, sent after Mooncake said that everything was applied. When that End
+does not come (the peer is gone, its write failed, or the room was closed and the peer stays silent), this
+side's engine is stopped, which ends every thread and connection that could still store something, and a new
+one takes its place: other writes in progress fail and are tried again.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import numpy as np
+
+from kvtransfer.channel import GrantedWrite, PeerSender, Uncertain
+from kvtransfer.frames import End, Ended, Granted, Pools, Staged, receive_frame, send_frame
+from kvtransfer.granting import GrantingReceiver
+from kvtransfer.listener import hang_up
+from kvtransfer.mooncake_engine import MooncakeEngine, has_rdma
+from kvtransfer.pages import coalesce, copy_pages
+from kvtransfer.region import GroupRegion, PoolRegion
+from kvtransfer.rooms import Grant, RoomTable
+from kvtransfer.tcp import connected_socket, listening_socket
+from kvtransfer.transport import Bounds
+from wire.errors import ConfigError, TransferError
+from wire.messages import TransferEndpoint
+
+__all__ = ["BACKEND", "MooncakeReceiver", "MooncakeSender", "has_rdma"]
+
+log = logging.getLogger(__name__)
+
+BACKEND = "mooncake"
+_DIRECT_BYTES = 256 << 10
+_HALF_BYTES = 4 << 20  # a staging buffer is two halves: one is written while the other is scattered
+
+
+class _Stage:
+    """A registered staging buffer: two halves of `_HALF_BYTES`."""
+
+    def __init__(self, engine: MooncakeEngine) -> None:
+        self._memory = np.zeros(2 * _HALF_BYTES, dtype=np.uint8)
+        self.ptr = self._memory.ctypes.data
+        engine.register(self.ptr, self._memory.nbytes)
+
+
+class _Stages:
+    """Staging buffers of one engine, lent one per write. One that is not given back is never lent again."""
+
+    def __init__(self, engine: MooncakeEngine) -> None:
+        self._engine = engine
+        self._all: list[_Stage] = []
+        self._free: list[_Stage] = []
+        self._lock = threading.Lock()
+
+    def take(self) -> _Stage:
+        with self._lock:
+            if not self._free:
+                self._all.append(_Stage(self._engine))
+                return self._all[-1]
+            return self._free.pop()
+
+    def give_back(self, stage: _Stage) -> None:
+        with self._lock:
+            self._free.append(stage)
+
+
+class _Station:
+    """A receiver's engine with everything that must go when it is stopped."""
+
+    def __init__(self, regions: PoolRegion, interface: str, progress_s: float) -> None:
+        self.engine = MooncakeEngine(interface, progress_s)
+        for region in regions.values():
+            self.engine.register(region.ptr, region.nbytes)
+        self.stages = _Stages(self.engine)
+        self.peers: set[socket.socket] = set()
+        self.stopped = False
+
+
+class MooncakeReceiver(GrantingReceiver[_Station]):
+    """ReceiverTransport over Mooncake."""
+
+    def __init__(self, regions: PoolRegion, rooms: RoomTable, bounds: Bounds, interface: str) -> None:
+        """Raises ConfigError when Mooncake or the interface cannot be had."""
+        self._interface = interface
+        self._lock = threading.Lock()  # guards the station, and its engine against being stopped while used
+        self._station = _Station(regions, interface, bounds.silence_s)
+        sock = listening_socket(interface)
+        host, port = sock.getsockname()
+        endpoint = TransferEndpoint(BACKEND, f"{host}:{port}", {"protocol": self._station.engine.protocol})
+        super().__init__(sock, endpoint, regions, rooms, bounds)
+
+    def close(self) -> None:
+        """See ReceiverTransport. Without its engine, no grant of this backend stays out."""
+        super().close()
+        with self._lock:
+            self._halt()
+
+    @contextmanager
+    def _admit(self, sock: socket.socket) -> Iterator[_Station]:
+        """The engine that this peer writes through, as long as it is the current one."""
+        with self._lock:
+            if self._station.stopped:
+                if self._listener.closing.is_set():
+                    raise TransferError("the receiver is closing")
+                try:
+                    self._station = _Station(self._regions, self._interface, self._bounds.silence_s)
+                except ConfigError as error:
+                    raise TransferError(f"Mooncake does not start again: {error}") from None
+            station = self._station
+            station.peers.add(sock)
+        try:
+            yield station
+        finally:
+            with self._lock:
+                station.peers.discard(sock)
+
+    def _send_pools(self, sock: socket.socket, session: _Station) -> None:
+        send_frame(sock, Pools(self._infos(), session=session.engine.session))
+
+    def _interrupt(self, sock: socket.socket, region: GroupRegion) -> Callable[[], None] | None:
+        return None if _is_direct(region) else lambda: hang_up(sock)
+
+    def _see_through(self, sock: socket.socket, session: _Station, grant: Grant) -> None:
+        if _is_direct(self._regions[grant.group]):
+            self._see_direct(sock, session, grant)
+        else:
+            self._see_staged(sock, session, grant)
+
+    def _see_direct(self, sock: socket.socket, station: _Station, grant: Grant) -> None:
+        landed = False
+        try:
+            with suppress(TransferError):  # a peer that tired of waiting has left its End behind
+                send_frame(sock, Granted())
+            end = self._await_end(sock, grant)
+            landed = end.landed
+            if not end.certain:
+                raise TransferError("the peer's write failed")
+        except TransferError:
+            self._stop(station)
+            raise
+        finally:
+            self._rooms.finish(grant, landed=landed)
+        send_frame(sock, Ended())
+
+    def _await_end(self, sock: socket.socket, grant: Grant) -> End:
+        """The sender's End. Raises TransferError when it does not come in time: within the bound of a write,
+        and of silence once the room is closed."""
+        poller = select.poll()
+        poller.register(sock, select.POLLIN)
+        deadline = time.monotonic() + self._bounds.write_s
+        while not poller.poll(100):
+            if grant.revoked:
+                deadline = min(deadline, time.monotonic() + self._bounds.silence_s)
+            if time.monotonic() > deadline:
+                raise TransferError("the peer does not say that its write is over")
+        end = receive_frame(sock)
+        if not isinstance(end, End):
+            raise TransferError("expected an End")
+        return end
+
+    def _see_staged(self, sock: socket.socket, station: _Station, grant: Grant) -> None:
+        landed = False
+        try:
+            with self._lock:
+                if station.stopped:
+                    raise TransferError("Mooncake was started anew")
+                stage = station.stages.take()
+            send_frame(sock, Granted(stage=stage.ptr))
+            landed = self._scatter_all(sock, stage, grant)
+        finally:
+            self._rooms.finish(grant, landed=landed)
+        if not landed:
+            raise TransferError("the peer's write failed")
+        station.stages.give_back(stage)  # only now: nobody writes to it any more
+        send_frame(sock, Ended())
+
+    def _scatter_all(self, sock: socket.socket, stage: _Stage, grant: Grant) -> bool:
+        """Put what arrives in the staging buffer where it belongs; whether all of it came."""
+        region, done = self._regions[grant.group], 0
+        while isinstance(frame := receive_frame(sock), Staged):
+            end = done + frame.count
+            if frame.half not in (0, 1) or not done < end <= len(grant.pages):
+                raise TransferError("the peer staged pages that it did not announce")
+            if frame.count * region.page_bytes > _HALF_BYTES:
+                raise TransferError("the peer staged more than the buffer holds")
+            if grant.revoked:
+                raise TransferError("the room was closed during a write")
+            source, at = stage.ptr + frame.half * _HALF_BYTES, 0
+            for host in region.from_host(grant.pages[done:end]):
+                count = len(host.pages)
+                copy_pages(source, np.arange(at, at + count), host.ptr, host.pages, region.page_bytes)
+                at += count
+            done = end
+            send_frame(sock, Ended())
+        return isinstance(frame, End) and frame.landed and done == len(grant.pages)
+
+    def _stop(self, station: _Station) -> None:
+        """After this nothing that was written through this station can land. Idempotent."""
+        with self._lock:
+            if not station.stopped:
+                log.warning("stopping Mooncake's engine: a write in progress cannot be waited for")
+                self._halt()
+
+    def _halt(self) -> None:
+        """Under the lock, on the current station."""
+        self._station.stopped = True
+        self._station.engine.close()
+        for sock in self._station.peers:
+            hang_up(sock)
+
+
+class MooncakeSender(PeerSender):
+    """SenderTransport over Mooncake."""
+
+    def __init__(self, regions: PoolRegion, bounds: Bounds, interface: str) -> None:
+        """Raises ConfigError when Mooncake or the interface cannot be had."""
+        super().__init__(regions, bounds)
+        self._engine = MooncakeEngine(interface, bounds.silence_s)
+        for region in regions.values():
+            self._engine.register(region.ptr, region.nbytes)
+        self._stages = _Stages(self._engine)
+
+    def _connect(self, endpoint: TransferEndpoint) -> socket.socket:
+        theirs = endpoint.params.get("protocol")
+        if theirs != self._engine.protocol:
+            raise TransferError(f"Mooncake speaks {self._engine.protocol} here and {theirs} there")
+        return connected_socket(endpoint.address, self._bounds)
+
+    def _move(self, granted: GrantedWrite) -> None:
+        if _is_direct(granted.region):
+            self._move_direct(granted)
+        else:
+            self._move_staged(granted)
+
+    def _move_direct(self, granted: GrantedWrite) -> None:
+        size, write = granted.region.page_bytes, granted.write
+        theirs = granted.channel.pools.groups[write.group].ptr
+        runs = coalesce(write.src_pages, write.dst_pages)
+        try:
+            self._engine.write(
+                granted.channel.pools.session,
+                (granted.region.ptr + runs.src * size).tolist(),
+                (theirs + runs.dst * size).tolist(),
+                (runs.length * size).tolist(),
+            )
+        except TransferError as error:
+            raise Uncertain(str(error)) from None
+
+    def _move_staged(self, granted: GrantedWrite) -> None:
+        region, pages, channel = granted.region, granted.write.src_pages, granted.channel
+        stage = self._stages.take()
+        per_half = _HALF_BYTES // region.page_bytes
+        half = unconfirmed = 0
+        for first in range(0, len(pages), per_half):
+            if unconfirmed == 2:  # the half to be written next is still being scattered
+                channel.expect_ended()
+                unconfirmed -= 1
+            offset, at = half * _HALF_BYTES, 0
+            for host in region.to_host(pages[first : first + per_half]):
+                count = len(host.pages)
+                target = np.arange(at, at + count)
+                copy_pages(host.ptr, host.pages, stage.ptr + offset, target, region.page_bytes)
+                at += count
+            nbytes = at * region.page_bytes
+            self._engine.write(
+                channel.pools.session, [stage.ptr + offset], [granted.grant.stage + offset], [nbytes]
+            )
+            send_frame(channel.sock, Staged(at, half))
+            half, unconfirmed = 1 - half, unconfirmed + 1
+        for _ in range(unconfirmed):
+            channel.expect_ended()
+        self._stages.give_back(stage)
+
+
+def _is_direct(region: GroupRegion) -> bool:
+    return region.page_bytes >= _DIRECT_BYTES

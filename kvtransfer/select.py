@@ -1,0 +1,138 @@
+"""Which backends a worker offers or can use, and the one a pair of workers takes.
+
+Decode opens every backend that its machine has and lists the endpoints in every KVTarget, best first: shared
+memory, then RDMA, then plain TCP. Prefill takes the first that works for it. `--kv-transfer-backend` on
+either side narrows that side to one; Mooncake over TCP is only taken when it is named, because the plain
+tcp backend is faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvtransfer import mooncake, shm, tcp
+from kvtransfer.pages import PageWrite
+from kvtransfer.receiver import PoolReceiver
+from kvtransfer.region import PoolRegion
+from kvtransfer.rooms import RoomTable
+from kvtransfer.transport import Bounds, ReceiverTransport, SenderTransport
+from wire.errors import ConfigError, TransferError
+from wire.messages import KVTarget, TransferEndpoint
+from wire.records import GroupLayout
+
+AUTO = "auto"
+BACKENDS = (shm.BACKEND, mooncake.BACKEND, tcp.BACKEND)  # best first
+
+
+def check_backend(name: str) -> str:
+    """`name`, if it is one of BACKENDS or "auto". Raises ConfigError listing them."""
+    if name not in (AUTO, *BACKENDS):
+        valid = ", ".join((AUTO, *BACKENDS))
+        raise ConfigError("kv_transfer_backend", f"there is no backend {name!r}", f"use one of: {valid}")
+    return name
+
+
+def check_layouts(mine: tuple[GroupLayout, ...], theirs: tuple[GroupLayout, ...]) -> None:
+    """Whether two workers may exchange pages. Raises ConfigError naming the first thing that differs."""
+    ours, peers = {group.name: group for group in mine}, {group.name: group for group in theirs}
+    if ours.keys() != peers.keys():
+        problem = f"the workers have different KV groups: {sorted(ours)} and {sorted(peers)}"
+        raise ConfigError("model", problem, "serve the same model on both")
+    remedies = {
+        "page_size": "set the same page_size on prefill and decode workers",
+        "dtype": "set the same dtype on prefill and decode workers",
+        "tile_order": "set the same attention backend on prefill and decode workers",
+        "kind": "serve the same model on both",
+        "shape": "serve the same model with the same tensor parallel size on both",
+        "page_bytes": "serve the same model on both",
+    }
+    for name, group in ours.items():
+        for key, remedy in remedies.items():
+            here, there = getattr(group, key), getattr(peers[name], key)
+            if here != there:
+                raise ConfigError(key, f"KV group {name} has {here} here and {there} there", remedy)
+
+
+def open_receiver(
+    regions: PoolRegion, backend: str = AUTO, interface: str = "127.0.0.1", bounds: Bounds | None = None
+) -> PoolReceiver:
+    """Open a decode worker's pools. Raises ConfigError when the named backend cannot be had here."""
+    check_backend(backend)
+    bounds = bounds or Bounds()
+    rooms = RoomTable()
+    transports: list[ReceiverTransport] = []
+    try:
+        if backend == shm.BACKEND or (backend == AUTO and shm.possible(regions)):
+            transports.append(shm.ShmReceiver(regions, rooms, bounds))
+        if backend == mooncake.BACKEND or (backend == AUTO and mooncake.has_rdma()):
+            transports.append(mooncake.MooncakeReceiver(regions, rooms, bounds, interface))
+        if backend in (tcp.BACKEND, AUTO):
+            transports.append(tcp.TcpReceiver(regions, rooms, bounds, interface))
+    except ConfigError:
+        for transport in transports:
+            transport.close()
+        raise
+    return PoolReceiver(regions, rooms, transports)
+
+
+class PoolSender:
+    """SenderTransport over every backend this worker can use: each write goes by its endpoint's."""
+
+    def __init__(self, transports: Mapping[str, SenderTransport], host: str) -> None:
+        """Owns the transports. `host` is `wire.host.host_identity()`."""
+        self._transports = transports
+        self._host = host
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """Names, for the worker record."""
+        return tuple(self._transports)
+
+    def choose(self, target: KVTarget) -> TransferEndpoint:
+        """The first of the target's endpoints that works from here. Raises TransferError when none does."""
+        for endpoint in target.endpoints:
+            if endpoint.backend not in self._transports:
+                continue
+            if endpoint.backend == shm.BACKEND and target.host != self._host:
+                continue
+            return endpoint
+        offered = ", ".join(endpoint.backend for endpoint in target.endpoints) or "nothing"
+        where = "on this host" if target.host == self._host else "on another host"
+        raise TransferError(
+            f"decode worker {target.decode} {where} offers {offered}; this worker can use "
+            f"{', '.join(self._transports)}"
+        )
+
+    def write(self, endpoint: TransferEndpoint, write: PageWrite) -> int:
+        """See SenderTransport."""
+        return self._transports[endpoint.backend].write(endpoint, write)
+
+    def drain(self, endpoint: TransferEndpoint) -> None:
+        """See SenderTransport."""
+        if endpoint.backend in self._transports:
+            self._transports[endpoint.backend].drain(endpoint)
+
+    def close(self) -> None:
+        """See SenderTransport."""
+        for transport in self._transports.values():
+            transport.close()
+
+
+def open_sender(
+    regions: PoolRegion,
+    host: str,
+    backend: str = AUTO,
+    interface: str = "127.0.0.1",
+    bounds: Bounds | None = None,
+) -> PoolSender:
+    """A prefill worker's way out. Raises ConfigError when the named backend cannot be had here."""
+    check_backend(backend)
+    bounds = bounds or Bounds()
+    transports: dict[str, SenderTransport] = {}
+    if backend in (shm.BACKEND, AUTO):
+        transports[shm.BACKEND] = shm.ShmSender(regions, bounds)
+    if backend == mooncake.BACKEND or (backend == AUTO and mooncake.has_rdma()):
+        transports[mooncake.BACKEND] = mooncake.MooncakeSender(regions, bounds, interface)
+    if backend in (tcp.BACKEND, AUTO):
+        transports[tcp.BACKEND] = tcp.TcpSender(regions, bounds)
+    return PoolSender(transports, host)

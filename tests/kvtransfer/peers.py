@@ -1,0 +1,111 @@
+"""Pools with known bytes, and a prefill worker's transfer half in a real process of its own (spawned)."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvcache.buffers import allocate_private, allocate_shared
+from kvtransfer.pages import PageIds, PageWrite
+from kvtransfer.receiver import PoolReceiver
+from kvtransfer.region import GroupRegion
+from kvtransfer.select import open_receiver, open_sender
+from kvtransfer.transport import Bounds
+from wire.errors import TransferError
+from wire.host import host_identity
+from wire.messages import TransferEndpoint
+
+SHORT = Bounds(connect_s=2.0, silence_s=2.0, write_s=20.0)
+_SPAWN = multiprocessing.get_context("spawn")
+
+
+def pool(num_pages: int, page_bytes: int, seed: int | None = None, staged: bool = False) -> GroupRegion:
+    """Private pages: random with a seed, else zero."""
+    tensor = allocate_private(num_pages * page_bytes).tensor.view(num_pages, page_bytes)
+    if seed is not None:
+        tensor.copy_(torch.from_numpy(np.random.default_rng(seed).integers(0, 256, tensor.shape, np.uint8)))
+    return GroupRegion(tensor, staged=staged)
+
+
+@contextmanager
+def receiving(
+    backend: str, num_pages: int, page_bytes: int, bounds: Bounds = SHORT, staged: bool = False
+) -> Iterator[tuple[PoolReceiver, torch.Tensor]]:
+    """A decode worker's open pool "full" and its bytes."""
+    with allocate_shared(num_pages * page_bytes) as buffer:
+        tensor = buffer.tensor.view(num_pages, page_bytes)
+        region = GroupRegion(tensor, fd=buffer.fd, staged=staged)
+        receiver = open_receiver({"full": region}, backend, bounds=bounds)
+        try:
+            yield receiver, tensor
+        finally:
+            receiver.close()
+
+
+class SenderProcess:
+    """A process with a pool of `num_pages` random pages (by seed) that writes what it is told to."""
+
+    def __init__(self, backend: str, num_pages: int, page_bytes: int, seed: int) -> None:
+        self.pages = pool(num_pages, page_bytes, seed).tensor
+        self._conn, theirs = _SPAWN.Pipe()
+        args = (theirs, backend, num_pages, page_bytes, seed)
+        self.process: BaseProcess = _SPAWN.Process(target=_sender_main, args=args, daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def start(self, endpoint: TransferEndpoint, write: PageWrite, times: int = 1) -> None:
+        """Begin to write, `times` over."""
+        self._conn.send((endpoint, write, times))
+
+    def outcome(self, timeout_s: float = 30.0) -> int:
+        """Bytes of what was started. Raises its TransferError."""
+        assert self._conn.poll(timeout_s), "the sender does not answer"
+        answer: Any = self._conn.recv()
+        if isinstance(answer, str):
+            raise TransferError(answer)
+        assert isinstance(answer, int)
+        return answer
+
+    def write(self, endpoint: TransferEndpoint, write: PageWrite) -> int:
+        """Write and wait."""
+        self.start(endpoint, write)
+        return self.outcome()
+
+    def close(self) -> None:
+        """End it, stopped or not."""
+        self.process.kill()
+        self.process.join(10)
+        self.process.close()
+        self._conn.close()
+
+    def __enter__(self) -> SenderProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _sender_main(conn: Connection, backend: str, num_pages: int, page_bytes: int, seed: int) -> None:
+    regions = {"full": pool(num_pages, page_bytes, seed)}
+    sender = open_sender(regions, host_identity(), backend, bounds=SHORT)
+    while True:
+        try:
+            endpoint, write, times = conn.recv()
+        except EOFError:
+            return
+        try:
+            conn.send(sum(sender.write(endpoint, write) for _ in range(times)))
+        except TransferError as error:
+            conn.send(str(error))
+
+
+def permuted(rng: np.random.Generator, num_pages: int, count: int) -> PageIds:
+    """`count` different pages, never the scratch page 0."""
+    return rng.permutation(np.arange(1, num_pages))[:count].astype(np.int64)
