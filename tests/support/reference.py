@@ -1,0 +1,71 @@
+"""What transformers.generate says: the oracle of every token-exact test."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.support.tiny_models import make_tiny
+
+MIN_MARGIN = 1e-4
+"""Between the best and the second logit of every step. Below it, float32 sums in another order may decide."""
+
+
+@functools.lru_cache(maxsize=8)
+def reference_model(path: Path, stamp: int) -> Any:
+    """The model as transformers runs it (sdpa), float32, never stopping at eos. `stamp` keys the cache."""
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+    )
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model.eval()
+
+
+@functools.lru_cache(maxsize=512)
+def _generate(path: Path, stamp: int, prompt: tuple[int, ...], n: int) -> tuple[tuple[int, ...], float]:
+    ids = torch.tensor([prompt])
+    out = reference_model(path, stamp).generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=n,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    best = torch.cat(out.logits).float().topk(2, dim=-1).values
+    tokens = tuple(out.sequences[0, len(prompt) :].tolist())
+    assert len(tokens) == n
+    return tokens, float((best[:, 0] - best[:, 1]).min())
+
+
+def reference_generate(path: Path, prompt_ids: Sequence[int], n: int) -> tuple[list[int], float]:
+    """(n greedy tokens after `prompt_ids`, smallest margin of a step). Cached by content and prompt."""
+    stamp = (path / "model.safetensors").stat().st_mtime_ns
+    tokens, margin = _generate(path, stamp, tuple(prompt_ids), n)
+    return list(tokens), margin
+
+
+def draw_model(
+    family: str, directory: Path, seed: int, prompts: Sequence[Sequence[int]], n: int = 64
+) -> tuple[Path, list[list[int]]]:
+    """A tiny model whose greedy answers to `prompts` are decided clearly, and those answers.
+
+    Clearly: every margin is at least MIN_MARGIN, and n tokens hold at least n / 4 different ones. A seed
+    that does not give that is skipped, aloud.
+    """
+    for candidate in range(seed, seed + 50):
+        path = make_tiny(family, directory, candidate)
+        answers = [reference_generate(path, prompt, n) for prompt in prompts]
+        unclear = min(margin for _, margin in answers) < MIN_MARGIN
+        dull = min(len(set(tokens)) for tokens, _ in answers) < n // 4
+        if not unclear and not dull:
+            return path, [tokens for tokens, _ in answers]
+        why = "margin" if unclear else "too few distinct tokens"
+        print(f"{family}: seed {candidate} redrawn ({why})")  # noqa: T201
+    raise AssertionError(f"no clear {family} model in 50 seeds")
