@@ -37,9 +37,10 @@ class AttentionBackend(Protocol):
         """Write the new tokens' K and V to the batch's out_slots, THEN attend over each sequence's pages.
 
         layer: the model's layer number, also its place in a page (the group holds every layer). q: [T, query
-        heads, head_dim]; k_new, v_new: [T, KV heads, head_dim]; their last dimension is contiguous, the others
-        are strided as the model left them. out: [T, query heads, head_dim], contiguous, filled in place. Query i of a sequence sees its context up to and
-        including itself. Writing and attending are one call, so that a backend can make them one op.
+        heads, head_dim]; k_new, v_new: [T, KV heads, head_dim]; their last dimension is contiguous, the rest
+        strided as the model left them. out: [T, query heads, head_dim], contiguous, filled in place. Query i
+        of a sequence sees its context up to and including itself. Writing and attending are one call, so
+        that a backend can make them one op.
         """
         ...
 
