@@ -82,7 +82,7 @@ class Admission:
 
     def _admit(self, req: Req) -> bool:
         claim = self._claim
-        if claim is not None and not req.resumed and _before(claim, req):
+        if claim is not None and not req.resumed and _before(claim, req) and not self._roster.is_alone():
             return False
         # The last token must be computed to sample the next, unless its successor is known.
         if self._take(req, req.prefill_len if req.is_bare else req.prefill_len - 1):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.common import release_kv_cache
+from kvcache.common import alloc_token_slots, release_kv_cache
 from kvcache.memory import Memory
 from kvcache.radix_key import RadixKey
 from scheduler.deferred import DeferredFrees
@@ -48,27 +48,20 @@ class Pages:
         if self.free_tokens() < wanted + spare or not self._pool.available_size():
             cache.dec_lock_ref(match.last_device_node)
             return False
-        fresh = self._allocate(wanted)
+        fresh = alloc_token_slots(self.memory, wanted)
         assert fresh is not None, "free and evictable tokens were counted, yet cannot be had"
         rows = self._pool.alloc(1)
         assert rows is not None, "a free row was counted, yet cannot be had"
         row = req.req_pool_idx = rows[0]
         self._req_to_token[row, :prefix] = match.device_indices
-        self._req_to_token[row, prefix:total] = fresh[: total - prefix]
+        # Rows name every slot of a page taken, used or not: decode steps inside a page then write none.
+        end = min(prefix + wanted, self._pool.max_context_len)
+        self._req_to_token[row, prefix:end] = fresh[: end - prefix]
         req.last_node = match.last_device_node
         req.prefix_indices = match.device_indices
         req.cache_protected_len = req.kv_committed_len = req.scheduled_len = prefix
-        req.kv_allocated_len = total
+        req.kv_allocated_len = end
         return True
-
-    def _allocate(self, tokens: int) -> npt.NDArray[np.int64] | None:
-        if tokens == 0:
-            return EMPTY_SLOTS
-        allocator = self.memory.allocator
-        short = tokens - allocator.available_size()
-        if short > 0:
-            self.memory.cache.evict(short)
-        return allocator.alloc(tokens)
 
     def grow(self, running: RunningBatch) -> bool:
         """Give every lane at a page border its next page. False, and nothing taken, when short."""
@@ -76,7 +69,7 @@ class Pages:
         if not len(lanes):
             return True
         page_size = self.page_size
-        slots = self._allocate(len(lanes) * page_size)
+        slots = alloc_token_slots(self.memory, len(lanes) * page_size)
         if slots is None:
             return False
         lens = running.lens[lanes]
@@ -95,23 +88,23 @@ class Pages:
 
     # -- caching and giving back -------------------------------------------------------------------
 
-    def cache_prefix(self, req: Req, last_launch: int) -> None:
+    def cache_prefix(self, req: Req, last_launch: int, chunked: bool = False) -> None:
         """Put the request's committed pages into the tree and lock them there.
 
         Duplicates of pages that another request cached first are freed; a forward that is still out may
         read them (it was built with the old page table), so then they wait for it.
         """
         if req.in_flight == 0:
-            self.memory.cache.cache_unfinished_req(req)
+            self.memory.cache.cache_unfinished_req(req, chunked)
             return
         allocator = self.memory.allocator
         allocator.free_group_begin()
-        self.memory.cache.cache_unfinished_req(req)
+        self.memory.cache.cache_unfinished_req(req, chunked)
         self.deferred.hold(allocator.free_group_take(), last_launch)
 
     def cut_points(self, req: Req, total: int) -> tuple[int, ...]:
         """Lengths below `total` at which the cache wants a forward of this request to end."""
-        return tuple(self.memory.cache.cut_points(req, total))
+        return self.memory.cache.cut_points(req, total)
 
     def slots(self, req: Req, total: int) -> npt.NDArray[np.int32]:
         """Slots of the request's first `total` tokens, a view."""
@@ -131,10 +124,6 @@ class Pages:
         self._pool.free(req.req_pool_idx)
         req.forget_memory()
         return pages
-
-    def free_pages(self, pages: npt.NDArray[np.int64]) -> None:
-        """Free pages that belonged to no request."""
-        self.memory.allocator.free_page_ids(pages)
 
     def private_pages(self, req: Req) -> npt.NDArray[np.int64]:
         """Pages that this request holds outside the tree."""

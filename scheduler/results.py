@@ -76,7 +76,7 @@ class Results:
 
     def _chunk(self, chunk: Chunk) -> None:
         if self._roster.landed(chunk.req):
-            self._commit(chunk.req, chunk.end)
+            self._commit(chunk.req, chunk.end, chunked=True)
             self._policy.on_chunk(chunk.req)
 
     def _last_chunk(self, chunk: Chunk, token: int, logprobs: TokenLogprobs | None) -> None:
@@ -94,9 +94,9 @@ class Results:
             self._commit(chunk.req, chunk.end)
             self.prefilled(chunk.req)
 
-    def _commit(self, req: Req, end: int) -> None:
+    def _commit(self, req: Req, end: int, chunked: bool = False) -> None:
         req.kv_committed_len = end
-        self._roster.pages.cache_prefix(req, self.last_launch)
+        self._roster.pages.cache_prefix(req, self.last_launch, chunked)
         if req.running_index >= 0:  # its pages may be another request's now
             self._roster.running.set_pages(req, self._roster.pages.slots(req, end))
 

@@ -30,7 +30,6 @@ class Roster:
         self.chunked: Req | None = None  # the one request whose prefill is under way, forwards left to launch
         self.live: dict[tuple[int, int], Req] = {}  # (room, epoch) -> not DONE
         self.leaving: dict[int, Req] = {}  # room-independent id -> closing when its forwards have landed
-        self.quarantined: set[int] = set()  # pages of cancelled reservations
 
     # -- views -------------------------------------------------------------------------------------
 
@@ -52,11 +51,10 @@ class Roster:
         return {req.req_pool_idx for req in everyone if req.req_pool_idx is not None}
 
     def held_pages(self) -> npt.NDArray[np.int64]:
-        """Pages that are neither free nor the tree's."""
+        """Pages outside the tree that requests hold, or that wait for a forward to land."""
         everyone = (*self.live.values(), *self.leaving.values())
         private = map(self.pages.private_pages, {id(req): req for req in everyone}.values())
-        quarantined = np.array(sorted(self.quarantined), dtype=np.int64)
-        return np.concatenate([self.pages.deferred.pages(), quarantined, *private])
+        return np.concatenate([self.pages.deferred.pages().astype(np.int64), *private])
 
     # -- changing hands ----------------------------------------------------------------------------
 

@@ -41,6 +41,7 @@ class RunningBatch:
         tokens = req.fill_ids
         known = len(tokens) > req.scheduled_len
         self.next_ids[lane] = tokens[req.scheduled_len] if known else UNKNOWN_TOKEN
+        self.page_table[lane] = 0
         self.set_pages(req, slots)
 
     def set_pages(self, req: Req, slots: npt.NDArray[np.integer]) -> None:
@@ -57,8 +58,7 @@ class RunningBatch:
             moved.running_index = lane
             for array in (self.rows, self.lens, self.limits, self.next_ids):
                 array[lane] = array[last]
-            used = -(-int(self.lens[last]) // self.page_size)
-            self.page_table[lane, :used] = self.page_table[last, :used]
+            self.page_table[lane] = self.page_table[last]
         self.reqs.pop()
         req.running_index = -1
 

@@ -130,21 +130,14 @@ class Scheduler:
         return True
 
     def cancel_reservation(self, req: Req) -> npt.NDArray[np.int64]:
-        """Decode: the transfer is off. Row and lock are given back; the page ids are returned, quarantined.
+        """Decode: the transfer is off. Row and lock are given back; the page ids are returned, still taken.
 
-        A peer may still write them: end_quarantine(pages) once the transport's fence has passed.
+        A peer may still write them: they go to `memory.quarantine` until the transport's fence has passed.
         """
         assert req.state is ReqState.RESERVED, f"{req} is not reserved"
         pages = self._pages.split_reservation(req)
         self._roster.end(req)
-        self._roster.quarantined.update(pages.tolist())
         return pages
-
-    def end_quarantine(self, pages: npt.NDArray[np.int64]) -> None:
-        """Nobody can write these pages any more."""
-        assert self._roster.quarantined.issuperset(pages.tolist()), "a page is not in quarantine"
-        self._roster.quarantined.difference_update(pages.tolist())
-        self._pages.free_pages(pages)
 
     def add_transferred(self, req: Req, first_token: int, logprobs: TokenLogprobs | None = None) -> None:
         """Decode: every reserved page has landed, and prefill sampled `first_token`.
@@ -289,6 +282,4 @@ class Scheduler:
 
     def check_memory(self) -> MemoryReport:
         """Balance every pool against everything this scheduler holds. Raises AssertionError on a leak."""
-        return self._memory.check_memory(
-            held_pages=self._roster.held_pages(), held_rows=self._roster.held_rows()
-        )
+        return self._memory.check_memory(self._roster.held_pages().tolist(), self._roster.held_rows())

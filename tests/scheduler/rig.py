@@ -1,0 +1,206 @@
+"""A scheduler over real memory and the fake engine, with everything watched that could go wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from engine.batch import BatchResult, Engine, ForwardBatch, Pending
+from engine.fake import FakeEngine, fake_generate, fake_spec
+from engine.spec import ModelSpec
+from kvcache.config import CacheConfig
+from kvcache.memory import Memory, build_memory
+from scheduler.policy import AfterPrefill
+from scheduler.req import Req, RequestLimits
+from scheduler.scheduler import Scheduler, SchedulerConfig
+from wire.messages import FinishReason, GenerateRequest, RejectKind, SamplingParams, TokenLogprobs
+
+VOCAB = 499
+EOS = tuple(range(5, VOCAB, 12))
+"""So many that random output runs into one soon."""
+DEFAULT = SchedulerConfig(model="m", max_running_requests=8)
+
+
+class Recorder:
+    """A NodePolicy that remembers, and objects to a token that comes twice, early or late."""
+
+    def __init__(self, after: AfterPrefill = AfterPrefill.DECODE) -> None:
+        self.after = after
+        self.outputs: dict[int, list[int]] = {}
+        self.finished: dict[int, FinishReason] = {}
+        self.failed: dict[int, tuple[RejectKind, str]] = {}
+        self.prefilled: list[Req] = []
+        self.chunk_ends: dict[int, list[int]] = {}
+        self.logprobs: dict[int, list[TokenLogprobs]] = {}
+
+    def on_chunk(self, req: Req) -> None:
+        assert len(req.prefix_indices) == req.kv_committed_len
+        self.chunk_ends.setdefault(req.room, []).append(req.kv_committed_len)
+
+    def on_prefilled(self, req: Req) -> AfterPrefill:
+        self.prefilled.append(req)
+        return self.after
+
+    def on_tokens(
+        self,
+        req: Req,
+        start: int,
+        tokens: list[int],
+        logprobs: list[TokenLogprobs] | None,
+        finish: FinishReason | None,
+    ) -> None:
+        assert req.room not in self.finished, "tokens after the last"
+        known = self.outputs.setdefault(req.room, list(req.request.forced))
+        assert start == len(known), "a token was lost or came twice"
+        known.extend(tokens)
+        if logprobs is not None:
+            assert len(logprobs) == len(tokens)
+            self.logprobs.setdefault(req.room, []).extend(logprobs)
+        if finish is not None:
+            self.finished[req.room] = finish
+
+    def on_failed(self, req: Req, why: RejectKind, message: str) -> None:
+        assert req.room not in self.failed
+        self.failed[req.room] = (why, message)
+
+
+@dataclass
+class _Watched:
+    """A Pending that tells when its pages are no longer in use."""
+
+    pending: Pending
+    landed: Callable[[], None]
+
+    def result(self, timeout_s: float) -> BatchResult:
+        try:
+            return self.pending.result(timeout_s)
+        finally:
+            self.landed()
+
+
+class WatchedEngine:
+    """Knows which pages launched forwards touch, and can be told to fail."""
+
+    def __init__(self, inner: Engine) -> None:
+        self.inner = inner
+        self.spec: ModelSpec = inner.spec
+        self.in_flight: dict[int, set[int]] = {}
+        self.launches = 0
+        self.batches: list[ForwardBatch] = []
+        self.fail_launch: int | None = None
+
+    def launch(self, batch: ForwardBatch) -> Pending:
+        self.launches += 1
+        number = self.launches
+        if number == self.fail_launch:  # pages beyond any pool: the forward raises
+            batch = replace(batch, out_slots=batch.out_slots + 10**9)
+        self.in_flight[number] = set(batch.page_table.ravel().tolist()) - {0}
+        self.batches.append(batch)
+        return _Watched(self.inner.launch(batch), lambda: self.in_flight.pop(number, None) and None)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+@dataclass
+class Rig:
+    """One worker's scheduler. `expected` is what each room must end with."""
+
+    page_size: int = 16
+    pool_tokens: int = 1024
+    max_context: int = 256
+    pre_alloc: int = 0
+    engine_overlap: bool = False
+    config: SchedulerConfig = DEFAULT
+    after: AfterPrefill = AfterPrefill.DECODE
+    eos: tuple[int, ...] = ()
+    prefix_cache: str = "radix"
+
+    def __post_init__(self) -> None:
+        spec = fake_spec(vocab_size=VOCAB, eos_token_ids=self.eos, max_position=self.max_context)
+        self.memory: Memory = build_memory(
+            CacheConfig(
+                page_size=self.page_size,
+                total_tokens=self.pool_tokens,
+                max_running_requests=self.config.max_running_requests,
+                max_context_len=min(self.max_context, self.pool_tokens),
+                pre_alloc_size=self.pre_alloc,
+                prefix_cache=self.prefix_cache,
+            ),
+            spec.groups,
+        )
+        self.pool = self.memory.kv_cache
+        self.engine = WatchedEngine(FakeEngine(spec, self.pool, overlap=self.engine_overlap))
+        self.policy = Recorder(self.after)
+        self.scheduler = Scheduler(self.memory, self.engine, self.policy, self.config)
+        self.limits = RequestLimits(10_000, VOCAB, self.eos)
+        self.expected: dict[int, list[int]] = {}
+        self.rooms = 0
+
+    def req(
+        self, prompt: Sequence[int], max_new: int = 8, forced: int = 0, priority: int = 0, **sampling: object
+    ) -> Req:
+        """A request whose outputs the oracle knows; `forced` of them are given as input."""
+        self.rooms += 1
+        params = SamplingParams(max_new_tokens=max_new, **sampling)  # type: ignore[arg-type]
+        outputs = fake_generate(prompt, max_new, VOCAB)
+        stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.eos))
+        for i, token in enumerate(outputs):
+            if token in stops and i >= max(params.min_tokens, forced):
+                outputs = outputs[: i + 1]
+                break
+        self.expected[self.rooms] = outputs
+        request = GenerateRequest(
+            request_id=str(self.rooms),
+            room=self.rooms,
+            epoch=1,
+            prompt=np.asarray(prompt, dtype="<i4").tobytes(),
+            sampling=params,
+            forced=tuple(outputs[:forced]),
+            priority=priority,
+        )
+        return Req.from_request(request, "m", self.limits)
+
+    def add(self, prompt: Sequence[int], max_new: int = 8, **more: object) -> Req:
+        req = self.req(prompt, max_new, **more)  # type: ignore[arg-type]
+        self.scheduler.add(req)
+        return req
+
+    def step(self) -> bool:
+        worked = self.scheduler.step()
+        self.check()
+        return worked
+
+    def check(self) -> None:
+        """Every pool balances, and no page is free that a launched forward touches."""
+        self.scheduler.check_memory()
+        free = set(self.memory.allocator.free_pages.tolist())
+        for pages in self.engine.in_flight.values():
+            assert not free & pages, "a page is free while a launched forward can touch it"
+
+    def run(self, limit: int = 5000) -> int:
+        """Step until idle; the number of steps."""
+        steps = 0
+        while not self.scheduler.idle:
+            assert self.step(), "a step did nothing though the scheduler is not idle"
+            steps += 1
+            assert steps < limit, "no end in sight"
+        return steps
+
+    def assert_outputs(self, *skip: int) -> None:
+        """Every room but `skip` has finished with exactly what the oracle says."""
+        for room, tokens in self.expected.items():
+            if room not in skip:
+                assert self.policy.outputs.get(room) == tokens, f"room {room}"
+                assert room in self.policy.finished
+
+    def close(self) -> None:
+        """Nothing may be held any more; the engine's thread ends."""
+        self.check()
+        report_free = self.memory.allocator.available_size() + self.memory.cache.evictable_size()
+        assert report_free == self.memory.total_tokens, "something is still held or locked"
+        assert self.memory.req_to_token_pool.available_size() == self.memory.req_to_token_pool.size
+        self.engine.close()
+        self.memory.close()

@@ -1,0 +1,126 @@
+"""Who is admitted when: order, growth, fairness, retraction."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from scheduler.retraction import pick_victim
+from scheduler.scheduler import SchedulerConfig
+from tests.scheduler.rig import Rig
+
+CONFIG = SchedulerConfig(model="m", max_running_requests=8)
+
+
+def test_priority_then_first_come() -> None:
+    rig = Rig(config=replace(CONFIG, max_running_requests=1))
+    reqs = [rig.add(range(i, i + 20), 2, priority=p) for i, p in enumerate((0, 1, 0, 2))]
+    rig.run()
+    order = [req.room for req in rig.policy.prefilled]
+    assert order == [reqs[3].room, reqs[1].room, reqs[0].room, reqs[2].room]
+    rig.assert_outputs()
+    rig.close()
+
+
+def test_admission_keeps_room_for_growth() -> None:
+    """Two requests whose prompts fit together but whose outputs do not: the second waits."""
+    rig = Rig(pool_tokens=160, config=CONFIG)
+    first, second = rig.add(range(40), 60), rig.add(range(50, 90), 60)
+    rig.step()
+    assert first.req_pool_idx is not None
+    assert second.req_pool_idx is None
+    rig.run()
+    assert rig.scheduler.metrics.retracted == 0
+    rig.assert_outputs()
+    rig.close()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_retraction_repeats_and_loses_nothing(page_size: int, depth: int) -> None:
+    config = replace(CONFIG, decode_reserve_tokens=0, overlap_depth=depth)
+    rig = Rig(page_size=page_size, pool_tokens=160, config=config)
+    for start in range(3):
+        rig.add(range(start, start + 40), 60)
+    rig.run()
+    assert rig.scheduler.metrics.retracted > 0
+    rig.assert_outputs()
+    rig.close()
+
+
+def test_retracted_resume_before_others() -> None:
+    rig = Rig(pool_tokens=128, config=replace(CONFIG, decode_reserve_tokens=0))
+    rig.add(range(32), 40)
+    rig.add(range(40, 72), 40)
+    while rig.scheduler.metrics.retracted == 0:
+        rig.step()
+    rig.add(range(80, 90), 2, priority=9)
+    head = rig.scheduler._roster.waiting.head
+    assert head is not None
+    assert head.resumed
+    rig.run()
+    rig.assert_outputs()
+    rig.close()
+
+
+def test_victim_has_fewest_outputs_then_longest_input() -> None:
+    rig = Rig()
+    short, long, rich = rig.req(range(10)), rig.req(range(20)), rig.req(range(30))
+    rich.output_ids.append(1)
+    assert pick_victim([short, long, rich]) is long
+    assert pick_victim([short, rich]) is short
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_the_largest_is_not_starved_by_small_ones(depth: int) -> None:
+    """Small requests never stop coming; the large one still gets in once those before it have ended."""
+    rig = Rig(pool_tokens=256, config=replace(CONFIG, overlap_depth=depth, max_running_requests=16))
+    for i in range(8):
+        rig.add(range(i, i + 20), 10)
+    large = rig.add(range(200), 40)
+    admitted = None
+    for step in range(200):
+        rig.add([step % 90, *range(18)], 10)
+        rig.step()
+        if large.req_pool_idx is not None:
+            admitted = step
+            break
+    assert admitted is not None
+    assert admitted < 40
+    rig.run()
+    rig.assert_outputs()
+    rig.close()
+
+
+def test_a_refused_reservation_holds_back_younger_requests() -> None:
+    rig = Rig(pool_tokens=256, pre_alloc=4, config=CONFIG)
+    for i in range(6):
+        rig.add(range(i, i + 20), 10)
+    rig.step()
+    large = rig.req(range(200), 20)
+    for step in range(60):
+        if rig.scheduler.reserve(large):
+            break
+        rig.add([step % 90, *range(18)], 10)
+        rig.step()
+    assert large.req_pool_idx is not None
+    rig.memory.quarantine(rig.scheduler.cancel_reservation(large), "large")
+    rig.memory.release_quarantine("large")
+    rig.run()
+    rig.assert_outputs(large.room)
+    rig.close()
+
+
+def test_load_counts_growth() -> None:
+    rig = Rig(pool_tokens=512, pre_alloc=3, config=CONFIG)
+    assert rig.scheduler.load().headroom_tokens == 512
+    assert rig.scheduler.load().headroom_rows == 3
+    rig.add(range(40), 60)
+    assert rig.scheduler.load().queued_prefill_tokens == 40
+    rig.step()
+    load = rig.scheduler.load()
+    assert load.running_requests == 1
+    assert load.free_tokens - load.headroom_tokens == 112 - 48  # 100 tokens in 7 pages, 3 of them taken
+    rig.run()
+    rig.close()

@@ -1,0 +1,216 @@
+"""Prefill on one scheduler, decode on another: reservations, transfers, parking, fences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from scheduler.policy import AfterPrefill
+from scheduler.req import Req, ReqState
+from scheduler.scheduler import Phase, SchedulerConfig
+from tests.scheduler.rig import Rig
+from wire.messages import RejectKind
+
+
+def prefill_rig(page_size: int, depth: int, pool_tokens: int = 512) -> Rig:
+    config = SchedulerConfig(
+        model="m",
+        max_running_requests=8,
+        chunked_prefill_size=32,
+        overlap_depth=depth,
+        phases=frozenset({Phase.PREFILL}),
+    )
+    return Rig(page_size, pool_tokens, config=config, after=AfterPrefill.HAND_OFF)
+
+
+def decode_rig(page_size: int, depth: int, pool_tokens: int = 512) -> Rig:
+    config = SchedulerConfig(model="m", max_running_requests=4, overlap_depth=depth)
+    return Rig(page_size, pool_tokens, pre_alloc=4, config=config)
+
+
+def ship(source: Rig, sent: Req, target: Rig, reserved: Req) -> None:
+    """What a transfer does: the missing pages, byte for byte."""
+    first, pages = reserved.missing_pages()
+    size = source.page_size
+    row = source.memory.req_to_token_pool.req_to_token[sent.req_pool_idx, : sent.kv_committed_len]
+    here = row[first * size :: size] // size
+    assert len(here) == len(pages)
+    target.pool.data[np.asarray(pages)] = source.pool.data[np.asarray(here)]
+
+
+def pair(prefill: Rig, decode: Rig, prompt: Sequence[int], max_new: int, forced: int = 0) -> tuple[Req, Req]:
+    """The same request for both workers."""
+    twin = decode.req(prompt, max_new, forced=forced)
+    sent = prefill.req(prompt, max_new, forced=forced)
+    return sent, twin
+
+
+def finish_transfer(prefill: Rig, sent: Req, decode: Rig, twin: Req) -> None:
+    ship(prefill, sent, decode, twin)
+    prefill.scheduler.release(sent)
+    decode.scheduler.add_transferred(twin, sent.output_ids[-1])
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_prefill_here_decode_there(page_size: int, depth: int) -> None:
+    prefill, decode = prefill_rig(page_size, depth), decode_rig(page_size, depth)
+    prompts = [range(70), range(64), range(40, 45), range(70), [*range(50), 9, 9]]
+    for i, prompt in enumerate(prompts):
+        sent, twin = pair(prefill, decode, prompt, 12, forced=3 if i == 1 else 0)
+        assert decode.scheduler.reserve(twin)
+        prefill.scheduler.add(sent)
+        prefill.run()
+        assert sent.state is ReqState.HANDED_OFF
+        decode.step()
+        finish_transfer(prefill, sent, decode, twin)
+    assert twin.cached_tokens == (50 if page_size == 1 else 48)
+    decode.run()
+    decode.assert_outputs()
+    prefill.close()
+    decode.close()
+
+
+def test_a_wholly_cached_prompt_needs_no_page() -> None:
+    prefill, decode = prefill_rig(16, 0), decode_rig(16, 0)
+    for expected_pages in (4, 0):
+        sent, twin = pair(prefill, decode, range(64), 6)
+        assert decode.scheduler.reserve(twin)
+        assert len(twin.missing_pages()[1]) == expected_pages
+        prefill.scheduler.add(sent)
+        prefill.run()
+        finish_transfer(prefill, sent, decode, twin)
+        decode.run()
+    decode.assert_outputs()
+    prefill.close()
+    decode.close()
+
+
+def test_a_reservation_counts_the_growth_of_others() -> None:
+    prefill, decode = prefill_rig(16, 0), decode_rig(16, 1, pool_tokens=160)
+    twins = []
+    for start in (0, 30):
+        sent, twin = pair(prefill, decode, range(start, start + 30), 90)
+        twins.append((sent, twin))
+    (sent_a, twin_a), (sent_b, twin_b) = twins
+    assert decode.scheduler.reserve(twin_a)
+    assert not decode.scheduler.reserve(twin_b)  # growth of the first is counted
+    for sent in (sent_a, sent_b):
+        prefill.scheduler.add(sent)
+    prefill.run()
+    finish_transfer(prefill, sent_a, decode, twin_a)
+    decode.run()
+    assert decode.scheduler.reserve(twin_b)
+    finish_transfer(prefill, sent_b, decode, twin_b)
+    decode.run()
+    decode.assert_outputs()
+    prefill.close()
+    decode.close()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_cancelled_pages_stay_in_quarantine(depth: int) -> None:
+    decode = decode_rig(16, depth)
+    runner = decode.add(range(100, 120), 30)
+    decode.step()
+    twin = decode.req(range(64), 6)
+    assert decode.scheduler.reserve(twin)
+    assert not decode.scheduler.abort(twin.room, twin.epoch)
+    pages = decode.scheduler.cancel_reservation(twin)
+    assert len(pages) == 4
+    decode.memory.quarantine(pages, "room")
+    decode.check()
+    again = decode.req(range(64), 6)
+    assert decode.scheduler.reserve(again)
+    assert not set(pages.tolist()) & set(again.missing_pages()[1].tolist())
+    decode.memory.quarantine(decode.scheduler.cancel_reservation(again), "again")
+    assert decode.memory.release_quarantine("room") == decode.memory.release_quarantine("again") == 4
+    decode.run()
+    assert decode.policy.outputs[runner.room] == decode.expected[runner.room]
+    decode.close()
+
+
+def test_reservations_are_bounded_by_their_rows() -> None:
+    decode = decode_rig(16, 0, pool_tokens=4096)
+    reqs = [decode.req(range(i, i + 20), 2) for i in range(5)]
+    assert [decode.scheduler.reserve(req) for req in reqs] == [True] * 4 + [False]
+    assert decode.scheduler.load().headroom_rows == 0
+    for req in reqs[:4]:
+        decode.memory.quarantine(decode.scheduler.cancel_reservation(req), req.room)
+        decode.memory.release_quarantine(req.room)
+    assert decode.scheduler.load().headroom_rows == 4
+    decode.close()
+
+
+def test_a_reservation_that_can_never_fit_fails() -> None:
+    decode = decode_rig(16, 0, pool_tokens=64)
+    req = decode.req(range(70), 2)
+    assert not decode.scheduler.reserve(req)
+    assert req.state is ReqState.DONE
+    assert decode.policy.failed[req.room][0] is RejectKind.INVALID
+    decode.close()
+
+
+@pytest.mark.parametrize("evict", [False, True], ids=["still-cached", "evicted"])
+@pytest.mark.parametrize("length", [64, 70])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_parked_holds_nothing_and_comes_back(page_size: int, length: int, evict: bool, depth: int) -> None:
+    prefill, decode = prefill_rig(page_size, depth, pool_tokens=128), decode_rig(page_size, depth)
+    sent, twin = pair(prefill, decode, range(length), 10)
+    prefill.scheduler.add(sent)
+    prefill.run()
+    prefill.scheduler.park(sent)
+    prefill.run()
+    assert prefill.scheduler.load().headroom_tokens == 128
+    if evict:
+        other = prefill.add([7] * 120, 2)
+        prefill.run()
+        prefill.scheduler.release(other)
+    launches = prefill.engine.launches
+    prefill.scheduler.readmit(sent)
+    assert not prefill.scheduler.idle
+    prefill.run()
+    assert sent.state is ReqState.HANDED_OFF
+    assert prefill.policy.prefilled.count(sent) == 2
+    assert len(prefill.policy.outputs[sent.room]) == 1
+    if not evict and length % page_size == 0:
+        assert prefill.engine.launches == launches  # nothing was missing
+    assert decode.scheduler.reserve(twin)
+    finish_transfer(prefill, sent, decode, twin)
+    decode.run()
+    decode.assert_outputs()
+    prefill.close()
+    decode.close()
+
+
+def test_parked_rooms_never_refuse_a_room_with_a_target() -> None:
+    prefill = prefill_rig(16, 0, pool_tokens=128)
+    parked = []
+    for start in range(12):
+        req = prefill.add(range(start, start + 70), 4)
+        prefill.run()
+        prefill.scheduler.park(req)
+        parked.append(req)
+    for req in parked:
+        prefill.scheduler.readmit(req)
+        prefill.run()
+        assert req.state is ReqState.HANDED_OFF
+        prefill.scheduler.release(req)
+    prefill.close()
+
+
+def test_a_parked_request_may_be_released_or_aborted_while_it_waits() -> None:
+    prefill = prefill_rig(16, 0)
+    reqs = [prefill.add(range(i, i + 40), 4) for i in range(2)]
+    prefill.run()
+    for req in reqs:
+        prefill.scheduler.park(req)
+    prefill.scheduler.release(reqs[0])
+    prefill.scheduler.readmit(reqs[1])
+    assert prefill.scheduler.abort(reqs[1].room, reqs[1].epoch)
+    prefill.run()
+    assert all(req.state is ReqState.DONE for req in reqs)
+    prefill.close()

@@ -1,0 +1,200 @@
+"""A state machine over everything that nodes ask of two schedulers, in any order."""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from scheduler.policy import AfterPrefill
+from scheduler.req import Req, ReqState
+from scheduler.scheduler import Phase, SchedulerConfig
+from tests.scheduler.rig import EOS, Rig
+from tests.scheduler.test_hand_off import ship
+
+SHORT = settings(
+    max_examples=30,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+LONG = settings(SHORT, max_examples=int(os.environ.get("BATON_EXAMPLES", "600")), stateful_step_count=120)
+
+
+class TwoWorkers(RuleBasedStateMachine):
+    """P and D with tiny pools; a request is known to both by the same room number."""
+
+    @initialize(
+        page_size=st.sampled_from([1, 16]),
+        depth=st.sampled_from([0, 1]),
+        chunk=st.sampled_from([16, 32, None]),
+        reserve=st.sampled_from([0, 16, 512]),
+        eos=st.booleans(),
+    )
+    def start(self, page_size: int, depth: int, chunk: int | None, reserve: int, eos: bool) -> None:
+        def config(phases: frozenset[Phase]) -> SchedulerConfig:
+            return SchedulerConfig(
+                model="m",
+                max_running_requests=3,
+                chunked_prefill_size=chunk,
+                overlap_depth=depth,
+                decode_reserve_tokens=reserve,
+                phases=phases,
+            )
+
+        ends = EOS if eos else ()
+        prefill = config(frozenset({Phase.PREFILL}))
+        self.prefill = Rig(
+            page_size, 192, 160, pre_alloc=3, config=prefill, after=AfterPrefill.HAND_OFF, eos=ends
+        )
+        self.decode = Rig(page_size, 192, 160, pre_alloc=3, config=config(frozenset(Phase)), eos=ends)
+        self.pairs: dict[int, tuple[Req, Req]] = {}
+        self.fenced: list[int] = []
+        self.dropped: set[int] = set()
+
+    prompts = st.tuples(st.integers(0, 2), st.integers(1, 100), st.integers(1, 30), st.integers(0, 3))
+
+    @rule(shape=prompts)
+    def pair(self, shape: tuple[int, int, int, int]) -> None:
+        base, length, max_new, forced = shape
+        prompt = [(base * 31 + i) % 90 for i in range(length)]
+        forced = min(forced, max_new - 1)
+        sent = self.prefill.req(prompt, max_new, forced=forced)
+        twin = self.decode.req(prompt, max_new, forced=forced)
+        self.prefill.rooms = self.decode.rooms = max(self.prefill.rooms, self.decode.rooms)
+        twin.room = sent.room
+        self.pairs[sent.room] = (sent, twin)
+        self.decode.expected[sent.room] = self.prefill.expected[sent.room]
+        self.prefill.scheduler.add(sent)
+
+    @rule(shape=prompts, priority=st.integers(0, 1))
+    def add_to_decode(self, shape: tuple[int, int, int, int], priority: int) -> None:
+        base, length, max_new, forced = shape
+        prompt = [(base * 31 + i) % 90 for i in range(length)]
+        self.decode.add(prompt, max_new, forced=min(forced, max_new - 1), priority=priority)
+        self.prefill.rooms = self.decode.rooms
+
+    @rule(steps=st.integers(1, 4))
+    def step_prefill(self, steps: int) -> None:
+        for _ in range(steps):
+            self.prefill.step()
+
+    @rule(steps=st.integers(1, 8))
+    def step_decode(self, steps: int) -> None:
+        for _ in range(steps):
+            self.decode.step()
+
+    def _pick(self, data: st.DataObject, *, sent: ReqState | None = None, twin: ReqState | None = None):
+        rooms = [
+            room
+            for room, (a, b) in self.pairs.items()
+            if (sent is None or a.state is sent) and (twin is None or b.state is twin)
+        ]
+        return data.draw(st.sampled_from(rooms)) if rooms else None
+
+    @rule(data=st.data())
+    def reserve(self, data: st.DataObject) -> None:
+        room = self._pick(data, twin=ReqState.NEW)
+        if room is not None:
+            self.decode.scheduler.reserve(self.pairs[room][1])
+
+    @rule(data=st.data())
+    def park(self, data: st.DataObject) -> None:
+        room = self._pick(data, sent=ReqState.HANDED_OFF)
+        if room is not None:
+            self.prefill.scheduler.park(self.pairs[room][0])
+
+    @rule(data=st.data())
+    def readmit(self, data: st.DataObject) -> None:
+        room = self._pick(data, sent=ReqState.PARKED)
+        if room is not None:
+            self.prefill.scheduler.readmit(self.pairs[room][0])
+
+    @rule(data=st.data())
+    def transfer(self, data: st.DataObject) -> None:
+        room = self._pick(data, sent=ReqState.HANDED_OFF, twin=ReqState.RESERVED)
+        if room is not None:
+            sent, twin = self.pairs.pop(room)
+            ship(self.prefill, sent, self.decode, twin)
+            self.prefill.scheduler.release(sent)
+            self.decode.scheduler.add_transferred(twin, sent.output_ids[-1])
+
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        """The client is gone: both halves end, whatever they hold."""
+        room = self._pick(data)
+        if room is None:
+            return
+        self.dropped.add(room)
+        sent, twin = self.pairs.pop(room)
+        if sent.state in (ReqState.HANDED_OFF, ReqState.PARKED):
+            self.prefill.scheduler.release(sent)
+        else:
+            self.prefill.scheduler.abort(sent.room, sent.epoch)
+        if twin.state is ReqState.RESERVED:
+            pages = self.decode.scheduler.cancel_reservation(twin)
+            garbage = np.asarray(pages)
+            self.decode.pool.data[garbage] = 5.0  # the peer writes on until the fence
+            self.decode.memory.quarantine(pages, room)
+            self.fenced.append(room)
+
+    @rule(data=st.data())
+    def abort_on_decode(self, data: st.DataObject) -> None:
+        rooms = sorted(set(self.decode.expected) - set(self.decode.policy.finished) - set(self.pairs))
+        if rooms:
+            room = data.draw(st.sampled_from(rooms))
+            if self.decode.scheduler.abort(room, 1):
+                self.dropped.add(room)
+
+    @precondition(lambda self: self.fenced)
+    @rule()
+    def fence_passes(self) -> None:
+        self.decode.memory.release_quarantine(self.fenced.pop(0))
+
+    def teardown(self) -> None:
+        if not hasattr(self, "prefill"):
+            return
+        while self.fenced:
+            self.fence_passes()
+        for sent, twin in self.pairs.values():
+            self.dropped.add(sent.room)
+            if twin.state is ReqState.RESERVED:
+                self.decode.memory.quarantine(self.decode.scheduler.cancel_reservation(twin), sent.room)
+                self.decode.memory.release_quarantine(sent.room)
+        self.decode.run()
+        while not self.prefill.scheduler.idle:
+            if not self.prefill.step():  # all that is left waits for rooms that are handed off
+                handed = [sent for sent, _ in self.pairs.values() if sent.state is ReqState.HANDED_OFF]
+                assert handed, "a step did nothing though nobody holds memory"
+                for sent in handed:
+                    self.prefill.scheduler.release(sent)
+        for sent, _ in self.pairs.values():
+            if sent.state in (ReqState.HANDED_OFF, ReqState.PARKED):
+                self.prefill.scheduler.release(sent)
+        self.decode.assert_outputs(*self.dropped)
+        for rig in (self.prefill, self.decode):
+            assert not rig.policy.failed
+            for room, outputs in rig.policy.outputs.items():
+                assert outputs == rig.expected[room][: len(outputs)]
+            rig.close()
+
+
+@pytest.mark.timeout(120)
+def test_two_workers() -> None:
+    run_state_machine_as_test(TwoWorkers, settings=SHORT)
+
+
+@pytest.mark.invariants
+@pytest.mark.timeout(3600)
+def test_two_workers_long() -> None:
+    run_state_machine_as_test(TwoWorkers, settings=LONG)

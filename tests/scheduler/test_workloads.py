@@ -1,0 +1,89 @@
+"""Random workloads: whatever the schedule, every request gets the oracle's tokens and memory balances."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from scheduler.req import Req
+from scheduler.scheduler import SchedulerConfig
+from tests.scheduler.rig import EOS, VOCAB, Rig
+
+
+def _prompt(rng: random.Random, prefixes: list[list[int]], longest: int) -> list[int]:
+    shared = rng.choice(prefixes)[: rng.randint(0, longest)]
+    own = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 30))]
+    return (shared + own)[:longest]
+
+
+def _play(seed: int, page_size: int, depth: int, aborts: bool) -> Rig:
+    rng = random.Random(seed)
+    tight, threaded = rng.random() < 0.6, rng.random() < 0.5
+    pool = rng.randint(8, 14) * 16 if tight else 2048
+    rig = Rig(
+        page_size=page_size,
+        pool_tokens=pool,
+        max_context=128,
+        engine_overlap=bool(depth) and threaded,
+        eos=EOS if rng.random() < 0.5 else (),
+        config=SchedulerConfig(
+            model="m",
+            max_running_requests=rng.choice([1, 2, 8]),
+            chunked_prefill_size=rng.choice([1, 16, 32, 40, None]),
+            max_prefill_tokens=rng.choice([16, 64, 8192]),
+            last_chunk_tokens=rng.choice([0, 0, 16]),
+            decode_reserve_tokens=rng.choice([0, 4, 512]),
+            overlap_depth=depth,
+        ),
+    )
+    prefixes = [[rng.randrange(VOCAB) for _ in range(90)] for _ in range(3)]
+    live: list[Req] = []
+    aborted: set[int] = set()
+    for _ in range(rng.randint(3, 14)):
+        prompt = _prompt(rng, prefixes, longest=80)
+        max_new = rng.randint(1, 40)
+        forced = rng.randint(0, max_new - 1) if rng.random() < 0.2 else 0
+        sampling = {"min_tokens": rng.randint(0, 10), "stop_token_ids": (rng.randrange(VOCAB),)}
+        priority = rng.choice([0, 0, 0, 1])
+        live.append(rig.add(prompt, max_new, forced=forced, priority=priority, **sampling))
+        for _ in range(rng.randint(0, 6)):
+            rig.step()
+        if aborts and rng.random() < 0.4:
+            victim = rng.choice(live)
+            if rig.scheduler.abort(victim.room, victim.epoch):
+                aborted.add(victim.room)
+            rig.check()
+    rig.run()
+    rig.assert_outputs(*aborted)
+    for room in aborted:
+        got = rig.policy.outputs.get(room, [])
+        assert got == rig.expected[room][: len(got)]
+    rig.close()
+    return rig
+
+
+@pytest.mark.parametrize("block", range(5))
+@pytest.mark.parametrize("aborts", [False, True], ids=["calm", "aborts"])
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_tokens_equal_the_oracle(page_size: int, depth: int, aborts: bool, block: int) -> None:
+    for seed in range(block * 8, block * 8 + 8):
+        _play(seed, page_size, depth, aborts)
+
+
+def test_random_workloads_reach_what_they_should() -> None:
+    """The workloads above are worth something only if they retract, evict, reuse and cut."""
+    rigs = [_play(seed, 16, 1, aborts=False) for seed in range(12)]
+    assert sum(rig.scheduler.metrics.retracted for rig in rigs) > 0
+    assert sum(rig.scheduler.metrics.cached_tokens for rig in rigs) > 0
+    assert sum(rig.scheduler.metrics.surplus_tokens for rig in rigs) > 0
+    assert any(rig.policy.chunk_ends for rig in rigs)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_depth_0_and_1_report_the_same(page_size: int) -> None:
+    for seed in range(100, 110):
+        calm, late = (_play(seed, page_size, depth, aborts=False) for depth in (0, 1))
+        assert calm.policy.outputs == late.policy.outputs
+        assert calm.policy.finished == late.policy.finished
