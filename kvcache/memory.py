@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvcache.allocator import BaseTokenToKVPoolAllocator, Pages, make_allocator
 from kvcache.base_prefix_cache import NO_PAGES, BasePrefixCache
-from kvcache.buffers import HostBuffer, allocate_private, allocate_shared
+from kvcache.buffers import HostBuffer, SharedBuffer, allocate_private, allocate_shared
 from kvcache.config import CacheConfig
 from kvcache.factory import build_prefix_cache
 from kvcache.layout import KVGroupSpec
@@ -65,6 +65,13 @@ class Memory:
     def kv_cache(self) -> KVCache:
         """The pool of the group that decides reuse."""
         return self.kv_caches[self.specs[0].name]
+
+    def shared_fd(self, group: str) -> int | None:
+        """The memfd that holds a group's pool, from offset 0; None when the pool is private."""
+        for spec, buffer in zip(self.specs, self._buffers, strict=False):
+            if spec.name == group and isinstance(buffer, SharedBuffer):
+                return buffer.fd
+        return None
 
     def layouts(self) -> tuple[GroupLayout, ...]:
         """For the worker's record."""

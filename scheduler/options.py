@@ -40,7 +40,9 @@ class WorkerOptions(Options):
     attention_backend: Literal["auto", "cpu", "torch", "flashinfer"] = "auto"
     linear_backend: Literal["auto", "cpu", "torch"] = "auto"
     threads: int | None = Field(None, ge=1, description="compute threads; None: half the cores, at least 1")
-    overlap: bool = Field(False, description="schedule the next step before this one's result is known")
+    overlap_depth: Literal[0, 1] = Field(
+        0, description="1: a step is launched before the last one's result is known"
+    )
 
     # memory
     page_size: int = Field(16, description="tokens of a page, a power of two")
@@ -61,6 +63,11 @@ class WorkerOptions(Options):
         512, ge=1, description="tokens of a prefill chunk; None: unlimited"
     )
     max_prefill_tokens: int = Field(8192, ge=1, description="prefill tokens of one step over all requests")
+    last_chunk_tokens: int = Field(
+        0,
+        ge=0,
+        description="0: no limit; else a cut prompt ends with a chunk this small, to ship less at once",
+    )
     decode_reserve_tokens: int = Field(512, ge=0, description="growth that admission keeps free per request")
 
     # the hand-off
@@ -77,6 +84,11 @@ class WorkerOptions(Options):
         60.0, gt=0, description="how long finished output waits for the router's Ack"
     )
     stuck_after_s: float = Field(120.0, gt=0, description="an engine loop silent for longer is unhealthy")
+
+    @property
+    def model_name(self) -> str:
+        """The model's name in the API and in the page hash."""
+        return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
 
     @field_validator("page_size")
     @classmethod

@@ -95,7 +95,7 @@ class Mailbox:
 
     def take(self) -> list[Mail]:
         """All mail that is there, without waiting."""
-        mail = []
+        mail: list[Mail] = []
         while True:
             try:
                 piece = self._inbox.get_nowait()

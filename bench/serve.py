@@ -1,0 +1,156 @@
+"""Serving: prefill/decode apart against colocated, and against any OpenAI-compatible server.
+
+    python -m bench.serve --json [--url http://HOST:PORT --served-model NAME] [--model DIR]
+
+Token-id prompts of 256 tokens, 64 tokens out, end tokens ignored, 16 requests at concurrency 1 and 4. The
+systems are driven alternately, a quarter of the requests at a time, so that a machine that slows down slows
+them all. `values`: {pd, colocated, url: {c1, c4: {tok_s, ttft_p50_ms, itl_p50_ms}}}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from bench.common import print_result
+from bench.make_model import make_model
+from tools.local_stack import stack
+
+PROMPT_TOKENS = 256
+OUTPUT_TOKENS = 64
+REQUESTS = 16
+ROUNDS = 4
+VOCABULARY = 32_000  # ids below this exist in every model this is pointed at
+
+
+@dataclass
+class Side:
+    """One system under test, and what was seen of it at one concurrency."""
+
+    url: str
+    model: str
+    busy_s: float = 0.0
+    tokens: int = 0
+    ttft_ms: list[float] = field(default_factory=list)
+    itl_ms: list[float] = field(default_factory=list)
+
+    def summary(self) -> dict[str, float]:
+        """Medians and the rate; the clock runs only while this side is driven."""
+        return {
+            "tok_s": round(self.tokens / self.busy_s, 2),
+            "ttft_p50_ms": round(statistics.median(self.ttft_ms), 1),
+            "itl_p50_ms": round(statistics.median(self.itl_ms), 2),
+        }
+
+
+async def _one(client: httpx.AsyncClient, side: Side, prompt: list[int]) -> None:
+    body = {
+        "model": side.model,
+        "prompt": prompt,
+        "max_tokens": OUTPUT_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    started = last = time.perf_counter()
+    counted = 0
+    async with client.stream("POST", f"{side.url}/v1/completions", json=body) as answer:
+        if answer.status_code != 200:
+            raise RuntimeError(f"{side.url} answered {answer.status_code}: {(await answer.aread()).decode()}")
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            event = json.loads(line[6:])
+            if event.get("usage"):
+                counted = event["usage"]["completion_tokens"]
+            if not event.get("choices"):
+                continue
+            now = time.perf_counter()
+            (side.ttft_ms if last == started else side.itl_ms).append((now - last) * 1e3)
+            last = now
+    if counted != OUTPUT_TOKENS:
+        raise RuntimeError(f"{side.url} gave {counted} tokens, not {OUTPUT_TOKENS}")
+    side.tokens += counted
+
+
+async def _drive(side: Side, prompts: list[list[int]], concurrency: int) -> None:
+    waiting = iter(prompts)
+
+    async def lane(client: httpx.AsyncClient) -> None:
+        for prompt in waiting:
+            await _one(client, side, prompt)
+
+    async with httpx.AsyncClient(timeout=600.0) as client:
+        started = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for _ in range(concurrency):
+                group.create_task(lane(client))
+        side.busy_s += time.perf_counter() - started
+
+
+def measure(urls: dict[str, tuple[str, str]], seed: int = 0) -> dict[str, dict[str, dict[str, float]]]:
+    """{name: (url, model)} -> {name: {c1, c4: summary}}. One request of warm-up each."""
+    rng = random.Random(seed)
+
+    def prompts(count: int) -> list[list[int]]:
+        return [[rng.randrange(1000, VOCABULARY) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
+
+    values: dict[str, dict[str, dict[str, float]]] = {name: {} for name in urls}
+    for name, (url, model) in urls.items():
+        asyncio.run(_drive(Side(url, model), prompts(1), 1))
+        print(f"warm: {name}", flush=True)
+    for concurrency in (1, 4):
+        sides = {name: Side(url, model) for name, (url, model) in urls.items()}
+        for number in range(ROUNDS):
+            batch = prompts(REQUESTS // ROUNDS)
+            for name, side in sides.items():
+                asyncio.run(_drive(side, batch, concurrency))
+                print(f"c{concurrency} round {number + 1}/{ROUNDS}: {name} {side.summary()}", flush=True)
+        for name, side in sides.items():
+            values[name][f"c{concurrency}"] = side.summary()
+    return values
+
+
+def main() -> None:
+    """Start both of our stacks, drive them and `--url` alternately, print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON line at the end")
+    parser.add_argument("--url", help="a third system, OpenAI-compatible")
+    parser.add_argument("--served-model", default="m", help="model name to ask it for")
+    parser.add_argument("--model", type=Path, help="model directory; default: shape M, made anew")
+    options = parser.parse_args()
+    with ExitStack() as cleanup:
+        scratch = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="baton-bench-")))
+        model = options.model or make_model(scratch / "model")
+        cores = os.cpu_count() or 1
+        common: dict[str, Any] = {"dtype": "bfloat16", "max_total_tokens": 8192}
+        pd = cleanup.enter_context(stack(model, scratch / "pd", 1, 1, threads=max(1, cores // 2), **common))
+        colocated = cleanup.enter_context(stack(model, scratch / "colocated", 0, 1, threads=cores, **common))
+        urls = {"pd": (pd.url, "m"), "colocated": (colocated.url, "m")}
+        if options.url:
+            urls["url"] = (options.url.rstrip("/"), options.served_model)
+        values = measure(urls)
+    ratios = {
+        "colocated_c4_vs_c1": values["colocated"]["c4"]["tok_s"] / values["colocated"]["c1"]["tok_s"],
+        "pd_vs_colocated_c4": values["pd"]["c4"]["tok_s"] / values["colocated"]["c4"]["tok_s"],
+    }
+    print_result("serve", ratios, values, as_json=options.json)
+
+
+if __name__ == "__main__":
+    main()

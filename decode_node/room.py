@@ -1,0 +1,28 @@
+"""DecodeRoom: a room on its decode worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvtransfer.receiver import KVReceiver
+from scheduler.half import Room
+
+
+class Hold(StrEnum):
+    """Who has the request."""
+
+    BOOTSTRAP = "bootstrap"  # waits for pages to be reserved; holds nothing
+    WAITING = "waiting"  # pages are reserved; the KV is on its way
+    SCHEDULER = "scheduler"  # it waits for, or is in, a batch
+
+
+@dataclass(slots=True)
+class DecodeRoom(Room):
+    """`deadline` bounds the wait for the hand-off. `prefill` is None when this worker prefills itself."""
+
+    prefill: str | None
+    deadline: float
+    hold: Hold
+    receiver: KVReceiver | None = None
+    kv_bytes: int = 0

@@ -1,0 +1,17 @@
+"""The prefill worker: a scheduler loop with the prefill half of the hand-off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prefill_node.half import PrefillHalf
+from scheduler.options import WorkerOptions
+from scheduler.worker import Worker
+
+
+class PrefillWorker(Worker):
+    """A worker in the prefill role."""
+
+    def __init__(self, options: WorkerOptions, resolve_directory: Callable[[], str] | None = None) -> None:
+        """See Worker. `resolve_directory` finds a directory that may move; default: `options.directory`."""
+        super().__init__(options, PrefillHalf, resolve_directory)

@@ -1,0 +1,58 @@
+"""A worker as a plain process: `python -m prefill_node --options FILE.json`.
+
+Prints one line of JSON when ready, drains on SIGTERM or SIGINT, exits 2 with one line on stderr when its
+options cannot work, and 1 when its engine loop has died.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from scheduler.options import WorkerOptions
+from scheduler.worker import Worker
+from wire.errors import WorkerLost
+from wire.options import exit_on_config_error, read_options
+
+_HEALTH_S = 1.0
+_DRAIN_S = 20.0
+
+
+def run_worker(
+    program: str, make: Callable[[WorkerOptions], Worker], arguments: Sequence[str] | None = None
+) -> int:
+    """Run a worker until it is told to stop. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog=program, description=make.__doc__)
+    parser.add_argument("--options", type=Path, required=True, help="JSON file of WorkerOptions")
+    options_file: Path = parser.parse_args(arguments).options
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    with exit_on_config_error(program):
+        worker = make(read_options(WorkerOptions, options_file))
+        try:
+            return _serve(worker, stop)
+        finally:
+            worker.close()
+
+
+def _serve(worker: Worker, stop: threading.Event) -> int:
+    record = worker.start()
+    ready = {"ready": True, "id": record.id, "mailbox": record.mailbox, "events": record.events}
+    sys.stdout.write(json.dumps(ready) + "\n")
+    sys.stdout.flush()
+    while not stop.wait(_HEALTH_S):
+        try:
+            worker.healthy()
+        except WorkerLost as error:
+            sys.stderr.write(f"{error}\n")
+            return 1
+    worker.drain(_DRAIN_S)
+    return 0

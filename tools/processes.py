@@ -1,0 +1,80 @@
+"""Our programs as child processes: a JSON options file in, one JSON line when ready, ended by handle."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Self
+
+READY_S = 120.0
+END_S = 30.0
+
+
+class ChildFailed(RuntimeError):
+    """A child did not get ready, or did not end when told to; the message holds the end of its log."""
+
+
+class Child:
+    """`python -m MODULE --options FILE`. `ready` holds its ready line."""
+
+    def __init__(
+        self, module: str, options: dict[str, Any], directory: Path, environment: dict[str, str] | None = None
+    ) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = directory / f"{module}-{len(list(directory.iterdir()))}.json"
+        file.write_text(json.dumps(options))
+        self.module = module
+        self.log = file.with_suffix(".log")
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, "--options", str(file)],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, "TOKENIZERS_PARALLELISM": "false", **(environment or {})},
+            )
+        self.ready: dict[str, Any] = {}
+
+    def wait_ready(self, timeout_s: float = READY_S) -> dict[str, Any]:
+        """The ready line. Raises with the child's log when it does not come."""
+        assert self.process.stdout is not None
+        deadline = time.monotonic() + timeout_s
+        line = b""
+        while not line.endswith(b"\n"):
+            readable, _, _ = select.select(
+                [self.process.stdout], [], [], max(0.0, deadline - time.monotonic())
+            )
+            piece = os.read(self.process.stdout.fileno(), 65536) if readable else b""
+            if not piece:
+                raise ChildFailed(f"{self.module} did not get ready:\n{self.log.read_text()[-4000:]}")
+            line += piece
+        self.ready = json.loads(line)
+        return self.ready
+
+    def end(self) -> None:
+        """SIGTERM, then SIGKILL after a bound. A child that had to be killed is an error."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait(END_S)
+                raise ChildFailed(f"{self.module} ignored SIGTERM:\n{self.log.read_text()[-4000:]}") from None
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+    def kill(self) -> None:
+        """SIGKILL: the machine pulled the plug."""
+        self.process.kill()
+        self.process.wait(END_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
