@@ -10,27 +10,39 @@ import argparse
 import asyncio
 import errno
 import json
+import signal
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import uvicorn
 import uvloop
 
 from router.app import build_app
-from router.options import RouterOptions, load_options
+from router.options import RouterOptions
 from router.service import Router
 from wire.errors import ConfigError
+from wire.options import exit_on_config_error, read_options
 
 _GRACE_S = 5
 
 
 class _Server(uvicorn.Server):
-    """Says when it serves."""
+    """Says when it serves, and takes a signal as a wish: uvicorn's own would end the process by it."""
 
     def __init__(self, config: uvicorn.Config, ready_line: str) -> None:
         super().__init__(config)
         self._ready_line = ready_line
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """SIGTERM and SIGINT end the serving; what follows it still runs."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's, then the line."""
@@ -39,19 +51,15 @@ class _Server(uvicorn.Server):
         sys.stdout.flush()
 
 
-def main() -> int:
-    """The process. Returns its exit code."""
+def main() -> None:
+    """The process."""
     parser = argparse.ArgumentParser(prog="python -m router", description="Baton's router")
     parser.add_argument("--options", type=Path, required=True, help="a JSON file (router/options.py)")
-    try:
-        options = load_options(parser.parse_args().options)
+    with exit_on_config_error("router"):
+        options = read_options(RouterOptions, parser.parse_args().options)
         router = Router(options)
         with _listen(options) as listener:
             uvloop.run(_serve(router, listener))
-    except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    return 0
 
 
 def _listen(options: RouterOptions) -> socket.socket:
@@ -99,7 +107,4 @@ async def _serve(router: Router, listener: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        sys.exit(130)
+    main()

@@ -2,8 +2,8 @@
 
 Per worker a SUB socket on its `events` and a DEALER on its `replay`. A replay is asked for on joining
 (whatever was published before), on a gap, and once a second, because the last batch before a silence may be
-the lost one. What even the replay buffer no longer has makes the worker's pages unknown: they are forgotten, because a hit
-that is not there costs more than one that is not seen.
+the lost one. What even the replay buffer no longer has makes the worker's pages unknown: they are forgotten,
+because a hit that is not there costs more than one that is not seen.
 
 One thread owns the sockets and is the index's only writer.
 """

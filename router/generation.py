@@ -104,16 +104,22 @@ class ChoiceOutput:
 class Generation:
     """The choices of one request. One consumer awaits `next`; the event loop's callbacks fill it."""
 
-    def __init__(self, submission: Submission, on_end: Callable[[Generation], None]) -> None:
+    def __init__(
+        self,
+        submission: Submission,
+        on_first: Callable[[Generation], None],
+        on_end: Callable[[Generation], None],
+    ) -> None:
         self.submission = submission
         self.outputs: list[ChoiceOutput] = []
         self._client_left = False
+        self._on_first = on_first
         self._on_end = on_end
         self._open = len(submission.prompts) * submission.n
         self._deltas: list[Delta] = []
         self._error: BatonError | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self.got_token = False
+        self._begun = False
 
     @property
     def ended(self) -> bool:
@@ -141,7 +147,9 @@ class Generation:
 
     def add(self, delta: Delta) -> None:
         """From a choice."""
-        self.got_token = True
+        if not self._begun:
+            self._begun = True
+            self._on_first(self)
         self._deltas.append(delta)
         if delta.finish is not None:
             self._close_one()

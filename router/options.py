@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from wire.errors import ConfigError
+from wire.options import Options
 
 
-class PolicyWeights(BaseModel):
+class PolicyWeights(Options):
     """Weights of the `kv` policy's formula (policy.py). All in units of "prefill tokens"."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     prefill_queue: float = Field(1.0, ge=0, description="per token already queued for prefill on P")
     prefill_left: float = Field(1.0, ge=0, description="per prompt token that P has to compute")
@@ -21,10 +19,8 @@ class PolicyWeights(BaseModel):
     decode_prefill: float = Field(2.0, ge=0, description="per prompt token that D computes itself")
 
 
-class RouterOptions(BaseModel):
+class RouterOptions(Options):
     """Everything a router can be told."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: Path = Field(
         description="directory with tokenizer.json, tokenizer_config.json, chat_template.jinja"
@@ -54,17 +50,3 @@ class RouterOptions(BaseModel):
     token_timeout_s: float = Field(30.0, gt=0, description="between tokens; then the room starts again")
     silence_s: float = Field(1.0, gt=0, description="before the router asks for a Resend")
     max_restarts: int = Field(3, ge=0, description="of a room, whatever the reason")
-
-
-def load_options(path: Path) -> RouterOptions:
-    """The options in a JSON file. Raises ConfigError naming the first wrong key."""
-    try:
-        return RouterOptions.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(
-            "options", f"{path} cannot be read ({error.strerror})", "name a readable file"
-        ) from None
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = ".".join(str(part) for part in first["loc"]) or "options"
-        raise ConfigError(key, first["msg"], "correct it in the options file") from None

@@ -135,11 +135,15 @@ class Router:
         """Start a request. Raises Overloaded when too much is in flight already."""
         dispatcher, options = self._live(), self.options
         rooms = len(submission.prompts) * submission.n
+        if rooms > options.max_in_flight:
+            raise InvalidRequest(
+                f"{rooms} choices are more than the {options.max_in_flight} in flight allowed"
+            )
         if len(dispatcher.rooms) + rooms > options.max_in_flight:
             raise Overloaded(
                 f"{len(dispatcher.rooms)} of {options.max_in_flight} places are taken", options.retry_after_s
             )
-        generation = Generation(submission, self._on_end)
+        generation = Generation(submission, self._on_first, self._on_end)
         plans = self._plans(submission)
         trace = RequestTrace(submission.request_id, [plan.room for plan in plans], submission.arrived_ns)
         trace.router_stamps = [*stamps, Stamp(RequestStage.TOKENIZER_DISPATCH, time.time_ns())]
@@ -156,13 +160,6 @@ class Router:
             if not output.room.done:  # an earlier choice's failure has stopped the others
                 dispatcher.open(output.room, now)
         return generation
-
-    def note_first_token(self, generation: Generation) -> None:
-        """The first token is on its way to the client."""
-        trace = self.traces.get(generation.submission.request_id)
-        if trace is not None and not trace.first_token_ns:
-            trace.first_token_ns = time.time_ns()
-            self.metrics.ttft.observe((trace.first_token_ns - trace.arrived_ns) / 1e9)
 
     def explain(self, prompt: list[int], extra_key: str = "", cache_salt: str = "") -> Choice | None:
         """What the policy would choose for a prompt now."""
@@ -229,6 +226,12 @@ class Router:
                     )
                 )
         return plans
+
+    def _on_first(self, generation: Generation) -> None:
+        trace = self.traces.get(generation.submission.request_id)
+        if trace is not None:
+            trace.first_token_ns = time.time_ns()
+            self.metrics.ttft.observe((trace.first_token_ns - trace.arrived_ns) / 1e9)
 
     def _on_end(self, generation: Generation) -> None:
         metrics, trace = self.metrics, self.traces.get(generation.submission.request_id)

@@ -30,22 +30,23 @@ class RequestTrace:
     kv_backend: str = ""
 
     def chrome(self) -> dict[str, Any]:
-        """Chrome trace format: a process per worker, a thread per room; `ts` and `dur` in microseconds."""
+        """Chrome trace format: a process per worker, a thread per choice; `ts` and `dur` in microseconds."""
         events: list[dict[str, Any]] = []
         lanes: list[tuple[str, int, int, list[tuple[str, int]]]] = [
             ("router", 0, 0, [(str(stamp.stage), stamp.at_ns) for stamp in self.router_stamps])
         ]
         for (room, epoch, worker), stamps in self.worker_stamps.items():
             lanes.append((worker, room, epoch, sorted(stamps, key=lambda item: item[1])))
-        processes = {name: number for number, name in enumerate(dict.fromkeys(lane[0] for lane in lanes))}
+        processes = {name: number for number, name in enumerate(dict.fromkeys(name for name, *_ in lanes))}
         for name, number in processes.items():
             events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}})
         for name, room, epoch, stages in lanes:
+            lane = self.rooms.index(room) if room in self.rooms else 0
             for i, (stage, at_ns) in enumerate(stages):
                 end_ns = stages[i + 1][1] if i + 1 < len(stages) else max(self.finished_ns, at_ns)
                 events.append(
                     {
-                        "ph": "X", "name": stage, "pid": processes[name], "tid": room,
+                        "ph": "X", "name": stage, "pid": processes[name], "tid": lane,
                         "ts": at_ns / 1e3, "dur": (end_ns - at_ns) / 1e3,
                         "args": {"worker": name, "room": room, "epoch": epoch, "at_ns": at_ns},
                     }
