@@ -96,7 +96,7 @@ def _top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:
     may_stay = torch.nonzero(probabilities > (1 - top_p) / len(scores))[:, 0]
     if not len(may_stay):  # only by rounding, in a uniform distribution with top_p of about 0
         return scores.argmax()[None]
-    candidates = probabilities[may_stay]
+    candidates = probabilities[may_stay].double()  # in float32 the sum of a long tail is off by 1e-5
     ordered, order = candidates.sort()
     dropped = 1 - candidates.sum() if len(may_stay) < len(scores) else 0.0
     kept = ordered.cumsum(-1) + dropped > 1 - top_p

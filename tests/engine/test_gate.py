@@ -1,0 +1,159 @@
+"""Refusals by name, each in one line with the key and a remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import (
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from engine.config import EngineConfig
+from engine.errors import UnsupportedModel
+from engine.gate import check_model
+from engine.loader import load_model
+from tests.support.tiny_models import FAMILIES, make_tiny
+from wire.errors import ConfigError
+
+
+def with_field(config: PretrainedConfig, **fields: Any) -> PretrainedConfig:
+    for name, value in fields.items():
+        setattr(config, name, value)
+    return config
+
+
+def rope(**fields: Any) -> dict[str, Any]:
+    return {"rope_theta": 10000.0, "factor": 2.0, **fields}
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_tested_family_passes(family: str) -> None:
+    check_model(FAMILIES[family]())
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (GPT2Config(), "model_type 'gpt2'"),
+        (Gemma2Config(), "model_type 'gemma2'"),
+        (LlamaConfig(architectures=["LlamaForSequenceClassification"]), "no causal LM head"),
+        (LlamaConfig(architectures=["Llama4ForCausalLM"]), "not LlamaForCausalLM"),
+        (MistralConfig(sliding_window=128), "sliding_window is 128"),
+        (Qwen3MoeConfig(use_sliding_window=True, sliding_window=64), "sliding_window is 64"),
+        (
+            Qwen2Config(use_sliding_window=True, num_hidden_layers=4, max_window_layers=2),
+            "layer_types in config.json holds sliding_attention",
+        ),
+        (
+            Qwen3Config(num_hidden_layers=2, layer_types=["full_attention", "chunked_attention"]),
+            "holds chunked_attention",
+        ),
+        (with_field(LlamaConfig(), is_causal=False), "bidirectional"),
+        (with_field(LlamaConfig(), use_bidirectional_attention=True), "bidirectional"),
+        (with_field(LlamaConfig(), alibi=True), "alibi is True"),
+        (with_field(LlamaConfig(), attention_chunk_size=64), "attention_chunk_size is 64"),
+        (with_field(LlamaConfig(), final_logit_softcapping=30.0), "final_logit_softcapping is 30.0"),
+        (with_field(LlamaConfig(), attn_logit_softcapping=50.0), "attn_logit_softcapping is 50.0"),
+        (with_field(LlamaConfig(), num_kv_shared_layers=2), "num_kv_shared_layers is 2"),
+        (with_field(LlamaConfig(), index_topk=8), "index_topk is 8"),
+        (with_field(LlamaConfig(), kv_lora_rank=8), "kv_lora_rank is 8"),
+        (LlamaConfig(rope_parameters=rope(rope_type="dynamic")), "rope_type 'dynamic'"),
+        (
+            LlamaConfig(
+                rope_parameters=rope(
+                    rope_type="longrope",
+                    short_factor=[1.0] * 64,
+                    long_factor=[2.0] * 64,
+                    original_max_position_embeddings=1024,
+                )
+            ),
+            "rope_type 'longrope'",
+        ),
+    ],
+)
+def test_a_feature_that_would_be_computed_wrongly_is_refused(config: PretrainedConfig, named: str) -> None:
+    with pytest.raises(UnsupportedModel) as refused:
+        check_model(config)
+    message = str(refused.value)
+    assert message.startswith("model: ")
+    assert named in message
+    assert "; use " in message
+    assert "\n" not in message
+    assert refused.value.key == "model"
+
+
+def test_the_gate_stands_before_the_weights(tmp_path: Path) -> None:
+    GPT2Config().save_pretrained(tmp_path)  # no weights at all
+    with pytest.raises(UnsupportedModel, match="gpt2"):
+        load_model(EngineConfig(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda path: path / "nowhere", "there is no directory"),
+        (lambda path: path, "holds no config.json"),
+    ],
+)
+def test_a_directory_without_a_model_is_a_config_error(make: Any, problem: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=problem) as refused:
+        load_model(EngineConfig(str(make(tmp_path))))
+    assert refused.value.key == "model"
+    assert "\n" not in str(refused.value)
+
+
+def test_a_directory_without_weights_is_a_config_error(tmp_path: Path) -> None:
+    FAMILIES["llama"]().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load_model(EngineConfig(str(tmp_path)))
+
+
+def test_a_broken_config_is_a_config_error(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load_model(EngineConfig(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "key"),
+    [
+        ({"dtype": "int8"}, "engine.dtype"),
+        ({"attention": "magic"}, "engine.attention"),
+        ({"linear": "x"}, "engine.linear"),
+        ({"threads": -1}, "engine.threads"),
+        ({"model": ""}, "engine.model"),
+    ],
+)
+def test_an_impossible_option_names_its_key(fields: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        EngineConfig(**{"model": "somewhere", **fields})
+    assert refused.value.key == key
+
+
+def test_spec_says_what_the_checkpoint_says(tmp_path: Path) -> None:
+    spec = load_model(EngineConfig(str(make_tiny("qwen3", tmp_path, 0)), dtype="bfloat16")).spec
+    group = spec.groups[0]
+    assert (group.layer_ids, group.kv_heads, group.head_dim) == ((0, 1, 2), 2, 32)
+    assert (spec.vocab_size, spec.max_position, spec.eos_token_ids) == (320, 2048, (258,))
+    assert spec.model_type == "qwen3"
+    assert str(group.dtype) == str(spec.dtype) == "torch.bfloat16"
+
+
+def test_fingerprint_tells_weights_and_dtypes_apart_and_nothing_else(tmp_path: Path) -> None:
+    def fingerprint(family: str, seed: int, where: str = "a", **options: Any) -> str:
+        path = make_tiny(family, tmp_path / where, seed)
+        return load_model(EngineConfig(str(path), **options)).spec.fingerprint
+
+    one = fingerprint("llama", 0)
+    assert one == fingerprint("llama", 0, where="b", attention="torch", linear="torch", overlap=False)
+    others = {fingerprint("llama", 1), fingerprint("mistral", 0), fingerprint("llama", 0, dtype="bfloat16")}
+    assert len({one, *others}) == 4
