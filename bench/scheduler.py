@@ -1,0 +1,130 @@
+"""What a decode step of the scheduler costs in Python: `python -m bench.scheduler [--json]`.
+
+The engine returns at once, so a step is schedule + launch + take result. `values`, microseconds per step,
+medians over blocks of steps, at context 512 and page size 16:
+
+    step_us_b1, step_us_b8, step_us_b64    overlap depth 0
+    step_us_b8_overlap                     overlap depth 1
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+import numpy as np
+
+from bench.common import alternate, medians, print_result, seconds
+from engine.batch import BatchResult, ForwardBatch
+from engine.fake import fake_spec
+from engine.spec import ModelSpec
+from kvcache.config import CacheConfig
+from kvcache.memory import build_memory
+from scheduler.config import SchedulerConfig
+from scheduler.policy import AfterPrefill
+from scheduler.req import Req, RequestLimits
+from scheduler.scheduler import Scheduler
+from wire.messages import GenerateRequest, RejectKind, SamplingParams
+
+CONTEXT = 512
+STEPS = 64
+ROUNDS = 15
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """A Pending that has its result."""
+
+    tokens: np.ndarray
+
+    def result(self, timeout_s: float) -> BatchResult:
+        """At once."""
+        del timeout_s
+        return BatchResult(self.tokens, [None] * len(self.tokens))
+
+
+class InstantEngine:
+    """An Engine that samples token 7 everywhere."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+
+    def launch(self, batch: ForwardBatch) -> _Done:
+        """No forward."""
+        return _Done(np.full(len(batch.sampled), 7, dtype=np.int64))
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class _KeepAll:
+    """A NodePolicy that decodes everything here and says nothing to anybody."""
+
+    def on_chunk(self, req: Req) -> None:
+        """Nothing is shipped."""
+
+    def on_prefilled(self, req: Req) -> AfterPrefill:
+        """Decode here."""
+        del req
+        return AfterPrefill.DECODE
+
+    def on_tokens(self, req: Req, *_: object) -> None:
+        """Nobody listens."""
+
+    def on_failed(self, req: Req, why: RejectKind, message: str) -> None:
+        """Nothing may fail here."""
+        raise AssertionError(f"{req}: {why}: {message}")
+
+
+def decoding(lanes: int, depth: int) -> Scheduler:
+    """A scheduler with `lanes` requests in their decode phase, for longer than the bench runs."""
+    outputs = STEPS * (ROUNDS + 2) + 4 * lanes
+    context = CONTEXT + outputs + 16
+    spec = fake_spec(max_position=context)
+    memory = build_memory(
+        CacheConfig(total_tokens=lanes * (context + 16), max_context_len=context, max_running_requests=lanes),
+        spec.groups,
+    )
+    config = SchedulerConfig(model="m", max_running_requests=lanes, overlap_depth=depth)
+    scheduler = Scheduler(memory, InstantEngine(spec), _KeepAll(), config)
+    limits = RequestLimits(context, spec.vocab_size, ())
+    for room in range(lanes):
+        prompt = (np.arange(CONTEXT) + room).astype("<i4").tobytes()
+        request = GenerateRequest(str(room), room, 1, prompt, SamplingParams(max_new_tokens=outputs))
+        scheduler.add(Req.from_request(request, "m", limits))
+    while scheduler.load().queued_prefill_tokens:
+        scheduler.step()
+    return scheduler
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print only the result line")
+    as_json = parser.parse_args().json
+    schedulers = {
+        "step_us_b1": decoding(1, 0),
+        "step_us_b8": decoding(8, 0),
+        "step_us_b64": decoding(64, 0),
+        "step_us_b8_overlap": decoding(8, 1),
+    }
+
+    def block(scheduler: Scheduler) -> float:
+        def steps() -> None:
+            for _ in range(STEPS):
+                scheduler.step()
+
+        return seconds(steps) / STEPS * 1e6
+
+    sides = {name: (lambda s=scheduler: block(s)) for name, scheduler in schedulers.items()}
+    values = {name: round(value, 1) for name, value in medians(alternate(sides, ROUNDS)).items()}
+    if not as_json:
+        for name, value in values.items():
+            print(f"{name:20} {value:8.1f} us")
+    print_result("scheduler", {}, values)
+
+
+if __name__ == "__main__":
+    main()
