@@ -109,6 +109,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         port=arguments.port,
         ray_address=address,
         cpus=config.cpus(),
+        shutdown_s=config.shutdown_s(),
         worker_logs=arguments.worker_logs,
     )
     print(f"starting {config.name} on {'a local Ray' if address is None else f'Ray at {address}'} ...")

@@ -164,6 +164,11 @@ class ServeConfig(Options):
         sections: list[RouterDeployment | WorkerDeployment] = [self.router, *workers]
         return sum(most_replicas(section) * section.num_cpus for section in sections)
 
+    def shutdown_s(self) -> float:
+        """How long the application may take to end: Serve's own bound of the slowest deployment, and a bit."""
+        sections = (self.router, self.prefill, self.decode)
+        return max(section.graceful_shutdown_timeout_s for section in sections) + 15.0
+
     def _identity(self) -> dict[str, Any]:
         return {
             "model": self.model,

@@ -7,6 +7,7 @@ with `close`, whatever happened in between.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import signal
@@ -45,6 +46,7 @@ class LocalOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     ray_address: str | None = None  # None: a Ray of our own
+    shutdown_s: float = 90.0  # for the replicas to drain and end
     cpus: float = 0.0  # that the application reserves; our own Ray offers at least as many
     temp_dir: Path | None = None  # of our own Ray; keep it short: Unix sockets live in it
     dashboard_port: int | None = None
@@ -63,7 +65,6 @@ class LocalServe:
         """Start, or connect to `ray_address`. Raises ConfigError for a port that is taken."""
         self.options = options
         check_port_free(options.host, options.port)
-        self.owns_ray = options.ray_address is None
         self._start_ray()
         try:
             serve.start(proxy_location="HeadOnly", http_options={"host": options.host, "port": options.port})
@@ -93,14 +94,14 @@ class LocalServe:
                 return
 
     def close(self) -> None:
-        """Drain and end the application, then what was started here."""
+        """Let the application drain and end it; then end our own Ray, with everything that is left of Serve."""
         if not ray.is_initialized():
             return
         try:
-            if self.owns_ray:
-                serve.shutdown()
-            else:
-                serve.delete(APP_NAME)
+            serve.delete(APP_NAME, _blocking=False)  # blocking would give up after 60 s, however long a drain
+            deadline = time.monotonic() + self.options.shutdown_s
+            while APP_NAME in serve.status().applications and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
         finally:
             ray.shutdown()
 
@@ -111,13 +112,13 @@ class LocalServe:
         self.close()
 
     def _start_ray(self) -> None:
-        logging: dict[str, Any] = {
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)  # Serve reports each of its own steps
+        quiet: dict[str, Any] = {
             "log_to_driver": self.options.worker_logs,
             "logging_level": "ERROR",
-            "configure_logging": True,
         }
         if self.options.ray_address is not None:
-            ray.init(address=self.options.ray_address, **logging)
+            ray.init(address=self.options.ray_address, **quiet)
             return
         dashboard = self.options.dashboard_port
         temp_dir = {"_temp_dir": str(self.options.temp_dir)} if self.options.temp_dir else {}
@@ -128,7 +129,7 @@ class LocalServe:
             include_dashboard=dashboard is not None,
             dashboard_port=dashboard,
             **temp_dir,
-            **logging,
+            **quiet,
         )
 
     def _running(self) -> bool:

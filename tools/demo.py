@@ -57,9 +57,10 @@ class Served:
     ttft_ms: float
 
     def __str__(self) -> str:
+        mib = self.kv_bytes / _MIB
         return (
             f"prefill={self.prefill} decode={self.decode} "
-            f"kv={self.kv_bytes / _MIB:.1f} MiB over {self.kv_backend}, ttft {self.ttft_ms:.0f} ms"
+            f"kv={mib:.{1 if mib >= 0.1 else 3}f} MiB over {self.kv_backend}, ttft {self.ttft_ms:.0f} ms"
         )
 
 
@@ -67,7 +68,7 @@ def main() -> int:
     """Returns the exit code: 0 when all is as promised, 1 when not, 2 for a configuration error."""
     keep = os.environ.get("KEEP", "") not in ("", "0")
     # Ray would store a token in the home directory; this cluster's token ends with it.
-    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     run = Run.begin()
     try:
         with exit_on_config_error("demo"), _temporary_directory() as temporary:
@@ -87,7 +88,9 @@ def _demo(run: Run, temporary: Path, keep: bool) -> Served:
     raw = read_config(ROOT / "deploy" / "demo.yaml")
     raw["model"] = str(model_directory(str(ROOT / raw["model"])))
     config = parse_config(raw)
-    options = LocalOptions(port=free_port(), cpus=config.cpus(), temp_dir=temporary)
+    options = LocalOptions(
+        port=free_port(), cpus=config.cpus(), shutdown_s=config.shutdown_s(), temp_dir=temporary
+    )
     print(f"starting Ray and {config.name}: 1 router, 1 prefill worker, 1 decode worker ...", flush=True)
     started = time.monotonic()
     with LocalServe(options) as local:
