@@ -53,6 +53,8 @@ def _cpu(pool: MHAKVCache, query_heads: int, scale: float) -> tuple[str, Attenti
 def _flashinfer(pool: MHAKVCache, query_heads: int, scale: float) -> tuple[str, AttentionBackend | None]:
     from engine.backends.flashinfer import FlashInferAttention
 
+    if pool.spec.dtype not in (torch.float16, torch.bfloat16):
+        return f"FlashInfer attends in float16 and bfloat16, not {pool.spec.dtype}", None
     try:
         return "", FlashInferAttention(pool, query_heads, scale)
     except ImportError as error:
