@@ -1,6 +1,7 @@
 // Small C entry points; the larger ones are beside what they call.
 #include "attention.h"
 #include "isa.h"
+#include "pool.h"
 
 extern "C" {
 
@@ -10,4 +11,24 @@ void baton_set_isa(int isa) { baton::set_isa(static_cast<baton::Isa>(isa)); }
 
 // The caller's mirror of the struct must have this size.
 int baton_attention_call_bytes() { return sizeof(baton::AttentionCall); }
+
+// Reads every byte once, as fast as `threads` threads can, and returns their sum in 8-byte words: what bench.floor
+// takes as the machine's read bandwidth.
+uint64_t baton_read(const uint64_t* words, int64_t bytes, int threads) {
+  std::atomic<uint64_t> total{0};
+  auto body = [&](baton::Team& team) {
+    int64_t first, last;
+    team.split(bytes / 64, first, last);
+    uint64_t sums[8] = {};
+    for (int64_t line = first; line < last; ++line) {
+      __builtin_prefetch(words + line * 8 + 256);
+      for (int i = 0; i < 8; ++i) sums[i] += words[line * 8 + i];
+    }
+    uint64_t sum = 0;
+    for (uint64_t part : sums) sum += part;
+    total += sum;
+  };
+  baton::parallel(threads, body);
+  return total;
+}
 }

@@ -20,6 +20,9 @@ struct LayerWeights {
   const float* out_bias;  // [hidden], or null
 };
 
+// Parts of a step whose time can be counted. A norm that every thread does for itself counts for what follows it.
+enum Part { kQkv, kRope, kAttention, kOut, kGateUp, kDown, kNorm, kParts };
+
 struct DecoderCall {
   const LayerWeights* layers;
   const float* final_norm;  // [hidden]
@@ -37,6 +40,7 @@ struct DecoderCall {
   int32_t hidden;
   int32_t intermediate;
   float eps;
+  double* part_seconds;  // [kParts] to add to, or null
 };
 
 }  // namespace baton

@@ -21,6 +21,10 @@ MODELS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
 """The transformers classes that this computes."""
 
 
+PARTS = ("qkv", "rope", "attention", "out", "gate_up", "down", "norm")
+"""Of a step, in the order in which the C++ call counts their time (decoder.h: Part)."""
+
+
 class LayerWeights(ctypes.Structure):
     """`baton::LayerWeights` in decoder.h."""
 
@@ -44,6 +48,7 @@ class DecoderCall(ctypes.Structure):
         ("tokens", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("layer_count", "hidden", "intermediate")),
         ("eps", ctypes.c_float),
+        ("part_seconds", ctypes.c_void_p),
     )
 
 
@@ -86,6 +91,7 @@ class FusedDecoder(nn.Module):
             intermediate=model.config.intermediate_size,
             eps=model.norm.variance_epsilon,
         )
+        self._parts = (ctypes.c_double * len(PARTS))()
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def forward(
@@ -108,6 +114,16 @@ class FusedDecoder(nn.Module):
         call.scratch = -(-self._scratch.data_ptr() // 64) * 64
         self._library.baton_decoder(ctypes.byref(call))
         return BaseModelOutputWithPast(last_hidden_state=result[None])
+
+    def start_profile(self) -> None:
+        """Count from now on where the time goes, from zero."""
+        self._parts = (ctypes.c_double * len(PARTS))()
+        self._call.part_seconds = ctypes.addressof(self._parts)
+
+    def take_profile(self) -> list[float]:
+        """Seconds of each of PARTS since start_profile; counting stops."""
+        self._call.part_seconds = None
+        return list(self._parts)
 
     def _fill(self, into: LayerWeights, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp

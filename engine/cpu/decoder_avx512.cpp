@@ -7,6 +7,7 @@
 #include <immintrin.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 
@@ -113,6 +114,25 @@ void finish_head(float* x, const float* bias, const float* norm, const float* co
   }
 }
 
+// Adds the time since the last mark to a part, on the first thread only.
+class Clock {
+ public:
+  Clock(const Team& team, double* parts) : parts_(team.index == 0 ? parts : nullptr), last_(now()) {}
+  void mark(Part part) {
+    if (parts_ == nullptr) return;
+    const double at = now();
+    parts_[part] += at - last_;
+    last_ = at;
+  }
+
+ private:
+  static double now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  }
+  double* parts_;
+  double last_;
+};
+
 class Decoder {
  public:
   Decoder(const DecoderCall& call, AttentionPlan& plan)
@@ -130,14 +150,16 @@ class Decoder {
   }
 
   void run(Team& team) const {
+    Clock clock(team, call_.part_seconds);
     for (int layer = 0; layer < call_.layer_count; ++layer) {
       const LayerWeights& weights = call_.layers[layer];
-      attention_block(team, weights, layer);
-      mlp_block(team, weights);
+      attention_block(team, weights, layer, clock);
+      mlp_block(team, weights, clock);
     }
     each_row(team, [&](int64_t t) {
       norm_row(row(t), call_.final_norm, shape_.hidden, call_.eps, call_.result + t * shape_.hidden);
     });
+    clock.mark(kNorm);
   }
 
  private:
@@ -163,8 +185,9 @@ class Decoder {
     return buffers_.normed;
   }
 
-  void attention_block(Team& team, const LayerWeights& weights, int layer) const {
+  void attention_block(Team& team, const LayerWeights& weights, int layer, Clock& clock) const {
     const bf16* normed = norm(team, weights.input_norm);
+    if (!few_) clock.mark(kNorm);
     auto store = [&](const float* c, int64_t ldc, int64_t first, int rows, int64_t group, int groups) {
       for (int r = 0; r < rows; ++r)
         std::memcpy(buffers_.projected + (first + r) * shape_.qkv + group * kGroup, c + r * ldc,
@@ -172,13 +195,17 @@ class Decoder {
     };
     matmul(team, normed, shape_.hidden, shape_.tokens, weights.qkv, shape_.hidden, shape_.qkv / kGroup, store);
     team.barrier();
+    clock.mark(kQkv);
     finish_heads(team, weights);
     team.barrier();
+    clock.mark(kRope);
     AttentionCall attention = batch_;
     attention.k = call_.tiles + layer * call_.layer_bytes;
     attention.v = call_.tiles + layer * call_.layer_bytes + call_.v_bytes;
     plan_.run(team, attention);
+    clock.mark(kAttention);
     add_product(team, buffers_.attended, shape_.q, weights.out, weights.out_bias);
+    clock.mark(kOut);
   }
 
   void finish_heads(const Team& team, const LayerWeights& weights) const {
@@ -196,8 +223,9 @@ class Decoder {
     }
   }
 
-  void mlp_block(Team& team, const LayerWeights& weights) const {
+  void mlp_block(Team& team, const LayerWeights& weights, Clock& clock) const {
     const bf16* normed = norm(team, weights.mlp_norm);
+    if (!few_) clock.mark(kNorm);
     auto activate = [&](const float* c, int64_t ldc, int64_t first, int rows, int64_t group, int) {
       for (int r = 0; r < rows; ++r) {
         const __m512 gate = _mm512_loadu_ps(c + r * ldc), up = _mm512_loadu_ps(c + r * ldc + kGroup);
@@ -210,7 +238,9 @@ class Decoder {
     matmul(team, normed, shape_.hidden, shape_.tokens, weights.gate_up, shape_.hidden,
            2 * shape_.intermediate / kGroup, activate);
     team.barrier();
+    clock.mark(kGateUp);
     add_product(team, buffers_.activated, shape_.intermediate, weights.down, nullptr);
+    clock.mark(kDown);
   }
 
   // residual += a * pack + bias, then a barrier.

@@ -56,6 +56,8 @@ def kernels() -> ctypes.CDLL:
         raise KernelsUnavailable("op.py and the compiled kernels disagree about AttentionCall")
     library.baton_attention.argtypes = [ctypes.POINTER(AttentionCall)]
     library.baton_attention.restype = None
+    library.baton_read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
+    library.baton_read.restype = ctypes.c_uint64
     if hasattr(library, "baton_linear"):
         _declare_packed(library)
     wanted = os.environ.get("BATON_CPU_ISA")

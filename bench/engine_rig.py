@@ -1,0 +1,155 @@
+"""A model behind a real scheduler in this process: what bench.floor times."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import numpy as np
+
+from engine.config import EngineConfig
+from engine.cpu.decoder import PARTS, FusedDecoder
+from engine.loader import load_model
+from engine.runner import ModelRunner
+from kvcache.config import CacheConfig
+from kvcache.memory import build_memory
+from kvcache.pool import MHAKVCache
+from scheduler.config import SchedulerConfig
+from scheduler.policy import AfterPrefill
+from scheduler.req import Req, RequestLimits
+from scheduler.scheduler import Scheduler
+from wire.messages import FinishReason, GenerateRequest, RejectKind, SamplingParams, TokenLogprobs
+
+MAX_BATCH = 8
+MAX_CONTEXT = 1024
+
+
+class CountingPolicy:
+    """A NodePolicy that keeps every request here and counts its tokens."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, int] = {}
+        self.finished: set[int] = set()
+
+    def on_chunk(self, _req: Req) -> None:
+        """Nothing is shipped."""
+
+    def on_prefilled(self, _req: Req) -> AfterPrefill:
+        """Decode here."""
+        return AfterPrefill.DECODE
+
+    def on_tokens(
+        self,
+        req: Req,
+        start: int,
+        tokens: list[int],
+        _logprobs: list[TokenLogprobs] | None,
+        finish: FinishReason | None,
+    ) -> None:
+        """Count."""
+        self.tokens[req.room] = start + len(tokens)
+        if finish is not None:
+            self.finished.add(req.room)
+
+    def on_failed(self, _req: Req, why: RejectKind, message: str) -> None:
+        """A bench request must not fail."""
+        raise RuntimeError(f"{why}: {message}")
+
+
+class EngineRig:
+    """Scheduler, memory and ModelRunner over one model; a context manager."""
+
+    def __init__(self, model: str, threads: int) -> None:
+        config = EngineConfig(model=model, threads=threads, overlap=False)
+        loaded = load_model(config)
+        self.hf_config: Any = loaded.model.config
+        self._spec = loaded.spec
+        sizes = CacheConfig(
+            total_tokens=2 * MAX_BATCH * MAX_CONTEXT,
+            max_context_len=MAX_CONTEXT,
+            max_running_requests=MAX_BATCH,
+            prefix_cache="none",
+        )
+        self._memory = build_memory(sizes, loaded.spec.groups)
+        pool = self._memory.kv_cache
+        assert isinstance(pool, MHAKVCache)
+        pool.data.fill_(0)  # touch every page before anything is timed
+        self._runner = ModelRunner(loaded, pool, config)
+        self._policy = CountingPolicy()
+        scheduler_config = SchedulerConfig(
+            model="bench", max_running_requests=MAX_BATCH, chunked_prefill_size=None
+        )
+        self._scheduler = Scheduler(self._memory, self._runner, self._policy, scheduler_config)
+        self._rooms = itertools.count(1)
+        self._random = np.random.default_rng(0)
+        decoder = getattr(loaded.model, loaded.model.base_model_prefix)
+        self._parts: list[float] = []
+        self._decoder = decoder if isinstance(decoder, FusedDecoder) else None
+
+    def __enter__(self) -> EngineRig:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._runner.close()
+        self._memory.close()
+
+    def prefill(self, tokens: int) -> float:
+        """Seconds from adding one prompt to its first token."""
+        started = time.perf_counter()
+        room = self._add(tokens, 1)
+        self._run_until([room], 1)
+        return time.perf_counter() - started
+
+    def decode_steps(self, batch: int, context: int, steps: int) -> list[float]:
+        """Seconds of each of `steps` decode steps whose contexts are `context` tokens long in the middle."""
+        rooms = [self._add(context - steps // 2, steps + 2) for _ in range(batch)]
+        self._run_until(rooms, 2)
+        times = []
+        if self._decoder is not None:
+            self._decoder.start_profile()
+        for _ in range(steps):
+            started = time.perf_counter()
+            self._scheduler.step()
+            times.append(time.perf_counter() - started)
+        if self._decoder is not None:
+            self._parts = self._decoder.take_profile()
+        while not self._policy.finished.issuperset(rooms):
+            self._scheduler.step()
+        return times
+
+    def profile(self, context: int) -> str:
+        """A table: milliseconds a step of each part, for decode at batch 1 and 8 and for a prefill."""
+        if self._decoder is None:
+            return "no profile: the decoder is not fused on this CPU\n"
+        lines = [f"{'ms a step':>12} {'all':>8} {'outside':>8} " + " ".join(f"{part:>9}" for part in PARTS)]
+        for name, batch in (("decode b1", 1), ("decode b8", 8), ("prefill", 0)):
+            if batch:
+                times = self.decode_steps(batch, context, 20)
+            else:
+                self._decoder.start_profile()
+                times = [self.prefill(context)]
+                self._parts = self._decoder.take_profile()
+            step = sum(times) / len(times)
+            parts = [part / len(times) for part in self._parts]
+            cells = " ".join(f"{part * 1e3:9.2f}" for part in parts)
+            lines.append(f"{name:>12} {step * 1e3:8.2f} {(step - sum(parts)) * 1e3:8.2f} {cells}")
+        return "\n".join(lines) + "\n"
+
+    def _add(self, prompt_tokens: int, output_tokens: int) -> int:
+        room = next(self._rooms)
+        prompt = self._random.integers(300, self._spec.vocab_size, prompt_tokens).astype("<i4")
+        request = GenerateRequest(
+            request_id=f"bench-{room}",
+            room=room,
+            epoch=0,
+            prompt=prompt.tobytes(),
+            sampling=SamplingParams(max_new_tokens=output_tokens, temperature=0.0, ignore_eos=True),
+        )
+        limits = RequestLimits(MAX_CONTEXT, self._spec.vocab_size, self._spec.eos_token_ids)
+        self._scheduler.add(Req.from_request(request, "bench", limits))
+        return room
+
+    def _run_until(self, rooms: list[int], tokens: int) -> None:
+        while any(self._policy.tokens.get(room, 0) < tokens for room in rooms):
+            self._scheduler.step()
