@@ -214,3 +214,24 @@ def test_a_parked_request_may_be_released_or_aborted_while_it_waits() -> None:
     prefill.run()
     assert all(req.state is ReqState.DONE for req in reqs)
     prefill.close()
+
+
+def test_hand_off_without_a_prefix_cache() -> None:
+    """Nothing is cached, so a parked request is computed again and everything is transferred."""
+    configs = prefill_rig(16, 0).config, decode_rig(16, 0).config
+    prefill = Rig(16, 512, config=configs[0], after=AfterPrefill.HAND_OFF, prefix_cache="none")
+    decode = Rig(16, 512, pre_alloc=4, config=configs[1], prefix_cache="none")
+    for _ in range(2):
+        sent, twin = pair(prefill, decode, range(70), 8)
+        prefill.scheduler.add(sent)
+        prefill.run()
+        prefill.scheduler.park(sent)
+        prefill.scheduler.readmit(sent)
+        prefill.run()
+        assert decode.scheduler.reserve(twin)
+        assert len(twin.missing_pages()[1]) == 5
+        finish_transfer(prefill, sent, decode, twin)
+        decode.run()
+    decode.assert_outputs()
+    prefill.close()
+    decode.close()

@@ -17,7 +17,7 @@ def _prompt(rng: random.Random, prefixes: list[list[int]], longest: int) -> list
     return (shared + own)[:longest]
 
 
-def _play(seed: int, page_size: int, depth: int, aborts: bool) -> Rig:
+def _play(seed: int, page_size: int, depth: int, aborts: bool, cache: str = "radix") -> Rig:
     rng = random.Random(seed)
     tight, threaded = rng.random() < 0.6, rng.random() < 0.5
     pool = rng.randint(8, 14) * 16 if tight else 2048
@@ -26,6 +26,7 @@ def _play(seed: int, page_size: int, depth: int, aborts: bool) -> Rig:
         pool_tokens=pool,
         max_context=128,
         engine_overlap=bool(depth) and threaded,
+        prefix_cache=cache,
         eos=EOS if rng.random() < 0.5 else (),
         config=SchedulerConfig(
             model="m",
@@ -87,3 +88,11 @@ def test_depth_0_and_1_report_the_same(page_size: int) -> None:
         calm, late = (_play(seed, page_size, depth, aborts=False) for depth in (0, 1))
         assert calm.policy.outputs == late.policy.outputs
         assert calm.policy.finished == late.policy.finished
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_tokens_equal_the_oracle_without_a_prefix_cache(page_size: int, depth: int) -> None:
+    for seed in range(200, 206):
+        rig = _play(seed, page_size, depth, aborts=True, cache="none")
+        assert rig.scheduler.metrics.cached_tokens == 0
