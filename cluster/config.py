@@ -165,7 +165,7 @@ class ServeConfig(Options):
         return sum(most_replicas(section) * section.num_cpus for section in sections)
 
     def shutdown_s(self) -> float:
-        """How long the application may take to end: Serve's own bound of the slowest deployment, and a bit."""
+        """How long the application may take to end: Serve's bound of the slowest deployment, and a bit."""
         sections = (self.router, self.prefill, self.decode)
         return max(section.graceful_shutdown_timeout_s for section in sections) + 15.0
 

@@ -94,7 +94,7 @@ class LocalServe:
                 return
 
     def close(self) -> None:
-        """Let the application drain and end it; then end our own Ray, with everything that is left of Serve."""
+        """Let the application drain, and end it; then end our own Ray, with what is left of Serve."""
         if not ray.is_initialized():
             return
         try:

@@ -1,0 +1,89 @@
+"""What tests ask of a served application: its workers, their memory, and that nothing is held when idle."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from openai import OpenAI
+
+from wire.mailbox import Mailbox
+from wire.messages import Inspect, Inspected
+
+_ANSWER_S = 10.0
+_SETTLE_S = 30.0
+_POLL_S = 0.2
+
+
+FREE = ("free_pages", "evictable_pages")
+HELD = ("protected_pages", "held_pages", "quarantined_pages", "pending_pages")
+
+
+def in_use(memory: dict[str, int]) -> dict[str, int]:
+    """What a memory report says is neither free nor an unlocked part of the cache. The books must balance."""
+    assert sum(memory[name] for name in FREE + HELD) == memory["total_pages"], memory
+    assert memory["free_rows"] + memory["held_rows"] == memory["total_rows"], memory
+    return {name: memory[name] for name in (*HELD, "held_rows") if memory[name]}
+
+
+@dataclass
+class Served:
+    """An application at `url`."""
+
+    url: str
+    http: httpx.Client
+    openai: OpenAI
+    mailbox: Mailbox
+    token: int = 0
+
+    def workers(self) -> list[dict[str, Any]]:
+        """Records of the live workers, as the router sees them."""
+        return list(self.http.get("/debug/workers").raise_for_status().json()["workers"])
+
+    def wait_for_workers(self, count: int, timeout_s: float = 60.0) -> None:
+        """Until the router answers and sees exactly `count` workers."""
+        deadline = time.monotonic() + timeout_s
+        while (found := self._workers_seen()) != count:
+            assert time.monotonic() < deadline, f"wanted {count} workers, the router sees {found}"
+            time.sleep(_POLL_S)
+
+    def inspect(self, worker: dict[str, Any], what: str) -> Any:
+        """A worker's report, asked over its own mailbox."""
+        self.token += 1
+        self.mailbox.send(worker["mailbox"], Inspect(what, self.token))
+        deadline = time.monotonic() + _ANSWER_S
+        while time.monotonic() < deadline:
+            for mail in self.mailbox.wait(1.0):
+                if isinstance(mail.message, Inspected) and mail.message.token == self.token:
+                    return json.loads(mail.message.body)
+        raise AssertionError(f"{worker['id']} does not answer")
+
+    def settle(self) -> None:
+        """Every pool of every worker balances (the worker checks that itself) and nothing is held."""
+        for worker in self.workers():
+            deadline = time.monotonic() + _SETTLE_S
+            while held := in_use(self.inspect(worker, "memory")) or self.inspect(worker, "rooms"):
+                assert time.monotonic() < deadline, f"{worker['id']} still holds {held}"
+                time.sleep(_POLL_S)
+
+    def _workers_seen(self) -> int | None:
+        try:
+            return len(self.workers())
+        except httpx.HTTPError:
+            return None
+
+
+@contextmanager
+def served(url: str) -> Iterator[Served]:
+    """Clients of the application at `url`, closed afterwards."""
+    with (
+        httpx.Client(base_url=url, timeout=60.0) as http,
+        OpenAI(base_url=f"{url}/v1", api_key="none", timeout=120.0, max_retries=0) as openai,
+        Mailbox() as mailbox,
+    ):
+        yield Served(url, http, openai, mailbox)

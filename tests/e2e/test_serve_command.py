@@ -1,0 +1,60 @@
+"""`baton serve` on a Ray of its own: one chat, the same again from the cache, Ctrl-C, and nothing is left."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.ray_cluster import ROOT, free_ports, ray_environment, short_temporary_directory
+from tests.e2e.served import Served, served
+from tools.leftovers import Run
+
+DEMO_MODEL = ROOT / "deploy" / "demo_model"
+QUESTION = "How do I use os.path.join to build the path of a file from its parts?"
+_READY_S = 100.0
+_END_S = 60.0
+
+
+def _chat(client: Served) -> tuple[str, int]:
+    """The answer's text and how many prompt tokens came from a cache."""
+    answer = client.openai.chat.completions.create(
+        model="demo_model", messages=[{"role": "user", "content": QUESTION}], max_tokens=24, temperature=0
+    )
+    assert answer.choices[0].finish_reason in {"stop", "length"}
+    assert answer.usage is not None
+    details = answer.usage.prompt_tokens_details
+    return answer.choices[0].message.content or "", (details and details.cached_tokens) or 0
+
+
+@pytest.mark.ray_smoke
+def test_baton_serve_answers_and_leaves_nothing(tmp_path: Path) -> None:
+    run = Run.begin()
+    port = free_ports(1)[0]
+    with short_temporary_directory() as temporary, (tmp_path / "baton.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "cluster.cli", "serve", "deploy/demo.yaml", "--port", str(port)],
+            cwd=ROOT,
+            env={**ray_environment(temporary), "RAY_ADDRESS": "local"},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            with served(f"http://127.0.0.1:{port}") as client:
+                client.wait_for_workers(2, _READY_S)
+                text, _ = _chat(client)
+                again, cached = _chat(client)
+                client.settle()
+            run.look()
+        finally:
+            process.send_signal(signal.SIGINT)
+            code = process.wait(_END_S)
+        said = Path(log.name).read_text()
+    assert text
+    assert again == text
+    assert cached > 0
+    assert (code, said.splitlines()[-1]) == (0, "stopped"), said
+    assert run.leftovers(10.0) == []
