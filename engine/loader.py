@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -50,17 +51,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         raise _unreadable(config.model, error) from error
     check_model(hf_config)
     dtype = _dtype(config, hf_config)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            config.model,
-            config=hf_config,
-            dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
-            local_files_only=local,
-            use_safetensors=True,
-        )
-    except OSError as error:
-        raise _unreadable(config.model, error) from error
+    model = _read(config, hf_config, dtype, local)
     model = model.to(config.device).eval().requires_grad_(False)
     query_heads, scale = _attention_facts(model, hf_config)
     spec = ModelSpec(
@@ -74,6 +65,25 @@ def load_model(config: EngineConfig) -> LoadedModel:
     )
     swapped = apply_swaps(model, config, swap_table(config))
     return LoadedModel(model, spec, query_heads, scale, swapped)
+
+
+def _read(config: EngineConfig, hf_config: Any, dtype: torch.dtype, local: bool) -> Any:
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            config.model,
+            config=hf_config,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            local_files_only=local,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: a weight of another shape
+        raise _unreadable(config.model, error) from error
+    if report["missing_keys"]:  # transformers would make them up
+        missing = ", ".join(sorted(report["missing_keys"])[:3])
+        raise _unreadable(config.model, ValueError(f"no weights for {missing}"))
+    return model
 
 
 def _is_directory(model: str) -> bool:

@@ -23,6 +23,9 @@ from engine.noise import gumbel, noise_key
 from engine.sampling_state import SamplingState
 from wire.messages import SamplingParams, TokenLogprobs
 
+LOWEST_TEMPERATURE = 1e-6
+"""Lower ones sample like this one: the best token, unless another is within rounding of it."""
+
 
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> BatchResult:
     """Sample one token per row of `logits` [N, vocab], any float dtype, and record it in the rows' states."""
@@ -44,7 +47,7 @@ def sample_row(logits: torch.Tensor, state: SamplingState) -> int:
     scores = process(logits, state)
     if params.temperature == 0:
         return int(scores.argmax())
-    ids, scores = truncate(scores / params.temperature, params)
+    ids, scores = warp(scores, params)
     noise = gumbel(noise_key(params.seed, state.choice, len(state.outputs)), ids)
     return int(ids[(scores + noise).argmax()])
 
@@ -70,9 +73,13 @@ def process(logits: torch.Tensor, state: SamplingState) -> torch.Tensor:
     return scores
 
 
-def truncate(scores: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Top-k, top-p, min-p of float32 [vocab] scores: the ids that stay, and their scores."""
+def warp(scores: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """Temperature, top-k, top-p, min-p of float32 [vocab] scores: the ids that stay, and their scores.
+
+    Scores are relative to the best one (0), so that no temperature above 0 overflows.
+    """
     ids = torch.arange(len(scores), device=scores.device)
+    scores = (scores - scores.max()) / max(params.temperature, LOWEST_TEMPERATURE)
     if 0 < params.top_k < len(scores):
         ids = torch.nonzero(scores >= torch.topk(scores, params.top_k).values[-1])[:, 0]
         scores = scores[ids]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma2Config,
     GPT2Config,
@@ -115,6 +118,28 @@ def test_a_directory_without_weights_is_a_config_error(tmp_path: Path) -> None:
     FAMILIES["llama"]().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="cannot be loaded"):
         load_model(EngineConfig(str(tmp_path)))
+
+
+def without_a_norm(weights: Path) -> None:
+    kept = {name: tensor for name, tensor in load_file(weights).items() if name != "model.norm.weight"}
+    save_file(kept, weights, metadata={"format": "pt"})
+
+
+def with_another_shape(weights: Path) -> None:
+    save_file({**load_file(weights), "model.norm.weight": torch.ones(3)}, weights, metadata={"format": "pt"})
+
+
+def cut_short(weights: Path) -> None:
+    weights.write_bytes(weights.read_bytes()[:1000])
+
+
+@pytest.mark.parametrize("damage", [without_a_norm, with_another_shape, cut_short])
+def test_damaged_weights_are_a_config_error(damage: Callable[[Path], None], tmp_path: Path) -> None:
+    path = make_tiny("llama", tmp_path, 0)
+    damage(path / "model.safetensors")
+    with pytest.raises(ConfigError, match="cannot be loaded") as refused:
+        load_model(EngineConfig(str(path)))
+    assert "\n" not in str(refused.value)
 
 
 def test_a_broken_config_is_a_config_error(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from engine.batch import SamplingRow
-from engine.sampler import process, sample, sample_row, truncate
+from engine.sampler import process, sample, sample_row, warp
 from engine.sampling_state import SamplingState
 from wire.messages import SamplingParams
 
@@ -40,8 +40,8 @@ def state_of(params: SamplingParams, outputs: tuple[int, ...] = (), choice: int 
 
 
 def ours(logits: torch.Tensor, state: SamplingState) -> torch.Tensor:
-    """The truncated scores as transformers writes them: -inf for what was dropped."""
-    ids, scores = truncate(process(logits, state) / state.params.temperature, state.params)
+    """The scores drawn from, as transformers writes them: -inf for what was dropped; the best is 0."""
+    ids, scores = warp(process(logits, state), state.params)
     full = torch.full_like(logits, -math.inf)
     full[ids] = scores
     return full
@@ -68,7 +68,7 @@ def theirs(logits: torch.Tensor, params: SamplingParams, outputs: tuple[int, ...
         steps.append(MinPLogitsWarper(params.min_p))
     ids = torch.tensor([[*PROMPT.tolist(), *outputs]])
     scores: torch.Tensor = LogitsProcessorList(steps)(ids, logits[None].clone())
-    return scores[0]
+    return scores[0] - scores[0].max()
 
 
 ALL = SamplingParams(
@@ -106,7 +106,7 @@ def test_scores_equal_transformers(params: SamplingParams, outputs: tuple[int, .
         expected = theirs(logits, params, outputs)
         got = ours(logits, state_of(params, outputs))
         assert torch.equal(got.isinf(), expected.isinf())
-        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("top_p", [0.3, 0.8, 0.95, 0.99])
@@ -115,7 +115,7 @@ def test_top_p_sums_the_tail_of_a_large_vocabulary_exactly(top_p: float) -> None
     logits = some_logits(4, vocab=50_000)
     ordered, order = logits.double().softmax(-1).sort()
     below = ordered.cumsum(-1)
-    kept = set(truncate(logits, SamplingParams(top_p=top_p))[0].tolist())
+    kept = set(warp(logits, SamplingParams(top_p=top_p))[0].tolist())
     assert kept >= set(order[below > 1 - top_p + 1e-7].tolist())
     assert kept <= set(order[below > 1 - top_p - 1e-7].tolist())
 
@@ -127,7 +127,7 @@ def test_top_k_keeps_ties_as_transformers_does() -> None:
 
 
 def test_top_p_of_a_uniform_distribution_keeps_one() -> None:
-    ids, _ = truncate(torch.zeros(64), SamplingParams(top_p=0.0))
+    ids, _ = warp(torch.zeros(64), SamplingParams(top_p=0.0))
     assert len(ids) == 1
 
 
@@ -239,3 +239,10 @@ def test_a_position_sampled_again_is_counted_once() -> None:
     assert len(state.outputs) == 3
     assert sum(state.output_counts.values()) == 3
     assert set(state.output_counts) == set(state.outputs)
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e-6])
+def test_the_lowest_temperatures_take_the_best_token(temperature: float) -> None:
+    logits = some_logits(3)
+    params = SamplingParams(temperature=temperature, top_p=0.9, min_p=0.1)
+    assert sample_row(logits, state_of(params)) == int(logits.argmax())
