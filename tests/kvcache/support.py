@@ -1,0 +1,120 @@
+"""Small memories, requests, and an independent reader of KV events."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvcache.config import CacheConfig, KVEventsConfig
+from kvcache.layout import KVGroupSpec
+from kvcache.memory import Memory, build_memory
+from kvcache.radix_cache import RadixCache
+from kvcache.radix_key import Namespace, RadixKey
+from kvcache.tree_node import TreeNode
+from wire.events import AnyEvent, encode_batch
+
+SPEC = KVGroupSpec(layer_ids=(0, 1), kv_heads=2, head_dim=4, dtype=torch.float32)
+NAMESPACE = Namespace("model")
+
+
+@dataclass
+class Request:
+    """The least that kvcache's CachedRequest asks for."""
+
+    fill_ids: npt.NDArray[np.int32]
+    namespace: Namespace = NAMESPACE
+    tenant: str = ""
+    priority: int = 0
+    req_pool_idx: int | None = None
+    kv_committed_len: int = 0
+    kv_allocated_len: int = 0
+    cache_protected_len: int = 0
+    last_node: TreeNode | None = None
+    prefix_indices: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+
+
+def request(tokens: Iterable[int], **fields: Any) -> Request:
+    """A request that holds nothing yet."""
+    return Request(np.array(list(tokens), np.int32), **fields)
+
+
+def memory(page_size: int = 4, pages: int = 64, rows: int = 8, **options: Any) -> Memory:
+    """A memory with KV events on and a context as long as the pool."""
+    total = page_size * pages
+    config = CacheConfig(total, total, rows, page_size, events=KVEventsConfig(enable=True), **options)
+    return build_memory(config, [SPEC])
+
+
+def tree_of(built: Memory) -> RadixCache:
+    """The tree of a memory that has one."""
+    assert isinstance(built.cache, RadixCache)
+    return built.cache
+
+
+def key(tokens: Iterable[int], namespace: Namespace = NAMESPACE) -> RadixKey:
+    """A key of plain ints."""
+    return RadixKey(np.array(list(tokens), np.int32), namespace)
+
+
+def put(built: Memory, tokens: Iterable[int], namespace: Namespace = NAMESPACE, **options: Any) -> list[int]:
+    """Insert fresh pages for `tokens`, free the duplicates; the canonical page ids."""
+    wanted = key(tokens, namespace)
+    pages = built.allocator.alloc_pages(len(wanted) // built.page_size)
+    assert pages is not None
+    inserted = tree_of(built).insert(wanted, pages, **options)
+    built.allocator.free_page_ids(pages[: inserted.prefix_len // built.page_size])
+    return inserted.match.pages.tolist()
+
+
+def matched(built: Memory, tokens: Iterable[int], namespace: Namespace = NAMESPACE) -> int:
+    """How many tokens of a prefix are cached."""
+    return len(built.cache.match_prefix(key(tokens, namespace)).device_indices)
+
+
+def reference_hashes(namespace: Namespace, tokens: list[int], page_size: int) -> list[int]:
+    """The event names of a sequence's pages, computed from the written definition alone."""
+    digest = hashlib.sha256(b"baton-kv-1")
+    for part in (namespace.model, namespace.extra_key, namespace.cache_salt):
+        digest.update(len(part.encode()).to_bytes(4, "little") + part.encode())
+    digest.update(b"\x01" if namespace.is_bigram else b"\x00")
+    last, names = digest.digest(), []
+    for start in range(0, len(tokens) - page_size + 1, page_size):
+        page = b"".join(token.to_bytes(4, "little") for token in tokens[start : start + page_size])
+        last = hashlib.sha256(last + page).digest()
+        names.append(int.from_bytes(last[:8], "big", signed=True))
+    return names
+
+
+class Index:
+    """What a consumer believes: block name -> name of the block before it. Strict about what it is told."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, int | None] = {}
+
+    def read(self, events: list[AnyEvent]) -> None:
+        """Apply events as they travel: through our encoder and plain msgpack."""
+        for event in msgpack.unpackb(encode_batch(0.0, events))[1]:
+            self.apply(event)
+
+    def apply(self, event: dict[str, Any]) -> None:
+        """One decoded event."""
+        if event["type"] == "AllBlocksCleared":
+            self.blocks.clear()
+        elif event["type"] == "BlockRemoved":
+            for name in event["block_hashes"]:
+                del self.blocks[name]
+        else:
+            parent = event["parent_block_hash"]
+            assert parent is None or parent in self.blocks, "an orphan"
+            assert len(event["token_ids"]) == len(event["block_hashes"]) * event["block_size"]
+            for name in event["block_hashes"]:
+                assert name not in self.blocks, "stored twice"
+                self.blocks[name] = parent
+                parent = name

@@ -1,0 +1,269 @@
+"""Allocators: all operations, all or nothing, against a model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvcache.allocator import (
+    AllocatorState,
+    PagedTokenToKVPoolAllocator,
+    PageLease,
+    TokenToKVPoolAllocator,
+    make_allocator,
+)
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+def test_pages_start_at_one_and_none_is_taken_when_short() -> None:
+    allocator = PagedTokenToKVPoolAllocator(3, 4)
+    first = allocator.alloc(8)
+    assert first is not None
+    assert first.dtype == np.int64
+    assert first.tolist() == list(range(4, 12))
+    assert allocator.alloc(8) is None
+    assert allocator.available_size() == 4
+
+
+def test_free_takes_each_page_once_however_many_of_its_slots_are_given() -> None:
+    allocator = PagedTokenToKVPoolAllocator(3, 4)
+    allocator.alloc(12)
+    allocator.free(ints(5, 4, 7, 12))
+    assert allocator.free_pages.tolist() == [1, 3]
+
+
+def test_extend_fills_the_partial_page_then_whole_pages_then_a_partial_one() -> None:
+    allocator = PagedTokenToKVPoolAllocator(8, 4)
+    first = allocator.alloc_extend(ints(0), ints(6), ints(-1), 6)
+    assert first is not None
+    assert first.tolist() == [4, 5, 6, 7, 8, 9]
+    more = allocator.alloc_extend(ints(6, 0), ints(13, 3), ints(9, -1), 10)
+    assert more is not None
+    assert more.tolist() == [10, 11, 12, 13, 14, 15, 16, 20, 21, 22]
+    assert allocator.available_size() == 12
+
+
+def test_extend_inside_one_page_takes_no_page() -> None:
+    allocator = PagedTokenToKVPoolAllocator(1, 4)
+    allocator.alloc_extend(ints(0), ints(1), ints(-1), 1)
+    slots = allocator.alloc_extend(ints(1), ints(4), ints(4), 3)
+    assert slots is not None
+    assert slots.tolist() == [5, 6, 7]
+
+
+def test_decode_takes_a_page_only_at_a_page_border() -> None:
+    allocator = PagedTokenToKVPoolAllocator(4, 4)
+    allocator.alloc(8)
+    slots = allocator.alloc_decode(ints(5, 3), ints(7, 9))
+    assert slots is not None
+    assert slots.tolist() == [12, 10]
+    assert allocator.alloc_decode(ints(5, 9), ints(7, 11)) is None
+    assert allocator.available_size() == 4
+
+
+def test_need_sort_hands_out_long_runs_after_scattered_frees() -> None:
+    allocator = TokenToKVPoolAllocator(8, need_sort=True)
+    allocator.alloc(8)
+    for slot in (7, 2, 5, 1, 6):
+        allocator.free(ints(slot))
+    assert allocator.release_pages.tolist() == [7, 2, 5, 1, 6]
+    assert allocator.available_size() == 5
+    slots = allocator.alloc(4)
+    assert slots is not None
+    assert slots.tolist() == [1, 2, 5, 6]
+    assert allocator.release_pages.tolist() == []
+
+
+def test_without_need_sort_the_page_free_longest_goes_first() -> None:
+    allocator = TokenToKVPoolAllocator(4)
+    allocator.alloc(3)
+    allocator.free(ints(3, 1))
+    slots = allocator.alloc(3)
+    assert slots is not None
+    assert slots.tolist() == [4, 3, 1]
+
+
+def test_a_free_group_applies_at_its_end_or_is_handed_over() -> None:
+    allocator = TokenToKVPoolAllocator(4)
+    allocator.alloc(4)
+    allocator.free_group_begin()
+    allocator.free(ints(2))
+    allocator.free(ints(4))
+    assert allocator.available_size() == 0
+    assert allocator.pending_pages().tolist() == [2, 4]
+    allocator.free_group_end()
+    assert allocator.free_pages.tolist() == [2, 4]
+    allocator.free_group_begin()
+    allocator.free(ints(1))
+    assert allocator.free_group_take().tolist() == [1]
+    assert allocator.available_size() == 2
+
+
+@pytest.mark.parametrize("need_sort", [False, True])
+def test_restore_brings_back_exactly_what_was_free(need_sort: bool) -> None:
+    allocator = TokenToKVPoolAllocator(6, need_sort)
+    allocator.alloc(4)
+    allocator.free(ints(3))
+    before = allocator.backup_state()
+    allocator.alloc(3)
+    allocator.restore_state(before)
+    after = allocator.backup_state()
+    assert isinstance(after, AllocatorState)
+    assert [list(part) for part in after] == [list(part) for part in before]
+    assert allocator.available_size() == 3
+
+
+def test_a_double_free_and_the_scratch_page_are_refused() -> None:
+    allocator = PagedTokenToKVPoolAllocator(2, 4)
+    allocator.alloc(4)
+    allocator.free(ints(4))
+    with pytest.raises(AssertionError, match="freed twice"):
+        allocator.free(ints(5))
+    with pytest.raises(AssertionError, match="scratch"):
+        allocator.free(ints(0))
+
+
+def test_a_lease_frees_unless_its_pages_are_kept() -> None:
+    allocator = make_allocator(4, 4)
+    with pytest.raises(RuntimeError), PageLease(allocator, 3):
+        raise RuntimeError
+    assert allocator.available_pages() == 4
+    with PageLease(allocator, 3) as lease:
+        kept = lease.keep()
+    assert len(kept) == 3
+    assert allocator.available_pages() == 1
+    with PageLease(allocator, 2) as lease:
+        assert lease.pages is None
+
+
+class AllocatorMachine(RuleBasedStateMachine):
+    """Sequences grow and end; the model knows which slots each has, by the definition alone."""
+
+    @initialize(page_size=st.sampled_from([1, 2, 4, 16]), need_sort=st.booleans(), pages=st.integers(1, 24))
+    def build(self, page_size: int, need_sort: bool, pages: int) -> None:
+        self.page_size = page_size
+        self.pages = pages
+        self.allocator = make_allocator(pages, page_size, need_sort)
+        self.sequences: list[list[int]] = []
+        self.pending: set[int] = set()
+        self.in_group = False
+
+    def owned(self) -> set[int]:
+        return {slot // self.page_size for slots in self.sequences for slot in slots}
+
+    def room(self) -> int:
+        return self.pages - len(self.owned()) - len(self.pending)
+
+    def pages_of(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    @rule(data=st.data(), new=st.lists(st.integers(1, 40), max_size=3), grow=st.integers(0, 20))
+    def extend(self, data: st.DataObject, new: list[int], grow: int) -> None:
+        some = (
+            data.draw(st.lists(st.sampled_from(self.sequences), unique_by=id, max_size=3))
+            if self.sequences
+            else []
+        )
+        old = [*some, *([] for _ in new)]
+        lens = [len(slots) for slots in old]
+        add = [grow] * len(some) + new
+        need = sum(self.pages_of(n + a) - self.pages_of(n) for n, a in zip(lens, add, strict=True))
+        got = self.allocator.alloc_extend(
+            np.array(lens, np.int64),
+            np.array(lens, np.int64) + np.array(add, np.int64),
+            np.array([slots[-1] if slots else -1 for slots in old], np.int64),
+            sum(add),
+        )
+        assert (got is None) == (need > self.room())
+        if got is not None:
+            given = got.tolist()
+            for slots, count in zip(old, add, strict=True):
+                slots.extend(given[:count])
+                del given[:count]
+            self.sequences += old[len(some) :]
+
+    @precondition(lambda self: self.sequences)
+    @rule()
+    def decode(self) -> None:
+        lens = np.array([len(slots) for slots in self.sequences], np.int64)
+        last = np.array([slots[-1] for slots in self.sequences], np.int64)
+        need = int((lens % self.page_size == 0).sum())
+        got = self.allocator.alloc_decode(lens + 1, last)
+        assert (got is None) == (need > self.room())
+        if got is not None:
+            for slots, slot in zip(self.sequences, got.tolist(), strict=True):
+                slots.append(slot)
+
+    @precondition(lambda self: self.sequences)
+    @rule(index=st.integers(0, 1000))
+    def end(self, index: int) -> None:
+        slots = self.sequences.pop(index % len(self.sequences))
+        self.allocator.free(np.array(slots, np.int64))
+        if self.in_group:
+            self.pending |= {slot // self.page_size for slot in slots}
+
+    @rule(take=st.booleans())
+    def group(self, take: bool) -> None:
+        if not self.in_group:
+            self.allocator.free_group_begin()
+        elif take:
+            pages = self.allocator.free_group_take()
+            assert set(pages.tolist()) == self.pending
+            self.allocator.free_page_ids(pages)
+        else:
+            self.allocator.free_group_end()
+        self.in_group = not self.in_group
+        self.pending = set()
+
+    @precondition(lambda self: not self.in_group)
+    @rule(pages=st.integers(0, 24))
+    def try_and_restore(self, pages: int) -> None:
+        before = self.allocator.backup_state()
+        self.allocator.alloc(pages * self.page_size)
+        self.allocator.restore_state(before)
+
+    @rule()
+    def merge(self) -> None:
+        self.allocator.merge_and_sort_free()
+        assert (np.diff(self.allocator.free_pages) > 0).all()
+
+    @invariant()
+    def every_page_has_one_owner(self) -> None:
+        free = [*self.allocator.free_pages.tolist(), *self.allocator.release_pages.tolist()]
+        pending = self.allocator.pending_pages().tolist()
+        assert sorted([*free, *pending, *self.owned()]) == list(range(1, self.pages + 1))
+        assert self.allocator.available_size() == len(free) * self.page_size
+
+    @invariant()
+    def sequences_lie_in_their_own_pages_in_order(self) -> None:
+        assert sum(self.pages_of(len(slots)) for slots in self.sequences) == len(self.owned())
+        for slots in self.sequences:
+            for position, slot in enumerate(slots):
+                assert slot % self.page_size == position % self.page_size
+                assert position % self.page_size == 0 or slot == slots[position - 1] + 1
+
+
+def test_allocator_against_the_model() -> None:
+    run_state_machine_as_test(
+        AllocatorMachine, settings=settings(max_examples=60, stateful_step_count=30, deadline=None)
+    )
+
+
+@pytest.mark.invariants
+def test_allocator_against_the_model_for_long() -> None:
+    run_state_machine_as_test(
+        AllocatorMachine, settings=settings(max_examples=300, stateful_step_count=100, deadline=None)
+    )
