@@ -42,8 +42,10 @@ class SchedulerConfig:
             raise ConfigError("overlap_depth", f"{self.overlap_depth} is not supported", "use 0 or 1")
         if min(self.last_chunk_tokens, self.decode_reserve_tokens) < 0:
             raise ConfigError("decode_reserve_tokens", "a size is negative", "use 0 or more")
-        if not self.phases:
-            raise ConfigError("phases", "no phase is admitted", "admit prefill, decode or both")
+        if Phase.PREFILL not in self.phases:
+            raise ConfigError(
+                "phases", "prefill is missing", "admit it: retracted requests are prefilled again"
+            )
 
     def step_tokens(self, page_size: int) -> int:
         """Prefill tokens of one step; at least a page, because a cut falls on a page border."""

@@ -29,7 +29,7 @@ class Roster:
         self.transferred: deque[Req] = deque()  # KV is here, no place in the decode batch yet
         self.chunked: Req | None = None  # the one request whose prefill is under way, forwards left to launch
         self.live: dict[tuple[int, int], Req] = {}  # (room, epoch) -> not DONE
-        self.leaving: dict[int, Req] = {}  # room-independent id -> closing when its forwards have landed
+        self.leaving: dict[int, Req] = {}  # by id(): memory goes when their forwards have landed
 
     # -- views -------------------------------------------------------------------------------------
 

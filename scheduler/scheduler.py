@@ -183,11 +183,11 @@ class Scheduler:
         self._join_transferred()
         self._grow_decode()
         chunks, complete = self._admission.next_chunks()
-        for req in complete:
-            self._results.prefilled(req)
         launched = bool(chunks or len(self._running))
         if launched:
             self._launch(chunks)
+        for req in complete:  # after the launch: the policy may abort whom it likes
+            self._results.prefilled(req)
         taken = self._take_results(self.config.overlap_depth if launched else 0)
         return launched or taken or answered or bool(complete)
 

@@ -216,6 +216,33 @@ def test_a_parked_request_may_be_released_or_aborted_while_it_waits() -> None:
     prefill.close()
 
 
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_hand_off_of_a_request_that_is_decoding_ahead(page_size: int) -> None:
+    """With overlap a decode row is out when the policy takes the request over: its token is dropped."""
+    config = SchedulerConfig(model="m", max_running_requests=4, overlap_depth=1)
+    prefill = Rig(page_size, 512, config=config, after=AfterPrefill.HAND_OFF)
+    decode = decode_rig(page_size, 1)
+    for early in (True, False):
+        sent, twin = pair(prefill, decode, range(40), 9)
+        prefill.scheduler.add(sent)
+        while sent.state is not ReqState.HANDED_OFF:
+            prefill.step()
+        assert sent.in_flight == 1
+        if early:  # parked and wanted again before that forward has landed
+            prefill.scheduler.park(sent)
+            prefill.scheduler.readmit(sent)
+            prefill.check()
+        prefill.run()
+        assert sent.state is ReqState.HANDED_OFF
+        assert decode.scheduler.reserve(twin)
+        finish_transfer(prefill, sent, decode, twin)
+        decode.run()
+    assert prefill.scheduler.metrics.surplus_tokens == 2
+    decode.assert_outputs()
+    prefill.close()
+    decode.close()
+
+
 def test_hand_off_without_a_prefix_cache() -> None:
     """Nothing is cached, so a parked request is computed again and everything is transferred."""
     configs = prefill_rig(16, 0).config, decode_rig(16, 0).config

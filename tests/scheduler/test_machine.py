@@ -26,9 +26,15 @@ SHORT = settings(
     max_examples=30,
     stateful_step_count=40,
     deadline=None,
+    derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
-LONG = settings(SHORT, max_examples=int(os.environ.get("BATON_EXAMPLES", "600")), stateful_step_count=120)
+LONG = settings(
+    SHORT,
+    derandomize=False,
+    max_examples=int(os.environ.get("BATON_EXAMPLES", "600")),
+    stateful_step_count=120,
+)
 
 
 class TwoWorkers(RuleBasedStateMachine):
