@@ -52,7 +52,7 @@ class Channel:
             challenge = receive_frame(sock)
             if not isinstance(challenge, Challenge):
                 raise TransferError("the peer did not greet")
-            send_frame(sock, Hello(proof_of(endpoint.params.get("token", ""), challenge.nonce), os.getpid()))
+            send_frame(sock, Hello(proof_of(endpoint.params.get("token", ""), challenge.nonce)))
             pools = receive_frame(sock, fds=self.fds if sock.family == socket.AF_UNIX else None)
             if not isinstance(pools, Pools):
                 raise TransferError("the peer did not describe its pools")

@@ -30,10 +30,9 @@ class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Proof of the token: HMAC-SHA256 over the nonce. `pid` names the writer in logs."""
+    """Proof of the token: HMAC-SHA256 over the nonce."""
 
     proof: bytes
-    pid: int
 
 
 class PoolInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -148,12 +147,11 @@ def receive_frame(sock: socket.socket, limit: int = _MAX_FRAME, fds: list[int] |
     return frame
 
 
-def expect_hello(sock: socket.socket, token: str, nonce: bytes) -> Hello:
-    """The peer's Hello. Raises TransferError when it does not know the token."""
+def expect_hello(sock: socket.socket, token: str, nonce: bytes) -> None:
+    """Hear the peer's Hello. Raises TransferError when it does not know the token."""
     frame = receive_frame(sock, limit=_MAX_HELLO)
     if not isinstance(frame, Hello) or not hmac.compare_digest(frame.proof, proof_of(token, nonce)):
         raise TransferError("the peer does not know this endpoint's token")
-    return frame
 
 
 def proof_of(token: str, nonce: bytes) -> bytes:

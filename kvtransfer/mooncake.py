@@ -231,6 +231,11 @@ class MooncakeSender(PeerSender):
             self._engine.register(region.ptr, region.nbytes)
         self._stages = _Stages(self._engine)
 
+    def close(self) -> None:
+        """See SenderTransport. The engine stops with the last write in progress."""
+        super().close()
+        self._engine.close()
+
     def _connect(self, endpoint: TransferEndpoint) -> socket.socket:
         theirs = endpoint.params.get("protocol")
         if theirs != self._engine.protocol:

@@ -56,11 +56,12 @@ class MooncakeEngine:
 
         Raises TransferError; then some may have been applied and some may still be under way.
         """
+        engine = self._engine
+        if engine is None:
+            raise TransferError("Mooncake has been stopped here")
         for first in range(0, len(sources), _MAX_BATCH):
             batch = slice(first, first + _MAX_BATCH)
-            code = self._engine.batch_transfer_sync_write(
-                session, sources[batch], targets[batch], lengths[batch]
-            )
+            code = engine.batch_transfer_sync_write(session, sources[batch], targets[batch], lengths[batch])
             if code != 0:
                 raise TransferError(f"Mooncake's write to {session} failed with {code}")
 

@@ -39,7 +39,8 @@ def receiving(
     backend: str, num_pages: int, page_bytes: int, bounds: Bounds = SHORT, staged: bool = False
 ) -> Iterator[tuple[PoolReceiver, torch.Tensor]]:
     """A decode worker's open pool "full" and its bytes."""
-    with allocate_shared(num_pages * page_bytes) as buffer:
+    buffer = allocate_shared(num_pages * page_bytes)
+    with buffer:
         tensor = buffer.tensor.view(num_pages, page_bytes)
         region = GroupRegion(tensor, fd=buffer.fd, staged=staged)
         receiver = open_receiver({"full": region}, backend, bounds=bounds)

@@ -1,0 +1,248 @@
+"""Transfer: what each backend moves a second, against the plainest way to move the same bytes.
+
+    python -m bench.transfer [--json] [--rounds N]
+
+One process is prefill, another decode. Shape M: 512 pages of 1.75 MiB (28 layers x K, V x 8 heads x 16 tokens
+x 128 x bf16), source and target in random order, all memory touched, one round to warm up, CRC-32 of every
+page compared at the receiver. Then the small pages of the demo model (32 KiB). The two sides of a ratio are
+timed alternately, by the sender: from the call until the receiver has confirmed.
+
+- shm_vs_memcpy: against memcpy of the same pages, in the same order, within one process's private memory.
+- tcp_vs_socket: against sendall / recv_into of one contiguous block over one blocking loopback connection.
+- mooncake_vs_contiguous: against one Mooncake write of one contiguous block of the same size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from bench.common import alternate, medians, print_result
+from kvcache.buffers import allocate_private, allocate_shared
+from kvtransfer.checksum import page_checksums
+from kvtransfer.mooncake_engine import MooncakeEngine
+from kvtransfer.pages import PageIds, PageWrite, copy_pages
+from kvtransfer.receiver import PoolReceiver
+from kvtransfer.region import GroupRegion
+from kvtransfer.select import open_receiver, open_sender
+from wire.host import host_identity
+from wire.messages import TransferEndpoint
+
+HOST = "127.0.0.1"
+TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How many pages of how many bytes are moved."""
+
+    pages: int
+    page_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one round."""
+        return self.pages * self.page_bytes
+
+
+SHAPE_M = Shape(512, 28 * 2 * 8 * 16 * 128 * 2)
+DEMO = Shape(4096, 4 * 2 * 4 * 16 * 32 * 2)
+
+
+class Prefill:
+    """The sending process. Every method that is not underlined can be called from the other one, timed."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+        self._pool = GroupRegion(allocate_private(shape.nbytes).tensor.view(shape.pages, shape.page_bytes))
+        rows = np.random.default_rng(1).integers(0, 256, (shape.pages, 64), np.uint8)
+        for page, row in enumerate(rows):  # every page touched, and different from every other
+            self._pool.tensor.numpy()[page] = np.resize(row, shape.page_bytes)
+        self._regions = {"full": self._pool}
+        self._sender = open_sender(self._regions, host_identity(), "auto")
+        self._mooncake = open_sender(self._regions, host_identity(), "mooncake")
+        self._engine = MooncakeEngine(HOST, 10.0)
+        self._engine.register(self._pool.ptr, self._pool.nbytes)
+        self._copy = allocate_private(shape.nbytes)
+
+    def write(self, endpoint: TransferEndpoint, write: PageWrite) -> None:
+        sender = self._mooncake if endpoint.backend == "mooncake" else self._sender
+        sender.write(endpoint, write)
+
+    def memcpy(self, src: PageIds, dst: PageIds) -> None:
+        copy_pages(self._pool.ptr, src, self._copy.tensor.data_ptr(), dst, self._shape.page_bytes)
+
+    def stream(self, address: tuple[str, int]) -> None:
+        with socket.create_connection(address) as sock:
+            sock.sendall(self._pool.tensor.view(-1).numpy().data)
+            sock.recv(1)  # the receiver has it all
+
+    def contiguous(self, session: str, ptr: int) -> None:
+        self._engine.write(session, [self._pool.ptr], [ptr], [self._pool.nbytes])
+
+    def checksums(self, pages: PageIds) -> list[int]:
+        return page_checksums(self._pool, pages)
+
+
+def _prefill_main(conn: Connection, shape: Shape) -> None:
+    prefill = Prefill(shape)
+    while True:
+        try:
+            name, arguments = conn.recv()
+        except EOFError:
+            return
+        started = time.perf_counter()
+        answer = getattr(prefill, name)(*arguments)
+        conn.send((time.perf_counter() - started, answer))
+
+
+class Decode:
+    """The receiving process, and its hand on the sending one."""
+
+    def __init__(self, shape: Shape, conn: Connection, pool: GroupRegion) -> None:
+        self.shape = shape
+        self.pool = pool
+        self._conn = conn
+        self._rounds = 0
+        self._rng = np.random.default_rng(2)
+
+    def call(self, name: str, *arguments: object) -> tuple[float, Any]:
+        """(seconds, answer) of a method of Prefill."""
+        self._conn.send((name, arguments))
+        if not self._conn.poll(TIMEOUT_S):
+            raise TimeoutError(f"{name} does not end")
+        answer: tuple[float, Any] = self._conn.recv()
+        return answer
+
+    def order(self) -> tuple[PageIds, PageIds]:
+        """A fresh random pairing of all pages."""
+        return self._rng.permutation(self.shape.pages), self._rng.permutation(self.shape.pages)
+
+    def transfer(self, receiver: PoolReceiver, src: PageIds, dst: PageIds) -> float:
+        """Seconds of one room's write."""
+        self._rounds += 1
+        receiver.open(self._rounds, 0, {"full": dst})
+        seconds, _ = self.call("write", receiver.endpoints[0], PageWrite(self._rounds, 0, "full", src, dst))
+        landed = receiver.landed(self._rounds, 0)
+        if landed.missing or not receiver.close_room(self._rounds, 0).passed:
+            raise RuntimeError(f"{landed.missing} pages are missing")
+        return seconds
+
+    def verify(self, src: PageIds, dst: PageIds) -> None:
+        """Compare every page's checksum with the sender's."""
+        if self.call("checksums", src)[1] != page_checksums(self.pool, dst):
+            raise RuntimeError("a page differs from what was sent")
+
+    def stream(self) -> float:
+        """Seconds of the plain socket."""
+        with socket.create_server((HOST, 0)) as server:
+            thread = threading.Thread(target=self._drain, args=(server,))
+            thread.start()
+            seconds, _ = self.call("stream", server.getsockname())
+            thread.join(TIMEOUT_S)
+        return seconds
+
+    def _drain(self, server: socket.socket) -> None:
+        sock, _ = server.accept()
+        with sock:
+            rest = self.pool.tensor.view(-1).numpy().data
+            while rest:
+                rest = rest[sock.recv_into(rest) :]
+            sock.sendall(b"x")
+
+
+@contextmanager
+def _decoding(shape: Shape) -> Iterator[Decode]:
+    context = multiprocessing.get_context("spawn")
+    mine, theirs = context.Pipe()
+    process = context.Process(target=_prefill_main, args=(theirs, shape), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        buffer = allocate_shared(shape.nbytes)
+        with buffer:
+            tensor = buffer.tensor.view(shape.pages, shape.page_bytes)
+            tensor.fill_(1)
+            yield Decode(shape, mine, GroupRegion(tensor, fd=buffer.fd))
+    finally:
+        mine.close()
+        process.join(10)
+        process.kill()
+
+
+def _compare(
+    decode: Decode, backend: str, plain: Callable[[PageIds, PageIds], float], rounds: int
+) -> list[float]:
+    """GB/s of the backend and of the plain way: medians of alternating rounds after one to warm up."""
+    receiver = open_receiver({"full": decode.pool}, backend)
+
+    def one() -> float:
+        src, dst = decode.order()
+        decode.pool.tensor.fill_(0)
+        took = decode.transfer(receiver, src, dst)
+        decode.verify(src, dst)
+        return took
+
+    sides = {"plain": lambda: plain(*decode.order()), "ours": one}
+    try:
+        alternate(sides, 1)
+        took = medians(alternate(sides, rounds))
+    finally:
+        receiver.close()
+    return [decode.shape.nbytes / took[side] / 1e9 for side in ("ours", "plain")]
+
+
+def measure(shape: Shape, rounds: int) -> dict[str, list[float]]:
+    """backend -> [GB/s of ours, GB/s of the plain way]."""
+    with _decoding(shape) as decode:
+        rates = {
+            "shm": _compare(decode, "shm", lambda src, dst: decode.call("memcpy", src, dst)[0], rounds),
+            "tcp": _compare(decode, "tcp", lambda _src, _dst: decode.stream(), rounds),
+        }
+        engine = MooncakeEngine(HOST, 10.0)
+        engine.register(decode.pool.ptr, decode.pool.nbytes)
+        target = (engine.session, decode.pool.ptr)
+        rates["mooncake"] = _compare(
+            decode, "mooncake", lambda _src, _dst: decode.call("contiguous", *target)[0], rounds
+        )
+        engine.close()
+    return rates
+
+
+def main() -> None:
+    """Measure both shapes and print the result."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="accepted for uniformity: the last line is always JSON"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each side")
+    options = parser.parse_args()
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    plain = {"shm": "memcpy", "tcp": "socket", "mooncake": "contiguous"}
+    ratios: dict[str, float] = {}
+    values: dict[str, float] = {}
+    for prefix, shape in (("", SHAPE_M), ("demo_", DEMO)):
+        for backend, (ours, theirs) in measure(shape, options.rounds).items():
+            against = plain[backend]
+            values[f"{prefix}{backend}_gb_s"] = round(ours, 3)
+            values[f"{prefix}{against}_gb_s"] = round(theirs, 3)
+            where = values if prefix else ratios
+            where[f"{prefix}{backend}_vs_{against}"] = round(ours / theirs, 3)
+    print_result("transfer", ratios, values)
+
+
+if __name__ == "__main__":
+    main()

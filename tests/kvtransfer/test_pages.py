@@ -1,0 +1,79 @@
+"""Runs, regions, checksums: the arithmetic of pages."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtransfer.checksum import page_checksums
+from kvtransfer.pages import PageWrite, as_pages, coalesce, copy_pages, stretches
+from kvtransfer.region import GroupRegion
+from tests.kvtransfer.peers import pool
+
+page_lists = st.lists(st.integers(0, 40), max_size=30, unique=True)
+
+
+@given(page_lists, st.randoms())
+def test_runs_spell_out_the_write_and_are_maximal(dst: list[int], random: object) -> None:
+    src = as_pages(dst[len(dst) // 2 :] + dst[: len(dst) // 2])
+    runs = coalesce(src, as_pages(dst))
+    pairs = [
+        (s + i, d + i)
+        for s, d, n in zip(*(column.tolist() for column in runs), strict=True)
+        for i in range(n)
+    ]
+    assert pairs == list(zip(src.tolist(), dst, strict=True))
+    ends = [(s + n, d + n) for s, d, n in zip(*(column.tolist() for column in runs), strict=True)]
+    starts = list(zip(runs.src.tolist(), runs.dst.tolist(), strict=True))
+    assert all(end != start for end, start in zip(ends, starts[1:], strict=False)), "two runs could be one"
+
+
+def test_stretches_join_neighbours_only_upwards() -> None:
+    assert stretches(as_pages([3, 4, 5, 9, 8, 0])) == [(3, 6), (9, 10), (8, 9), (0, 1)]
+    assert stretches(as_pages([])) == []
+
+
+@given(page_lists)
+def test_copy_pages_moves_exactly_the_named_pages(dst: list[int]) -> None:
+    source, target = pool(41, 96, seed=1), pool(41, 96)
+    src = np.roll(as_pages(dst), 1)
+    copy_pages(source.ptr, src, target.ptr, as_pages(dst), 96)
+    expected = torch.zeros_like(target.tensor)
+    expected[dst] = source.tensor[torch.from_numpy(src)]
+    assert torch.equal(target.tensor, expected)
+
+
+def test_a_write_pairs_pages() -> None:
+    with pytest.raises(AssertionError, match="pairs"):
+        PageWrite(1, 0, "full", as_pages([1, 2]), as_pages([1]))
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_region_hands_out_and_takes_back_pages_in_order(
+    staged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtransfer.region._STAGE_BYTES", 3 * 64)  # three pages a batch
+    region = pool(20, 64, seed=2, staged=staged)
+    pages = as_pages([7, 8, 1, 19, 4, 5, 6, 2])
+    expected = [zlib.crc32(region.tensor[page].numpy().tobytes()) for page in pages]
+    assert page_checksums(region, pages) == expected
+    sizes = [len(host.pages) for host in region.to_host(pages)]
+    assert sizes == ([3, 3, 2] if staged else [8])
+    target = pool(20, 64, staged=staged)
+    for out, into in zip(region.to_host(pages), target.from_host(pages[::-1].copy()), strict=True):
+        copy_pages(out.ptr, out.pages, into.ptr, into.pages, 64)
+    assert torch.equal(target.tensor[pages[::-1].copy()], region.tensor[pages])
+
+
+def test_a_staged_batch_that_is_not_finished_is_not_applied() -> None:
+    target = GroupRegion(torch.zeros((8, 64), dtype=torch.uint8), staged=True)
+    batches = target.from_host(as_pages([1, 2]))
+    next(batches).view()[:] = b"x" * target.nbytes
+    batches.close()
+    assert int(target.tensor.count_nonzero()) == 0
+    assert not target._lock.locked()
