@@ -9,10 +9,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, processors
+from tokenizers import AddedToken, Tokenizer
 
 from router.chat_template import ChatTemplate
 from router.detokenize import DetokenizerFactory
+from router.tokenizer_classes import rebuild, special_defaults
 from wire.errors import ConfigError, InvalidRequest
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -35,9 +36,13 @@ class Tokenization:
             raise ConfigError("model", f"{path} is not a tokenizer ({error})", "repair it") from None
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
-        self.special_tokens = _named_tokens(config, _read_json(model / "special_tokens_map.json"))
+        declared = config.get("tokenizer_class") or ""
+        rebuild(self.tokenizer, declared, config)
+        self.special_tokens = {
+            **special_defaults(declared),
+            **_named_tokens(config, _read_json(model / "special_tokens_map.json")),
+        }
         _add_missing_tokens(self.tokenizer, config, self.special_tokens)
-        _apply_bos_eos(self.tokenizer, config, self.special_tokens)
         self.vocab_size: int = self.tokenizer.get_vocab_size(with_added_tokens=True)
         self.detokenizers = DetokenizerFactory(self.tokenizer)
         self._template = ChatTemplate.load(model, config, self.special_tokens)
@@ -128,16 +133,3 @@ def _add_missing_tokens(tokenizer: Tokenizer, config: dict[str, Any], named: dic
         if content is not None and content not in known:
             tokenizer.add_special_tokens([AddedToken(content, special=True, normalized=False)])
             known.add(content)
-
-
-def _apply_bos_eos(tokenizer: Tokenizer, config: dict[str, Any], named: dict[str, str]) -> None:
-    """`add_bos_token` / `add_eos_token`, where the configuration sets them, replace the post-processor."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    before = [named["bos_token"]] if config.get("add_bos_token") and "bos_token" in named else []
-    after = [named["eos_token"]] if config.get("add_eos_token") and "eos_token" in named else []
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=[*before, "$A", *after],
-        pair=[*before, "$A", *after, *(f"{token}:1" for token in before), "$B:1", *(f"{t}:1" for t in after)],
-        special_tokens=[(token, tokenizer.token_to_id(token)) for token in {*before, *after}],
-    )

@@ -1,0 +1,94 @@
+"""A router process with fake workers in front of which tests stand."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import OpenAI
+
+from tests.support.fake_worker import FakeWorker
+from tests.support.tokenizers import byte_level
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass
+class RouterProcess:
+    """A running `python -m router`."""
+
+    process: subprocess.Popen[str]
+    url: str
+    mailbox: str
+    http: httpx.Client
+
+    def openai(self) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, http_client=httpx.Client())
+
+    def wait_for_workers(self, count: int, timeout_s: float = 10.0) -> None:
+        """Until the router sees exactly so many."""
+        wait_until(lambda: len(self.workers()) == count, timeout_s)
+
+    def workers(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.http.get("/debug/workers").json()["workers"]
+        return found
+
+    def stop(self) -> int:
+        self.http.close()
+        self.process.terminate()
+        return self.process.wait(timeout=15)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Polls; fails the test when the condition does not come true."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.01)
+
+
+def start_router(directory: Path, model: Path, **options: object) -> RouterProcess:
+    """A router on a free port."""
+    path = directory / f"options-{time.monotonic_ns()}.json"
+    base = {"model": str(model), "served_model_name": "tiny", "port": 0, "prefill_on_decode_tokens": 0}
+    path.write_text(json.dumps({**base, **options}))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "router", "--options", str(path)], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    process.stdout.close()
+    info = json.loads(line)
+    assert info["ready"] is True
+    client = httpx.Client(base_url=info["http"], timeout=20.0)
+    return RouterProcess(process, info["http"], info["mailbox"], client)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return byte_level(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def router(tmp_path: Path, model: Path, request: pytest.FixtureRequest) -> Iterator[RouterProcess]:
+    """A router; parametrise indirectly with its options."""
+    running = start_router(tmp_path, model, **getattr(request, "param", {}))
+    yield running
+    assert running.stop() == 0
+
+
+@pytest.fixture
+def workers() -> Iterator[list[FakeWorker]]:
+    """Put fake workers in; they are closed."""
+    started: list[FakeWorker] = []
+    yield started
+    for worker in started:
+        worker.close()
