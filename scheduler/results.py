@@ -49,14 +49,20 @@ class Results:
         self.last_launch = 0  # number of the newest launched forward
 
     def take(self, step: LaunchedStep, timeout_s: float) -> None:
-        """Wait for the result; commit KV, report tokens, end what has ended."""
+        """Wait for the result; commit KV, report tokens, end what has ended.
+
+        Raises EngineError when none comes in time. Nothing is freed then: the forward may still write to its
+        pages, and no later one will run. The worker's loop ends by it, and the worker is replaced.
+        """
         try:
             result = step.pending.result(timeout_s)
         except EngineError as error:
+            if isinstance(error.__cause__, TimeoutError):
+                raise
+            self._roster.pages.deferred.landed(step.number)
             self._fail(step, str(error))
             return
-        finally:
-            self._roster.pages.deferred.landed(step.number)
+        self._roster.pages.deferred.landed(step.number)
         tokens, logprobs = result.tokens.tolist(), result.logprobs
         for i, req in enumerate(step.decode):
             if self._roster.landed(req):

@@ -178,7 +178,10 @@ class Scheduler:
     # -- the loop ------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Schedule, launch, take a result. Whether anything was done."""
+        """Schedule, launch, take a result. Whether anything was done.
+
+        Raises EngineError when a forward is stuck; the scheduler is of no use then (see Results.take).
+        """
         answered = self._answer_early()
         self._join_transferred()
         self._grow_decode()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from engine.batch import BatchResult, Engine, ForwardBatch, Pending
-from engine.fake import FakeEngine, fake_generate, fake_spec
+from engine.fake import FakeEngine, FakeTiming, fake_generate, fake_spec
 from engine.spec import ModelSpec
 from kvcache.config import CacheConfig
 from kvcache.memory import Memory, build_memory
@@ -116,6 +116,7 @@ class Rig:
     config: SchedulerConfig = DEFAULT
     after: AfterPrefill = AfterPrefill.DECODE
     eos: tuple[int, ...] = ()
+    timing: FakeTiming | None = None
     prefix_cache: str = "radix"
 
     def __post_init__(self) -> None:
@@ -132,7 +133,7 @@ class Rig:
             spec.groups,
         )
         self.pool = self.memory.kv_cache
-        self.engine = WatchedEngine(FakeEngine(spec, self.pool, overlap=self.engine_overlap))
+        self.engine = WatchedEngine(FakeEngine(spec, self.pool, self.timing, self.engine_overlap))
         self.policy = Recorder(self.after)
         self.scheduler = Scheduler(self.memory, self.engine, self.policy, self.config)
         self.limits = RequestLimits(10_000, VOCAB, self.eos)
