@@ -63,6 +63,7 @@ class RadixCache(BasePrefixCache):
     def match_prefix(self, key: RadixKey) -> MatchResult:
         """As the base says. Splits the node in which the match ends, so that it can be locked exactly."""
         path, _ = self._walk(key)
+        self._reoffer(path)
         for component in self._components:
             del path[component.valid_nodes(path) :]
         return self._result(path)
@@ -89,10 +90,12 @@ class RadixCache(BasePrefixCache):
             path.append(child)
             at += child.num_tokens * TOKEN_BYTES
             node = child
-        # Of all nodes touched only the last can be a leaf, and so on offer: bring its place up to date.
-        if node.offer:
-            self._evictor.offer(node)
         return path, at // TOKEN_BYTES
+
+    def _reoffer(self, path: list[TreeNode]) -> None:
+        """Of all nodes touched only the last can be a leaf, and so on offer: bring its place up to date."""
+        if path and path[-1].offer:
+            self._evictor.offer(path[-1])
 
     def _result(self, path: list[TreeNode]) -> MatchResult:
         if not path:
@@ -120,6 +123,7 @@ class RadixCache(BasePrefixCache):
             node.priority = max(node.priority, priority)
             if not chunked:
                 node.hit_count += 1
+        self._reoffer(path)
         if prefix_len < len(pages) * self.page_size:
             path.append(self._append(path[-1] if path else self.root, key, pages, prefix_len, priority))
         return InsertResult(prefix_len, self._result(path))

@@ -1,0 +1,190 @@
+"""Buffers, pools, and the balance of everything a worker holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import mmap
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from kvcache.buffers import SharedBuffer, allocate_private, allocate_shared
+from kvcache.chunk_cache import ChunkCache
+from kvcache.common import alloc_for_decode, alloc_for_extend, alloc_token_slots, release_kv_cache
+from kvcache.layout import KVGroupSpec, pages_in
+from kvcache.memory import build_memory
+from kvcache.pool import MHAKVCache, ReqToTokenPool
+from kvcache.radix_key import Namespace
+from tests.kvcache.support import SPEC, matched, memory, put, request
+from wire.errors import ConfigError
+
+
+def test_a_shared_buffer_is_seen_through_its_descriptor_until_closed() -> None:
+    with allocate_shared(10_000) as buffer:
+        assert isinstance(buffer, SharedBuffer)
+        assert int(buffer.tensor.sum()) == 0
+        with SharedBuffer(os.dup(buffer.fd), 10_000) as peer:
+            peer.tensor[9_999] = 7
+        assert int(buffer.tensor[9_999]) == 7
+        fd = buffer.fd
+    with pytest.raises(OSError):
+        os.fstat(fd)
+    buffer.close()
+
+
+def test_private_memory_is_zero_and_starts_on_a_huge_page_when_large() -> None:
+    with allocate_private(3 << 20) as buffer:
+        assert buffer.tensor.numel() == 3 << 20
+        assert buffer.tensor.data_ptr() % (2 << 20) == 0
+        assert int(buffer.tensor.sum()) == 0
+        late = buffer.tensor
+    late[0] = 1  # still mapped: a late write is no crash
+    assert allocate_private(mmap.PAGESIZE).tensor.numel() == mmap.PAGESIZE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_kv_is_written_where_the_page_layout_says(dtype: torch.dtype, page_size: int) -> None:
+    spec = KVGroupSpec(layer_ids=(3, 7), kv_heads=2, head_dim=4, dtype=dtype)
+    cache = MHAKVCache(spec, 8, page_size)
+    slots = torch.randperm(8 * page_size)[:5] + page_size
+    k, v = torch.randn(2, 5, 2, 4).to(dtype)
+    cache.set_kv_buffer(7, slots, k, v)
+    for i, slot in enumerate(slots.tolist()):
+        page, offset = divmod(slot, page_size)
+        assert torch.equal(cache.data[page, 1, 0, :, offset], k[i])
+        assert torch.equal(cache.data[page, 1, 1, :, offset], v[i])
+    assert int(cache.data[:, 0].count_nonzero()) == 0, "another layer was written"
+    got_k, got_v = cache.get_kv(7, slots)
+    assert torch.equal(got_k, k)
+    assert torch.equal(got_v, v)
+    ptr, nbytes, page_bytes = cache.transfer_region()
+    assert (ptr, nbytes, page_bytes) == (
+        cache.data.data_ptr(),
+        9 * spec.page_bytes(page_size),
+        cache.page_bytes,
+    )
+    assert torch.equal(cache.bytes[3].view(dtype), cache.data[3].reshape(-1))
+    with pytest.raises(AssertionError, match="into a pool of"):
+        cache.set_kv_buffer(7, slots, k.double(), v.double())
+
+
+def test_layout_and_capacity() -> None:
+    layout = SPEC.to_layout(16)
+    assert (layout.shape, layout.dtype, layout.page_bytes) == ((2, 2, 2, 16, 4), "float32", 2048)
+    assert pages_in(2048 * 10 + 5, (SPEC,), 16) == 9
+    with pytest.raises(ConfigError):
+        dataclasses.replace(SPEC, v_head_dim=8)
+    with pytest.raises(ConfigError, match="window"):
+        build_memory(memory().config, [dataclasses.replace(SPEC, kind="window")])
+
+
+def test_rows_are_fifo_and_row_zero_is_never_given() -> None:
+    pool = ReqToTokenPool(2, 8, pre_alloc_size=1)
+    assert pool.req_to_token.shape == (4, 8)
+    assert pool.alloc(4) is None
+    assert pool.alloc(2) == [1, 2]
+    pool.free(1)
+    assert pool.alloc(2) == [3, 1]
+    with pytest.raises(AssertionError):
+        pool.free(0)
+    pool.free([1, 2])
+    with pytest.raises(AssertionError, match="already"):
+        pool.free(2)
+
+
+def test_quarantined_pages_balance_and_are_not_handed_out_until_released() -> None:
+    built = memory(pages=4)
+    pages = built.allocator.alloc_pages(2)
+    assert pages is not None
+    built.quarantine(pages[:1], (7, 1))
+    built.quarantine(pages[1:], (7, 1))
+    assert built.check_memory().quarantined_pages == 2
+    assert built.allocator.alloc_pages(3) is None
+    assert built.release_quarantine((8, 1)) == 0
+    assert built.release_quarantine((7, 1)) == 2
+    assert built.check_memory().free_pages == 4
+
+
+def test_lost_and_shared_pages_and_rows_are_named() -> None:
+    built = memory(pages=4)
+    pages = built.allocator.alloc_pages(2)
+    assert pages is not None
+    with pytest.raises(AssertionError, match=r"2 pages lost, first \[1, 2\]"):
+        built.check_memory()
+    assert built.check_memory(held_pages=pages.tolist()).held_pages == 2
+    with pytest.raises(AssertionError, match="1 pages owned twice"):
+        built.check_memory(held_pages=[1, 2, 3])
+    built.allocator.free_page_ids(pages)
+    built.req_to_token_pool.alloc(1)
+    with pytest.raises(AssertionError, match="1 rows lost"):
+        built.check_memory()
+    assert built.check_memory(held_rows=[1]).held_rows == 1
+
+
+def test_allocation_evicts_what_it_needs_and_is_all_or_nothing() -> None:
+    built = memory(page_size=4, pages=4)
+    put(built, [1] * 8)
+    put(built, [2] * 8)
+    slots = alloc_token_slots(built, 12)
+    assert slots is not None
+    assert (built.cache.total_size(), built.allocator.available_size()) == (0, 4)
+    req = request(range(9))
+    assert alloc_for_extend(built, [req], [9]) is None
+    assert (req.req_pool_idx, req.kv_allocated_len) == (None, 0)
+    assert built.req_to_token_pool.available_size() == 8
+    built.allocator.free(slots)
+    built.check_memory()
+
+
+def test_a_batch_extends_fresh_and_running_requests_together() -> None:
+    built = memory(page_size=4, pages=8)
+    first, second = request(range(10)), request(range(20, 23))
+    assert alloc_for_extend(built, [first], [6]) is not None
+    slots = alloc_for_extend(built, [first, second], [4, 3])
+    assert slots is not None
+    rows = built.req_to_token_pool.req_to_token
+    assert rows[first.req_pool_idx, 6:10].tolist() == slots[:4].tolist()
+    assert rows[second.req_pool_idx, :3].tolist() == slots[4:].tolist()
+    step = alloc_for_decode(built, [first, second])
+    assert step is not None
+    assert step.tolist() == [slots[3] + 1, slots[-1] + 1]
+    assert (first.kv_allocated_len, second.kv_allocated_len) == (11, 4)
+    for req in (first, second):
+        release_kv_cache(built, req, is_insert=False)
+    assert built.check_memory().free_pages == 8
+
+
+def test_without_prefix_caching_nothing_is_kept() -> None:
+    built = memory(prefix_cache="none")
+    assert isinstance(built.cache, ChunkCache)
+    req = request(range(10))
+    alloc_for_extend(built, [req], [6])
+    req.kv_committed_len = 6
+    built.cache.cache_unfinished_req(req)
+    assert len(req.prefix_indices) == 6
+    assert alloc_for_extend(built, [req], [4]) is not None
+    assert matched(built, range(10)) == 0
+    release_kv_cache(built, req)
+    assert built.check_memory().free_pages == 64
+
+
+def test_two_requests_with_one_prompt_end_on_one_copy() -> None:
+    built = memory(page_size=4, pages=16)
+    both = [request(range(8), tenant=name) for name in ("a", "b")]
+    for req in both:
+        alloc_for_extend(built, [req], [8])
+        req.kv_committed_len = 8
+    for req in both:
+        built.cache.cache_unfinished_req(req)
+    rows = built.req_to_token_pool.req_to_token
+    assert np.array_equal(rows[both[0].req_pool_idx, :8], rows[both[1].req_pool_idx, :8])
+    assert built.allocator.available_pages() == 14
+    other = request(range(8), namespace=Namespace("model", cache_salt="x"))
+    assert matched(built, other.fill_ids, other.namespace) == 0
+    for req in both:
+        release_kv_cache(built, req)
+    report = built.check_memory()
+    assert (report.free_pages, report.evictable_pages) == (14, 2)

@@ -1,0 +1,120 @@
+"""The publisher, read with plain zmq and msgpack."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import msgpack
+import pytest
+import zmq
+
+from kvcache.config import KVEventsConfig
+from kvcache.publisher import EventPublisher
+from wire.events import AllBlocksCleared, BlockRemoved
+from wire.security import Curve
+
+Connect = Callable[..., "zmq.Socket[bytes]"]
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    context = zmq.Context()
+    sockets = []
+
+    def connected(kind: int, address: str, curve: Curve | None = None) -> zmq.Socket[bytes]:
+        socket = context.socket(kind)
+        sockets.append(socket)
+        socket.setsockopt(zmq.RCVTIMEO, 10_000)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        if kind == zmq.SUB:
+            socket.subscribe(b"")
+        if curve is not None:
+            curve.connect(socket)
+        socket.connect(address)
+        return socket
+
+    yield connected
+    for socket in sockets:
+        socket.close(linger=0)
+    context.term()
+
+
+def replay(socket: zmq.Socket, start: int) -> list[tuple[int, bytes]]:
+    socket.send_multipart([b"", start.to_bytes(8, "big")])
+    got = []
+    while True:
+        empty, topic, number, payload = socket.recv_multipart()
+        assert empty == b""
+        if number == (-1).to_bytes(8, "big", signed=True):
+            assert (topic, payload) == (b"", b"")
+            return got
+        assert topic == b"kv-events"
+        got.append((int.from_bytes(number, "big"), payload))
+
+
+def numbers_until(socket: zmq.Socket, last: int) -> list[int]:
+    """Numbers of the first replay that reaches `last`: publishing is asynchronous."""
+    deadline = time.monotonic() + 20.0
+    while time.monotonic() < deadline:
+        numbers = [number for number, _ in replay(socket, 0)]
+        if numbers and numbers[-1] >= last:
+            return numbers
+    raise AssertionError(f"batch {last} was never published")
+
+
+@pytest.mark.parametrize("secret", [None, "shared"])
+def test_batches_are_numbered_and_can_be_replayed(connect: Connect, secret: str | None) -> None:
+    curve = Curve(secret) if secret else None
+    with EventPublisher(KVEventsConfig(enable=True), curve) as publisher:
+        sub = connect(zmq.SUB, publisher.address, curve)
+        dealer = connect(zmq.DEALER, publisher.replay_address, curve)
+        publisher.publish([])
+        publisher.publish([AllBlocksCleared()])
+        assert [number for number, _ in replay(dealer, 0)] == [0]
+        number = 0
+        while not sub.poll(100):  # a subscription takes effect some time after connecting
+            number += 1
+            assert number < 100, "the subscription never took effect"
+            publisher.publish([BlockRemoved([number], "GPU")])
+        topic, sequence, payload = sub.recv_multipart()
+        seen = int.from_bytes(sequence, "big")
+        assert topic == b"kv-events"
+        assert msgpack.unpackb(payload)[1:] == [
+            [{"type": "BlockRemoved", "block_hashes": [seen], "medium": "GPU"}],
+            0,
+        ]
+        missed = replay(dealer, 1)
+        assert [number for number, _ in missed][:seen] == list(range(1, seen + 1))
+        assert dict(missed)[seen] == payload
+
+
+def test_a_start_too_old_begins_with_the_oldest_kept(connect: Connect) -> None:
+    with EventPublisher(KVEventsConfig(enable=True, buffer_batches=3)) as publisher:
+        for number in range(5):
+            publisher.publish([BlockRemoved([number], "GPU")])
+        dealer = connect(zmq.DEALER, publisher.replay_address)
+        assert numbers_until(dealer, 4) == [2, 3, 4]
+
+
+def test_a_malformed_request_is_ignored_and_the_next_is_answered(connect: Connect) -> None:
+    with EventPublisher(KVEventsConfig(enable=True)) as publisher:
+        dealer = connect(zmq.DEALER, publisher.replay_address)
+        dealer.send_multipart([b"nonsense"])
+        dealer.send_multipart([b"", b"short"])
+        assert replay(dealer, 0) == []
+
+
+def test_a_restart_binds_fresh_ports_and_closing_twice_is_fine() -> None:
+    config = KVEventsConfig(enable=True)
+    with EventPublisher(config) as first, EventPublisher(config) as second:
+        assert len({first.address, first.replay_address, second.address, second.replay_address}) == 4
+    first.close()
+
+
+def test_the_full_buffer_is_replayed_whole(connect: Connect) -> None:
+    with EventPublisher(KVEventsConfig(enable=True)) as publisher:
+        for number in range(10_500):
+            publisher.publish([BlockRemoved([number], "GPU")])
+        dealer = connect(zmq.DEALER, publisher.replay_address)
+        assert numbers_until(dealer, 10_499) == list(range(500, 10_500))
