@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "isa.h"
+#include "linear.h"
 #include "numeric.h"
 
 namespace baton {
@@ -17,6 +18,10 @@ const AttentionKernels& kernels() {
   if (current_isa() >= kAvx2) return attention_avx2;
 #endif
   return attention_base;
+}
+
+bool by_products(const AttentionCall& call, int tokens) {
+  return current_isa() >= kAvx512 && call.storage == kBFloat16 && call.head_dim % 32 == 0 && tokens >= kProductTokens;
 }
 
 // out = sum_i sums_i * e^(top_i - top) / sum_i sum_i * e^(top_i - top), parts in context order.
@@ -55,27 +60,36 @@ void write_tokens(const AttentionCall& call, int64_t first, int64_t last) {
 AttentionPlan::AttentionPlan(const AttentionCall& shape) {
   const int group = shape.heads / shape.kv_heads;
   const int64_t part = static_cast<int64_t>(group) * (shape.head_dim + 2);
-  int64_t total_parts = 0;
+  int64_t total_parts = 0, total_packed = 0;
   for (int s = 0; s < shape.seqs; ++s) {
     const int tokens = static_cast<int>(shape.starts[s + 1] - shape.starts[s]);
     const int length = shape.seq_lens[s];
     const bool split = tokens == 1 && length > kSplit;
+    int64_t packed_at = -1;
+    if (by_products(shape, tokens)) {
+      contexts_.push_back({s, total_packed});
+      packed_at = total_packed;
+      total_packed += shape.kv_heads * padded(length) * shape.head_dim;
+    }
+    const int block = packed_at < 0 ? kQueryBlock : std::max(1, kRowBlock / group);
     for (int h = 0; h < shape.kv_heads; ++h) {
       if (split) {
         const int64_t first = static_cast<int64_t>(items_.size());
         for (int from = 0; from < length; from += kSplit)
-          items_.push_back({s, h, 0, 1, from, std::min(from + kSplit, length), nullptr});
+          items_.push_back({s, h, 0, 1, from, std::min(from + kSplit, length), nullptr, -1});
         const int64_t count = static_cast<int64_t>(items_.size()) - first;
         partials_.push_back({s, h, total_parts, count});
         total_parts += count;
         continue;
       }
       // The last tokens see the longest context: they come first, so that no thread ends with the longest item.
-      for (int first = (tokens - 1) / kQueryBlock * kQueryBlock; first >= 0 && tokens > 0; first -= kQueryBlock)
-        items_.push_back({s, h, first, std::min(first + kQueryBlock, tokens), 0, length, nullptr});
+      for (int first = (tokens - 1) / block * block; first >= 0 && tokens > 0; first -= block)
+        items_.push_back({s, h, first, std::min(first + block, tokens), 0, length, nullptr, packed_at});
     }
   }
   sums_.resize(total_parts * part);
+  packed_k_.resize(total_packed);
+  packed_v_.resize(total_packed);
   int64_t next = 0;
   for (auto& item : items_) {
     const bool split = shape.starts[item.seq + 1] - shape.starts[item.seq] == 1 && shape.seq_lens[item.seq] > kSplit;
@@ -88,6 +102,33 @@ void AttentionPlan::write(Team& team, const AttentionCall& call) const {
   team.split(call.starts[call.seqs], first, last);
   if (call.storage == kFloat32) write_tokens<float>(call, first, last);
   else write_tokens<bf16>(call, first, last);
+}
+
+void AttentionPlan::pack(Team& team, const AttentionCall& call) {
+#if defined(__x86_64__)
+  int64_t work = 0;  // counted over all contexts, so that threads share one long context too
+  for (const PackedContext& context : contexts_) {
+    const int64_t length = call.seq_lens[context.seq], block = padded(length) * call.head_dim;
+    const int tiles = static_cast<int>((length + kContextTile - 1) / kContextTile);
+    for (int head = 0; head < call.kv_heads; ++head) {
+      for (int tile = 0; tile < tiles; ++tile, ++work) {
+        if (work % team.size != team.index) continue;
+        const int64_t at = context.offset + head * block;
+        pack_context(call, context.seq, head, tile, packed_k_.data() + at, packed_v_.data() + at);
+      }
+    }
+  }
+#endif
+}
+
+void AttentionPlan::attend(const AttentionCall& call, const AttentionItem& item) const {
+#if defined(__x86_64__)
+  if (item.packed >= 0) {
+    const int64_t at = item.packed + item.kv_head * padded(call.seq_lens[item.seq]) * call.head_dim;
+    return attend_by_products(call, item, packed_k_.data() + at, packed_v_.data() + at);
+  }
+#endif
+  (call.storage == kFloat32 ? kernels().float32 : kernels().bfloat16)(call, item);
 }
 
 void AttentionPlan::merge(Team& team, const AttentionCall& call) const {
@@ -109,7 +150,10 @@ void AttentionPlan::merge(Team& team, const AttentionCall& call) const {
 void AttentionPlan::run(Team& team, const AttentionCall& call) {
   write(team, call);
   team.barrier();
-  const AttendItem attend = call.storage == kFloat32 ? kernels().float32 : kernels().bfloat16;
+  if (!contexts_.empty()) {
+    pack(team, call);
+    team.barrier();
+  }
   for (int64_t i; (i = Team::next(next_)) < static_cast<int64_t>(items_.size());) attend(call, items_[i]);
   team.barrier();
   if (team.index == 0) next_.store(0, std::memory_order_relaxed);

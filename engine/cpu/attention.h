@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "numeric.h"
 #include "pool.h"
 
 namespace baton {
@@ -43,6 +44,8 @@ constexpr int kTile = 64;         // context tokens per softmax step
 constexpr int kSplit = 256;       // context tokens per work item of a decode row. Fixed, so that a row's sums are
                                   // taken in the same order whatever the batch and the number of threads
 constexpr int kQueryBlock = 16;   // new tokens per work item of a prefill chunk
+constexpr int kContextTile = 512;  // context tokens per softmax step of attention by products
+constexpr int kProductTokens = 8;  // new tokens of a sequence from which attention goes by products
 constexpr int kMaxHeadDim = 256;
 
 // One work item: the query heads of one KV head, for new tokens [first, last) of a sequence, over context
@@ -52,6 +55,7 @@ struct AttentionItem {
   int32_t first, last;
   int32_t from, to;
   float* partial;
+  int64_t packed;  // where this sequence's packed context is; -1: read the pages
 };
 
 using AttendItem = void (*)(const AttentionCall& call, const AttentionItem& item);
@@ -64,6 +68,20 @@ extern const AttentionKernels attention_base;  // any CPU the compiler targets b
 extern const AttentionKernels attention_avx2;
 extern const AttentionKernels attention_avx512;  // with AVX512-BF16
 #endif
+
+// Attention of many new tokens as matrix products (bfloat16 with AVX512-BF16 or AMX). K and V of the context are
+// brought into the form of packed weights first: K as [tokens, head_dim], V, for each kContextTile tokens, as
+// [head_dim, tokens]. Both are padded with zeros to a multiple of 32 tokens.
+void pack_context(const AttentionCall& call, int seq, int kv_head, int tile, bf16* k, bf16* v);
+void attend_by_products(const AttentionCall& call, const AttentionItem& item, const bf16* k, const bf16* v);
+
+inline int64_t padded(int64_t tokens) { return (tokens + 31) / 32 * 32; }
+
+// Where the packed context of a sequence is: kv_heads blocks of padded(length) * head_dim elements.
+struct PackedContext {
+  int32_t seq;
+  int64_t offset;
+};
 
 // A decode row whose context was split: `count` partial results from `first` on.
 struct Partials {
@@ -81,12 +99,16 @@ class AttentionPlan {
   void run(Team& team, const AttentionCall& call);
 
  private:
+  void pack(Team& team, const AttentionCall& call);
+  void attend(const AttentionCall& call, const AttentionItem& item) const;
   void write(Team& team, const AttentionCall& call) const;
   void merge(Team& team, const AttentionCall& call) const;
 
   std::vector<AttentionItem> items_;
   std::vector<Partials> partials_;
   std::vector<float> sums_;
+  std::vector<PackedContext> contexts_;
+  std::vector<bf16> packed_k_, packed_v_;
   std::atomic<int64_t> next_{0};
 };
 

@@ -39,7 +39,7 @@ void row_pointers(const AttentionCall& call, const void* base, const AttentionIt
 }
 
 template <typename T>
-void score_tile(Rows<T>& rows, const T* const* keys, int n, int dim, float scale) {
+void score_tile(Rows<T>& rows, const T* const* keys, const T* const*, int n, int dim, float scale) {
   for (int j = 0; j < n; ++j) {
     for (int r = 0; r < rows.count; ++r) {
       const T* q = rows.q[r];
@@ -52,9 +52,10 @@ void score_tile(Rows<T>& rows, const T* const* keys, int n, int dim, float scale
   }
 }
 
+// The last pointers are rows to fetch meanwhile (here and in score_tile), as many as are read.
 // acc[r] += sum_j scores[r][j] * values[j]
 template <typename T>
-void add_values(Rows<T>& rows, const T* const* values, int n, int dim) {
+void add_values(Rows<T>& rows, const T* const* values, const T* const*, int n, int dim) {
   for (int r = 0; r < rows.count; ++r) {
     float* acc = rows.acc[r];
     for (int j = 0; j < n; ++j) {
@@ -118,14 +119,18 @@ void attend(const AttentionCall& call, const AttentionItem& item) {
       rows.sum[r] = 0;
       std::memset(rows.acc[r], 0, sizeof(float) * dim);
     }
-    const T* pointers[kTile];
-    for (int from = item.from; from < last_visible; from += kTile) {
+    const T* keys[2][kTile];  // of this tile and of the next, which is fetched while this one is computed
+    const T* values[kTile];
+    row_pointers(call, call.k, item, item.from, std::min(kTile, last_visible - item.from), keys[0]);
+    for (int from = item.from, tile = 0; from < last_visible; from += kTile, tile ^= 1) {
       const int n = std::min(kTile, last_visible - from);
-      row_pointers(call, call.k, item, from, n, pointers);
-      score_tile(rows, pointers, n, dim, call.scale);
+      const int after = std::min(kTile, last_visible - from - n);
+      row_pointers(call, call.v, item, from, n, values);
+      row_pointers(call, call.k, item, from + n, after, keys[tile ^ 1]);
+      std::fill(keys[tile ^ 1] + std::max(after, 0), keys[tile ^ 1] + kTile, keys[tile][0]);
+      score_tile(rows, keys[tile], values, n, dim, call.scale);
       softmax_step(rows, from, n, dim);
-      row_pointers(call, call.v, item, from, n, pointers);
-      add_values(rows, pointers, n, dim);
+      add_values(rows, values, keys[tile ^ 1], n, dim);
     }
     for (int r = 0; r < rows.count; ++r) {
       if (item.partial != nullptr) {

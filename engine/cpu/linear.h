@@ -16,11 +16,14 @@ constexpr int kUnit = 2;     // groups that a large product computes together
 constexpr int kRowBlock = 32;  // rows of one kernel call in a large product
 constexpr int kFewRows = 8;    // up to here a product is bound by reading the weights
 
-// c[m, groups * 16] = a[m, k] * pack, m <= kRowBlock, k a multiple of 32, groups <= kUnit.
-using Gemm = void (*)(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t k, int groups, float* c, int64_t ldc);
+// c[m, groups * 16] = a[m, k] * the first k inputs of a pack of `depth` inputs; m <= kRowBlock, k a multiple of 32.
+using Gemm = void (*)(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t depth, int64_t k, int groups, float* c,
+                 int64_t ldc);
 
-void gemm_avx512(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t k, int groups, float* c, int64_t ldc);
-void gemm_amx(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t k, int groups, float* c, int64_t ldc);
+void gemm_avx512(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t depth, int64_t k, int groups, float* c,
+                 int64_t ldc);
+void gemm_amx(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t depth, int64_t k, int groups, float* c,
+                 int64_t ldc);
 Gemm gemm_for(int64_t rows);  // what this CPU does best for so many rows
 
 // This thread's part of a product with n = 16 * groups outputs. `done(c, ldc, row, rows, group, groups)` gets each
@@ -37,7 +40,7 @@ void matmul(const Team& team, const bf16* a, int64_t lda, int64_t m, const bf16*
     const int count = static_cast<int>(groups - group < kUnit ? groups - group : kUnit);
     for (int64_t row = 0; row < m; row += kRowBlock) {
       const int rows = static_cast<int>(m - row < kRowBlock ? m - row : kRowBlock);
-      gemm(a + row * lda, lda, rows, pack + group * kGroup * k, k, count, c, kUnit * kGroup);
+      gemm(a + row * lda, lda, rows, pack + group * kGroup * k, k, k, count, c, kUnit * kGroup);
       done(c, kUnit * kGroup, row, rows, group, count);
     }
   }

@@ -24,9 +24,9 @@ void configure(int upper, int lower) {
 }
 
 template <bool Lower, bool Second>
-void tiles(const bf16* a, int64_t lda, const bf16* pack, int64_t k, float* c, int64_t ldc) {
+void tiles(const bf16* a, int64_t lda, const bf16* pack, int64_t depth, int64_t k, float* c, int64_t ldc) {
   const bf16* below = a + 16 * lda;
-  const bf16* second = pack + k * kGroup;
+  const bf16* second = pack + depth * kGroup;
   const int64_t a_stride = lda * sizeof(bf16), c_stride = ldc * sizeof(float);
   _tile_zero(0);
   if (Second) _tile_zero(1);
@@ -54,15 +54,18 @@ void tiles(const bf16* a, int64_t lda, const bf16* pack, int64_t k, float* c, in
 
 }  // namespace
 
-void gemm_amx(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t k, int groups, float* c, int64_t ldc) {
+void gemm_amx(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t depth, int64_t k, int groups, float* c,
+                 int64_t ldc) {
   // Configured for each call: other code on this thread (oneDNN) configures tiles too.
   configure(m < 16 ? m : 16, m > 16 ? m - 16 : 0);
-  if (m > 16) {
-    if (groups == 2) tiles<true, true>(a, lda, pack, k, c, ldc);
-    else tiles<true, false>(a, lda, pack, k, c, ldc);
-  } else {
-    if (groups == 2) tiles<false, true>(a, lda, pack, k, c, ldc);
-    else tiles<false, false>(a, lda, pack, k, c, ldc);
+  for (int g = 0; g < groups; g += 2) {
+    const bf16* lines = pack + g * depth * kGroup;
+    float* to = c + g * kGroup;
+    const bool second = g + 1 < groups;
+    if (m > 16 && second) tiles<true, true>(a, lda, lines, depth, k, to, ldc);
+    else if (m > 16) tiles<true, false>(a, lda, lines, depth, k, to, ldc);
+    else if (second) tiles<false, true>(a, lda, lines, depth, k, to, ldc);
+    else tiles<false, false>(a, lda, lines, depth, k, to, ldc);
   }
   _tile_release();
 }

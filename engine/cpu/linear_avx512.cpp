@@ -21,7 +21,7 @@ inline __m512bh pair(const bf16* p) {
 
 // M rows x G groups of outputs, sums in registers over the whole of k.
 template <int M, int G>
-void block(const bf16* a, int64_t lda, const bf16* pack, int64_t k, float* c, int64_t ldc) {
+void block(const bf16* a, int64_t lda, const bf16* pack, int64_t depth, int64_t k, float* c, int64_t ldc) {
   constexpr int kParts = M * G >= 8 ? 1 : 8 / (M * G);  // independent sums, to cover the latency of a dot product
   __m512 acc[kParts][M][G];
   for (auto& part : acc)
@@ -32,7 +32,7 @@ void block(const bf16* a, int64_t lda, const bf16* pack, int64_t k, float* c, in
     for (int part = 0; part < kParts; ++part) {
 #pragma GCC unroll 2
       for (int g = 0; g < G; ++g) {
-        const bf16* line = pack + (g * k + i + 2 * part) * kGroup;
+        const bf16* line = pack + (g * depth + i + 2 * part) * kGroup;
         _mm_prefetch(reinterpret_cast<const char*>(line) + kAhead, _MM_HINT_T0);
         const __m512bh w = (__m512bh)_mm512_loadu_si512(line);
 #pragma GCC unroll 12
@@ -51,27 +51,30 @@ void block(const bf16* a, int64_t lda, const bf16* pack, int64_t k, float* c, in
 }
 
 template <int G>
-void rows_of(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t k, float* c, int64_t ldc) {
+void rows_of(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t depth, int64_t k, float* c, int64_t ldc) {
   while (m >= 8) {
-    block<8, G>(a, lda, pack, k, c, ldc);
+    block<8, G>(a, lda, pack, depth, k, c, ldc);
     a += 8 * lda, c += 8 * ldc, m -= 8;
   }
   switch (m) {
-    case 7: return block<7, G>(a, lda, pack, k, c, ldc);
-    case 6: return block<6, G>(a, lda, pack, k, c, ldc);
-    case 5: return block<5, G>(a, lda, pack, k, c, ldc);
-    case 4: return block<4, G>(a, lda, pack, k, c, ldc);
-    case 3: return block<3, G>(a, lda, pack, k, c, ldc);
-    case 2: return block<2, G>(a, lda, pack, k, c, ldc);
-    case 1: return block<1, G>(a, lda, pack, k, c, ldc);
+    case 7: return block<7, G>(a, lda, pack, depth, k, c, ldc);
+    case 6: return block<6, G>(a, lda, pack, depth, k, c, ldc);
+    case 5: return block<5, G>(a, lda, pack, depth, k, c, ldc);
+    case 4: return block<4, G>(a, lda, pack, depth, k, c, ldc);
+    case 3: return block<3, G>(a, lda, pack, depth, k, c, ldc);
+    case 2: return block<2, G>(a, lda, pack, depth, k, c, ldc);
+    case 1: return block<1, G>(a, lda, pack, depth, k, c, ldc);
   }
 }
 
 }  // namespace
 
-void gemm_avx512(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t k, int groups, float* c, int64_t ldc) {
-  if (m > kFewRows && groups == 2) return rows_of<2>(a, lda, m, pack, k, c, ldc);
-  for (int g = 0; g < groups; ++g) rows_of<1>(a, lda, m, pack + g * k * kGroup, k, c + g * kGroup, ldc);
+void gemm_avx512(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t depth, int64_t k, int groups, float* c,
+                 int64_t ldc) {
+  int g = 0;
+  if (m > kFewRows)
+    for (; g + 2 <= groups; g += 2) rows_of<2>(a, lda, m, pack + g * depth * kGroup, depth, k, c + g * kGroup, ldc);
+  for (; g < groups; ++g) rows_of<1>(a, lda, m, pack + g * depth * kGroup, depth, k, c + g * kGroup, ldc);
 }
 
 Gemm gemm_for(int64_t rows) { return rows > kFewRows && current_isa() >= kAmx ? gemm_amx : gemm_avx512; }
