@@ -61,7 +61,8 @@ class Stack:
         """One /generate of token ids, greedy and without an end token unless told otherwise."""
         params = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": max_new_tokens, **sampling}
         answer = self.http.post("/generate", json={"input_ids": prompt, "sampling_params": params})
-        answer.raise_for_status()
+        if answer.status_code != 200:
+            raise RuntimeError(f"/generate answered {answer.status_code}: {answer.text}")
         return dict(answer.json())
 
     def generate_all(self, prompts: list[list[int]], max_new_tokens: int) -> list[dict[str, Any]]:
@@ -85,15 +86,17 @@ def stack(
     prefill: int = 1,
     decode: int = 1,
     router: dict[str, Any] | None = None,
+    runner: tuple[str, ...] = (),
     **worker: Any,
 ) -> Iterator[Stack]:
-    """Start a stack serving `model` as "m", and end it whatever happens."""
+    """Start a stack serving `model` as "m", and end it whatever happens. `runner` as in Child."""
     with ExitStack() as cleanup:
         front = cleanup.enter_context(
             Child(
                 "router",
                 {"model": str(model), "served_model_name": "m", "port": 0, **(router or {})},
                 directory,
+                runner,
             )
         )
         front.wait_ready()
@@ -104,7 +107,7 @@ def stack(
             **worker,
         }
         nodes = {
-            role: [cleanup.enter_context(Child(role, options, directory)) for _ in range(count)]
+            role: [cleanup.enter_context(Child(role, options, directory, runner)) for _ in range(count)]
             for role, count in (("prefill_node", prefill), ("decode_node", decode))
         }
         for node in (*nodes["prefill_node"], *nodes["decode_node"]):

@@ -20,11 +20,12 @@ class ChildFailed(RuntimeError):
 
 
 class Child:
-    """`python -m MODULE --options FILE`. `ready` holds its ready line."""
+    """`python -m [RUNNER] MODULE --options FILE`. `ready` holds its ready line."""
 
     def __init__(
-        self, module: str, options: dict[str, Any], directory: Path, environment: dict[str, str] | None = None
+        self, module: str, options: dict[str, Any], directory: Path, runner: tuple[str, ...] = ()
     ) -> None:
+        """`runner` is a module (and its arguments) that runs the program under other conditions."""
         directory.mkdir(parents=True, exist_ok=True)
         file = directory / f"{module}-{len(list(directory.iterdir()))}.json"
         file.write_text(json.dumps(options))
@@ -32,10 +33,10 @@ class Child:
         self.log = file.with_suffix(".log")
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", module, "--options", str(file)],
+                [sys.executable, "-m", *runner, module, "--options", str(file)],
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env={**os.environ, "TOKENIZERS_PARALLELISM": "false", **(environment or {})},
+                env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
             )
         self.ready: dict[str, Any] = {}
 

@@ -1,0 +1,35 @@
+"""Messages between router, prefill and decode that are lost, doubled, late or out of order change nothing."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from engine.fake import fake_generate
+from tools.local_stack import stack
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_lost_doubled_late_and_reordered_messages_change_nothing(
+    tiny_model: Path, tmp_path: Path, seed: int
+) -> None:
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(256) for _ in range(rng.randrange(1, 150))] for _ in range(24)]
+    with stack(
+        tiny_model,
+        tmp_path,
+        prefill=2,
+        decode=2,
+        router={"prefill_on_decode_tokens": 0},
+        runner=("tests.support.chaos", str(seed)),
+        engine="fake",
+        max_total_tokens=2048,
+        chunked_prefill_size=48,
+    ) as running:
+        answers = running.generate_all(prompts, 40)
+        assert [answer["output_ids"] for answer in answers] == [
+            fake_generate(prompt, 40) for prompt in prompts
+        ]
+        running.settle()
