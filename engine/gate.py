@@ -26,6 +26,9 @@ input, which in a pack is another sequence's."""
 
 LAYER_TYPES = frozenset({"full_attention"})
 
+WINDOWED_BY_LAYER_TYPE = frozenset({"qwen2", "qwen3"})
+"""Families whose layer_types say which layers `sliding_window` is for; in the others it is for all."""
+
 _MUST_BE_OFF = {
     "attn_logit_softcapping": "soft-capped attention scores are not computed by the paged backends",
     "final_logit_softcapping": "soft-capped logits are not computed by the sampler",
@@ -76,9 +79,8 @@ def _check_masks(config: Any) -> None:
             f"layer_types in config.json holds {', '.join(unknown)}",
             "use a model with full_attention layers only",
         )
-    # A model with layer_types windows only the layers that say so; one without windows all of them.
     window = getattr(config, "sliding_window", None)
-    if window is not None and getattr(config, "layer_types", None) is None:
+    if window is not None and config.model_type not in WINDOWED_BY_LAYER_TYPE:
         raise UnsupportedModel(
             f"sliding_window is {window} in config.json", "use a checkpoint whose sliding_window is null"
         )

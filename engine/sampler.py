@@ -60,9 +60,9 @@ def process(logits: torch.Tensor, state: SamplingState) -> torch.Tensor:
         ids = torch.tensor(list(params.logit_bias), device=scores.device)
         scores[ids] += torch.tensor(list(params.logit_bias.values()), device=scores.device)
     if params.repetition_penalty != 1:
-        seen = np.unique(np.concatenate([state.prompt_ids, np.asarray(state.outputs, dtype=np.int32)]))
+        seen = np.concatenate([state.prompt_ids, np.asarray(state.outputs, dtype=np.int32)])
         ids = torch.from_numpy(seen.astype(np.int64)).to(scores.device)
-        old = scores[ids]
+        old = scores[ids]  # a token seen twice is read and written twice, with the same values
         scores[ids] = torch.where(old < 0, old * params.repetition_penalty, old / params.repetition_penalty)
     if (params.frequency_penalty or params.presence_penalty) and state.output_counts:
         ids = torch.tensor(list(state.output_counts), device=scores.device)

@@ -51,6 +51,10 @@ def test_every_tested_family_passes(family: str) -> None:
         (LlamaConfig(architectures=["LlamaForSequenceClassification"]), "no causal LM head"),
         (LlamaConfig(architectures=["Llama4ForCausalLM"]), "not LlamaForCausalLM"),
         (MistralConfig(sliding_window=128), "sliding_window is 128"),
+        (
+            with_field(MistralConfig(sliding_window=128), layer_types=["full_attention"] * 32),
+            "sliding_window is",
+        ),
         (Qwen3MoeConfig(use_sliding_window=True, sliding_window=64), "sliding_window is 64"),
         (
             Qwen2Config(use_sliding_window=True, num_hidden_layers=4, max_window_layers=2),

@@ -100,9 +100,10 @@ def test_a_result_that_does_not_come_in_time_is_an_engine_error(drawn: Drawn) ->
     runner.close()
 
 
-def test_chunks_that_are_not_last_are_not_sampled(drawn: Drawn) -> None:
+@pytest.mark.parametrize(("dtype", "kind"), [("float32", "torch"), ("bfloat16", "auto")])
+def test_chunks_that_are_not_last_are_not_sampled(dtype: str, kind: str, drawn: Drawn) -> None:
     path, _ = drawn("llama")
-    runner, _ = open_runner(path, 16, 40)
+    runner, _ = open_runner(path, 16, 40, dtype=dtype, attention=kind, linear=kind)
     driver = Driver(runner, 40, 16)
     result = driver.step([(driver.add(PROMPTS[1]), 8)])
     assert result.tokens.shape == (0,)
