@@ -27,7 +27,7 @@ from transformers import (
 )
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-VOCAB_SIZE = 320  # 256 bytes, 3 special tokens, the rest never in a prompt
+VOCAB_SIZE = 320  # 256 bytes, 3 special tokens, 61 pairs of letters: every id a model can sample has a text
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -122,9 +122,12 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
 
 
 def write_tokenizer(path: Path) -> None:
-    """One token per byte, three special tokens, a ChatML template."""
+    """Bytes, special tokens and some pairs of letters, VOCAB_SIZE in all; a ChatML template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    letters = "etaoinsr"
+    pairs = [(a, b) for a in letters for b in letters][: VOCAB_SIZE - len(alphabet) - len(SPECIAL_TOKENS)]
+    vocab = [*alphabet, *SPECIAL_TOKENS, *(a + b for a, b in pairs)]
+    tokenizer = Tokenizer(models.BPE(vocab={text: i for i, text in enumerate(vocab)}, merges=pairs))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
