@@ -265,5 +265,5 @@ def test_allocator_against_the_model() -> None:
 @pytest.mark.invariants
 def test_allocator_against_the_model_for_long() -> None:
     run_state_machine_as_test(
-        AllocatorMachine, settings=settings(max_examples=300, stateful_step_count=100, deadline=None)
+        AllocatorMachine, settings=settings(max_examples=100, stateful_step_count=100, deadline=None)
     )

@@ -160,5 +160,5 @@ def test_tree_against_the_model() -> None:
 @pytest.mark.invariants
 def test_tree_against_the_model_for_long() -> None:
     run_state_machine_as_test(
-        TreeMachine, settings=settings(max_examples=300, stateful_step_count=100, deadline=None)
+        TreeMachine, settings=settings(max_examples=100, stateful_step_count=100, deadline=None)
     )
