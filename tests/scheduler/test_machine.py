@@ -23,8 +23,8 @@ from tests.scheduler.rig import EOS, Rig
 from tests.scheduler.test_hand_off import ship
 
 SHORT = settings(
-    max_examples=30,
-    stateful_step_count=40,
+    max_examples=60,
+    stateful_step_count=60,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
@@ -68,10 +68,10 @@ class TwoWorkers(RuleBasedStateMachine):
         self.fenced: list[int] = []
         self.dropped: set[int] = set()
 
-    prompts = st.tuples(st.integers(0, 2), st.integers(1, 100), st.integers(1, 30), st.integers(0, 3))
+    prompts = st.tuples(st.integers(0, 2), st.integers(20, 90), st.integers(2, 60), st.integers(0, 3))
 
-    @rule(shape=prompts)
-    def pair(self, shape: tuple[int, int, int, int]) -> None:
+    @rule(shape=prompts, reserve=st.booleans())
+    def pair(self, shape: tuple[int, int, int, int], reserve: bool) -> None:
         base, length, max_new, forced = shape
         prompt = [(base * 31 + i) % 90 for i in range(length)]
         forced = min(forced, max_new - 1)
@@ -82,6 +82,8 @@ class TwoWorkers(RuleBasedStateMachine):
         self.pairs[sent.room] = (sent, twin)
         self.decode.expected[sent.room] = self.prefill.expected[sent.room]
         self.prefill.scheduler.add(sent)
+        if reserve:
+            self.decode.scheduler.reserve(twin)
 
     @rule(shape=prompts, priority=st.integers(0, 1))
     def add_to_decode(self, shape: tuple[int, int, int, int], priority: int) -> None:
@@ -90,57 +92,63 @@ class TwoWorkers(RuleBasedStateMachine):
         self.decode.add(prompt, max_new, forced=min(forced, max_new - 1), priority=priority)
         self.prefill.rooms = self.decode.rooms
 
-    @rule(steps=st.integers(1, 4))
+    @rule(steps=st.integers(1, 3))
     def step_prefill(self, steps: int) -> None:
         for _ in range(steps):
             self.prefill.step()
 
-    @rule(steps=st.integers(1, 8))
+    @precondition(lambda self: self._in(sent=ReqState.WAITING))
+    @rule()
+    def prefill_on(self) -> None:
+        """Without it few rooms would come as far as a transfer."""
+        while self.prefill.step():
+            pass
+
+    @rule(steps=st.integers(1, 12))
     def step_decode(self, steps: int) -> None:
         for _ in range(steps):
             self.decode.step()
 
-    def _pick(self, data: st.DataObject, *, sent: ReqState | None = None, twin: ReqState | None = None):
-        rooms = [
+    def _in(self, sent: ReqState | None = None, twin: ReqState | None = None) -> list[int]:
+        """Rooms whose halves are in these states."""
+        return [
             room
             for room, (a, b) in self.pairs.items()
             if (sent is None or a.state is sent) and (twin is None or b.state is twin)
         ]
-        return data.draw(st.sampled_from(rooms)) if rooms else None
 
+    @precondition(lambda self: self._in(twin=ReqState.NEW))
     @rule(data=st.data())
     def reserve(self, data: st.DataObject) -> None:
-        room = self._pick(data, twin=ReqState.NEW)
-        if room is not None:
-            self.decode.scheduler.reserve(self.pairs[room][1])
+        room = data.draw(st.sampled_from(self._in(twin=ReqState.NEW)))
+        self.decode.scheduler.reserve(self.pairs[room][1])
 
+    @precondition(lambda self: self._in(sent=ReqState.HANDED_OFF))
     @rule(data=st.data())
     def park(self, data: st.DataObject) -> None:
-        room = self._pick(data, sent=ReqState.HANDED_OFF)
-        if room is not None:
-            self.prefill.scheduler.park(self.pairs[room][0])
+        room = data.draw(st.sampled_from(self._in(sent=ReqState.HANDED_OFF)))
+        self.prefill.scheduler.park(self.pairs[room][0])
 
+    @precondition(lambda self: self._in(sent=ReqState.PARKED))
     @rule(data=st.data())
     def readmit(self, data: st.DataObject) -> None:
-        room = self._pick(data, sent=ReqState.PARKED)
-        if room is not None:
-            self.prefill.scheduler.readmit(self.pairs[room][0])
+        room = data.draw(st.sampled_from(self._in(sent=ReqState.PARKED)))
+        self.prefill.scheduler.readmit(self.pairs[room][0])
 
+    @precondition(lambda self: self._in(ReqState.HANDED_OFF, ReqState.RESERVED))
     @rule(data=st.data())
     def transfer(self, data: st.DataObject) -> None:
-        room = self._pick(data, sent=ReqState.HANDED_OFF, twin=ReqState.RESERVED)
-        if room is not None:
-            sent, twin = self.pairs.pop(room)
-            ship(self.prefill, sent, self.decode, twin)
-            self.prefill.scheduler.release(sent)
-            self.decode.scheduler.add_transferred(twin, sent.output_ids[-1])
+        room = data.draw(st.sampled_from(self._in(ReqState.HANDED_OFF, ReqState.RESERVED)))
+        sent, twin = self.pairs.pop(room)
+        ship(self.prefill, sent, self.decode, twin)
+        self.prefill.scheduler.release(sent)
+        self.decode.scheduler.add_transferred(twin, sent.output_ids[-1])
 
+    @precondition(lambda self: len(self.pairs) > 2)
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
         """The client is gone: both halves end, whatever they hold."""
-        room = self._pick(data)
-        if room is None:
-            return
+        room = data.draw(st.sampled_from(self._in()))
         self.dropped.add(room)
         sent, twin = self.pairs.pop(room)
         if sent.state in (ReqState.HANDED_OFF, ReqState.PARKED):
@@ -149,18 +157,20 @@ class TwoWorkers(RuleBasedStateMachine):
             self.prefill.scheduler.abort(sent.room, sent.epoch)
         if twin.state is ReqState.RESERVED:
             pages = self.decode.scheduler.cancel_reservation(twin)
-            garbage = np.asarray(pages)
-            self.decode.pool.data[garbage] = 5.0  # the peer writes on until the fence
+            self.decode.pool.data[np.asarray(pages)] = 5.0  # the peer writes on until the fence
             self.decode.memory.quarantine(pages, room)
             self.fenced.append(room)
 
+    def _decoding(self) -> list[int]:
+        known = set(self.decode.expected) - set(self.decode.policy.finished)
+        return sorted(known - set(self.pairs) - self.dropped)
+
+    @precondition(lambda self: len(self._decoding()) > 3)
     @rule(data=st.data())
     def abort_on_decode(self, data: st.DataObject) -> None:
-        rooms = sorted(set(self.decode.expected) - set(self.decode.policy.finished) - set(self.pairs))
-        if rooms:
-            room = data.draw(st.sampled_from(rooms))
-            if self.decode.scheduler.abort(room, 1):
-                self.dropped.add(room)
+        room = data.draw(st.sampled_from(self._decoding()))
+        assert self.decode.scheduler.abort(room, 1)
+        self.dropped.add(room)
 
     @precondition(lambda self: self.fenced)
     @rule()
