@@ -28,7 +28,7 @@ from kvtransfer.frames import End, Ended, Granted, Pools, Staged, receive_frame,
 from kvtransfer.granting import GrantingReceiver
 from kvtransfer.listener import hang_up
 from kvtransfer.mooncake_engine import MooncakeEngine, has_rdma
-from kvtransfer.pages import coalesce, copy_pages
+from kvtransfer.pages import PageIds, coalesce, copy_pages
 from kvtransfer.region import GroupRegion, PoolRegion
 from kvtransfer.rooms import Grant, RoomTable
 from kvtransfer.tcp import connected_socket, listening_socket
@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 
 BACKEND = "mooncake"
 _DIRECT_BYTES = 256 << 10
+_MAX_SPOILED = 8  # staging buffers that a failed write may still be under way to
 _HALF_BYTES = 4 << 20  # a staging buffer is two halves: one is written while the other is scattered
 
 
@@ -55,13 +56,15 @@ class _Stage:
 
 
 class _Stages:
-    """Staging buffers of one engine, lent one per write. One that is not given back is never lent again."""
+    """Staging buffers of one engine, lent one per write. A spoiled one, to which something may still be
+    written, is kept but never lent again."""
 
     def __init__(self, engine: MooncakeEngine) -> None:
         self._engine = engine
         self._all: list[_Stage] = []
         self._free: list[_Stage] = []
         self._lock = threading.Lock()
+        self.spoiled = 0
 
     def take(self) -> _Stage:
         with self._lock:
@@ -73,6 +76,11 @@ class _Stages:
     def give_back(self, stage: _Stage) -> None:
         with self._lock:
             self._free.append(stage)
+
+    def spoil(self) -> None:
+        """One that is lent will not come back."""
+        with self._lock:
+            self.spoiled += 1
 
 
 class _Station:
@@ -170,20 +178,30 @@ class MooncakeReceiver(GrantingReceiver[_Station]):
         return end
 
     def _see_staged(self, sock: socket.socket, station: _Station, grant: Grant) -> None:
+        with self._lock:
+            stage = None if station.stopped else station.stages.take()
+        if stage is None:
+            self._rooms.finish(grant, landed=False)
+            raise TransferError("Mooncake was started anew")
         landed = False
         try:
-            with self._lock:
-                if station.stopped:
-                    raise TransferError("Mooncake was started anew")
-                stage = station.stages.take()
             send_frame(sock, Granted(stage=stage.ptr))
             landed = self._scatter_all(sock, stage, grant)
         finally:
             self._rooms.finish(grant, landed=landed)
+            if landed:
+                station.stages.give_back(stage)  # nobody writes to it any more
+            else:
+                self._spoil(station)
         if not landed:
             raise TransferError("the peer's write failed")
-        station.stages.give_back(stage)  # only now: nobody writes to it any more
         send_frame(sock, Ended())
+
+    def _spoil(self, station: _Station) -> None:
+        """A staging buffer is lost to a write that failed. When they add up, a new engine gets new ones."""
+        station.stages.spoil()
+        if station.stages.spoiled >= _MAX_SPOILED:
+            self._stop(station)
 
     def _scatter_all(self, sock: socket.socket, stage: _Stage, grant: Grant) -> bool:
         """Put what arrives in the staging buffer where it belongs; whether all of it came."""
@@ -264,28 +282,41 @@ class MooncakeSender(PeerSender):
 
     def _move_staged(self, granted: GrantedWrite) -> None:
         region, pages, channel = granted.region, granted.write.src_pages, granted.channel
-        stage = self._stages.take()
         per_half = _HALF_BYTES // region.page_bytes
+        stage = self._stages.take()
         half = unconfirmed = 0
-        for first in range(0, len(pages), per_half):
-            if unconfirmed == 2:  # the half to be written next is still being scattered
+        try:
+            for first in range(0, len(pages), per_half):
+                if unconfirmed == 2:  # the half to be written next is still being scattered
+                    channel.expect_ended()
+                    unconfirmed -= 1
+                batch = pages[first : first + per_half]
+                self._write_half(granted, stage, half * _HALF_BYTES, batch)
+                send_frame(channel.sock, Staged(len(batch), half))
+                half, unconfirmed = 1 - half, unconfirmed + 1
+            for _ in range(unconfirmed):
                 channel.expect_ended()
-                unconfirmed -= 1
-            offset, at = half * _HALF_BYTES, 0
-            for host in region.to_host(pages[first : first + per_half]):
-                count = len(host.pages)
-                target = np.arange(at, at + count)
-                copy_pages(host.ptr, host.pages, stage.ptr + offset, target, region.page_bytes)
-                at += count
-            nbytes = at * region.page_bytes
-            self._engine.write(
-                channel.pools.session, [stage.ptr + offset], [granted.grant.stage + offset], [nbytes]
-            )
-            send_frame(channel.sock, Staged(at, half))
-            half, unconfirmed = 1 - half, unconfirmed + 1
-        for _ in range(unconfirmed):
-            channel.expect_ended()
+        except Uncertain:
+            self._stages.spoil()
+            raise TransferError("Mooncake's write into the staging buffer failed") from None
+        except TransferError:
+            self._stages.give_back(stage)
+            raise
         self._stages.give_back(stage)
+
+    def _write_half(self, granted: GrantedWrite, stage: _Stage, offset: int, pages: PageIds) -> None:
+        """Gather these pages in one half of my staging buffer and write it to the receiver's. Raises
+        Uncertain: the engine may still be reading from mine."""
+        region, at = granted.region, 0
+        for host in region.to_host(pages):
+            target = np.arange(at, at + len(host.pages))
+            copy_pages(host.ptr, host.pages, stage.ptr + offset, target, region.page_bytes)
+            at += len(host.pages)
+        session, theirs = granted.channel.pools.session, granted.grant.stage + offset
+        try:
+            self._engine.write(session, [stage.ptr + offset], [theirs], [at * region.page_bytes])
+        except TransferError as error:
+            raise Uncertain(str(error)) from None
 
 
 def _is_direct(region: GroupRegion) -> bool:

@@ -27,10 +27,13 @@ _SPAWN = multiprocessing.get_context("spawn")
 
 
 def pool(num_pages: int, page_bytes: int, seed: int | None = None, staged: bool = False) -> GroupRegion:
-    """Private pages: random with a seed, else zero."""
+    """Private pages: numbered, and random by seed; without a seed zero."""
     tensor = allocate_private(num_pages * page_bytes).tensor.view(num_pages, page_bytes)
     if seed is not None:
-        tensor.copy_(torch.from_numpy(np.random.default_rng(seed).integers(0, 256, tensor.shape, np.uint8)))
+        page = np.random.default_rng(seed).integers(0, 256, page_bytes, np.uint8)
+        pages = tensor.numpy()
+        pages[:] = page  # random by the byte takes seconds for the large pools; numbered pages differ as well
+        pages[:, :8] = np.arange(num_pages, dtype="<i8")[:, None].view(np.uint8)
     return GroupRegion(tensor, staged=staged)
 
 

@@ -95,14 +95,14 @@ def test_another_page_size_is_refused(case: tuple[str, int, SenderProcess]) -> N
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nothing_lands_behind_the_fence_of_a_stopped_and_killed_peer(backend: str, size: int) -> None:
-    count = (256 << 20) // size
+    count = (64 << 20) // size
     pages = np.random.default_rng(3).permutation(np.arange(1, count))
     with (
         receiving(backend, count, size) as (receiver, pool),
         SenderProcess(backend, count, size, 4) as sender,
     ):
         receiver.open(1, 0, {"full": pages})
-        sender.start(receiver.endpoints[0], PageWrite(1, 0, "full", pages, pages), times=100)
+        sender.start(receiver.endpoints[0], PageWrite(1, 0, "full", pages, pages), times=2000)
         _until(lambda: int(pool[int(pages[0])].count_nonzero()) > 0, 20)
         _until(lambda: _writers(receiver) == 1)
         assert sender.process.pid is not None
@@ -131,14 +131,14 @@ def test_nothing_lands_behind_the_fence_of_a_stopped_and_killed_peer(backend: st
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_peer_killed_in_the_middle_frees_its_room(backend: str) -> None:
-    count = (128 << 20) // LARGE
+    count = (64 << 20) // LARGE
     pages = np.arange(1, count)
     with (
         receiving(backend, count, LARGE) as (receiver, pool),
         SenderProcess(backend, count, LARGE, 5) as sender,
     ):
         receiver.open(1, 0, {"full": pages})
-        sender.start(receiver.endpoints[0], PageWrite(1, 0, "full", pages, pages), times=100)
+        sender.start(receiver.endpoints[0], PageWrite(1, 0, "full", pages, pages), times=2000)
         _until(lambda: int(pool[1, :8].count_nonzero()) > 0 and _writers(receiver) == 1, 20)
         sender.process.kill()
         sender.process.join(5)
