@@ -23,7 +23,7 @@ from tests.scheduler.rig import EOS, Rig
 from tests.scheduler.test_hand_off import ship
 
 SHORT = settings(
-    max_examples=60,
+    max_examples=40,
     stateful_step_count=60,
     deadline=None,
     derandomize=True,
@@ -205,7 +205,7 @@ class TwoWorkers(RuleBasedStateMachine):
             rig.close()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 def test_two_workers() -> None:
     run_state_machine_as_test(TwoWorkers, settings=SHORT)
 
