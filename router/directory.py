@@ -95,8 +95,6 @@ class Directory:
 
 def _difference(a: WorkerRecord, b: WorkerRecord) -> tuple[str, object, object] | None:
     """The first thing in which two workers of one model may not differ: (configuration key, a's, b's)."""
-    if a.fingerprint != b.fingerprint:
-        return "model", f"weights {a.fingerprint}", f"weights {b.fingerprint}"
     a_groups = {group.name: group for group in a.groups}
     b_groups = {group.name: group for group in b.groups}
     if a_groups.keys() != b_groups.keys():
@@ -105,6 +103,8 @@ def _difference(a: WorkerRecord, b: WorkerRecord) -> tuple[str, object, object] 
         found = _group_difference(a_groups[name], b_groups[name])
         if found is not None:
             return found
+    if a.fingerprint != b.fingerprint:  # last: it differs with the dtype too, which is the better answer
+        return "model", f"weights {a.fingerprint}", f"weights {b.fingerprint}"
     return None
 
 

@@ -1,8 +1,8 @@
 """Tokenizer classes that transformers rebuilds from their own code, whatever tokenizer.json says.
 
-For most models tokenizer.json is the whole truth. For a class named here transformers keeps the vocabulary, the
-merges and the post-processor of the file and replaces the rest; so does this, or token ids would differ where
-a file was written by another version.
+For most models tokenizer.json is the whole truth. For a class named here transformers keeps the vocabulary,
+the merges and the post-processor of the file and replaces the rest; so does this, or token ids would differ
+where a file was written by another version.
 """
 
 from __future__ import annotations

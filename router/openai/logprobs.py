@@ -28,16 +28,15 @@ def completion_logprobs(
     detokenizers: DetokenizerFactory, tokens: list[int], logprobs: list[TokenLogprobs], offset: int
 ) -> dict[str, Any]:
     """For completions: parallel lists. `offset` is where in the text the first of these tokens begins."""
-    names = [_text(detokenizers, token) for token in tokens]
     offsets = []
-    for name in names:
+    for token in tokens:
         offsets.append(offset)
-        offset += len(name)
+        offset += len(detokenizers.token_bytes(token).decode("utf-8", "replace"))
     return {
-        "tokens": names,
+        "tokens": [_name(detokenizers, token) for token in tokens],
         "token_logprobs": [entry.logprob for entry in logprobs],
         "top_logprobs": [
-            {_text(detokenizers, other): logprob for other, logprob in entry.top} for entry in logprobs
+            {_name(detokenizers, other): logprob for other, logprob in entry.top} for entry in logprobs
         ],
         "text_offset": offsets,
     }
@@ -48,5 +47,10 @@ def _named(detokenizers: DetokenizerFactory, token: int, logprob: float) -> dict
     return {"token": raw.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(raw)}
 
 
-def _text(detokenizers: DetokenizerFactory, token: int) -> str:
-    return detokenizers.token_bytes(token).decode("utf-8", "replace")
+def _name(detokenizers: DetokenizerFactory, token: int) -> str:
+    """A token's text; the bytes of one that is no text by itself, as OpenAI writes them ("bytes:\\xe2")."""
+    raw = detokenizers.token_bytes(token)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)

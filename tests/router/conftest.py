@@ -29,9 +29,13 @@ class RouterProcess:
     url: str
     mailbox: str
     http: httpx.Client
+    _openai: OpenAI | None = None
 
     def openai(self) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, http_client=httpx.Client())
+        """The official client; one for all who ask."""
+        if self._openai is None:
+            self._openai = OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+        return self._openai
 
     def wait_for_workers(self, count: int, timeout_s: float = 10.0) -> None:
         """Until the router sees exactly so many."""
@@ -43,6 +47,8 @@ class RouterProcess:
 
     def stop(self) -> int:
         self.http.close()
+        if self._openai is not None:
+            self._openai.close()
         self.process.terminate()
         return self.process.wait(timeout=15)
 

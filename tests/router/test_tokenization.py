@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from router.tokenization import Tokenization
 from tests.support.tokenizers import byte_fallback, byte_level
 from wire.errors import ConfigError, InvalidRequest
 
-FAMILIES = {
+FAMILIES: dict[str, Callable[[Path], Path]] = {
     "qwen": lambda path: byte_level(path, tokenizer_class="Qwen2Tokenizer"),
     "llama3": lambda path: byte_level(path, bos=True),
     "llama2": lambda path: byte_fallback(path, tokenizer_class="LlamaTokenizer"),
@@ -39,7 +40,7 @@ def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Tokenization, Any]:
     path = FAMILIES[request.param](tmp_path_factory.mktemp(request.param))
-    return Tokenization(path), AutoTokenizer.from_pretrained(path)
+    return Tokenization(path), AutoTokenizer.from_pretrained(path)  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_chats(pair: tuple[Tokenization, Any], name: str, prompted: bool) -> Non
 def test_tools_reasoning_and_template_arguments(tmp_path: Path) -> None:
     path = byte_level(tmp_path)
     ours, theirs = Tokenization(path), AutoTokenizer.from_pretrained(path)
-    chat = [
+    chat: list[dict[str, Any]] = [
         {"role": "user", "content": "add 1 and 2"},
         {"role": "assistant", "content": None, "reasoning": "hm", "tool_calls": [{"é": "<1>", "b": [1, 2]}]},
         {"role": "tool", "content": "3"},
@@ -80,7 +81,7 @@ def test_tools_reasoning_and_template_arguments(tmp_path: Path) -> None:
 
 def test_a_template_may_refuse_in_its_own_words(pair: tuple[Tokenization, Any]) -> None:
     ours, _ = pair
-    with pytest.raises(InvalidRequest, match="unknown role|roles must alternate"):
+    with pytest.raises(InvalidRequest, match=r"unknown role|roles must alternate"):
         ours.render_chat([{"role": "stranger", "content": "x"}])
 
 

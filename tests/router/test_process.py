@@ -1,0 +1,101 @@
+"""The router as a process: light, exact about bad configuration, and mountable in another application."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+from starlette.applications import Starlette
+from starlette.routing import Mount
+from starlette.testclient import TestClient
+
+from router.app import build_app
+from router.options import RouterOptions
+from router.service import Router
+from tests.router.conftest import ROOT
+
+# Runs the real entry point; says at the end which modules it has loaded.
+_RUN = """
+import atexit, json, runpy, sys
+atexit.register(lambda: print(json.dumps(sorted(sys.modules))))
+sys.argv = ["router", "--options", sys.argv[1]]
+runpy.run_module("router", run_name="__main__")
+"""
+
+
+def options_file(tmp_path: Path, model_dir: Path, **changes: object) -> Path:
+    path = tmp_path / "options.json"
+    base = {"model": str(model_dir), "served_model_name": "tiny", "port": 0}
+    path.write_text(json.dumps({**base, **changes}))
+    return path
+
+
+def test_neither_torch_nor_transformers_is_loaded(tmp_path: Path, model: Path) -> None:
+    path = options_file(tmp_path, model)
+    process = subprocess.Popen(
+        [sys.executable, "-c", _RUN, str(path)], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert process.stdout is not None
+    ready = json.loads(process.stdout.readline())
+    body = json.dumps({"messages": [{"role": "user", "content": "Hi"}]}).encode()
+    request = urllib.request.Request(f"{ready['http']}/tokenize", body)
+    with urllib.request.urlopen(request, timeout=10) as response:
+        assert json.loads(response.read())["count"] > 0
+    process.send_signal(signal.SIGINT)
+    rest, _ = process.communicate(timeout=15)
+    modules = set(json.loads(rest))
+    assert process.returncode == 0
+    assert "router.service" in modules
+    assert not modules & {"torch", "transformers", "ray", "starlette"}
+
+
+def refused(path: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "router", "--options", str(path)],
+        capture_output=True, text=True, cwd=ROOT, timeout=30, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    return done.stderr
+
+
+def test_a_port_in_use(tmp_path: Path, model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = refused(options_file(tmp_path, model, port=port))
+    assert f"port: 127.0.0.1:{port} is in use; choose another" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"polciy": "kv"}, "polciy: unknown key"),
+        ({"policy": "best"}, "policy: 'best' is unknown; choose one of kv"),
+        ({"max_in_flight": 0}, "max_in_flight: "),
+        ({"model": "/nowhere"}, "model: /nowhere has no tokenizer.json"),
+        ({"weights": {"transfer": -1}}, "weights.transfer: "),
+    ],
+)
+def test_options_that_cannot_work(
+    tmp_path: Path, model: Path, changes: dict[str, object], words: str
+) -> None:
+    assert words in refused(options_file(tmp_path, model, **changes))
+
+
+def test_mounted_in_another_application(model: Path) -> None:
+    router = Router(RouterOptions(model=model, served_model_name="tiny"))
+    with TestClient(Starlette(routes=[Mount("/llm", app=build_app(router))])) as client:
+        assert client.portal is not None
+        client.portal.call(router.start)
+        try:
+            assert client.get("/llm/health").json() == {"status": "ok"}
+            assert client.get("/llm/v1/models").json()["data"][0]["id"] == "tiny"
+            assert client.get("/llm/ready").status_code == 503
+        finally:
+            client.portal.call(router.close)
