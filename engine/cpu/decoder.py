@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from engine.cpu.attention import CpuAttention
+from engine.cpu.attention import MAX_HEAD_DIM, CpuAttention
 from engine.cpu.linear import Pack
 from engine.cpu.op import AttentionCall, kernels
 
@@ -63,6 +63,8 @@ def fusible(model: nn.Module) -> bool:
         and all(p.dtype == torch.bfloat16 and p.device.type == "cpu" for p in model.parameters())
         and all(n % 32 == 0 for n in (config.hidden_size, config.intermediate_size))
         and config.num_attention_heads * head_dim % 32 == 0
+        and head_dim % 16 == 0
+        and head_dim <= MAX_HEAD_DIM
     )
 
 

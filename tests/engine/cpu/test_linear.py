@@ -1,0 +1,67 @@
+"""Packed products against float64, for each instruction set that has them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from engine.config import EngineConfig
+from engine.cpu.linear import PackedLinear, check_packable
+from engine.cpu.op import KernelsUnavailable, kernels, set_isa
+from engine.cpu.swaps import CpuSwaps
+from wire.errors import ConfigError
+
+try:
+    check_packable()
+except KernelsUnavailable as error:
+    pytest.skip(f"no packed products: {error}", allow_module_level=True)
+ISAS = ["avx512", "amx"][: kernels().baton_detected_isa() - 1]
+
+
+@pytest.fixture(params=ISAS)
+def isa(request):
+    set_isa(request.param)
+    yield request.param
+    set_isa("amx")
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 9, 16, 17, 32, 33, 70])
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "bias"), [(48, 64, True), (50, 96, False), (7, 32, True), (128, 160, False)]
+)
+def test_equals_the_product_in_float64(rows, outputs, inputs, bias, isa):
+    torch.manual_seed(rows)
+    linear = nn.Linear(inputs, outputs, bias=bias).bfloat16()
+    x = torch.randn(2, rows, inputs).bfloat16()[1:]
+    want = nn.functional.linear(
+        x.double(), linear.weight.double(), linear.bias.double() if linear.bias is not None else None
+    )
+    torch.testing.assert_close(PackedLinear(linear, torch.float32)(x).double(), want, rtol=0, atol=1e-5)
+    assert PackedLinear(linear)(x).dtype == torch.bfloat16
+
+
+def test_strided_input():
+    linear = nn.Linear(32, 16, bias=False).bfloat16()
+    wide = torch.randn(5, 96).bfloat16()
+    x = wide[:, 32:64]
+    torch.testing.assert_close(
+        PackedLinear(linear, torch.float32)(x), nn.functional.linear(x.float(), linear.weight.float())
+    )
+
+
+def test_what_cannot_be_packed_is_left_alone():
+    swaps = CpuSwaps()
+    assert swaps.linear(nn.Linear(32, 16), EngineConfig("m")) is None  # float32
+    assert swaps.linear(nn.Linear(40, 16).bfloat16(), EngineConfig("m")) is None  # not whole tiles
+    assert swaps.linear(nn.Linear(32, 16).bfloat16(), EngineConfig("m", linear="torch")) is None
+
+
+def test_insisting_on_packed_layers_where_the_cpu_has_none_is_refused():
+    set_isa("avx2")
+    try:
+        with pytest.raises(ConfigError, match=r"engine.linear.*AVX512"):
+            CpuSwaps().linear(nn.Linear(32, 16).bfloat16(), EngineConfig("m", linear="packed"))
+        assert CpuSwaps().linear(nn.Linear(32, 16).bfloat16(), EngineConfig("m")) is None
+    finally:
+        set_isa("amx")
