@@ -47,13 +47,14 @@ def definitions(path: Path) -> dict[str, frozenset[str]]:
 
 
 def _members(node: ast.ClassDef) -> set[str]:
-    """Methods, fields, slots and attributes that a method gives to self."""
-    names = {name for child in node.body for name in _named(child)}
-    for inner in ast.walk(node):
-        if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store):
-            if isinstance(inner.value, ast.Name) and inner.value.id == "self":
-                names.add(inner.attr)
-    return names
+    """Methods, fields and attributes that a method gives to self."""
+    assigned = {
+        inner.attr
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store)
+        if isinstance(inner.value, ast.Name) and inner.value.id == "self"
+    }
+    return assigned.union(*(_named(child) for child in node.body))
 
 
 def _named(node: ast.stmt) -> list[str]:
