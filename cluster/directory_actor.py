@@ -40,15 +40,22 @@ class DirectoryFinder:
 
     def __init__(self, app_name: str) -> None:
         self._name = f"directory:{app_name}"
+        self._handles: list[Any] = []  # Ray ends an actor when the handle that created it is dropped
 
-    def create(self, interface: str, cluster_secret: str | None, lease_s: float) -> str:
-        """The directory's address; the actor is created unless it is there. For router replicas."""
-        actor = (
-            ray.remote(DirectoryActor)
-            .options(name=self._name, namespace=NAMESPACE, get_if_exists=True, num_cpus=0, max_restarts=-1)
-            .remote(interface, cluster_secret, lease_s)
-        )
-        return cast("str", ray.get(actor.address.remote(), timeout=_ANSWER_S))
+    def ensure(self, interface: str, cluster_secret: str | None, lease_s: float) -> str:
+        """The directory's address; the actor is created when there is none. For router replicas."""
+        try:
+            return self.find()
+        except Unavailable:
+            actor = (
+                ray.remote(DirectoryActor)
+                .options(
+                    name=self._name, namespace=NAMESPACE, get_if_exists=True, num_cpus=0, max_restarts=-1
+                )
+                .remote(interface, cluster_secret, lease_s)
+            )
+            self._handles.append(actor)
+            return cast("str", ray.get(actor.address.remote(), timeout=_ANSWER_S))
 
     def find(self) -> str:
         """The directory's address, asked anew. Raises Unavailable when there is none (yet)."""

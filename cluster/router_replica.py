@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import MutableMapping
 from typing import Any
 
 from ray import serve
@@ -14,6 +15,7 @@ from cluster.model_files import TOKENIZER_FILES, model_directory
 from cluster.node import node_interface
 from cluster.refusal import readable_refusal
 from router.app import App, build_app
+from router.asgi import Receive, Scope, Send
 from router.options import RouterOptions
 from router.service import Router
 from wire.options import parse_options
@@ -41,7 +43,7 @@ class RouterReplica:
 
     def __serve_build_asgi_app__(self) -> App:
         """Serve's hook: the app it serves for this replica."""
-        return build_app(self._router)
+        return without_request_id(build_app(self._router))
 
     async def __del__(self) -> None:
         """Serve awaits this after the requests that it counts have ended."""
@@ -51,7 +53,7 @@ class RouterReplica:
 
     def _directory(self) -> str:
         options = self._options
-        return self._finder.create(options.interface, options.cluster_secret, options.lease_s)
+        return self._finder.ensure(options.interface, options.cluster_secret, options.lease_s)
 
     async def _follow_directory(self) -> None:
         """Create the directory again when its owner has gone, and look where it is. Off the token path."""
@@ -61,3 +63,20 @@ class RouterReplica:
                 self._router.follow_directory(await asyncio.to_thread(self._directory))
             except RayError as error:
                 log.warning("the directory cannot be reached, trying again: %s", error)
+
+
+def without_request_id(app: App) -> App:
+    """The app, less its X-Request-Id: Serve has given the request that id and answers with it as well.
+
+    With both, clients read the two as one id, "a, a".
+    """
+
+    async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_once(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [pair for pair in message["headers"] if pair[0] != b"x-request-id"]
+            await send(message)
+
+        await app(scope, receive, send_once)
+
+    return wrapped
