@@ -22,6 +22,7 @@ from kvtransfer.region import pool_regions
 from kvtransfer.select import open_sender
 from kvtransfer.sender import KVSender, SenderPool, Sent
 from kvtransfer.transport import Bounds
+from prefill_node.peers import Peers
 from prefill_node.room import Hold, PrefillRoom
 from scheduler.config import Phase
 from scheduler.half import Half, Services
@@ -57,6 +58,7 @@ class PrefillHalf(Half[PrefillRoom]):
     def __init__(self, services: Services) -> None:
         super().__init__(services)
         self._page_size = self.options.page_size
+        self._peers = Peers()
         self._sent: queue.SimpleQueue[Sent] = queue.SimpleQueue()
         regions = pool_regions(services.memory)
         self._layout = layout_digest(services.memory.layouts())
@@ -135,6 +137,7 @@ class PrefillHalf(Half[PrefillRoom]):
             return False
         room.sender = KVSender(self._senders, room.room, room.epoch, self._page_size)
         room.sender.init(endpoint, target.groups)
+        self._peers.used(endpoint, time.monotonic())
         room.req.start_send_idx = room.sender.start_send_idx
         return True
 
@@ -200,6 +203,8 @@ class PrefillHalf(Half[PrefillRoom]):
                 self.fail(room, RejectKind.FAILED, "decode did not say where the KV should go in time")
         while not self._sent.empty():
             self._take_sent(self._sent.get())
+        for endpoint in self._peers.take_idle(now):
+            self._transport.drain(endpoint)
 
     def _take_sent(self, sent: Sent) -> None:
         room = self.rooms.get(sent.room, sent.epoch)

@@ -59,7 +59,6 @@ class Announcer:
     def on_answer(self, answer: Announced | AnnounceRefused) -> None:
         """The directory's answer, passed on by whoever reads the mailbox."""
         if isinstance(answer, AnnounceRefused):
-            log.error("directory refused this worker: %s: %s", answer.key, answer.problem)
             self._refusal = answer
         else:
             self._answered_at = time.monotonic()

@@ -31,7 +31,7 @@ def run_worker(
     parser = argparse.ArgumentParser(prog=program, description=make.__doc__)
     parser.add_argument("--options", type=Path, required=True, help="JSON file of WorkerOptions")
     options_file: Path = parser.parse_args(arguments).options
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from kvcache.memory import MemoryReport
 from scheduler.announcer import Announcer
 from scheduler.build import build_engine, build_scheduler, open_publisher
 from scheduler.half import Half, Room, Services
@@ -178,21 +179,23 @@ class Worker:
         self._mailbox.close()
         self._memory.close()
 
+    # -- views, on the loop's thread ----------------------------------------------------------------
+
+    def rooms(self) -> list[Room]:
+        """The rooms that run here, oldest first."""
+        return self._rooms.active()
+
+    def check_memory(self) -> MemoryReport:
+        """Balance every pool. Raises AssertionError on a leak."""
+        return self._scheduler.check_memory()
+
     # -- the loop ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             busy = False
             while not self._stop.is_set():
-                for mail in self._mailbox.take() if busy else self._mailbox.wait(_SWEEP_S):
-                    self._handle(mail)
-                self._half.poll(time.monotonic())
-                busy = self._scheduler.step()
-                self._outbox.flush()
-                self._publish()
-                self._beat_at = time.monotonic()
-                if self._beat_at - self._swept_at >= _SWEEP_S:
-                    self._sweep(self._beat_at)
+                busy = self.turn(self._mailbox.take() if busy else self._mailbox.wait(_SWEEP_S))
         except BaseException as failure:
             log.exception("the engine loop of %s died", self.id)
             self._failure = failure
@@ -200,6 +203,19 @@ class Worker:
                 message = f"worker {self.id} failed: {failure}"
                 self._mailbox.send(room.router, Rejected(room.room, room.epoch, RejectKind.FAILED, message))
             self._drained.set()
+
+    def turn(self, mails: list[Mail]) -> bool:
+        """One turn of the loop. Whether the scheduler did something: then the next turn should not wait."""
+        for mail in mails:
+            self._handle(mail)
+        self._half.poll(time.monotonic())
+        busy = self._scheduler.step()
+        self._outbox.flush()
+        self._publish()
+        self._beat_at = time.monotonic()
+        if self._beat_at - self._swept_at >= _SWEEP_S:
+            self._sweep(self._beat_at)
+        return busy
 
     def _publish(self) -> None:
         if self._publisher is not None:
@@ -291,12 +307,12 @@ class Worker:
     def _inspect(self, what: str) -> str:
         match what:
             case "memory":
-                return json.dumps(asdict(self._scheduler.check_memory()))
+                return json.dumps(asdict(self.check_memory()))
             case "tree":
                 return self._memory.cache.pretty_print()
             case "load":
                 return msgspec.json.encode(self._load).decode()
             case "rooms":
-                return json.dumps([[room.room, room.epoch] for room in self._rooms.active()])
+                return json.dumps([[room.room, room.epoch] for room in self.rooms()])
             case _:
                 return json.dumps({"error": f"unknown report {what!r}: use memory, tree, load or rooms"})

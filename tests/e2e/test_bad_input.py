@@ -1,0 +1,100 @@
+"""Options that cannot work: one line on stderr that names key and remedy, exit code 2, nothing left."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import MistralConfig
+
+from tests.support.tiny_models import write_tiny
+from tools.processes import Child
+
+BOUND_S = 120.0
+
+
+def run(module: str, scratch: Path, **options: Any) -> str:
+    """The one line that `python -m MODULE` leaves on stderr."""
+    file = scratch / "options.json"
+    file.write_text(json.dumps(options))
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--options", str(file)],
+        capture_output=True,
+        text=True,
+        timeout=BOUND_S,
+        env={**os.environ, "PYTHONWARNINGS": "ignore"},
+    )
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"{module}: "), line
+    return line
+
+
+@pytest.mark.parametrize(("options", "key", "remedy"), [
+    ({"page_size": 24}, "page_size", "power of two"),
+    ({"paeg_size": 16}, "paeg_size", "use one of"),
+    ({"kv_transfer_backend": "pigeon"}, "kv_transfer_backend", "'shm'"),
+    ({"eviction_policy": "coin"}, "eviction_policy", "lru"),
+    ({"max_total_tokens": 256, "max_context_tokens": 512}, "max_context_tokens", "raise max_total_tokens"),
+    ({"chunked_prefill_size": 0}, "chunked_prefill_size", "correct"),
+])  # fmt: skip
+def test_an_option_that_cannot_work(tmp_path: Path, options: dict[str, Any], key: str, remedy: str) -> None:
+    line = run(
+        "decode_node", tmp_path, **{"model": "any", "engine": "fake", "max_total_tokens": 1024, **options}
+    )
+    assert key in line
+    assert remedy in line
+
+
+def test_a_model_directory_that_is_not_there(tmp_path: Path) -> None:
+    line = run("decode_node", tmp_path, model=str(tmp_path / "nowhere"))
+    assert "model" in line
+    assert "nowhere" in line
+
+
+def test_an_architecture_without_a_causal_head(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "architectures": ["T5Model"]}))
+    line = run("prefill_node", tmp_path, model=str(tmp_path))
+    assert "T5Model" in line
+    assert "no causal LM head" in line
+
+
+def test_a_model_that_the_gate_refuses(tmp_path: Path) -> None:
+    config = MistralConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, sliding_window=64, max_position_embeddings=512,
+    )  # fmt: skip
+    write_tiny(config, tmp_path / "window", seed=1)
+    line = run("decode_node", tmp_path, model=str(tmp_path / "window"), max_total_tokens=1024)
+    assert "sliding_window" in line
+
+
+def test_a_port_in_use(tmp_path: Path, tiny_model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        line = run("router", tmp_path, model=str(tiny_model), served_model_name="m", port=port)
+    assert "port" in line
+    assert str(port) in line
+
+
+@pytest.mark.parametrize(("here", "there", "key"), [
+    ({"engine": "fake", "page_size": 16}, {"engine": "fake", "page_size": 32}, "page_size"),
+    ({"dtype": "float32"}, {"dtype": "bfloat16"}, "dtype"),
+])  # fmt: skip
+def test_prefill_and_decode_that_do_not_fit_together(
+    tmp_path: Path, tiny_model: Path, here: dict[str, Any], there: dict[str, Any], key: str
+) -> None:
+    common = {"model": str(tiny_model), "served_model_name": "m", "max_total_tokens": 1024}
+    with Child("router", {"model": str(tiny_model), "served_model_name": "m", "port": 0}, tmp_path) as router:
+        common["directory"] = router.wait_ready()["mailbox"]
+        with Child("decode_node", {**common, **here}, tmp_path) as decode:
+            decode.wait_ready()
+            line = run("prefill_node", tmp_path, **common, **there)
+            assert f"{key}:" in line
+            assert decode.process.poll() is None, "the worker that was there first stays"

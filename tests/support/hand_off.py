@@ -1,0 +1,244 @@
+"""A prefill worker, a decode worker and a router's part of the protocol in one thread, over a network and a
+clock that the test controls. Memory, scheduler, hand-off halves and the transport (shm) are the real ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import scheduler.half
+import scheduler.worker
+from decode_node import half as decode_half
+from decode_node.worker import DecodeWorker
+from prefill_node import half as prefill_half
+from prefill_node.worker import PrefillWorker
+from scheduler.options import KVEventsOptions, WorkerOptions
+from scheduler.worker import Worker
+from wire.codec import decode, encode, pack_tokens
+from wire.mailbox import Mail
+from wire.messages import (
+    Abort,
+    Ack,
+    AnyMessage,
+    Decode,
+    FinishReason,
+    GenerateRequest,
+    Prefill,
+    Rejected,
+    Resend,
+    SamplingParams,
+    Tokens,
+)
+
+ROUTER = "router"
+TRANSFER_S = 20.0
+
+
+class Letter(NamedTuple):
+    """A message on its way."""
+
+    sender: str
+    to: str
+    message: AnyMessage
+
+
+class Network:
+    """Every message that was sent and not yet delivered, in the order of sending."""
+
+    def __init__(self) -> None:
+        self.letters: list[Letter] = []
+        self.names = itertools.count()
+
+
+class FakeMailbox:
+    """wire.mailbox.Mailbox without sockets. A message still goes through the codec, as on the wire."""
+
+    network: Network
+
+    def __init__(self, *_: Any) -> None:
+        self.address = f"worker-{next(self.network.names)}"
+
+    def send(self, to: str, message: AnyMessage) -> None:
+        self.network.letters.append(Letter(self.address, to, decode(encode(message))))
+
+    def nudge(self) -> None:
+        """The test turns the loop itself."""
+
+    def forget(self, peer: str) -> None:
+        """Nothing is connected."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@dataclass
+class Output:
+    """What the router has of one room."""
+
+    request: GenerateRequest
+    split: bool
+    tokens: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+    rejected: Rejected | None = None  # in the current epoch
+    aborted: bool = False
+
+    @property
+    def open(self) -> bool:
+        """More is to come."""
+        return self.finish is None and not self.aborted
+
+
+class Pair:
+    """One prefill and one decode worker, and what a router would have of their rooms."""
+
+    def __init__(self, network: Network, clock: SimpleNamespace, prefill: Worker, decode: Worker) -> None:
+        self.network = network
+        self.clock = clock
+        self.prefill = prefill
+        self.decode = decode
+        self.outputs: dict[int, Output] = {}
+
+    # -- the router's part -------------------------------------------------------------------------
+
+    def ask(self, room: int, prompt: list[int], n: int, split: bool = True) -> None:
+        """A new room, started on both workers (or on decode alone)."""
+        sampling = SamplingParams(max_new_tokens=n, temperature=0.0, ignore_eos=True)
+        request = GenerateRequest(f"r{room}", room, 1, pack_tokens(prompt), sampling)
+        self.outputs[room] = Output(request, split)
+        self.start(room)
+
+    def start(self, room: int) -> None:
+        """Say the room's start messages (again)."""
+        output = self.outputs[room]
+        if output.split:
+            self.post(self.prefill, Prefill(output.request, self.decode.record().mailbox))
+        prefill = self.prefill.record().mailbox if output.split else None
+        self.post(self.decode, Decode(output.request, prefill))
+
+    def restart(self, room: int, split: bool) -> None:
+        """The room again, in the next epoch, with what was forwarded as forced input."""
+        output = self.outputs[room]
+        old = output.request
+        output.request = GenerateRequest(
+            old.request_id, room, old.epoch + 1, old.prompt, old.sampling, forced=tuple(output.tokens)
+        )
+        output.split, output.rejected = split, None
+        self.start(room)
+
+    def insist(self, room: int) -> None:
+        """What a router does about a silent room: start it again where it was refused, else repeat."""
+        if self.outputs[room].rejected is not None:
+            self.restart(room, split=False)
+        else:
+            self.start(room)
+            self._ask_again(room)
+
+    def abort(self, room: int) -> None:
+        """The client went away."""
+        output = self.outputs[room]
+        output.aborted = True
+        for worker in (self.prefill, self.decode):
+            self.post(worker, Abort(room, output.request.epoch))
+
+    def post(self, worker: Worker, message: AnyMessage) -> None:
+        self.network.letters.append(Letter(ROUTER, worker.record().mailbox, decode(encode(message))))
+
+    # -- time --------------------------------------------------------------------------------------
+
+    def deliver(self, index: int, keep: bool = False) -> None:
+        """Deliver the letter at `index`; `keep` leaves a copy on its way."""
+        letter = self.network.letters[index]
+        if not keep:
+            del self.network.letters[index]
+        if letter.to == ROUTER:
+            self._take(letter.message)
+            return
+        for worker in (self.prefill, self.decode):
+            if letter.to == worker.record().mailbox:
+                worker.turn([Mail(letter.sender, letter.message)])
+
+    def turn(self, worker: Worker) -> bool:
+        """One turn without mail."""
+        return worker.turn([])
+
+    def pass_time(self, seconds: float) -> None:
+        """Let time pass, and both workers notice."""
+        self.clock.now += seconds
+        for worker in (self.prefill, self.decode):
+            worker.turn([])
+
+    def run_dry(self) -> None:
+        """Deliver everything in order and turn both loops until nothing happens any more."""
+        deadline = time.monotonic() + TRANSFER_S
+        quiet = 0
+        while quiet < 3:
+            assert time.monotonic() < deadline, "the pair never came to rest"
+            busy = self.turn(self.prefill) | self.turn(self.decode)
+            while self.network.letters:
+                busy = True
+                self.deliver(0)
+            quiet = 0 if busy or self._moving() else quiet + 1
+
+    def _moving(self) -> bool:
+        """Is a transfer thread at work? Then give it the processor."""
+        for room in self.prefill.rooms():
+            if room.hold is prefill_half.Hold.HAND_OFF:
+                time.sleep(0.001)
+                return True
+        return False
+
+    def _take(self, message: AnyMessage) -> None:
+        match message:
+            case Tokens():
+                for run in message.runs:
+                    output = self.outputs[run.room]
+                    if run.epoch != output.request.epoch or output.aborted:
+                        continue
+                    have = len(output.tokens)
+                    if run.start > have:
+                        self._ask_again(run.room)
+                        continue
+                    output.tokens += run.tokens[have - run.start :]
+                    output.finish = output.finish or run.finish
+                    if output.finish is not None:
+                        ack = Ack([(run.room, run.epoch, len(output.tokens))])
+                        self.post(self.prefill, ack)
+                        self.post(self.decode, ack)
+            case Rejected():
+                output = self.outputs[message.room]
+                if message.epoch == output.request.epoch:
+                    output.rejected = message
+
+    def _ask_again(self, room: int) -> None:
+        output = self.outputs[room]
+        for worker in (self.prefill, self.decode):
+            self.post(worker, Resend(room, output.request.epoch, len(output.tokens)))
+
+
+@contextmanager
+def pair(**options: Any) -> Iterator[Pair]:
+    """Both workers, never started: the test turns their loops."""
+    network, clock = Network(), SimpleNamespace(now=1000.0)
+    fake_time = SimpleNamespace(monotonic=lambda: clock.now)
+    mailbox = type("NetworkMailbox", (FakeMailbox,), {"network": network})
+    both = WorkerOptions(
+        model="fake",
+        engine="fake",
+        kv_events_config=KVEventsOptions(enable=False),
+        **{"max_total_tokens": 512, "page_size": 4, "chunked_prefill_size": 12, **options},
+    )
+    with ExitStack() as cleanup:
+        cleanup.enter_context(mock.patch.object(scheduler.worker, "Mailbox", mailbox))
+        for module in (scheduler.worker, scheduler.half, prefill_half, decode_half):
+            cleanup.enter_context(mock.patch.object(module, "time", fake_time))
+        prefill, decode = PrefillWorker(both), DecodeWorker(both)
+        cleanup.callback(decode.close)
+        cleanup.callback(prefill.close)
+        yield Pair(network, clock, prefill, decode)
