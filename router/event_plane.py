@@ -28,6 +28,7 @@ from wire.security import Curve
 log = logging.getLogger(__name__)
 
 _REPLAY_EVERY_S = 1.0
+_REPLAY_AT_MOST_EVERY_S = 0.02  # a publisher whose replay does not close the gap is not asked in a tight loop
 _END = -1
 
 
@@ -86,7 +87,7 @@ class EventPlane:
     def _run(self) -> None:
         self._poller.register(self._wake_in, zmq.POLLIN)
         while not self._closing:
-            ready = dict(self._poller.poll(int(_REPLAY_EVERY_S * 500)))
+            ready = dict(self._poller.poll(int(self._longest_wait_s() * 1000)))
             if self._wake_in in ready:
                 self._wake_in.recv()
             while self._commands:
@@ -98,6 +99,10 @@ class EventPlane:
                 if feed.replay in ready:
                     self._read_replay(feed)
                 self._ask_if_due(feed, now)
+
+    def _longest_wait_s(self) -> float:
+        gap = any(feed.repair.gap for feed in self._feeds.values())
+        return _REPLAY_AT_MOST_EVERY_S if gap else _REPLAY_EVERY_S / 2
 
     def _obey(self, worker: str, record: WorkerRecord | None) -> None:
         feed = self._feeds.get(worker)
@@ -125,8 +130,9 @@ class EventPlane:
         return socket
 
     def _ask_if_due(self, feed: _Feed, now: float) -> None:
-        late = now - feed.asked_at >= _REPLAY_EVERY_S
-        if late or (feed.repair.gap and not feed.asking):
+        waited = now - feed.asked_at
+        again = feed.repair.gap and not feed.asking and waited >= _REPLAY_AT_MOST_EVERY_S
+        if again or waited >= _REPLAY_EVERY_S:
             if feed.repair.gap:
                 self.gaps += 1
             feed.asking = True

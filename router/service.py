@@ -21,7 +21,7 @@ from router.stream import RoomPlan, RoomStream
 from router.tokenization import Tokenization
 from router.trace import RequestTrace, TraceStore
 from wire.codec import pack_tokens
-from wire.errors import ContextTooLong, InvalidRequest, ModelNotFound, Overloaded
+from wire.errors import ContextTooLong, InvalidRequest, ModelNotFound, Overloaded, Unavailable
 from wire.mailbox import Mail
 from wire.messages import Inspect, SamplingParams, View
 from wire.page_hash import event_hash, namespace_seed, page_digests
@@ -126,7 +126,9 @@ class Router:
             raise InvalidRequest("the prompt is empty", param)
         limit = self.context_limit
         if limit is None:
-            return wanted if wanted is not None else 16
+            if wanted is None:
+                raise Unavailable("no worker has said yet how long an answer may be")
+            return wanted  # a worker that comes within the wait will judge
         if len(prompt) + (wanted if wanted is not None else 1) > limit:
             raise ContextTooLong(len(prompt) + (wanted if wanted is not None else 1), limit, param)
         return wanted if wanted is not None else limit - len(prompt)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -68,7 +68,7 @@ class SamplingBody(BaseModel):
             top_k=max(0, self.top_k),
             top_p=self.top_p,
             min_p=self.min_p,
-            seed=secrets.randbits(63) if self.seed is None else self.seed % (1 << 63),
+            seed=random.getrandbits(63) if self.seed is None else self.seed % (1 << 63),
             repetition_penalty=self.repetition_penalty,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,

@@ -40,7 +40,7 @@ def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Tokenization, Any]:
     path = FAMILIES[request.param](tmp_path_factory.mktemp(request.param))
-    return Tokenization(path), AutoTokenizer.from_pretrained(path)  # type: ignore[no-untyped-call]
+    return Tokenization(path), AutoTokenizer.from_pretrained(path)
 
 
 @pytest.mark.parametrize(
