@@ -37,6 +37,7 @@ from wire.messages import (
     Release,
     Reserved,
     Timeline,
+    kind_of,
 )
 from wire.records import Role, layout_digest
 from wire.repeater import RepeatKey
@@ -129,7 +130,7 @@ class DecodeHalf(Half[DecodeRoom]):
             endpoints=self._receivers.endpoints,
             groups=groups,
         )
-        key = RepeatKey(room.prefill, room.room, room.epoch, "kv_target")
+        key = RepeatKey(room.prefill, room.room, room.epoch, kind_of(target))
         self.repeater.say(key, target, now, self.options.hand_off_timeout_s)
 
     # -- the KV arrives, or does not ---------------------------------------------------------------
@@ -137,9 +138,7 @@ class DecodeHalf(Half[DecodeRoom]):
     def handle(self, mail: Mail) -> None:
         match mail.message:
             case KVDone() | KVFailed() | Release() as message:
-                kind = message.__struct_config__.tag
-                assert isinstance(kind, str)
-                self.mailbox.send(mail.sender, Receipt(message.room, message.epoch, kind))
+                self.mailbox.send(mail.sender, Receipt(message.room, message.epoch, kind_of(message)))
                 room = self.rooms.get(message.room, message.epoch)
                 if room is not None and room.hold is not Hold.SCHEDULER:
                     self._hand_off_ended(room, message)
@@ -156,17 +155,17 @@ class DecodeHalf(Half[DecodeRoom]):
                 self.abandon(room)
 
     def _commit(self, room: DecodeRoom, done: KVDone) -> None:
-        assert room.receiver is not None, "prefill cannot be done before it was told where to write"
         try:
+            if room.receiver is None:
+                raise TransferError("prefill was done before it was told where to write")
             room.kv_bytes = room.receiver.commit(done, verify=self.options.kv_checksums)
         except TransferError as error:
             self.fail(room, RejectKind.FAILED, str(error))
             return
         room.hold = Hold.SCHEDULER
         room.req.stamp(RequestStage.DECODE_TRANSFERRED)
-        room.req.cached_tokens = (
-            done.cached_tokens
-        )  # what prefill computed again was not saved by our own hit
+        # Not our own hit: what prefill computed again was saved nowhere.
+        room.req.cached_tokens = done.cached_tokens
         self.scheduler.add_transferred(room.req, done.first_token, done.logprobs)
 
     # -- the room ends -----------------------------------------------------------------------------

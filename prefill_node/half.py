@@ -41,6 +41,7 @@ from wire.messages import (
     RejectKind,
     Release,
     TokenLogprobs,
+    kind_of,
 )
 from wire.records import Role, layout_digest
 from wire.repeater import RepeatKey
@@ -105,7 +106,7 @@ class PrefillHalf(Half[PrefillRoom]):
             self._take_target(mail.sender, mail.message)
 
     def _take_target(self, decode: str, target: KVTarget) -> None:
-        self.mailbox.send(decode, Receipt(target.room, target.epoch, "kv_target"))
+        self.mailbox.send(decode, Receipt(target.room, target.epoch, kind_of(target)))
         room = self.rooms.get(target.room, target.epoch)
         if room is None:
             self._park_target(decode, target)
@@ -253,9 +254,7 @@ class PrefillHalf(Half[PrefillRoom]):
 
     def _say(self, to: str, message: KVDone | KVFailed | Release) -> None:
         """Tell decode until it confirms."""
-        kind = message.__struct_config__.tag
-        assert isinstance(kind, str)
-        key = RepeatKey(to, message.room, message.epoch, kind)
+        key = RepeatKey(to, message.room, message.epoch, kind_of(message))
         self.repeater.say(key, message, time.monotonic(), self.options.hand_off_timeout_s)
 
     def _deadline(self) -> float:

@@ -44,6 +44,7 @@ from wire.messages import (
     Rejected,
     RejectKind,
     Resend,
+    kind_of,
 )
 from wire.records import WorkerRecord
 from wire.repeater import Repeater, RepeatKey
@@ -246,7 +247,7 @@ class Worker:
             case Prefill() | Decode() as message:
                 self._start_room(mail.sender, message)
             case Abort() as message:
-                self._mailbox.send(mail.sender, Receipt(message.room, message.epoch, "abort"))
+                self._mailbox.send(mail.sender, Receipt(message.room, message.epoch, kind_of(message)))
                 self._abort_room(message.room, message.epoch)
             case Receipt() as message:
                 self._repeater.answered(RepeatKey(mail.sender, message.room, message.epoch, message.of))
@@ -264,7 +265,7 @@ class Worker:
 
     def _start_room(self, router: str, message: Prefill | Decode) -> None:
         request = message.request
-        kind = "prefill" if isinstance(message, Prefill) else "decode"
+        kind = kind_of(message)
         self._mailbox.send(router, Receipt(request.room, request.epoch, kind))
         if self._rooms.admission(request.room, request.epoch) is not Admission.NEW:
             return

@@ -66,6 +66,13 @@ class RoomMessage(Message, frozen=True, omit_defaults=True):
     epoch: int
 
 
+def kind_of(message: Message) -> str:
+    """The `kind` that a message carries on the wire."""
+    tag = message.__struct_config__.tag
+    assert isinstance(tag, str), "every message class has a tag"
+    return tag
+
+
 class Receipt(RoomMessage, frozen=True, tag="receipt"):
     """The receiver has taken (or had already taken) the message of kind `of`."""
 
