@@ -89,7 +89,7 @@ void attend_by_products(const AttentionCall& call, const AttentionItem& item, co
     alignas(64) float acc[kRowBlock * kMaxHeadDim];
   };
   static thread_local Block block;
-  const Gemm gemm = gemm_for(kRowBlock);
+  const Gemm gemm = gemm_for();
   const float scale = call.scale * 1.44269504f;
   const int group = call.heads / call.kv_heads, dim = call.head_dim;
   const int64_t start = call.starts[item.seq];

@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "isa.h"
 #include "linear.h"
 #include "vector_avx512.h"
 
@@ -50,14 +51,16 @@ struct Buffers {
   float* projected;  // [tokens, qkv]
   bf16* qkv;        // [tokens, qkv]
   bf16* attended;   // [tokens, q]
+  bf16* retiled;    // attended in tiles, when rows are in tiles
   bf16* activated;  // [tokens, intermediate]
 };
 
 Buffers take_buffers(Arena& arena, const Shape& shape, int threads) {
   const int64_t copies = shape.tokens <= kFewRows ? threads : 1;
-  return {arena.take<bf16>(copies * shape.tokens * shape.hidden), arena.take<float>(shape.tokens * shape.qkv),
+  const int64_t rows = (shape.tokens + 15) / 16 * 16;  // whole tiles
+  return {arena.take<bf16>(copies * rows * shape.hidden), arena.take<float>(shape.tokens * shape.qkv),
           arena.take<bf16>(shape.tokens * shape.qkv), arena.take<bf16>(shape.tokens * shape.q),
-          arena.take<bf16>(shape.tokens * shape.intermediate)};
+          arena.take<bf16>(rows * shape.q), arena.take<bf16>(rows * shape.intermediate)};
 }
 
 float mean_square(const float* x, int64_t n) {
@@ -69,10 +72,12 @@ float mean_square(const float* x, int64_t n) {
   return _mm512_reduce_add_ps(sum) / static_cast<float>(n);
 }
 
-void norm_row(const float* x, const float* weight, int64_t n, float eps, bf16* to) {
+// `step`: elements from 32 outputs to the next 32, 32 unless they go into tiles.
+void norm_row(const float* x, const float* weight, int64_t n, float eps, bf16* to, int64_t step = 32) {
   const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(mean_square(x, n) + eps));
   for (int64_t i = 0; i < n; i += 16)
-    store_bf16(to + i, _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x + i), scale), _mm512_loadu_ps(weight + i)));
+    store_bf16(to + i / 32 * step + i % 32,
+               _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x + i), scale), _mm512_loadu_ps(weight + i)));
 }
 
 // One head in place: bias, norm (where the model has them) and rotation, then rounded to `to`.
@@ -121,7 +126,7 @@ class Clock {
 class Decoder {
  public:
   Decoder(const DecoderCall& call, AttentionPlan& plan)
-      : call_(call), shape_(call), few_(call.tokens <= kFewRows), plan_(plan), batch_(*call.attention) {
+      : call_(call), shape_(call), few_(call.tokens <= kFewRows), tiled_(!few_ && current_isa() >= kAmx), plan_(plan), batch_(*call.attention) {
     Arena arena(call.scratch);
     buffers_ = take_buffers(arena, shape_, batch_.threads);
     const int64_t head = batch_.head_dim;
@@ -157,6 +162,23 @@ class Decoder {
     for (int64_t t = first; t < last; ++t) f(t);
   }
 
+  // Where column `column` of row `t` of a product's [tokens, k] left side is.
+  int64_t place(int64_t t, int64_t column, int64_t k) const {
+    if (!tiled_) return t * k + column;
+    return (t / 16 * (k / 32) + column / 32) * 512 + t % 16 * 32 + column % 32;
+  }
+
+  // Attention's result as the next product reads it.
+  const bf16* retile(Team& team) const {
+    if (!tiled_) return buffers_.attended;
+    each_row(team, [&](int64_t t) {
+      for (int64_t column = 0; column < shape_.q; column += 32)
+        std::memcpy(buffers_.retiled + place(t, column, shape_.q), buffers_.attended + t * shape_.q + column, 64);
+    });
+    team.barrier();
+    return buffers_.retiled;
+  }
+
   // Normed rows for the next product: this thread's own copy when they are few, else a shared one.
   const bf16* norm(Team& team, const float* weight) const {
     const int64_t n = shape_.hidden;
@@ -165,7 +187,9 @@ class Decoder {
       for (int64_t t = 0; t < shape_.tokens; ++t) norm_row(row(t), weight, n, call_.eps, mine + t * n);
       return mine;
     }
-    each_row(team, [&](int64_t t) { norm_row(row(t), weight, n, call_.eps, buffers_.normed + t * n); });
+    each_row(team, [&](int64_t t) {
+      norm_row(row(t), weight, n, call_.eps, buffers_.normed + place(t, 0, n), tiled_ ? 512 : 32);
+    });
     team.barrier();
     return buffers_.normed;
   }
@@ -178,7 +202,7 @@ class Decoder {
         std::memcpy(buffers_.projected + (first + r) * shape_.qkv + group * kGroup, c + r * ldc,
                     groups * kGroup * sizeof(float));
     };
-    matmul(team, normed, shape_.hidden, shape_.tokens, weights.qkv, shape_.hidden, shape_.qkv / kGroup, store);
+    matmul(team, {normed, shape_.hidden, tiled_}, shape_.tokens, weights.qkv, shape_.hidden, shape_.qkv / kGroup, store);
     team.barrier();
     clock.mark(kQkv);
     finish_heads(team, weights);
@@ -189,7 +213,7 @@ class Decoder {
     attention.v = call_.tiles + layer * call_.layer_bytes + call_.v_bytes;
     plan_.run(team, attention);
     clock.mark(kAttention);
-    add_product(team, buffers_.attended, shape_.q, weights.out, weights.out_bias);
+    add_product(team, retile(team), shape_.q, weights.out, weights.out_bias);
     clock.mark(kOut);
   }
 
@@ -216,11 +240,11 @@ class Decoder {
         const __m512 gate = _mm512_loadu_ps(c + r * ldc), up = _mm512_loadu_ps(c + r * ldc + kGroup);
         const __m512 one = _mm512_set1_ps(1.0f);
         const __m512 decay = exp_vector(_mm512_sub_ps(_mm512_setzero_ps(), gate));
-        store_bf16(buffers_.activated + (first + r) * shape_.intermediate + group / 2 * kGroup,
+        store_bf16(buffers_.activated + place(first + r, group / 2 * kGroup, shape_.intermediate),
                    _mm512_div_ps(_mm512_mul_ps(gate, up), _mm512_add_ps(one, decay)));
       }
     };
-    matmul(team, normed, shape_.hidden, shape_.tokens, weights.gate_up, shape_.hidden,
+    matmul(team, {normed, shape_.hidden, tiled_}, shape_.tokens, weights.gate_up, shape_.hidden,
            2 * shape_.intermediate / kGroup, activate);
     team.barrier();
     clock.mark(kGateUp);
@@ -238,13 +262,14 @@ class Decoder {
           for (int i = 0; i < groups * kGroup; ++i) to[i] += bias[group * kGroup + i];
       }
     };
-    matmul(team, a, k, shape_.tokens, pack, k, shape_.hidden / kGroup, add);
+    matmul(team, {a, k, tiled_}, shape_.tokens, pack, k, shape_.hidden / kGroup, add);
     team.barrier();
   }
 
   const DecoderCall& call_;
   const Shape shape_;
   const bool few_;
+  const bool tiled_;  // the rows of products are in AMX tiles
   AttentionPlan& plan_;
   AttentionCall batch_;
   Buffers buffers_;

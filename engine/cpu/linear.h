@@ -24,15 +24,24 @@ void gemm_avx512(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t de
                  int64_t ldc);
 void gemm_amx(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t depth, int64_t k, int groups, float* c,
                  int64_t ldc);
-Gemm gemm_for(int64_t rows);  // what this CPU does best for so many rows
+// The same for rows in tiles: [rows / 16][k / 32][16][32], as AMX loads them; lda is not used.
+void gemm_amx_tiled(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t depth, int64_t k, int groups,
+                    float* c, int64_t ldc);
+Gemm gemm_for();  // AMX for any number of rows where there is AMX: a row's sums then do not depend on the batch
+
+// The left side of a product.
+struct Input {
+  const bf16* data;
+  int64_t stride;  // elements from one row to the next; in tiles, k
+  bool tiled;
+};
 
 // This thread's part of a product with n = 16 * groups outputs. `done(c, ldc, row, rows, group, groups)` gets each
 // finished block of float32 sums while it is in the cache. No barrier.
 template <typename Done>
-void matmul(const Team& team, const bf16* a, int64_t lda, int64_t m, const bf16* pack, int64_t k, int64_t groups,
-            Done done) {
+void matmul(const Team& team, Input a, int64_t m, const bf16* pack, int64_t k, int64_t groups, Done done) {
   alignas(64) float c[kRowBlock * kUnit * kGroup];
-  const Gemm gemm = gemm_for(m);
+  const Gemm gemm = a.tiled ? gemm_amx_tiled : gemm_for();
   int64_t first, last;
   team.split((groups + kUnit - 1) / kUnit, first, last);
   for (int64_t unit = first; unit < last; ++unit) {
@@ -40,7 +49,7 @@ void matmul(const Team& team, const bf16* a, int64_t lda, int64_t m, const bf16*
     const int count = static_cast<int>(groups - group < kUnit ? groups - group : kUnit);
     for (int64_t row = 0; row < m; row += kRowBlock) {
       const int rows = static_cast<int>(m - row < kRowBlock ? m - row : kRowBlock);
-      gemm(a + row * lda, lda, rows, pack + group * kGroup * k, k, k, count, c, kUnit * kGroup);
+      gemm(a.data + row * a.stride, a.stride, rows, pack + group * kGroup * k, k, k, count, c, kUnit * kGroup);
       done(c, kUnit * kGroup, row, rows, group, count);
     }
   }

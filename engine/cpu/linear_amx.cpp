@@ -23,25 +23,25 @@ void configure(int upper, int lower) {
   _tile_loadconfig(&config);
 }
 
-template <bool Lower, bool Second>
+template <bool Tiled, bool Lower, bool Second>
 void tiles(const bf16* a, int64_t lda, const bf16* pack, int64_t depth, int64_t k, float* c, int64_t ldc) {
-  const bf16* below = a + 16 * lda;
+  const bf16* below = a + 16 * lda;  // in tiles lda is the depth of a row: 16 rows further as well
   const bf16* second = pack + depth * kGroup;
-  const int64_t a_stride = lda * sizeof(bf16), c_stride = ldc * sizeof(float);
+  const int64_t a_stride = Tiled ? 64 : lda * sizeof(bf16), a_step = Tiled ? 16 : 1, c_stride = ldc * sizeof(float);
   _tile_zero(0);
   if (Second) _tile_zero(1);
   if (Lower) _tile_zero(2);
   if (Lower && Second) _tile_zero(3);
   for (int64_t i = 0; i < k; i += 32) {
     _tile_loadd(6, pack + i * kGroup, 64);
-    _tile_loadd(4, a + i, a_stride);
+    _tile_loadd(4, a + i * a_step, a_stride);
     _tile_dpbf16ps(0, 4, 6);
     if (Second) {
       _tile_loadd(7, second + i * kGroup, 64);
       _tile_dpbf16ps(1, 4, 7);
     }
     if (Lower) {
-      _tile_loadd(5, below + i, a_stride);
+      _tile_loadd(5, below + i * a_step, a_stride);
       _tile_dpbf16ps(2, 5, 6);
       if (Second) _tile_dpbf16ps(3, 5, 7);
     }
@@ -52,22 +52,33 @@ void tiles(const bf16* a, int64_t lda, const bf16* pack, int64_t depth, int64_t 
   if (Lower && Second) _tile_stored(3, c + 16 * ldc + kGroup, c_stride);
 }
 
-}  // namespace
-
-void gemm_amx(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t depth, int64_t k, int groups, float* c,
-                 int64_t ldc) {
+template <bool Tiled>
+void gemm(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t depth, int64_t k, int groups, float* c,
+          int64_t ldc) {
   // Configured for each call: other code on this thread (oneDNN) configures tiles too.
   configure(m < 16 ? m : 16, m > 16 ? m - 16 : 0);
   for (int g = 0; g < groups; g += 2) {
     const bf16* lines = pack + g * depth * kGroup;
     float* to = c + g * kGroup;
     const bool second = g + 1 < groups;
-    if (m > 16 && second) tiles<true, true>(a, lda, lines, depth, k, to, ldc);
-    else if (m > 16) tiles<true, false>(a, lda, lines, depth, k, to, ldc);
-    else if (second) tiles<false, true>(a, lda, lines, depth, k, to, ldc);
-    else tiles<false, false>(a, lda, lines, depth, k, to, ldc);
+    if (m > 16 && second) tiles<Tiled, true, true>(a, lda, lines, depth, k, to, ldc);
+    else if (m > 16) tiles<Tiled, true, false>(a, lda, lines, depth, k, to, ldc);
+    else if (second) tiles<Tiled, false, true>(a, lda, lines, depth, k, to, ldc);
+    else tiles<Tiled, false, false>(a, lda, lines, depth, k, to, ldc);
   }
   _tile_release();
+}
+
+}  // namespace
+
+void gemm_amx(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t depth, int64_t k, int groups, float* c,
+              int64_t ldc) {
+  gemm<false>(a, lda, m, pack, depth, k, groups, c, ldc);
+}
+
+void gemm_amx_tiled(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t depth, int64_t k, int groups,
+                    float* c, int64_t ldc) {
+  gemm<true>(a, lda, m, pack, depth, k, groups, c, ldc);
 }
 
 }  // namespace baton

@@ -77,7 +77,7 @@ void gemm_avx512(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t de
   for (; g < groups; ++g) rows_of<1>(a, lda, m, pack + g * depth * kGroup, depth, k, c + g * kGroup, ldc);
 }
 
-Gemm gemm_for(int64_t rows) { return rows > kFewRows && current_isa() >= kAmx ? gemm_amx : gemm_avx512; }
+Gemm gemm_for() { return current_isa() >= kAmx ? gemm_amx : gemm_avx512; }
 
 }  // namespace baton
 
@@ -118,7 +118,7 @@ void baton_linear(const bf16* a, int64_t lda, int64_t m, const bf16* pack, int64
           for (int64_t i = 0; i < count; ++i) to[i] += bias[from + i];
       }
     };
-    baton::matmul(team, a, lda, m, pack, k, (n + kGroup - 1) / kGroup, store);
+    baton::matmul(team, {a, lda, false}, m, pack, k, (n + kGroup - 1) / kGroup, store);
   };
   baton::parallel(threads, body);
 }
