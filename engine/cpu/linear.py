@@ -46,6 +46,30 @@ class Pack:
             source.data_ptr(), len(source), self.inputs, self.address, group, step, torch.get_num_threads()
         )
 
+    def product(
+        self, x: torch.Tensor, first: int, count: int, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x [rows, inputs] bfloat16 times outputs [first, first + count) -> float32 [rows, count].
+
+        `first` is a multiple of GROUP; `bias` is float32 [count].
+        """
+        assert first % GROUP == 0
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        out = torch.empty(len(x), count)
+        kernels().baton_linear(
+            x.data_ptr(),
+            x.stride(0),
+            len(x),
+            self.address + 2 * first * self.inputs,
+            self.inputs,
+            count,
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out
+
 
 class PackedLinear(nn.Module):
     """nn.Linear with bfloat16 weights and input, and float32 sums that are rounded to `out_dtype`."""
@@ -62,18 +86,5 @@ class PackedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., inputs] -> [..., outputs]."""
         rows = x.reshape(-1, self.in_features)
-        if rows.stride(1) != 1:
-            rows = rows.contiguous()
-        out = torch.empty(len(rows), self.out_features)
-        kernels().baton_linear(
-            rows.data_ptr(),
-            rows.stride(0),
-            len(rows),
-            self._pack.address,
-            self.in_features,
-            self.out_features,
-            0 if self._bias is None else self._bias.data_ptr(),
-            out.data_ptr(),
-            torch.get_num_threads(),
-        )
+        out = self._pack.product(rows, 0, self.out_features, self._bias)
         return out.to(self._out_dtype).reshape(*x.shape[:-1], self.out_features)

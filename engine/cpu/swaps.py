@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from engine.cpu import experts
 from engine.cpu.decoder import MODELS, FusedDecoder, fusible
 from engine.cpu.linear import PackedLinear, check_packable, packable
 from engine.cpu.op import KernelsUnavailable
@@ -26,6 +27,8 @@ def register(table: dict[str, Callable[[nn.Module, EngineConfig], nn.Module | No
     swaps = CpuSwaps()
     for name in MODELS:
         table[name] = swaps.decoder
+    for name in experts.MODELS:
+        table[name] = swaps.experts
     table["Linear"] = swaps.linear
 
 
@@ -41,6 +44,12 @@ class CpuSwaps:
             return None
         self._fused = True
         return FusedDecoder(model)
+
+    def experts(self, module: nn.Module, config: EngineConfig) -> nn.Module | None:
+        """The experts of one mixture."""
+        if not _packs(config) or not experts.fusible(module):
+            return None
+        return experts.PackedExperts(module)
 
     def linear(self, linear: nn.Module, config: EngineConfig) -> nn.Module | None:
         """A linear layer that the decoder's swap left. Behind a fused decoder that is the one onto the
