@@ -46,7 +46,8 @@ def _bind_worker(config: ServeConfig, role: Role) -> serve.Application:
 
 
 def _router_settings(section: RouterDeployment) -> dict[str, Any]:
-    settings = _common_settings(section)
+    # A log line per request costs more than choosing its workers; /metrics and /debug/trace tell more.
+    settings = {**_common_settings(section), "logging_config": {"enable_access_log": False}}
     if section.autoscaling_config is not None:
         settings["autoscaling_config"] = section.autoscaling_config.model_dump(exclude_none=True)
     return settings

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from cluster.app import build
-from cluster.config import json_schema, parse_config, read_config
+from cluster.config import json_schema, most_replicas, parse_config, read_config
 from cluster.local import (
     DeployFailed,
     LocalOptions,
@@ -102,7 +102,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     address = arguments.ray_address or running_ray()
     if address is None:  # our own Ray on this machine: what can be checked here is checked before it starts
         raw = {**raw, "model": str(model_directory(config.model)), "served_model_name": config.name}
-        _share_cores(raw)
+        _share_machine(raw)
         config = parse_config(raw)
     options = LocalOptions(
         host=arguments.host,
@@ -128,14 +128,30 @@ def _serve(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _share_cores(raw: dict[str, Any]) -> None:
-    """Give the workers of this machine its cores, unless `threads` says otherwise."""
+def _share_machine(raw: dict[str, Any]) -> None:
+    """Give the workers of this machine its cores and GPUs, unless the configuration says otherwise.
+
+    Ray hides the GPUs from a replica that has not asked for any.
+    """
     config = parse_config(raw)
-    workers = config.decode.num_replicas + (0 if config.colocated else config.prefill.num_replicas)
-    if all(
-        "threads" not in options for options in (config.worker, config.prefill.options, config.decode.options)
+    sections = (
+        {"decode": config.decode}
+        if config.colocated
+        else {"prefill": config.prefill, "decode": config.decode}
+    )
+    workers = sum(most_replicas(section) for section in sections.values())
+    if not any(
+        "threads" in options for options in (config.worker, config.prefill.options, config.decode.options)
     ):
         raw.setdefault("worker", {})["threads"] = max(1, (os.cpu_count() or 1) // workers)
+    gpus = _gpus()
+    if gpus and not any(section.num_gpus for section in sections.values()):
+        for name in sections:
+            raw.setdefault(name, {})["num_gpus"] = min(1.0, gpus / workers)
+
+
+def _gpus() -> int:
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def _config(arguments: argparse.Namespace) -> int:

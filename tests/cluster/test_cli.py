@@ -8,10 +8,11 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cluster.cli import _parser, make_config
+from cluster.cli import _parser, _share_machine, main, make_config
 from cluster.config import parse_config
 from wire.errors import ConfigError
 
@@ -49,9 +50,7 @@ def _assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None
         (("--page-size", "12"), ("options.page_size", "power of two")),
         (("--max-context-tokens", "4096", "--max-total-tokens", "64"), ("max_context_tokens", "raise")),
         (("--set", "decode.options.page_size=32"), ("decode.options.page_size", "under worker")),
-        (("--set", "decode.replicas=2"), ("decode.replicas", "unknown key")),
-        (("--set", "decode"), ("--set", "KEY=VALUE")),
-        (("--num-decode", "0"), ("decode.num_replicas", "greater than or equal to 1")),
+        (("--set", "decode.options.dtype=float32"), ("decode.options.dtype", "under worker")),
     ],
 )
 def test_serve_refuses_bad_values_in_one_line(
@@ -105,3 +104,43 @@ def test_set_refuses_to_go_below_a_value(model: str) -> None:
     arguments = _parser().parse_args(["serve", model, "--set", "model.x=1"])
     with pytest.raises(ConfigError, match="not a section"):
         make_config(arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--set", "decode.replicas=2"), "decode.replicas: unknown key"),
+        (("--set", "decode"), "--set: 'decode' is not KEY=VALUE"),
+        (("--set", "decode=[1"), "decode: '[1' is not YAML"),
+        (("--num-decode", "0"), "decode.num_replicas: Input should be greater than or equal to 1"),
+    ],
+)
+def test_every_refusal_is_one_line_and_exit_code_2(
+    model: str, arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", model, *arguments])
+    told = capsys.readouterr()
+    assert ended.value.code == 2
+    assert told.err.startswith(f"baton: {says}")
+    assert told.err.count("\n") == 1
+    assert told.out == ""
+
+
+@pytest.mark.parametrize(
+    ("raw", "threads", "gpus"),
+    [
+        ({"decode": {"num_replicas": 3}}, 2, 0.5),
+        ({"prefill": {"num_replicas": 0}}, 8, 1.0),
+        ({"worker": {"threads": 5}, "decode": {"num_gpus": 2}}, 5, 2),
+    ],
+)
+def test_workers_share_the_machine(
+    raw: dict[str, Any], threads: int, gpus: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.cli.os.cpu_count", lambda: 8)
+    monkeypatch.setattr("cluster.cli._gpus", lambda: 2)
+    raw = {"model": "m", **raw}
+    _share_machine(raw)
+    assert raw["worker"]["threads"] == threads
+    assert raw["decode"]["num_gpus"] == gpus
