@@ -94,6 +94,10 @@ class FakeEngine:
         self._queue.close()
 
     def _forward(self, batch: ForwardBatch) -> BatchResult:
+        with self._last_tokens.owed(batch):
+            return self._compute(batch)
+
+    def _compute(self, batch: ForwardBatch) -> BatchResult:
         ids = self._last_tokens.resolve(batch)
         self._write(ids, batch)
         self._pretend(batch)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import numpy.typing as npt
 
 from engine.batch import UNKNOWN_TOKEN, ForwardBatch
+
+
+_STAND_IN = 0
 
 
 class LastTokens:
@@ -32,6 +38,23 @@ class LastTokens:
         if tokens.size:
             self._grow(int(batch.rows.max()))
             self._tokens[batch.rows[batch.sampled]] = tokens
+
+    @contextmanager
+    def owed(self, batch: ForwardBatch) -> Iterator[None]:
+        """Around a forward: if it fails, a stand-in is recorded for every token that it owes.
+
+        The next forward may have been launched already, with rows of the failed requests next to others'.
+        Nobody reads what it samples for those rows, but it must not trip over the gap and take the others down
+        with it. (Leaving the failed rows out would change a batch that the scheduler has on its books.)
+        """
+        try:
+            yield
+        except Exception:
+            for row in batch.sampling:
+                row.state.rewind(row.position)
+                row.state.record(_STAND_IN)
+            self.record(batch, np.full(len(batch.sampled), _STAND_IN, dtype=np.int64))
+            raise
 
     def _grow(self, row: int) -> None:
         if row >= len(self._tokens):

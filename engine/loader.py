@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from engine.attention import ATTENTION_NAME
 from engine.config import EngineConfig
@@ -44,6 +45,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
     A directory is never looked up anywhere else. Raises ConfigError when it does not hold a model and
     UnsupportedModel when the gate refuses it (before any weight is read).
     """
+    # A worker's stderr is for the one line that says what is wrong; bars would bury it.
+    transformers_logging.disable_progress_bar()
     local = _is_directory(config.model)
     try:
         hf_config = AutoConfig.from_pretrained(config.model, local_files_only=local)

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 import engine.sampler as sampler
@@ -56,8 +57,8 @@ class ModelRunner:
 
     def _run(self, batch: ForwardBatch) -> BatchResult:
         started = time.perf_counter()
-        with torch.inference_mode():
-            logits = self._logits(batch)
+        with torch.inference_mode(), self._last_tokens.owed(batch):
+            logits = self.logits(batch, batch.starts()[1:][batch.sampled] - 1)
             computed = time.perf_counter()
             result = sampler.sample(logits, batch.sampling)
         self._last_tokens.record(batch, result.tokens)
@@ -69,8 +70,12 @@ class ModelRunner:
         counters.sample_s += time.perf_counter() - computed
         return result
 
-    def _logits(self, batch: ForwardBatch) -> torch.Tensor:
-        """[N, vocab] of the sampled sequences' last tokens; the others never go through lm_head."""
+    def logits(self, batch: ForwardBatch, places: npt.NDArray[np.int64]) -> torch.Tensor:
+        """The forward itself: [len(places), vocab] after the new tokens at `places` of the pack.
+
+        No other token goes through lm_head. For the thread that runs forwards, or for a runner that has
+        nothing launched.
+        """
         input_ids = self._to_device(self._last_tokens.resolve(batch))
         self.attention.prepare(batch)
         output = self._decoder(
@@ -80,10 +85,9 @@ class ModelRunner:
             use_cache=False,
             paged=self.attention,
         )
-        last = batch.starts()[1:][batch.sampled] - 1
-        hidden: torch.Tensor = output.last_hidden_state[0, self._to_device(last)]
+        hidden: torch.Tensor = output.last_hidden_state[0, self._to_device(places)]
         logits: torch.Tensor = self._lm_head(hidden)
         return logits
 
-    def _to_device(self, array: np.ndarray[tuple[int], np.dtype[np.int64]]) -> torch.Tensor:
+    def _to_device(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)

@@ -119,8 +119,15 @@ class Req:
         known = len(prompt) + len(request.forced)
         if known >= limits.max_context_tokens:
             raise ContextTooLong(known + 1, limits.max_context_tokens, "messages")
-        forced = np.asarray(request.forced, dtype=np.int64)
-        for name, ids in (("prompt", prompt), ("forced", forced)):
+        # All of them index arrays of the batch that the request joins: one bad id would fail every other.
+        sampling = request.sampling
+        for name, given in (
+            ("prompt", prompt),
+            ("forced", request.forced),
+            ("logit_bias", list(sampling.logit_bias)),
+            ("stop_token_ids", sampling.stop_token_ids),
+        ):
+            ids = np.asarray(given)
             if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < limits.vocab_size:
                 raise InvalidRequest(f"{name} has token ids outside [0, {limits.vocab_size})", name)
         namespace = Namespace(model, request.extra_key, request.cache_salt)

@@ -89,6 +89,21 @@ def test_a_failed_forward_raises_from_its_result_and_the_next_one_runs(drawn: Dr
     assert lane.outputs == expected[0][:4]
 
 
+def test_a_forward_launched_behind_a_failed_one_serves_its_other_rows(drawn: Drawn) -> None:
+    path, expected = drawn("llama")
+    runner, _ = open_runner(path, 16, 40, overlap=True)
+    driver = Driver(runner, 40, 16)
+    bad, lane = driver.add([10_000]), driver.add(PROMPTS[2])
+    failed = runner.launch(driver.batch([(bad, 1)]))
+    behind = runner.launch(driver.batch([(bad, 1), (lane, lane.prompt_len)], unknown=True))
+    further = runner.launch(driver.batch([(bad, 1), (lane, 1)], unknown=True))
+    with pytest.raises(EngineError, match="IndexError"):
+        failed.result(60)
+    tokens = [int(pending.result(60).tokens[1]) for pending in (behind, further)]
+    runner.close()
+    assert tokens == expected[2][:2]
+
+
 def test_a_result_that_does_not_come_in_time_is_an_engine_error(drawn: Drawn) -> None:
     path, _ = drawn("llama")
     runner, _ = open_runner(path, 16, 40, overlap=True)

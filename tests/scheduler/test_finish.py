@@ -113,6 +113,30 @@ def test_a_failed_forward_fails_its_requests_only(depth: int) -> None:
     rig.close()
 
 
+@pytest.mark.parametrize("engine_overlap", [False, True])
+@pytest.mark.parametrize("failing", [1, 2, 3, 4])
+def test_who_joins_while_a_forward_fails_goes_on(failing: int, engine_overlap: bool) -> None:
+    """The step after the failed one is launched already, with the failed requests' rows in it."""
+    config = SchedulerConfig(
+        model="m", max_running_requests=8, overlap_depth=1, max_prefill_tokens=64, chunked_prefill_size=32
+    )
+    rig = Rig(config=config, engine_overlap=engine_overlap, page_size=1)
+    rig.engine.fail_launch = failing
+    hit = [rig.add(range(start, start + 20), 20, temperature=1.0, repetition_penalty=1.1) for start in (0, 9)]
+    for _ in range(failing):
+        rig.step()
+    spared = [rig.add(range(start, start + 15), 9) for start in (100, 200)]
+    rig.step()
+    assert rig.scheduler.metrics.failed == len(hit)
+    rig.run()
+    assert {room: why for room, (why, _) in rig.policy.failed.items()} == {
+        req.room: RejectKind.FAILED for req in hit
+    }
+    rig.assert_outputs(*(req.room for req in hit))
+    assert all(req.room in rig.policy.finished for req in spared)
+    rig.close()
+
+
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("after_steps", [0, 1, 2, 3, 6])
 def test_abort_frees_everything(after_steps: int, depth: int) -> None:
