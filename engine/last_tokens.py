@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from engine.batch import UNKNOWN_TOKEN, ForwardBatch
 
-
 _STAND_IN = 0
 
 
@@ -44,8 +43,8 @@ class LastTokens:
         """Around a forward: if it fails, a stand-in is recorded for every token that it owes.
 
         The next forward may have been launched already, with rows of the failed requests next to others'.
-        Nobody reads what it samples for those rows, but it must not trip over the gap and take the others down
-        with it. (Leaving the failed rows out would change a batch that the scheduler has on its books.)
+        Nobody reads what it samples for those rows, but it must not trip over the gap and take the others
+        down with it. (Leaving the failed rows out would change a batch that the scheduler has on its books.)
         """
         try:
             yield

@@ -1,0 +1,110 @@
+"""The oracle can fail: each way of getting memory wrong turns its token comparison red.
+
+A real model reads real pages while one thing is spoilt. Two subtleties of attention decide what a spoilt run
+must look like: keys carry their own position, so a sum over WHOLE pages does not depend on their order, and
+rotation is relative, so shifting every position alike is no error. Hence pages are swapped where it matters
+(the last page of a context, which is read in part; and in a pool whose pages another request shares), and
+positions are off by one from the first decode step on.
+
+Dropping a state is a mutation of families with state layers; there is none of them yet.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from engine.batch import ForwardBatch, Pending
+from engine.runner import ModelRunner
+from kvcache.pool import MHAKVCache
+from tests.support.driver import Driver, open_runner
+from tests.support.reference import draw_model
+
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral")
+PAGE, PAGES, TOKENS = 16, 20, 32
+_random = random.Random(11)
+PROMPT = [_random.randrange(256) for _ in range(72)]
+COUSIN = PROMPT[: 2 * PAGE] + [_random.randrange(256) for _ in range(21)]
+"""Shares the first two pages of PROMPT."""
+
+Spoil = Callable[[ForwardBatch, MHAKVCache], ForwardBatch]
+
+
+def nothing(batch: ForwardBatch, _pool: MHAKVCache) -> ForwardBatch:
+    return batch
+
+
+def zeroed_page(batch: ForwardBatch, pool: MHAKVCache) -> ForwardBatch:
+    pool.data[int(batch.page_table[0, 1])] = 0
+    return batch
+
+
+def swapped_page_table(batch: ForwardBatch, _pool: MHAKVCache) -> ForwardBatch:
+    table, last = batch.page_table.copy(), (int(batch.seq_lens[0]) - 1) // PAGE
+    table[0, [1, last]] = table[0, [last, 1]]
+    return replace(batch, page_table=table)
+
+
+def position_off_by_one(batch: ForwardBatch, _pool: MHAKVCache) -> ForwardBatch:
+    return replace(batch, positions=batch.positions + 1)
+
+
+def swapped_in_pool(batch: ForwardBatch, pool: MHAKVCache) -> ForwardBatch:
+    """What a transfer does that mixes up its destinations. Whoever has both pages does not notice."""
+    if int(batch.seq_lens[0]) == len(PROMPT) + 1:
+        first, other = batch.page_table[0, [1, 3]].tolist()
+        pool.data[[first, other]] = pool.data[[other, first]]
+    return batch
+
+
+@dataclass
+class Spoilt:
+    """An engine whose decode steps are spoilt."""
+
+    runner: ModelRunner
+    pool: MHAKVCache
+    spoil: Spoil
+
+    def __post_init__(self) -> None:
+        self.spec = self.runner.spec
+
+    def launch(self, batch: ForwardBatch) -> Pending:
+        return self.runner.launch(self.spoil(batch, self.pool) if batch.q_lens[0] == 1 else batch)
+
+    def close(self) -> None:
+        self.runner.close()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def drawn(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[list[int]]]:
+    return draw_model(request.param, tmp_path_factory.mktemp("oracle"), 0, [PROMPT, COUSIN], TOKENS)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(
+    ("spoil", "right"),
+    [
+        pytest.param(nothing, [True, True], id="nothing"),
+        pytest.param(zeroed_page, [False, False], id="zeroed_page"),
+        pytest.param(swapped_page_table, [False, False], id="swapped_page_table"),
+        pytest.param(position_off_by_one, [False, False], id="position_off_by_one"),
+        pytest.param(swapped_in_pool, [True, False], id="swapped_in_pool"),
+    ],
+)
+def test_oracle_sees(spoil: Spoil, right: list[bool], drawn: tuple[Path, list[list[int]]]) -> None:
+    """PROMPT in two chunks, then COUSIN on its pages: which of the two answers are transformers'."""
+    path, answers = drawn
+    runner, pool = open_runner(path, PAGE, PAGES, attention="auto")
+    driver = Driver(Spoilt(runner, pool, spoil), PAGES, PAGE)
+    lane = driver.add(PROMPT)
+    driver.generate([lane], TOKENS, chunk=40)
+    cousin = driver.add(COUSIN)
+    cousin.pages, cousin.done = lane.pages[:2], 2 * PAGE
+    driver.generate([cousin], TOKENS)
+    assert [lane.outputs == answers[0], cousin.outputs == answers[1]] == right
