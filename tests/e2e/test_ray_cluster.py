@@ -24,6 +24,7 @@ MODEL = ROOT / "deploy" / "demo_model"
 START_S = 180.0
 SCALE_S = 120.0
 LEASE_S = 3.0
+POLL_S = 0.2
 STREAM_TOKENS = 200
 TOPICS = (
     "os.path.join",
@@ -82,6 +83,16 @@ class Scene:
         """Ids of the cluster's live processes that call themselves so."""
         self.run.look()
         return [pid for pid, called in self.run.processes.items() if name in called and _alive(pid)]
+
+    def wait_until_all_decode(self) -> None:
+        """Until every decode worker has been seen with rooms of its own."""
+        deadline = time.monotonic() + SCALE_S
+        idle = {worker["id"] for worker in self.client.workers() if worker["role"] == "decode"}
+        while idle:
+            assert time.monotonic() < deadline, f"{idle} have had nothing to do"
+            for worker in self.client.workers():
+                if worker["id"] in idle and self.client.inspect(worker, "rooms"):
+                    idle.remove(worker["id"])
 
     def ask(self, question: str, **options: Any) -> Any:
         """A chat with the official client."""
@@ -167,6 +178,7 @@ def test_decode_scales_up_and_down_under_16_streams(scene: Scene) -> None:
         streams = [pool.submit(_stream_until, scene, stop, number) for number in range(16)]
         try:
             scene.decode_replicas(3)
+            scene.wait_until_all_decode()  # so that whichever is taken away has streams to finish
             scene.decode_replicas(2)
         finally:
             stop.set()
@@ -215,3 +227,24 @@ def test_a_directory_that_dies_loses_nothing(scene: Scene) -> None:
         assert scene.ask("What does math.sqrt do?", max_tokens=4).usage.completion_tokens > 0
     (again,) = scene.processes("DirectoryActor")
     assert again != process
+
+
+def test_a_killed_decode_worker_is_replaced_and_loses_no_stream(scene: Scene) -> None:
+    before = {worker["id"] for worker in scene.client.workers()}
+    stop = Event()
+    with ThreadPoolExecutor(4) as pool:
+        streams = [pool.submit(_stream_until, scene, stop, number) for number in range(4)]
+        try:
+            scene.wait_until_all_decode()
+            victim = next(worker for worker in scene.client.workers() if worker["role"] == "decode")
+            os.kill(victim["pid"], signal.SIGKILL)
+            deadline = time.monotonic() + SCALE_S
+            while len(now := {worker["id"] for worker in scene.client.workers()} - {victim["id"]}) < len(
+                before
+            ):
+                assert time.monotonic() < deadline, f"{victim['id']} was not replaced: {now}"
+                time.sleep(POLL_S)
+        finally:
+            stop.set()
+        lengths = _results(streams)
+    assert {length for one in lengths for length in one} == {STREAM_TOKENS}

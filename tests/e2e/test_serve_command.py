@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,18 +33,21 @@ def _chat(client: Served) -> tuple[str, int]:
     return answer.choices[0].message.content or "", (details and details.cached_tokens) or 0
 
 
+def _serve(target: str, port: int, temporary: Path, **streams: Any) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "cluster.cli", "serve", target, "--port", str(port)],
+        cwd=ROOT,
+        env={**ray_environment(temporary), "RAY_ADDRESS": "local"},
+        **streams,
+    )
+
+
 @pytest.mark.ray_smoke
 def test_baton_serve_answers_and_leaves_nothing(tmp_path: Path) -> None:
     run = Run.begin()
     port = free_ports(1)[0]
     with short_temporary_directory() as temporary, (tmp_path / "baton.log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "cluster.cli", "serve", "deploy/demo.yaml", "--port", str(port)],
-            cwd=ROOT,
-            env={**ray_environment(temporary), "RAY_ADDRESS": "local"},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+        process = _serve("deploy/demo.yaml", port, temporary, stdout=log, stderr=subprocess.STDOUT)
         try:
             with served(f"http://127.0.0.1:{port}") as client:
                 client.wait_for_workers(2, _READY_S)
@@ -57,4 +63,23 @@ def test_baton_serve_answers_and_leaves_nothing(tmp_path: Path) -> None:
     assert again == text
     assert cached > 0
     assert (code, said.splitlines()[-1]) == (0, "stopped"), said
+    assert run.leftovers(10.0) == []
+
+
+@pytest.mark.e2e
+def test_a_model_that_a_replica_refuses_ends_in_one_line(tmp_path: Path) -> None:
+    """Only the worker knows what it can compute; its refusal must come back through Serve."""
+    model = tmp_path / "model"
+    shutil.copytree(DEMO_MODEL, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen3Model"]}))
+    run = Run.begin()
+    with short_temporary_directory() as temporary:
+        process = _serve(
+            str(model), free_ports(1)[0], temporary, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
+        _, told = process.communicate(timeout=_READY_S)
+    assert process.returncode == 2
+    assert told.decode().startswith("baton: model: ")
+    assert told.count(b"\n") == 1
     assert run.leftovers(10.0) == []
