@@ -334,8 +334,8 @@ class FakeWorker:
 
     def _ready(self, key: tuple[int, int]) -> None:
         room = self._rooms.get(key)
-        if room is not None and not room.ready:
-            room.ready = True
+        if room is not None and not room.ready and room.upto == len(room.request.forced):
+            room.ready = True  # a repeated KVDone must not start again what has finished
             room.stamps.append(stamp(RequestStage.DECODE_LOOP))
 
     def _step(self) -> None:
