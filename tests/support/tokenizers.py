@@ -79,7 +79,7 @@ def byte_level(path: Path, bos: bool = False, tokenizer_class: str = "PreTrained
     specials = ["<|begin|>", "<|im_start|>", "<|im_end|>"]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
     tokenizer.add_tokens([AddedToken("<think>", normalized=False), AddedToken("</think>", normalized=False)])
-    config: dict[str, Any] = {"eos_token": "<|im_end|>", "pad_token": {"content": "<|im_end|>"}}
+    config: dict[str, Any] = {"eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
     if bos:
         config["bos_token"] = "<|begin|>"
         start = tokenizer.token_to_id("<|begin|>")
