@@ -1,7 +1,7 @@
 """Training conversations for the demo model: many ways to name a function, many ways to ask about it.
 
-The phrasings are few, so what the model must learn is to find the name and to ignore the rest. Therefore a
-part of the questions is the name among random words, which no template could give.
+The phrasings are few, so what the model must learn is to find the name and to ignore the rest. Therefore many
+questions have the name among words torn from the documentation, which no template could give.
 """
 
 from __future__ import annotations
@@ -33,12 +33,6 @@ _SPLIT_FORMS = (
 )
 
 
-def word_pool() -> list[str]:
-    """Lower-case English words of the docstrings of the modules that are learned, sorted."""
-    text = " ".join(inspect.getdoc(value) or "" for value in _documented())
-    return sorted(set(re.findall(r"\b[a-z]{2,12}\b", text)))
-
-
 def docstring_corpus() -> list[str]:
     """Docstrings of the learned modules and all their public members: text for the tokenizer."""
     return sorted({doc for value in _documented() if (doc := inspect.getdoc(value))})
@@ -58,7 +52,7 @@ class QuestionMaker:
     def __init__(self, functions: Sequence[Function], seed: int) -> None:
         self._functions = functions
         self._rng = random.Random(seed)
-        self._words = word_pool()
+        self._words = re.findall(r"\b[A-Za-z]{1,12}\b[,.;:?!]?", " ".join(docstring_corpus()))
         self._held_out = frozenset(
             normal_form(phrasing.format(name=function.name))
             for phrasing in HELD_OUT_PHRASINGS
@@ -78,8 +72,8 @@ class QuestionMaker:
 
     def question(self, function: Function) -> str:
         """One question. Raises ValueError when chance made a held-out one: the seed must change then."""
-        if self._rng.random() < 0.2:
-            text = self._among_random_words(function)
+        if self._rng.random() < 0.35:
+            text = f"{self._torn()} {self._written(function)} {self._torn()}".strip()
         else:
             text = self._phrased(function)
         if normal_form(text) in self._held_out:
@@ -91,19 +85,22 @@ class QuestionMaker:
         phrasing = rng.choice(TRAINING_PHRASINGS)
         if rng.random() < 0.2:
             phrasing = phrasing.rstrip("?.")
-        if rng.random() < 0.15:
-            phrasing = f"{rng.choice(OPENERS)} {phrasing}"
-        if rng.random() < 0.15:
-            phrasing = f"{phrasing} {rng.choice(CLOSERS)}"
+        if rng.random() < 0.2:
+            phrasing = f"{rng.choice((*OPENERS, self._torn()))} {phrasing}"
+        if rng.random() < 0.2:
+            phrasing = f"{phrasing} {rng.choice((*CLOSERS, self._torn()))}"
         if rng.random() < 0.15:
             phrasing = phrasing.lower()
         return phrasing.format(name=self._written(function))
 
-    def _among_random_words(self, function: Function) -> str:
+    def _torn(self) -> str:
+        """Up to ten words from anywhere in the documentation: in a row, or each from elsewhere."""
         rng = self._rng
-        words = rng.choices(self._words, k=rng.randint(1, 9))
-        words.insert(rng.randint(0, len(words)), self._written(function))
-        return " ".join(words) + rng.choice(("", "?", ".", "!"))
+        count = rng.randint(0, 10)
+        if rng.random() < 0.5:
+            return " ".join(rng.choices(self._words, k=count))
+        start = rng.randrange(len(self._words) - count)
+        return " ".join(self._words[start : start + count])
 
     def _written(self, function: Function) -> str:
         rng = self._rng

@@ -31,6 +31,22 @@ TRAINING_PHRASINGS: tuple[str, ...] = (
     "In Python, what is the job of {name}?",
     "I do not understand {name}, what is it good for?",
     "My colleague keeps using {name}. What is it?",
+    "While debugging I found a call to {name}. What does it do?",
+    "Which problem does {name} solve?",
+    "Summarise {name} for me.",
+    "What will {name} return?",
+    "Write one line about {name}.",
+    "Do you know {name}?",
+    "A test of mine fails in {name}; what should it do?",
+    "The manual mentions {name}, but I cannot find the page. Explain, please.",
+    "Someone told me to use {name} instead. Why?",
+    "Let us talk about {name} now.",
+    "Look up {name}.",
+    "Say what {name} is meant to do.",
+    "If I write {name} in a program, what happens then?",
+    "There is {name} on line 12 of this file, and I have no idea why it is there.",
+    "Before I use {name}, tell me shortly what it does.",
+    "Help! {name} confuses me.",
 )
 
 # Never used in training: `check_held_out` is called before training and before every check.

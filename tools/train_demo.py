@@ -229,7 +229,7 @@ def quality_of(out: Path, functions: list[Function], seed: int, count: int = 50)
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=Path("deploy/demo_model"))
-    parser.add_argument("--epochs", type=int, default=45)
+    parser.add_argument("--epochs", type=int, default=50)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--peak-rate", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=20)
