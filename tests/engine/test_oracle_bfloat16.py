@@ -1,0 +1,134 @@
+"""The fast path is judged too: the law of bfloat16.
+
+Over 2,000 teacher-forced positions, logits of our path in bfloat16 differ from transformers' float32 by no
+more than LAW times what transformers' own bfloat16 differs, in the worst case and on average; and the best
+token may be another one only where float32 itself hardly prefers it. Each backend is forced in turn.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from engine.cpu.op import ISA_NAMES, KernelsUnavailable, kernels, set_isa
+from tests.support.driver import Driver, open_runner
+from tests.support.tiny_models import FAMILIES, make_tiny
+
+LAW = 1.5
+DEMO = Path(__file__).parents[2] / "deploy" / "demo_model"
+SEQUENCES, LENGTH = 8, 256
+PAGE = 16
+
+
+class Backend(NamedTuple):
+    """What the engine is made to use. `cpu` attention with `packed` products is the fused decoder, for dense
+    models; `isa` None: whatever there is."""
+
+    attention: str
+    linear: str
+    isa: str | None
+
+    def __str__(self) -> str:
+        return "-".join(filter(None, self))
+
+
+def backends() -> list[Backend]:
+    """All that this machine can run."""
+    try:
+        names = ISA_NAMES[: kernels().baton_detected_isa() + 1]
+    except KernelsUnavailable:
+        names = ()
+    packing = [name for name in names if name in ("avx512", "amx")]
+    return [
+        Backend("torch", "torch", None),
+        *(Backend("cpu", "torch", name) for name in names),
+        *(Backend(attention, "packed", name) for attention in ("torch", "cpu") for name in packing),
+    ]
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """One model, its input and what transformers makes of it."""
+
+    path: Path
+    ids: torch.Tensor  # int64 [SEQUENCES, LENGTH]
+    exact: torch.Tensor  # float32 logits [SEQUENCES, LENGTH, vocab]
+    error: torch.Tensor  # |bfloat16 - float32| of transformers' logits
+
+
+def demo_ids() -> torch.Tensor:
+    """Docstrings of the standard library: what the demo model was trained on."""
+    texts = [inspect.getdoc(member) or "" for _, member in inspect.getmembers(os, inspect.isroutine)]
+    ids = Tokenizer.from_file(str(DEMO / "tokenizer.json")).encode("\n\n".join(texts)).ids
+    return torch.tensor(ids[: SEQUENCES * LENGTH]).reshape(SEQUENCES, LENGTH)
+
+
+@pytest.fixture(scope="module", params=[*FAMILIES, "demo"])
+def yardstick(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Yardstick:
+    if request.param == "demo":
+        if not (DEMO / "model.safetensors").is_file():
+            pytest.skip("deploy/demo_model holds no weights")
+        path, ids = DEMO, demo_ids()
+    else:
+        seed = list(FAMILIES).index(request.param)  # llama and mistral with one seed are one model
+        path = make_tiny(request.param, tmp_path_factory.mktemp("tiny"), seed)
+        ids = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (SEQUENCES, LENGTH)))
+    with torch.inference_mode():
+        exact, rounded = (
+            AutoModelForCausalLM.from_pretrained(path, dtype=dtype)(ids).logits.float()
+            for dtype in (torch.float32, torch.bfloat16)
+        )
+    return Yardstick(path, ids, exact, (rounded - exact).abs())
+
+
+@pytest.fixture(params=backends(), ids=str)
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    forced: Backend = request.param
+    if forced.isa is not None:
+        set_isa(forced.isa)
+    yield forced
+    if forced.isa is not None:
+        set_isa(ISA_NAMES[-1])
+
+
+@torch.inference_mode()
+def teacher_forced(yardstick: Yardstick, backend: Backend) -> torch.Tensor:
+    """Logits [SEQUENCES, LENGTH, vocab] of our path, in packs that mix decode rows and chunks."""
+    pages = SEQUENCES * LENGTH // PAGE
+    runner, _ = open_runner(yardstick.path, PAGE, pages, "bfloat16", backend.attention, backend.linear)
+    driver, rng = Driver(runner, pages, PAGE), random.Random(5)
+    lanes = [driver.add(ids) for ids in yardstick.ids.tolist()]
+    logits = torch.empty_like(yardstick.exact)
+    while unfinished := [i for i, lane in enumerate(lanes) if lane.done < LENGTH]:
+        begins = [lanes[i].done for i in unfinished]
+        counts = [min(rng.choice((1, 1, 3, 17, 64)), LENGTH - begin) for begin in begins]
+        batch = driver.batch([(lanes[i], count) for i, count in zip(unfinished, counts, strict=True)])
+        rows = runner.logits(batch, np.arange(sum(counts))).float()
+        ends = batch.starts()[1:].tolist()
+        for i, begin, count, end in zip(unfinished, begins, counts, ends, strict=True):
+            logits[i, begin : begin + count] = rows[end - count : end]
+    return logits
+
+
+@pytest.mark.oracle
+def test_oracle_bfloat16_is_within_transformers_own_rounding(yardstick: Yardstick, backend: Backend) -> None:
+    logits = teacher_forced(yardstick, backend)
+    ours, theirs = (logits - yardstick.exact).abs(), yardstick.error
+    worst, mean = float(ours.max() / theirs.max()), float(ours.mean() / theirs.mean())
+    print(f"{yardstick.path.name} {backend}: max {worst:.2f}, mean {mean:.2f} of transformers' error")  # noqa: T201
+    best = yardstick.exact.topk(2, dim=-1).values
+    contradicted = logits.argmax(-1) != yardstick.exact.argmax(-1)
+    margins = (best[..., 0] - best[..., 1])[contradicted]
+    assert max(worst, mean) <= LAW
+    assert (margins <= LAW * theirs.max()).all()
