@@ -34,6 +34,7 @@ from wire.errors import ConfigError
 from wire.options import exit_on_config_error
 
 DISTRIBUTION = "baton-serve"
+INTERRUPTED_EXIT = 130  # 128 + SIGINT, as shells have it
 _READY_TIMEOUT_S = 1800.0  # a large model takes its time to load
 _WORKER_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "page_size": (int, "tokens of a KV page, a power of two"),
@@ -51,22 +52,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The program. Returns its exit code."""
     arguments = _parser().parse_args(argv)
     with exit_on_config_error("baton"):
-        return int(arguments.run(arguments))
+        try:
+            return int(arguments.run(arguments))
+        except KeyboardInterrupt:  # before the signal handlers were there; what had started has been ended
+            return INTERRUPTED_EXIT
 
 
 def make_config(arguments: argparse.Namespace) -> dict[str, Any]:
     """The configuration that MODEL or CONFIG.yaml and the flags describe; flags win."""
     raw = _base_config(arguments.target)
-    if arguments.served_model_name is not None:
-        raw["served_model_name"] = arguments.served_model_name
-    worker = raw.setdefault("worker", {})
-    for key in _WORKER_FLAGS:
-        value = getattr(arguments, key)
+    flags = {
+        "served_model_name": arguments.served_model_name,
+        "prefill.num_replicas": arguments.num_prefill,
+        "decode.num_replicas": arguments.num_decode,
+        **{f"worker.{key}": getattr(arguments, key) for key in _WORKER_FLAGS},
+    }
+    for path, value in flags.items():
         if value is not None:
-            worker[key] = value
-    for section, count in (("prefill", arguments.num_prefill), ("decode", arguments.num_decode)):
-        if count is not None:
-            raw.setdefault(section, {})["num_replicas"] = count
+            _put(raw, path, value)
     for assignment in arguments.set:
         _assign(raw, assignment)
     return raw
@@ -83,24 +86,31 @@ def _assign(raw: dict[str, Any], assignment: str) -> None:
     path, equals, value = assignment.partition("=")
     if not equals or not path:
         raise ConfigError("--set", f"{assignment!r} is not KEY=VALUE", "for example --set decode.drain_s=30")
+    try:
+        _put(raw, path, yaml.safe_load(value))
+    except yaml.YAMLError as error:
+        raise ConfigError(path, f"{value!r} is not YAML: {error}", "correct the value") from None
+
+
+def _put(raw: dict[str, Any], path: str, value: Any) -> None:
+    """Set a dotted key, making the sections on the way."""
     *parents, last = path.split(".")
     at = raw
     for parent in parents:
-        at = at.setdefault(parent, {})
+        if at.get(parent) is None:
+            at[parent] = {}
+        at = at[parent]
         if not isinstance(at, dict):
             raise ConfigError(path, f"{parent} is not a section", "see `baton config --schema`")
-    try:
-        at[last] = yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise ConfigError(path, f"{value!r} is not YAML: {error}", "correct the value") from None
+    at[last] = value
 
 
 def _serve(arguments: argparse.Namespace) -> int:
     raw = make_config(arguments)
     config = parse_config(raw)
-    check_port_free(arguments.host, arguments.port)
     address = arguments.ray_address or running_ray()
     if address is None:  # our own Ray on this machine: what can be checked here is checked before it starts
+        check_port_free(arguments.host, arguments.port)
         raw = {**raw, "model": str(model_directory(config.model)), "served_model_name": config.name}
         _share_machine(raw)
         config = parse_config(raw)
@@ -143,11 +153,11 @@ def _share_machine(raw: dict[str, Any]) -> None:
     if not any(
         "threads" in options for options in (config.worker, config.prefill.options, config.decode.options)
     ):
-        raw.setdefault("worker", {})["threads"] = max(1, (os.cpu_count() or 1) // workers)
+        _put(raw, "worker.threads", max(1, (os.cpu_count() or 1) // workers))
     gpus = _gpus()
     if gpus and not any(section.num_gpus for section in sections.values()):
         for name in sections:
-            raw.setdefault(name, {})["num_gpus"] = min(1.0, gpus / workers)
+            _put(raw, f"{name}.num_gpus", min(1.0, gpus / workers))
 
 
 def _gpus() -> int:
@@ -208,7 +218,9 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
         "--set", action="append", default=[], metavar="KEY=VALUE", help="any configuration key, dotted"
     )
     serve.add_argument(
-        "--ray-address", metavar="ADDRESS", help="Ray to run on (default: RAY_ADDRESS, or local)"
+        "--ray-address",
+        metavar="ADDRESS",
+        help="a Ray on this machine to run on (default: RAY_ADDRESS, or what runs)",
     )
     serve.add_argument("--worker-logs", action="store_true", help="show the logs of all replicas")
     serve.set_defaults(run=_serve)

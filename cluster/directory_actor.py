@@ -16,6 +16,7 @@ from typing import Any, cast
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
+from cluster.node import node_interface
 from router.directory_server import DirectoryHost
 from wire.errors import Unavailable
 
@@ -28,7 +29,7 @@ class DirectoryActor:
     """Hosts the directory in a process of its own."""
 
     def __init__(self, interface: str, cluster_secret: str | None, lease_s: float) -> None:
-        self._host = DirectoryHost(interface, cluster_secret, lease_s)
+        self._host = DirectoryHost(node_interface(interface), cluster_secret, lease_s)
 
     def address(self) -> str:
         """Mailbox address of this incarnation."""
@@ -43,7 +44,10 @@ class DirectoryFinder:
         self._handles: list[Any] = []  # Ray ends an actor when the handle that created it is dropped
 
     def ensure(self, interface: str, cluster_secret: str | None, lease_s: float) -> str:
-        """The directory's address; the actor is created when there is none. For router replicas."""
+        """The directory's address; the actor is created when there is none. For router replicas.
+
+        `interface` may be `auto`: the actor may run on another node than the router.
+        """
         try:
             return self.find()
         except Unavailable:

@@ -49,7 +49,6 @@ class LocalOptions:
     shutdown_s: float = 90.0  # for the replicas to drain and end
     cpus: float = 0.0  # that the application reserves; our own Ray offers at least as many
     temp_dir: Path | None = None  # of our own Ray; keep it short: Unix sockets live in it
-    dashboard_port: int | None = None
     worker_logs: bool = False
 
     @property
@@ -62,12 +61,14 @@ class LocalServe:
     """A running Ray + Serve with at most our one application. A context manager."""
 
     def __init__(self, options: LocalOptions) -> None:
-        """Start, or connect to `ray_address`. Raises ConfigError for a port that is taken."""
+        """Start, or connect to `ray_address`. Raises ConfigError for a port that Serve cannot listen on."""
         self.options = options
-        check_port_free(options.host, options.port)
+        if options.ray_address is None:
+            check_port_free(options.host, options.port)
         self._start_ray()
         try:
             serve.start(proxy_location="HeadOnly", http_options={"host": options.host, "port": options.port})
+            self._check_joined()
         except BaseException:
             ray.shutdown()
             raise
@@ -112,7 +113,7 @@ class LocalServe:
         self.close()
 
     def _start_ray(self) -> None:
-        logging.getLogger("ray.serve").setLevel(logging.WARNING)  # Serve reports each of its own steps
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)  # Serve reports each of its own steps
         quiet: dict[str, Any] = {
             "log_to_driver": self.options.worker_logs,
             "logging_level": "ERROR",
@@ -120,17 +121,30 @@ class LocalServe:
         if self.options.ray_address is not None:
             ray.init(address=self.options.ray_address, **quiet)
             return
-        dashboard = self.options.dashboard_port
         temp_dir = {"_temp_dir": str(self.options.temp_dir)} if self.options.temp_dir else {}
         ray.init(
             address="local",
             num_cpus=max(os.cpu_count() or 1, math.ceil(self.options.cpus)),
             object_store_memory=_OBJECT_STORE_BYTES,
-            include_dashboard=dashboard is not None,
-            dashboard_port=dashboard,
+            include_dashboard=False,
             **temp_dir,
             **quiet,
         )
+
+    def _check_joined(self) -> None:
+        """A Serve that was there already keeps its own port, and must not lose an application of ours."""
+        if APP_NAME in serve.status().applications:
+            raise ConfigError(
+                "RAY_ADDRESS", f"this Ray already serves an application {APP_NAME}", "end it, or use local"
+            )
+        try:
+            urllib.request.urlopen(f"{self.options.url}/-/healthz", timeout=_HTTP_TIMEOUT_S).close()
+        except urllib.error.HTTPError:
+            return  # an answer all the same
+        except OSError:
+            raise ConfigError(
+                "port", f"Serve on this Ray does not listen on {self.options.port}", "give its own --port"
+            ) from None
 
     def _running(self) -> bool:
         """Do all deployments have their replicas? Raises when they never will."""
@@ -169,6 +183,8 @@ def stop_on_signals() -> threading.Event:
 
 def check_port_free(host: str, port: int) -> None:
     """Raises ConfigError when nobody can listen on `port` of `host`."""
+    if not 0 < port < 65536:
+        raise ConfigError("port", f"{port} is not a TCP port", "give a free --port from 1 to 65535")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

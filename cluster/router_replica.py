@@ -32,9 +32,10 @@ class RouterReplica:
     async def __init__(self, options: dict[str, Any], *_workers: Any) -> None:  # type: ignore[misc]
         """Create or find the directory, start the router. `_workers` are only tied to the application."""
         self._finder = DirectoryFinder(serve.get_replica_context().app_name)
+        self._interface: str = options["interface"]
         with readable_refusal():
             model = await asyncio.to_thread(model_directory, options["model"], TOKENIZER_FILES)
-            given = {**options, "model": model, "interface": node_interface(options["interface"])}
+            given = {**options, "model": model, "interface": node_interface(self._interface)}
             self._options = parse_options(RouterOptions, given)
             directory = await asyncio.to_thread(self._directory)
             self._router = Router(self._options.model_copy(update={"directory": directory}))
@@ -53,7 +54,7 @@ class RouterReplica:
 
     def _directory(self) -> str:
         options = self._options
-        return self._finder.ensure(options.interface, options.cluster_secret, options.lease_s)
+        return self._finder.ensure(self._interface, options.cluster_secret, options.lease_s)
 
     async def _follow_directory(self) -> None:
         """Create the directory again when its owner has gone, and look where it is. Off the token path."""

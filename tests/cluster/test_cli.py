@@ -60,7 +60,7 @@ def test_serve_refuses_bad_values_in_one_line(
 
 
 def test_serve_refuses_an_unknown_model_directory(tmp_path: Path) -> None:
-    _assert_refused(_baton("serve", str(tmp_path / "none"), "--port", "0"), "model:", "there is no directory")
+    _assert_refused(_baton("serve", str(tmp_path / "none")), "model:", "there is no directory")
 
 
 def test_serve_refuses_a_port_in_use(model: str) -> None:
@@ -69,6 +69,16 @@ def test_serve_refuses_a_port_in_use(model: str) -> None:
         taken.listen()
         port = str(taken.getsockname()[1])
         _assert_refused(_baton("serve", model, "--port", port), f"port: {port}", "--port")
+
+
+@pytest.mark.parametrize("port", ["0", "70000"])
+def test_a_port_must_be_a_number_that_can_be_told(
+    model: str, port: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    with pytest.raises(SystemExit):
+        main(["serve", model, "--port", port])
+    assert capsys.readouterr().err.startswith(f"baton: port: {port} is not a TCP port")
 
 
 def test_serve_refuses_a_broken_config_key(tmp_path: Path) -> None:
