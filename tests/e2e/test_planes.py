@@ -1,0 +1,250 @@
+"""Around the tokens: KV events and routing by them, namespaces, priorities, and a cluster with a secret.
+
+Real processes with the fake engine: no model matters here, and its answers still betray a wrong page.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from engine.fake import fake_generate
+from tests.e2e.asking import ask, timeline
+from tests.support.kv_events_reader import Pages, check_tree, replayed, waiting
+from tools.local_stack import Stack, stack
+from tools.processes import Child
+
+PAGE_SIZE = 8  # a printed tree shows a node's first 8 tokens
+LONG = 20 * PAGE_SIZE
+SECRET = "between us"
+FOUR = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 4}
+JOIN_S = 60.0  # how long a worker tries to reach its directory
+
+
+def tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(256) for _ in range(count)]
+
+
+def workers(running: Stack) -> list[dict[str, Any]]:
+    return list(running.http.get("/debug/workers").json()["workers"])
+
+
+def about(running: Stack, request_id: str) -> dict[str, Any]:
+    return dict(timeline(running, request_id, lanes=3)["about"])
+
+
+# -- one prefill and one decode worker in a cluster with a secret ----------------------------------------
+
+
+@pytest.fixture(scope="module")
+def secret_stack(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """1P + 1D that speak CURVE; one prefill chunk a step, and steps that take a moment."""
+    with stack(
+        tiny_model,
+        tmp_path_factory.mktemp("secret"),
+        router={"prefill_on_decode_tokens": 0, "cluster_secret": SECRET},
+        cluster_secret=SECRET,
+        engine="fake",
+        fake_step_s=0.03,
+        page_size=PAGE_SIZE,
+        chunked_prefill_size=64,
+        max_prefill_tokens=64,
+        max_total_tokens=8192,
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def stranger(
+    secret_stack: Stack, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Child]:
+    """A decode worker with another secret, that has begun to look for the directory."""
+    options = {
+        "model": str(tiny_model), "served_model_name": "m", "engine": "fake", "page_size": PAGE_SIZE,
+        "max_total_tokens": 1024, "directory": secret_stack.router.ready["mailbox"],
+        "cluster_secret": "something else",
+    }  # fmt: skip
+    with Child("decode_node", options, tmp_path_factory.mktemp("stranger")) as child:
+        yield child
+
+
+@pytest.mark.usefixtures("stranger")  # it tries for a minute, while the other tests run
+def test_a_cluster_with_a_secret_answers(secret_stack: Stack) -> None:
+    rng = random.Random(13)
+    prompts = [tokens(rng, count) for count in (1, 40, 130)]
+    answers = secret_stack.generate_all(prompts, 8)
+    assert [answer["output_ids"] for answer in answers] == [fake_generate(prompt, 8) for prompt in prompts]
+    secret_stack.settle()
+
+
+def test_namespaces_share_nothing(secret_stack: Stack) -> None:
+    prompt = tokens(random.Random(14), 100)
+    whole = 96  # of 100 tokens, in pages of 8; the last token is always computed
+    spaces: list[dict[str, str]] = [
+        {}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"extra_key": "a"},
+        {"cache_salt": "a", "extra_key": "a"},
+    ]  # fmt: skip
+    bytes_moved = []
+    for visit, cached in (("first", 0), ("again", whole)):
+        for i, space in enumerate(spaces):
+            request_id = f"{visit}-{i}"
+            answer = ask(secret_stack, prompt, FOUR, {"X-Request-Id": request_id}, **space)
+            assert answer["output_ids"] == fake_generate(prompt, 4)
+            assert answer["meta_info"]["cached_tokens"] == cached, space
+            bytes_moved.append(about(secret_stack, request_id)["kv_bytes"])
+    (page_bytes,) = {worker["groups"][0]["page_bytes"] for worker in workers(secret_stack)}
+    assert bytes_moved == [13 * page_bytes] * 5 + [page_bytes] * 5  # decode holds a namespace's pages, or not
+    secret_stack.settle()
+
+
+def test_tenants_are_accepted_and_share_what_is_not_salted(secret_stack: Stack) -> None:
+    prompt = tokens(random.Random(15), 50)
+    answers = [
+        ask(secret_stack, prompt, FOUR, {"X-Baton-Tenant": "one"}),
+        ask(secret_stack, prompt, FOUR, user="two"),
+    ]
+    assert [answer["output_ids"] for answer in answers] == [fake_generate(prompt, 4)] * 2
+    assert [answer["meta_info"]["cached_tokens"] for answer in answers] == [0, 48]
+    secret_stack.settle()
+
+
+def test_greater_priority_is_prefilled_first(secret_stack: Stack) -> None:
+    rng = random.Random(16)
+    queue = [("busy", 0, 3000), ("low", 1, 60), ("high", 2, 60)]
+    (prefill,) = secret_stack.prefill
+    prompts = {name: tokens(rng, count) for name, _, count in queue}
+    with ThreadPoolExecutor(len(queue)) as pool:
+        futures = {}
+        for arrived, (name, priority, _) in enumerate(queue, start=1):
+            futures[name] = pool.submit(
+                ask, secret_stack, prompts[name], FOUR, {"X-Request-Id": name}, priority=priority
+            )
+            wait_for_rooms(secret_stack, prefill, arrived)
+        for name, future in futures.items():
+            assert future.result()["output_ids"] == fake_generate(prompts[name], 4)
+    at = {}
+    for name, *_ in queue:
+        stages = timeline(secret_stack, name, lanes=3)["stages"]
+        at[name] = {stage: ns for lane in stages.values() for stage, ns in lane}
+    assert at["low"]["prefill_waiting"] < at["high"]["prefill_waiting"]
+    assert at["high"]["prefill_forward"] < at["low"]["prefill_forward"]
+    secret_stack.settle()
+
+
+def wait_for_rooms(running: Stack, worker: Child, count: int) -> None:
+    deadline = time.monotonic() + 20.0
+    while len(rooms := running.inspect(worker, "rooms")) != count:
+        assert time.monotonic() < deadline, f"{rooms} are there, {count} were sent"
+
+
+# -- KV events, and what the router makes of them ----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def four_workers(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """2P + 2D, with so little memory that pages are evicted."""
+    with stack(
+        tiny_model,
+        tmp_path_factory.mktemp("four"),
+        prefill=2,
+        decode=2,
+        router={"prefill_on_decode_tokens": 0},
+        engine="fake",
+        page_size=PAGE_SIZE,
+        chunked_prefill_size=64,
+        max_total_tokens=1024,
+        decode_reserve_tokens=32,
+    ) as running:
+        yield running
+
+
+def test_events_say_what_the_trees_hold(four_workers: Stack) -> None:
+    rng = random.Random(11)
+    records = {record["id"]: record for record in workers(four_workers)}
+    with ExitStack() as cleanup:
+        context = cleanup.enter_context(zmq.Context())
+        live: dict[str, zmq.Socket[bytes]] = {}
+        for name, record in records.items():
+            live[name] = cleanup.enter_context(context.socket(zmq.SUB))
+            live[name].subscribe(b"")
+            live[name].connect(record["events"])
+        shared = [tokens(rng, 50), tokens(rng, 90)]
+        for _ in range(3):
+            prompts = [
+                shared[i % 2][: rng.randrange(90)] + tokens(rng, rng.randrange(1, 150)) for i in range(12)
+            ]
+            answers = four_workers.generate_all(prompts, 12)
+            assert [a["output_ids"] for a in answers] == [fake_generate(prompt, 12) for prompt in prompts]
+        four_workers.settle()
+        for worker in four_workers.workers:
+            name = worker.ready["id"]
+            batches = replayed(records[name]["replay"])
+            heard = waiting(live[name])
+            assert heard, "a subscriber heard nothing"
+            assert heard.items() <= batches.items()
+            pages = Pages("m")
+            pages.apply(batches)
+            assert pages.removed, "nothing was evicted: the test is too small"
+            check_tree(four_workers.inspect(worker, "tree"), pages.held, PAGE_SIZE)
+
+
+def test_a_repeat_goes_to_the_prefill_worker_that_holds_the_prefix(four_workers: Stack) -> None:
+    rng = random.Random(12)
+    for worker in four_workers.prefill:
+        name = worker.ready["id"]
+        text = text_that_goes_to(four_workers, name, rng)
+        wait_until_known(four_workers, text, name)
+        for turn in range(3):  # equals take turns; these are not equal
+            longer = ids_of(four_workers, text) + tokens(rng, 10)
+            request_id = f"{name}-{turn}"
+            answer = ask(four_workers, longer, FOUR, {"X-Request-Id": request_id})
+            assert answer["output_ids"] == fake_generate(longer, 4)
+            assert answer["meta_info"]["cached_tokens"] == LONG
+            assert about(four_workers, request_id)["prefill"] == name
+    four_workers.settle()
+
+
+def text_that_goes_to(running: Stack, prefill: str, rng: random.Random) -> str:
+    """A text of LONG tokens that was prefilled there. Equals take turns, so a few tries do."""
+    for attempt in range(6):
+        text = "".join(rng.choices("0123456789", k=LONG))  # digits: a token each
+        request_id = f"new-{prefill}-{attempt}"
+        ask(running, ids_of(running, text), FOUR, {"X-Request-Id": request_id})
+        if about(running, request_id)["prefill"] == prefill:
+            return text
+    raise AssertionError(f"nothing goes to {prefill}")
+
+
+def ids_of(running: Stack, text: str) -> list[int]:
+    return list(running.http.post("/tokenize", json={"prompt": text}).json()["tokens"])
+
+
+def wait_until_known(running: Stack, text: str, prefill: str) -> None:
+    """Until the router's index says that `prefill` holds the text: events come a moment after the answer."""
+    deadline = time.monotonic() + 10.0
+    known: object = None
+    while known != {"id": prefill, "hit_tokens": LONG}:
+        assert time.monotonic() < deadline, f"the router believes {known}"
+        winner = running.http.get("/debug/route", params={"prompt": text}).json()["winner"]["prefill"]
+        known = {key: winner[key] for key in ("id", "hit_tokens")}
+
+
+# -- and the one outside ----------------------------------------------------------------------------------
+
+
+def test_a_worker_with_another_secret_cannot_join(secret_stack: Stack, stranger: Child) -> None:
+    assert stranger.process.wait(JOIN_S + 30.0) == 2
+    line = stranger.log.read_text().splitlines()[-1]
+    assert line.startswith("decode_node: directory: ")
+    assert {worker["id"] for worker in workers(secret_stack)} == {
+        worker.ready["id"] for worker in secret_stack.workers
+    }
+    secret_stack.settle()
