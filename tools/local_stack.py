@@ -19,6 +19,7 @@ import httpx
 from tools.processes import Child, ChildFailed
 from wire.mailbox import Mailbox
 from wire.messages import Inspect, Inspected
+from wire.security import curve_for
 
 SETTLE_S = 20.0
 
@@ -113,7 +114,7 @@ def stack(
         for node in (*nodes["prefill_node"], *nodes["decode_node"]):
             node.wait_ready()
         http = cleanup.enter_context(httpx.Client(base_url=front.ready["http"], timeout=120.0))
-        mailbox = cleanup.enter_context(Mailbox())
+        mailbox = cleanup.enter_context(Mailbox(curve=curve_for(worker.get("cluster_secret"))))
         running = Stack(front, nodes["prefill_node"], nodes["decode_node"], http, mailbox)
         wait_for_workers(running, prefill + decode)
         yield running
