@@ -136,7 +136,9 @@ def main() -> None:
     options = parser.parse_args()
     with ExitStack() as cleanup:
         scratch = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="baton-bench-")))
-        model = options.model or make_model(scratch / "model")
+        model: Path = options.model or scratch / "model"
+        if options.model is None:
+            make_model(model)
         cores = os.cpu_count() or 1
         common: dict[str, Any] = {"dtype": "bfloat16", "max_total_tokens": 8192}
         pd = cleanup.enter_context(stack(model, scratch / "pd", 1, 1, threads=max(1, cores // 2), **common))

@@ -115,7 +115,7 @@ class DecodeHalf(Half[DecodeRoom]):
         room.deadline = now + self.options.hand_off_timeout_s
         room.req.stamp(RequestStage.DECODE_WAITING)
         self._say_target(room, groups, now)
-        self.mailbox.send(room.router, Reserved(room.room, room.epoch))
+        self.tell_router(room, Reserved(room.room, room.epoch))
         return True
 
     def _say_target(self, room: DecodeRoom, groups: dict[str, GroupTarget], now: float) -> None:

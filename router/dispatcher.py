@@ -28,6 +28,7 @@ from wire.messages import (
     Timeline,
     TokenRun,
     Tokens,
+    kind_of,
 )
 from wire.records import Role, WorkerRecord
 from wire.repeater import Repeater, RepeatKey
@@ -179,13 +180,11 @@ class Dispatcher:
             message = mail.message
             if isinstance(message, Tokens):
                 for run in message.runs:
-                    self._on_run(mail.sender, message.worker, run, now)
+                    self._on_run(mail.sender, run, now)
             else:
                 self._on_message(mail, now)
 
-    def _on_run(self, sender: str, worker: str, run: TokenRun, now: float) -> None:
-        if run.stamps:
-            self._traces.add_stamps(run.room, run.epoch, worker, run.stamps)
+    def _on_run(self, sender: str, run: TokenRun, now: float) -> None:
         room = self.rooms.get(run.room)
         if room is None or room.epoch != run.epoch:
             upto = run.start + len(run.tokens)  # a room that is over: the worker may forget it
@@ -200,7 +199,7 @@ class Dispatcher:
         if isinstance(message, Receipt):
             self._repeater.answered(RepeatKey(mail.sender, message.room, message.epoch, message.of))
         elif isinstance(message, Reserved | Rejected | Timeline):
-            self.mailbox.send(mail.sender, Receipt(message.room, message.epoch, _kind(message)))
+            self.mailbox.send(mail.sender, Receipt(message.room, message.epoch, kind_of(message)))
             self._on_room_message(mail.sender, message, now)
         elif isinstance(message, Inspected):
             future = self._inspections.get(message.token)
@@ -225,7 +224,3 @@ class Dispatcher:
             self._repeater.answered(RepeatKey(sender, message.room, message.epoch, "decode"))
             self._repeater.answered(RepeatKey(sender, message.room, message.epoch, "prefill"))
             room.on_rejected(sender, message, now)
-
-
-def _kind(message: Reserved | Rejected | Timeline) -> str:
-    return {Reserved: "reserved", Rejected: "rejected", Timeline: "timeline"}[type(message)]

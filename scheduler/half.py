@@ -20,9 +20,21 @@ from scheduler.req import Req
 from scheduler.rooms import Rooms
 from scheduler.scheduler import Scheduler
 from wire.mailbox import Mail, Mailbox
-from wire.messages import Decode, FinishReason, Prefill, Rejected, RejectKind, Timeline, TokenLogprobs
+from wire.messages import (
+    Decode,
+    FinishReason,
+    Prefill,
+    Rejected,
+    RejectKind,
+    Reserved,
+    Timeline,
+    TokenLogprobs,
+    kind_of,
+)
 from wire.records import Role
-from wire.repeater import Repeater
+from wire.repeater import Repeater, RepeatKey
+
+_TELL_S = 10.0  # a router that confirms nothing for so long asks again itself, or is gone
 
 
 @dataclass(slots=True)
@@ -162,7 +174,7 @@ class Half(ABC, Generic[RoomType]):
         now = time.monotonic()
         self.rooms.end(room.room, room.epoch, now)
         self.outbox.retire(room.key, now)
-        self.mailbox.send(room.router, self.timeline(room))
+        self.tell_router(room, self.timeline(room))
 
     def timeline(self, room: RoomType) -> Timeline:
         """The room's stamps, for the router's trace."""
@@ -173,7 +185,12 @@ class Half(ABC, Generic[RoomType]):
         self.rooms.end(room.room, room.epoch, time.monotonic())
         self.repeater.forget_room(room.room, room.epoch)
         self.outbox.discard(room.key)
-        self.mailbox.send(room.router, Rejected(room.room, room.epoch, why, message, retry_after_s))
+        self.tell_router(room, Rejected(room.room, room.epoch, why, message, retry_after_s))
+
+    def tell_router(self, room: RoomType, message: Reserved | Rejected | Timeline) -> None:
+        """Tell the room's router until it confirms."""
+        key = RepeatKey(room.router, message.room, message.epoch, kind_of(message))
+        self.repeater.say(key, message, time.monotonic(), _TELL_S)
 
     def fail(self, room: RoomType, why: RejectKind, message: str) -> None:
         """Reject the room and let go of what it holds."""

@@ -38,7 +38,7 @@ class WorkerOptions(Options):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     attention_backend: Literal["auto", "cpu", "torch", "flashinfer"] = "auto"
-    linear_backend: Literal["auto", "cpu", "torch"] = "auto"
+    linear_backend: Literal["auto", "packed", "torch"] = "auto"
     threads: int | None = Field(None, ge=1, description="compute threads; None: half the cores, at least 1")
     overlap_depth: Literal[0, 1] = Field(
         0, description="1: a step is launched before the last one's result is known"

@@ -36,6 +36,11 @@ class Stack:
     _token: int = field(default=0)
 
     @property
+    def url(self) -> str:
+        """Where the API answers."""
+        return str(self.router.ready["http"])
+
+    @property
     def workers(self) -> list[Child]:
         return [*self.prefill, *self.decode]
 

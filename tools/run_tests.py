@@ -40,7 +40,9 @@ class _Tally:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0 only when something passed and nothing failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("markers", help="a pytest -m expression")
     parser.add_argument("paths", nargs="*", default=[])
     options, rest = parser.parse_known_args(argv)

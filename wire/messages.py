@@ -82,34 +82,30 @@ class Receipt(RoomMessage, frozen=True, tag="receipt"):
 # -- router -> worker ------------------------------------------------------------------------------
 
 
-class Prefill(Message, frozen=True, tag="prefill", omit_defaults=True):
+class StartMessage(Message, frozen=True, omit_defaults=True):
+    """Starts a room on a worker, in the epoch of its request."""
+
+    request: GenerateRequest
+
+    @property
+    def room(self) -> int:
+        return self.request.room
+
+    @property
+    def epoch(self) -> int:
+        return self.request.epoch
+
+
+class Prefill(StartMessage, frozen=True, tag="prefill", omit_defaults=True):
     """Compute the prompt's KV, send token 0 to the router, ship the pages where KVTarget will say."""
 
-    request: GenerateRequest
     decode: str  # the decode worker's mailbox address
 
-    @property
-    def room(self) -> int:
-        return self.request.room
 
-    @property
-    def epoch(self) -> int:
-        return self.request.epoch
-
-
-class Decode(Message, frozen=True, tag="decode", omit_defaults=True):
+class Decode(StartMessage, frozen=True, tag="decode", omit_defaults=True):
     """Generate. With `prefill`, reserve pages and wait for KV from that mailbox; without, prefill here."""
 
-    request: GenerateRequest
     prefill: str | None = None
-
-    @property
-    def room(self) -> int:
-        return self.request.room
-
-    @property
-    def epoch(self) -> int:
-        return self.request.epoch
 
 
 class Abort(RoomMessage, frozen=True, tag="abort", omit_defaults=True):
@@ -165,7 +161,7 @@ class TokenRun(msgspec.Struct, frozen=True, omit_defaults=True):
     """Tokens of one room from output position `start` on.
 
     `logprobs`, when asked for, is as long as `tokens`. `cached_tokens` counts prompt tokens that were not
-    computed again anywhere. `stamps` are sent once, with the room's last run on that worker.
+    computed again anywhere.
     """
 
     room: int
@@ -175,7 +171,6 @@ class TokenRun(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: list[TokenLogprobs] | None = None
     finish: FinishReason | None = None
     cached_tokens: int = 0
-    stamps: list[Stamp] = []
 
 
 class Tokens(Message, frozen=True, tag="tokens"):
@@ -186,7 +181,10 @@ class Tokens(Message, frozen=True, tag="tokens"):
 
 
 class Timeline(RoomMessage, frozen=True, tag="timeline", omit_defaults=True):
-    """A worker's half of a room is over: its stamps, and the KV bytes it received (decode) and how."""
+    """A worker's half of a room is over: its stamps, and the KV bytes it received (decode) and how.
+
+    Repeated until a Receipt, like Reserved and Rejected.
+    """
 
     worker: str
     stamps: list[Stamp]

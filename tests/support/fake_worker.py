@@ -379,7 +379,6 @@ class FakeWorker:
         finish = self._finish(room, start + count - 1)
         return TokenRun(
             request.room, request.epoch, start, tokens, logprobs, finish, cached_tokens=self._cached,
-            stamps=room.stamps if finish is not None else [],
         )  # fmt: skip
 
     def _finish(self, room: _Room, position: int) -> FinishReason | None:

@@ -31,10 +31,14 @@ from wire.messages import (
     FinishReason,
     GenerateRequest,
     Prefill,
+    Receipt,
     Rejected,
     Resend,
+    Reserved,
     SamplingParams,
+    Timeline,
     Tokens,
+    kind_of,
 )
 
 ROUTER = "router"
@@ -158,7 +162,7 @@ class Pair:
         if not keep:
             del self.network.letters[index]
         if letter.to == ROUTER:
-            self._take(letter.message)
+            self._take(letter)
             return
         for worker in (self.prefill, self.decode):
             if letter.to == worker.record().mailbox:
@@ -194,7 +198,11 @@ class Pair:
                 return True
         return False
 
-    def _take(self, message: AnyMessage) -> None:
+    def _take(self, letter: Letter) -> None:
+        message = letter.message
+        if isinstance(message, Reserved | Rejected | Timeline):
+            receipt = Receipt(message.room, message.epoch, kind_of(message))
+            self.network.letters.append(Letter(ROUTER, letter.sender, receipt))
         match message:
             case Tokens():
                 for run in message.runs:
