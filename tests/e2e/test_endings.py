@@ -91,6 +91,15 @@ def test_a_stop_string_that_is_split_over_tokens(split: Stack, stream: bool) -> 
     split.settle()
 
 
+def test_a_stop_string_in_token_0_ends_the_hand_off_while_it_runs(split: Stack) -> None:
+    text = completion(split, max_tokens=4)["choices"][0]["text"]
+    answer = completion(split, stop=text[:2])
+    assert answer["choices"][0]["text"] == ""
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] == 1
+    split.settle()
+
+
 def test_text_that_only_begins_like_a_stop_string_is_shown(split: Stack) -> None:
     text = completion(split, max_tokens=12)["choices"][0]["text"]
     options = {"stream": True, "stream_options": {"include_usage": True}}
