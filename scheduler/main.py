@@ -1,7 +1,7 @@
 """A worker as a plain process: `python -m prefill_node --options FILE.json`.
 
-Prints one line of JSON when ready, drains on SIGTERM or SIGINT, exits 2 with one line on stderr when its
-options cannot work, and 1 when its engine loop has died.
+Prints one line of JSON when ready, drains on SIGTERM or SIGINT (leaves at once when it has not joined yet),
+exits 2 with one line on stderr when its options cannot work, and 1 when its engine loop has died.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import queue
 import signal
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from scheduler.options import WorkerOptions
 from scheduler.worker import Worker
@@ -32,23 +34,24 @@ def run_worker(
     parser.add_argument("--options", type=Path, required=True, help="JSON file of WorkerOptions")
     options_file: Path = parser.parse_args(arguments).options
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
     with exit_on_config_error(program):
         worker = make(read_options(WorkerOptions, options_file))
         try:
-            return _serve(worker, stop)
+            return _serve(worker)
         finally:
             worker.close()
 
 
-def _serve(worker: Worker, stop: threading.Event) -> int:
+def _serve(worker: Worker) -> int:
+    _on_signals(_leave)  # joining may take a minute, and there is nothing to finish yet
     record = worker.start()
+    # Not an Event: its set() waits for a lock that the interrupted wait() may hold. This put() never does.
+    told: queue.SimpleQueue[int] = queue.SimpleQueue()
+    _on_signals(lambda number, _: told.put(number))
     ready = {"ready": True, "id": record.id, "mailbox": record.mailbox, "events": record.events}
     sys.stdout.write(json.dumps(ready) + "\n")
     sys.stdout.flush()
-    while not stop.wait(_HEALTH_S):
+    while not _wait(told, _HEALTH_S):
         try:
             worker.healthy()
         except WorkerLost as error:
@@ -56,3 +59,21 @@ def _serve(worker: Worker, stop: threading.Event) -> int:
             return 1
     worker.drain(_DRAIN_S)
     return 0
+
+
+def _on_signals(handler: Callable[[int, FrameType | None], None]) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handler)
+
+
+def _leave(*_: object) -> NoReturn:
+    raise SystemExit(0)
+
+
+def _wait(told: queue.SimpleQueue[int], timeout_s: float) -> bool:
+    """Whether a signal came within `timeout_s`."""
+    try:
+        told.get(timeout=timeout_s)
+    except queue.Empty:
+        return False
+    return True

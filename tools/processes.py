@@ -58,16 +58,16 @@ class Child:
 
     def end(self) -> None:
         """SIGTERM, then SIGKILL after a bound. A child that had to be killed is an error."""
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
+        try:
+            if self.process.poll() is None:
+                self.process.terminate()
                 self.process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait(END_S)
-                raise ChildFailed(f"{self.module} ignored SIGTERM:\n{self.log.read_text()[-4000:]}") from None
-        if self.process.stdout is not None:
-            self.process.stdout.close()
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise ChildFailed(f"{self.module} ignored SIGTERM:\n{self.log.read_text()[-4000:]}") from None
+        finally:
+            if self.process.stdout is not None:
+                self.process.stdout.close()
 
     def kill(self) -> None:
         """SIGKILL: the machine pulled the plug."""

@@ -16,6 +16,7 @@ import pytest
 from engine.fake import fake_generate
 from tools.local_stack import Stack, stack
 from tools.processes import Child
+from wire.mailbox import Mailbox
 
 OUTPUT_TOKENS = 60
 OPTIONS: dict[str, Any] = {
@@ -110,3 +111,12 @@ def test_a_client_that_leaves_frees_both_sides(tiny_model: Path, tmp_path: Path)
             list(pool.map(impatient, prompts(4, seed=5)))
         assert started.is_set()
         running.settle()
+
+
+def test_a_worker_told_to_leave_while_it_joins_leaves_at_once(tiny_model: Path, tmp_path: Path) -> None:
+    with Mailbox() as silent_directory:
+        options = {"model": str(tiny_model), "directory": silent_directory.address, "max_total_tokens": 1024}
+        with Child("prefill_node", {**options, "engine": "fake"}, tmp_path) as child:
+            assert silent_directory.wait(60.0), "it does not even try to join"
+            child.process.terminate()
+            assert child.process.wait(10.0) == 0
