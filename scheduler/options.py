@@ -79,6 +79,7 @@ class WorkerOptions(Options):
     )
 
     # liveness
+    join_timeout_s: float = Field(60.0, gt=0, description="bound on the directory's first answer")
     announce_interval_s: float = Field(1.0, gt=0)
     output_lease_s: float = Field(
         60.0, gt=0, description="how long finished output waits for the router's Ack"

@@ -53,7 +53,6 @@ from wire.security import curve_for
 log = logging.getLogger(__name__)
 
 _SWEEP_S = 0.25
-_JOIN_DIRECTORY_S = 60.0
 _DRAIN_SHARE = 0.8  # of the bound: then what is left is handed back to the router
 
 
@@ -118,7 +117,7 @@ class Worker:
         """Run the loop and join the directory. Raises ConfigError when the directory refuses."""
         self._thread.start()
         if self._announcer is not None:
-            self._announcer.start(_JOIN_DIRECTORY_S)
+            self._announcer.start(self.options.join_timeout_s)
         return self.record()
 
     def record(self) -> WorkerRecord:

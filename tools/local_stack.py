@@ -122,7 +122,11 @@ def stack(
         mailbox = cleanup.enter_context(Mailbox(curve=curve_for(worker.get("cluster_secret"))))
         running = Stack(front, nodes["prefill_node"], nodes["decode_node"], http, mailbox)
         wait_for_workers(running, prefill + decode)
-        yield running
+        try:
+            yield running
+        finally:
+            for node in running.workers:
+                node.ask_to_end()
 
 
 def wait_for_workers(running: Stack, count: int, timeout_s: float = 30.0) -> None:

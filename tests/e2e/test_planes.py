@@ -26,7 +26,6 @@ PAGE_SIZE = 8  # a printed tree shows a node's first 8 tokens
 LONG = 20 * PAGE_SIZE
 SECRET = "between us"
 FOUR = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 4}
-JOIN_S = 60.0  # how long a worker tries to reach its directory
 
 
 def tokens(rng: random.Random, count: int) -> list[int]:
@@ -62,21 +61,6 @@ def secret_stack(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         yield running
 
 
-@pytest.fixture(scope="module")
-def stranger(
-    secret_stack: Stack, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Child]:
-    """A decode worker with another secret, that has begun to look for the directory."""
-    options = {
-        "model": str(tiny_model), "served_model_name": "m", "engine": "fake", "page_size": PAGE_SIZE,
-        "max_total_tokens": 1024, "directory": secret_stack.router.ready["mailbox"],
-        "cluster_secret": "something else",
-    }  # fmt: skip
-    with Child("decode_node", options, tmp_path_factory.mktemp("stranger")) as child:
-        yield child
-
-
-@pytest.mark.usefixtures("stranger")  # it tries for a minute, while the other tests run
 def test_a_cluster_with_a_secret_answers(secret_stack: Stack) -> None:
     rng = random.Random(13)
     prompts = [tokens(rng, count) for count in (1, 40, 130)]
@@ -240,9 +224,17 @@ def wait_until_known(running: Stack, text: str, prefill: str) -> None:
 # -- and the one outside ----------------------------------------------------------------------------------
 
 
-def test_a_worker_with_another_secret_cannot_join(secret_stack: Stack, stranger: Child) -> None:
-    assert stranger.process.wait(JOIN_S + 30.0) == 2
-    line = stranger.log.read_text().splitlines()[-1]
+def test_a_worker_with_another_secret_cannot_join(
+    secret_stack: Stack, tiny_model: Path, tmp_path: Path
+) -> None:
+    options = {
+        "model": str(tiny_model), "served_model_name": "m", "engine": "fake", "page_size": PAGE_SIZE,
+        "max_total_tokens": 1024, "directory": secret_stack.router.ready["mailbox"],
+        "cluster_secret": "something else", "join_timeout_s": 3.0,
+    }  # fmt: skip
+    with Child("decode_node", options, tmp_path) as stranger:
+        assert stranger.process.wait(60.0) == 2
+        line = stranger.log.read_text().splitlines()[-1]
     assert line.startswith("decode_node: directory: ")
     assert {worker["id"] for worker in workers(secret_stack)} == {
         worker.ready["id"] for worker in secret_stack.workers
