@@ -1,9 +1,6 @@
-"""Run pytest in one or more passes and end with ONE line over all of them: `N passed[, M skipped, K failed]`.
+"""Run pytest and end with ONE line: `N passed`, or `N passed, M skipped, K failed`.
 
-    python -m tools.run_tests MARKERS [PATH ...]
-
-The Ray tests run in a pass of their own: a Ray cluster and a hypothesis run in one process would share
-two cores, signal handlers and the warnings filter.
+python -m tools.run_tests MARKERS [PATH ...]
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("paths", nargs="*", default=[])
     options, rest = parser.parse_known_args(argv)
     tally = _Tally()
-    arguments = ["-m", options.markers, "--no-summary", "-rfEs", "--durations=5", *options.paths, *rest]
+    arguments = ["-m", options.markers, "-rfEs", "--durations=5", *options.paths, *rest]
     status = pytest.main(arguments, plugins=[tally])
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         tally.outcomes["failed"] += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,25 @@ import pytest
 from transformers import AutoTokenizer
 
 from router.tokenization import Tokenization
+from tests.support.tiny_models import FAMILIES as TINY_FAMILIES
+from tests.support.tiny_models import make_tiny
 from tests.support.tokenizers import byte_fallback, byte_level
 from wire.errors import ConfigError, InvalidRequest
+
+DEMO_MODEL = Path(__file__).parents[2] / "deploy" / "demo_model"
+
+
+def _tiny(family: str, directory: Path) -> Path:
+    return make_tiny(family, directory, seed=1)
+
 
 FAMILIES: dict[str, Callable[[Path], Path]] = {
     "qwen": lambda path: byte_level(path, tokenizer_class="Qwen2Tokenizer"),
     "llama3": lambda path: byte_level(path, bos=True),
     "llama2": lambda path: byte_fallback(path, tokenizer_class="LlamaTokenizer"),
     "mistral": byte_fallback,
+    "demo": lambda _: DEMO_MODEL,
+    **{f"oracle-{family}": partial(_tiny, family) for family in TINY_FAMILIES},
 }
 TOOL = {
     "type": "function",
@@ -79,8 +91,9 @@ def test_tools_reasoning_and_template_arguments(tmp_path: Path) -> None:
     assert "<think>\n\n</think>" in got
 
 
-def test_a_template_may_refuse_in_its_own_words(pair: tuple[Tokenization, Any]) -> None:
-    ours, _ = pair
+@pytest.mark.parametrize("family", ["qwen", "llama3", "llama2", "mistral"])
+def test_a_template_may_refuse_in_its_own_words(tmp_path: Path, family: str) -> None:
+    ours = Tokenization(FAMILIES[family](tmp_path))
     with pytest.raises(InvalidRequest, match=r"unknown role|roles must alternate"):
         ours.render_chat([{"role": "stranger", "content": "x"}])
 

@@ -15,6 +15,9 @@ from tests.support.tiny_models import make_tiny
 MIN_MARGIN = 1e-4
 """Between the best and the second logit of every step. Below it, float32 sums in another order may decide."""
 
+REDRAWN: list[str] = []
+"""Seeds that draw_model skipped; the end of the test run prints them (tests/conftest.py)."""
+
 
 @functools.lru_cache(maxsize=8)
 def reference_model(path: Path, stamp: int) -> Any:
@@ -57,7 +60,7 @@ def draw_model(
     """A tiny model whose greedy answers to `prompts` are decided clearly, and those answers.
 
     Clearly: every margin is at least MIN_MARGIN, and n tokens hold at least n / 4 different ones. A seed
-    that does not give that is skipped, aloud.
+    that does not give that is skipped, and said at the end of the run.
     """
     for candidate in range(seed, seed + 50):
         path = make_tiny(family, directory, candidate)
@@ -67,5 +70,5 @@ def draw_model(
         if not unclear and not dull:
             return path, [tokens for tokens, _ in answers]
         why = "margin" if unclear else "too few distinct tokens"
-        print(f"{family}: seed {candidate} redrawn ({why})")  # noqa: T201
+        REDRAWN.append(f"{family}: seed {candidate} redrawn ({why})")
     raise AssertionError(f"no clear {family} model in 50 seeds")
