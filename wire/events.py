@@ -4,7 +4,7 @@ A batch is the MessagePack array `[ts, events, dp_rank]`; an event is a map tagg
 PUB socket: topic, 8-byte big-endian sequence number from 0, batch. Reading is lenient where the field is
 not uniform: older engines send positional arrays; hashes are signed, unsigned or bytes; fields and even
 event types may be unknown. A bad event never drops its batch: it is returned as `Unread`, with the reason.
-Source: shared facts on vLLM 0.33, SGLang 0.5.23 and Dynamo 1.6.1 (docs/decisions/0003).
+Source: what vLLM 0.33 and SGLang 0.5.23 publish and Dynamo 1.6.1 reads (docs/decisions/0003).
 """
 
 from __future__ import annotations

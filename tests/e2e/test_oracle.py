@@ -136,6 +136,7 @@ def served(case: Case, model: Model, tmp_path_factory: pytest.TempPathFactory) -
         page_size=case.page_size,
         chunked_prefill_size=case.chunk,
         max_total_tokens=2048,
+        kv_checksums=case.path == "tcp",
         **options,
     ) as running:
         yield running
