@@ -86,14 +86,14 @@ async def route(router: Router, request: HttpRequest) -> None:
 
 
 async def inspect(router: Router, request: HttpRequest) -> None:
-    """GET /debug/inspect?worker=ID&what=memory|tree|load|metrics: a worker's own report."""
+    """GET /debug/inspect?worker=ID&what=memory|tree|load|metrics|rooms: a worker's own report."""
     query = request.query()
     what = query.get("what", "memory")
     try:
         report = await router.inspect(query.get("worker", ""), what)
     except TimeoutError:
         raise Unavailable(f"worker {query.get('worker')!r} did not report in time") from None
-    if what in ("memory", "load"):
+    if what != "tree":
         await request.respond_json(msgspec.Raw(report.encode()))
     else:
         await request.respond(200, report.encode(), [(b"content-type", b"text/plain; charset=utf-8")])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 
 class Histogram:
@@ -38,3 +39,10 @@ class SchedulerMetrics:
     batch_tokens: Histogram = field(
         default_factory=lambda: Histogram((1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192))
     )
+
+    def report(self) -> dict[str, Any]:
+        """The same as plain values: a histogram is its bounds, counts and total."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {
+            name: vars(value) if isinstance(value, Histogram) else value for name, value in values.items()
+        }

@@ -312,7 +312,10 @@ class Worker:
                 return self._memory.cache.pretty_print()
             case "load":
                 return msgspec.json.encode(self._load).decode()
+            case "metrics":
+                return json.dumps(self._scheduler.metrics.report())
             case "rooms":
                 return json.dumps([[room.room, room.epoch] for room in self.rooms()])
             case _:
-                return json.dumps({"error": f"unknown report {what!r}: use memory, tree, load or rooms"})
+                known = "memory, tree, load, metrics or rooms"
+                return json.dumps({"error": f"unknown report {what!r}: use {known}"})

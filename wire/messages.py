@@ -127,14 +127,14 @@ class Resend(RoomMessage, frozen=True, tag="resend"):
 
 
 class Inspect(Message, frozen=True, tag="inspect"):
-    """Ask a worker for a report: `what` is "memory", "tree", "load" or "metrics"; `token` is echoed."""
+    """Ask a worker for a report: "memory", "tree", "load", "metrics" or "rooms". `token` is echoed."""
 
     what: str
     token: int
 
 
 class Inspected(Message, frozen=True, tag="inspected"):
-    """The report, as JSON (tree and metrics: text)."""
+    """The report, as JSON (the tree: text)."""
 
     token: int
     body: str

@@ -33,3 +33,5 @@ def test_lost_doubled_late_and_reordered_messages_change_nothing(
             fake_generate(prompt, 40) for prompt in prompts
         ]
         running.settle()
+        finished = [running.inspect(worker, "metrics")["finished"] for worker in running.decode]
+        assert sum(finished) >= len(prompts), "a room that started again may have ended twice"
