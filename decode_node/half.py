@@ -95,10 +95,12 @@ class DecodeHalf(Half[DecodeRoom]):
     def poll(self, now: float) -> None:
         while self._bootstrap and self._try_reserve(self._bootstrap[0], now):
             self._bootstrap.popleft()
+        self._lift_quarantine()
+
+    def sweep(self, now: float) -> None:
         for room in self.rooms.active():
             if room.hold is not Hold.SCHEDULER and now >= room.deadline:
                 self.fail(room, RejectKind.FAILED, f"no KV arrived in time (room was in {room.hold})")
-        self._lift_quarantine()
 
     def _try_reserve(self, room: DecodeRoom, now: float) -> bool:
         """Whether the room needs no further try: it is reserved, or over."""

@@ -51,10 +51,6 @@ class RadixKey:
         end = stop + 1 if self.namespace.is_bigram and stop > start else stop
         return RadixKey(self.tokens[start:end], self.namespace, self.tenant)
 
-    def page_aligned(self, page_size: int) -> RadixKey:
-        """The whole pages of this key."""
-        return self[: len(self) // page_size * page_size]
-
     def page_digests(self, page_size: int) -> list[PageDigest]:
         """Digests of the whole pages, from the namespace's seed: this key must start at position 0."""
         namespace = self.namespace

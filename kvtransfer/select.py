@@ -18,7 +18,6 @@ from kvtransfer.rooms import RoomTable
 from kvtransfer.transport import Bounds, ReceiverTransport, SenderTransport
 from wire.errors import ConfigError, TransferError
 from wire.messages import KVTarget, TransferEndpoint
-from wire.records import GroupLayout
 
 AUTO = "auto"
 BACKENDS = (shm.BACKEND, mooncake.BACKEND, tcp.BACKEND)  # best first
@@ -30,27 +29,6 @@ def check_backend(name: str) -> str:
         valid = ", ".join((AUTO, *BACKENDS))
         raise ConfigError("kv_transfer_backend", f"there is no backend {name!r}", f"use one of: {valid}")
     return name
-
-
-def check_layouts(mine: tuple[GroupLayout, ...], theirs: tuple[GroupLayout, ...]) -> None:
-    """Whether two workers may exchange pages. Raises ConfigError naming the first thing that differs."""
-    ours, peers = {group.name: group for group in mine}, {group.name: group for group in theirs}
-    if ours.keys() != peers.keys():
-        problem = f"the workers have different KV groups: {sorted(ours)} and {sorted(peers)}"
-        raise ConfigError("model", problem, "serve the same model on both")
-    remedies = {
-        "page_size": "set the same page_size on prefill and decode workers",
-        "dtype": "set the same dtype on prefill and decode workers",
-        "tile_order": "set the same attention backend on prefill and decode workers",
-        "kind": "serve the same model on both",
-        "shape": "serve the same model with the same tensor parallel size on both",
-        "page_bytes": "serve the same model on both",
-    }
-    for name, group in ours.items():
-        for key, remedy in remedies.items():
-            here, there = getattr(group, key), getattr(peers[name], key)
-            if here != there:
-                raise ConfigError(key, f"KV group {name} has {here} here and {there} there", remedy)
 
 
 def open_receiver(

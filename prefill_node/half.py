@@ -192,7 +192,7 @@ class PrefillHalf(Half[PrefillRoom]):
         room.sender.send({"full": pages}, end, last)
         room.req.start_send_idx = room.sender.start_send_idx
 
-    def poll(self, now: float) -> None:
+    def poll(self, now: float) -> None:  # noqa: ARG002  nothing here waits for a time
         for room in self.rooms.active():
             if room.hold is Hold.SCHEDULER:
                 self._ship_cached(room)
@@ -200,10 +200,13 @@ class PrefillHalf(Half[PrefillRoom]):
                 room.hold = Hold.PARKED
                 room.deadline = self._deadline()
                 self.scheduler.park(room.req)
-            elif room.hold is Hold.PARKED and now >= room.deadline:
-                self.fail(room, RejectKind.FAILED, "decode did not say where the KV should go in time")
         while not self._sent.empty():
             self._take_sent(self._sent.get())
+
+    def sweep(self, now: float) -> None:
+        for room in self.rooms.active():
+            if room.hold is Hold.PARKED and now >= room.deadline:
+                self.fail(room, RejectKind.FAILED, "decode did not say where the KV should go in time")
         for endpoint in self._peers.take_idle(now):
             self._transport.drain(endpoint)
 

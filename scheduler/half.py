@@ -113,7 +113,11 @@ class Half(ABC, Generic[RoomType]):
 
     @abstractmethod
     def poll(self, now: float) -> None:
-        """Advance hand-offs: transfers that ended, leases that ran out. Must not block."""
+        """Advance hand-offs, in every turn of the loop. Must not block."""
+
+    @abstractmethod
+    def sweep(self, now: float) -> None:
+        """End what has waited too long, a few times a second: not the business of every token's turn."""
 
     @abstractmethod
     def on_prefilled(self, req: Req) -> AfterPrefill:

@@ -15,6 +15,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
@@ -69,30 +70,9 @@ class Worker:
         self.options = options
         self.id = options.worker_id or f"{half.role}-{secrets.token_hex(3)}"
         self._incarnation = secrets.randbits(62)
-        self._engine, self._memory = build_engine(options, shared_pool=half.shared_pool)
-        self._limits = RequestLimits(
-            self._memory.config.max_context_len, self._engine.spec.vocab_size, self._engine.spec.eos_token_ids
-        )
-        curve = curve_for(options.cluster_secret)
-        self._mailbox = Mailbox(options.interface, curve)
-        self._publisher = open_publisher(options, self._memory, curve)
-        self._repeater = Repeater(self._mailbox.send)
-        self._outbox = Outbox(self.id, self._mailbox.send, options.output_lease_s)
-        self._rooms: Rooms[Room] = Rooms(2 * options.hand_off_timeout_s, options.hand_off_timeout_s)
-        self._half = half(
-            Services(
-                self.id,
-                self._incarnation,
-                options,
-                self._memory,
-                self._mailbox,
-                self._repeater,
-                self._outbox,
-                self._rooms,
-            )
-        )
-        self._scheduler = build_scheduler(options, self._memory, self._engine, self._half, half.phases)
-        self._half.scheduler = self._scheduler
+        with ExitStack() as owned:  # what is open already is closed again when the rest cannot be had
+            self._build(owned, half)
+            self._owned = owned.pop_all()
         self._load = self._scheduler.load()
         self._announcer: Announcer | None = None
         directory = options.directory
@@ -110,6 +90,40 @@ class Worker:
         self._beat_at = time.monotonic()
         self._swept_at = 0.0
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
+
+    def _build(self, owned: ExitStack, half: type[Half[Any]]) -> None:
+        """Open every part; each is `owned` as soon as it is open."""
+        options = self.options
+        self._engine, self._memory = build_engine(options, shared_pool=half.shared_pool)
+        owned.callback(self._memory.close)
+        owned.callback(self._engine.close)
+        self._limits = RequestLimits(
+            self._memory.config.max_context_len, self._engine.spec.vocab_size, self._engine.spec.eos_token_ids
+        )
+        curve = curve_for(options.cluster_secret)
+        self._mailbox = Mailbox(options.interface, curve)
+        owned.callback(self._mailbox.close)
+        self._publisher = open_publisher(options, self._memory, curve)
+        if self._publisher is not None:
+            owned.callback(self._publisher.close)
+        self._repeater = Repeater(self._mailbox.send)
+        self._outbox = Outbox(self.id, self._mailbox.send, options.output_lease_s)
+        self._rooms: Rooms[Room] = Rooms(2 * options.hand_off_timeout_s, options.hand_off_timeout_s)
+        self._half = half(
+            Services(
+                self.id,
+                self._incarnation,
+                options,
+                self._memory,
+                self._mailbox,
+                self._repeater,
+                self._outbox,
+                self._rooms,
+            )
+        )
+        owned.callback(self._half.close)
+        self._scheduler = build_scheduler(options, self._memory, self._engine, self._half, half.phases)
+        self._half.scheduler = self._scheduler
 
     # -- life, from other threads ------------------------------------------------------------------
 
@@ -172,12 +186,7 @@ class Worker:
         self._mailbox.nudge()
         if self._thread.is_alive():
             self._thread.join(timeout=30.0)
-        self._half.close()
-        self._engine.close()
-        if self._publisher is not None:
-            self._publisher.close()
-        self._mailbox.close()
-        self._memory.close()
+        self._owned.close()
 
     # -- views, on the loop's thread ----------------------------------------------------------------
 
@@ -226,6 +235,7 @@ class Worker:
     def _sweep(self, now: float) -> None:
         self._swept_at = now
         self._load = self._scheduler.load()
+        self._half.sweep(now)
         self._repeater.tick(now)
         self._rooms.sweep(now)
         self._outbox.sweep(now)
