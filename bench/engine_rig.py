@@ -75,7 +75,7 @@ class EngineRig:
         pool = self._memory.kv_cache
         assert isinstance(pool, MHAKVCache)
         pool.data.fill_(0)  # touch every page before anything is timed
-        self._runner = ModelRunner(loaded, pool, config)
+        self._runner = ModelRunner(loaded, self._memory.kv_caches, config)
         self._policy = CountingPolicy()
         scheduler_config = SchedulerConfig(
             model="bench", max_running_requests=MAX_BATCH, chunked_prefill_size=None

@@ -10,24 +10,15 @@ from __future__ import annotations
 from typing import Any
 
 from engine.errors import UnsupportedModel
+from engine.families import dense
+from engine.families.base import Family
 
-FAMILIES: dict[str, str] = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-}
-"""model_type -> the class that is tested token by token against transformers.generate."""
+FAMILIES: dict[str, Family] = {**dense.FAMILIES}
+"""model_type -> what is tested token by token against transformers.generate."""
 
 ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 """Fixed functions of a token's own position. "dynamic" and "longrope" rescale by the longest position in the
 input, which in a pack is another sequence's."""
-
-LAYER_TYPES = frozenset({"full_attention"})
-
-WINDOWED_BY_LAYER_TYPE = frozenset({"qwen2", "qwen3"})
-"""Families whose layer_types say which layers `sliding_window` is for; in the others it is for all."""
 
 _MUST_BE_OFF = {
     "attn_logit_softcapping": "soft-capped attention scores are not computed by the paged backends",
@@ -42,18 +33,20 @@ _MUST_BE_OFF = {
 """config.json key -> why any value but null, false, 0 or an empty list is refused."""
 
 
-def check_model(config: Any) -> None:
-    """Raises UnsupportedModel for a transformers config that the engine would not compute exactly."""
-    _check_family(config)
+def check_model(config: Any) -> Family:
+    """The family of a transformers config. Raises UnsupportedModel where the engine would not be exact."""
+    family = _family(config)
     for key, why in _MUST_BE_OFF.items():
         value = getattr(config, key, None)
-        if value:
+        if value and key not in family.allows:
             raise UnsupportedModel(f"{key} is {value!r} in config.json: {why}", "use a model without it")
-    _check_masks(config)
+    _check_masks(config, family)
     _check_rope(config)
+    family.check(config)
+    return family
 
 
-def _check_family(config: Any) -> None:
+def _family(config: Any) -> Family:
     supported = f"use one of {', '.join(sorted(FAMILIES))}"
     model_type = getattr(config, "model_type", None)
     architectures = getattr(config, "architectures", None) or []
@@ -63,26 +56,22 @@ def _check_family(config: Any) -> None:
         )
     if model_type not in FAMILIES:
         raise UnsupportedModel(f"model_type {model_type!r} in config.json is not in the table", supported)
-    if architectures and FAMILIES[model_type] not in architectures:
+    family = FAMILIES[model_type]
+    if architectures and family.architecture not in architectures:
         raise UnsupportedModel(
-            f"architectures is {architectures!r} in config.json, not {FAMILIES[model_type]}", supported
+            f"architectures is {architectures!r} in config.json, not {family.architecture}", supported
         )
+    return family
 
 
-def _check_masks(config: Any) -> None:
+def _check_masks(config: Any, family: Family) -> None:
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
         raise UnsupportedModel("config.json asks for bidirectional attention", "use a causal decoder")
-    layer_types = getattr(config, "layer_types", None) or ["full_attention"]
-    unknown = sorted(set(layer_types) - LAYER_TYPES)
+    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - family.layer_types)
     if unknown:
         raise UnsupportedModel(
             f"layer_types in config.json holds {', '.join(unknown)}",
-            "use a model with full_attention layers only",
-        )
-    window = getattr(config, "sliding_window", None)
-    if window is not None and config.model_type not in WINDOWED_BY_LAYER_TYPE:
-        raise UnsupportedModel(
-            f"sliding_window is {window} in config.json", "use a checkpoint whose sliding_window is null"
+            f"use a model with {', '.join(sorted(family.layer_types))} layers only",
         )
 
 

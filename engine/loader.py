@@ -18,14 +18,25 @@ from transformers.utils import logging as transformers_logging
 from engine.attention import ATTENTION_NAME
 from engine.config import EngineConfig
 from engine.errors import UnsupportedModel
+from engine.families.base import Dtypes
 from engine.gate import check_model
 from engine.spec import ModelSpec
 from engine.swaps import apply_swaps, swap_table
-from kvcache.layout import KVGroupSpec
+from kvcache.layout import GroupSpec
 from wire.errors import ConfigError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _FINGERPRINT_VALUES = 64  # of each weight
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """What an attention backend must know of one layer, read from the module that computes it."""
+
+    layer: int
+    query_heads: int
+    scale: float  # on q.k
+    window: int | None  # keys that a query sees, itself included; None: all
 
 
 @dataclass(frozen=True)
@@ -34,8 +45,7 @@ class LoadedModel:
 
     model: Any  # a transformers PreTrainedModel with a causal LM head
     spec: ModelSpec
-    query_heads: int
-    scale: float  # on q.k, the same in every layer
+    attention: tuple[AttentionLayer, ...]  # one per layer that attends, in order
     swapped: dict[str, int]  # class name -> modules replaced
 
 
@@ -52,13 +62,16 @@ def load_model(config: EngineConfig) -> LoadedModel:
         hf_config = AutoConfig.from_pretrained(config.model, local_files_only=local)
     except (OSError, ValueError) as error:
         raise _unreadable(config.model, error) from error
-    check_model(hf_config)
+    family = check_model(hf_config)
     dtype = _dtype(config, hf_config)
     model = _read(config, hf_config, dtype, local)
     model = model.to(config.device).eval().requires_grad_(False)
-    query_heads, scale = _attention_facts(model, hf_config)
+    family.prepare(model)
+    groups = family.groups(hf_config, Dtypes(model=dtype, kv=dtype))
+    attention = _attention_layers(model, hf_config)
+    _check_layers(groups, attention)
     spec = ModelSpec(
-        groups=(_group(hf_config, dtype),),
+        groups=groups,
         vocab_size=hf_config.vocab_size,
         max_position=hf_config.max_position_embeddings,
         eos_token_ids=_eos_token_ids(model, hf_config),
@@ -67,7 +80,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         dtype=dtype,
     )
     swapped = apply_swaps(model, config, swap_table(config))
-    return LoadedModel(model, spec, query_heads, scale, swapped)
+    return LoadedModel(model, spec, attention, swapped)
 
 
 def _read(config: EngineConfig, hf_config: Any, dtype: torch.dtype, local: bool) -> Any:
@@ -117,25 +130,28 @@ def _dtype(config: EngineConfig, hf_config: Any) -> torch.dtype:
     return dtype
 
 
-def _group(hf_config: Any, dtype: torch.dtype) -> KVGroupSpec:
+def _attention_layers(model: nn.Module, hf_config: Any) -> tuple[AttentionLayer, ...]:
+    """Every module that attends, in layer order. Read from the modules, which are what computes."""
+    modules: Any = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling")]
     heads = hf_config.num_attention_heads
-    return KVGroupSpec(
-        layer_ids=tuple(range(hf_config.num_hidden_layers)),
-        kv_heads=hf_config.num_key_value_heads,
-        head_dim=getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads,
-        dtype=dtype,
+    return tuple(
+        AttentionLayer(m.layer_idx, heads, float(m.scaling), getattr(m, "sliding_window", None))
+        for m in sorted(modules, key=lambda module: module.layer_idx)
     )
 
 
-def _attention_facts(model: nn.Module, hf_config: Any) -> tuple[int, float]:
-    """(query heads, scale). Read from the modules, which are what computes, and checked to be uniform."""
-    layers = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling")]
-    scales = {float(layer.scaling) for layer in layers}  # type: ignore[arg-type]
-    if sorted(layer.layer_idx for layer in layers) != list(range(hf_config.num_hidden_layers)):  # type: ignore[type-var]
-        raise UnsupportedModel("its attention layers are not one per decoder layer", "use a plain decoder")
-    if len(scales) != 1:
-        raise UnsupportedModel(f"its layers scale attention differently ({scales})", "use a plain decoder")
-    return hf_config.num_attention_heads, scales.pop()
+def _check_layers(groups: tuple[GroupSpec, ...], attention: tuple[AttentionLayer, ...]) -> None:
+    """Refuse a model whose modules disagree with the groups that its family laid out for them."""
+    windows = {
+        layer: getattr(group, "window", None)
+        for group in groups
+        if group.kind != "state"
+        for layer in group.layer_ids
+    }
+    if {facts.layer: facts.window for facts in attention} != windows:
+        raise UnsupportedModel(
+            "its attention layers or windows are not those that its config.json names", "use a plain decoder"
+        )
 
 
 def _eos_token_ids(model: nn.Module, hf_config: Any) -> tuple[int, ...]:

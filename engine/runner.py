@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,14 +11,14 @@ import numpy.typing as npt
 import torch
 
 import engine.sampler as sampler
-from engine.backends.choose import build_attention
+from engine.backends.choose import build_layers
 from engine.batch import BatchResult, ForwardBatch
 from engine.config import EngineConfig
 from engine.last_tokens import LastTokens
 from engine.launch import Launched, LaunchQueue
 from engine.loader import LoadedModel
 from engine.paged_cache import PagedCache
-from kvcache.pool import MHAKVCache
+from kvcache.pool import KVCache
 
 
 @dataclass(slots=True)
@@ -32,14 +33,14 @@ class RunnerCounters:
 
 
 class ModelRunner:
-    """See engine.batch.Engine. `pool` holds the pages of the model's one KV group."""
+    """See engine.batch.Engine. `pools` holds every group of the model's spec, by name."""
 
-    def __init__(self, loaded: LoadedModel, pool: MHAKVCache, config: EngineConfig) -> None:
+    def __init__(self, loaded: LoadedModel, pools: Mapping[str, KVCache], config: EngineConfig) -> None:
         if config.threads:
             torch.set_num_threads(config.threads)
         self.spec = loaded.spec
         self.counters = RunnerCounters()
-        self.attention = build_attention(config, pool, loaded.query_heads, loaded.scale)
+        self.attention = build_layers(config, loaded, pools)
         self._decoder = getattr(loaded.model, loaded.model.base_model_prefix)
         self._lm_head = loaded.model.lm_head
         self._device = torch.device(config.device)

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from kvcache.layout import KVGroupSpec
+    from kvcache.layout import GroupSpec
 
 
 @dataclass(frozen=True)
 class ModelSpec:
     """A loaded model's facts. Two workers exchange KV only if their `fingerprint`s are equal."""
 
-    groups: tuple[KVGroupSpec, ...]  # one KV pool each
+    groups: tuple[GroupSpec, ...]  # one pool each; the first decides reuse
     vocab_size: int  # of the logits: token ids are in [0, vocab_size)
     max_position: int  # longest context, tokens
     eos_token_ids: tuple[int, ...]

@@ -1,8 +1,19 @@
-"""KVGroupSpec: the shape of one KV group, from which the bytes of its pages follow (DESIGN section 3)."""
+"""Group specs: the shape of each KV group, from which the bytes of its pages follow (DESIGN section 3).
+
+    GroupSpec
+      KVGroupSpec       keys and values per head: full attention, or a sliding window
+      LatentGroupSpec   one compressed vector per token (MLA): full attention as well
+      StateGroupSpec    what linear attention, Mamba and short convolutions remember: one slot per sequence
+
+The group that decides reuse (full or latent) comes first in a model. A model whose layers are all windowed
+has a full group of no layers: its page ids name token pages all the same, and cost no bytes.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import torch
@@ -10,13 +21,41 @@ import torch
 from wire.errors import ConfigError
 from wire.records import GroupLayout
 
+SLOT_ALIGN = 64
+"""Bytes to which each tensor of a state slot is aligned: a cache line, and any vector load."""
+
+
+class GroupSpec(ABC):
+    """What all groups have: a `name`, which keys pools, targets and layouts, a `kind`, and `layer_ids`."""
+
+    layer_ids: tuple[int, ...]
+    name: str
+
+    @property
+    @abstractmethod
+    def kind(self) -> str:
+        """ "full", "latent", "window" or "state"."""
+
+    @abstractmethod
+    def page_shape(self, page_size: int) -> tuple[int, ...]:
+        """The shape of one page as stored."""
+
+    @abstractmethod
+    def page_bytes(self, page_size: int) -> int:
+        """Bytes of one page, contiguous."""
+
+    @abstractmethod
+    def to_layout(self, page_size: int) -> GroupLayout:
+        """The same for a worker record and a handshake."""
+
 
 @dataclass(frozen=True)
-class KVGroupSpec:
-    """Layers whose KV behaves alike and shares one page table.
+class KVGroupSpec(GroupSpec):
+    """Layers whose K and V behave alike and share one page table.
 
-    `layer_ids` are the model's layer numbers; a page holds them in this order. `tile_order` names the order
-    inside a `[page_size, head_dim]` tile: "plain" is token-major; an attention backend may define another.
+    `layer_ids` are the model's layer numbers; a page holds them in this order. With `window`, a query at
+    position p sees keys at p - window + 1 .. p. `tile_order` names the order inside a `[page_size,
+    head_dim]` tile: "plain" is token-major; an attention backend may define another.
     """
 
     layer_ids: tuple[int, ...]
@@ -24,9 +63,9 @@ class KVGroupSpec:
     head_dim: int
     dtype: torch.dtype
     name: str = "full"
-    kind: str = "full"
     v_head_dim: int | None = None
     tile_order: str = "plain"
+    window: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse heads whose K and V differ in width: one page holds K and V tiles of one shape."""
@@ -37,6 +76,11 @@ class KVGroupSpec:
                 "serve a model whose key and value heads are equally wide",
             )
 
+    @property
+    def kind(self) -> str:
+        """ "window" or "full"."""
+        return "full" if self.window is None else "window"
+
     def page_shape(self, page_size: int) -> tuple[int, ...]:
         """`[layer, 2 (K, V), head, page_size, head_dim]`."""
         return (len(self.layer_ids), 2, self.kv_heads, page_size, self.head_dim)
@@ -46,18 +90,112 @@ class KVGroupSpec:
         return prod(self.page_shape(page_size)) * self.dtype.itemsize
 
     def to_layout(self, page_size: int) -> GroupLayout:
-        """The same for a worker record and a handshake."""
-        return GroupLayout(
-            name=self.name,
-            kind=self.kind,
-            shape=self.page_shape(page_size),
-            dtype=str(self.dtype).removeprefix("torch."),
-            tile_order=self.tile_order,
-            page_size=page_size,
-            page_bytes=self.page_bytes(page_size),
-        )
+        """See GroupSpec."""
+        return _layout(self, page_size, str(self.dtype).removeprefix("torch."), self.tile_order)
 
 
-def pages_in(nbytes: int, specs: tuple[KVGroupSpec, ...], page_size: int) -> int:
+@dataclass(frozen=True)
+class LatentGroupSpec(GroupSpec):
+    """Layers of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): a token's row is its normed
+    latent, `kv_lora_rank` values, and then its rotated key part, `rope_dim` values, shared by all heads."""
+
+    layer_ids: tuple[int, ...]
+    kv_lora_rank: int
+    rope_dim: int
+    dtype: torch.dtype
+    name: str = "latent"
+
+    @property
+    def kind(self) -> str:
+        """ "latent"."""
+        return "latent"
+
+    @property
+    def row_dim(self) -> int:
+        """Values of one token in one layer."""
+        return self.kv_lora_rank + self.rope_dim
+
+    def page_shape(self, page_size: int) -> tuple[int, ...]:
+        """`[layer, page_size, kv_lora_rank + rope_dim]`."""
+        return (len(self.layer_ids), page_size, self.row_dim)
+
+    def page_bytes(self, page_size: int) -> int:
+        """Bytes of one page: all layers, contiguous."""
+        return prod(self.page_shape(page_size)) * self.dtype.itemsize
+
+    def to_layout(self, page_size: int) -> GroupLayout:
+        """See GroupSpec."""
+        return _layout(self, page_size, str(self.dtype).removeprefix("torch."), "plain")
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """One tensor of one layer's state, e.g. `StateTensor(3, "conv", (96, 4), torch.float32)`."""
+
+    layer: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one sequence's."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class StateGroupSpec(GroupSpec):
+    """Layers that keep a state of fixed size per sequence. A page of this group is one slot: every tensor of
+    every layer, each aligned to SLOT_ALIGN, so that a state is one blob to copy, ship and store."""
+
+    tensors: tuple[StateTensor, ...]
+    name: str = "state"
+
+    @property
+    def kind(self) -> str:
+        """ "state"."""
+        return "state"
+
+    @cached_property
+    def layer_ids(self) -> tuple[int, ...]:  # type: ignore[override]
+        """The layers, in order."""
+        return tuple(dict.fromkeys(tensor.layer for tensor in self.tensors))
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Byte in a slot at which each tensor starts; one more for the end of the slot."""
+        offsets = [0]
+        for tensor in self.tensors:
+            offsets.append(offsets[-1] + -(-tensor.nbytes // SLOT_ALIGN) * SLOT_ALIGN)
+        return tuple(offsets)
+
+    def page_shape(self, page_size: int) -> tuple[int, ...]:
+        """`[bytes]`, whatever the page size."""
+        return (self.page_bytes(page_size),)
+
+    def page_bytes(self, page_size: int) -> int:
+        """Bytes of one slot, whatever the page size."""
+        del page_size
+        return self.offsets[-1]
+
+    def to_layout(self, page_size: int) -> GroupLayout:
+        """See GroupSpec. The dtype says every tensor's, so that equal layouts mean equal slots."""
+        described = ",".join(f"{t.layer}.{t.name}:{t.dtype}{list(t.shape)}" for t in self.tensors)
+        return _layout(self, page_size, described.replace("torch.", ""), "plain")
+
+
+def _layout(spec: GroupSpec, page_size: int, dtype: str, tile_order: str) -> GroupLayout:
+    return GroupLayout(
+        name=spec.name,
+        kind=spec.kind,
+        shape=spec.page_shape(page_size),
+        dtype=dtype,
+        tile_order=tile_order,
+        page_size=page_size,
+        page_bytes=spec.page_bytes(page_size),
+    )
+
+
+def pages_in(nbytes: int, specs: tuple[GroupSpec, ...], page_size: int) -> int:
     """How many pages of every group fit into `nbytes`, the scratch page of each group deducted."""
     return max(0, nbytes // sum(spec.page_bytes(page_size) for spec in specs) - 1)

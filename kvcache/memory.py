@@ -13,7 +13,7 @@ from kvcache.base_prefix_cache import NO_PAGES, BasePrefixCache
 from kvcache.buffers import HostBuffer, SharedBuffer, allocate_private, allocate_shared
 from kvcache.config import CacheConfig
 from kvcache.factory import build_prefix_cache
-from kvcache.layout import KVGroupSpec
+from kvcache.layout import GroupSpec, KVGroupSpec
 from kvcache.pool import KVCache, MHAKVCache, ReqToTokenPool
 from wire.errors import ConfigError
 from wire.records import GroupLayout
@@ -42,7 +42,7 @@ class Memory:
     def __init__(
         self,
         config: CacheConfig,
-        specs: tuple[KVGroupSpec, ...],
+        specs: tuple[GroupSpec, ...],
         req_to_token_pool: ReqToTokenPool,
         allocator: BaseTokenToKVPoolAllocator,
         kv_caches: dict[str, KVCache],
@@ -143,7 +143,7 @@ class Memory:
         )
 
 
-def build_memory(config: CacheConfig, specs: Sequence[KVGroupSpec]) -> Memory:
+def build_memory(config: CacheConfig, specs: Sequence[GroupSpec]) -> Memory:
     """Allocate and connect everything. Raises ConfigError for groups that this memory cannot hold."""
     if [spec.kind for spec in specs] != ["full"]:
         kinds = ", ".join(spec.kind for spec in specs) or "none"
@@ -151,6 +151,7 @@ def build_memory(config: CacheConfig, specs: Sequence[KVGroupSpec]) -> Memory:
     buffers: list[HostBuffer] = []
     kv_caches: dict[str, KVCache] = {}
     for spec in specs:
+        assert isinstance(spec, KVGroupSpec), "a full group"
         buffer = None
         if config.device == "cpu":
             nbytes = MHAKVCache.bytes_needed(spec, config.num_pages, config.page_size)

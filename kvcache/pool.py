@@ -6,7 +6,6 @@ out: padded rows of a batch read and write there.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 
@@ -15,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from kvcache.buffers import HostBuffer, SharedBuffer, allocate_private
-from kvcache.layout import KVGroupSpec
+from kvcache.layout import GroupSpec, KVGroupSpec, LatentGroupSpec, StateGroupSpec
 
 
 class ReqToTokenPool:
@@ -69,12 +68,49 @@ class ReqToTokenPool:
         self._is_free[1:] = True
 
 
-class KVCache(ABC):
+class KVCache:
     """The pages of one KV group: page-major, so that one page is one contiguous blob of `page_bytes`.
 
-    `data` has the group's shape, `bytes` is the same storage as uint8 `[num_pages + 1, page_bytes]`, `fd` is
-    the memfd that holds it, from offset 0, when there is one.
+    `bytes` is the storage as uint8 `[num_pages + 1, page_bytes]`; `fd` is the memfd that holds it, from
+    offset 0, when there is one.
     """
+
+    def __init__(
+        self,
+        spec: GroupSpec,
+        num_pages: int,
+        page_size: int,
+        device: str | torch.device = "cpu",
+        buffer: HostBuffer | None = None,
+    ) -> None:
+        """Pages 1..num_pages plus the scratch page 0. `buffer` is where they live, owned by the caller."""
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.page_bytes = spec.page_bytes(page_size)
+        self.device = torch.device(device)
+        self.fd: int | None = buffer.fd if isinstance(buffer, SharedBuffer) else None
+        nbytes = self.bytes_needed(spec, num_pages, page_size)
+        if self.device.type != "cpu":
+            assert buffer is None, "a host buffer cannot hold a device pool"
+            self._storage = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+        elif nbytes == 0:  # a full group of no layers
+            self._storage = torch.empty(0, dtype=torch.uint8)
+        else:
+            self._storage = (buffer or allocate_private(nbytes)).tensor[:nbytes]
+        self.bytes = self._storage.view(num_pages + 1, self.page_bytes)
+
+    @staticmethod
+    def bytes_needed(spec: GroupSpec, num_pages: int, page_size: int) -> int:
+        """Bytes of a pool of `num_pages`, scratch page included."""
+        return (num_pages + 1) * spec.page_bytes(page_size)
+
+    def transfer_region(self) -> tuple[int, int, int]:
+        """(address, bytes, bytes per page): what a transfer engine registers."""
+        return self.bytes.data_ptr(), self.bytes.numel(), self.page_bytes
+
+
+class MHAKVCache(KVCache):
+    """Keys and values of multi-head attention: `data[page, layer, K or V, head, offset, head_dim]`."""
 
     def __init__(
         self,
@@ -84,43 +120,10 @@ class KVCache(ABC):
         device: str | torch.device = "cpu",
         buffer: HostBuffer | None = None,
     ) -> None:
-        """Pages 1..num_pages plus the scratch page 0. `buffer` is where they live, owned by the caller."""
+        super().__init__(spec, num_pages, page_size, device, buffer)
         self.spec = spec
-        self.num_pages = num_pages
-        self.page_size = page_size
-        self.page_bytes = spec.page_bytes(page_size)
-        self.device = torch.device(device)
-        self.fd: int | None = buffer.fd if isinstance(buffer, SharedBuffer) else None
-        nbytes = self.bytes_needed(spec, num_pages, page_size)
-        if self.device.type != "cpu":
-            assert buffer is None, "a host buffer cannot hold a device pool"
-            storage = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
-        else:
-            storage = (buffer or allocate_private(nbytes)).tensor[:nbytes]
-        self.bytes = storage.view(num_pages + 1, self.page_bytes)
-        self.data = storage.view(spec.dtype).view(num_pages + 1, *spec.page_shape(page_size))
+        self.data = self._storage.view(spec.dtype).view(num_pages + 1, *spec.page_shape(page_size))
         self._layer_index = {layer: index for index, layer in enumerate(spec.layer_ids)}
-
-    @staticmethod
-    def bytes_needed(spec: KVGroupSpec, num_pages: int, page_size: int) -> int:
-        """Bytes of a pool of `num_pages`, scratch page included."""
-        return (num_pages + 1) * spec.page_bytes(page_size)
-
-    def transfer_region(self) -> tuple[int, int, int]:
-        """(address, bytes, bytes per page): what a transfer engine registers."""
-        return self.bytes.data_ptr(), self.bytes.numel(), self.page_bytes
-
-    @abstractmethod
-    def set_kv_buffer(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write the KV of one model layer at `slots`."""
-
-    @abstractmethod
-    def get_kv(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gathered copies; for tests and the plain twin, never for the fast path."""
-
-
-class MHAKVCache(KVCache):
-    """Keys and values of multi-head attention: `data[page, layer, K or V, head, offset, head_dim]`."""
 
     def set_kv_buffer(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write `k`, `v` `[tokens, head, head_dim]` of model layer `layer` at `slots` (int64 `[tokens]`).
@@ -134,7 +137,67 @@ class MHAKVCache(KVCache):
         tiles[pages, 1, :, offsets] = v
 
     def get_kv(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`k`, `v` `[tokens, head, head_dim]` of model layer `layer` at `slots`, copied."""
+        """`k`, `v` `[tokens, head, head_dim]` of model layer `layer` at `slots`, copied; for tests."""
         pages, offsets = slots // self.page_size, slots % self.page_size
         tiles = self.data[:, self._layer_index[layer]]
         return tiles[pages, 0, :, offsets], tiles[pages, 1, :, offsets]
+
+
+class MLAKVCache(KVCache):
+    """Latents of multi-head latent attention: `data[page, layer, offset, kv_lora_rank + rope_dim]`."""
+
+    def __init__(
+        self,
+        spec: LatentGroupSpec,
+        num_pages: int,
+        page_size: int,
+        device: str | torch.device = "cpu",
+        buffer: HostBuffer | None = None,
+    ) -> None:
+        super().__init__(spec, num_pages, page_size, device, buffer)
+        self.spec = spec
+        self.data = self._storage.view(spec.dtype).view(num_pages + 1, *spec.page_shape(page_size))
+        self._layer_index = {layer: index for index, layer in enumerate(spec.layer_ids)}
+
+    def set_mla_kv_buffer(
+        self, layer: int, slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor
+    ) -> None:
+        """Write `latent` `[tokens, kv_lora_rank]` and `rope` `[tokens, rope_dim]` of a model layer."""
+        assert latent.dtype == rope.dtype == self.data.dtype, f"{latent.dtype} into {self.data.dtype}"
+        pages, offsets = slots // self.page_size, slots % self.page_size
+        rows = self.data[:, self._layer_index[layer]]
+        rows[pages, offsets] = torch.cat((latent, rope), dim=-1)
+
+    def get_rows(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
+        """`[tokens, kv_lora_rank + rope_dim]` of a model layer, copied."""
+        rows: torch.Tensor = self.data[
+            slots // self.page_size, self._layer_index[layer], slots % self.page_size
+        ]
+        return rows
+
+
+class MambaPool(KVCache):
+    """States of linear attention, Mamba and short convolutions: slots 1..num_pages, a page being a slot.
+
+    Slot 0 is where padded rows write. Nothing is zeroed: a forward that starts from nothing says so.
+    """
+
+    def __init__(
+        self,
+        spec: StateGroupSpec,
+        num_slots: int,
+        device: str | torch.device = "cpu",
+        buffer: HostBuffer | None = None,
+    ) -> None:
+        super().__init__(spec, num_slots, 1, device, buffer)
+        self.spec = spec
+        self._tensors: dict[tuple[int, str], torch.Tensor] = {
+            (tensor.layer, tensor.name): self.bytes[:, start : start + tensor.nbytes]
+            .view(tensor.dtype)
+            .view(num_slots + 1, *tensor.shape)
+            for tensor, start in zip(spec.tensors, spec.offsets, strict=False)
+        }
+
+    def tensor(self, layer: int, name: str) -> torch.Tensor:
+        """`[num_slots + 1, *shape]` of one layer's tensor, a view: writing to it writes the pool."""
+        return self._tensors[layer, name]

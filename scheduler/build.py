@@ -54,7 +54,7 @@ def build_engine(options: WorkerOptions, shared_pool: bool) -> tuple[Engine, Mem
     )
     loaded = load_model(config)
     memory = build_memory(_cache_config(options, loaded.spec, shared_pool, device), loaded.spec.groups)
-    return ModelRunner(loaded, _pool(memory), config), memory
+    return ModelRunner(loaded, memory.kv_caches, config), memory
 
 
 def build_scheduler(

@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 import torch
 
-from engine.attention import AttentionBackend
+from engine.attention import AttentionBackend, PagedLayers
 from engine.backends.torch_twin import TorchAttention
 from engine.config import EngineConfig
-from kvcache.pool import MHAKVCache
+from engine.errors import UnsupportedModel
+from engine.loader import LoadedModel
+from kvcache.pool import KVCache, MHAKVCache
 from wire.errors import ConfigError
 
 log = logging.getLogger(__name__)
+
+
+def build_layers(config: EngineConfig, loaded: LoadedModel, pools: Mapping[str, KVCache]) -> PagedLayers:
+    """A backend for each group that holds keys and values. Raises ConfigError as build_attention does."""
+    built: dict[str, AttentionBackend] = {}
+    for group in loaded.spec.groups:
+        pool = pools[group.name]
+        if isinstance(pool, MHAKVCache) and group.layer_ids:
+            layers = [facts for facts in loaded.attention if facts.layer in group.layer_ids]
+            scales, heads = {facts.scale for facts in layers}, {facts.query_heads for facts in layers}
+            if len(scales) != 1 or len(heads) != 1:
+                raise UnsupportedModel(
+                    f"its {group.kind} layers scale attention differently ({scales})", "use a plain decoder"
+                )
+            built[group.kind] = build_attention(config, pool, heads.pop(), scales.pop())
+    return PagedLayers(built.get("full"), built.get("window"), loaded.spec.groups)
 
 
 def build_attention(

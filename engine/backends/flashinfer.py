@@ -57,11 +57,18 @@ class FlashInferAttention:
         )
 
     def forward(
-        self, layer: int, q: torch.Tensor, k_new: torch.Tensor, v_new: torch.Tensor, out: torch.Tensor
+        self,
+        place: int,
+        q: torch.Tensor,
+        k_new: torch.Tensor,
+        v_new: torch.Tensor,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """See AttentionBackend."""
-        self._pool.set_kv_buffer(layer, self._slots, k_new, v_new)
-        of_layer = self._pool.data[:, layer]  # [page, 2, head, page_size, head_dim], page-strided
+        assert sinks is None, "this backend knows no attention sinks"
+        self._pool.set_kv_buffer(self._pool.spec.layer_ids[place], self._slots, k_new, v_new)
+        of_layer = self._pool.data[:, place]  # [page, 2, head, page_size, head_dim], page-strided
         self._wrapper.run(q.contiguous(), (of_layer[:, 0], of_layer[:, 1]), out=out)
 
     def _on_device(self, array: np.ndarray[Any, Any]) -> torch.Tensor:

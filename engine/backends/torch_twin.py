@@ -44,11 +44,18 @@ class TorchAttention:
         ]
 
     def forward(
-        self, layer: int, q: torch.Tensor, k_new: torch.Tensor, v_new: torch.Tensor, out: torch.Tensor
+        self,
+        place: int,
+        q: torch.Tensor,
+        k_new: torch.Tensor,
+        v_new: torch.Tensor,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """See AttentionBackend."""
-        self._pool.set_kv_buffer(layer, self._slots, k_new, v_new)
-        of_layer = self._pool.data[:, layer]  # [pages, 2, Hkv, page_size, D]
+        assert sinks is None, "this backend knows no attention sinks"
+        self._pool.set_kv_buffer(self._pool.spec.layer_ids[place], self._slots, k_new, v_new)
+        of_layer = self._pool.data[:, place]  # [pages, 2, Hkv, page_size, D]
         for sequence in self._sequences:
             # [pages, 2, Hkv, page_size, D] -> [2, Hkv, length, D]
             kv = of_layer[sequence.pages].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : sequence.length]

@@ -86,14 +86,21 @@ class CpuAttention:
         call.threads = torch.get_num_threads()
 
     def forward(
-        self, layer: int, q: torch.Tensor, k_new: torch.Tensor, v_new: torch.Tensor, out: torch.Tensor
+        self,
+        place: int,
+        q: torch.Tensor,
+        k_new: torch.Tensor,
+        v_new: torch.Tensor,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """See AttentionBackend."""
+        assert sinks is None, "this backend knows no attention sinks"
         call = self._call
         call.q, call.q_token, call.q_head = q.data_ptr(), q.stride(0), q.stride(1)
         call.k_new, call.k_token, call.k_head = k_new.data_ptr(), k_new.stride(0), k_new.stride(1)
         call.v_new, call.v_token, call.v_head = v_new.data_ptr(), v_new.stride(0), v_new.stride(1)
         call.out, call.out_token = out.data_ptr(), out.stride(0)
-        call.k = self._base + layer * self._layer_bytes
+        call.k = self._base + place * self._layer_bytes
         call.v = call.k + self._v_bytes
         self._library.baton_attention(ctypes.byref(call))

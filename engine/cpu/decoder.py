@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from engine.attention import PagedLayers
 from engine.cpu.attention import MAX_HEAD_DIM, CpuAttention
 from engine.cpu.linear import Pack
 from engine.cpu.op import AttentionCall, kernels
@@ -59,6 +60,8 @@ def fusible(model: nn.Module) -> bool:
     return (
         type(model).__name__ in MODELS
         and config.hidden_act == "silu"
+        and set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
+        and all(getattr(m, "sliding_window", None) is None for m in model.modules())
         and not getattr(config, "mlp_bias", False)
         and all(p.dtype == torch.bfloat16 and p.device.type == "cpu" for p in model.parameters())
         and all(n % 32 == 0 for n in (config.hidden_size, config.intermediate_size))
@@ -97,7 +100,7 @@ class FusedDecoder(nn.Module):
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def forward(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, paged: CpuAttention, **_: Any
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, paged: PagedLayers, **_: Any
     ) -> BaseModelOutputWithPast:
         """input_ids, position_ids [1, T] -> last_hidden_state bfloat16 [1, T, hidden], normed."""
         residual = self.embed_tokens(input_ids[0]).float()
@@ -108,8 +111,10 @@ class FusedDecoder(nn.Module):
         call.tokens = len(residual)
         call.residual, call.result = residual.data_ptr(), result.data_ptr()
         call.cos, call.sin = cos.data_ptr(), sin.data_ptr()
-        call.attention = ctypes.pointer(paged.call)
-        call.tiles, call.layer_bytes, call.v_bytes = paged.tiles
+        attention = paged.full
+        assert isinstance(attention, CpuAttention), "a decoder is fused only where the CPU op attends"
+        call.attention = ctypes.pointer(attention.call)
+        call.tiles, call.layer_bytes, call.v_bytes = attention.tiles
         needed = self._library.baton_decoder_scratch_bytes(ctypes.byref(call))
         if needed > len(self._scratch):
             self._scratch = torch.empty(needed + 64, dtype=torch.uint8)

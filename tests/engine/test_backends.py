@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.attention import PagedLayers
 from engine.backends.choose import build_attention
 from engine.backends.flashinfer import FlashInferAttention
 from engine.backends.torch_twin import TorchAttention
@@ -64,7 +65,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_flashinfer_is_planned_so_that_tokens_equal_generate(drawn: Drawn) -> None:
     path, expected = drawn("qwen3")
     runner, pool = open_runner(path, 16, 40)
-    runner.attention = FlashInferAttention(pool, query_heads=4, scale=32**-0.5)
+    backend = FlashInferAttention(pool, query_heads=4, scale=32**-0.5)
+    runner.attention = PagedLayers(backend, None, runner.spec.groups)
     driver = Driver(runner, 40, 16)
     lanes = [driver.add(prompt) for prompt in PROMPTS]
     driver.generate(lanes, 24, chunk=7, stagger=3)

@@ -78,7 +78,7 @@ def test_layout_and_capacity() -> None:
     with pytest.raises(ConfigError):
         dataclasses.replace(SPEC, v_head_dim=8)
     with pytest.raises(ConfigError, match="window"):
-        build_memory(memory().config, [dataclasses.replace(SPEC, kind="window")])
+        build_memory(memory().config, [dataclasses.replace(SPEC, window=8)])
 
 
 def test_rows_are_fifo_and_row_zero_is_never_given() -> None:

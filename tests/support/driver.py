@@ -30,7 +30,7 @@ def open_runner(
     loaded = load_model(config)
     pool = MHAKVCache(loaded.spec.groups[0], num_pages, page_size)
     pool.data.normal_(0.0, 3.0, generator=torch.Generator().manual_seed(0))
-    return ModelRunner(loaded, pool, config), pool
+    return ModelRunner(loaded, {loaded.spec.groups[0].name: pool}, config), pool
 
 
 @dataclass

@@ -1,0 +1,1 @@
+"""Model families, one module per kind of memory. engine/gate.py merges their tables."""
