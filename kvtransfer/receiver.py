@@ -9,7 +9,7 @@ from kvtransfer.pages import PageIds, as_pages
 from kvtransfer.poll import KVPoll
 from kvtransfer.region import PoolRegion, check_pages
 from kvtransfer.rooms import RoomTable
-from kvtransfer.transport import Fence, Landed, ReceiverTransport
+from kvtransfer.transport import NOTHING_LANDED, Fence, Landed, ReceiverTransport
 from wire.errors import TransferError
 from wire.messages import GroupTarget, KVDone, TransferEndpoint
 
@@ -67,7 +67,7 @@ class KVReceiver:
         self._pool = pool
         self._pages: dict[str, PageIds] = {}
         self._state = KVPoll.BOOTSTRAPPING
-        self._final = Landed(0, 0, "")
+        self._final = NOTHING_LANDED
 
     def pre_alloc(self, groups: Mapping[str, GroupTarget]) -> None:
         """Open the pages of a KVTarget that is about to be sent."""
@@ -78,7 +78,7 @@ class KVReceiver:
 
     def poll(self) -> KVPoll:
         """Where it stands."""
-        if self._state is KVPoll.WAITING_FOR_INPUT and self.landed.nbytes > 0:
+        if self._state is KVPoll.WAITING_FOR_INPUT and self.landed.total:
             self._state = KVPoll.TRANSFERRING
         return self._state
 
@@ -101,7 +101,7 @@ class KVReceiver:
                 f"metadata of room {done.room} epoch {done.epoch} for room {self.room} epoch {self.epoch}"
             )
         if self._state is KVPoll.SUCCESS:
-            return self._final.nbytes  # a repeat
+            return self._final.total  # a repeat
         if self.poll() not in (KVPoll.WAITING_FOR_INPUT, KVPoll.TRANSFERRING):
             raise TransferError(f"room {self.room} epoch {self.epoch} takes no pages: {self._state.name}")
         landed = self.landed
@@ -110,7 +110,7 @@ class KVReceiver:
             raise TransferError(f"room {self.room} epoch {self.epoch}: {problem}")
         self._final = landed
         self._state = KVPoll.SUCCESS
-        return landed.nbytes
+        return landed.total
 
     def abort(self) -> Fence:
         """Take nothing more. The pages may be given away once the fence has passed; may be called again."""
@@ -122,8 +122,9 @@ class KVReceiver:
     def _problem(self, done: KVDone, landed: Landed, verify: bool) -> str | None:
         if done.context_tokens != self.context_tokens:
             return f"{done.context_tokens} tokens were computed where {self.context_tokens} are expected"
-        if landed.missing or landed.nbytes != done.kv_bytes:
-            return f"{landed.missing} pages are missing; {landed.nbytes} of {done.kv_bytes} bytes arrived"
+        if landed.missing or landed.total != done.kv_bytes:
+            missing = ", ".join(f"{count} of group {group}" for group, count in landed.missing.items())
+            return f"missing pages: {missing or 'none'}; {landed.total} of {done.kv_bytes} bytes arrived"
         if not self._pool.close_room(self.room, self.epoch).passed:
             return "somebody is still writing to its pages"
         if verify:

@@ -122,8 +122,10 @@ def region_of(pool: torch.Tensor, fd: int | None = None) -> GroupRegion:
 
 
 def pool_regions(memory: Memory) -> dict[str, GroupRegion]:
-    """A worker's pools, by group."""
-    return {name: region_of(pool.bytes, memory.shared_fd(name)) for name, pool in memory.kv_caches.items()}
+    """A worker's pools by group, without those that have no bytes: a full group of no layers only counts."""
+    return {
+        name: region_of(pool.bytes, pool.fd) for name, pool in memory.kv_caches.items() if pool.page_bytes
+    }
 
 
 def check_pages(region: GroupRegion, pages: PageIds) -> bool:

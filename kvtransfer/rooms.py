@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.pages import PageIds, as_pages
-from kvtransfer.transport import Fence, Landed
+from kvtransfer.transport import NOTHING_LANDED, Fence, Landed
 from wire.errors import TransferError
 
 Key = tuple[int, int]
@@ -37,7 +37,7 @@ class Grant:
 class _Room:
     pages: dict[str, PageIds]  # sorted
     landed: dict[str, NDArray[np.bool_]]
-    nbytes: int = 0
+    nbytes: dict[str, int]
     backend: str = ""  # of the last write that landed
     grants: set[Grant] = field(default_factory=set)
     fence: Fence | None = None  # set once closed
@@ -62,7 +62,7 @@ class RoomTable:
         landed = {group: np.zeros(len(ids), dtype=np.bool_) for group, ids in ordered.items()}
         with self._lock:
             assert (room, epoch) not in self._rooms, "a room is opened once per epoch"
-            self._rooms[room, epoch] = _Room(ordered, landed)
+            self._rooms[room, epoch] = _Room(ordered, landed, dict.fromkeys(ordered, 0))
 
     def begin(
         self,
@@ -93,7 +93,7 @@ class RoomTable:
             known = self._rooms[grant.key]
             known.grants.remove(grant)
             if landed:
-                known.nbytes += grant.nbytes
+                known.nbytes[grant.group] += grant.nbytes
                 known.backend = grant.backend
                 known.landed[grant.group][np.searchsorted(known.pages[grant.group], grant.pages)] = True
             if known.fence is not None and not known.grants:
@@ -105,9 +105,10 @@ class RoomTable:
         with self._lock:
             known = self._rooms.get((room, epoch))
             if known is None:
-                return Landed(0, 0, "")
-            missing = sum(int(np.count_nonzero(~mask)) for mask in known.landed.values())
-            return Landed(known.nbytes, missing, known.backend)
+                return NOTHING_LANDED
+            missing = {group: int(np.count_nonzero(~mask)) for group, mask in known.landed.items()}
+            missing = {group: count for group, count in missing.items() if count}
+            return Landed(known.nbytes.copy(), missing, known.backend)
 
     def close_room(self, room: int, epoch: int) -> Fence:
         """Refuse new writers; the fence passes when the last grant is finished. Closing twice, or closing

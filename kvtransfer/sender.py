@@ -21,6 +21,7 @@ from wire.messages import GroupTarget, TransferEndpoint
 log = logging.getLogger(__name__)
 
 _JOIN_S = 5.0
+_NO_PAGES = as_pages([])
 
 
 @dataclass(frozen=True)
@@ -42,20 +43,29 @@ class _Job:
 
 
 class KVSender:
-    """One room in one epoch: ships whole pages as chunks are computed, in order, each page once.
+    """One room in one epoch: ships pages as chunks are computed, each page once.
 
-    `start_send_idx` is the first token not yet handed over; it stays on a page border until the last chunk,
-    which takes the partial page along. `tmp_end_idx` is where the chunk ends that has been launched but whose
-    result is not in yet. Both belong to the owner's thread; the sending itself to one pool thread at a time.
+    The pages of the group that decides reuse leave in order, as soon as they are whole. `start_send_idx` is
+    the first of its tokens not yet handed over; it stays on a page border until the last chunk, which takes
+    the partial page along. `tmp_end_idx` is where the chunk ends that has been launched but whose result is
+    not in yet. The other groups (the pages of a window, the slot of a state) are what they must be only at
+    the end of the prompt, so they leave whole, after the rest of the last chunk.
+
+    Indices belong to the owner's thread; the sending itself to one pool thread at a time.
     """
 
-    def __init__(self, pool: SenderPool, room: int, epoch: int, page_size: int) -> None:
+    def __init__(
+        self, pool: SenderPool, room: int, epoch: int, page_size: int, deciding: str = "full"
+    ) -> None:
+        """`deciding` is the name of the group that decides reuse; its pages may have no bytes and then be
+        no part of any target."""
         self.room = room
         self.epoch = epoch
         self.start_send_idx = 0
         self.tmp_end_idx: int | None = None
         self._pool = pool
         self._page_size = page_size
+        self._deciding = deciding
         self._endpoint: TransferEndpoint | None = None
         self._targets: dict[str, tuple[int, PageIds]] = {}  # group -> (first page, page ids)
         self._lock = threading.Lock()
@@ -67,21 +77,29 @@ class KVSender:
         self._checksums: dict[str, list[int]] = {}
 
     def init(self, endpoint: TransferEndpoint, groups: Mapping[str, GroupTarget]) -> None:
-        """The pages are known (KVTarget): tokens before their first page are on the other side already."""
+        """The pages are known (KVTarget): tokens before the deciding group's first page are on the other side
+        already."""
         with self._lock:
             if self._state is not KVPoll.BOOTSTRAPPING:
                 return  # a repeat, or aborted meanwhile
             self._endpoint = endpoint
             self._targets = {name: (t.first_page, as_pages(t.page_ids)) for name, t in groups.items()}
-            first = min((first for first, _ in self._targets.values()), default=0)
+            first, _ = self._targets.get(self._deciding, (0, None))
             self.start_send_idx = first * self._page_size
             self._state = KVPoll.WAITING_FOR_INPUT
 
-    def send(self, pages: Mapping[str, PageIds], end: int | None = None, last: bool = False) -> None:
+    def send(
+        self,
+        pages: PageIds,
+        end: int | None = None,
+        last: bool = False,
+        tails: Mapping[str, PageIds] | None = None,
+    ) -> None:
         """Tokens up to `end` (default: tmp_end_idx) are computed; hand over what was not yet.
 
-        `pages[group][i]` is logical page i of the sequence in my pool, cached prefix included. They must not
-        change nor be freed before `Sent`. Only `last` sends a partial page, and it comes once, at the end.
+        `pages[i]` is logical page i of the deciding group in my pool, cached prefix included. Only `last`
+        sends a partial page, and it comes once, at the end, with `tails`: of each other group my pages that
+        pair, one by one, with the target's. None of them may change or be freed before `Sent`.
         """
         end = self.tmp_end_idx if end is None else end
         assert end is not None, "no end was given and none was recorded"
@@ -90,20 +108,25 @@ class KVSender:
         end_page = -(-end // size) if last else end // size
         if not last and end_page <= begin_page:
             return
-        writes = [self._write(group, pages[group], begin_page, end_page) for group in self._targets]
+        writes, problem = [], None
+        try:
+            writes = self._writes(pages, begin_page, end_page)
+            if last:
+                writes += self._tails(tails or {}, end_page)
+        except TransferError as error:
+            problem = str(error)
         self.start_send_idx = end if last else end_page * size
         self.tmp_end_idx = None
-        incomplete = last and any(first + len(ids) != end_page for first, ids in self._targets.values())
         with self._lock:
             if self._state is KVPoll.FAILED:
                 return
             assert self._state in (KVPoll.WAITING_FOR_INPUT, KVPoll.TRANSFERRING), (
                 "not between init and the end"
             )
-            if incomplete:
-                self._error = f"the target does not end at page {end_page}"
+            if problem is not None:
+                self._error, last = problem, True
                 self._jobs.clear()
-            self._jobs.append(_Job([] if incomplete else writes, last))
+            self._jobs.append(_Job(writes, last))
             self._state = KVPoll.TRANSFERRING
             self._queue()
 
@@ -121,12 +144,35 @@ class KVSender:
         """Where it stands."""
         return self._state
 
-    def _write(self, group: str, pages: PageIds, begin_page: int, end_page: int) -> PageWrite:
-        first, ids = self._targets[group]
+    def _writes(self, pages: PageIds, begin_page: int, end_page: int) -> list[PageWrite]:
+        """The deciding group's pages [begin_page, end_page), as far as the target wants them."""
+        if self._deciding not in self._targets:
+            return []
+        first, ids = self._targets[self._deciding]
         low, high = max(begin_page, first), min(end_page, first + len(ids))
         low = min(low, high)
-        src = as_pages(pages[low:high]).copy()
-        return PageWrite(self.room, self.epoch, group, src, ids[low - first : high - first])
+        return [self._write(self._deciding, pages[low:high], ids[low - first : high - first])]
+
+    def _tails(self, tails: Mapping[str, PageIds], end_page: int) -> list[PageWrite]:
+        """The other groups' pages. Raises TransferError when the target is not of this prompt's length."""
+        writes = []
+        for group, (first, ids) in self._targets.items():
+            if group == self._deciding:
+                if first + len(ids) != end_page:
+                    raise TransferError(f"the target does not end at page {end_page}")
+                continue
+            src = tails.get(group, _NO_PAGES)
+            if len(src) != len(ids):
+                raise TransferError(
+                    f"the target wants {len(ids)} pages of group {group}; there are {len(src)}"
+                )
+            writes.append(self._write(group, src, ids))
+        return writes
+
+    def _write(self, group: str, src: PageIds, dst: PageIds) -> PageWrite:
+        if len(src) and not int(src.min()):  # page 0 is scratch: a place in a table that holds nothing
+            raise TransferError(f"this worker does not hold all pages of group {group} that are wanted")
+        return PageWrite(self.room, self.epoch, group, as_pages(src).copy(), dst)
 
     def _queue(self) -> None:
         """Under the lock."""

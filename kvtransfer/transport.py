@@ -9,6 +9,7 @@ that has none in progress (docs/decisions/0004-fences.md).
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,14 +48,23 @@ class Fence:
 
 @dataclass(frozen=True)
 class Landed:
-    """What has arrived for a room, by the receiver's own count: bytes, and pages that are still missing.
+    """What has arrived for a room, by the receiver's own count.
 
-    `backend` brought the last of it ("" when there is nothing yet).
+    By KV group: bytes, and pages that are still missing (groups that miss none are left out). `backend`
+    brought the last of it ("" when there is nothing yet).
     """
 
-    nbytes: int
-    missing: int
+    nbytes: Mapping[str, int]
+    missing: Mapping[str, int]
     backend: str
+
+    @property
+    def total(self) -> int:
+        """Bytes over all groups."""
+        return sum(self.nbytes.values())
+
+
+NOTHING_LANDED = Landed({}, {}, "")
 
 
 class SenderTransport(Protocol):

@@ -136,7 +136,8 @@ class PrefillHalf(Half[PrefillRoom]):
         except TransferError as error:
             self._fail_both(room, str(error))
             return False
-        room.sender = KVSender(self._senders, room.room, room.epoch, self._page_size)
+        deciding = self.memory.specs[0].name
+        room.sender = KVSender(self._senders, room.room, room.epoch, self._page_size, deciding)
         room.sender.init(endpoint, target.groups)
         self._peers.used(endpoint, time.monotonic())
         room.req.start_send_idx = room.sender.start_send_idx
@@ -189,7 +190,7 @@ class PrefillHalf(Half[PrefillRoom]):
         room.req.stamp(RequestStage.PREFILL_TRANSFER_KV_CACHE)
         row = self.memory.req_to_token_pool.req_to_token[room.req.req_pool_idx]
         pages = as_pages(row[: end : self._page_size] // self._page_size)
-        room.sender.send({"full": pages}, end, last)
+        room.sender.send(pages, end, last)
         room.req.start_send_idx = room.sender.start_send_idx
 
     def poll(self, now: float) -> None:  # noqa: ARG002  nothing here waits for a time

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -25,6 +25,9 @@ from wire.messages import TransferEndpoint
 SHORT = Bounds(connect_s=2.0, silence_s=2.0, write_s=20.0)
 _SPAWN = multiprocessing.get_context("spawn")
 
+Shapes = Mapping[str, tuple[int, int]]
+"""Group -> (pages, bytes of a page)."""
+
 
 def pool(num_pages: int, page_bytes: int, seed: int | None = None, staged: bool = False) -> GroupRegion:
     """Private pages: numbered, and random by seed; without a seed zero."""
@@ -37,30 +40,45 @@ def pool(num_pages: int, page_bytes: int, seed: int | None = None, staged: bool 
     return GroupRegion(tensor, staged=staged)
 
 
+def pools(shapes: Shapes, seed: int, staged: bool = False) -> dict[str, GroupRegion]:
+    """A `pool` for every group, each with bytes of its own."""
+    return {name: pool(*shape, seed + i, staged) for i, (name, shape) in enumerate(shapes.items())}
+
+
+@contextmanager
+def receiving_groups(
+    backend: str, shapes: Shapes, bounds: Bounds = SHORT, staged: bool = False
+) -> Iterator[tuple[PoolReceiver, dict[str, torch.Tensor]]]:
+    """A decode worker's open pools and their bytes."""
+    with ExitStack() as cleanup:
+        regions = {}
+        for name, (num_pages, page_bytes) in shapes.items():
+            buffer = cleanup.enter_context(allocate_shared(num_pages * page_bytes))
+            tensor = buffer.tensor.view(num_pages, page_bytes)
+            regions[name] = GroupRegion(tensor, fd=buffer.fd, staged=staged)
+        receiver = open_receiver(regions, backend, bounds=bounds)
+        cleanup.callback(receiver.close)
+        yield receiver, {name: region.tensor for name, region in regions.items()}
+
+
 @contextmanager
 def receiving(
     backend: str, num_pages: int, page_bytes: int, bounds: Bounds = SHORT, staged: bool = False
 ) -> Iterator[tuple[PoolReceiver, torch.Tensor]]:
-    """A decode worker's open pool "full" and its bytes."""
-    buffer = allocate_shared(num_pages * page_bytes)
-    with buffer:
-        tensor = buffer.tensor.view(num_pages, page_bytes)
-        region = GroupRegion(tensor, fd=buffer.fd, staged=staged)
-        receiver = open_receiver({"full": region}, backend, bounds=bounds)
-        try:
-            yield receiver, tensor
-        finally:
-            receiver.close()
+    """A decode worker with one open pool, "full", and its bytes."""
+    with receiving_groups(backend, {"full": (num_pages, page_bytes)}, bounds, staged) as (receiver, tensors):
+        yield receiver, tensors["full"]
 
 
 class SenderProcess:
-    """A process with a pool of `num_pages` random pages (by seed) that writes what it is told to."""
+    """A process with pools of random pages (by seed) that writes what it is told to."""
 
-    def __init__(self, backend: str, num_pages: int, page_bytes: int, seed: int) -> None:
-        self.pages = pool(num_pages, page_bytes, seed).tensor
+    def __init__(self, backend: str, shapes: Shapes, seed: int) -> None:
+        self.pools = {name: region.tensor for name, region in pools(shapes, seed).items()}
         self._conn, theirs = _SPAWN.Pipe()
-        args = (theirs, backend, num_pages, page_bytes, seed)
-        self.process: BaseProcess = _SPAWN.Process(target=_sender_main, args=args, daemon=True)
+        self.process: BaseProcess = _SPAWN.Process(
+            target=_sender_main, args=(theirs, backend, shapes, seed), daemon=True
+        )
         self.process.start()
         theirs.close()
 
@@ -96,9 +114,8 @@ class SenderProcess:
         self.close()
 
 
-def _sender_main(conn: Connection, backend: str, num_pages: int, page_bytes: int, seed: int) -> None:
-    regions = {"full": pool(num_pages, page_bytes, seed)}
-    sender = open_sender(regions, host_identity(), backend, bounds=SHORT)
+def _sender_main(conn: Connection, backend: str, shapes: Shapes, seed: int) -> None:
+    sender = open_sender(pools(shapes, seed), host_identity(), backend, bounds=SHORT)
     while True:
         try:
             endpoint, write, times = conn.recv()

@@ -14,7 +14,7 @@ import torch
 
 from kvtransfer.pages import PageWrite
 from kvtransfer.receiver import PoolReceiver
-from tests.kvtransfer.peers import SenderProcess, permuted, receiving
+from tests.kvtransfer.peers import SenderProcess, permuted, receiving, receiving_groups
 from wire.errors import TransferError
 
 PAGES, SMALL, LARGE = 96, 24 << 10, 512 << 10  # staged and direct for mooncake
@@ -24,7 +24,7 @@ BACKENDS = ["shm", "tcp", "mooncake"]
 @pytest.fixture(scope="module", params=[(b, size) for b in BACKENDS for size in (SMALL, LARGE)], ids=str)
 def case(request: pytest.FixtureRequest) -> Iterator[tuple[str, int, SenderProcess]]:
     backend, size = request.param
-    with SenderProcess(backend, PAGES, size, seed=1) as sender:
+    with SenderProcess(backend, {"full": (PAGES, size)}, seed=1) as sender:
         yield backend, size, sender
 
 
@@ -56,11 +56,42 @@ def test_random_permutation_lands_where_it_belongs(case: tuple[str, int, SenderP
                 write = PageWrite(room, 0, "full", src[part], dst[part])
                 assert sender.write(receiver.endpoints[0], write) == 25 * size
             landed = receiver.landed(room, 0)
-            assert (landed.nbytes, landed.missing, landed.backend) == (50 * size, 0, backend)
+            assert (landed.nbytes, landed.missing, landed.backend) == ({"full": 50 * size}, {}, backend)
             assert receiver.close_room(room, 0).passed
             expected = torch.zeros_like(pool)
-            expected[torch.from_numpy(dst)] = sender.pages[torch.from_numpy(src)]
+            expected[torch.from_numpy(dst)] = sender.pools["full"][torch.from_numpy(src)]
             assert torch.equal(pool, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_groups_of_very_different_page_sizes_share_one_connection(backend: str) -> None:
+    """A window's pages are small, a state's slot is megabytes; each goes to its own pool."""
+    shapes = {"full": (40, 16 << 10), "window": (20, 512), "state": (4, (3 << 20) + 64)}
+    rng = np.random.default_rng(7)
+    with (
+        receiving_groups(backend, shapes) as (receiver, pools),
+        SenderProcess(backend, shapes, seed=6) as sender,
+    ):
+        src = {name: permuted(rng, count, count // 2) for name, (count, _) in shapes.items()}
+        dst = {name: permuted(rng, count, count // 2) for name, (count, _) in shapes.items()}
+        receiver.open(1, 0, dst)
+        for name, (count, size) in shapes.items():
+            landed = receiver.landed(1, 0)
+            assert landed.missing[name] == count // 2
+            write = PageWrite(1, 0, name, src[name], dst[name])
+            assert sender.write(receiver.endpoints[0], write) == count // 2 * size
+        with pytest.raises(TransferError, match="has not opened these pages of group window"):
+            sender.write(
+                receiver.endpoints[0], PageWrite(1, 0, "window", src["full"][:1] % 20, dst["full"][:1])
+            )
+        landed = receiver.landed(1, 0)
+        assert landed.nbytes == {name: count // 2 * size for name, (count, size) in shapes.items()}
+        assert not landed.missing
+        assert receiver.close_room(1, 0).passed
+        for name, tensor in pools.items():
+            expected = torch.zeros_like(tensor)
+            expected[torch.from_numpy(dst[name])] = sender.pools[name][torch.from_numpy(src[name])]
+            assert torch.equal(tensor, expected), name
 
 
 def test_stale_epoch_unknown_room_and_foreign_pages_are_refused(case: tuple[str, int, SenderProcess]) -> None:
@@ -99,7 +130,7 @@ def test_nothing_lands_behind_the_fence_of_a_stopped_and_killed_peer(backend: st
     pages = np.random.default_rng(3).permutation(np.arange(1, count))
     with (
         receiving(backend, count, size) as (receiver, pool),
-        SenderProcess(backend, count, size, 4) as sender,
+        SenderProcess(backend, {"full": (count, size)}, 4) as sender,
     ):
         receiver.open(1, 0, {"full": pages})
         sender.start(receiver.endpoints[0], PageWrite(1, 0, "full", pages, pages), times=2000)
@@ -135,7 +166,7 @@ def test_a_peer_killed_in_the_middle_frees_its_room(backend: str) -> None:
     pages = np.arange(1, count)
     with (
         receiving(backend, count, LARGE) as (receiver, pool),
-        SenderProcess(backend, count, LARGE, 5) as sender,
+        SenderProcess(backend, {"full": (count, LARGE)}, 5) as sender,
     ):
         receiver.open(1, 0, {"full": pages})
         sender.start(receiver.endpoints[0], PageWrite(1, 0, "full", pages, pages), times=2000)

@@ -45,7 +45,19 @@ def test_progress_counts_pages_once_and_bytes_as_they_come() -> None:
         table.finish(table.begin(1, 0, "full", as_pages([9, 5]), 20, "tcp"), landed=True)
     table.finish(table.begin(1, 0, "full", as_pages([3]), 10, "shm"), landed=False)
     landed = table.landed(1, 0)
-    assert (landed.nbytes, landed.missing, landed.backend) == (40, 1, "tcp")
+    assert (landed.nbytes, landed.missing, landed.backend) == ({"full": 40}, {"full": 1}, "tcp")
+
+
+def test_every_group_is_counted_for_itself() -> None:
+    table = RoomTable()
+    table.open(1, 0, {"full": PAGES, "window": as_pages([5]), "state": as_pages([])})
+    assert table.landed(1, 0).missing == {"full": 3, "window": 1}
+    with pytest.raises(TransferError, match="group window"):
+        table.begin(1, 0, "window", as_pages([3]), 7, "tcp")
+    table.finish(table.begin(1, 0, "window", as_pages([5]), 7, "tcp"), landed=True)
+    landed = table.landed(1, 0)
+    assert (landed.nbytes, landed.missing) == ({"full": 0, "window": 7, "state": 0}, {"full": 3})
+    assert landed.total == 7
 
 
 def test_a_fence_waits_for_every_grant_and_interrupts_them() -> None:
