@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, Field, field_validator, model_validator
 
+from kvcache.eviction import eviction_policy
 from router.options import RouterOptions
 from scheduler.options import WorkerOptions
 from wire.errors import ConfigError
@@ -191,6 +192,7 @@ def parse_config(raw: dict[str, Any]) -> ServeConfig:
     options = {}
     for role in Role:
         options[role] = _parse_nested(WorkerOptions, config.worker_options(role), f"{role}.options")
+        _check_eviction(options[role], role)
         _check_context(options[role], role)
     if not config.colocated:
         _check_agreement(options[Role.PREFILL], options[Role.DECODE])
@@ -244,8 +246,21 @@ def _parse_nested(kind: type[NestedType], raw: dict[str, Any], where: str) -> Ne
     try:
         return parse_options(kind, raw)
     except ConfigError as error:
-        problem = str(error).removeprefix(f"{error.key}: ").removesuffix(f"; {error.remedy}")
-        raise ConfigError(f"{where}.{error.key}", problem, error.remedy) from None
+        raise _within(error, where) from None
+
+
+def _check_eviction(options: WorkerOptions, role: Role) -> None:
+    """The worker would refuse it too, but only after its process has started."""
+    try:
+        eviction_policy(options.eviction_policy)
+    except ConfigError as error:
+        raise _within(error, f"{role}.options") from None
+
+
+def _within(error: ConfigError, where: str) -> ConfigError:
+    """The same, its key named with the section it stands in."""
+    problem = str(error).removeprefix(f"{error.key}: ").removesuffix(f"; {error.remedy}")
+    return ConfigError(f"{where}.{error.key}", problem, error.remedy)
 
 
 def _check_context(options: WorkerOptions, role: Role) -> None:

@@ -16,6 +16,8 @@ from wire.messages import Announce, Announced, AnnounceRefused, View, Withdraw
 from wire.records import GroupLayout, WorkerRecord
 
 GENERATION_SHIFT = 20  # a million membership changes per generation
+_WEIGHT_DTYPES = frozenset({"float32", "bfloat16", "float16"})  # others come from kv_cache_dtype alone
+_STATE = "state"  # the kind of group whose dtype says every tensor's, as the model has them
 
 
 @dataclass(slots=True)
@@ -109,8 +111,11 @@ def _difference(a: WorkerRecord, b: WorkerRecord) -> tuple[str, object, object] 
 
 
 def _group_difference(a: GroupLayout, b: GroupLayout) -> tuple[str, object, object] | None:
-    for key in ("page_size", "dtype", "tile_order", "kind", "shape", "page_bytes"):
-        if getattr(a, key) != getattr(b, key):
-            named = key if key in ("page_size", "dtype", "tile_order") else "model"
-            return named, f"{key} {getattr(a, key)}", f"{key} {getattr(b, key)}"
+    for key in ("kind", "page_size", "dtype", "tile_order", "shape", "page_bytes"):
+        ours, theirs = getattr(a, key), getattr(b, key)
+        if ours != theirs:
+            named: str = key if key in ("page_size", "dtype", "tile_order") else "model"
+            if key == "dtype" and not {ours, theirs} <= _WEIGHT_DTYPES:
+                named = "model" if a.kind == _STATE else "kv_cache_dtype"
+            return named, f"{key} {ours} of group {a.name}", f"{key} {theirs}"
     return None

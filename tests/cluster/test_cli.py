@@ -51,6 +51,13 @@ def _assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None
         (("--max-context-tokens", "4096", "--max-total-tokens", "64"), ("max_context_tokens", "raise")),
         (("--set", "decode.options.page_size=32"), ("decode.options.page_size", "under worker")),
         (("--set", "decode.options.dtype=float32"), ("decode.options.dtype", "under worker")),
+        (
+            ("--set", "decode.options.eviction_policy=oldest"),
+            ("decode.options.eviction_policy: 'oldest' is unknown", "use one of lru, mru, lfu, fifo, filo"),
+        ),
+        (("--dtype", "float8"), ("options.dtype", "'auto', 'float32' or 'bfloat16'")),
+        (("--kv-transfer-backend", "smoke"), ("kv_transfer_backend", "'auto', 'shm', 'tcp' or 'mooncake'")),
+        (("--set", "worker.evict=lru"), ("options.evict: unknown key", "one of:", "eviction_policy")),
     ],
 )
 def test_serve_refuses_bad_values_in_one_line(

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from kvcache.layout import KVGroupSpec
+from kvcache.layout import KVGroupSpec, LatentGroupSpec, StateGroupSpec, StateTensor
 from kvtransfer import mooncake_engine
 from kvtransfer.mooncake_engine import _devices
 from kvtransfer.select import open_receiver, open_sender
@@ -80,6 +80,34 @@ def test_layouts_that_differ_have_different_digests(change: dict[str, Any]) -> N
     mine = (SPEC.to_layout(16), replace(SPEC, name="second").to_layout(16))
     assert layout_digest(mine) == layout_digest((SPEC.to_layout(16), mine[1]))
     assert layout_digest(mine) != layout_digest((msgspec.structs.replace(mine[0], **change), mine[1]))
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float32])
+def test_pools_of_different_dtypes_refuse_each_other(stored: torch.dtype) -> None:
+    """The same model, its KV stored in another type: bytes of one are nonsense to the other."""
+    other = replace(SPEC, dtype=stored)
+    assert layout_digest((SPEC.to_layout(16),)) != layout_digest((other.to_layout(16),))
+    assert SPEC.to_layout(16).dtype == "bfloat16" != other.to_layout(16).dtype
+    latent = LatentGroupSpec((0,), 16, 4, torch.bfloat16)
+    quantised = replace(latent, dtype=stored)
+    assert layout_digest((latent.to_layout(16),)) != layout_digest((quantised.to_layout(16),))
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        (StateTensor(0, "conv", (4, 3), torch.bfloat16), StateTensor(0, "ssm", (2, 8), torch.float32)),
+        (StateTensor(0, "conv", (3, 4), torch.float32), StateTensor(0, "ssm", (2, 8), torch.float32)),
+        (StateTensor(0, "ssm", (2, 8), torch.float32), StateTensor(0, "conv", (4, 3), torch.float32)),
+        (StateTensor(0, "conv", (4, 3), torch.float32), StateTensor(1, "ssm", (2, 8), torch.float32)),
+    ],
+    ids=["dtype", "shape", "order", "layer"],
+)
+def test_states_must_be_laid_out_alike(tensors: tuple[StateTensor, ...]) -> None:
+    conv, ssm = StateTensor(0, "conv", (4, 3), torch.float32), StateTensor(0, "ssm", (2, 8), torch.float32)
+    mine = SPEC.to_layout(16), StateGroupSpec((conv, ssm)).to_layout(16)
+    assert layout_digest(mine) != layout_digest((mine[0], StateGroupSpec(tensors).to_layout(16)))
+    assert layout_digest(mine) == layout_digest((mine[0], StateGroupSpec((conv, ssm)).to_layout(16)))
 
 
 def test_rdma_is_what_the_topology_shows() -> None:

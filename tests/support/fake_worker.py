@@ -99,10 +99,12 @@ class _Room:
     stamps: list[Stamp] = field(default_factory=list)
 
 
-def group_layout(page_size: int = 16, dtype: str = "float32", tile_order: str = "plain") -> GroupLayout:
+def group_layout(
+    page_size: int = 16, dtype: str = "float32", tile_order: str = "plain", kind: str = "full"
+) -> GroupLayout:
     """A small page."""
     shape = (2, 2, 2, page_size, 8)
-    return GroupLayout("full", "full", shape, dtype, tile_order, page_size, 4 * 2 * 2 * 2 * page_size * 8)
+    return GroupLayout("full", kind, shape, dtype, tile_order, page_size, 4 * 2 * 2 * 2 * page_size * 8)
 
 
 class FakeWorker:
