@@ -1,14 +1,18 @@
 """A deterministic engine without a model, honest about memory.
 
-Every token's id and position are written to its KV slot, and the next token is a hash of the whole context
-as READ BACK from the pages in page-table order. So a page that was lost, swapped, stale or shared by mistake
-changes the output, just as it would with a model, at no cost; `fake_generate` is the pure oracle.
+    full     every token's id and position are written to its KV slot; all of them are read back
+    window   the same in the window group's slots; the last `window` of them are read back
+    state    a running hash of the sequence, and how many tokens it has seen
+
+The next token is a hash of all that as READ BACK, in page-table order. So a page or state that was lost,
+swapped, stale or shared by mistake changes the output, just as it would with a model, at no cost;
+`fake_generate` is the pure oracle.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,11 +23,18 @@ from engine.batch import BatchResult, ForwardBatch, SamplingRow
 from engine.last_tokens import LastTokens
 from engine.launch import Launched, LaunchQueue
 from engine.spec import ModelSpec
-from kvcache.layout import KVGroupSpec
-from kvcache.pool import MHAKVCache
+from kvcache.layout import GroupSpec, KVGroupSpec, StateGroupSpec, StateTensor
+from kvcache.pool import KVCache, MambaPool, MHAKVCache
 from wire.messages import TokenLogprobs
 
+FAKE_WINDOW = 40
+"""Tokens a windowed fake layer sees: more than a page and no multiple of most page sizes."""
+
 _MULTIPLIERS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9], dtype=np.uint64)
+_STATE_LAYER, _STATE_TENSOR = 2, "seen"
+
+Hashes = npt.NDArray[np.uint64]
+Tokens = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]  # ids, positions
 
 
 @dataclass(frozen=True)
@@ -35,52 +46,109 @@ class FakeTiming:
 
 
 def fake_spec(
-    vocab_size: int = 32768, max_position: int = 4096, eos_token_ids: Sequence[int] = ()
+    vocab_size: int = 32768,
+    max_position: int = 4096,
+    eos_token_ids: Sequence[int] = (),
+    groups: Sequence[str] = (),
+    window: int = FAKE_WINDOW,
 ) -> ModelSpec:
-    """The fake model: one full-attention layer, one head; float32, exact for ids below 2**24."""
-    group = KVGroupSpec(layer_ids=(0,), kv_heads=1, head_dim=2, dtype=torch.float32)
+    """The fake model: one full-attention layer, one head; float32, exact for ids below 2**24.
+
+    `groups` adds layers of other kinds: "window" (which sees `window` tokens), "state".
+    """
+    assert set(groups) <= {"window", "state"}, f"the fake model has no such groups: {groups}"
+    specs: list[GroupSpec] = [KVGroupSpec(layer_ids=(0,), kv_heads=1, head_dim=2, dtype=torch.float32)]
+    if "window" in groups:
+        specs.append(KVGroupSpec((1,), 1, 2, torch.float32, name="window", window=window))
+    if "state" in groups:
+        specs.append(StateGroupSpec((StateTensor(_STATE_LAYER, _STATE_TENSOR, (2,), torch.int64),)))
+    named = "".join(f"-{spec.name}" for spec in specs[1:])
     return ModelSpec(
-        groups=(group,),
+        groups=tuple(specs),
         vocab_size=vocab_size,
         max_position=max_position,
         eos_token_ids=tuple(eos_token_ids),
-        fingerprint=f"fake-{vocab_size}",
+        fingerprint=f"fake-{vocab_size}{named}",
         model_type="fake",
         dtype=torch.float32,
     )
 
 
-def fake_next(ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], vocab_size: int) -> int:
-    """The token after a context: a hash over (index, id, position) of each of its tokens."""
-    index = np.arange(len(ids), dtype=np.uint64)
-    mixed = (index + np.uint64(1)) * _MULTIPLIERS[0]
+def _mixed(ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], first: int = 0) -> Hashes:
+    """A number per token that depends on its place (from `first` on), id and position."""
+    index = np.arange(first, first + len(ids)).astype(np.uint64)
+    mixed: Hashes = (index + np.uint64(1)) * _MULTIPLIERS[0]
     mixed ^= (ids.astype(np.uint64) + np.uint64(1)) * _MULTIPLIERS[1]
     mixed ^= (positions.astype(np.uint64) + np.uint64(1)) * _MULTIPLIERS[2]
     mixed *= mixed | np.uint64(1)
     mixed ^= mixed >> np.uint64(29)
     mixed *= _MULTIPLIERS[0]
-    return int((np.bitwise_xor.reduce(mixed) >> np.uint64(17)) % np.uint64(vocab_size))
+    return mixed
 
 
-def fake_generate(prompt: Sequence[int], n: int, vocab_size: int = 32768) -> list[int]:
+def _absorbed(state: npt.NDArray[np.int64], tokens: Tokens) -> npt.NDArray[np.int64]:
+    """The state `[hash, tokens seen]` after `tokens`, whose order matters."""
+    ids, positions = tokens
+    powers = np.full(len(ids) + 1, _MULTIPLIERS[1])
+    powers[0] = 1
+    terms = np.concatenate([state[:1].view(np.uint64), _mixed(ids, positions, int(state[1]))])
+    total = (terms * np.cumprod(powers)[::-1]).sum(keepdims=True)
+    return np.concatenate([total.view(np.int64), state[1:] + len(ids)])
+
+
+def _next_token(
+    full: Tokens, window: Tokens | None, state: npt.NDArray[np.int64] | None, vocab_size: int
+) -> int:
+    """The token after a context, from what each group has of it."""
+    total = np.bitwise_xor.reduce(_mixed(*full), keepdims=True)
+    if window is not None:
+        total += np.bitwise_xor.reduce(_mixed(*window), keepdims=True) * _MULTIPLIERS[1]
+    if state is not None:
+        mixed = state.view(np.uint64) * _MULTIPLIERS[1:]
+        total += mixed[:1] ^ mixed[1:]
+    return int((total[0] >> np.uint64(17)) % np.uint64(vocab_size))
+
+
+def fake_generate(
+    prompt: Sequence[int],
+    n: int,
+    vocab_size: int = 32768,
+    groups: Sequence[str] = (),
+    window: int = FAKE_WINDOW,
+) -> list[int]:
     """The n tokens that a FakeEngine over correct memory gives after `prompt`."""
     context = list(prompt)
+    state = _absorbed(
+        np.zeros(2, dtype=np.int64), (np.array(context[:-1], np.int64), np.arange(len(prompt) - 1))
+    )
     for _ in range(n):
-        ids = np.asarray(context, dtype=np.int64)
-        context.append(fake_next(ids, np.arange(len(ids)), vocab_size))
+        ids, positions = np.array(context, dtype=np.int64), np.arange(len(context))
+        seen = (ids[-window:], positions[-window:]) if "window" in groups else None
+        state = _absorbed(state, (ids[-1:], positions[-1:]))
+        context.append(_next_token((ids, positions), seen, state if "state" in groups else None, vocab_size))
     return context[len(prompt) :]
 
 
 class FakeEngine:
-    """An Engine (engine/batch.py) over the pool of `fake_spec`'s group. Sampling parameters change nothing
-    but logprobs, which are made up yet deterministic."""
+    """An Engine (engine/batch.py) over the pools of `fake_spec`'s groups, by name. Sampling parameters change
+    nothing but logprobs, which are made up yet deterministic."""
 
     def __init__(
-        self, spec: ModelSpec, pool: MHAKVCache, timing: FakeTiming | None = None, overlap: bool = False
+        self,
+        spec: ModelSpec,
+        pools: Mapping[str, KVCache],
+        timing: FakeTiming | None = None,
+        overlap: bool = False,
     ) -> None:
         self.spec = spec
-        self._pool = pool
-        self._page_size = pool.page_size
+        self._full = _Layer(pools["full"])
+        self._window = _Layer(pools["window"]) if "window" in pools else None
+        self._reach = next((s.window or 0 for s in spec.groups if isinstance(s, KVGroupSpec) and s.window), 0)
+        self._states: npt.NDArray[np.int64] | None = None
+        if "state" in pools:
+            pool = pools["state"]
+            assert isinstance(pool, MambaPool)
+            self._states = pool.tensor(_STATE_LAYER, _STATE_TENSOR).numpy()
         self._timing = timing or FakeTiming()
         self._last_tokens = LastTokens()
         self._queue = LaunchQueue(overlap, "fake-engine")
@@ -99,9 +167,13 @@ class FakeEngine:
 
     def _compute(self, batch: ForwardBatch) -> BatchResult:
         ids = self._last_tokens.resolve(batch)
-        self._write(ids, batch)
+        positions = self._seen_positions(batch)
+        self._full.write(ids, positions, batch.out_slots)
+        if self._window is not None:
+            self._window.write(ids, positions, batch.for_window().out_slots)
+        states = self._advance_states(ids, batch)
         self._pretend(batch)
-        tokens = np.array([self._next(batch, int(i)) for i in batch.sampled], dtype=np.int64)
+        tokens = np.array([self._next(batch, i, states) for i in batch.sampled.tolist()], dtype=np.int64)
         self._last_tokens.record(batch, tokens)
         logprobs: list[TokenLogprobs | None] = []
         for row, token in zip(batch.sampling, tokens.tolist(), strict=True):
@@ -110,19 +182,45 @@ class FakeEngine:
             logprobs.append(self._logprobs(row, token))
         return BatchResult(tokens, logprobs)
 
-    def _write(self, ids: npt.NDArray[np.int64], batch: ForwardBatch) -> None:
-        pages, offsets = np.divmod(batch.out_slots, self._page_size)
-        where = torch.from_numpy(pages), torch.from_numpy(offsets)
-        data = self._pool.data
-        data[where[0], 0, 0, 0, where[1]] = torch.from_numpy(ids).to(data.dtype)[:, None]
-        data[where[0], 0, 1, 0, where[1]] = torch.from_numpy(batch.positions).to(data.dtype)[:, None]
+    def _seen_positions(self, batch: ForwardBatch) -> npt.NDArray[np.int64]:
+        """The positions to write: wrong ones for a chunk whose first token does not see in its window what
+        the full group has there. Only the last token's view is hashed; this is where an earlier one shows."""
+        if self._window is None:
+            return batch.positions
+        positions = batch.positions.copy()
+        window, starts = batch.for_window(), batch.starts()
+        for i in np.flatnonzero(batch.q_lens > 1).tolist():
+            end = int(batch.seq_lens[i] - batch.q_lens[i])
+            first = max(0, end + 1 - self._reach)
+            seen = self._window.read(window.page_table[i], first, end)
+            if not np.array_equal(seen, self._full.read(batch.page_table[i], first, end)):
+                positions[starts[i] : starts[i + 1]] += 1
+        return positions
 
-    def _next(self, batch: ForwardBatch, i: int) -> int:
+    def _advance_states(
+        self, ids: npt.NDArray[np.int64], batch: ForwardBatch
+    ) -> list[npt.NDArray[np.int64]] | None:
+        """Each sequence's state after this step, written to its slot."""
+        if self._states is None:
+            return None
+        assert batch.state is not None, "the batch was built without state slots"
+        before = self._states[batch.state.reads]
+        before[batch.state.reads == 0] = 0
+        starts = batch.starts().tolist()
+        after = [
+            _absorbed(state, (ids[start:end], batch.positions[start:end]))
+            for state, start, end in zip(before, starts, starts[1:], strict=False)
+        ]
+        self._states[batch.state.writes] = after
+        return after
+
+    def _next(self, batch: ForwardBatch, i: int, states: list[npt.NDArray[np.int64]] | None) -> int:
         length = int(batch.seq_lens[i])
-        pages = batch.page_table[i, : -(-length // self._page_size)]
-        context = self._pool.data[torch.from_numpy(pages.astype(np.int64)), 0, :, 0]
-        ids, positions = context[..., 0].permute(1, 0, 2).reshape(2, -1)[:, :length].numpy().astype(np.int64)
-        return fake_next(ids, positions, self.spec.vocab_size)
+        window: Tokens | None = None
+        if self._window is not None:
+            window = self._window.read(batch.for_window().page_table[i], max(0, length - self._reach), length)
+        full = self._full.read(batch.page_table[i], 0, length)
+        return _next_token(full, window, None if states is None else states[i], self.spec.vocab_size)
 
     def _pretend(self, batch: ForwardBatch) -> None:
         prefilled = int(batch.q_lens[batch.q_lens > 1].sum())
@@ -136,3 +234,28 @@ class FakeEngine:
             return None
         vocab = self.spec.vocab_size
         return TokenLogprobs(-0.5, [((token + k) % vocab, -0.5 - k) for k in range(count)])
+
+
+class _Layer:
+    """A layer that keeps a token's id as its key and its position as its value."""
+
+    def __init__(self, pool: KVCache) -> None:
+        assert isinstance(pool, MHAKVCache)
+        self._page_size = pool.page_size
+        self._data = pool.data[:, 0, :, 0]  # [page, K or V, offset, head_dim]
+
+    def write(
+        self, ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]
+    ) -> None:
+        pages, offsets = (torch.from_numpy(part) for part in np.divmod(slots, self._page_size))
+        for side, values in enumerate((ids, positions)):
+            self._data[pages, side, offsets] = torch.from_numpy(values).to(self._data.dtype)[:, None]
+
+    def read(self, table: npt.NDArray[np.int32], start: int, end: int) -> Tokens:
+        """What tokens [start, end) of a sequence have in the pages of its table."""
+        first = start // self._page_size
+        pages = torch.from_numpy(table[first : -(-end // self._page_size)].astype(np.int64))
+        both = self._data[pages][..., 0].permute(1, 0, 2).reshape(2, -1).numpy().astype(np.int64)
+        skipped = start - first * self._page_size
+        ids, positions = both[:, skipped : skipped + end - start]
+        return ids, positions

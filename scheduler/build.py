@@ -17,7 +17,6 @@ from engine.spec import ModelSpec
 from kvcache.config import CacheConfig, KVEventsConfig
 from kvcache.layout import pages_in
 from kvcache.memory import Memory, build_memory
-from kvcache.pool import MHAKVCache
 from kvcache.publisher import EventPublisher
 from scheduler.config import Phase, SchedulerConfig
 from scheduler.options import WorkerOptions
@@ -41,7 +40,7 @@ def build_engine(options: WorkerOptions, shared_pool: bool) -> tuple[Engine, Mem
     if options.engine == "fake":
         spec = fake_spec(max_position=_FAKE_POOL_TOKENS)
         memory = build_memory(_cache_config(options, spec, shared_pool, "cpu"), spec.groups)
-        return FakeEngine(spec, _pool(memory), FakeTiming(options.fake_step_s), overlap), memory
+        return FakeEngine(spec, memory.kv_caches, FakeTiming(options.fake_step_s), overlap), memory
     device = _device(options)
     config = EngineConfig(
         model=options.model,
@@ -79,12 +78,6 @@ def open_publisher(options: WorkerOptions, memory: Memory, curve: Curve | None) 
     if not options.kv_events_config.enable or options.prefix_cache == "none":
         return None
     return EventPublisher(memory.config.events, curve)
-
-
-def _pool(memory: Memory) -> MHAKVCache:
-    pool = memory.kv_cache
-    assert isinstance(pool, MHAKVCache)
-    return pool
 
 
 def _device(options: WorkerOptions) -> str:

@@ -133,7 +133,7 @@ class Rig:
             spec.groups,
         )
         self.pool = self.memory.kv_cache
-        self.engine = WatchedEngine(FakeEngine(spec, self.pool, self.timing, self.engine_overlap))
+        self.engine = WatchedEngine(FakeEngine(spec, self.memory.kv_caches, self.timing, self.engine_overlap))
         self.policy = Recorder(self.after)
         self.scheduler = Scheduler(self.memory, self.engine, self.policy, self.config)
         self.limits = RequestLimits(10_000, VOCAB, self.eos)
