@@ -1,9 +1,10 @@
-"""`baton`: serve a model on Ray Serve, or print what a configuration may contain.
+"""`baton`: serve a model on Ray Serve, look into its caches, or print what a configuration may contain.
 
-    baton serve MODEL|CONFIG.yaml [options]     baton config --schema     baton --version
+    baton serve MODEL|CONFIG.yaml [options]     baton tree [WORKER ...]
+    baton config --schema                       baton --version
 
-Exit codes: 0 ended on request; 1 could not be started; 2 a configuration that cannot work (one
-line on stderr that names the key and the remedy, and nothing is left running).
+Exit codes: 0 ended on request; 1 could not be started, or does not answer; 2 a configuration that cannot
+work (one line on stderr that names the key and the remedy, and nothing is left running).
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from cluster.local import (
     stop_on_signals,
 )
 from cluster.model_files import model_directory
-from wire.errors import ConfigError
+from cluster.tree import TreeSource
+from wire.errors import ConfigError, WorkerLost
 from wire.options import exit_on_config_error
 
 DISTRIBUTION = "baton-serve"
@@ -173,6 +175,20 @@ def _config(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _tree(arguments: argparse.Namespace) -> int:
+    source = TreeSource(arguments.url, arguments.cluster_secret, arguments.interface)
+    try:
+        reports = source.report(arguments.workers, "nodes" if arguments.json else "tree")
+    except WorkerLost as lost:
+        print(f"baton: {lost}", file=sys.stderr)
+        return 1
+    if arguments.json:
+        print(json.dumps({worker: json.loads(report) for worker, report in reports.items()}))
+    else:
+        print("\n\n".join(f"{worker}\n{report}" for worker, report in reports.items()))
+    return 0
+
+
 def _version() -> str:
     try:
         return version(DISTRIBUTION)
@@ -187,6 +203,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"baton {_version()}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_serve(commands.add_parser("serve", help="serve a model until Ctrl-C", description=_SERVE_HELP))
+    _add_tree(commands.add_parser("tree", help="show what live workers cache", description=_TREE_HELP))
     config = commands.add_parser("config", help="what a configuration may contain")
     what = config.add_mutually_exclusive_group(required=True)
     what.add_argument("--schema", action="store_true", help="print the JSON schema")
@@ -224,6 +241,26 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     )
     serve.add_argument("--worker-logs", action="store_true", help="show the logs of all replicas")
     serve.set_defaults(run=_serve)
+
+
+_TREE_HELP = (
+    "Print the prefix tree of each WORKER of a running Baton, or of all: per node its tokens, what each kind "
+    "of KV keeps there, locks and hits. WORKER is an id (/debug/workers lists them) or a mailbox address, "
+    "tcp://HOST:PORT."
+)
+
+
+def _add_tree(tree: argparse.ArgumentParser) -> None:
+    tree.add_argument("workers", metavar="WORKER", nargs="*", help="default: every worker of the router")
+    tree.add_argument(
+        "--url", default="http://127.0.0.1:8000", help="the router's HTTP address (default %(default)s)"
+    )
+    tree.add_argument("--json", action="store_true", help="print the nodes as JSON, with all their tokens")
+    tree.add_argument("--cluster-secret", metavar="SECRET", help="the cluster's, to ask an address")
+    tree.add_argument(
+        "--interface", default="127.0.0.1", help="where an address reaches us back (default %(default)s)"
+    )
+    tree.set_defaults(run=_tree)
 
 
 if __name__ == "__main__":

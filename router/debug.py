@@ -86,7 +86,7 @@ async def route(router: Router, request: HttpRequest) -> None:
 
 
 async def inspect(router: Router, request: HttpRequest) -> None:
-    """GET /debug/inspect?worker=ID&what=memory|tree|load|metrics|rooms: a worker's own report."""
+    """GET /debug/inspect?worker=ID&what=memory|tree|nodes|load|metrics|rooms: a worker's own report."""
     query = request.query()
     what = query.get("what", "memory")
     try:

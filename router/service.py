@@ -174,7 +174,8 @@ class Router:
         """A worker's own report. Raises InvalidRequest for a stranger, TimeoutError for a silent one."""
         record = next((record for record in self.workers() if record.id == worker_id), None)
         if record is None:
-            raise InvalidRequest(f"no worker is called {worker_id!r}", "worker")
+            there = ", ".join(sorted(record.id for record in self.workers())) or "none"
+            raise InvalidRequest(f"no worker is called {worker_id!r}; there are: {there}", "worker")
         token = next(self._numbers)
         return await self._live().inspect(record, token, Inspect(what, token), _INSPECT_TIMEOUT_S)
 

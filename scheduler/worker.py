@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from kvcache.memory import MemoryReport
+from kvcache.report import node_reports
 from scheduler.announcer import Announcer
 from scheduler.build import build_engine, build_scheduler, open_publisher
 from scheduler.half import Half, Room, Services
@@ -320,6 +321,8 @@ class Worker:
                 return json.dumps(asdict(self.check_memory()))
             case "tree":
                 return self._memory.cache.pretty_print()
+            case "nodes":
+                return json.dumps(node_reports(self._memory.cache))
             case "load":
                 return msgspec.json.encode(self._load).decode()
             case "metrics":
@@ -327,5 +330,5 @@ class Worker:
             case "rooms":
                 return json.dumps([[room.room, room.epoch] for room in self.rooms()])
             case _:
-                known = "memory, tree, load, metrics or rooms"
+                known = "memory, tree, nodes, load, metrics or rooms"
                 return json.dumps({"error": f"unknown report {what!r}: use {known}"})

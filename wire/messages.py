@@ -127,7 +127,8 @@ class Resend(RoomMessage, frozen=True, tag="resend"):
 
 
 class Inspect(Message, frozen=True, tag="inspect"):
-    """Ask a worker for a report: "memory", "tree", "load", "metrics" or "rooms". `token` is echoed."""
+    """Ask a worker for a report: "memory", "tree" (text), "nodes" (the tree for a program), "load", "metrics"
+    or "rooms". `token` is echoed."""
 
     what: str
     token: int

@@ -18,11 +18,11 @@ import zmq
 
 from engine.fake import fake_generate
 from tests.e2e.asking import ask, timeline
-from tests.support.kv_events_reader import Pages, check_tree, replayed, waiting
+from tests.support.kv_events_reader import Pages, pages_of, replayed, waiting
 from tools.local_stack import Stack, stack
 from tools.processes import Child
 
-PAGE_SIZE = 8  # a printed tree shows a node's first 8 tokens
+PAGE_SIZE = 8
 LONG = 20 * PAGE_SIZE
 SECRET = "between us"
 FOUR = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 4}
@@ -177,7 +177,7 @@ def test_events_say_what_the_trees_hold(four_workers: Stack) -> None:
             pages = Pages("m")
             pages.apply(batches)
             assert pages.removed, "nothing was evicted: the test is too small"
-            check_tree(four_workers.inspect(worker, "tree"), pages.held, PAGE_SIZE)
+            assert pages_of(four_workers.inspect(worker, "nodes"), "m", PAGE_SIZE) == pages.held
 
 
 def test_a_repeat_goes_to_the_prefill_worker_that_holds_the_prefix(four_workers: Stack) -> None:
@@ -194,6 +194,38 @@ def test_a_repeat_goes_to_the_prefill_worker_that_holds_the_prefix(four_workers:
             assert answer["meta_info"]["cached_tokens"] == LONG
             assert about(four_workers, request_id)["prefill"] == name
     four_workers.settle()
+
+
+def test_a_namespace_goes_through_hashes_events_and_routing(four_workers: Stack) -> None:
+    """A LoRA's id or an image's hash (one string) and a salt: own pages, under names of their own."""
+    rng = random.Random(17)
+    text = "".join(rng.choices("0123456789", k=LONG))
+    prompt = ids_of(four_workers, text)
+    space = {"extra_key": "lora-7 image:9f2c\u00fc", "cache_salt": "pepper"}
+    others: list[dict[str, str]] = [{}, {"extra_key": space["extra_key"]}, {"cache_salt": "pepper"}]
+    ask(four_workers, prompt, FOUR, **space)
+    deadline = time.monotonic() + 10.0
+    while hit_tokens(four_workers, text, space) != LONG:
+        assert time.monotonic() < deadline, "the router does not learn of the pages"
+    assert [hit_tokens(four_workers, text, other) for other in others] == [0, 0, 0]
+    answer = ask(four_workers, prompt + tokens(rng, 10), FOUR, **space)
+    assert answer["meta_info"]["cached_tokens"] == LONG
+    four_workers.settle()
+    named = 0
+    records = {record["id"]: record for record in workers(four_workers)}
+    for worker in four_workers.workers:
+        pages = Pages("m")
+        pages.apply(replayed(records[worker.ready["id"]]["replay"]))
+        nodes = four_workers.inspect(worker, "nodes")
+        assert pages_of(nodes, "m", PAGE_SIZE) == pages.held
+        named += sum((node["extra_key"], node["cache_salt"]) == tuple(space.values()) for node in nodes)
+    assert named >= 2, "a prefill and a decode worker hold the prompt in its namespace"
+
+
+def hit_tokens(running: Stack, text: str, space: dict[str, str]) -> int:
+    """What the router believes the best prefill worker holds of a text."""
+    answer = running.http.get("/debug/route", params={"prompt": text, **space}).json()
+    return int(answer["winner"]["prefill"]["hit_tokens"])
 
 
 def text_that_goes_to(running: Stack, prefill: str, rng: random.Random) -> str:

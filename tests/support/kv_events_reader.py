@@ -1,4 +1,4 @@
-"""An independent reader of KV events and of a printed tree: plain zmq, msgpack and hashlib, none of our code.
+"""An independent reader of KV events and of a tree's report: zmq, msgpack and hashlib, none of our code.
 
 Tests hold it against a worker's tree: what the two say must be the same pages.
 """
@@ -6,18 +6,14 @@ Tests hold it against a worker's tree: what the two say must be the same pages.
 from __future__ import annotations
 
 import hashlib
-import re
 import struct
-from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgpack
 import zmq
 
 _END = -1
-_NODE = re.compile(r"^((?:  )+)(\d+) tokens \[([\d ]*)(?: \.\.\.)?\] lock=(\d+) hits=\d+$")
 
 
 class Page(NamedTuple):
@@ -77,66 +73,58 @@ class Pages:
                     case kind:
                         raise AssertionError(f"an event nobody asked for: {kind}")
 
-    def _store(self, event: dict[str, object]) -> None:
+    def _store(self, event: dict[str, Any]) -> None:
         names, parent, tokens, size = (
             event[key] for key in ("block_hashes", "parent_block_hash", "token_ids", "block_size")
         )
-        assert isinstance(names, list)
-        assert isinstance(tokens, list)
-        assert isinstance(size, int)
-        assert parent is None or isinstance(parent, int)
         assert len(tokens) == len(names) * size
         assert parent is None or parent in self.held
+        keys = event.get("extra_keys")
+        assert keys is None or (len(keys) == len(names) and all(key == keys[0] for key in keys))
+        extra_key = keys[0][0] if keys else ""
+        digest = self._digests[parent] if parent is not None else None
+        chain = Chain(self.model, extra_key, event.get("cache_salt") or "", digest)
         for i, name in enumerate(names):
             page = tuple(tokens[i * size : (i + 1) * size])
-            before = self._digests[parent] if parent is not None else self._seed()
-            digest = hashlib.sha256(before + struct.pack(f"<{size}i", *page)).digest()
-            assert struct.unpack(">q", digest[:8]) == (name,)
+            assert chain.add(page) == name
             assert name not in self.held, "stored twice"
             self.held[name] = Page(parent, page)
-            self._digests[name] = digest
+            self._digests[name] = chain.digest
             parent = name
 
-    def _seed(self) -> bytes:
-        """Of the namespace without salt and extra key."""
-        parts = b"".join(struct.pack("<I", len(part)) + part for part in (self.model.encode(), b"", b""))
-        return hashlib.sha256(b"baton-kv-1" + parts + b"\0").digest()
+
+class Chain:
+    """The page hashes of one prompt, in order."""
+
+    def __init__(self, model: str, extra_key: str, cache_salt: str, digest: bytes | None = None) -> None:
+        """Continue after `digest`; None: from the namespace's own."""
+        parts = (part.encode() for part in (model, extra_key, cache_salt))
+        seed = b"".join(struct.pack("<I", len(part)) + part for part in parts)
+        self.digest = digest or hashlib.sha256(b"baton-kv-1" + seed + b"\0").digest()
+
+    def add(self, page: tuple[int, ...]) -> int:
+        """The event hash of the next page."""
+        self.digest = hashlib.sha256(self.digest + struct.pack(f"<{len(page)}i", *page)).digest()
+        (name,) = struct.unpack(">q", self.digest[:8])
+        return int(name)
 
 
-def check_tree(printed: str, held: dict[int, Page], page_size: int) -> None:
-    """Assert that a printed tree holds exactly these pages, in this shape.
-
-    The print shows every node's length and first tokens (the first page must be among them). Whatever is not
-    shown follows: inside a node no page may have two successors.
-    """
-    children: dict[int | None, dict[tuple[int, ...], int]] = defaultdict(dict)
-    for name, page in held.items():
-        children[page.parent][page.tokens] = name
-    head, *lines = printed.splitlines()
-    assert head.startswith(f"{len(held) * page_size} tokens cached")
-    seen: set[int] = set()
-    path: list[int | None] = [None]  # the last page of every node from the root to where we are
-    for line in lines:
-        match = _NODE.match(line)
-        assert match is not None, line
-        depth, tokens = len(match[1]) // 2, tuple(map(int, match[3].split()))
-        del path[depth:]
-        last = _walk(children, path[-1], tokens[:page_size], int(match[2]) // page_size, seen)
-        path.append(last)
-    assert seen == set(held)
-
-
-def _walk(
-    children: dict[int | None, dict[tuple[int, ...], int]],
-    parent: int | None,
-    first: Iterable[int],
-    pages: int,
-    seen: set[int],
-) -> int:
-    """Follow a node of `pages` pages from its first page on; its last page."""
-    name = children[parent][tuple(first)]
-    seen.add(name)
-    for _ in range(pages - 1):
-        (name,) = children[name].values()
-        seen.add(name)
-    return name
+def pages_of(nodes: list[dict[str, Any]], model: str, page_size: int) -> dict[int, Page]:
+    """The pages of a worker's tree (its report "nodes"), each under the name that its tokens give it."""
+    pages: dict[int, Page] = {}
+    ends: list[tuple[int, bytes]] = []  # of every node: its last page's name and digest
+    for node in nodes:
+        above, digest = ends[node["parent"]] if node["parent"] >= 0 else (None, None)
+        chain = Chain(model, node["extra_key"], node["cache_salt"], digest)
+        tokens = node["tokens"]
+        assert tokens, "a node without pages"
+        assert len(tokens) % page_size == 0
+        for start in range(0, len(tokens), page_size):
+            page = tuple(tokens[start : start + page_size])
+            name = chain.add(page)
+            assert name not in pages, "one page on two nodes"
+            pages[name] = Page(above, page)
+            above = name
+        assert above is not None
+        ends.append((above, chain.digest))
+    return pages

@@ -1,0 +1,90 @@
+"""`baton tree`: what the prefix caches of live workers hold, now.
+
+A worker answers `Inspect` at its mailbox, between two steps. The router asks for us (GET /debug/inspect), so
+one URL is enough for a whole application; a worker without a router is asked at its mailbox address.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from dataclasses import dataclass
+from typing import Any
+
+from wire.errors import ConfigError, WorkerLost
+from wire.mailbox import Mailbox
+from wire.messages import Inspect, Inspected
+from wire.security import curve_for
+
+ANSWER_S = 10.0
+_ADDRESS = "tcp://"
+
+
+@dataclass(frozen=True)
+class TreeSource:
+    """Where to ask: the router at `url`; for workers given by address, with which secret and from where."""
+
+    url: str
+    cluster_secret: str | None = None
+    interface: str = "127.0.0.1"
+
+    def report(self, workers: list[str], what: str) -> dict[str, str]:
+        """Worker -> its report `what`; of all workers of the router when none is named.
+
+        `workers` are ids, or mailbox addresses ("tcp://host:port"). Raises ConfigError for a router or
+        worker that is not there, WorkerLost for one that does not answer.
+        """
+        return {worker: self._ask(worker, what) for worker in workers or self._workers()}
+
+    def _workers(self) -> list[str]:
+        listed = json.loads(self._get("/debug/workers"))["workers"]
+        if not listed:
+            raise ConfigError("--url", f"the router at {self.url} has no workers yet", "try again later")
+        return [str(worker["id"]) for worker in listed]
+
+    def _ask(self, worker: str, what: str) -> str:
+        if worker.startswith(_ADDRESS):
+            return self._ask_directly(worker, what)
+        query = urllib.parse.urlencode({"worker": worker, "what": what})
+        return self._get(f"/debug/inspect?{query}")
+
+    def _ask_directly(self, address: str, what: str) -> str:
+        with Mailbox(self.interface, curve_for(self.cluster_secret)) as mailbox:
+            mailbox.send(address, Inspect(what, 1))
+            deadline = time.monotonic() + ANSWER_S
+            while (left := deadline - time.monotonic()) > 0:
+                for mail in mailbox.wait(left):
+                    if isinstance(mail.message, Inspected):
+                        return mail.message.body
+        raise WorkerLost(f"no worker answers at {address}")
+
+    def _get(self, path: str) -> str:
+        try:
+            with urllib.request.urlopen(self.url.rstrip("/") + path, timeout=ANSWER_S) as answer:
+                return str(answer.read().decode())
+        except urllib.error.HTTPError as error:
+            message = _message(error.read())
+            if error.code >= 500:
+                raise WorkerLost(message or f"the router answers {error.code}") from None
+            raise ConfigError(
+                "worker" if message else "--url",
+                message or f"{self.url} answers {error.code}: it is no router of Baton",
+                "`baton tree` without a name shows all" if message else "give the address of its HTTP API",
+            ) from None
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            raise ConfigError(
+                "--url", f"nothing answers at {self.url}: {reason}", "give the address of a running Baton"
+            ) from None
+
+
+def _message(body: bytes) -> str:
+    """What an error answer of a router says; "" when it is none."""
+    try:
+        decoded: Any = json.loads(body)
+        return str(decoded["error"]["message"])
+    except (ValueError, TypeError, KeyError):
+        return ""
