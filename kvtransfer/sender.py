@@ -21,7 +21,6 @@ from wire.messages import GroupTarget, TransferEndpoint
 log = logging.getLogger(__name__)
 
 _JOIN_S = 5.0
-_NO_PAGES = as_pages([])
 
 
 @dataclass(frozen=True)
@@ -88,18 +87,13 @@ class KVSender:
             self.start_send_idx = first * self._page_size
             self._state = KVPoll.WAITING_FOR_INPUT
 
-    def send(
-        self,
-        pages: PageIds,
-        end: int | None = None,
-        last: bool = False,
-        tails: Mapping[str, PageIds] | None = None,
-    ) -> None:
+    def send(self, pages: Mapping[str, PageIds], end: int | None = None, last: bool = False) -> None:
         """Tokens up to `end` (default: tmp_end_idx) are computed; hand over what was not yet.
 
-        `pages[i]` is logical page i of the deciding group in my pool, cached prefix included. Only `last`
-        sends a partial page, and it comes once, at the end, with `tails`: of each other group my pages that
-        pair, one by one, with the target's. None of them may change or be freed before `Sent`.
+        `pages[group][i]` is logical page i of a group in my pool, cached prefix included, 0 where there is
+        none; a state has one page, its slot. Without `last` only the deciding group's count. `last` comes
+        once, at the end, with every group's up to the end, a partial page too. What is sent must neither
+        change nor be freed before `Sent`.
         """
         end = self.tmp_end_idx if end is None else end
         assert end is not None, "no end was given and none was recorded"
@@ -110,9 +104,7 @@ class KVSender:
             return
         writes, problem = [], None
         try:
-            writes = self._writes(pages, begin_page, end_page)
-            if last:
-                writes += self._tails(tails or {}, end_page)
+            writes = self._writes(pages, begin_page, end_page, last)
         except TransferError as error:
             problem = str(error)
         self.start_send_idx = end if last else end_page * size
@@ -144,35 +136,29 @@ class KVSender:
         """Where it stands."""
         return self._state
 
-    def _writes(self, pages: PageIds, begin_page: int, end_page: int) -> list[PageWrite]:
-        """The deciding group's pages [begin_page, end_page), as far as the target wants them."""
-        if self._deciding not in self._targets:
-            return []
-        first, ids = self._targets[self._deciding]
-        low, high = max(begin_page, first), min(end_page, first + len(ids))
-        low = min(low, high)
-        return [self._write(self._deciding, pages[low:high], ids[low - first : high - first])]
-
-    def _tails(self, tails: Mapping[str, PageIds], end_page: int) -> list[PageWrite]:
-        """The other groups' pages. Raises TransferError when the target is not of this prompt's length."""
+    def _writes(
+        self, pages: Mapping[str, PageIds], begin_page: int, end_page: int, last: bool
+    ) -> list[PageWrite]:
+        """Raises TransferError when the target wants what is not there."""
         writes = []
         for group, (first, ids) in self._targets.items():
-            if group == self._deciding:
-                if first + len(ids) != end_page:
-                    raise TransferError(f"the target does not end at page {end_page}")
-                continue
-            src = tails.get(group, _NO_PAGES)
-            if len(src) != len(ids):
+            end = first + len(ids)
+            if last and end != len(pages.get(group, ())):
                 raise TransferError(
-                    f"the target wants {len(ids)} pages of group {group}; there are {len(src)}"
+                    f"the target wants pages {first} to {end} of group {group}, which ends elsewhere"
                 )
-            writes.append(self._write(group, src, ids))
+            if group == self._deciding:
+                low, high = max(begin_page, first), min(end_page, end)
+            elif last:
+                low, high = first, end
+            else:
+                continue
+            low = min(low, high)
+            src = as_pages(pages[group][low:high]).copy()
+            if not src.all():  # page 0 is scratch: nobody's
+                raise TransferError(f"this worker does not hold pages {low} to {high} of group {group}")
+            writes.append(PageWrite(self.room, self.epoch, group, src, ids[low - first : high - first]))
         return writes
-
-    def _write(self, group: str, src: PageIds, dst: PageIds) -> PageWrite:
-        if len(src) and not int(src.min()):  # page 0 is scratch: a place in a table that holds nothing
-            raise TransferError(f"this worker does not hold all pages of group {group} that are wanted")
-        return PageWrite(self.room, self.epoch, group, as_pages(src).copy(), dst)
 
     def _queue(self) -> None:
         """Under the lock."""

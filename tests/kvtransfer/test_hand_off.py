@@ -88,9 +88,9 @@ def test_every_page_goes_once_in_order_and_the_partial_one_last(
         assert sender.start_send_idx == first * SIZE
         for end in ends:
             sender.tmp_end_idx = end
-            sender.send(mine[: -(-end // SIZE)])
+            sender.send({"full": mine[: -(-end // SIZE)]})
             assert sender.start_send_idx == max(first, end // SIZE) * SIZE
-        sender.send(mine, tokens, last=True)
+        sender.send({"full": mine}, tokens, last=True)
         over = sent.get(timeout=10)
     assert (over.room, over.epoch, over.error, over.kv_bytes) == (7, 2, None, 10 * (pages - first))
     assert sender.poll() is KVPoll.SUCCESS
@@ -108,8 +108,8 @@ def test_a_target_that_does_not_fit_the_prompt_fails_the_room() -> None:
     with sending(transport) as (senders, sent):
         sender = KVSender(senders, 1, 0, SIZE)
         sender.init(NOWHERE, target(0, 12))
-        sender.send(source(2), 8, last=True)
-        assert "page 2" in (sent.get(timeout=10).error or "")
+        sender.send({"full": source(2)}, 8, last=True)
+        assert "wants pages 0 to 3 of group full" in (sent.get(timeout=10).error or "")
     assert sender.poll() is KVPoll.FAILED
 
 
@@ -122,9 +122,9 @@ def test_other_groups_leave_whole_after_the_last_chunk() -> None:
         sender = KVSender(senders, 1, 0, SIZE)
         sender.init(NOWHERE, GROUPS)
         assert sender.start_send_idx == SIZE, "what the deciding group lacks counts, whatever the others do"
-        sender.send(source(2), 8)
-        tails = {"window": as_pages([5]), "state": as_pages([9])}
-        sender.send(source(3), 12, last=True, tails=tails)
+        sender.send({"full": source(2)}, 8)
+        tails = {"window": as_pages([0, 0, 5]), "state": as_pages([9])}
+        sender.send({"full": source(3), **tails}, 12, last=True)
         assert sent.get(timeout=10) == Sent(1, 0, 40)
     moved = [(w.group, w.src_pages.tolist(), w.dst_pages.tolist()) for w in transport.writes]
     assert moved == [
@@ -140,8 +140,8 @@ def test_a_deciding_group_without_bytes_is_not_sent() -> None:
     with sending(transport) as (senders, sent):
         sender = KVSender(senders, 1, 0, SIZE)
         sender.init(NOWHERE, {"window": GROUPS["window"]})
-        sender.send(source(2), 8)
-        sender.send(source(3), 12, last=True, tails={"window": as_pages([5])})
+        sender.send({"full": source(2)}, 8)
+        sender.send({"full": source(3), "window": as_pages([0, 0, 5])}, 12, last=True)
         assert sent.get(timeout=10) == Sent(1, 0, 10)
     assert [write.group for write in transport.writes] == ["window"]
 
@@ -149,19 +149,20 @@ def test_a_deciding_group_without_bytes_is_not_sent() -> None:
 @pytest.mark.parametrize(
     ("tails", "says"),
     [
-        ({"window": [5]}, "wants 1 pages of group state; there are 0"),
-        ({"window": [5, 6], "state": [9]}, "wants 1 pages of group window; there are 2"),
-        ({"window": [0], "state": [9]}, "does not hold all pages of group window"),
-        ({"window": [5], "state": [0]}, "does not hold all pages of group state"),
+        ({"window": [0, 0, 5]}, "wants pages 0 to 1 of group state"),
+        ({"window": [0, 5], "state": [9]}, "wants pages 2 to 3 of group window"),
+        ({"window": [0, 0, 5, 6], "state": [9]}, "wants pages 2 to 3 of group window"),
+        ({"window": [4, 5, 0], "state": [9]}, "does not hold pages 2 to 3 of group window"),
+        ({"window": [4, 5, 6], "state": [0]}, "does not hold pages 0 to 1 of group state"),
     ],
 )
-def test_tails_that_do_not_fit_the_target_fail_the_room(tails: dict[str, list[int]], says: str) -> None:
+def test_a_target_that_wants_what_is_not_there_fails_the_room(tails: dict[str, list[int]], says: str) -> None:
     transport = Recorder()
     with sending(transport) as (senders, sent):
         sender = KVSender(senders, 1, 0, SIZE)
         sender.init(NOWHERE, GROUPS)
         mine = {group: as_pages(pages) for group, pages in tails.items()}
-        sender.send(source(3), 12, last=True, tails=mine)
+        sender.send({"full": source(3), **mine}, 12, last=True)
         assert says in (sent.get(timeout=10).error or "")
     assert sender.poll() is KVPoll.FAILED
     assert not transport.writes
@@ -174,15 +175,15 @@ def test_abort_waits_for_the_write_in_progress_and_reports_once() -> None:
     with sending(transport) as (senders, sent):
         sender = KVSender(senders, 1, 0, SIZE)
         sender.init(NOWHERE, target(0, 12))
-        sender.send(source(1), 4)
-        sender.send(source(2), 8)
+        sender.send({"full": source(1)}, 4)
+        sender.send({"full": source(2)}, 8)
         assert transport.entered.wait(10)
         sender.abort("the client left")
         assert sent.empty(), "its pages are still being read"
         transport.gate.set()
         over = sent.get(timeout=10)
         sender.abort("again")
-        sender.send(source(3), 12, last=True)
+        sender.send({"full": source(3)}, 12, last=True)
     assert over.error == "the client left"
     assert len(transport.writes) == 1
     assert sender.poll() is KVPoll.FAILED
@@ -205,11 +206,11 @@ def test_a_failed_write_ends_the_room_and_not_its_neighbour() -> None:
         rooms = [KVSender(senders, room, 0, SIZE) for room in (1, 2)]
         for sender in rooms:
             sender.init(NOWHERE, target(0, 8))
-        rooms[0].send(source(1), 4)
+        rooms[0].send({"full": source(1)}, 4)
         assert sent.get(timeout=10).error == "the wire broke"
         transport.failure = None
-        rooms[0].send(source(2), 8, last=True)
-        rooms[1].send(source(2), 8, last=True)
+        rooms[0].send({"full": source(2)}, 8, last=True)
+        rooms[1].send({"full": source(2)}, 8, last=True)
         assert sent.get(timeout=10) == Sent(2, 0, 20)
     assert sent.empty()
 
@@ -222,8 +223,8 @@ def test_rooms_take_turns() -> None:
         for sender in (one, two):
             sender.init(NOWHERE, target(0, 12))
         for end in (4, 8, 12):
-            one.send(source(3), end, last=end == 12)
-        two.send(source(3), 12, last=True)
+            one.send({"full": source(3)}, end, last=end == 12)
+        two.send({"full": source(3)}, 12, last=True)
         transport.gate.set()
         assert [sent.get(timeout=10).room for _ in range(2)] == [2, 1]
 
@@ -249,13 +250,13 @@ def test_a_hand_off_end_to_end(backend: str, staged: bool) -> None:
                 sender = KVSender(senders, room, epoch, SIZE)
                 sender.init(receiver.endpoints[0], {"full": GroupTarget(0, ids.tolist())})
                 mine = permuted(np.random.default_rng(room), 20, pages)
-                sender.send(mine, 13)
+                sender.send({"full": mine}, 13)
                 if epoch == 0:
                     sender.abort("restarted")
                     assert sent.get(timeout=10).error == "restarted"
                     assert kv.abort().wait(5)
                     continue
-                sender.send(mine, tokens, last=True)
+                sender.send({"full": mine}, tokens, last=True)
                 over = sent.get(timeout=10)
                 assert over.error is None
                 done = KVDone(room, epoch, tokens, 5, over.kv_bytes, checksums=over.checksums)
@@ -293,10 +294,10 @@ def test_a_hand_off_of_three_groups(backend: str, staged: bool) -> None:
         sender = KVSender(senders, 1, 0, SIZE)
         sender.init(receiver.endpoints[0], groups)
         mine = permuted(np.random.default_rng(1), 40, 8)
-        tails = {"window": as_pages([2, 17, 18]), "state": as_pages([3])}
+        tails = {"window": as_pages([0, 0, 0, 0, 1, 2, 17, 18]), "state": as_pages([3])}
         for end in (13, 24):
-            sender.send(mine, end)
-        sender.send(mine, tokens, last=True, tails=tails)
+            sender.send({"full": mine}, end)
+        sender.send({"full": mine, **tails}, tokens, last=True)
         over = sent.get(timeout=20)
         assert over.error is None
         nbytes = {"full": 6 * 4096, "window": 3 * 192, "state": (1 << 20) + 64}
@@ -314,13 +315,14 @@ def test_a_hand_off_of_three_groups(backend: str, staged: bool) -> None:
         done = KVDone(1, 0, tokens, 5, over.kv_bytes, checksums=over.checksums)
         assert kv.landed.nbytes == nbytes
         assert kv.commit(done, verify=True) == over.kv_bytes
-        for group, src in {"full": mine[2:], **tails}.items():
-            assert torch.equal(theirs[group][groups[group].page_ids], regions[group].tensor[src]), group
+        for group, src in {"full": mine, **tails}.items():
+            first, ids = groups[group].first_page, groups[group].page_ids
+            assert torch.equal(theirs[group][ids], regions[group].tensor[src[first:]]), group
         again = KVReceiver(receiver, 3, 0, tokens)
         again.pre_alloc(groups)
         repeat = KVSender(senders, 3, 0, SIZE)
         repeat.init(receiver.endpoints[0], groups)
-        repeat.send(mine, tokens, last=True, tails=tails)
+        repeat.send({"full": mine, **tails}, tokens, last=True)
         assert sent.get(timeout=20).error is None
         with pytest.raises(TransferError, match="checksums of group state differ"):
             again.commit(KVDone(3, 0, tokens, 5, over.kv_bytes, checksums=wrong), verify=True)
