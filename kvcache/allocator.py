@@ -88,7 +88,11 @@ class BaseTokenToKVPoolAllocator(ABC):
         """Give pages back, each once. Inside a free group they stay taken until it ends."""
         if self._group is not None:
             self._group.append(pages.astype(np.int32))
-            return
+        else:
+            self.free_now(pages)
+
+    def free_now(self, pages: npt.NDArray[np.integer]) -> None:
+        """Give pages back even inside a free group: evicted ones, which nothing that was launched reads."""
         n = len(pages)
         if n == 0:
             return

@@ -14,10 +14,11 @@ from kvcache.allocator import BaseTokenToKVPoolAllocator, Pages, Slots
 from kvcache.pool import ReqToTokenPool
 from kvcache.radix_key import RadixKey
 from kvcache.request import NO_SLOTS, CachedRequest
+from kvcache.state_slots import StateSlotPool
+from kvcache.swa_allocator import NO_PAGES as NO_PAGES
+from kvcache.swa_allocator import SWATokenToKVPoolAllocator
 from kvcache.tree_node import TreeNode
 from wire.events import AnyEvent
-
-NO_PAGES: Pages = np.empty(0, np.int32)
 
 
 class MatchResult(NamedTuple):
@@ -28,24 +29,49 @@ class MatchResult(NamedTuple):
     last_host_node: TreeNode | None  # the same node as long as there is no host tier
     host_hit_length: int  # tokens beyond device_indices that the host tier holds
     pages: Pages  # device_indices as page ids
+    window_pages: Pages = NO_PAGES  # per page of the match, the window group's page id; 0: not held
+    state_slot: int = 0  # slot of the state after the match; 0: none held there
+    branching_len: int = 0  # tokens, whole pages, that are cached by the deciding group alone
 
 
 NO_MATCH = MatchResult(NO_SLOTS, None, None, 0, NO_PAGES)
 
 
 class BasePrefixCache(ABC):
-    """A cache over one ReqToTokenPool and one allocator. Sizes are in tokens."""
+    """A cache over one ReqToTokenPool and one allocator of the deciding group. Sizes are in its tokens.
 
-    def __init__(self, req_to_token_pool: ReqToTokenPool, allocator: BaseTokenToKVPoolAllocator) -> None:
+    `swa` and `states` are what live requests hold of the window and the state group, where the model has one.
+    """
+
+    def __init__(
+        self,
+        req_to_token_pool: ReqToTokenPool,
+        allocator: BaseTokenToKVPoolAllocator,
+        swa: SWATokenToKVPoolAllocator | None = None,
+        states: StateSlotPool | None = None,
+    ) -> None:
         self.req_to_token_pool = req_to_token_pool
         self.allocator = allocator
         self.page_size = allocator.page_size
+        self.swa = swa
+        self.states = states
+        if swa is not None:
+            swa.evict, swa.evictable_pages = self.evict_window, self.evictable_window_pages
+        if states is not None:
+            states.evict, states.evictable_slots = self.evict_mamba, self.evictable_states
 
     @abstractmethod
     def match_prefix(self, key: RadixKey) -> MatchResult:
-        """The longest cached prefix of `key`, in whole pages.
+        """The longest cached prefix of `key`, in whole pages, that a forward can continue from.
 
         A caller about to run a forward passes at most all but the last token: that one must be computed.
+        """
+
+    @abstractmethod
+    def match_parts(self, key: RadixKey) -> MatchResult:
+        """What each group has of `key`: the longest prefix of the deciding group, whatever the others lack.
+
+        `window_pages` may have holes and `state_slot` is 0: who asks brings the state itself.
         """
 
     @abstractmethod
@@ -85,6 +111,24 @@ class BasePrefixCache(ABC):
     def evict(self, num_tokens: int) -> int:
         """Free unlocked leaves until `num_tokens` are free or none is left; returns tokens freed."""
 
+    def evict_window(self, num_pages: int) -> int:
+        """Free unlocked window pages until `num_pages` are free or none is left; returns how many."""
+        del num_pages
+        return 0
+
+    def evict_mamba(self, num_slots: int) -> int:
+        """Free unlocked cached states until `num_slots` are free or none is left; returns how many."""
+        del num_slots
+        return 0
+
+    def evictable_window_pages(self) -> int:
+        """Pages that evict_window can free."""
+        return 0
+
+    def evictable_states(self) -> int:
+        """Slots that evict_mamba can free."""
+        return 0
+
     @abstractmethod
     def reset(self) -> None:
         """Free everything cached. Nothing may be locked."""
@@ -101,13 +145,17 @@ class BasePrefixCache(ABC):
         """Tokens cached."""
         return self.evictable_size() + self.protected_size()
 
-    def recount(self) -> tuple[int, int]:
-        """(evictable, protected) tokens, counted anew; what the sizes above must equal."""
-        return 0, 0
+    @abstractmethod
+    def check(self) -> None:
+        """Assert that the sizes above are what counting anew gives, and the other rules of the structure."""
 
     @abstractmethod
     def all_pages(self) -> Pages:
-        """Every cached page, in no order."""
+        """Every cached page of the deciding group, in no order."""
+
+    def all_parts(self) -> dict[str, Pages]:
+        """Every cached page or slot of the other groups, by group name, in no order."""
+        return {}
 
     @abstractmethod
     def all_values_flatten(self) -> Slots:
@@ -120,6 +168,15 @@ class BasePrefixCache(ABC):
     def take_events(self) -> list[AnyEvent]:
         """KV events since the last call; empty when events are off."""
         return []
+
+    def _release_parts(self, req: CachedRequest) -> None:
+        """Free and unlock what a request holds of the groups besides the deciding one."""
+        assert req.req_pool_idx is not None, "the request has no row"
+        if self.swa is not None:
+            self.swa.allocator.free_page_ids(self.swa.release(req.req_pool_idx))
+        if self.states is not None and req.state_hold is not None:
+            self.states.free(req.state_hold.private)
+            req.state_hold = None
 
     def _row_pages(self, req: CachedRequest, start: int, end: int) -> Pages:
         """Page ids of a request's positions [start, end); `start` is a page border."""

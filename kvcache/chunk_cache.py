@@ -1,4 +1,4 @@
-"""ChunkCache: no prefix caching; a request keeps its own pages until it ends."""
+"""ChunkCache: no prefix caching; a request keeps its own pages until it ends, or they leave its window."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ class ChunkCache(BasePrefixCache):
     """Matches nothing and keeps nothing."""
 
     def match_prefix(self, key: RadixKey) -> MatchResult:
+        """Nothing."""
+        del key
+        return NO_MATCH
+
+    def match_parts(self, key: RadixKey) -> MatchResult:
         """Nothing."""
         del key
         return NO_MATCH
@@ -34,6 +39,7 @@ class ChunkCache(BasePrefixCache):
         """Free all its pages."""
         del is_insert
         self.allocator.free_page_ids(self._row_pages(req, 0, req.kv_allocated_len))
+        self._release_parts(req)
 
     def evict(self, num_tokens: int) -> int:
         """There is nothing to evict."""
@@ -50,6 +56,9 @@ class ChunkCache(BasePrefixCache):
     def protected_size(self) -> int:
         """Always 0."""
         return 0
+
+    def check(self) -> None:
+        """There is nothing to count."""
 
     def all_pages(self) -> Pages:
         """None."""

@@ -8,6 +8,7 @@ from kvcache.eviction import eviction_policy
 from wire.errors import ConfigError
 
 PREFIX_CACHES = ("radix", "none")
+MIN_STATE_SLOTS = 3  # one request's pair, and one to replace what the tree takes
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,11 @@ class CacheConfig:
     prefix_cache: str = "radix"
     eviction_policy: str = "lru"
     need_sort: bool = False  # hand out freed pages in ascending order: longer runs for transfers
+    window_tokens: int | None = None  # capacity of the window group; None: `window_pages` chooses
+    swa_full_tokens_ratio: float = 0.8  # window capacity as a share of total_tokens, where it is chosen
+    max_chunk_tokens: int | None = None  # longest prefill chunk; None: a prompt may come in one
+    state_slots: int | None = None  # slots of the state group; None: `num_state_slots` chooses
+    mamba_track_interval: int = 256  # decode keeps a state every so many tokens; whole pages
     events: KVEventsConfig = field(default_factory=KVEventsConfig)
 
     def __post_init__(self) -> None:
@@ -62,8 +68,46 @@ class CacheConfig:
                 f"a context of {self.max_context_len} tokens does not fit a pool of {self.total_tokens}",
                 "lower max_context_tokens or raise max_total_tokens",
             )
+        if not 0 < self.swa_full_tokens_ratio <= 1:
+            raise ConfigError("swa_full_tokens_ratio", "is not in (0, 1]", "give a share of max_total_tokens")
+        if self.state_slots is not None and self.state_slots < MIN_STATE_SLOTS:
+            raise ConfigError(
+                "state_slots", "is too small for one request", f"give at least {MIN_STATE_SLOTS}"
+            )
 
     @property
     def num_pages(self) -> int:
         """Pages that can be handed out."""
         return self.total_tokens // self.page_size
+
+    @property
+    def num_state_slots(self) -> int:
+        """Slots of a state group: a pair for each request, and as many again for cached states."""
+        if self.state_slots is not None:
+            return self.state_slots
+        return max(MIN_STATE_SLOTS, 4 * self.max_running_requests + 2 * self.pre_alloc_size)
+
+    def window_pages(self, window: int) -> int:
+        """Pages of a window group of `window` tokens. Raises ConfigError if one request would not fit."""
+        chunk = self.max_chunk_tokens or self.max_context_len
+        one_request = min(
+            -(-(window + chunk) // self.page_size) + 2, -(-self.max_context_len // self.page_size)
+        )
+        if self.window_tokens is None:
+            return min(self.num_pages, max(one_request, int(self.num_pages * self.swa_full_tokens_ratio)))
+        if self.window_tokens // self.page_size < one_request:
+            raise ConfigError(
+                "window_tokens",
+                f"{self.window_tokens} do not hold one request's window and prefill chunk",
+                f"give at least {one_request * self.page_size}",
+            )
+        return min(self.num_pages, self.window_tokens // self.page_size)
+
+    def check_track_interval(self) -> None:
+        """Raises ConfigError unless states are kept at page borders; for models with a state group."""
+        if self.mamba_track_interval < 1 or self.mamba_track_interval % self.page_size:
+            raise ConfigError(
+                "mamba_track_interval",
+                f"{self.mamba_track_interval} is not a multiple of page_size, {self.page_size}",
+                "give whole pages",
+            )

@@ -9,15 +9,21 @@ from kvcache.config import CacheConfig
 from kvcache.events import EventRecorder
 from kvcache.pool import ReqToTokenPool
 from kvcache.radix_cache import RadixCache
+from kvcache.state_slots import StateSlotPool
+from kvcache.swa_allocator import SWATokenToKVPoolAllocator
 
 
 def build_prefix_cache(
-    config: CacheConfig, req_to_token_pool: ReqToTokenPool, allocator: BaseTokenToKVPoolAllocator
+    config: CacheConfig,
+    req_to_token_pool: ReqToTokenPool,
+    allocator: BaseTokenToKVPoolAllocator,
+    swa: SWATokenToKVPoolAllocator | None = None,
+    states: StateSlotPool | None = None,
 ) -> BasePrefixCache:
     """RadixCache, or ChunkCache when prefix caching is off. CacheConfig has checked the names."""
     if config.prefix_cache == "none":
-        return ChunkCache(req_to_token_pool, allocator)
+        return ChunkCache(req_to_token_pool, allocator, swa, states)
     recorder = (
         EventRecorder(config.page_size, config.events.max_queued_events) if config.events.enable else None
     )
-    return RadixCache(req_to_token_pool, allocator, config.eviction_policy, recorder)
+    return RadixCache(req_to_token_pool, allocator, config.eviction_policy, recorder, swa=swa, states=states)

@@ -196,6 +196,25 @@ def _layout(spec: GroupSpec, page_size: int, dtype: str, tile_order: str) -> Gro
     )
 
 
-def pages_in(nbytes: int, specs: tuple[GroupSpec, ...], page_size: int) -> int:
-    """How many pages of every group fit into `nbytes`, the scratch page of each group deducted."""
-    return max(0, nbytes // sum(spec.page_bytes(page_size) for spec in specs) - 1)
+def pages_in(
+    nbytes: int,
+    specs: tuple[GroupSpec, ...],
+    page_size: int,
+    window_ratio: float = 1.0,
+    state_slots: int = 0,
+) -> int:
+    """How many pages of the deciding group fit into `nbytes` beside the other groups' pools.
+
+    A window group has `window_ratio` as many pages, a state group `state_slots` slots, and every group its
+    scratch page.
+    """
+    per_page = 0.0
+    for spec in specs:
+        size = spec.page_bytes(page_size)
+        nbytes -= size
+        if spec.kind == "state":
+            nbytes -= state_slots * size
+        else:
+            per_page += size * (window_ratio if spec.kind == "window" else 1.0)
+    assert per_page > 0, "no group has a page that grows with the tokens"
+    return max(0, int(nbytes / per_page))

@@ -2,26 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.allocator import BaseTokenToKVPoolAllocator, Pages, make_allocator
+from kvcache.allocator import BaseTokenToKVPoolAllocator, Pages, TokenToKVPoolAllocator, make_allocator
 from kvcache.base_prefix_cache import NO_PAGES, BasePrefixCache
 from kvcache.buffers import HostBuffer, SharedBuffer, allocate_private, allocate_shared
 from kvcache.config import CacheConfig
 from kvcache.factory import build_prefix_cache
-from kvcache.layout import GroupSpec, KVGroupSpec
-from kvcache.pool import KVCache, MHAKVCache, ReqToTokenPool
+from kvcache.layout import GroupSpec, KVGroupSpec, LatentGroupSpec, StateGroupSpec
+from kvcache.pool import KVCache, MambaPool, MHAKVCache, MLAKVCache, ReqToTokenPool
+from kvcache.request import GroupPages as GroupPages
+from kvcache.state_slots import StateSlotPool
+from kvcache.swa_allocator import SWATokenToKVPoolAllocator
 from wire.errors import ConfigError
 from wire.records import GroupLayout
+
+OTHER_GROUPS: list[list[str]] = [[], ["window"], ["state"], ["window", "state"]]
+"""Kinds of groups that may come beside the deciding one, in order."""
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """Balanced books of one more group, in its pages: the same sum as MemoryReport's."""
+
+    total: int
+    free: int
+    evictable: int
+    protected: int
+    held: int
+    quarantined: int
+    pending: int
 
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Balanced books: free + evictable + protected + held + quarantined + pending == total, in pages."""
+    """Balanced books: free + evictable + protected + held + quarantined + pending == total, in pages.
+
+    The plain fields are those of the group that decides reuse; `groups` has the others by name.
+    """
 
     page_size: int
     total_pages: int
@@ -34,20 +56,21 @@ class MemoryReport:
     total_rows: int
     free_rows: int
     held_rows: int
+    groups: dict[str, GroupReport] = field(default_factory=dict)
 
 
 class Memory:
-    """Pools, allocator and tree of one worker. One thread; close it, or use it as a context manager."""
+    """Pools, allocators and tree of one worker. One thread; close it, or use it as a context manager."""
 
     def __init__(
         self,
         config: CacheConfig,
         specs: tuple[GroupSpec, ...],
         req_to_token_pool: ReqToTokenPool,
-        allocator: BaseTokenToKVPoolAllocator,
+        allocators: dict[str, BaseTokenToKVPoolAllocator],
         kv_caches: dict[str, KVCache],
         cache: BasePrefixCache,
-        buffers: Sequence[HostBuffer],
+        buffers: Mapping[str, HostBuffer],
     ) -> None:
         self.config = config
         self.specs = specs
@@ -55,11 +78,14 @@ class Memory:
         self.num_pages = config.num_pages
         self.total_tokens = config.num_pages * config.page_size
         self.req_to_token_pool = req_to_token_pool
-        self.allocator = allocator
+        self.allocators = allocators
+        self.allocator = allocators[specs[0].name]
         self.kv_caches = kv_caches
         self.cache = cache
+        self.swa = cache.swa
+        self.states = cache.states
         self._buffers = buffers
-        self._quarantine: dict[Hashable, list[Pages]] = {}
+        self._quarantine: dict[Hashable, list[GroupPages]] = {}
 
     @property
     def kv_cache(self) -> KVCache:
@@ -67,11 +93,9 @@ class Memory:
         return self.kv_caches[self.specs[0].name]
 
     def shared_fd(self, group: str) -> int | None:
-        """The memfd that holds a group's pool, from offset 0; None when the pool is private."""
-        for spec, buffer in zip(self.specs, self._buffers, strict=False):
-            if spec.name == group and isinstance(buffer, SharedBuffer):
-                return buffer.fd
-        return None
+        """The memfd that holds a group's pool, from offset 0; None when it is private or has no bytes."""
+        buffer = self._buffers.get(group)
+        return buffer.fd if isinstance(buffer, SharedBuffer) else None
 
     def layouts(self) -> tuple[GroupLayout, ...]:
         """For the worker's record."""
@@ -79,7 +103,7 @@ class Memory:
 
     def close(self) -> None:
         """Give up the pools' buffers; whoever still has a tensor over one can finish with it."""
-        for buffer in self._buffers:
+        for buffer in self._buffers.values():
             buffer.close()
 
     def __enter__(self) -> Memory:
@@ -88,80 +112,154 @@ class Memory:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    # -- frees of all groups -----------------------------------------------------------------------
+
+    def free(self, pages: Mapping[str, npt.NDArray[np.integer]]) -> None:
+        """Give pages of any groups back, each once."""
+        for name, ids in pages.items():
+            self.allocators[name].free_page_ids(ids)
+
+    def free_group_begin(self) -> None:
+        """Until `free_group_take`, pages that are freed stay taken. What is evicted is free at once."""
+        for allocator in self.allocators.values():
+            allocator.free_group_begin()
+
+    def free_group_take(self) -> GroupPages:
+        """End the group without freeing: its pages are the caller's, to free when nothing reads them."""
+        taken = {name: allocator.free_group_take() for name, allocator in self.allocators.items()}
+        return {name: pages for name, pages in taken.items() if len(pages)}
+
     # -- quarantine --------------------------------------------------------------------------------
 
-    def quarantine(self, pages: npt.NDArray[np.integer], owner: Hashable) -> None:
+    def quarantine(self, pages: Mapping[str, npt.NDArray[np.integer]], owner: Hashable) -> None:
         """Set aside allocated pages that a remote writer may still touch, until its fence has passed."""
-        self._quarantine.setdefault(owner, []).append(pages.astype(np.int32))
+        held: GroupPages = {name: ids.astype(np.int32) for name, ids in pages.items()}
+        self._quarantine.setdefault(owner, []).append(held)
 
     def release_quarantine(self, owner: Hashable) -> int:
         """The fence of `owner` has passed: free its pages. Returns how many; 0 for an unknown owner."""
         released = self._quarantine.pop(owner, [])
         for pages in released:
-            self.allocator.free_page_ids(pages)
-        return sum(map(len, released))
+            self.free(pages)
+        return sum(len(ids) for pages in released for ids in pages.values())
 
-    def quarantined_pages(self) -> Pages:
-        """All pages set aside."""
-        return np.concatenate([NO_PAGES, *(pages for held in self._quarantine.values() for pages in held)])
+    def quarantined(self, group: str) -> Pages:
+        """All pages of a group that are set aside."""
+        everyone = (pages.get(group, NO_PAGES) for held in self._quarantine.values() for pages in held)
+        return np.concatenate([NO_PAGES, *everyone])
 
     # -- balance -----------------------------------------------------------------------------------
 
-    def check_memory(self, held_pages: Iterable[int] = (), held_rows: Iterable[int] = ()) -> MemoryReport:
-        """Assert that every page and every row has exactly one owner.
+    def check_memory(
+        self, held: Mapping[str, Iterable[int]] | None = None, held_rows: Iterable[int] = ()
+    ) -> MemoryReport:
+        """Assert that every page of every group, and every row, has exactly one owner.
 
-        `held_pages` are those outside tree, quarantine and free list: private pages of live requests,
-        reservations, deferred frees. A lost, shared or twice freed page is named in the AssertionError.
+        `held` names, by group, those outside tree, quarantine and free list: private pages and slots of live
+        requests, reservations, deferred frees. A lost, shared or twice freed one is named in the
+        AssertionError.
         """
-        held = np.fromiter(held_pages, np.int64)
         rows = np.fromiter(held_rows, np.int64)
-        owned: dict[str, npt.NDArray[np.integer]] = {
-            "free": np.concatenate((self.allocator.free_pages, self.allocator.release_pages)),
-            "pending": self.allocator.pending_pages(),
-            "cached": self.cache.all_pages(),
-            "held": held,
-            "quarantined": self.quarantined_pages(),
-        }
-        _check_partition("page", self.num_pages, owned)
         pool = self.req_to_token_pool
         _check_partition("row", pool.size, {"free": pool.free_rows(), "held": rows})
-        evictable, protected = self.cache.recount()
-        assert evictable == self.cache.evictable_size(), "evictable_size is not the sum over unlocked nodes"
-        assert protected == self.cache.protected_size(), "protected_size is not the sum over locked nodes"
+        if self.swa is not None:
+            assert not self.swa.end[pool.free_rows()].any(), "a free row holds window pages"
+        self.cache.check()
+        cached = {**self.cache.all_parts(), self.specs[0].name: self.cache.all_pages()}
+        held = held or {}
+        reports = {
+            spec.name: self._check_group(spec.name, cached.get(spec.name, NO_PAGES), held.get(spec.name, ()))
+            for spec in self.specs
+        }
+        first = reports.pop(self.specs[0].name)
         return MemoryReport(
             page_size=self.page_size,
-            total_pages=self.num_pages,
-            free_pages=len(owned["free"]),
-            evictable_pages=evictable // self.page_size,
-            protected_pages=protected // self.page_size,
-            held_pages=len(held),
-            quarantined_pages=len(owned["quarantined"]),
-            pending_pages=len(owned["pending"]),
+            total_pages=first.total,
+            free_pages=first.free,
+            evictable_pages=first.evictable,
+            protected_pages=first.protected,
+            held_pages=first.held,
+            quarantined_pages=first.quarantined,
+            pending_pages=first.pending,
             total_rows=pool.size,
             free_rows=pool.available_size(),
             held_rows=len(rows),
+            groups=reports,
         )
+
+    def _check_group(self, name: str, cached: Pages, held_ids: Iterable[int]) -> GroupReport:
+        allocator = self.allocators[name]
+        held = np.fromiter(held_ids, np.int64)
+        owned: dict[str, npt.NDArray[np.integer]] = {
+            "free": np.concatenate((allocator.free_pages, allocator.release_pages)),
+            "pending": allocator.pending_pages(),
+            "cached": cached,
+            "held": held,
+            "quarantined": self.quarantined(name),
+        }
+        what = "page" if name == self.specs[0].name else f"{name} page"
+        _check_partition(what, allocator.num_pages, owned)
+        evictable = self._evictable(name)
+        return GroupReport(
+            total=allocator.num_pages,
+            free=len(owned["free"]),
+            evictable=evictable,
+            protected=len(cached) - evictable,
+            held=len(held),
+            quarantined=len(owned["quarantined"]),
+            pending=len(owned["pending"]),
+        )
+
+    def _evictable(self, name: str) -> int:
+        if name == self.specs[0].name:
+            return self.cache.evictable_size() // self.page_size
+        window = self.swa is not None and self.allocators[name] is self.swa.allocator
+        return self.cache.evictable_window_pages() if window else self.cache.evictable_states()
 
 
 def build_memory(config: CacheConfig, specs: Sequence[GroupSpec]) -> Memory:
     """Allocate and connect everything. Raises ConfigError for groups that this memory cannot hold."""
-    if [spec.kind for spec in specs] != ["full"]:
-        kinds = ", ".join(spec.kind for spec in specs) or "none"
-        raise ConfigError("model", f"its KV groups are: {kinds}", "serve a model with full attention only")
-    buffers: list[HostBuffer] = []
-    kv_caches: dict[str, KVCache] = {}
-    for spec in specs:
-        assert isinstance(spec, KVGroupSpec), "a full group"
-        buffer = None
-        if config.device == "cpu":
-            nbytes = MHAKVCache.bytes_needed(spec, config.num_pages, config.page_size)
-            buffer = allocate_shared(nbytes) if config.shared else allocate_private(nbytes)
-            buffers.append(buffer)
-        kv_caches[spec.name] = MHAKVCache(spec, config.num_pages, config.page_size, config.device, buffer)
+    kinds = [spec.kind for spec in specs]
+    deciding, others = kinds[:1], kinds[1:]
+    if deciding not in (["full"], ["latent"]) or others not in OTHER_GROUPS:
+        raise ConfigError(
+            "model",
+            f"its KV groups are: {', '.join(kinds) or 'none'}",
+            "serve a model of full or latent attention, with at most one window and one state group",
+        )
     pool = ReqToTokenPool(config.max_running_requests, config.max_context_len, config.pre_alloc_size)
-    allocator = make_allocator(config.num_pages, config.page_size, config.need_sort)
-    cache = build_prefix_cache(config, pool, allocator)
-    return Memory(config, tuple(specs), pool, allocator, kv_caches, cache, buffers)
+    allocators: dict[str, BaseTokenToKVPoolAllocator] = {}
+    swa: SWATokenToKVPoolAllocator | None = None
+    states: StateSlotPool | None = None
+    for spec in specs:
+        if isinstance(spec, StateGroupSpec):
+            config.check_track_interval()
+            slots = TokenToKVPoolAllocator(config.num_state_slots, config.need_sort)
+            allocators[spec.name], states = slots, StateSlotPool(slots)
+            continue
+        window = spec.window if isinstance(spec, KVGroupSpec) else None
+        pages = config.num_pages if window is None else config.window_pages(window)
+        allocator = allocators[spec.name] = make_allocator(pages, config.page_size, config.need_sort)
+        if window is not None:
+            swa = SWATokenToKVPoolAllocator(allocator, window, pool.size, config.max_context_len)
+    cache = build_prefix_cache(config, pool, allocators[specs[0].name], swa, states)
+    buffers: dict[str, HostBuffer] = {}
+    kv_caches = {spec.name: _pool(config, spec, allocators[spec.name].num_pages, buffers) for spec in specs}
+    return Memory(config, tuple(specs), pool, allocators, kv_caches, cache, buffers)
+
+
+def _pool(config: CacheConfig, spec: GroupSpec, pages: int, buffers: dict[str, HostBuffer]) -> KVCache:
+    """The pool of one group; its host buffer, where it has one, goes to `buffers`."""
+    buffer = None
+    nbytes = KVCache.bytes_needed(spec, pages, config.page_size)
+    if config.device == "cpu" and nbytes:
+        buffer = buffers[spec.name] = allocate_shared(nbytes) if config.shared else allocate_private(nbytes)
+    if isinstance(spec, StateGroupSpec):
+        return MambaPool(spec, pages, config.device, buffer)
+    if isinstance(spec, LatentGroupSpec):
+        return MLAKVCache(spec, pages, config.page_size, config.device, buffer)
+    assert isinstance(spec, KVGroupSpec), f"a {spec.kind} group"
+    return MHAKVCache(spec, pages, config.page_size, config.device, buffer)
 
 
 def _check_partition(what: str, count: int, owned: dict[str, npt.NDArray[np.integer]]) -> None:

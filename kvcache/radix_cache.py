@@ -24,6 +24,8 @@ from kvcache.observer import TreeObserver
 from kvcache.pool import ReqToTokenPool
 from kvcache.radix_key import Namespace, RadixKey
 from kvcache.request import NO_SLOTS, CachedRequest
+from kvcache.state_slots import StateSlotPool
+from kvcache.swa_allocator import SWATokenToKVPoolAllocator
 from kvcache.tree_node import TOKEN_BYTES, TreeNode
 from wire.events import AnyEvent
 
@@ -46,9 +48,11 @@ class RadixCache(BasePrefixCache):
         recorder: EventRecorder | None = None,
         components: Sequence[TreeComponent] = (),
         observers: Sequence[TreeObserver] = (),
+        swa: SWATokenToKVPoolAllocator | None = None,
+        states: StateSlotPool | None = None,
     ) -> None:
         """`components` come in addition to FullComponent; `recorder` turns KV events on."""
-        super().__init__(req_to_token_pool, allocator)
+        super().__init__(req_to_token_pool, allocator, swa, states)
         self._policy = eviction_policy(policy)
         self._full = FullComponent(allocator)
         self._components: tuple[TreeComponent, ...] = (self._full, *components)
@@ -67,6 +71,10 @@ class RadixCache(BasePrefixCache):
         for component in self._components:
             del path[component.valid_nodes(path) :]
         return self._result(path)
+
+    def match_parts(self, key: RadixKey) -> MatchResult:
+        """As the base says."""
+        return self.match_prefix(key)
 
     def _walk(self, key: RadixKey) -> tuple[list[TreeNode], int]:
         """Nodes that hold the longest cached prefix of `key`, and its length in units."""
@@ -264,10 +272,12 @@ class RadixCache(BasePrefixCache):
         """Tokens of locked nodes."""
         return self._full.protected_size()
 
-    def recount(self) -> tuple[int, int]:
+    def check(self) -> None:
         """As the base says."""
         protected = sum(node.num_tokens for node in self.nodes() if node.lock_ref)
-        return sum(node.num_tokens for node in self.nodes()) - protected, protected
+        total = sum(node.num_tokens for node in self.nodes())
+        assert protected == self.protected_size(), "protected_size is not the sum over locked nodes"
+        assert total - protected == self.evictable_size(), "evictable_size is not the sum over unlocked nodes"
 
     def all_pages(self) -> Pages:
         """Every cached page, in no order."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -10,7 +11,69 @@ import numpy.typing as npt
 from kvcache.radix_key import Namespace
 from kvcache.tree_node import TreeNode
 
+GroupPages = dict[str, npt.NDArray[np.integer]]
+"""Page ids (of a state group: slots) by group name. An absent group means nothing of it."""
+
 NO_SLOTS: npt.NDArray[np.int64] = np.empty(0, np.int64)
+
+MOVING = -1
+"""A `live_len`: decode moves the state on in place, so it is not worth remembering where it is."""
+
+
+@dataclass(slots=True)
+class StateHold:
+    """The state slots of one request: a ping-pong pair of its own, and which slot holds what.
+
+    A forward reads one slot and writes another (or the same), so a state worth keeping is kept by not writing
+    to it: `live` may be the tree's slot, under the request's lock, until the first forward has moved on.
+    Call `prefill` or `decode` once for each launched forward, in launch order.
+    """
+
+    private: list[int]  # slots that this request owns; two
+    live: int = 0  # the slot with the state that the next forward starts from; 0: none, the sequence starts
+    live_len: int = 0  # how many tokens that state has seen, or MOVING
+    tracked: int = 0  # a slot of `private` that keeps an earlier state, worth caching; 0: none
+    tracked_len: int = 0
+    branching_len: int = 0  # MatchResult.branching_len: where others' prompts part from this one
+
+    def prefill(self, end: int) -> tuple[int, int]:
+        """(slot to read, slot to write) of a forward that computes this sequence up to length `end`."""
+        read = self.live
+        write = self._switch()
+        self.live, self.live_len = write, end
+        return read, write
+
+    def decode(self, length: int, checkpoint: bool = False) -> tuple[int, int]:
+        """(slot to read, slot to write) of a forward for the token at position `length`.
+
+        They are the same slot, unless the state is not the request's own or `checkpoint` asks to keep it.
+        """
+        read = self.live
+        if checkpoint:
+            self.live_len = length
+        if checkpoint or read not in self.private:
+            self.live = self._switch()
+        self.live_len = MOVING
+        return read, self.live
+
+    def _switch(self) -> int:
+        """The slot to write next. The live one stays as it is, and is tracked if it is the request's own."""
+        owned = self.live in self.private
+        write = next(s for s in self.private if s != self.live and (owned or s != self.tracked))
+        if owned:
+            self.tracked, self.tracked_len = self.live, self.live_len
+        return write
+
+    def states(self) -> list[tuple[int, int]]:
+        """(length, slot) of every state that the request owns and that nothing writes to, longest first."""
+        held = ((self.live_len, self.live), (self.tracked_len, self.tracked))
+        return sorted(((n, slot) for n, slot in held if n > 0 and slot in self.private), reverse=True)
+
+    def replace(self, slot: int, other: int) -> None:
+        """The tree took `slot`; the request owns `other` instead. A live slot stays live, under a lock."""
+        self.private[self.private.index(slot)] = other
+        if self.tracked == slot:
+            self.tracked = self.tracked_len = 0
 
 
 class CachedRequest(Protocol):
@@ -18,6 +81,8 @@ class CachedRequest(Protocol):
 
     0 .. cache_protected_len .. kv_committed_len .. kv_allocated_len
          in the tree, locked    KV is valid         has slots
+
+    Its pages of a window group are in the SWATokenToKVPoolAllocator, by row.
     """
 
     req_pool_idx: int | None
@@ -26,6 +91,7 @@ class CachedRequest(Protocol):
     prefix_indices: npt.NDArray[np.int64]  # slots whose KV the next forward need not compute
     cache_protected_len: int  # whole pages
     last_node: TreeNode | None  # locked on behalf of this request
+    state_hold: StateHold | None  # None where the model has no state group
     namespace: Namespace
     tenant: str
     priority: int

@@ -17,6 +17,7 @@ from kvcache.layout import KVGroupSpec
 from kvcache.memory import Memory, build_memory
 from kvcache.radix_cache import RadixCache
 from kvcache.radix_key import Namespace, RadixKey
+from kvcache.request import StateHold
 from kvcache.tree_node import TreeNode
 from wire.events import AnyEvent, encode_batch
 
@@ -37,6 +38,7 @@ class Request:
     kv_allocated_len: int = 0
     cache_protected_len: int = 0
     last_node: TreeNode | None = None
+    state_hold: StateHold | None = None
     prefix_indices: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
 
 

@@ -99,8 +99,8 @@ def test_quarantined_pages_balance_and_are_not_handed_out_until_released() -> No
     built = memory(pages=4)
     pages = built.allocator.alloc_pages(2)
     assert pages is not None
-    built.quarantine(pages[:1], (7, 1))
-    built.quarantine(pages[1:], (7, 1))
+    built.quarantine({"full": pages[:1]}, (7, 1))
+    built.quarantine({"full": pages[1:]}, (7, 1))
     assert built.check_memory().quarantined_pages == 2
     assert built.allocator.alloc_pages(3) is None
     assert built.release_quarantine((8, 1)) == 0
@@ -114,9 +114,9 @@ def test_lost_and_shared_pages_and_rows_are_named() -> None:
     assert pages is not None
     with pytest.raises(AssertionError, match=r"2 pages lost, first \[1, 2\]"):
         built.check_memory()
-    assert built.check_memory(held_pages=pages.tolist()).held_pages == 2
+    assert built.check_memory({"full": pages.tolist()}).held_pages == 2
     with pytest.raises(AssertionError, match="1 pages owned twice"):
-        built.check_memory(held_pages=[1, 2, 3])
+        built.check_memory({"full": [1, 2, 3]})
     built.allocator.free_page_ids(pages)
     built.req_to_token_pool.alloc(1)
     with pytest.raises(AssertionError, match="1 rows lost"):

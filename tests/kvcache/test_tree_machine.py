@@ -141,7 +141,7 @@ class TreeMachine(RuleBasedStateMachine):
             for req in self.live
             for slot in self.row(req)[req.cache_protected_len :: self.memory.page_size]
         ]
-        self.memory.check_memory(held, [req.req_pool_idx for req in self.live if req.req_pool_idx])
+        self.memory.check_memory({"full": held}, [req.req_pool_idx for req in self.live if req.req_pool_idx])
 
     @invariant()
     def events_rebuild_the_tree(self) -> None:
