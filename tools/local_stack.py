@@ -78,11 +78,15 @@ class Stack:
 
 
 def in_use(report: dict[str, Any]) -> dict[str, Any]:
-    """What a memory report says is neither free nor an unlocked part of the cache."""
-    return {name: value for name, value in report.items() if name in HELD and value}
+    """What a memory report says is neither free nor an unlocked part of the cache, in any group."""
+    found = {name: value for name, value in report.items() if name in HELD and value}
+    for group, books in report["groups"].items():
+        found.update({f"{group}.{name}": books[name] for name in HELD_IN_GROUP if books[name]})
+    return found
 
 
 HELD = ("protected_pages", "held_pages", "quarantined_pages", "pending_pages", "held_rows")
+HELD_IN_GROUP = ("protected", "held", "quarantined", "pending")
 
 
 @contextmanager

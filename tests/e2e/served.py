@@ -20,15 +20,20 @@ _SETTLE_S = 30.0
 _POLL_S = 0.2
 
 
-FREE = ("free_pages", "evictable_pages")
-HELD = ("protected_pages", "held_pages", "quarantined_pages", "pending_pages")
+FREE = ("free", "evictable")
+HELD = ("protected", "held", "quarantined", "pending")
 
 
-def in_use(memory: dict[str, int]) -> dict[str, int]:
-    """What a memory report says is neither free nor an unlocked part of the cache. The books must balance."""
-    assert sum(memory[name] for name in FREE + HELD) == memory["total_pages"], memory
+def in_use(memory: dict[str, Any]) -> dict[str, int]:
+    """What a memory report says is neither free nor an unlocked part of the cache, in any group. The books
+    must balance."""
+    groups = {"": {name: memory[f"{name}_pages"] for name in ("total", *FREE, *HELD)}, **memory["groups"]}
+    held = {"rows": memory["held_rows"]}
+    for group, books in groups.items():
+        assert sum(books[name] for name in FREE + HELD) == books["total"], memory
+        held.update({f"{group} {name}": books[name] for name in HELD})
     assert memory["free_rows"] + memory["held_rows"] == memory["total_rows"], memory
-    return {name: memory[name] for name in (*HELD, "held_rows") if memory[name]}
+    return {name: count for name, count in held.items() if count}
 
 
 @dataclass
