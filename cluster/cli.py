@@ -32,6 +32,7 @@ from cluster.local import (
 )
 from cluster.model_files import model_directory
 from cluster.tree import TreeSource
+from kvcache.eviction import POLICIES
 from wire.errors import ConfigError, WorkerLost
 from wire.options import exit_on_config_error
 
@@ -44,6 +45,7 @@ _WORKER_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "max_context_tokens": (int, "longest prompt + output"),
     "chunked_prefill_size": (int, "tokens of a prefill chunk"),
     "dtype": (str, "auto, float32 or bfloat16"),
+    "eviction_policy": (str, "which cached prefix goes first: " + ", ".join(POLICIES)),
     "threads": (int, "compute threads of a worker"),
     "kv_transfer_backend": (str, "auto, shm, tcp or mooncake"),
     "kv_events_config": (yaml.safe_load, "KV events as JSON or YAML, for example '{enable: false}'"),

@@ -55,6 +55,7 @@ def _assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None
             ("--set", "decode.options.eviction_policy=oldest"),
             ("decode.options.eviction_policy: 'oldest' is unknown", "use one of lru, mru, lfu, fifo, filo"),
         ),
+        (("--eviction-policy", "oldest"), ("eviction_policy: 'oldest' is unknown", "lfu", "slru")),
         (("--dtype", "float8"), ("options.dtype", "'auto', 'float32' or 'bfloat16'")),
         (("--kv-transfer-backend", "smoke"), ("kv_transfer_backend", "'auto', 'shm', 'tcp' or 'mooncake'")),
         (("--set", "worker.evict=lru"), ("options.evict: unknown key", "one of:", "eviction_policy")),

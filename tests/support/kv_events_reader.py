@@ -111,8 +111,20 @@ class Chain:
 
 def pages_of(nodes: list[dict[str, Any]], model: str, page_size: int) -> dict[int, Page]:
     """The pages of a worker's tree (its report "nodes"), each under the name that its tokens give it."""
+    return _read(nodes, model, page_size)[0]
+
+
+def ends_of(nodes: list[dict[str, Any]], model: str, page_size: int) -> list[int]:
+    """The name of each node's last page."""
+    return [name for name, _ in _read(nodes, model, page_size)[1]]
+
+
+def _read(
+    nodes: list[dict[str, Any]], model: str, page_size: int
+) -> tuple[dict[int, Page], list[tuple[int, bytes]]]:
+    """All pages, and of every node its last page's name and digest."""
     pages: dict[int, Page] = {}
-    ends: list[tuple[int, bytes]] = []  # of every node: its last page's name and digest
+    ends: list[tuple[int, bytes]] = []
     for node in nodes:
         above, digest = ends[node["parent"]] if node["parent"] >= 0 else (None, None)
         chain = Chain(model, node["extra_key"], node["cache_salt"], digest)
@@ -127,4 +139,4 @@ def pages_of(nodes: list[dict[str, Any]], model: str, page_size: int) -> dict[in
             above = name
         assert above is not None
         ends.append((above, chain.digest))
-    return pages
+    return pages, ends
