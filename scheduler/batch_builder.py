@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.batch import ForwardBatch, SamplingRow
+from engine.batch import ForwardBatch, SamplingRow, StateSlots, WindowPages
 from scheduler.chunker import Chunk
 from scheduler.running import RunningBatch
 
@@ -44,13 +45,46 @@ def _packed(parts: list[npt.NDArray[np.integer]]) -> npt.NDArray[np.int64]:
 
 
 def build_batch(
-    running: RunningBatch, chunks: Sequence[Chunk], req_to_token: npt.NDArray[np.int32]
+    running: RunningBatch,
+    chunks: Sequence[Chunk],
+    req_to_token: npt.NDArray[np.int32],
+    window_table: npt.NDArray[np.int32] | None = None,
 ) -> ForwardBatch:
     """One sequence per decode lane, in lane order, then one per chunk.
 
     Sampled are the lanes and those last chunks whose next token is not known yet. The batch shares no
-    memory with `running`, which moves on while the forward runs.
+    memory with `running` and the tables, which move on while the forward runs. `window_table` is the window
+    group's `[row, logical page]`, where there is one.
     """
+    batch = _build(running, chunks, req_to_token)
+    if window_table is not None:
+        batch = replace(batch, window=_window(batch, window_table, running.page_size))
+    if running.states is not None:
+        batch = replace(batch, state=_states(running, chunks))
+    return batch
+
+
+def _window(batch: ForwardBatch, table: npt.NDArray[np.int32], page_size: int) -> WindowPages:
+    pages = table[batch.rows, : batch.page_table.shape[1]]
+    owner = np.repeat(np.arange(len(batch.rows)), batch.q_lens)
+    logical, offsets = np.divmod(batch.positions, page_size)
+    return WindowPages(pages, pages[owner, logical].astype(np.int64) * page_size + offsets)
+
+
+def _states(running: RunningBatch, chunks: Sequence[Chunk]) -> StateSlots:
+    assert running.states is not None
+    lanes = len(running)
+    reads = [chunk.state_read for chunk in chunks]
+    writes = [chunk.state_write for chunk in chunks]
+    return StateSlots(
+        np.concatenate([running.states.reads[:lanes], np.array(reads, np.int32)]),
+        np.concatenate([running.states.writes[:lanes], np.array(writes, np.int32)]),
+    )
+
+
+def _build(
+    running: RunningBatch, chunks: Sequence[Chunk], req_to_token: npt.NDArray[np.int32]
+) -> ForwardBatch:
     if not chunks:
         return _decode_batch(running)
     page_size = running.page_size

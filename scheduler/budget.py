@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from scheduler.chunker import Chunk, chunk_end
+from scheduler.chunker import Chunk, chunk_end, first_cut
 from scheduler.config import Phase, SchedulerConfig
 from scheduler.metrics import SchedulerMetrics
+from scheduler.pages import Room
 from scheduler.req import Req, ReqState
 from scheduler.roster import Roster
 
@@ -37,24 +38,73 @@ class Admission:
         """Tokens, in whole pages, that the request may still take: its future, capped."""
         if not self._grows or req.state is ReqState.HANDED_OFF:
             return 0
-        now = max(req.prefill_len, req.scheduled_len)
-        later = max(min(req.limit_len, now + self._config.decode_reserve_tokens), now)
-        held = max(now, req.kv_allocated_len)
-        return max(self._pages.pages_of(later) - self._pages.pages_of(held), 0) * self._pages.page_size
+        held = max(req.prefill_len, req.scheduled_len, req.kv_allocated_len)
+        return (
+            max(self._pages.pages_of(self._later(req)) - self._pages.pages_of(held), 0)
+            * self._pages.page_size
+        )
 
-    def promised(self) -> int:
-        """Tokens that must stay free for the growth of everybody admitted."""
-        return sum(map(self.growth, self._roster.holders()))
+    def _later(self, req: Req) -> int:
+        """How long the context of an admitted request is expected to become."""
+        now = max(req.prefill_len, req.scheduled_len)
+        if not self._grows or req.state is ReqState.HANDED_OFF:
+            return now
+        return max(min(req.limit_len, now + self._config.decode_reserve_tokens), now)
+
+    def window_peak(self, req: Req, length: int, prefills: bool = True) -> int:
+        """Most window pages that the request holds at once from now on, growing to `length` tokens."""
+        window = self._pages.window
+        if window is None:
+            return 0
+        left = req.prefill_len - req.scheduled_len if prefills else 0
+        chunk = min(left, self._step_tokens) if self._config.cuts_prompts else left
+        # A chunk's first query sees the window before it. In decode a page is taken as one leaves the window.
+        newest = max(self._pages.pages_of(chunk), 1)
+        return min(self._pages.pages_of(window.window) + newest, self._pages.pages_of(length))
+
+    def promised(self) -> Room:
+        """What must stay free for the growth of everybody admitted."""
+        tokens = pages = 0
+        for req in self._roster.holders():
+            tokens += self.growth(req)
+            if self._pages.window is not None and req.state is not ReqState.HANDED_OFF:
+                peak = self.window_peak(req, self._later(req), req.state is ReqState.PREFILL)
+                pages += max(peak - self._pages.window_pages(req), 0)
+        return Room(tokens, pages)
 
     def headroom(self) -> int:
         """Tokens that a new reservation can take at once."""
         waiting = self._blocked.prefill_len if self._blocked else 0
-        return max(self._pages.free_tokens() - self.promised() - waiting, 0)
+        return max(self._pages.free_tokens() - self.promised().tokens - waiting, 0)
 
-    def _take(self, req: Req, match_len: int) -> bool:
-        spare = 0 if self._roster.is_alone() else self.promised() + self.growth(req)
-        if not self._pages.take(req, match_len, req.prefill_len, spare):
-            return False
+    def more_requests(self) -> int:
+        """How many more reservations there are rows, state slots and windows for."""
+        window = self._pages.window
+        if window is None:
+            return self._pages.more_requests(0, 0)
+        return self._pages.more_requests(
+            self._pages.pages_of(window.window) + 1, self.promised().window_pages
+        )
+
+    def why_never(self, req: Req) -> str:
+        """Why the request's window KV cannot be held even if it is alone; "" when it can."""
+        peak, window = self.window_peak(req, req.limit_len), self._pages.window
+        if window is None or peak <= window.allocator.num_pages:
+            return ""
+        return (
+            f"the prompt is {req.prefill_len} tokens long and needs {peak} pages of window KV at once, "
+            f"and this worker has {window.allocator.num_pages}"
+        )
+
+    def _spare(self, req: Req, prefills: bool = True) -> Room:
+        """What must be there beside the prefill's slots for the request to be admitted."""
+        peak = self.window_peak(req, self._later(req), prefills)
+        if self._roster.is_alone():
+            return Room(0, peak)
+        promised = self.promised()
+        return Room(promised.tokens + self.growth(req), promised.window_pages + peak)
+
+    def _admitted(self, req: Req) -> bool:
         if not req.resumed:
             req.cached_tokens = min(req.cache_protected_len, req.prompt_len)
             self._metrics.cached_tokens += req.cached_tokens
@@ -66,9 +116,9 @@ class Admission:
         """Room for a prompt that comes by transfer: here the whole of it may be cached already."""
         head = self._roster.waiting.head
         outranked = head is not None and (head.resumed or (head is self._blocked and _before(head, req)))
-        if not outranked and self._take(req, req.prefill_len):
+        if not outranked and self._pages.reserve(req, self._spare(req, prefills=False)):
             self.withdraw(req)
-            return True
+            return self._admitted(req)
         if self._claim is None or self._claim is req or _before(req, self._claim):
             self._claim, self._claim_age = req, 0
         return False
@@ -85,9 +135,10 @@ class Admission:
         if claim is not None and not req.resumed and _before(claim, req) and not self._roster.is_alone():
             return False
         # The last token must be computed to sample the next, unless its successor is known.
-        if self._take(req, req.prefill_len if req.is_bare else req.prefill_len - 1):
+        match_len = req.prefill_len if req.is_bare else req.prefill_len - 1
+        if self._pages.take(req, match_len, self._spare(req)):
             self._blocked = None
-            return True
+            return self._admitted(req)
         self._blocked = req
         return False
 
@@ -114,10 +165,14 @@ class Admission:
                     complete.append(req)
                     continue
                 roster.chunked = req
-            end = self._cut(req, budget, is_first=not chunks)
-            if end == req.scheduled_len:
+            whole = self._end(req, budget, is_first=not chunks)
+            end = first_cut(req.scheduled_len, whole, self._pages.cut_points(req, req.prefill_len))
+            if end == req.scheduled_len or not self._pages.extend_window(req, end):
                 break
-            chunk = Chunk(req, req.scheduled_len, end, end == req.prefill_len)
+            self._metrics.cut_forwards += end < whole
+            hold = req.state_hold
+            slots = (0, 0) if hold is None else hold.prefill(end)
+            chunk = Chunk(req, req.scheduled_len, end, end == req.prefill_len, *slots)
             chunks.append(chunk)
             if not chunk.is_last:
                 break
@@ -125,12 +180,11 @@ class Admission:
             budget -= end - chunk.start
         return chunks, complete
 
-    def _cut(self, req: Req, budget: int, is_first: bool) -> int:
+    def _end(self, req: Req, budget: int, is_first: bool) -> int:
         start, total = req.scheduled_len, req.prefill_len
         if not self._config.cuts_prompts:
             return total if is_first or total - start <= budget else start
-        cuts = self._pages.cut_points(req, total)
-        return chunk_end(start, total, budget, self._pages.page_size, self._config.last_chunk_tokens, cuts)
+        return chunk_end(start, total, budget, self._pages.page_size, self._config.last_chunk_tokens)
 
     def _age_claim(self) -> None:
         self._claim_age += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from engine.fake import FakeEngine, FakeTiming, fake_spec
 from engine.loader import load_model
 from engine.runner import ModelRunner
 from engine.spec import ModelSpec
-from kvcache.config import CacheConfig, KVEventsConfig
+from kvcache.config import MIN_STATE_SLOTS, CacheConfig, KVEventsConfig
 from kvcache.layout import pages_in
 from kvcache.memory import Memory, build_memory
 from kvcache.publisher import EventPublisher
@@ -38,7 +39,7 @@ def build_engine(options: WorkerOptions, shared_pool: bool) -> tuple[Engine, Mem
     """
     overlap = bool(options.overlap_depth)
     if options.engine == "fake":
-        spec = fake_spec(max_position=_FAKE_POOL_TOKENS)
+        spec = fake_spec(max_position=_FAKE_POOL_TOKENS, groups=options.fake_groups)
         memory = build_memory(_cache_config(options, spec, shared_pool, "cpu"), spec.groups)
         return FakeEngine(spec, memory.kv_caches, FakeTiming(options.fake_step_s), overlap), memory
     device = _device(options)
@@ -89,7 +90,31 @@ def _device(options: WorkerOptions) -> str:
 
 
 def _cache_config(options: WorkerOptions, spec: ModelSpec, shared_pool: bool, device: str) -> CacheConfig:
-    total = options.max_total_tokens or _affordable_tokens(options, spec, device)
+    chunk = options.chunked_prefill_size
+    config = CacheConfig(
+        total_tokens=options.page_size,
+        max_context_len=1,
+        max_running_requests=options.max_running_requests,
+        page_size=options.page_size,
+        pre_alloc_size=2 * options.max_running_requests if shared_pool else 0,
+        device=device,
+        shared=shared_pool and device == "cpu",
+        prefix_cache=options.prefix_cache,
+        eviction_policy=options.eviction_policy,
+        need_sort=True,
+        swa_full_tokens_ratio=options.swa_full_tokens_ratio,
+        max_chunk_tokens=chunk and max(min(chunk, options.max_prefill_tokens), options.page_size),
+        state_slots=options.max_mamba_cache_size,
+        mamba_track_interval=options.mamba_track_interval,
+        events=KVEventsConfig(
+            enable=options.kv_events_config.enable,
+            topic=options.kv_events_config.topic,
+            interface=options.interface,
+            buffer_batches=options.kv_events_config.buffer_batches,
+        ),
+    )
+    config = replace(config, state_slots=_state_slots(config, spec, options.kv_memory_fraction))
+    total = options.max_total_tokens or _affordable_tokens(config, spec, options.kv_memory_fraction)
     wanted = options.max_context_tokens or min(
         spec.max_position, total // options.page_size * options.page_size
     )
@@ -99,39 +124,37 @@ def _cache_config(options: WorkerOptions, spec: ModelSpec, shared_pool: bool, de
             f"{wanted} is more than the model's {spec.max_position} positions",
             f"use at most {spec.max_position}",
         )
-    return CacheConfig(
-        total_tokens=total,
-        max_context_len=wanted,
-        max_running_requests=options.max_running_requests,
-        page_size=options.page_size,
-        pre_alloc_size=2 * options.max_running_requests if shared_pool else 0,
-        device=device,
-        shared=shared_pool and device == "cpu",
-        prefix_cache=options.prefix_cache,
-        eviction_policy=options.eviction_policy,
-        need_sort=True,
-        events=KVEventsConfig(
-            enable=options.kv_events_config.enable,
-            topic=options.kv_events_config.topic,
-            interface=options.interface,
-            buffer_batches=options.kv_events_config.buffer_batches,
-        ),
-    )
+    return replace(config, total_tokens=total, max_context_len=wanted)
 
 
-def _affordable_tokens(options: WorkerOptions, spec: ModelSpec, device: str) -> int:
-    """Tokens of KV in `kv_memory_fraction` of what is free now, but no more than all requests can use."""
-    free = torch.cuda.mem_get_info()[0] if device == "cuda" else _available_memory()
-    pages = pages_in(int(free * options.kv_memory_fraction), spec.groups, options.page_size)
-    tokens = min(pages * options.page_size, options.max_running_requests * spec.max_position)
-    if tokens < options.page_size:
+def _state_slots(config: CacheConfig, spec: ModelSpec, fraction: float) -> int:
+    """Slots of a state group: as many as requests can use, in at most half of what KV may have."""
+    sizes = [group.page_bytes(config.page_size) for group in spec.groups if group.kind == "state"]
+    if config.state_slots is not None or not sizes:
+        return config.num_state_slots
+    affordable = int(_free_memory(config.device) * fraction / 2) // sizes[0]
+    slots = max(MIN_STATE_SLOTS, min(config.num_state_slots, affordable))
+    log.info("state capacity: %d slots of %d bytes", slots, sizes[0])
+    return slots
+
+
+def _affordable_tokens(config: CacheConfig, spec: ModelSpec, fraction: float) -> int:
+    """Tokens whose KV of all groups fits into that share of what is free now, but no more than all requests
+    can use."""
+    page_size = config.page_size
+    budget = int(_free_memory(config.device) * fraction)
+    pages = pages_in(budget, spec.groups, page_size, config.swa_full_tokens_ratio, config.num_state_slots)
+    tokens = min(pages * page_size, config.max_running_requests * spec.max_position)
+    if tokens < page_size:
         raise ConfigError("kv_memory_fraction", "not even one page of KV fits", "raise it")
     log.info("KV capacity: %d tokens", tokens)
     return tokens
 
 
-def _available_memory() -> int:
-    """Bytes that can be allocated without swapping, as Linux estimates."""
+def _free_memory(device: str) -> int:
+    """Bytes that can be allocated now; on the host without swapping, as Linux estimates."""
+    if device == "cuda":
+        return int(torch.cuda.mem_get_info()[0])
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, value = line.split(":")
         if name == "MemAvailable":

@@ -16,6 +16,8 @@ class Chunk:
     start: int
     end: int
     is_last: bool  # the request's prefill is complete after it
+    state_read: int = 0  # state group: slot of the state at `start`, 0 at the very start
+    state_write: int = 0  # state group: slot that the state at `end` goes to
 
 
 def page_floor(tokens: int, page_size: int) -> int:
@@ -23,14 +25,12 @@ def page_floor(tokens: int, page_size: int) -> int:
     return tokens - tokens % page_size
 
 
-def chunk_end(
-    start: int, total: int, budget: int, page_size: int, last_chunk: int = 0, cuts: Iterable[int] = ()
-) -> int:
+def chunk_end(start: int, total: int, budget: int, page_size: int, last_chunk: int = 0) -> int:
     """The end of the chunk that starts at `start` (a page border) of `total` tokens; `start`: none fits.
 
-    A chunk that is not the last ends on a page border, so that all of it can be cached and sent. `cuts` are
-    lengths where the cache wants a forward to end. `last_chunk` > 0 keeps the last chunk at most that long
-    (rounded up to pages): what is sent after the last forward is all that a hand-off waits for.
+    A chunk that is not the last ends on a page border, so that all of it can be cached and sent.
+    `last_chunk` > 0 keeps the last chunk at most that long (rounded up to pages): what is sent after the last
+    forward is all that a hand-off waits for.
     """
     end = total
     if total - start > budget:
@@ -38,4 +38,9 @@ def chunk_end(
     elif 0 < last_chunk < total - start:
         border = page_floor(total - last_chunk, page_size)
         end = border if border > start else total
+    return end
+
+
+def first_cut(start: int, end: int, cuts: Iterable[int]) -> int:
+    """Where the chunk [start, end) must end when the cache wants a forward to end at each of `cuts`."""
     return min((cut for cut in cuts if start < cut < end), default=end)

@@ -35,6 +35,8 @@ class SchedulerMetrics:
     failed: int = 0
     aborted: int = 0
     retracted: int = 0
+    cut_forwards: int = 0  # chunks that ended early because the cache wants a state there
+    checkpoints: int = 0  # states that decoding requests set aside
     batch_sequences: Histogram = field(default_factory=lambda: Histogram((1, 2, 4, 8, 16, 32, 64, 128, 256)))
     batch_tokens: Histogram = field(
         default_factory=lambda: Histogram((1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192))

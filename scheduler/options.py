@@ -35,6 +35,9 @@ class WorkerOptions(Options):
     # the engine
     engine: Literal["transformers", "fake"] = "transformers"
     fake_step_s: float = Field(0.0, ge=0, description="fake engine: seconds a forward takes")
+    fake_groups: tuple[Literal["window", "state"], ...] = Field(
+        (), description="fake engine: kinds of layers beside full attention"
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     attention_backend: Literal["auto", "cpu", "torch", "flashinfer"] = "auto"
@@ -49,6 +52,15 @@ class WorkerOptions(Options):
     max_total_tokens: int | None = Field(None, ge=1, description="KV capacity; None: from kv_memory_fraction")
     kv_memory_fraction: float = Field(
         0.2, gt=0, lt=1, description="share of free memory for KV when not given"
+    )
+    swa_full_tokens_ratio: float = Field(
+        0.8, gt=0, le=1, description="capacity for sliding-window layers, as a share of max_total_tokens"
+    )
+    max_mamba_cache_size: int | None = Field(
+        None, ge=1, description="states of linear attention or Mamba kept at once; None: from the requests"
+    )
+    mamba_track_interval: int = Field(
+        256, ge=1, description="tokens between the states that decode keeps; a multiple of page_size"
     )
     max_context_tokens: int | None = Field(
         None, ge=1, description="longest prompt + output; None: the model's"

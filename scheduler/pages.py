@@ -1,16 +1,37 @@
-"""Pages: what the scheduler does with Memory. Everything that takes or gives slots, rows or locks is here."""
+"""Pages: what the scheduler does with Memory. Everything that takes or gives slots, rows or locks is here.
+
+A request holds, by group:
+
+    full or latent   its row's slots, all of its prefill at once; then a page at a time
+    window           from the page that its next query sees first to that of its newest token (memory.swa)
+    state            a pair of slots (req.state_hold)
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.base_prefix_cache import MatchResult
 from kvcache.common import alloc_token_slots, release_kv_cache
-from kvcache.memory import Memory
+from kvcache.memory import GroupPages, Memory
 from kvcache.radix_key import RadixKey
+from kvcache.request import StateHold
 from scheduler.deferred import DeferredFrees
-from scheduler.req import EMPTY_SLOTS, Req
+from scheduler.req import Req, ReservedPages
 from scheduler.running import RunningBatch
+
+STATE_PAIR = 2
+"""State slots that every request owns: one is read while the other is written."""
+
+
+class Room(NamedTuple):
+    """An amount of memory that grows with requests' contexts."""
+
+    tokens: int  # of the deciding group, whole pages
+    window_pages: int
 
 
 class Pages:
@@ -19,7 +40,10 @@ class Pages:
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
         self.page_size = memory.page_size
-        self.deferred = DeferredFrees(memory.allocator)
+        self.window = memory.swa
+        self.states = memory.states
+        self.deferred = DeferredFrees(memory)
+        self._deciding = memory.specs[0].name
         self._pool = memory.req_to_token_pool
         self._req_to_token = memory.req_to_token_pool.req_to_token
 
@@ -31,43 +55,118 @@ class Pages:
         """Pages that `tokens` tokens need."""
         return -(-tokens // self.page_size)
 
+    def window_pages(self, req: Req) -> int:
+        """Window pages that the request holds or locks."""
+        if self.window is None or req.req_pool_idx is None:
+            return 0
+        return self.window.held_pages(req.req_pool_idx)
+
+    def more_requests(self, window_pages: int, promised: int) -> int:
+        """How many more requests there are rows and state slots for, and `window_pages` for each beyond those
+        that are `promised`."""
+        limits = [self._pool.available_size()]
+        if self.window is not None:
+            limits.append((self.window.available_pages() - promised) // window_pages)
+        if self.states is not None:
+            limits.append(self.states.available_slots() // STATE_PAIR)
+        return min(limits)
+
     # -- taking ------------------------------------------------------------------------------------
 
-    def take(self, req: Req, match_len: int, total: int, spare: int) -> bool:
-        """Lock what is cached of the first `match_len` tokens; give a row and slots for all `total`.
+    def take(self, req: Req, match_len: int, spare: Room) -> bool:
+        """Lock what is cached of the first `match_len` tokens and take what the prefill needs beside it.
 
-        Takes nothing and says False unless `spare` tokens stay free (or evictable) beyond that, and a row
-        is there. All slots come at once: a prompt that was admitted never stops half-way for want of pages.
+        Takes nothing and says False unless there is a row, and `spare` stays free (or evictable) beyond all
+        that, where the request's own window pages are part of `spare`. The deciding group's slots come at
+        once: a prompt that was admitted never stops half-way for want of them.
         """
-        cache = self.memory.cache
-        match = cache.match_prefix(RadixKey(req.fill_ids[:match_len], req.namespace, req.tenant))
-        # Locking moves the matched pages from evictable to protected, so room is counted after it.
-        cache.inc_lock_ref(match.last_device_node)
+        match = self.memory.cache.match_prefix(self._key(req, match_len))
+        return self._take(req, match, len(match.device_indices), spare)
+
+    def reserve(self, req: Req, spare: Room) -> bool:
+        """`take` for a prompt that comes by transfer: each group brings what it lacks, in `req.reserved`."""
+        total = req.prefill_len
+        match = self.memory.cache.match_parts(self._key(req, total))
+        if not self._take(req, match, total, spare):
+            return False
+        first = req.cache_protected_len
+        slots = self.slots(req, total)[first :: self.page_size]
+        missing = slots.astype(np.int64) // self.page_size
+        req.reserved = {self._deciding: ReservedPages(first // self.page_size, missing)}
+        if self.window is not None:
+            row = _row(req)
+            assert self.window.extend(row, total), "window pages were counted, yet cannot be had"
+            own = self.window.private_pages(row).astype(np.int64)
+            req.reserved["window"] = ReservedPages(int(self.window.private_from[row]), own)
+        if (hold := req.state_hold) is not None:
+            hold.live, hold.live_len = hold.private[0], total
+            req.reserved["state"] = ReservedPages(0, np.array([hold.live], np.int64))
+        return True
+
+    def _key(self, req: Req, length: int) -> RadixKey:
+        return RadixKey(req.fill_ids[:length], req.namespace, req.tenant)
+
+    def _take(self, req: Req, match: MatchResult, starts_at: int, spare: Room) -> bool:
+        """Take for a request whose first forward here has its first query at position `starts_at`."""
+        cache, node = self.memory.cache, match.last_device_node
+        # Locking moves what matched from evictable to protected, so room is counted after it.
+        cache.inc_lock_ref(node)
+        rows = self._pool.alloc(1)
+        if rows is None:
+            cache.dec_lock_ref(node)
+            return False
+        row = rows[0]
+        if self.window is not None:
+            self.window.attach(row, starts_at, match.window_pages)
         prefix = len(match.device_indices)
-        wanted = self.pages_of(total - prefix) * self.page_size
-        if self.free_tokens() < wanted + spare or not self._pool.available_size():
-            cache.dec_lock_ref(match.last_device_node)
+        wanted = self.pages_of(req.prefill_len - prefix) * self.page_size
+        if not self._fits(row, wanted, spare):
+            self._forsake(row)
+            cache.dec_lock_ref(node)
             return False
         fresh = alloc_token_slots(self.memory, wanted)
         assert fresh is not None, "free and evictable tokens were counted, yet cannot be had"
-        rows = self._pool.alloc(1)
-        assert rows is not None, "a free row was counted, yet cannot be had"
-        row = req.req_pool_idx = rows[0]
+        req.req_pool_idx = row
         self._req_to_token[row, :prefix] = match.device_indices
         # Rows name every slot of a page taken, used or not: decode steps inside a page then write none.
         end = min(prefix + wanted, self._pool.max_context_len)
         self._req_to_token[row, prefix:end] = fresh[: end - prefix]
-        req.last_node = match.last_device_node
+        if self.states is not None:
+            pair = self.states.alloc(STATE_PAIR)
+            assert pair is not None, "state slots were counted, yet cannot be had"
+            req.state_hold = StateHold(pair, match.state_slot, prefix, branching_len=match.branching_len)
+        req.last_node = node
         req.prefix_indices = match.device_indices
         req.cache_protected_len = req.kv_committed_len = req.scheduled_len = prefix
         req.kv_allocated_len = end
         return True
+
+    def _fits(self, row: int, wanted: int, spare: Room) -> bool:
+        if self.free_tokens() < wanted + spare.tokens:
+            return False
+        window, states = self.window, self.states
+        if window is not None and window.available_pages() + window.held_pages(row) < spare.window_pages:
+            return False
+        return states is None or states.available_slots() >= STATE_PAIR
+
+    def _forsake(self, row: int) -> None:
+        """Give up a row and its locks in the window group; returns nothing because nothing is its own."""
+        if self.window is not None:
+            own = self.window.release(row)
+            assert not len(own), "the row has pages of its own already"
+        self._pool.free(row)
+
+    def extend_window(self, req: Req, end: int) -> bool:
+        """Window pages for a chunk that ends at `end`. False, and nothing taken, when short."""
+        return self.window is None or self.window.extend(_row(req), end)
 
     def grow(self, running: RunningBatch) -> bool:
         """Give every lane at a page border its next page. False, and nothing taken, when short."""
         lanes = running.at_page_border()
         if not len(lanes):
             return True
+        if not self._grow_window(running, lanes):
+            return False
         page_size = self.page_size
         slots = alloc_token_slots(self.memory, len(lanes) * page_size)
         if slots is None:
@@ -86,21 +185,32 @@ class Pages:
                 self._req_to_token[req.req_pool_idx, length:end] = slots[begin : begin + end - length]
         return True
 
+    def _grow_window(self, running: RunningBatch, lanes: npt.NDArray[np.intp]) -> bool:
+        """The same in the window group: taken twice is taken once, so it may be asked before the others."""
+        if self.window is None:
+            return True
+        rows = running.rows[lanes]
+        # What has landed is never read again; a forward that is out may still read what lies behind it.
+        landed = np.array([running.reqs[lane].kv_committed_len for lane in lanes.tolist()])
+        self.memory.free({"window": self.window.slide_lanes(rows, landed)})
+        return self.window.extend_lanes(rows, running.lens[lanes] + 1)
+
     # -- caching and giving back -------------------------------------------------------------------
 
     def cache_prefix(self, req: Req, last_launch: int, chunked: bool = False) -> None:
-        """Put the request's committed pages into the tree and lock them there.
+        """Put the request's committed pages into the tree and lock them there; let the window slide.
 
         Duplicates of pages that another request cached first are freed; a forward that is still out may
         read them (it was built with the old page table), so then they wait for it.
         """
         if req.in_flight == 0:
             self.memory.cache.cache_unfinished_req(req, chunked)
-            return
-        allocator = self.memory.allocator
-        allocator.free_group_begin()
-        self.memory.cache.cache_unfinished_req(req, chunked)
-        self.deferred.hold(allocator.free_group_take(), last_launch)
+        else:
+            self.memory.free_group_begin()
+            self.memory.cache.cache_unfinished_req(req, chunked)
+            self.deferred.hold(self.memory.free_group_take(), last_launch)
+        if self.window is not None:  # no forward that is out starts before the committed length
+            self.memory.free({"window": self.window.slide(_row(req), req.kv_committed_len)})
 
     def cut_points(self, req: Req, total: int) -> tuple[int, ...]:
         """Lengths below `total` at which the cache wants a forward of this request to end."""
@@ -116,18 +226,33 @@ class Pages:
         release_kv_cache(self.memory, req, is_insert=is_insert)
         req.forget_memory()
 
-    def split_reservation(self, req: Req) -> npt.NDArray[np.int64]:
-        """Give back row and lock of a reservation; its page ids are returned, still taken."""
-        pages = req.reserved_pages
+    def split_reservation(self, req: Req) -> GroupPages:
+        """Give back row and locks of a reservation; what a peer may write is returned, still taken."""
+        pages: GroupPages = {name: reserved.pages for name, reserved in req.reserved.items()}
+        row = _row(req)
+        if self.window is not None:
+            self.window.release(row)
+        if self.states is not None and (hold := req.state_hold) is not None:
+            self.states.free([slot for slot in hold.private if slot != hold.live])
         self.memory.cache.dec_lock_ref(req.last_node)
-        assert req.req_pool_idx is not None
-        self._pool.free(req.req_pool_idx)
+        self._pool.free(row)
         req.forget_memory()
         return pages
 
-    def private_pages(self, req: Req) -> npt.NDArray[np.int64]:
-        """Pages that this request holds outside the tree."""
-        if req.req_pool_idx is None:
-            return EMPTY_SLOTS
-        row = self._req_to_token[req.req_pool_idx, req.cache_protected_len : req.kv_allocated_len]
-        return np.unique(row.astype(np.int64) // self.page_size)
+    def private_pages(self, req: Req) -> GroupPages:
+        """Pages and slots that this request holds outside the tree."""
+        row = req.req_pool_idx
+        if row is None:
+            return {}
+        slots = self._req_to_token[row, req.cache_protected_len : req.kv_allocated_len]
+        pages: GroupPages = {self._deciding: np.unique(slots.astype(np.int64) // self.page_size)}
+        if self.window is not None:
+            pages["window"] = self.window.private_pages(row)
+        if req.state_hold is not None:
+            pages["state"] = np.array(req.state_hold.private)
+        return pages
+
+
+def _row(req: Req) -> int:
+    assert req.req_pool_idx is not None, f"{req} has no row"
+    return req.req_pool_idx

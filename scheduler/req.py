@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.sampling_state import SamplingState
 from kvcache.radix_key import Namespace
+from kvcache.request import StateHold
 from wire.errors import ContextTooLong, InvalidRequest, WireError
 from wire.messages import FinishReason, GenerateRequest
 from wire.stages import RequestStage, Stamp, stamp
@@ -44,6 +45,16 @@ class RequestLimits:
     eos_token_ids: tuple[int, ...]
 
 
+class ReservedPages(NamedTuple):
+    """Pages of one group that a transfer must fill: those of logical pages `first_page` and on, in order.
+
+    For a state group it is one slot, and `first_page` is 0.
+    """
+
+    first_page: int
+    pages: npt.NDArray[np.int64]
+
+
 class Req:
     """A request with its place in memory. Implements kvcache's CachedRequest.
 
@@ -60,9 +71,9 @@ class Req:
         "_filled", "_tokens", "arrival", "cache_protected_len", "cached_tokens", "closing",
         "emitted_len", "epoch", "finish", "in_flight", "is_bare", "kv_allocated_len", "kv_committed_len",
         "last_node", "limit_len", "namespace", "origin_input_ids", "output_ids", "prefill_len",
-        "prefix_indices", "priority", "req_pool_idx", "request", "reserved_from", "reserved_pages",
-        "resumed", "room", "running_index", "sampling", "scheduled_len", "stages_seen", "stamps",
-        "start_send_idx", "state", "tenant", "tmp_end_idx",
+        "prefix_indices", "priority", "req_pool_idx", "request", "reserved", "resumed", "room",
+        "running_index", "sampling", "scheduled_len", "stages_seen", "stamps", "start_send_idx", "state",
+        "state_hold", "tenant", "tmp_end_idx",
     )  # fmt: skip
 
     def __init__(
@@ -144,8 +155,8 @@ class Req:
         self.kv_allocated_len = 0
         self.scheduled_len = 0
         self.last_node = None
-        self.reserved_from = 0  # first logical page that a transfer brings
-        self.reserved_pages: npt.NDArray[np.int64] = EMPTY_SLOTS
+        self.state_hold: StateHold | None = None  # its slots, where the model has a state group
+        self.reserved: dict[str, ReservedPages] = {}  # decode: by group, what a transfer must bring
 
     # -- tokens ------------------------------------------------------------------------------------
 
@@ -179,12 +190,6 @@ class Req:
         """
         self.is_bare = bare
         self.prefill_len = self.prompt_len + len(self.output_ids) - (1 if bare else 0)
-
-    # -- memory ------------------------------------------------------------------------------------
-
-    def missing_pages(self) -> tuple[int, npt.NDArray[np.int64]]:
-        """Of a reservation: (first logical page, page ids) that a transfer must fill."""
-        return self.reserved_from, self.reserved_pages
 
     # -- stages ------------------------------------------------------------------------------------
 

@@ -93,12 +93,12 @@ class Results:
             self._output(req, token, logprobs)
             if req.state is not ReqState.DONE:
                 self._commit(req, chunk.end)
-                self.prefilled(req)
+                self.prefilled(req, chunk)
 
     def _brought_back(self, chunk: Chunk) -> None:
         if self._roster.landed(chunk.req):
             self._commit(chunk.req, chunk.end)
-            self.prefilled(chunk.req)
+            self.prefilled(chunk.req, chunk)
 
     def _commit(self, req: Req, end: int, chunked: bool = False) -> None:
         req.kv_committed_len = end
@@ -106,8 +106,11 @@ class Results:
         if req.running_index >= 0:  # its pages may be another request's now
             self._roster.running.set_pages(req, self._roster.pages.slots(req, end))
 
-    def prefilled(self, req: Req) -> None:
-        """All of the request's prefill is valid and cached: ask the policy who goes on with it."""
+    def prefilled(self, req: Req, last: Chunk | None = None) -> None:
+        """All of the request's prefill is valid and cached: ask the policy who goes on with it.
+
+        `last` is the chunk that completed it, None when nothing had to be computed.
+        """
         after = self._policy.on_prefilled(req)
         if req.state is ReqState.DONE:
             return
@@ -115,6 +118,8 @@ class Results:
         if after is AfterPrefill.HAND_OFF:
             self._roster.detach(req)
             req.state = ReqState.HANDED_OFF
+            if last is not None and req.state_hold is not None:  # a decode forward may have moved it on
+                req.state_hold.live, req.state_hold.live_len = last.state_write, last.end
             return
         req.stamp(RequestStage.DECODE_LOOP)
         if req.state is ReqState.PREFILL:  # not in the decode batch yet: readmitted with its token known

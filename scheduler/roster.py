@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 
+from kvcache.memory import GroupPages
+from kvcache.request import NO_SLOTS
 from scheduler.pages import Pages
 from scheduler.queue import WaitingQueue
 from scheduler.req import Req, ReqState
@@ -50,11 +51,14 @@ class Roster:
         everyone = (*self.live.values(), *self.leaving.values())
         return {req.req_pool_idx for req in everyone if req.req_pool_idx is not None}
 
-    def held_pages(self) -> npt.NDArray[np.int64]:
-        """Pages outside the tree that requests hold, or that wait for a forward to land."""
-        everyone = (*self.live.values(), *self.leaving.values())
-        private = map(self.pages.private_pages, {id(req): req for req in everyone}.values())
-        return np.concatenate([self.pages.deferred.pages().astype(np.int64), *private])
+    def held_pages(self) -> GroupPages:
+        """By group: pages outside the tree that requests hold, or that wait for a forward to land."""
+        everyone = {id(req): req for req in (*self.live.values(), *self.leaving.values())}.values()
+        held = [*self.pages.deferred.pages(), *map(self.pages.private_pages, everyone)]
+        return {
+            name: np.concatenate([NO_SLOTS, *(pages[name] for pages in held if name in pages)])
+            for name in self.pages.memory.kv_caches
+        }
 
     # -- changing hands ----------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from engine.batch import UNKNOWN_TOKEN
 from scheduler.req import Req
+from scheduler.state_lanes import StateLanes
 
 
 class RunningBatch:
@@ -16,7 +17,10 @@ class RunningBatch:
     to `reqs[i]`; a leaver's place is taken by the last one, so nothing else moves.
     """
 
-    def __init__(self, capacity: int, max_context_len: int, page_size: int) -> None:
+    def __init__(
+        self, capacity: int, max_context_len: int, page_size: int, track_interval: int | None = None
+    ) -> None:
+        """`track_interval`, tokens between a request's checkpoints: for a model with a state group."""
         self.page_size = page_size
         self.reqs: list[Req] = []
         self.rows = np.zeros(capacity, dtype=np.int32)  # req_to_token rows
@@ -24,6 +28,7 @@ class RunningBatch:
         self.limits = np.zeros(capacity, dtype=np.int64)  # limit_len
         self.next_ids = np.zeros(capacity, dtype=np.int64)  # input of the next step, or UNKNOWN_TOKEN
         self.page_table = np.zeros((capacity, -(-max_context_len // page_size)), dtype=np.int32)
+        self.states = StateLanes(capacity, track_interval) if track_interval else None
         self._all_lanes = np.arange(capacity)
 
     def __len__(self) -> int:
@@ -43,6 +48,8 @@ class RunningBatch:
         self.next_ids[lane] = tokens[req.scheduled_len] if known else UNKNOWN_TOKEN
         self.page_table[lane] = 0
         self.set_pages(req, slots)
+        if self.states is not None:
+            self.states.join(req)
 
     def set_pages(self, req: Req, slots: npt.NDArray[np.integer]) -> None:
         """The request's first len(slots) tokens now lie in these slots."""
@@ -59,6 +66,8 @@ class RunningBatch:
             for array in (self.rows, self.lens, self.limits, self.next_ids):
                 array[lane] = array[last]
             self.page_table[lane] = self.page_table[last]
+        if self.states is not None:
+            self.states.leave(req, lane, last)
         self.reqs.pop()
         req.running_index = -1
 
@@ -80,6 +89,8 @@ class RunningBatch:
         n = len(self.reqs)
         self.lens[:n] += 1
         self.next_ids[:n] = UNKNOWN_TOKEN
+        if self.states is not None:
+            self.states.advance(n)
         full = np.flatnonzero(self.lens[:n] + 1 >= self.limits[:n])
         ended = [self.reqs[lane] for lane in full.tolist()]
         for req in ended:

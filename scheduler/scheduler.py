@@ -11,11 +11,8 @@ from __future__ import annotations
 
 from collections import deque
 
-import numpy as np
-import numpy.typing as npt
-
 from engine.batch import Engine
-from kvcache.memory import Memory, MemoryReport
+from kvcache.memory import GroupPages, Memory, MemoryReport
 from scheduler.batch_builder import build_batch
 from scheduler.budget import Admission
 from scheduler.chunker import Chunk
@@ -23,7 +20,7 @@ from scheduler.config import Phase, SchedulerConfig
 from scheduler.metrics import SchedulerMetrics
 from scheduler.pages import Pages
 from scheduler.policy import AfterPrefill, NodePolicy
-from scheduler.req import EMPTY_SLOTS, Req, ReqState
+from scheduler.req import Req, ReqState
 from scheduler.results import LaunchedStep, Results
 from scheduler.retraction import pick_victim
 from scheduler.roster import Roster
@@ -47,7 +44,10 @@ class Scheduler:
         self._pre_alloc_rows = max(self._pool.size - config.max_running_requests, 0)
         self._pages = Pages(memory)
         self._running = RunningBatch(
-            config.max_running_requests, self._pool.max_context_len, memory.page_size
+            config.max_running_requests,
+            self._pool.max_context_len,
+            memory.page_size,
+            memory.config.mamba_track_interval if memory.states is not None else None,
         )
         self._roster = Roster(self._pages, self._running)
         self._admission = Admission(config, self._roster, self.metrics)
@@ -83,13 +83,13 @@ class Scheduler:
         """Why the request cannot run even alone on this worker; "" when it can, up to a limit it is given."""
         capacity = min(self._pool.max_context_len, self._memory.total_tokens)
         known = req.prompt_len + len(req.output_ids)
-        if known < capacity:
-            req.limit_len = min(req.limit_len, capacity)
-            return ""
-        return (
-            f"the prompt is {known} tokens long and this worker holds contexts of at most {capacity} tokens, "
-            "output included"
-        )
+        if known >= capacity:
+            return (
+                f"the prompt is {known} tokens long and this worker holds contexts of at most {capacity} "
+                "tokens, output included"
+            )
+        req.limit_len = min(req.limit_len, capacity)
+        return self._admission.why_never(req)
 
     def _answer_early(self) -> bool:
         """Answer requests that need no forward: too long, or all of their output was forced."""
@@ -110,29 +110,25 @@ class Scheduler:
     def reserve(self, req: Req) -> bool:
         """Decode: lock what is cached of the prompt; take row and pages for the rest of it.
 
-        After True `req.missing_pages()` names what a transfer must bring. False: try again after a step, or
-        (`req.state` is DONE) on_failed has been called. A request that stays away for long loses its turn.
+        After True `req.reserved` names what a transfer must bring, by group. False: try again after a step,
+        or (`req.state` is DONE) on_failed has been called. A request that stays away for long loses its turn.
         """
+        req.aim_prefill()
         why = self._why_never(req)
         if why:
             self._results.fail(req, RejectKind.INVALID, why)
             return False
-        req.aim_prefill()
         pre_allocated = self._roster.count(ReqState.RESERVED, ReqState.TRANSFERRED)
         if pre_allocated >= self._pre_alloc_rows or not self._admission.reserve(req):
             return False
         self._roster.enrol(req)
         req.state = ReqState.RESERVED
-        page_size = self._pages.page_size
-        req.reserved_from = req.cache_protected_len // page_size
-        slots = self._pages.slots(req, req.prefill_len)[req.cache_protected_len :: page_size]
-        req.reserved_pages = slots.astype(np.int64) // page_size
         return True
 
-    def cancel_reservation(self, req: Req) -> npt.NDArray[np.int64]:
-        """Decode: the transfer is off. Row and lock are given back; the page ids are returned, still taken.
+    def cancel_reservation(self, req: Req) -> GroupPages:
+        """Decode: the transfer is off. Row and locks are given back; `req.reserved` is returned, still taken.
 
-        A peer may still write them: they go to `memory.quarantine` until the transport's fence has passed.
+        A peer may still write there: it goes to `memory.quarantine` until the transport's fence has passed.
         """
         assert req.state is ReqState.RESERVED, f"{req} is not reserved"
         pages = self._pages.split_reservation(req)
@@ -148,7 +144,7 @@ class Scheduler:
         assert req.state is ReqState.RESERVED, f"{req} is not reserved"
         req.state = ReqState.TRANSFERRED
         req.kv_committed_len = req.scheduled_len = req.prefill_len
-        req.reserved_pages = EMPTY_SLOTS
+        req.reserved = {}
         self._pages.cache_prefix(req, self._results.last_launch)
         req.output_ids.append(first_token)
         req.sampling.record(first_token)
@@ -192,7 +188,7 @@ class Scheduler:
         for req in complete:  # after the launch: the policy may abort whom it likes
             self._results.prefilled(req)
         taken = self._take_results(self.config.overlap_depth if launched else 0)
-        return launched or taken or answered or bool(complete)
+        return launched or taken or answered or bool(complete) or self._unblock()
 
     def _join_transferred(self) -> None:
         queue = self._roster.transferred
@@ -203,6 +199,14 @@ class Scheduler:
             req.stamp(RequestStage.DECODE_LOOP)
             self._running.join(req, self._pages.slots(req, req.scheduled_len))
 
+    def _unblock(self) -> bool:
+        """Nothing could be done. A chunk that waits for window pages may wait for a request like itself."""
+        chunked = self._roster.chunked
+        if chunked is None:
+            return False
+        self._retract(chunked)
+        return True
+
     def _grow_decode(self) -> None:
         """Pages for the tokens that this step decodes, at somebody else's cost if need be."""
         while not self._pages.grow(self._running):
@@ -210,12 +214,18 @@ class Scheduler:
             if self._take_results(0):
                 continue
             chunked = self._roster.chunked
-            victim = pick_victim([*self._running.reqs, *([chunked] if chunked else [])])
-            self._roster.retract(victim)
-            self.metrics.retracted += 1
+            self._retract(pick_victim([*self._running.reqs, *([chunked] if chunked else [])]))
+
+    def _retract(self, victim: Req) -> None:
+        self._roster.retract(victim)
+        self.metrics.retracted += 1
 
     def _launch(self, chunks: list[Chunk]) -> None:
-        batch = build_batch(self._running, chunks, self._pool.req_to_token)
+        running, window = self._running, self._pages.window
+        if running.states is not None:
+            self.metrics.checkpoints += running.states.turn(running.reqs, running.lens[: len(running)])
+        table = None if window is None else window.table
+        batch = build_batch(running, chunks, self._pool.req_to_token, table)
         pending = self._engine.launch(batch)
         decode = self._running.reqs.copy()
         for req in decode:
@@ -280,9 +290,9 @@ class Scheduler:
             waiting_requests=len(roster.waiting) + len(roster.transferred),
             free_tokens=self._pages.free_tokens(),
             headroom_tokens=self._admission.headroom(),
-            headroom_rows=max(min(self._pre_alloc_rows - pre_allocated, self._pool.available_size()), 0),
+            headroom_rows=max(min(self._pre_alloc_rows - pre_allocated, self._admission.more_requests()), 0),
         )
 
     def check_memory(self) -> MemoryReport:
         """Balance every pool against everything this scheduler holds. Raises AssertionError on a leak."""
-        return self._memory.check_memory(self._roster.held_pages().tolist(), self._roster.held_rows())
+        return self._memory.check_memory(self._roster.held_pages(), self._roster.held_rows())

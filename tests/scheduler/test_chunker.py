@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
-from scheduler.chunker import chunk_end
+from scheduler.chunker import chunk_end, first_cut
 
 
 def _ends(
@@ -13,7 +13,7 @@ def _ends(
 ) -> list[int]:
     ends = [0]
     while ends[-1] < total:
-        end = chunk_end(ends[-1], total, budget, page_size, last_chunk, cuts)
+        end = first_cut(ends[-1], chunk_end(ends[-1], total, budget, page_size, last_chunk), cuts)
         assert end > ends[-1], "a chunk of a whole page always fits"
         ends.append(end)
     return ends[1:]

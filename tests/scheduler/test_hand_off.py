@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from scheduler.policy import AfterPrefill
@@ -31,13 +32,21 @@ def decode_rig(page_size: int, depth: int, pool_tokens: int = 512) -> Rig:
 
 
 def ship(source: Rig, sent: Req, target: Rig, reserved: Req) -> None:
-    """What a transfer does: the missing pages, byte for byte."""
-    first, pages = reserved.missing_pages()
-    size = source.page_size
-    row = source.memory.req_to_token_pool.req_to_token[sent.req_pool_idx, : sent.kv_committed_len]
-    here = row[first * size :: size] // size
-    assert len(here) == len(pages)
-    target.pool.data[np.asarray(pages)] = source.pool.data[np.asarray(here)]
+    """What a transfer does: each group's missing pages, byte for byte."""
+    assert sent.req_pool_idx is not None
+    size, memory = source.page_size, source.memory
+    row = memory.req_to_token_pool.req_to_token[sent.req_pool_idx, : sent.kv_committed_len]
+    here: dict[str, npt.NDArray[np.integer]] = {"full": row[::size] // size}
+    if memory.swa is not None:
+        here["window"] = memory.swa.table[sent.req_pool_idx, : len(here["full"])]
+    if sent.state_hold is not None:
+        here["state"] = np.array([sent.state_hold.live])
+    assert set(here) == set(reserved.reserved) == set(memory.kv_caches)
+    for name, (first, pages) in reserved.reserved.items():
+        sources = here[name][first:]
+        assert len(sources) == len(pages)
+        assert np.all(sources > 0), f"{name}: a page that is wanted is not held any more"
+        target.memory.kv_caches[name].bytes[pages] = memory.kv_caches[name].bytes[np.asarray(sources)]
 
 
 def pair(prefill: Rig, decode: Rig, prompt: Sequence[int], max_new: int, forced: int = 0) -> tuple[Req, Req]:
@@ -78,7 +87,7 @@ def test_a_wholly_cached_prompt_needs_no_page() -> None:
     for expected_pages in (4, 0):
         sent, twin = pair(prefill, decode, range(64), 6)
         assert decode.scheduler.reserve(twin)
-        assert len(twin.missing_pages()[1]) == expected_pages
+        assert len(twin.reserved["full"].pages) == expected_pages
         prefill.scheduler.add(sent)
         prefill.run()
         finish_transfer(prefill, sent, decode, twin)
@@ -119,12 +128,12 @@ def test_cancelled_pages_stay_in_quarantine(depth: int) -> None:
     assert decode.scheduler.reserve(twin)
     assert not decode.scheduler.abort(twin.room, twin.epoch)
     pages = decode.scheduler.cancel_reservation(twin)
-    assert len(pages) == 4
+    assert {name: len(ids) for name, ids in pages.items()} == {"full": 4}
     decode.memory.quarantine(pages, "room")
     decode.check()
     again = decode.req(range(64), 6)
     assert decode.scheduler.reserve(again)
-    assert not set(pages.tolist()) & set(again.missing_pages()[1].tolist())
+    assert not set(pages["full"].tolist()) & set(again.reserved["full"].pages.tolist())
     decode.memory.quarantine(decode.scheduler.cancel_reservation(again), "again")
     assert decode.memory.release_quarantine("room") == decode.memory.release_quarantine("again") == 4
     decode.run()
@@ -256,7 +265,7 @@ def test_hand_off_without_a_prefix_cache() -> None:
         prefill.scheduler.readmit(sent)
         prefill.run()
         assert decode.scheduler.reserve(twin)
-        assert len(twin.missing_pages()[1]) == 5
+        assert len(twin.reserved["full"].pages) == 5
         finish_transfer(prefill, sent, decode, twin)
         decode.run()
     decode.assert_outputs()
