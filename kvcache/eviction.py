@@ -1,30 +1,34 @@
-"""Which unlocked leaf goes first.
+"""Which of the nodes that may be evicted goes first.
 
-The Evictor is one heap for every policy, with offers that are dropped lazily: a node that gets locked or
-grows a child is only marked, and its heap entry is skipped when it comes up. Each change costs O(log n).
-(A linked list would be O(1), but only for lru and mru; scanning the leaves is O(n) for each eviction.)
+An Evictor is one heap for every policy. Each component has its own, because each has its own idea of what may
+go. A node is in a heap at most once, marked by a bit of `node.offers`; its key is brought up to date when it
+comes up, not when it is touched: a hit, a lock or an unlock of a node that is on offer costs nothing here.
+(That is sound because touching a node makes its key larger. Where it does not, for mru, `touched` says so.)
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvcache.tree_node import TreeNode
 from wire.errors import ConfigError
 
-Policy = Callable[[TreeNode], tuple[int, int]]
+Policy = Callable[[TreeNode], int]
+
+_TIME_BITS = 48
 
 # Smaller goes first. An access time is the number of the operation that last touched the node.
 POLICIES: dict[str, Policy] = {
-    "lru": lambda node: (node.last_access, 0),
-    "mru": lambda node: (-node.last_access, 0),
-    "lfu": lambda node: (node.hit_count, node.last_access),
-    "fifo": lambda node: (node.created, 0),
-    "filo": lambda node: (-node.created, 0),
-    "priority": lambda node: (node.priority, node.last_access),
-    "slru": lambda node: (int(node.hit_count >= 2), node.last_access),
+    "lru": lambda node: node.last_access,
+    "mru": lambda node: -node.last_access,
+    "lfu": lambda node: (node.hit_count << _TIME_BITS) + node.last_access,
+    "fifo": lambda node: node.created,
+    "filo": lambda node: -node.created,
+    "priority": lambda node: (node.priority << _TIME_BITS) + node.last_access,
+    "slru": lambda node: (int(node.hit_count >= 2) << _TIME_BITS) + node.last_access,
 }
+_FALLING = frozenset({"mru"})  # policies whose keys get smaller when a node is touched
 
 
 def eviction_policy(name: str) -> Policy:
@@ -38,39 +42,64 @@ def eviction_policy(name: str) -> Policy:
 
 
 class Evictor:
-    """Nodes that may be evicted, in policy order."""
+    """Nodes on offer to one component, in policy order."""
 
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        self._heap: list[tuple[tuple[int, int], int, TreeNode]] = []
-        self._last_offer = 0
-        self._valid = 0
+    def __init__(self, policy: str, bit: int) -> None:
+        """`bit` is this evictor's own in `TreeNode.offers`."""
+        self._policy = eviction_policy(policy)
+        self._bit = bit
+        self.keys_fall = policy in _FALLING
+        self._heap: list[tuple[int, int, TreeNode]] = []
+        self._pushed = 0
+        self._on_offer = 0
 
     def __len__(self) -> int:
-        return self._valid
+        return self._on_offer
 
     def offer(self, node: TreeNode) -> None:
-        """`node` may be evicted; offering it again brings its place up to date."""
-        if node.offer == 0:
-            self._valid += 1
-        self._last_offer += 1
-        node.offer = self._last_offer
-        heapq.heappush(self._heap, (self._policy(node), node.offer, node))
-        if len(self._heap) > 2 * self._valid + 64:
-            self._heap = [entry for entry in self._heap if entry[2].offer == entry[1]]
-            heapq.heapify(self._heap)
+        """`node` may be worth evicting; it stays on offer until it comes up or goes."""
+        if not node.offers & self._bit:
+            node.offers |= self._bit
+            self._on_offer += 1
+            self._push(self._policy(node), node)
+
+    def touched(self, nodes: Sequence[TreeNode]) -> None:
+        """These were just used. Needed only where `keys_fall`: else a key that lags behind does no harm."""
+        for node in nodes:
+            if node.offers & self._bit:
+                self._push(self._policy(node), node)
 
     def withdraw(self, node: TreeNode) -> None:
-        """`node` may not be evicted."""
-        if node.offer:
-            node.offer = 0
-            self._valid -= 1
+        """`node` goes."""
+        if node.offers & self._bit:
+            node.offers &= ~self._bit
+            self._on_offer -= 1
 
-    def pop(self) -> TreeNode | None:
-        """The node to evict now, withdrawn; None when there is none."""
+    def clear(self) -> None:
+        """All nodes are gone."""
+        self._heap.clear()
+        self._on_offer = 0
+
+    def pop(self, may_go: Callable[[TreeNode], bool]) -> TreeNode | None:
+        """The node to evict now; None when there is none. It and those passed over are off offer."""
         while self._heap:
-            _, offer, node = heapq.heappop(self._heap)
-            if node.offer == offer:
+            key, _, node = heapq.heappop(self._heap)
+            if not node.offers & self._bit:
+                continue
+            now = self._policy(node)
+            if now > key:  # used since it was offered
+                self._push(now, node)
+            elif now == key:
                 self.withdraw(node)
-                return node
+                if may_go(node):
+                    return node
         return None
+
+    def _push(self, key: int, node: TreeNode) -> None:
+        self._pushed += 1
+        heapq.heappush(self._heap, (key, self._pushed, node))
+        if len(self._heap) > 2 * self._on_offer + 64:  # nodes that went, and keys that fell
+            kept = {id(entry[2]): entry[2] for entry in self._heap if entry[2].offers & self._bit}
+            self._heap = [(self._policy(node), i, node) for i, node in enumerate(kept.values())]
+            heapq.heapify(self._heap)
+            self._pushed = max(self._pushed, len(kept))

@@ -14,13 +14,13 @@ from kvcache.radix_cache import RadixCache
 def node_reports(cache: BasePrefixCache) -> list[dict[str, Any]]:
     """One mapping per node, parents before children; empty when prefix caching is off.
 
-    `parent` is the index of the parent's mapping, -1 for the root. `held` says by component how many tokens'
-    worth it keeps on the node.
+    `parent` is the index of the parent's mapping, -1 for the root. `held` says by component what it keeps on
+    the node: tokens, window pages, states.
     """
     if not isinstance(cache, RadixCache):
         return []
     index = {id(cache.root): -1}
-    reports = []
+    reports: list[dict[str, Any]] = []
     for node in cache.nodes():
         assert node.parent is not None, "the root is not listed"
         index[id(node)] = len(reports)
@@ -31,7 +31,7 @@ def node_reports(cache: BasePrefixCache) -> list[dict[str, Any]]:
                 "extra_key": node.namespace.extra_key,
                 "cache_salt": node.namespace.cache_salt,
                 "is_bigram": node.namespace.is_bigram,
-                "held": {"full": node.num_tokens},
+                "held": cache.held(node),
                 "lock": node.lock_ref,
                 "hits": node.hit_count,
             }

@@ -69,9 +69,9 @@ class StateHold:
         held = ((self.live_len, self.live), (self.tracked_len, self.tracked))
         return sorted(((n, slot) for n, slot in held if n > 0 and slot in self.private), reverse=True)
 
-    def replace(self, slot: int, other: int) -> None:
-        """The tree took `slot`; the request owns `other` instead. A live slot stays live, under a lock."""
-        self.private[self.private.index(slot)] = other
+    def give(self, slot: int) -> None:
+        """The tree took `slot`. If it is the live one, it stays that, under the request's lock."""
+        self.private.remove(slot)
         if self.tracked == slot:
             self.tracked = self.tracked_len = 0
 

@@ -10,21 +10,37 @@ import numpy.typing as npt
 from kvcache.radix_key import Namespace
 from wire.page_hash import PageDigest, page_digests
 
-ChildKey = tuple[PageDigest, bytes]  # namespace seed, first page's tokens
 TOKEN_BYTES = 4
+PAGE_ID_BYTES = 4
+NO_PARTS: dict[str, Any] = {}
+"""The parts of every node of a tree whose only component is the full one; nobody writes to it."""
 
 
 class TreeNode:
     """Whole pages of one namespace, below the pages of `parent`.
 
-    `tokens` are int32 as bytes (a bigram node has one more than its units), because lookup and comparison of
-    bytes are one C call each. `value` holds the page ids of the group that decides reuse, one per page.
+    `tokens` are int32 as bytes (a bigram node has one more than its units), and `page_ids` those of the group
+    that decides reuse, one int32 per page, as bytes too: few objects, and one C call each to compare or join.
     `parts` holds what other components keep on this node, by component name.
     """
 
     __slots__ = (
-        "children", "created", "digests", "hit_count", "last_access", "lock_ref", "namespace", "num_tokens",
-        "offer", "parent", "parts", "priority", "tenant", "tokens", "value",
+        "children",
+        "created",
+        "digests",
+        "hit_count",
+        "last_access",
+        "lock_ref",
+        "mamba_lock",
+        "namespace",
+        "num_tokens",
+        "offers",
+        "page_ids",
+        "parent",
+        "parts",
+        "priority",
+        "tenant",
+        "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -32,34 +48,46 @@ class TreeNode:
         parent: TreeNode | None,
         namespace: Namespace,
         tokens: bytes,
-        value: npt.NDArray[np.int32],
+        page_ids: bytes,
         num_tokens: int,
         tick: int,
     ) -> None:
         self.parent = parent
         self.namespace = namespace
         self.tokens = tokens
-        self.value = value
+        self.page_ids = page_ids
         self.num_tokens = num_tokens
-        self.children: dict[ChildKey, TreeNode] = {}
-        self.parts: dict[str, Any] = {}
+        self.children: dict[bytes, TreeNode] = {}
+        self.parts = NO_PARTS
         self.digests: list[PageDigest] | None = None  # one per page, once somebody asked
-        self.lock_ref = 0
+        self.lock_ref = 0  # locks on this node or below it
+        self.mamba_lock = 0  # locks that end at this node; counted where there is a state group
         self.created = tick
         self.last_access = tick
         self.hit_count = 0
         self.priority = 0
         self.tenant = ""
-        self.offer = 0  # the evictor's: number of the valid offer of this node, 0 when there is none
+        self.offers = 0  # the evictors': in which of their heaps this node is
+
+    @property
+    def value(self) -> npt.NDArray[np.int32]:
+        """The page ids, a read-only view."""
+        return np.frombuffer(self.page_ids, np.int32)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of this node."""
+        return len(self.page_ids) // PAGE_ID_BYTES
 
     def token_array(self) -> npt.NDArray[np.int32]:
         """The tokens, a read-only view."""
         return np.frombuffer(self.tokens, np.int32)
 
-    def child_key(self, page_size: int) -> ChildKey:
-        """Where the parent keeps this node."""
-        extra = 1 if self.namespace.is_bigram else 0
-        return self.namespace.seed, self.tokens[: (page_size + extra) * TOKEN_BYTES]
+    def child_key(self, page_size: int) -> bytes:
+        """Where the parent keeps this node: its first page's tokens, after the namespace below the root."""
+        first = self.tokens[: (page_size + (1 if self.namespace.is_bigram else 0)) * TOKEN_BYTES]
+        assert self.parent is not None, "the root is nobody's child"
+        return first if self.parent.parent is not None else self.namespace.seed + first
 
     def path(self) -> list[TreeNode]:
         """From below the root to this node; empty for the root."""
@@ -95,7 +123,7 @@ class TreeNode:
             parent,
             self.namespace,
             self.tokens[: (border + extra) * TOKEN_BYTES],
-            self.value[:pages],
+            self.page_ids[: pages * PAGE_ID_BYTES],
             border,
             self.created,
         )
@@ -108,7 +136,7 @@ class TreeNode:
             upper.digests, self.digests = self.digests[:pages], self.digests[pages:]
         parent.children[self.child_key(page_size)] = upper
         self.tokens = self.tokens[border * TOKEN_BYTES :]
-        self.value = self.value[pages:]
+        self.page_ids = self.page_ids[pages * PAGE_ID_BYTES :]
         self.num_tokens -= border
         self.parent = upper
         upper.children[self.child_key(page_size)] = self

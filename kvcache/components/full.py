@@ -2,51 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from kvcache.allocator import BaseTokenToKVPoolAllocator
-from kvcache.components.base import TreeComponent
+import numpy as np
+
+from kvcache.allocator import BaseTokenToKVPoolAllocator, Pages
+from kvcache.components.base import Lengths, TreeComponent
+from kvcache.eviction import Evictor
 from kvcache.tree_node import TreeNode
 
 
 class FullComponent(TreeComponent):
-    """Keeps `node.value` and counts `node.lock_ref`: a lock on a node covers the whole path above it."""
+    """Keeps `node.page_ids` and counts `node.lock_ref`: a lock on a node covers the whole path above it.
+
+    Its nodes on offer are the unlocked leaves. Sizes are in tokens.
+    """
 
     name = "full"
 
-    def __init__(self, allocator: BaseTokenToKVPoolAllocator) -> None:
+    def __init__(self, allocator: BaseTokenToKVPoolAllocator, policy: str) -> None:
+        self.evictor = Evictor(policy, 1)
         self._allocator = allocator
         self._evictable = 0
         self._protected = 0
 
-    def valid_nodes(self, path: Sequence[TreeNode]) -> int:
+    def valid_lengths(self, path: Sequence[TreeNode], pages: int) -> Lengths:
         """All of them: a node without pages does not exist."""
-        return len(path)
+        del path
+        return np.ones(pages + 1, bool)
 
-    def held_tokens(self, node: TreeNode) -> int:
-        """All its tokens."""
-        return node.num_tokens
-
-    def insert(self, node: TreeNode) -> None:
-        """Count it as evictable."""
+    def insert(self, node: TreeNode, start: int, offer: Any) -> None:
+        """Count it as evictable; its pages came with it."""
+        del start, offer
         self._evictable += node.num_tokens
-
-    def free(self, node: TreeNode) -> int:
-        """Give its pages back to the allocator."""
-        assert node.lock_ref == 0, "a locked node is never evicted"
-        self._allocator.free_page_ids(node.value)
-        self._evictable -= node.num_tokens
-        return node.num_tokens
-
-    def split(self, upper: TreeNode, lower: TreeNode) -> None:
-        """Pages and locks are the node's own and divided by it; the sums stay."""
 
     def lock(self, node: TreeNode) -> None:
         """Protect the path from `node` to the root."""
         moved = 0
         step = node
         while (parent := step.parent) is not None:
-            if step.lock_ref == 0:
+            if not step.lock_ref:
                 moved += step.num_tokens
             step.lock_ref += 1
             step = parent
@@ -55,16 +51,27 @@ class FullComponent(TreeComponent):
 
     def unlock(self, node: TreeNode) -> None:
         """Undo one `lock` of the same node."""
+        assert node.lock_ref > 0, "unlocked more often than locked"
         moved = 0
         step = node
         while (parent := step.parent) is not None:
-            step.lock_ref -= 1
-            if step.lock_ref == 0:
+            left = step.lock_ref = step.lock_ref - 1
+            if not left:
                 moved += step.num_tokens
-            assert step.lock_ref >= 0, "unlocked more often than locked"
             step = parent
         self._evictable += moved
         self._protected -= moved
+
+    def may_evict(self, node: TreeNode) -> bool:
+        """Only unlocked leaves go."""
+        return not node.lock_ref and not node.children
+
+    def free(self, node: TreeNode) -> None:
+        """Give its pages back to the allocator."""
+        assert node.lock_ref == 0, "a locked node is never evicted"
+        self.evictor.withdraw(node)
+        self._allocator.free_now(node.value)
+        self._evictable -= node.num_tokens
 
     def evictable_size(self) -> int:
         """Tokens on nodes without a lock."""
@@ -73,3 +80,25 @@ class FullComponent(TreeComponent):
     def protected_size(self) -> int:
         """Tokens on locked nodes."""
         return self._protected
+
+    def check(self, nodes: Sequence[TreeNode]) -> None:
+        """As the base says; and a locked node has locked ancestors."""
+        total = sum(node.num_tokens for node in nodes)
+        protected = sum(node.num_tokens for node in nodes if node.lock_ref)
+        assert protected == self._protected, "protected_size is not the sum over locked nodes"
+        assert total - protected == self._evictable, "evictable_size is not the sum over unlocked nodes"
+        for node in nodes:
+            below = sum(child.lock_ref for child in node.children.values())
+            assert node.lock_ref >= below, "a node is locked less often than what lies below it"
+
+    def all_pages(self, nodes: Iterable[TreeNode]) -> Pages:
+        """Every page id."""
+        return np.frombuffer(b"".join([node.page_ids for node in nodes]), np.int32)
+
+    def held(self, node: TreeNode) -> int:
+        """All its tokens."""
+        return node.num_tokens
+
+    def describe(self, node: TreeNode) -> str:
+        """Pages."""
+        return f"full={node.num_pages}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pytest
@@ -10,9 +10,10 @@ import pytest
 from kvcache.components.base import TreeComponent
 from kvcache.config import CacheConfig, KVEventsConfig
 from kvcache.events import EventRecorder
-from kvcache.eviction import POLICIES
+from kvcache.eviction import POLICIES, Evictor
 from kvcache.radix_cache import RadixCache
 from kvcache.radix_key import Namespace
+from kvcache.request import CachedRequest
 from kvcache.tree_node import TreeNode
 from tests.kvcache.support import (
     NAMESPACE,
@@ -124,7 +125,7 @@ def test_lookup_of_many_offers_keeps_the_heap_small() -> None:
     for _ in range(1000):
         with built.cache.locked(built.cache.match_prefix(key(A)).last_device_node):
             pass
-    assert len(tree_of(built)._evictor._heap) < 100
+    assert len(tree_of(built)._full.evictor._heap) < 100
 
 
 def test_events_are_chained_by_the_written_definition_and_survive_splits() -> None:
@@ -190,26 +191,23 @@ def test_reset_frees_all_and_clears_consumers() -> None:
 
 
 class Marked(TreeComponent):
-    """A toy group: a match ends at the deepest node that carries a mark, as a state group's would."""
+    """A toy group: a match ends at a node that carries a mark, as a state group's would."""
 
     name = "marked"
 
     def __init__(self) -> None:
+        self.evictor = Evictor("lru", 8)
         self.locks: list[str] = []
         self.freed: list[object] = []
 
-    def valid_nodes(self, path: Sequence[TreeNode]) -> int:
-        return max((i + 1 for i, node in enumerate(path) if node.parts.get(self.name)), default=0)
+    def valid_lengths(self, path: Sequence[TreeNode], pages: int) -> np.ndarray:
+        valid = np.arange(pages + 1) == 0
+        for end, node in zip(np.cumsum([node.num_pages for node in path]), path, strict=True):
+            valid[end] = bool(node.parts[self.name])
+        return valid
 
-    def held_tokens(self, node: TreeNode) -> int:
-        return 1 if node.parts.get(self.name) else 0
-
-    def insert(self, node: TreeNode) -> None:
+    def insert(self, node: TreeNode, start: int, offer: object) -> None:
         node.parts[self.name] = f"state after {node.num_tokens}"
-
-    def free(self, node: TreeNode) -> int:
-        self.freed.append(node.parts.pop(self.name, None))
-        return 1
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
         upper.parts[self.name] = None
@@ -220,14 +218,29 @@ class Marked(TreeComponent):
     def unlock(self, node: TreeNode) -> None:
         self.locks.append("unlock")
 
-    def cut_points(self, matched_len: int, prompt_len: int) -> tuple[int, ...]:
-        return ((prompt_len - 1) // 4 * 4,)
+    def is_tombstone(self, node: TreeNode) -> bool:
+        return node.parts[self.name] is None
+
+    def may_evict(self, node: TreeNode) -> bool:
+        return False
+
+    def free(self, node: TreeNode) -> None:
+        self.freed.append(node.parts.pop(self.name))
 
     def evictable_size(self) -> int:
         return 0
 
-    def protected_size(self) -> int:
+    def all_pages(self, nodes: Iterable[TreeNode]) -> np.ndarray:
+        return np.empty(0, np.int32)
+
+    def held(self, node: TreeNode) -> int:
         return 0
+
+    def describe(self, node: TreeNode) -> str:
+        return f"marked={node.parts[self.name]}"
+
+    def cut_points(self, req: CachedRequest, total: int) -> tuple[int, ...]:
+        return ((total - 1) // 4 * 4,)
 
 
 def test_another_component_limits_matches_and_is_asked_at_every_seam() -> None:
@@ -241,10 +254,11 @@ def test_another_component_limits_matches_and_is_asked_at_every_seam() -> None:
     assert len(tree.match_prefix(key(A + B)).pages) == 0, "the split left no state at 8 tokens"
     result = tree.match_prefix(key(A + B + C))
     assert len(result.pages) == 3
+    assert "marked=state after 12" in tree.pretty_print()
     with tree.locked(result.last_device_node):
         assert marked.locks == ["lock"]
     assert tree.cut_points(request(A), 11) == (8,)
-    assert tree.evict(12) == 12
+    assert tree.evict(1) == 12, "what is left of the path is of no use"
     assert marked.freed == ["state after 12", None]
 
 
