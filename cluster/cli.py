@@ -42,6 +42,9 @@ _READY_TIMEOUT_S = 1800.0  # a large model takes its time to load
 _WORKER_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "page_size": (int, "tokens of a KV page, a power of two"),
     "max_total_tokens": (int, "KV capacity of a worker in tokens"),
+    "swa_full_tokens_ratio": (float, "capacity for sliding-window layers, as a share of max_total_tokens"),
+    "max_mamba_cache_size": (int, "states of linear attention or Mamba that a worker keeps"),
+    "mamba_track_interval": (int, "tokens between the states that decode keeps"),
     "max_context_tokens": (int, "longest prompt + output"),
     "chunked_prefill_size": (int, "tokens of a prefill chunk"),
     "dtype": (str, "auto, float32 or bfloat16"),

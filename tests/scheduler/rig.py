@@ -10,7 +10,7 @@ import numpy as np
 from engine.batch import BatchResult, Engine, ForwardBatch, Pending
 from engine.fake import FakeEngine, FakeTiming, fake_generate, fake_spec
 from engine.spec import ModelSpec
-from kvcache.config import CacheConfig
+from kvcache.config import MIN_STATE_SLOTS, CacheConfig
 from kvcache.memory import Memory, build_memory
 from scheduler.policy import AfterPrefill
 from scheduler.req import Req, RequestLimits
@@ -83,10 +83,11 @@ class _Watched:
 class WatchedEngine:
     """Knows which pages launched forwards touch, and can be told to fail."""
 
-    def __init__(self, inner: Engine) -> None:
+    def __init__(self, inner: Engine, window: int, page_size: int) -> None:
         self.inner = inner
+        self.window, self.page_size = window, page_size
         self.spec: ModelSpec = inner.spec
-        self.in_flight: dict[int, set[int]] = {}
+        self.in_flight: dict[int, dict[str, set[int]]] = {}
         self.launches = 0
         self.batches: list[ForwardBatch] = []
         self.fail_launch: int | None = None
@@ -96,7 +97,7 @@ class WatchedEngine:
         number = self.launches
         if number == self.fail_launch:  # pages beyond any pool: the forward raises
             batch = replace(batch, out_slots=batch.out_slots + 10**9)
-        self.in_flight[number] = set(batch.page_table.ravel().tolist()) - {0}
+        self.in_flight[number] = touched(batch, self.window, self.page_size)
         self.batches.append(batch)
         return _Watched(self.inner.launch(batch), lambda: self.in_flight.pop(number, None) and None)
 
@@ -104,9 +105,29 @@ class WatchedEngine:
         self.inner.close()
 
 
+def touched(batch: ForwardBatch, window: int, page_size: int) -> dict[str, set[int]]:
+    """Pages and slots, by group, that a forward reads or writes."""
+    pages = {"full": set(batch.page_table.ravel().tolist()) - {0}}
+    if batch.window is not None:
+        firsts = np.maximum(0, batch.seq_lens - batch.q_lens - window + 1) // page_size
+        seen = np.arange(batch.window.page_table.shape[1]) >= firsts[:, None]
+        pages["window"] = set(batch.window.page_table[seen].tolist()) - {0}
+    if batch.state is not None:
+        pages["state"] = {*batch.state.reads.tolist(), *batch.state.writes.tolist()} - {0}
+    return pages
+
+
+GROUPS: tuple[tuple[str, ...], ...] = ((), ("window",), ("state",), ("window", "state"))
+"""What a model may have beside full attention: every combination."""
+
+
 @dataclass
 class Rig:
-    """One worker's scheduler. `expected` is what each room must end with."""
+    """One worker's scheduler. `expected` is what each room must end with.
+
+    `tight` gives the groups beside the full one as little memory as one request can live with; `interval` is
+    the tokens between a decoding request's checkpoints.
+    """
 
     page_size: int = 16
     pool_tokens: int = 1024
@@ -118,9 +139,13 @@ class Rig:
     eos: tuple[int, ...] = ()
     timing: FakeTiming | None = None
     prefix_cache: str = "radix"
+    groups: tuple[str, ...] = ()
+    window: int = 40
+    interval: int = 32
+    tight: bool = False
 
     def __post_init__(self) -> None:
-        spec = fake_spec(vocab_size=VOCAB, eos_token_ids=self.eos, max_position=self.max_context)
+        spec = fake_spec(VOCAB, self.max_context, self.eos, self.groups, self.window)
         self.memory: Memory = build_memory(
             CacheConfig(
                 page_size=self.page_size,
@@ -129,16 +154,30 @@ class Rig:
                 max_context_len=min(self.max_context, self.pool_tokens),
                 pre_alloc_size=self.pre_alloc,
                 prefix_cache=self.prefix_cache,
+                window_tokens=self.smallest_window() * self.page_size if self.tight else None,
+                max_chunk_tokens=self._chunk_tokens(),
+                state_slots=MIN_STATE_SLOTS if self.tight else None,
+                mamba_track_interval=self.interval,
             ),
             spec.groups,
         )
         self.pool = self.memory.kv_cache
-        self.engine = WatchedEngine(FakeEngine(spec, self.memory.kv_caches, self.timing, self.engine_overlap))
+        engine = FakeEngine(spec, self.memory.kv_caches, self.timing, self.engine_overlap)
+        self.engine = WatchedEngine(engine, self.window, self.page_size)
         self.policy = Recorder(self.after)
         self.scheduler = Scheduler(self.memory, self.engine, self.policy, self.config)
         self.limits = RequestLimits(10_000, VOCAB, self.eos)
         self.expected: dict[int, list[int]] = {}
         self.rooms = 0
+
+    def _chunk_tokens(self) -> int | None:
+        return self.config.step_tokens(self.page_size) if self.config.cuts_prompts else None
+
+    def smallest_window(self) -> int:
+        """Pages that one request needs: its window, its chunk, and a page where each begins and ends."""
+        longest = min(self.max_context, self.pool_tokens)
+        both = self.window + (self._chunk_tokens() or longest)
+        return min(-(-both // self.page_size) + 2, -(-longest // self.page_size))
 
     def req(
         self, prompt: Sequence[int], max_new: int = 8, forced: int = 0, priority: int = 0, **sampling: object
@@ -146,7 +185,7 @@ class Rig:
         """A request whose outputs the oracle knows; `forced` of them are given as input."""
         self.rooms += 1
         params = SamplingParams(max_new_tokens=max_new, **sampling)  # type: ignore[arg-type]
-        outputs = fake_generate(prompt, max_new, VOCAB)
+        outputs = fake_generate(prompt, max_new, VOCAB, self.groups, self.window)
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.eos))
         for i, token in enumerate(outputs):
             if token in stops and i >= max(params.min_tokens, forced):
@@ -177,9 +216,10 @@ class Rig:
     def check(self) -> None:
         """Every pool balances, and no page is free that a launched forward touches."""
         self.scheduler.check_memory()
-        free = set(self.memory.allocator.free_pages.tolist())
-        for pages in self.engine.in_flight.values():
-            assert not free & pages, "a page is free while a launched forward can touch it"
+        for name, allocator in self.memory.allocators.items():
+            free = set(allocator.free_pages.tolist())
+            for pages in self.engine.in_flight.values():
+                assert not free & pages[name], f"a {name} page is free while a launched forward can touch it"
 
     def run(self, limit: int = 5000) -> int:
         """Step until idle; the number of steps."""
@@ -200,8 +240,15 @@ class Rig:
     def close(self) -> None:
         """Nothing may be held any more; the engine's thread ends."""
         self.check()
-        report_free = self.memory.allocator.available_size() + self.memory.cache.evictable_size()
-        assert report_free == self.memory.total_tokens, "something is still held or locked"
+        memory = self.memory
+        report_free = memory.allocator.available_size() + memory.cache.evictable_size()
+        assert report_free == memory.total_tokens, "something is still held or locked"
+        if memory.swa is not None:
+            assert memory.swa.available_pages() == memory.swa.allocator.num_pages, "a window is still held"
+        if memory.states is not None:
+            assert memory.states.available_slots() == memory.states.allocator.num_pages, (
+                "a state is still held"
+            )
         assert self.memory.req_to_token_pool.available_size() == self.memory.req_to_token_pool.size
         self.engine.close()
         self.memory.close()

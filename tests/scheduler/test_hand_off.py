@@ -8,14 +8,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from scheduler.config import Phase, SchedulerConfig
 from scheduler.policy import AfterPrefill
 from scheduler.req import Req, ReqState
-from scheduler.scheduler import Phase, SchedulerConfig
 from tests.scheduler.rig import Rig
 from wire.messages import RejectKind
 
 
-def prefill_rig(page_size: int, depth: int, pool_tokens: int = 512) -> Rig:
+def prefill_rig(page_size: int, depth: int, pool_tokens: int = 512, groups: tuple[str, ...] = ()) -> Rig:
     config = SchedulerConfig(
         model="m",
         max_running_requests=8,
@@ -23,12 +23,12 @@ def prefill_rig(page_size: int, depth: int, pool_tokens: int = 512) -> Rig:
         overlap_depth=depth,
         phases=frozenset({Phase.PREFILL}),
     )
-    return Rig(page_size, pool_tokens, config=config, after=AfterPrefill.HAND_OFF)
+    return Rig(page_size, pool_tokens, config=config, after=AfterPrefill.HAND_OFF, groups=groups)
 
 
-def decode_rig(page_size: int, depth: int, pool_tokens: int = 512) -> Rig:
+def decode_rig(page_size: int, depth: int, pool_tokens: int = 512, groups: tuple[str, ...] = ()) -> Rig:
     config = SchedulerConfig(model="m", max_running_requests=4, overlap_depth=depth)
-    return Rig(page_size, pool_tokens, pre_alloc=4, config=config)
+    return Rig(page_size, pool_tokens, pre_alloc=4, config=config, groups=groups)
 
 
 def ship(source: Rig, sent: Req, target: Rig, reserved: Req) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 import hypothesis.strategies as st
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import (
@@ -16,10 +15,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from scheduler.config import Phase, SchedulerConfig
 from scheduler.policy import AfterPrefill
 from scheduler.req import Req, ReqState
-from scheduler.scheduler import Phase, SchedulerConfig
-from tests.scheduler.rig import EOS, Rig
+from tests.scheduler.rig import EOS, GROUPS, Rig
 from tests.scheduler.test_hand_off import ship
 
 SHORT = settings(
@@ -46,8 +45,19 @@ class TwoWorkers(RuleBasedStateMachine):
         chunk=st.sampled_from([16, 32, None]),
         reserve=st.sampled_from([0, 16, 512]),
         eos=st.booleans(),
+        groups=st.sampled_from(GROUPS),
+        tight=st.booleans(),
     )
-    def start(self, page_size: int, depth: int, chunk: int | None, reserve: int, eos: bool) -> None:
+    def start(
+        self,
+        page_size: int,
+        depth: int,
+        chunk: int | None,
+        reserve: int,
+        eos: bool,
+        groups: tuple[str, ...],
+        tight: bool,
+    ) -> None:
         def config(phases: frozenset[Phase]) -> SchedulerConfig:
             return SchedulerConfig(
                 model="m",
@@ -59,11 +69,24 @@ class TwoWorkers(RuleBasedStateMachine):
             )
 
         ends = EOS if eos else ()
-        prefill = config(frozenset({Phase.PREFILL}))
-        self.prefill = Rig(
-            page_size, 192, 160, pre_alloc=3, config=prefill, after=AfterPrefill.HAND_OFF, eos=ends
-        )
-        self.decode = Rig(page_size, 192, 160, pre_alloc=3, config=config(frozenset(Phase)), eos=ends)
+
+        def rig(phases: frozenset[Phase], after: AfterPrefill) -> Rig:
+            return Rig(
+                page_size,
+                192,
+                160,
+                pre_alloc=3,
+                config=config(phases),
+                after=after,
+                eos=ends,
+                groups=groups,
+                window=20,
+                interval=16,
+                tight=tight,
+            )
+
+        self.prefill = rig(frozenset({Phase.PREFILL}), AfterPrefill.HAND_OFF)
+        self.decode = rig(frozenset(Phase), AfterPrefill.DECODE)
         self.pairs: dict[int, tuple[Req, Req]] = {}
         self.fenced: list[int] = []
         self.dropped: set[int] = set()
@@ -157,7 +180,8 @@ class TwoWorkers(RuleBasedStateMachine):
             self.prefill.scheduler.abort(sent.room, sent.epoch)
         if twin.state is ReqState.RESERVED:
             pages = self.decode.scheduler.cancel_reservation(twin)
-            self.decode.pool.data[np.asarray(pages)] = 5.0  # the peer writes on until the fence
+            for name, ids in pages.items():  # the peer writes on until the fence
+                self.decode.memory.kv_caches[name].bytes[ids] = 5
             self.decode.memory.quarantine(pages, room)
             self.fenced.append(room)
 

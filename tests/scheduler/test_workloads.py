@@ -8,7 +8,7 @@ import pytest
 
 from scheduler.req import Req
 from scheduler.scheduler import SchedulerConfig
-from tests.scheduler.rig import EOS, VOCAB, Rig
+from tests.scheduler.rig import EOS, GROUPS, VOCAB, Rig
 
 
 def _prompt(rng: random.Random, prefixes: list[list[int]], longest: int) -> list[int]:
@@ -17,7 +17,14 @@ def _prompt(rng: random.Random, prefixes: list[list[int]], longest: int) -> list
     return (shared + own)[:longest]
 
 
-def _play(seed: int, page_size: int, depth: int, aborts: bool, cache: str = "radix") -> Rig:
+def _play(
+    seed: int,
+    page_size: int,
+    depth: int,
+    aborts: bool,
+    cache: str = "radix",
+    groups: tuple[str, ...] = (),
+) -> Rig:
     rng = random.Random(seed)
     tight, threaded = rng.random() < 0.6, rng.random() < 0.5
     pool = rng.randint(8, 14) * 16 if tight else 2048
@@ -27,6 +34,10 @@ def _play(seed: int, page_size: int, depth: int, aborts: bool, cache: str = "rad
         max_context=128,
         engine_overlap=bool(depth) and threaded,
         prefix_cache=cache,
+        groups=groups,
+        window=[5, 20, 40][seed % 3],
+        interval=[16, 32][seed % 2],
+        tight=tight and seed % 4 < 2,
         eos=EOS if rng.random() < 0.5 else (),
         config=SchedulerConfig(
             model="m",
@@ -73,13 +84,29 @@ def test_tokens_equal_the_oracle(page_size: int, depth: int, aborts: bool, block
         _play(seed, page_size, depth, aborts)
 
 
-def test_random_workloads_reach_what_they_should() -> None:
+@pytest.mark.parametrize("block", range(2))
+@pytest.mark.parametrize("cache", ["radix", "none"])
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("groups", GROUPS[1:], ids="+".join)
+def test_tokens_equal_the_oracle_with_more_groups(
+    groups: tuple[str, ...], page_size: int, depth: int, cache: str, block: int
+) -> None:
+    for seed in range(block * 4, block * 4 + 4):
+        _play(300 + seed, page_size, depth, aborts=seed % 2 == 0, cache=cache, groups=groups)
+
+
+@pytest.mark.parametrize("groups", GROUPS, ids="+".join)
+def test_random_workloads_reach_what_they_should(groups: tuple[str, ...]) -> None:
     """The workloads above are worth something only if they retract, evict, reuse and cut."""
-    rigs = [_play(seed, 16, 1, aborts=False) for seed in range(12)]
+    rigs = [_play(seed, 16, 1, aborts=False, groups=groups) for seed in range(12)]
     assert sum(rig.scheduler.metrics.retracted for rig in rigs) > 0
     assert sum(rig.scheduler.metrics.cached_tokens for rig in rigs) > 0
     assert sum(rig.scheduler.metrics.surplus_tokens for rig in rigs) > 0
     assert any(rig.policy.chunk_ends for rig in rigs)
+    if "state" in groups:
+        assert sum(rig.scheduler.metrics.cut_forwards for rig in rigs) > 0
+        assert sum(rig.scheduler.metrics.checkpoints for rig in rigs) > 0
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
