@@ -29,6 +29,8 @@ def check_supported(spec: KVGroupSpec) -> None:
         )
     if spec.tile_order != "plain":
         raise KernelsUnavailable(f"the CPU attention op reads plain tiles, not {spec.tile_order!r}")
+    if spec.window is not None:
+        raise KernelsUnavailable("the CPU attention op attends without a window")
     kernels()
 
 

@@ -28,7 +28,7 @@ def isa(request):
 
 
 def spec(dtype=torch.float32, head_dim=32, **changes):
-    fields = {"dtype": dtype, "head_dim": head_dim, "v_head_dim": None, "tile_order": "plain"}
+    fields = {"dtype": dtype, "head_dim": head_dim, "v_head_dim": None, "tile_order": "plain", "window": None}
     return SimpleNamespace(**{**fields, **changes})
 
 
