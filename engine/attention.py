@@ -17,6 +17,7 @@ from transformers import AttentionInterface
 
 if TYPE_CHECKING:
     from engine.batch import ForwardBatch
+    from engine.latent import LatentBackend
     from kvcache.layout import GroupSpec
 
 ATTENTION_NAME = "baton_paged"
@@ -57,15 +58,26 @@ class PagedLayers:
     """A model's attention backends, one per KV group, and which layer is whose."""
 
     def __init__(
-        self, full: AttentionBackend | None, window: AttentionBackend | None, groups: Sequence[GroupSpec]
+        self,
+        full: AttentionBackend | None,
+        window: AttentionBackend | None,
+        groups: Sequence[GroupSpec],
+        latent: LatentBackend | None = None,
     ) -> None:
         self.full = full
         self.window = window
+        self.latent = latent
         backends = {"full": full, "window": window}
         self.of_layer: dict[int, tuple[AttentionBackend, int]] = {
             layer: (backend, place)
             for group in groups
             if (backend := backends.get(group.kind)) is not None
+            for place, layer in enumerate(group.layer_ids)
+        }
+        self.latent_of_layer: dict[int, tuple[LatentBackend, int]] = {
+            layer: (latent, place)
+            for group in groups
+            if latent is not None and group.kind == "latent"
             for place, layer in enumerate(group.layer_ids)
         }
 
@@ -75,6 +87,8 @@ class PagedLayers:
             self.full.prepare(batch)
         if self.window is not None:
             self.window.prepare(batch.for_window())
+        if self.latent is not None:
+            self.latent.prepare(batch)
 
 
 def paged_attention(

@@ -8,11 +8,13 @@ from collections.abc import Mapping
 import torch
 
 from engine.attention import AttentionBackend, PagedLayers
+from engine.backends.latent_choose import build_latent
 from engine.backends.torch_twin import TorchAttention
 from engine.config import EngineConfig
 from engine.errors import UnsupportedModel
+from engine.latent import LatentBackend
 from engine.loader import LoadedModel
-from kvcache.pool import KVCache, MHAKVCache
+from kvcache.pool import KVCache, MHAKVCache, MLAKVCache
 from wire.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -21,8 +23,11 @@ log = logging.getLogger(__name__)
 def build_layers(config: EngineConfig, loaded: LoadedModel, pools: Mapping[str, KVCache]) -> PagedLayers:
     """A backend for each group that holds keys and values. Raises ConfigError as build_attention does."""
     built: dict[str, AttentionBackend] = {}
+    latent: LatentBackend | None = None
     for group in loaded.spec.groups:
         pool = pools[group.name]
+        if isinstance(pool, MLAKVCache):
+            latent = build_latent(config, pool, loaded.attention)
         if isinstance(pool, MHAKVCache) and group.layer_ids:
             layers = [facts for facts in loaded.attention if facts.layer in group.layer_ids]
             scales, heads = {facts.scale for facts in layers}, {facts.query_heads for facts in layers}
@@ -31,7 +36,7 @@ def build_layers(config: EngineConfig, loaded: LoadedModel, pools: Mapping[str, 
                     f"its {group.kind} layers scale attention differently ({scales})", "use a plain decoder"
                 )
             built[group.kind] = build_attention(config, pool, heads.pop(), scales.pop())
-    return PagedLayers(built.get("full"), built.get("window"), loaded.spec.groups)
+    return PagedLayers(built.get("full"), built.get("window"), loaded.spec.groups, latent)
 
 
 def build_attention(
