@@ -37,6 +37,7 @@ class AttentionLayer:
     query_heads: int
     scale: float  # on q.k
     window: int | None  # keys that a query sees, itself included; None: all
+    sinks: bool = False  # whether a learned logit per head joins each softmax
 
 
 @dataclass(frozen=True)
@@ -135,9 +136,16 @@ def _attention_layers(model: nn.Module, hf_config: Any) -> tuple[AttentionLayer,
     modules: Any = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling")]
     heads = hf_config.num_attention_heads
     return tuple(
-        AttentionLayer(m.layer_idx, heads, float(m.scaling), getattr(m, "sliding_window", None))
+        AttentionLayer(m.layer_idx, heads, float(m.scaling), _window(m), hasattr(m, "sinks"))
         for m in sorted(modules, key=lambda module: module.layer_idx)
     )
+
+
+def _window(attention: Any) -> int | None:
+    """The window that a module passes on to its attention function; Mistral's reads it from the config."""
+    config = getattr(attention, "config", None)
+    window: int | None = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
+    return window
 
 
 def _check_layers(groups: tuple[GroupSpec, ...], attention: tuple[AttentionLayer, ...]) -> None:

@@ -35,16 +35,17 @@ def build_layers(config: EngineConfig, loaded: LoadedModel, pools: Mapping[str, 
                 raise UnsupportedModel(
                     f"its {group.kind} layers scale attention differently ({scales})", "use a plain decoder"
                 )
-            built[group.kind] = build_attention(config, pool, heads.pop(), scales.pop())
+            sinks = any(facts.sinks for facts in layers)
+            built[group.kind] = build_attention(config, pool, heads.pop(), scales.pop(), sinks)
     return PagedLayers(built.get("full"), built.get("window"), loaded.spec.groups, latent)
 
 
 def build_attention(
-    config: EngineConfig, pool: MHAKVCache, query_heads: int, scale: float
+    config: EngineConfig, pool: MHAKVCache, query_heads: int, scale: float, sinks: bool = False
 ) -> AttentionBackend:
     """The backend that `config.attention` names; "auto" takes the fastest that the device has.
 
-    Raises ConfigError when a backend that was named cannot run. "auto" then takes plain torch and logs why.
+    `sinks`: whether its layers have attention sinks. Raises ConfigError when a backend that was named cannot run. "auto" then takes plain torch and logs why.
     """
     on_cpu = torch.device(config.device).type == "cpu"
     wanted = config.attention
@@ -55,7 +56,9 @@ def build_attention(
     if on_cpu != (wanted == "cpu"):
         problem = f"{wanted!r} does not run on device {config.device}"
         raise ConfigError("engine.attention", problem, "use auto or torch")
-    problem, backend = _cpu(pool, query_heads, scale) if on_cpu else _flashinfer(pool, query_heads, scale)
+    problem, backend = (
+        _cpu(pool, query_heads, scale, sinks) if on_cpu else _flashinfer(pool, query_heads, scale, sinks)
+    )
     if backend is not None:
         return backend
     if config.attention != "auto":
@@ -64,22 +67,28 @@ def build_attention(
     return TorchAttention(pool, query_heads, scale)
 
 
-def _cpu(pool: MHAKVCache, query_heads: int, scale: float) -> tuple[str, AttentionBackend | None]:
+def _cpu(
+    pool: MHAKVCache, query_heads: int, scale: float, sinks: bool
+) -> tuple[str, AttentionBackend | None]:
     from engine.cpu.attention import CpuAttention
     from engine.cpu.op import KernelsUnavailable
 
+    if sinks:
+        return "the CPU attention op knows no sinks", None
     try:
         return "", CpuAttention(pool, query_heads, scale)
     except KernelsUnavailable as error:
         return str(error), None
 
 
-def _flashinfer(pool: MHAKVCache, query_heads: int, scale: float) -> tuple[str, AttentionBackend | None]:
+def _flashinfer(
+    pool: MHAKVCache, query_heads: int, scale: float, sinks: bool
+) -> tuple[str, AttentionBackend | None]:
     from engine.backends.flashinfer import FlashInferAttention
 
     if pool.spec.dtype not in (torch.float16, torch.bfloat16):
         return f"FlashInfer attends in float16 and bfloat16, not {pool.spec.dtype}", None
     try:
-        return "", FlashInferAttention(pool, query_heads, scale)
+        return "", FlashInferAttention(pool, query_heads, scale, sinks)
     except ImportError as error:
         return str(error), None
