@@ -45,7 +45,8 @@ def build_attention(
 ) -> AttentionBackend:
     """The backend that `config.attention` names; "auto" takes the fastest that the device has.
 
-    `sinks`: whether its layers have attention sinks. Raises ConfigError when a backend that was named cannot run. "auto" then takes plain torch and logs why.
+    `sinks`: whether its layers have attention sinks.
+    Raises ConfigError when a backend that was named cannot run. "auto" then takes plain torch and logs why.
     """
     on_cpu = torch.device(config.device).type == "cpu"
     wanted = config.attention

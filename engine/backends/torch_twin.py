@@ -71,7 +71,7 @@ class TorchAttention:
 
     def _attend(self, q: torch.Tensor, kv: torch.Tensor, sequence: _Sequence) -> torch.Tensor:
         """q [Hq, new, D], kv [2, Hkv, keys, D] -> [Hq, new, D]."""
-        attended = F.scaled_dot_product_attention(
+        attended: torch.Tensor = F.scaled_dot_product_attention(
             q[None],
             kv[None, 0],
             kv[None, 1],
@@ -96,7 +96,8 @@ class TorchAttention:
             scores = scores.masked_fill(~mask, -torch.inf)
         column = sinks.float()[:, None, None].expand(-1, new, 1)
         weights = torch.cat((column, scores), dim=-1).softmax(-1)[..., 1:]
-        return (weights @ v).to(q.dtype)
+        attended: torch.Tensor = weights @ v
+        return attended.to(q.dtype)
 
     def _sequence(self, start: int, end: int, length: int, pages: torch.Tensor) -> _Sequence:
         new = end - start

@@ -67,14 +67,21 @@ def _check_window(config: Any) -> None:
         )
 
 
-_NAMED = {"groups": _groups_of(_named), "layer_types": _LAYER_TYPES, "check": _check_named}
-_EVERY = {"groups": _groups_of(_every), "layer_types": _LAYER_TYPES, "check": _check_every}
+def _by_layer_type(architecture: str) -> Family:
+    """A family in which layer_types says which layers sliding_window is for; it may name none."""
+    return Family(architecture, _groups_of(_named), _LAYER_TYPES, check=_check_named)
+
+
+def _all_alike(architecture: str) -> Family:
+    """A family in which sliding_window, unless null, is for every layer."""
+    return Family(architecture, _groups_of(_every), _LAYER_TYPES, check=_check_every)
+
 
 FAMILIES: dict[str, Family] = {
-    "mistral": Family("MistralForCausalLM", **_EVERY),
-    "qwen2": Family("Qwen2ForCausalLM", **_NAMED),
-    "qwen3": Family("Qwen3ForCausalLM", **_NAMED),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", **_EVERY),
-    "gemma3_text": Family("Gemma3ForCausalLM", **_NAMED),
-    "gpt_oss": Family("GptOssForCausalLM", **_NAMED),
+    "mistral": _all_alike("MistralForCausalLM"),
+    "qwen2": _by_layer_type("Qwen2ForCausalLM"),
+    "qwen3": _by_layer_type("Qwen3ForCausalLM"),
+    "qwen3_moe": _all_alike("Qwen3MoeForCausalLM"),
+    "gemma3_text": _by_layer_type("Gemma3ForCausalLM"),
+    "gpt_oss": _by_layer_type("GptOssForCausalLM"),
 }
