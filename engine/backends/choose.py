@@ -58,7 +58,7 @@ def build_attention(
         problem = f"{wanted!r} does not run on device {config.device}"
         raise ConfigError("engine.attention", problem, "use auto or torch")
     problem, backend = (
-        _cpu(pool, query_heads, scale, sinks) if on_cpu else _flashinfer(pool, query_heads, scale, sinks)
+        _cpu(pool, query_heads, scale) if on_cpu else _flashinfer(pool, query_heads, scale, sinks)
     )
     if backend is not None:
         return backend
@@ -68,14 +68,10 @@ def build_attention(
     return TorchAttention(pool, query_heads, scale)
 
 
-def _cpu(
-    pool: MHAKVCache, query_heads: int, scale: float, sinks: bool
-) -> tuple[str, AttentionBackend | None]:
+def _cpu(pool: MHAKVCache, query_heads: int, scale: float) -> tuple[str, AttentionBackend | None]:
     from engine.cpu.attention import CpuAttention
     from engine.cpu.op import KernelsUnavailable
 
-    if sinks:
-        return "the CPU attention op knows no sinks", None
     try:
         return "", CpuAttention(pool, query_heads, scale)
     except KernelsUnavailable as error:

@@ -23,6 +23,7 @@ struct AttentionCall {
   const int64_t* starts;      // [seqs + 1] sequence s's new tokens are packed at [starts[s], starts[s + 1])
   const int32_t* seq_lens;    // [seqs] context length, new tokens included
   const int64_t* slots;       // [T] where each new token's K and V go
+  const float* sinks;         // [heads] logits that join each softmax and carry no value, or null
   int64_t table_stride;
   int64_t page_stride;  // from one page to the next
   int64_t tile_stride;  // from one head's tile to the next
@@ -36,9 +37,23 @@ struct AttentionCall {
   int32_t head_dim;
   int32_t page_size;
   int32_t storage;
+  int32_t window;  // keys that a query sees, itself included; 0: all before it
   float scale;
   int32_t threads;
 };
+
+// The first context token that the query at `position` sees.
+inline int first_seen(const AttentionCall& call, int position) {
+  return call.window > 0 && position >= call.window ? position - call.window + 1 : 0;
+}
+
+// The first context token that any new token of a sequence sees. Page-table entries before it are not read.
+inline int context_start(const AttentionCall& call, int seq) {
+  return first_seen(call, call.seq_lens[seq] - static_cast<int>(call.starts[seq + 1] - call.starts[seq]));
+}
+inline int context_length(const AttentionCall& call, int seq) {
+  return call.seq_lens[seq] - context_start(call, seq);
+}
 
 constexpr int kTile = 64;         // context tokens per softmax step
 constexpr int kSplit = 256;       // context tokens per work item of a decode row. Fixed, so that a row's sums are
@@ -47,6 +62,7 @@ constexpr int kQueryBlock = 16;   // new tokens per work item of a prefill chunk
 constexpr int kContextTile = 512;  // context tokens per softmax step of attention by products
 constexpr int kProductTokens = 8;  // new tokens of a sequence from which attention goes by products
 constexpr int kMaxHeadDim = 256;
+constexpr float kUnseen = -1e36f;  // a score of weight 0, also where a row has seen nothing yet (top -1e30)
 
 // One work item: the query heads of one KV head, for new tokens [first, last) of a sequence, over context
 // [from, to). With `partial`, un-normalised sums and (max, sum) go there for the merge; else the result to `out`.
@@ -71,13 +87,13 @@ extern const AttentionKernels attention_avx512;  // with AVX512-BF16
 
 // Attention of many new tokens as matrix products (bfloat16 with AVX512-BF16 or AMX). K and V of the context are
 // brought into the form of packed weights first: K as [tokens, head_dim], V, for each kContextTile tokens, as
-// [head_dim, tokens]. Both are padded with zeros to a multiple of 32 tokens.
+// [head_dim, tokens]. Both are padded with zeros to a multiple of 32 tokens. Tokens count from context_start.
 void pack_context(const AttentionCall& call, int seq, int kv_head, int tile, bf16* k, bf16* v);
 void attend_by_products(const AttentionCall& call, const AttentionItem& item, const bf16* k, const bf16* v);
 
 inline int64_t padded(int64_t tokens) { return (tokens + 31) / 32 * 32; }
 
-// Where the packed context of a sequence is: kv_heads blocks of padded(length) * head_dim elements.
+// Where the packed context of a sequence is: kv_heads blocks of padded(context_length) * head_dim elements.
 struct PackedContext {
   int32_t seq;
   int64_t offset;

@@ -29,8 +29,6 @@ def check_supported(spec: KVGroupSpec) -> None:
         )
     if spec.tile_order != "plain":
         raise KernelsUnavailable(f"the CPU attention op reads plain tiles, not {spec.tile_order!r}")
-    if spec.window is not None:
-        raise KernelsUnavailable("the CPU attention op attends without a window")
     kernels()
 
 
@@ -61,6 +59,7 @@ class CpuAttention:
             page_stride=pool.data.stride(0),
             tile_stride=pool.data.stride(3),
             storage=STORAGE[spec.dtype],
+            window=spec.window or 0,
             scale=scale,
         )
 
@@ -97,8 +96,9 @@ class CpuAttention:
         sinks: torch.Tensor | None = None,
     ) -> None:
         """See AttentionBackend."""
-        assert sinks is None, "this backend knows no attention sinks"
         call = self._call
+        joined = None if sinks is None else sinks.float().contiguous()  # the model's dtype; kept for the call
+        call.sinks = None if joined is None else joined.data_ptr()
         call.q, call.q_token, call.q_head = q.data_ptr(), q.stride(0), q.stride(1)
         call.k_new, call.k_token, call.k_head = k_new.data_ptr(), k_new.stride(0), k_new.stride(1)
         call.v_new, call.v_token, call.v_head = v_new.data_ptr(), v_new.stride(0), v_new.stride(1)

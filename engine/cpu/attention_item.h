@@ -16,7 +16,8 @@ template <typename T>
 struct Rows {
   int count = 0;
   const T* q[kRows];
-  int visible[kRows];  // context tokens this row may see
+  int first[kRows];    // this row sees context tokens [first, visible)
+  int visible[kRows];
   float top[kRows];    // running maximum of scores
   float sum[kRows];
   alignas(64) float scores[kRows][kTile];
@@ -77,6 +78,8 @@ void softmax_step(Rows<T>& rows, int from, int n, int dim) {
   for (int r = 0; r < rows.count; ++r) {
     float* s = rows.scores[r];
     const int seen = std::clamp(rows.visible[r] - from, 0, n);
+    const int first = std::clamp(rows.first[r] - from, 0, seen);
+    std::fill(s, s + first, kUnseen);
     float top = rows.top[r];
 #pragma omp simd reduction(max : top)
     for (int j = 0; j < seen; ++j) top = s[j] > top ? s[j] : top;
@@ -98,6 +101,13 @@ void softmax_step(Rows<T>& rows, int from, int n, int dim) {
   }
 }
 
+// What a row's sums are multiplied with. `sink`: a logit that joins the denominator, or null.
+inline float share(float top, float sum, const float* sink) {
+  if (sink == nullptr) return 1.0f / sum;
+  const float most = std::max(top, *sink), keep = fast_exp(top - most);
+  return keep / (sum * keep + fast_exp(*sink - most));
+}
+
 template <typename T>
 void attend(const AttentionCall& call, const AttentionItem& item) {
   const int group = call.heads / call.kv_heads;
@@ -108,12 +118,14 @@ void attend(const AttentionCall& call, const AttentionItem& item) {
   Rows<T> rows;
   for (int done = 0; done < total; done += rows.count) {
     rows.count = std::min(kRows, total - done);
-    int last_visible = 0;
+    int first_visible = item.to, last_visible = 0;
     for (int r = 0; r < rows.count; ++r) {
       const int token = item.first + (done + r) / group;
       const int head = item.kv_head * group + (done + r) % group;
       rows.q[r] = static_cast<const T*>(call.q) + (start + token) * call.q_token + head * call.q_head;
       rows.visible[r] = std::min(item.to, before + token + 1);
+      rows.first[r] = std::max(item.from, first_seen(call, before + token));
+      first_visible = std::min(first_visible, rows.first[r]);
       last_visible = std::max(last_visible, rows.visible[r]);
       rows.top[r] = -1e30f;
       rows.sum[r] = 0;
@@ -121,8 +133,8 @@ void attend(const AttentionCall& call, const AttentionItem& item) {
     }
     const T* keys[2][kTile];  // of this tile and of the next, which is fetched while this one is computed
     const T* values[kTile];
-    row_pointers(call, call.k, item, item.from, std::min(kTile, last_visible - item.from), keys[0]);
-    for (int from = item.from, tile = 0; from < last_visible; from += kTile, tile ^= 1) {
+    row_pointers(call, call.k, item, first_visible, std::min(kTile, last_visible - first_visible), keys[0]);
+    for (int from = first_visible, tile = 0; from < last_visible; from += kTile, tile ^= 1) {
       const int n = std::min(kTile, last_visible - from);
       const int after = std::min(kTile, last_visible - from - n);
       row_pointers(call, call.v, item, from, n, values);
@@ -143,7 +155,7 @@ void attend(const AttentionCall& call, const AttentionItem& item) {
       const int token = item.first + (done + r) / group;
       const int head = item.kv_head * group + (done + r) % group;
       T* out = static_cast<T*>(call.out) + (start + token) * call.out_token + head * dim;
-      const float scale = 1.0f / rows.sum[r];
+      const float scale = share(rows.top[r], rows.sum[r], call.sinks ? call.sinks + head : nullptr);
       for (int d = 0; d < dim; ++d) store_float(out[d], rows.acc[r][d] * scale);
     }
   }

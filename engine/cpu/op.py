@@ -29,13 +29,13 @@ class AttentionCall(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "k_new", "v_new", "out", "k", "v")),
-        *((name, ctypes.c_void_p) for name in ("page_table", "starts", "seq_lens", "slots")),
+        *((name, ctypes.c_void_p) for name in ("page_table", "starts", "seq_lens", "slots", "sinks")),
         *((name, ctypes.c_int64) for name in ("table_stride", "page_stride", "tile_stride")),
         *((name, ctypes.c_int64) for name in ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head")),
         ("out_token", ctypes.c_int64),
         *(
             (name, ctypes.c_int32)
-            for name in ("seqs", "heads", "kv_heads", "head_dim", "page_size", "storage")
+            for name in ("seqs", "heads", "kv_heads", "head_dim", "page_size", "storage", "window")
         ),
         ("scale", ctypes.c_float),
         ("threads", ctypes.c_int32),
