@@ -21,7 +21,7 @@ REDRAWN: list[str] = []
 
 @functools.lru_cache(maxsize=8)
 def reference_model(path: Path, stamp: int) -> Any:
-    """The model as transformers runs it (sdpa where it can), float32, without an end. `stamp` keys the cache."""
+    """The model as transformers runs it: float32, sdpa if it can, without an end. `stamp` keys the cache."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
