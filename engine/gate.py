@@ -10,10 +10,15 @@ from __future__ import annotations
 from typing import Any
 
 from engine.errors import UnsupportedModel
-from engine.families import dense, latent, windowed
+from engine.families import dense, hybrid, latent, windowed
 from engine.families.base import Family
 
-FAMILIES: dict[str, Family] = {**dense.FAMILIES, **latent.FAMILIES, **windowed.FAMILIES}
+FAMILIES: dict[str, Family] = {
+    **dense.FAMILIES,
+    **hybrid.FAMILIES,
+    **latent.FAMILIES,
+    **windowed.FAMILIES,
+}
 """model_type -> what is tested token by token against transformers.generate."""
 
 ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})

@@ -11,16 +11,25 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.batch import UNKNOWN_TOKEN, BatchResult, Engine, ForwardBatch, SamplingRow, WindowPages
+from engine.batch import (
+    UNKNOWN_TOKEN,
+    BatchResult,
+    Engine,
+    ForwardBatch,
+    SamplingRow,
+    StateSlots,
+    WindowPages,
+)
 from engine.config import EngineConfig
 from engine.loader import load_model
 from engine.runner import ModelRunner
 from engine.sampling_state import SamplingState
-from kvcache.layout import KVGroupSpec, LatentGroupSpec
-from kvcache.pool import MHAKVCache, MLAKVCache
+from kvcache.layout import KVGroupSpec, LatentGroupSpec, StateGroupSpec
+from kvcache.pool import MambaPool, MHAKVCache, MLAKVCache
 from wire.messages import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=1 << 20)
+STATE_SLOTS = 32
 
 
 def open_pools(
@@ -32,6 +41,10 @@ def open_pools(
     loaded = load_model(config)
     pools: dict[str, Any] = {}
     for seed, spec in enumerate(loaded.spec.groups):
+        if isinstance(spec, StateGroupSpec):
+            pools[spec.name] = MambaPool(spec, STATE_SLOTS)
+            pools[spec.name].bytes.fill_(255)  # NaN in every dtype
+            continue
         assert isinstance(spec, KVGroupSpec | LatentGroupSpec)
         kind = MHAKVCache if isinstance(spec, KVGroupSpec) else MLAKVCache
         pools[spec.name] = pool = kind(spec, num_pages, page_size)
@@ -56,6 +69,8 @@ class Lane:
     pages: list[int] = field(default_factory=list)
     window_pages: list[int] = field(default_factory=list)  # by logical page; 0: fell out of the window
     done: int = 0  # tokens whose KV is written
+    state_slot: int = 0  # holds the state after `done` tokens; 0: there is none
+    next_slot: int = 0  # where the next forward leaves its state; 0: the driver takes a free one
 
     @property
     def outputs(self) -> list[int]:
@@ -84,6 +99,8 @@ class Driver:
         random.Random(seed).shuffle(self._free)
         self._free_window = list(range(1, num_pages + 1))
         random.Random(seed + 1).shuffle(self._free_window)
+        self._free_states = list(range(1, STATE_SLOTS + 1))
+        random.Random(seed + 2).shuffle(self._free_states)
         self._rows = 0
 
     def add(
@@ -104,6 +121,7 @@ class Driver:
                 sequence.pages.append(self._free.pop())
         lens = [sequence.done + n for sequence, n in work]
         window = None if self.window is None else self._window_pages(work, self.window)
+        state = self._state_slots(work) if any(g.kind == "state" for g in self.engine.spec.groups) else None
         table = np.zeros((len(work), -(-max(lens) // self.page_size) + 1), dtype=np.int32)
         positions, slots, ids, sampled, rows = [], [], [], [], []
         for i, (sequence, n) in enumerate(work):
@@ -129,7 +147,17 @@ class Driver:
             sampled=np.asarray(sampled, dtype=np.int32),
             sampling=rows,
             window=window,
+            state=state,
         )
+
+    def _state_slots(self, work: Sequence[tuple[Lane, int]]) -> StateSlots:
+        for sequence, _ in work:
+            if not sequence.next_slot and sequence.row:  # row 0 is padding
+                sequence.next_slot = self._free_states.pop()
+        reads, writes = zip(*((sequence.state_slot, sequence.next_slot) for sequence, _ in work), strict=True)
+        for sequence, _ in work:
+            sequence.state_slot = sequence.next_slot
+        return StateSlots(np.asarray(reads, dtype=np.int32), np.asarray(writes, dtype=np.int32))
 
     def _window_pages(self, work: Sequence[tuple[Lane, int]], window: int) -> WindowPages:
         """Slide every lane to its next query and give it pages for its new tokens."""
