@@ -64,7 +64,8 @@ class FlashInferLatentAttention:
         """See LatentBackend."""
         spec = self._pool.spec
         self._pool.set_mla_kv_buffer(spec.layer_ids[place], self._slots, latent_new, rope_new)
-        latents, ropes = self._pool.data[:, place].split((spec.kv_lora_rank, spec.rope_dim), dim=-1)
+        of_layer = self._pool.data[:, place]  # [page, offset, rank + rope_dim], page-strided
+        latents, ropes = of_layer[..., : spec.kv_lora_rank], of_layer[..., spec.kv_lora_rank :]
         self._wrapper.run(q_latent.contiguous(), q_rope.contiguous(), latents, ropes, out=out)
 
     def _on_device(self, array: np.ndarray[Any, Any]) -> torch.Tensor:

@@ -10,7 +10,7 @@ from transformers.activations import SiLUActivation
 
 from engine.cpu.linear import GROUP, Pack, packable
 
-MODELS = ("Qwen3MoeExperts",)
+MODELS = ("Qwen3MoeExperts", "Qwen3NextExperts", "DeepseekV2Experts", "DeepseekV3Experts")
 """The transformers classes that PackedExperts computes."""
 
 

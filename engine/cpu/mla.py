@@ -23,7 +23,8 @@ class MlaCall(ctypes.Structure):
     """`baton::mla::Call` in mla.h, field by field."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q_latent", "q_rope", "latent_new", "rope_new", "out", "rows")),
+        *((name, ctypes.c_void_p) for name in ("q_latent", "q_rope", "latent_new", "rope_new")),
+        *((name, ctypes.c_void_p) for name in ("out", "rows")),
         *((name, ctypes.c_void_p) for name in ("page_table", "starts", "seq_lens", "slots")),
         *((name, ctypes.c_int64) for name in ("table_stride", "page_bytes", "row_bytes")),
         *((name, ctypes.c_int64) for name in ("q_latent_token", "q_latent_head")),

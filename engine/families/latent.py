@@ -86,5 +86,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM", _groups, allows=_LATENT, check=_check_v2, prepare=_prepare_v2
     ),
-    "deepseek_v3": Family("DeepseekV3ForCausalLM", _groups, allows=_LATENT, check=_check, prepare=_prepare_v3),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM", _groups, allows=_LATENT, check=_check, prepare=_prepare_v3
+    ),
 }

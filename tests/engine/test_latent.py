@@ -1,0 +1,328 @@
+"""DeepSeek-V2 and V3 on pages of latents, against transformers.generate token by token, in float32."""
+
+from __future__ import annotations
+
+import random
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import DeepseekV2Config, DeepseekV3Config
+
+from engine.attention import PagedLayers
+from engine.backends.latent_choose import build_latent
+from engine.backends.latent_flashinfer import FlashInferLatentAttention
+from engine.backends.latent_twin import TorchLatentAttention
+from engine.batch import ForwardBatch, Pending
+from engine.config import EngineConfig
+from engine.cpu.linear import check_packable
+from engine.cpu.op import KernelsUnavailable
+from engine.errors import UnsupportedModel
+from engine.gate import check_model
+from engine.latent import LatentAttention
+from engine.loader import AttentionLayer, load_model
+from engine.runner import ModelRunner
+from kvcache.layout import LatentGroupSpec
+from kvcache.pool import MLAKVCache
+from tests.engine.conftest import PROMPTS, Drawn
+from tests.support.driver import Driver, open_runner
+from tests.support.reference import draw_model, reference_generate
+from tests.support.tiny_models import make_tiny, write_tiny
+from wire.errors import ConfigError
+
+VARIANTS = ("deepseek_v2", "deepseek_v2_lora", "deepseek_v3", "deepseek_v3_halves")
+
+
+@pytest.mark.parametrize("family", VARIANTS)
+@pytest.mark.parametrize("attention", ["torch", "auto"])
+@pytest.mark.parametrize(
+    ("page_size", "chunk", "stagger"),
+    [
+        pytest.param(1, 13, 0, id="chunks-page1"),
+        pytest.param(16, 1 << 20, 0, id="packed"),
+        pytest.param(16, 7, 9, id="mixed"),
+        pytest.param(64, 11, 5, id="mixed-page64"),
+    ],
+)
+def test_greedy_tokens_equal_generate(
+    family: str, attention: str, page_size: int, chunk: int, stagger: int, drawn: Drawn
+) -> None:
+    path, expected = drawn(family)
+    pages = 420 if page_size == 1 else 40
+    runner, _ = open_runner(path, page_size, pages, attention=attention)
+    driver = Driver(runner, pages, page_size, seed=page_size + chunk)
+    lanes = [driver.add(prompt) for prompt in PROMPTS]
+    driver.generate(lanes, 64, chunk, stagger)
+    assert [lane.outputs for lane in lanes] == expected
+
+
+def test_yarn_scales_angles_and_scores_as_transformers_does(tmp_path: Path) -> None:
+    """DeepSeek-V2's rotation multiplies by one complex factor that holds yarn's."""
+    path = make_tiny("deepseek_v2", tmp_path, 0)
+    config = DeepseekV2Config.from_pretrained(path)
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "mscale": 0.7, "mscale_all_dim": 0.9}
+    config.rope_parameters = {**yarn, "original_max_position_embeddings": 256}
+    write_tiny(config, tmp_path / "yarn", 3)
+    runner, _ = open_runner(tmp_path / "yarn", 16, 40, attention="auto")
+    driver = Driver(runner, 40, 16)
+    lanes = [driver.add(prompt) for prompt in PROMPTS]
+    driver.generate(lanes, 32, chunk=9)
+    expected = [reference_generate(tmp_path / "yarn", prompt, 32) for prompt in PROMPTS]
+    assert min(margin for _, margin in expected) > 1e-4
+    assert [lane.outputs for lane in lanes] == [tokens for tokens, _ in expected]
+
+
+def test_the_weights_of_the_expansion_exist_once(tmp_path: Path) -> None:
+    path = make_tiny("deepseek_v3", tmp_path, 0)
+    model = load_model(EngineConfig(str(path), linear="torch")).model
+    attention = model.model.layers[0].self_attn
+    assert isinstance(attention, LatentAttention)
+    assert not [name for name, _ in model.named_modules() if name.endswith("kv_b_proj")]
+    stored = load_file(path / "model.safetensors")["model.layers.0.self_attn.kv_b_proj.weight"]
+    assert torch.equal(attention.kv_b.flatten(0, 1), stored)
+
+
+def test_the_spec_names_the_latent_group(tmp_path: Path) -> None:
+    spec = load_model(EngineConfig(str(make_tiny("deepseek_v2", tmp_path, 0)))).spec
+    assert spec.groups == (LatentGroupSpec((0, 1, 2, 3), 32, 8, torch.float32),)
+
+
+# What a spoilt page does
+
+
+PAGE, TOKENS = 16, 24
+_random = random.Random(5)
+PROMPT = [_random.randrange(256) for _ in range(70)]
+Spoil = Callable[[ForwardBatch, MLAKVCache], ForwardBatch]
+
+
+@dataclass
+class Spoilt:
+    """An engine whose decode steps are spoilt."""
+
+    runner: ModelRunner
+    pool: MLAKVCache
+    spoil: Spoil
+
+    def __post_init__(self) -> None:
+        self.spec = self.runner.spec
+
+    def launch(self, batch: ForwardBatch) -> Pending:
+        return self.runner.launch(self.spoil(batch, self.pool) if batch.q_lens[0] == 1 else batch)
+
+    def close(self) -> None:
+        self.runner.close()
+
+
+def nothing(batch: ForwardBatch, _pool: MLAKVCache) -> ForwardBatch:
+    return batch
+
+
+def last_page_swapped(batch: ForwardBatch, _pool: MLAKVCache) -> ForwardBatch:
+    """The last page is read in part, so it matters which it is."""
+    table, last = batch.page_table.copy(), (int(batch.seq_lens[0]) - 1) // PAGE
+    table[0, [1, last]] = table[0, [last, 1]]
+    return replace(batch, page_table=table)
+
+
+def stale_latents(batch: ForwardBatch, pool: MLAKVCache) -> ForwardBatch:
+    """The tokens before this one hold the latents of an earlier page; their rotated keys are right."""
+    page, earlier = batch.page_table[0, [2, 1]].tolist()
+    pool.data[page, ..., : pool.spec.kv_lora_rank] = pool.data[earlier, ..., : pool.spec.kv_lora_rank]
+    return batch
+
+
+def stale_ropes(batch: ForwardBatch, pool: MLAKVCache) -> ForwardBatch:
+    page, earlier = batch.page_table[0, [2, 1]].tolist()
+    pool.data[page, ..., pool.spec.kv_lora_rank :] = pool.data[earlier, ..., pool.spec.kv_lora_rank :]
+    return batch
+
+
+def new_row_not_written(batch: ForwardBatch, _pool: MLAKVCache) -> ForwardBatch:
+    return replace(batch, out_slots=np.zeros_like(batch.out_slots))
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_spoilt_pages_are_seen(family: str, tmp_path: Path) -> None:
+    path, [answer] = draw_model(family, tmp_path, 0, [PROMPT], TOKENS)
+    right = {}
+    for spoil in (nothing, last_page_swapped, stale_latents, stale_ropes, new_row_not_written):
+        runner, pool = open_runner(path, PAGE, 12, attention="auto")
+        driver = Driver(Spoilt(runner, pool, spoil), 12, PAGE)
+        lane = driver.add(PROMPT)
+        driver.generate([lane], TOKENS, chunk=40)
+        right[spoil.__name__] = lane.outputs == answer
+    assert [name for name, equal in right.items() if equal] == ["nothing"]
+
+
+# Experts
+
+
+def hits_and_logits(path: Path, dtype: str, linear: str) -> tuple[dict[str, set[int]], torch.Tensor]:
+    """Which experts each router chose for a short chunk, and the logits of its tokens."""
+    config = EngineConfig(str(path), dtype=dtype, linear=linear, overlap=False)
+    loaded = load_model(config)
+    assert any(name.endswith("Experts") for name in loaded.swapped) == (linear == "packed")
+    hits: dict[str, set[int]] = {}
+
+    def note(name: str) -> Callable[[Any, Any, Any], None]:
+        def hook(_module: Any, _inputs: Any, output: Any) -> None:
+            hits[name] = set(output[2].flatten().tolist())
+
+        return hook
+
+    for name, module in loaded.model.named_modules():
+        if type(module).__name__.endswith("TopkRouter"):
+            module.register_forward_hook(note(name.removesuffix(".gate")))
+    pool = MLAKVCache(loaded.spec.groups[0], 4, PAGE)  # type: ignore[arg-type]
+    runner = ModelRunner(loaded, {"latent": pool}, config)
+    driver = Driver(runner, 4, PAGE)
+    lane = driver.add([17])
+    with torch.inference_mode():
+        return hits, runner.logits(driver.batch([(lane, 1)]), np.arange(1))
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("dtype", "linear"), [("float32", "torch"), ("bfloat16", "torch"), ("bfloat16", "packed")]
+)
+def test_experts_that_no_token_chose_are_not_read(
+    family: str, dtype: str, linear: str, tmp_path: Path
+) -> None:
+    if linear == "packed":
+        try:
+            check_packable()
+        except KernelsUnavailable as error:
+            pytest.skip(str(error))
+    path = make_tiny(family, tmp_path, 0)
+    hits, want = hits_and_logits(path, dtype, linear)
+    assert len(hits) == 2  # the layers after first_k_dense_replace
+    weights, poisoned = load_file(path / "model.safetensors"), 0
+    for name, weight in weights.items():
+        layer, _, rest = name.partition(".experts.")
+        if layer in hits and int(rest.partition(".")[0]) not in hits[layer]:
+            weight.fill_(torch.nan)
+            poisoned += 1
+    assert poisoned == 2 * (8 - 3) * 3
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    again, got = hits_and_logits(path, dtype, linear)
+    assert again == hits
+    assert torch.equal(got, want)
+
+
+# The gate
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (DeepseekV3Config(quantization_config={"quant_method": "fp8"}), "quantization_config is in"),
+        (DeepseekV2Config(topk_method="noaux_tc"), "topk_method is 'noaux_tc'"),
+        (DeepseekV3Config(kv_lora_rank=0), "kv_lora_rank is 0"),
+        (DeepseekV3Config(index_topk=2048), "index_topk is 2048"),
+        (DeepseekV3Config(architectures=["DeepseekV32ForCausalLM"]), "not DeepseekV3ForCausalLM"),
+    ],
+)
+def test_variants_that_are_not_served_are_refused_by_name(config: Any, named: str) -> None:
+    with pytest.raises(UnsupportedModel, match=named):
+        check_model(config)
+
+
+# Which backend runs
+
+
+class StandInWrapper:
+    """FlashInfer's MLA wrapper by its documentation, one query and one head at a time."""
+
+    def __init__(self, workspace: torch.Tensor) -> None:
+        assert workspace.dtype == torch.uint8
+
+    def plan(
+        self, *, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, kv_indices: torch.Tensor,
+        kv_len_arr: torch.Tensor, num_heads: int, head_dim_ckv: int, head_dim_kpe: int, page_size: int,
+        causal: bool, sm_scale: float, q_data_type: torch.dtype, kv_data_type: torch.dtype,
+    ) -> None:  # fmt: skip
+        indices = (qo_indptr, kv_indptr, kv_indices, kv_len_arr)
+        assert all(index.dtype == torch.int32 for index in indices)
+        assert causal
+        self.q_starts, self.kv_starts, self.pages, self.lengths = (index.tolist() for index in indices)
+        self.q_shape, self.scale = (num_heads, head_dim_ckv), sm_scale
+        self.cache_shapes = ((page_size, head_dim_ckv), (page_size, head_dim_kpe))
+
+    def run(
+        self,
+        q_nope: torch.Tensor,
+        q_pe: torch.Tensor,
+        ckv: torch.Tensor,
+        kpe: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        assert q_nope.shape[1:] == self.q_shape
+        assert q_nope.is_contiguous()
+        assert q_pe.is_contiguous()
+        assert (ckv.shape[1:], kpe.shape[1:]) == self.cache_shapes
+        for i, length in enumerate(self.lengths):
+            pages = self.pages[self.kv_starts[i] : self.kv_starts[i + 1]]
+            latents, ropes = (side[pages].flatten(0, 1)[:length] for side in (ckv, kpe))
+            start, end = self.q_starts[i], self.q_starts[i + 1]
+            for token in range(start, end):
+                seen = length - end + token + 1
+                scores = q_nope[token] @ latents[:seen].T + q_pe[token] @ ropes[:seen].T
+                out[token] = (scores * self.scale).softmax(-1) @ latents[:seen]
+
+
+def test_flashinfer_is_planned_so_that_tokens_equal_generate(
+    drawn: Drawn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package: Any = types.ModuleType("flashinfer")
+    package.mla = types.ModuleType("flashinfer.mla")
+    package.mla.BatchMLAPagedAttentionWrapper = StandInWrapper
+    monkeypatch.setitem(sys.modules, "flashinfer", package)
+    monkeypatch.setitem(sys.modules, "flashinfer.mla", package.mla)
+    path, expected = drawn("deepseek_v3")
+    runner, pool = open_runner(path, 16, 40)
+    scale = load_model(EngineConfig(str(path))).attention[0].scale
+    backend = FlashInferLatentAttention(pool, 4, scale)
+    runner.attention = PagedLayers(None, None, runner.spec.groups, backend)
+    driver = Driver(runner, 40, 16)
+    lanes = [driver.add(prompt) for prompt in PROMPTS]
+    driver.generate(lanes, 24, chunk=7, stagger=3)
+    assert [lane.outputs for lane in lanes] == [answer[:24] for answer in expected]
+
+
+LAYER = [AttentionLayer(layer=0, query_heads=4, scale=1.0, window=None)]
+
+
+def pool_of(rank: int, dtype: torch.dtype = torch.float32) -> MLAKVCache:
+    return MLAKVCache(LatentGroupSpec((0,), rank, 64, dtype), 2, 16)
+
+
+def test_auto_falls_back_to_torch_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    assert isinstance(build_latent(EngineConfig("m"), pool_of(576), LAYER), TorchLatentAttention)
+    assert "up to 512 values" in caplog.text
+    on_cuda = EngineConfig("m", device="cuda")
+    assert isinstance(build_latent(on_cuda, pool_of(256, torch.bfloat16), LAYER), TorchLatentAttention)
+    assert "latents of 512 + 64 values, not (256, 64)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("attention", "device", "problem"),
+    [
+        ("cpu", "cpu", "up to 512 values"),
+        ("flashinfer", "cpu", "does not run on device cpu"),
+        ("cpu", "cuda", "does not run on device cuda"),
+        ("flashinfer", "cuda", "float16 and bfloat16"),
+    ],
+)
+def test_a_backend_that_was_named_runs_or_is_refused(attention: str, device: str, problem: str) -> None:
+    config = EngineConfig("m", attention=attention, device=device)
+    with pytest.raises(ConfigError, match=problem) as refused:
+        build_latent(config, pool_of(576), LAYER)
+    assert refused.value.key == "engine.attention"
