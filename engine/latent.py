@@ -68,9 +68,11 @@ class LatentBackend(Protocol):
 
 
 class LatentAttention(nn.Module):
-    """Replaces DeepseekV2Attention and DeepseekV3Attention after loading; keeps all of their projections.
+    """Replaces DeepseekV2Attention and DeepseekV3Attention after loading, and keeps their projections.
 
-    W_uk and W_uv are two views of kv_b_proj's weight, which is not a module here: nothing expands a context.
+    Only kv_b_proj goes: its weight becomes W_uk and W_uv, each in the order in which its product reads it.
+    (Views of the one weight would do, but a bfloat16 product on CPU takes 7 times as long with a transposed
+    weight.)
     """
 
     def __init__(self, attention: Any, rotate: Rotate) -> None:
@@ -88,9 +90,11 @@ class LatentAttention(nn.Module):
         self.kv_a_proj_with_mqa = attention.kv_a_proj_with_mqa
         self.kv_a_layernorm = attention.kv_a_layernorm
         self.o_proj = attention.o_proj
-        expand: torch.Tensor = attention.kv_b_proj.weight  # [heads x (nope_dim + v_dim), rank]
-        per_head = expand.detach().view(attention.num_heads, -1, self._rank)
-        self.kv_b = nn.Parameter(per_head, requires_grad=False)  # [heads, nope_dim + v_dim, rank]
+        expand: torch.Tensor = attention.kv_b_proj.weight.detach()  # [heads x (nope_dim + v_dim), rank]
+        per_head = expand.view(attention.num_heads, -1, self._rank)
+        w_uk, w_uv = per_head[:, : self._nope_dim], per_head[:, self._nope_dim :].transpose(1, 2)
+        self.w_uk = nn.Parameter(w_uk.contiguous(), requires_grad=False)  # [heads, nope_dim, rank]
+        self.w_uv = nn.Parameter(w_uv.contiguous(), requires_grad=False)  # [heads, rank, v_dim]
 
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: Any, paged: PagedLayers, **_: Any
@@ -100,12 +104,11 @@ class LatentAttention(nn.Module):
         latent, k_rope = self.kv_a_proj_with_mqa(hidden_states).split((self._rank, self._rope_dim), dim=-1)
         latent = self.kv_a_layernorm(latent)[0]
         q_rope, k_rope = self._rotate(q_rope, k_rope[:, None], position_embeddings)
-        w_uk, w_uv = self.kv_b[:, : self._nope_dim], self.kv_b[:, self._nope_dim :]
-        q_latent = torch.bmm(q_nope[0], w_uk).transpose(0, 1)  # [T, heads, rank]
+        q_latent = torch.bmm(q_nope[0], self.w_uk).transpose(0, 1)  # [T, heads, rank]
         out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
         backend, place = paged.latent_of_layer[self.layer_idx]
         backend.forward(place, q_latent, q_rope[0].transpose(0, 1), latent, k_rope[0, 0], out)
-        values = torch.bmm(out.transpose(0, 1), w_uv.transpose(1, 2))  # [heads, T, v_dim]
+        values = torch.bmm(out.transpose(0, 1), self.w_uv)  # [heads, T, v_dim]
         return self.o_proj(values.transpose(0, 1).flatten(1)[None]), None
 
     def _queries(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,6 +117,6 @@ class LatentAttention(nn.Module):
             queries = self.q_proj(hidden_states)
         else:
             queries = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
-        queries = queries.unflatten(-1, (len(self.kv_b), -1)).transpose(1, 2)
+        queries = queries.unflatten(-1, (len(self.w_uk), -1)).transpose(1, 2)
         q_nope, q_rope = queries.split((self._nope_dim, self._rope_dim), dim=-1)
         return q_nope, q_rope

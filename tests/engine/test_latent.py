@@ -37,6 +37,11 @@ from tests.support.reference import draw_model, reference_generate
 from tests.support.tiny_models import make_tiny, write_tiny
 from wire.errors import ConfigError
 
+_random = random.Random(5)
+PROMPT = [_random.randrange(256) for _ in range(70)]
+LONG = [_random.randrange(256) for _ in range(400)]
+"""Longer than yarn's original context, and than what one thread takes of a decoding token's."""
+
 VARIANTS = ("deepseek_v2", "deepseek_v2_lora", "deepseek_v3", "deepseek_v3_halves")
 
 
@@ -72,9 +77,10 @@ def test_yarn_scales_angles_and_scores_as_transformers_does(tmp_path: Path) -> N
     write_tiny(config, tmp_path / "yarn", 3)
     runner, _ = open_runner(tmp_path / "yarn", 16, 40, attention="auto")
     driver = Driver(runner, 40, 16)
-    lanes = [driver.add(prompt) for prompt in PROMPTS]
-    driver.generate(lanes, 32, chunk=9)
-    expected = [reference_generate(tmp_path / "yarn", prompt, 32) for prompt in PROMPTS]
+    prompts = [*PROMPTS, LONG]
+    lanes = [driver.add(prompt) for prompt in prompts]
+    driver.generate(lanes, 32, chunk=90)
+    expected = [reference_generate(tmp_path / "yarn", prompt, 32) for prompt in prompts]
     assert min(margin for _, margin in expected) > 1e-4
     assert [lane.outputs for lane in lanes] == [tokens for tokens, _ in expected]
 
@@ -86,7 +92,8 @@ def test_the_weights_of_the_expansion_exist_once(tmp_path: Path) -> None:
     assert isinstance(attention, LatentAttention)
     assert not [name for name, _ in model.named_modules() if name.endswith("kv_b_proj")]
     stored = load_file(path / "model.safetensors")["model.layers.0.self_attn.kv_b_proj.weight"]
-    assert torch.equal(attention.kv_b.flatten(0, 1), stored)
+    joined = torch.cat((attention.w_uk, attention.w_uv.transpose(1, 2)), dim=1)
+    assert torch.equal(joined.flatten(0, 1), stored)
 
 
 def test_the_spec_names_the_latent_group(tmp_path: Path) -> None:
@@ -98,8 +105,6 @@ def test_the_spec_names_the_latent_group(tmp_path: Path) -> None:
 
 
 PAGE, TOKENS = 16, 24
-_random = random.Random(5)
-PROMPT = [_random.randrange(256) for _ in range(70)]
 Spoil = Callable[[ForwardBatch, MLAKVCache], ForwardBatch]
 
 
