@@ -170,11 +170,11 @@ def test_spoilt_pages_are_seen(family: str, tmp_path: Path) -> None:
 # Experts
 
 
-def hits_and_logits(path: Path, dtype: str, linear: str) -> tuple[dict[str, set[int]], torch.Tensor]:
-    """Which experts each router chose for a short chunk, and the logits of its tokens."""
-    config = EngineConfig(str(path), dtype=dtype, linear=linear, overlap=False)
+def hits_and_logits(path: Path) -> tuple[dict[str, set[int]], torch.Tensor]:
+    """Which experts each router chose for a token, and its logits, with packed weights in bfloat16."""
+    config = EngineConfig(str(path), dtype="bfloat16", linear="packed", overlap=False)
     loaded = load_model(config)
-    assert any(name.endswith("Experts") for name in loaded.swapped) == (linear == "packed")
+    assert any(name.endswith("Experts") for name in loaded.swapped)
     hits: dict[str, set[int]] = {}
 
     def note(name: str) -> Callable[[Any, Any, Any], None]:
@@ -195,19 +195,14 @@ def hits_and_logits(path: Path, dtype: str, linear: str) -> tuple[dict[str, set[
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
-@pytest.mark.parametrize(
-    ("dtype", "linear"), [("float32", "torch"), ("bfloat16", "torch"), ("bfloat16", "packed")]
-)
-def test_experts_that_no_token_chose_are_not_read(
-    family: str, dtype: str, linear: str, tmp_path: Path
-) -> None:
-    if linear == "packed":
-        try:
-            check_packable()
-        except KernelsUnavailable as error:
-            pytest.skip(str(error))
+def test_packed_experts_that_no_token_chose_are_not_read(family: str, tmp_path: Path) -> None:
+    """Spoilt in the checkpoint, for a pack does not show its weights. See test_experts.py for the others."""
+    try:
+        check_packable()
+    except KernelsUnavailable as error:
+        pytest.skip(str(error))
     path = make_tiny(family, tmp_path, 0)
-    hits, want = hits_and_logits(path, dtype, linear)
+    hits, want = hits_and_logits(path)
     assert len(hits) == 2  # the layers after first_k_dense_replace
     weights, poisoned = load_file(path / "model.safetensors"), 0
     for name, weight in weights.items():
@@ -217,7 +212,7 @@ def test_experts_that_no_token_chose_are_not_read(
             poisoned += 1
     assert poisoned == 2 * (8 - 3) * 3
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    again, got = hits_and_logits(path, dtype, linear)
+    again, got = hits_and_logits(path)
     assert again == hits
     assert torch.equal(got, want)
 
