@@ -48,8 +48,9 @@ class AttentionBackend(Protocol):
         place: of the layer in a page (index into the group's layer_ids). q: [T, query
         heads, head_dim]; k_new, v_new: [T, KV heads, head_dim]; their last dimension is contiguous, the rest
         strided as the model left them. out: [T, query heads, head_dim], contiguous, filled in place. Query i
-        of a sequence sees its context up to and including itself. Writing and attending are one call, so
-        that a backend can make them one op.
+        of a sequence sees its context up to and including itself, or the window that ends there. sinks:
+        [query heads] logits, one more in each softmax, that carry no value. Writing and attending are one
+        call, so that a backend can make them one op.
         """
         ...
 
