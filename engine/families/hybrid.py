@@ -93,12 +93,15 @@ class ScaledHead(nn.Module):
         return logits
 
 
-def _pack_mixers(model: nn.Module) -> None:
+def _pack_mixers(model: Any) -> None:
     """Let every layer that keeps a state take a pack."""
+    packed = 0
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if cache_name := _MIXERS.get(type(child).__name__):
                 setattr(module, name, PackedMixer(child, cache_name))
+                packed += 1
+    assert packed == sum(kind in _KEEP_STATE for kind in model.config.layer_types), "a mixer was missed"
 
 
 def _prepare_falcon(model: Any) -> None:
