@@ -21,7 +21,11 @@ def _groups(config: Any, dtypes: Dtypes) -> tuple[LatentGroupSpec, ...]:
 
 
 def _check(config: Any) -> None:
-    """Raises UnsupportedModel for what these architectures may have and the engine does not compute."""
+    """Raises UnsupportedModel for what these architectures may have and the engine does not compute.
+
+    Layers that predict further tokens (num_nextn_predict_layers) are no such thing: transformers leaves them
+    out of a forward too.
+    """
     if getattr(config, "quantization_config", None):
         raise UnsupportedModel(
             "quantization_config is in config.json: the weights of W_uk and W_uv are used as they are stored",
