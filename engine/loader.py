@@ -22,7 +22,8 @@ from engine.families.base import Dtypes
 from engine.gate import check_model
 from engine.spec import ModelSpec
 from engine.swaps import apply_swaps, swap_table
-from kvcache.layout import GroupSpec
+from kvcache.layout import GroupSpec, stored_as
+from kvcache.quant import KVFormat
 from wire.errors import ConfigError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -68,7 +69,9 @@ def load_model(config: EngineConfig) -> LoadedModel:
     model = _read(config, hf_config, dtype, local)
     model = model.to(config.device).eval().requires_grad_(False)
     family.prepare(model)
-    groups = family.groups(hf_config, Dtypes(model=dtype, kv=dtype))
+    groups = stored_as(
+        family.groups(hf_config, Dtypes(model=dtype, kv=dtype)), KVFormat(config.kv_cache_dtype)
+    )
     attention = _attention_layers(model, hf_config)
     _check_layers(groups, attention)
     spec = ModelSpec(

@@ -15,6 +15,7 @@ from engine.errors import UnsupportedModel
 from engine.latent import LatentBackend
 from engine.loader import LoadedModel
 from kvcache.pool import KVCache, MHAKVCache, MLAKVCache
+from kvcache.quant import KVFormat
 from wire.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -85,6 +86,8 @@ def _flashinfer(
 
     if pool.spec.dtype not in (torch.float16, torch.bfloat16):
         return f"FlashInfer attends in float16 and bfloat16, not {pool.spec.dtype}", None
+    if pool.spec.stored is KVFormat.FP4_E2M1 or (sinks and pool.spec.stored is not KVFormat.AUTO):
+        return f"FlashInfer reads no {pool.spec.stored} pages{' with sinks' if sinks else ''}", None
     try:
         return "", FlashInferAttention(pool, query_heads, scale, sinks)
     except ImportError as error:

@@ -69,7 +69,7 @@ class FlashInferAttention:
             causal=True,
             window_left=self._window_left,
             sm_scale=self._scale,
-            q_data_type=self._pool.data.dtype,
+            q_data_type=self._pool.spec.dtype,
             kv_data_type=self._pool.data.dtype,
         )
 
@@ -101,7 +101,7 @@ def _wrapper_with_sinks(flashinfer: Any, workspace: torch.Tensor, pool: MHAKVCac
     return variant(
         workspace,
         kv_layout="HND",
-        q_data_type=pool.data.dtype,
+        q_data_type=pool.spec.dtype,
         kv_data_type=pool.data.dtype,
         head_dim_qk=pool.spec.head_dim,
         head_dim_vo=pool.spec.head_dim,

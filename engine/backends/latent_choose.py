@@ -10,6 +10,7 @@ import torch
 
 from engine.backends.latent_flashinfer import WIDTHS, FlashInferLatentAttention
 from engine.backends.latent_twin import TorchLatentAttention
+from kvcache.quant import KVFormat
 from wire.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ def _flashinfer(pool: MLAKVCache, heads: int, scale: float) -> tuple[str, Latent
     widths = (pool.spec.kv_lora_rank, pool.spec.rope_dim)
     if pool.spec.dtype not in (torch.float16, torch.bfloat16):
         return f"FlashInfer attends in float16 and bfloat16, not {pool.spec.dtype}", None
+    if pool.spec.stored is not KVFormat.AUTO:
+        return f"FlashInfer reads no {pool.spec.stored} latents", None
     if widths != WIDTHS:
         return f"FlashInfer attends to latents of {WIDTHS[0]} + {WIDTHS[1]} values, not {widths}", None
     try:

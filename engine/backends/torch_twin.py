@@ -31,7 +31,7 @@ class TorchAttention:
         self._pool = pool
         self._page_size = pool.page_size
         self._window = pool.spec.window
-        self._gqa = query_heads != pool.data.shape[3]
+        self._gqa = query_heads != pool.spec.kv_heads
         self._scale = scale
         self._slots = torch.empty(0, dtype=torch.int64)
         self._sequences: list[_Sequence] = []
@@ -58,10 +58,10 @@ class TorchAttention:
     ) -> None:
         """See AttentionBackend."""
         self._pool.set_kv_buffer(self._pool.spec.layer_ids[place], self._slots, k_new, v_new)
-        of_layer = self._pool.data[:, place]  # [pages, 2, Hkv, page_size, D]
         for sequence in self._sequences:
             # [pages, 2, Hkv, page_size, D] -> [2, Hkv, keys, D]
-            kv = of_layer[sequence.pages].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, sequence.keys]
+            pages = self._pool.read_pages(place, sequence.pages)
+            kv = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, sequence.keys]
             of_sequence = q[sequence.start : sequence.end].transpose(0, 1)  # [Hq, new, D]
             if sinks is None:
                 attended = self._attend(of_sequence, kv, sequence)

@@ -42,7 +42,24 @@ void merge_row(const float* parts, int64_t count, int64_t stride, int dim, const
 }
 
 template <typename T>
+void quantise_tokens(const AttentionCall& call, int64_t first, int64_t last) {
+  const Format stored = static_cast<Format>(call.format);
+  for (int64_t t = first; t < last; ++t) {
+    const int64_t page = call.slots[t] / call.page_size * call.page_stride;
+    const int offset = static_cast<int>(call.slots[t] % call.page_size);
+    for (int h = 0; h < call.kv_heads; ++h) {
+      const int64_t tile = page + h * call.tile_stride;
+      store_row(stored, static_cast<const T*>(call.k_new) + t * call.k_token + h * call.k_head,
+                static_cast<char*>(call.k) + tile, call.page_size, offset, call.head_dim);
+      store_row(stored, static_cast<const T*>(call.v_new) + t * call.v_token + h * call.v_head,
+                static_cast<char*>(call.v) + tile, call.page_size, offset, call.head_dim);
+    }
+  }
+}
+
+template <typename T>
 void write_tokens(const AttentionCall& call, int64_t first, int64_t last) {
+  if (call.format != kPlain) return quantise_tokens<T>(call, first, last);
   const int64_t bytes = call.head_dim * sizeof(T);
   for (int64_t t = first; t < last; ++t) {
     const int64_t to = call.slots[t] / call.page_size * call.page_stride +
@@ -66,18 +83,21 @@ AttentionPlan::AttentionPlan(const AttentionCall& shape) {
     const int tokens = static_cast<int>(shape.starts[s + 1] - shape.starts[s]);
     const int start = context_start(shape, s), length = shape.seq_lens[s];
     const bool split = tokens == 1 && length - start > kSplit;
-    int64_t packed_at = -1;
-    if (by_products(shape, tokens)) {
+    int64_t packed_at = kReadPages;
+    if (by_products(shape, tokens) && shape.format != kPlain) {
+      packed_at = kPackTiles;
+    } else if (by_products(shape, tokens)) {
       contexts_.push_back({s, total_packed});
       packed_at = total_packed;
       total_packed += shape.kv_heads * padded(length - start) * shape.head_dim;
     }
-    const int block = packed_at < 0 ? kQueryBlock : std::max(1, kRowBlock / group);
+    const int rows = packed_at == kPackTiles ? kProductRows : kRowBlock;
+    const int block = packed_at == kReadPages ? kQueryBlock : std::max(1, rows / group);
     for (int h = 0; h < shape.kv_heads; ++h) {
       if (split) {
         const int64_t first = static_cast<int64_t>(items_.size());
         for (int from = start; from < length; from += kSplit)
-          items_.push_back({s, h, 0, 1, from, std::min(from + kSplit, length), nullptr, -1});
+          items_.push_back({s, h, 0, 1, from, std::min(from + kSplit, length), nullptr, kReadPages});
         const int64_t count = static_cast<int64_t>(items_.size()) - first;
         partials_.push_back({s, h, total_parts, count});
         total_parts += count;
@@ -114,7 +134,7 @@ void AttentionPlan::pack(Team& team, const AttentionCall& call) {
     for (int head = 0; head < call.kv_heads; ++head) {
       for (int tile = 0; tile < tiles; ++tile, ++work) {
         if (work % team.size != team.index) continue;
-        const int64_t at = context.offset + head * block;
+        const int64_t at = context.offset + head * block + int64_t{tile} * kContextTile * call.head_dim;
         pack_context(call, context.seq, head, tile, packed_k_.data() + at, packed_v_.data() + at);
       }
     }
@@ -124,12 +144,15 @@ void AttentionPlan::pack(Team& team, const AttentionCall& call) {
 
 void AttentionPlan::attend(const AttentionCall& call, const AttentionItem& item) const {
 #if defined(__x86_64__)
+  if (item.packed == kPackTiles) return attend_by_products(call, item, nullptr, nullptr);
   if (item.packed >= 0) {
     const int64_t at = item.packed + item.kv_head * padded(context_length(call, item.seq)) * call.head_dim;
     return attend_by_products(call, item, packed_k_.data() + at, packed_v_.data() + at);
   }
 #endif
-  (call.storage == kFloat32 ? kernels().float32 : kernels().bfloat16)(call, item);
+  const AttentionKernels& table = kernels();
+  if (call.format != kPlain) return (call.storage == kFloat32 ? table.quantised_float32 : table.quantised_bfloat16)(call, item);
+  (call.storage == kFloat32 ? table.float32 : table.bfloat16)(call, item);
 }
 
 void AttentionPlan::merge(Team& team, const AttentionCall& call) const {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "kv_format.h"
 #include "numeric.h"
 #include "pool.h"
 
@@ -11,7 +12,7 @@ namespace baton {
 
 enum Storage : int32_t { kFloat32 = 0, kBFloat16 = 1 };
 
-// Strides count elements.
+// Strides count elements; those of a quantised pool are bytes.
 struct AttentionCall {
   const void* q;      // [T, heads, head_dim]
   const void* k_new;  // [T, kv_heads, head_dim]
@@ -36,7 +37,8 @@ struct AttentionCall {
   int32_t kv_heads;
   int32_t head_dim;
   int32_t page_size;
-  int32_t storage;
+  int32_t storage;  // of q, k_new, v_new and out, and of a pool that is not quantised
+  int32_t format;   // of the pool: baton::Format
   int32_t window;  // keys that a query sees, itself included; 0: all before it
   float scale;
   int32_t threads;
@@ -60,6 +62,7 @@ constexpr int kSplit = 256;       // context tokens per work item of a decode ro
                                   // taken in the same order whatever the batch and the number of threads
 constexpr int kQueryBlock = 16;   // new tokens per work item of a prefill chunk
 constexpr int kContextTile = 512;  // context tokens per softmax step of attention by products
+constexpr int kProductRows = 128;  // (token, head) rows that share one dequantised context tile
 constexpr int kProductTokens = 8;  // new tokens of a sequence from which attention goes by products
 constexpr int kMaxHeadDim = 256;
 constexpr float kUnseen = -1e36f;  // a score of weight 0, also where a row has seen nothing yet (top -1e30)
@@ -71,13 +74,18 @@ struct AttentionItem {
   int32_t first, last;
   int32_t from, to;
   float* partial;
-  int64_t packed;  // where this sequence's packed context is; -1: read the pages
+  int64_t packed;  // where this sequence's packed context is, or one of these
 };
+
+constexpr int64_t kReadPages = -1;  // row by row
+constexpr int64_t kPackTiles = -2;  // by products, of tiles that the item packs for itself
 
 using AttendItem = void (*)(const AttentionCall& call, const AttentionItem& item);
 struct AttentionKernels {
   AttendItem float32;
   AttendItem bfloat16;
+  AttendItem quantised_float32;  // the pool is quantised; everything else is float32
+  AttendItem quantised_bfloat16;
 };
 extern const AttentionKernels attention_base;  // any CPU the compiler targets by default
 #if defined(__x86_64__)
@@ -87,8 +95,10 @@ extern const AttentionKernels attention_avx512;  // with AVX512-BF16
 
 // Attention of many new tokens as matrix products (bfloat16 with AVX512-BF16 or AMX). K and V of the context are
 // brought into the form of packed weights first: K as [tokens, head_dim], V, for each kContextTile tokens, as
-// [head_dim, tokens]. Both are padded with zeros to a multiple of 32 tokens. Tokens count from context_start.
-void pack_context(const AttentionCall& call, int seq, int kv_head, int tile, bf16* k, bf16* v);
+// [head_dim, tokens]. Both are padded with zeros to a multiple of 32 tokens. Tokens count from context_start. A
+// quantised context is never there as a whole: an item packs one tile at a time, into memory of fixed size, and shares it
+// among kProductRows rows; `k` and `v` are then null.
+void pack_context(const AttentionCall& call, int seq, int kv_head, int tile, bf16* k, bf16* v);  // k, v: of the tile
 void attend_by_products(const AttentionCall& call, const AttentionItem& item, const bf16* k, const bf16* v);
 
 inline int64_t padded(int64_t tokens) { return (tokens + 31) / 32 * 32; }

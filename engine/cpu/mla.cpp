@@ -72,10 +72,8 @@ void Plan::write(Team& team, const Call& call) const {
   int64_t first, last;
   team.split(call.starts[call.seqs], first, last);
   for (int64_t t = first; t < last; ++t) {
-    char* row = static_cast<char*>(call.rows) + call.slots[t] / call.page_size * call.page_bytes +
-                call.slots[t] % call.page_size * call.row_bytes;
     write_row(call, static_cast<const char*>(call.latent_new) + t * call.latent_token * bytes,
-              static_cast<const char*>(call.rope_new) + t * call.rope_token * bytes, row);
+              static_cast<const char*>(call.rope_new) + t * call.rope_token * bytes, call.slots[t]);
   }
 }
 

@@ -10,7 +10,7 @@
 
 namespace baton::mla {
 
-// Strides count elements, except in the pool, whose rows have `row_bytes` and may be stored in any form.
+// Strides count elements, except in the pool; of a quantised one kv_format.h says where a row is.
 struct Call {
   const void* q_latent;    // [T, heads, rank]
   const void* q_rope;      // [T, heads, rope_dim]
@@ -24,7 +24,7 @@ struct Call {
   const int64_t* slots;       // [T] where each new token's row goes
   int64_t table_stride;
   int64_t page_bytes;  // from one page to the next
-  int64_t row_bytes;   // from one token to the next
+  int64_t row_bytes;   // from one token to the next, where it is not quantised
   int64_t q_latent_token, q_latent_head;
   int64_t q_rope_token, q_rope_head;
   int64_t latent_token, rope_token;
@@ -34,7 +34,8 @@ struct Call {
   int32_t rank;
   int32_t rope_dim;
   int32_t page_size;
-  int32_t storage;      // of the pool: baton::Storage
+  int32_t storage;      // of a pool that is not quantised: baton::Storage
+  int32_t format;       // of the pool: baton::Format
   int32_t activations;  // of everything else: kFloat32 or kBFloat16
   float scale;
   int32_t threads;
@@ -87,10 +88,5 @@ class Plan {
   std::vector<float> sums_;
   std::atomic<int64_t> next_{0};
 };
-
-inline const char* row_at(const Call& call, int seq, int token) {
-  const int64_t page = call.page_table[seq * call.table_stride + token / call.page_size];
-  return static_cast<const char*>(call.rows) + page * call.page_bytes + token % call.page_size * call.row_bytes;
-}
 
 }  // namespace baton::mla

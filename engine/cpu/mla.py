@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from engine.cpu.op import STORAGE, KernelsUnavailable, kernels
+from engine.cpu.op import FORMATS, STORAGE, KernelsUnavailable, kernels
 
 if TYPE_CHECKING:
     from engine.batch import ForwardBatch
@@ -31,7 +31,7 @@ class MlaCall(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("q_rope_token", "q_rope_head")),
         *((name, ctypes.c_int64) for name in ("latent_token", "rope_token", "out_token")),
         *((name, ctypes.c_int32) for name in ("seqs", "heads", "rank", "rope_dim", "page_size")),
-        *((name, ctypes.c_int32) for name in ("storage", "activations")),
+        *((name, ctypes.c_int32) for name in ("storage", "format", "activations")),
         ("scale", ctypes.c_float),
         ("threads", ctypes.c_int32),
     )
@@ -40,7 +40,9 @@ class MlaCall(ctypes.Structure):
 def check_supported(spec: LatentGroupSpec) -> None:
     """Raises KernelsUnavailable, with the reason, for a latent group that the C++ op cannot serve."""
     if spec.dtype not in STORAGE:
-        raise KernelsUnavailable(f"the CPU latent attention op stores float32 or bfloat16, not {spec.dtype}")
+        raise KernelsUnavailable(
+            f"the CPU latent attention op attends in float32 or bfloat16, not {spec.dtype}"
+        )
     if spec.kv_lora_rank > MAX_RANK or spec.row_dim > MAX_ROW:
         raise KernelsUnavailable(
             f"the CPU latent attention op takes latents of up to {MAX_RANK} values and rows of {MAX_ROW}, "
@@ -51,7 +53,7 @@ def check_supported(spec: LatentGroupSpec) -> None:
 
 
 class CpuLatentAttention:
-    """An engine.latent.LatentBackend over one pool, float32 or bfloat16.
+    """An engine.latent.LatentBackend over one pool, quantised or not.
 
     Sums are float32. A query's result does not depend on the batch or on the number of threads.
     """
@@ -75,6 +77,7 @@ class CpuLatentAttention:
             page_bytes=pool.page_bytes,
             row_bytes=self._layer_bytes // pool.page_size,
             storage=STORAGE[spec.dtype],
+            format=FORMATS[spec.stored],
             activations=STORAGE[spec.dtype],
             scale=scale,
         )

@@ -175,7 +175,7 @@ void attend(const Call& call, const Item& item) {
   const int last_visible = begin(b, call, item);
   for (int from = item.from; from < last_visible; from += kTile) {
     const int n = std::min(kTile, last_visible - from);
-    for (int j = 0; j < n; ++j) read_row(call, row_at(call, item.seq, from + j), b.tile + j * b.width);
+    for (int j = 0; j < n; ++j) read_row(call, item.seq, from + j, b.tile + j * b.width);
     score_tile(b, n, call.scale);
     weigh_tile(b, from, n);
     add_tile(b, n);

@@ -13,6 +13,7 @@ import torch
 from engine.batch import ForwardBatch
 from engine.cpu.attention import CpuAttention, check_supported
 from engine.cpu.op import ISA_NAMES, KernelsUnavailable, kernels, set_isa
+from kvcache.quant import KVFormat
 
 try:
     BEST = kernels().baton_detected_isa()
@@ -28,7 +29,10 @@ def isa(request):
 
 
 def spec(dtype=torch.float32, head_dim=32, **changes):
-    fields = {"dtype": dtype, "head_dim": head_dim, "v_head_dim": None, "tile_order": "plain", "window": None}
+    fields = {
+        "dtype": dtype, "head_dim": head_dim, "v_head_dim": None, "tile_order": "plain", "window": None,
+        "stored": KVFormat.AUTO,
+    }  # fmt: skip
     return SimpleNamespace(**{**fields, **changes})
 
 
