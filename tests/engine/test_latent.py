@@ -85,6 +85,23 @@ def test_yarn_scales_angles_and_scores_as_transformers_does(tmp_path: Path) -> N
     assert [lane.outputs for lane in lanes] == [tokens for tokens, _ in expected]
 
 
+def test_pages_hold_all_that_another_engine_needs(drawn: Drawn) -> None:
+    """Prefilled here, decoded there, from the bytes of the prompt's pages at other places."""
+    path, expected = drawn("deepseek_v3")
+    (here, sent), (there, received) = (open_runner(path, 16, 12, attention="auto") for _ in range(2))
+    prefilling = Driver(here, 12, 16)
+    lane = prefilling.add(PROMPTS[1])
+    prefilling.generate([lane], 1, chunk=20)
+    places = list(range(1, len(lane.pages) + 1))
+    assert places != lane.pages
+    received.bytes[places] = sent.bytes[lane.pages]
+    lane.pages = places
+    decoding = Driver(there, 12, 16)
+    decoding._free = [page for page in decoding._free if page not in places]
+    decoding.generate([lane], 40)
+    assert lane.outputs == expected[1][:40]
+
+
 def test_the_weights_of_the_expansion_exist_once(tmp_path: Path) -> None:
     path = make_tiny("deepseek_v3", tmp_path, 0)
     model = load_model(EngineConfig(str(path), linear="torch")).model
