@@ -10,6 +10,7 @@ import torch
 from engine.backends.latent_flashinfer import WIDTHS, FlashInferLatentAttention
 from engine.backends.latent_twin import TorchLatentAttention
 from engine.backends.pick import BackendUnavailable, pick
+from kvcache.quant import KVFormat
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
@@ -37,6 +38,8 @@ def build_latent(
         if pool.spec.dtype not in (torch.float16, torch.bfloat16):
             problem = f"FlashInfer attends in float16 and bfloat16, not {pool.spec.dtype}"
             raise BackendUnavailable(problem)
+        if pool.spec.stored is not KVFormat.AUTO:
+            raise BackendUnavailable(f"FlashInfer reads no {pool.spec.stored} latents")
         if widths != WIDTHS:
             problem = f"FlashInfer attends to latents of {WIDTHS[0]} + {WIDTHS[1]} values, not {widths}"
             raise BackendUnavailable(problem)

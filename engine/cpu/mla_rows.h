@@ -9,6 +9,7 @@
 #include "numeric.h"
 
 namespace baton::mla {
+namespace {  // each file compiles this for its own instruction set
 
 template <typename T>
 void widen(const void* from, int n, float* to) {
@@ -25,7 +26,7 @@ void narrow(const float* from, int n, void* to) {
 }
 
 // The row of a sequence's context token `token`, [rank + rope_dim] values, to float32.
-static inline void read_row(const Call& call, int seq, int token, float* to) {
+inline void read_row(const Call& call, int seq, int token, float* to) {
   const int64_t page = call.page_table[seq * call.table_stride + token / call.page_size];
   const char* tile = static_cast<const char*>(call.rows) + page * call.page_bytes;
   const int offset = token % call.page_size, n = call.rank + call.rope_dim;
@@ -37,7 +38,7 @@ static inline void read_row(const Call& call, int seq, int token, float* to) {
 }
 
 // A new token's latent and rope part, in the type of the activations, to its row of the pool.
-static inline void write_row(const Call& call, const char* latent, const char* rope, int64_t slot) {
+inline void write_row(const Call& call, const char* latent, const char* rope, int64_t slot) {
   char* tile = static_cast<char*>(call.rows) + slot / call.page_size * call.page_bytes;
   const int offset = static_cast<int>(slot % call.page_size);
   if (call.format != kPlain) {
@@ -70,4 +71,5 @@ inline void write_out(const Call& call, int64_t token, int head, const float* va
   else narrow<bf16>(values, call.rank, to);
 }
 
+}  // namespace
 }  // namespace baton::mla

@@ -17,6 +17,7 @@ from engine.config import EngineConfig
 from engine.loader import AttentionLayer, load_model
 from kvcache.layout import LatentGroupSpec
 from kvcache.pool import MLAKVCache
+from kvcache.quant import KVFormat
 from tests.engine.conftest import PROMPTS, Drawn
 from tests.support.driver import Driver, open_runner
 from wire.errors import ConfigError
@@ -84,8 +85,8 @@ def test_flashinfer_is_planned_so_that_tokens_equal_generate(
 LAYER = [AttentionLayer(layer=0, query_heads=4, scale=1.0, window=None)]
 
 
-def pool_of(rank: int, dtype: torch.dtype = torch.float32) -> MLAKVCache:
-    return MLAKVCache(LatentGroupSpec((0,), rank, 64, dtype), 2, 16)
+def pool_of(rank: int, dtype: torch.dtype = torch.float32, stored: KVFormat = KVFormat.AUTO) -> MLAKVCache:
+    return MLAKVCache(LatentGroupSpec((0,), rank, 64, dtype, stored=stored), 2, 16)
 
 
 def test_auto_falls_back_to_torch_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
@@ -94,6 +95,9 @@ def test_auto_falls_back_to_torch_and_says_why(caplog: pytest.LogCaptureFixture)
     on_cuda = EngineConfig("m", device="cuda")
     assert isinstance(build_latent(on_cuda, pool_of(256, torch.bfloat16), LAYER), TorchLatentAttention)
     assert "latents of 512 + 64 values, not (256, 64)" in caplog.text
+    quantised = pool_of(512, torch.bfloat16, KVFormat.FP8_E4M3)
+    assert isinstance(build_latent(on_cuda, quantised, LAYER), TorchLatentAttention)
+    assert "no fp8_e4m3 latents" in caplog.text
 
 
 @pytest.mark.parametrize(
