@@ -74,15 +74,6 @@ _DESCRIPTIONS = {
 }
 
 
-def kv_format(name: str) -> KVFormat:
-    """Raises ConfigError, with all names, for one that does not exist."""
-    try:
-        return KVFormat(name)
-    except ValueError:
-        known = ", ".join(KVFormat)
-        raise ConfigError("kv_cache_dtype", f"{name!r} is unknown", f"use one of {known}") from None
-
-
 class QuantisedRows:
     """Rows of `dim` values in memory of whole tiles: `[..., page_size]` rows, reached by their index.
 

@@ -189,8 +189,16 @@ void AttentionPlan::run(Team& team, const AttentionCall& call) {
 
 }  // namespace baton
 
-extern "C" void baton_attention(const baton::AttentionCall* call) {
+extern "C" {
+
+// Bytes that a call would allocate to pack contexts; a quantised pool is never packed whole.
+int64_t baton_attention_packed_bytes(const baton::AttentionCall* call) {
+  return baton::AttentionPlan(*call).packed_bytes();
+}
+
+void baton_attention(const baton::AttentionCall* call) {
   baton::AttentionPlan plan(*call);
   auto body = [&](baton::Team& team) { plan.run(team, *call); };
   baton::parallel(call->threads, body);
+}
 }

@@ -124,6 +124,8 @@ class AttentionPlan {
   // barrier (or the end of the region) must come before the plan is run again.
   void run(Team& team, const AttentionCall& call);
 
+  int64_t packed_bytes() const { return static_cast<int64_t>((packed_k_.size() + packed_v_.size()) * sizeof(bf16)); }
+
  private:
   void pack(Team& team, const AttentionCall& call);
   void attend(const AttentionCall& call, const AttentionItem& item) const;

@@ -94,9 +94,9 @@ constexpr std::array<float, 256> kFromE4M3 = table_of(true), kFromE5M2 = table_o
 alignas(64) constexpr float kFromE2M1[16] = {0,     0.5f,  1,     1.5f,  2,     3,     4,     6,
                                                     -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
 
-// The nearest of kFromE2M1; a NaN becomes 0 (its block's scale is a NaN).
-inline uint32_t encode_e2m1(float x) {
-  const float a = from_bits(bits_of(x) & 0x7fffffffu);
+// The nearest of kFromE2M1 to x / divisor; a NaN becomes 0 (its block's scale is a NaN).
+inline uint32_t encode_e2m1(float x, float divisor) {
+  const float a = from_bits(bits_of(x) & 0x7fffffffu) / divisor;
   const uint32_t code = (a > 0.25f) + (a >= 0.75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) + (a >= 3.5f) + (a > 5.0f);
   return code | (bits_of(x) >> 28 & 8u);
 }
@@ -115,7 +115,7 @@ void store_block(const T* from, uint8_t* data, uint8_t* scale) {
   *scale = code ? code : 1;
   const float divisor = kFromE4M3[*scale];
   for (int i = 0; i < kScaleBlock; i += 2)
-    data[i / 2] = static_cast<uint8_t>(encode_e2m1(x[i] / divisor) | encode_e2m1(x[i + 1] / divisor) << 4);
+    data[i / 2] = static_cast<uint8_t>(encode_e2m1(x[i], divisor) | encode_e2m1(x[i + 1], divisor) << 4);
 }
 
 inline void put(float* to, float x) { *to = x; }
