@@ -151,7 +151,7 @@ NEW: dict[str, Callable[[], PretrainedConfig]] = {
         },
     ),
     "gpt_oss": lambda: GptOssConfig(
-        **{**_COMMON, "num_hidden_layers": 4, "intermediate_size": 48},
+        **{**_COMMON, "num_hidden_layers": 4, "intermediate_size": 64},
         num_local_experts=4,
         num_experts_per_tok=2,
         sliding_window=WINDOW,
