@@ -151,7 +151,8 @@ void AttentionPlan::attend(const AttentionCall& call, const AttentionItem& item)
   }
 #endif
   const AttentionKernels& table = kernels();
-  if (call.format != kPlain) return (call.storage == kFloat32 ? table.quantised_float32 : table.quantised_bfloat16)(call, item);
+  if (call.format != kPlain)
+    return (call.storage == kFloat32 ? table.quantised_float32 : table.quantised_bfloat16)(call, item);
   (call.storage == kFloat32 ? table.float32 : table.bfloat16)(call, item);
 }
 
