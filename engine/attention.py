@@ -17,6 +17,7 @@ from transformers import AttentionInterface
 
 if TYPE_CHECKING:
     from engine.batch import ForwardBatch
+    from engine.latent import LatentBackend
     from kvcache.layout import GroupSpec
 
 ATTENTION_NAME = "baton_paged"
@@ -47,8 +48,9 @@ class AttentionBackend(Protocol):
         place: of the layer in a page (index into the group's layer_ids). q: [T, query
         heads, head_dim]; k_new, v_new: [T, KV heads, head_dim]; their last dimension is contiguous, the rest
         strided as the model left them. out: [T, query heads, head_dim], contiguous, filled in place. Query i
-        of a sequence sees its context up to and including itself. Writing and attending are one call, so
-        that a backend can make them one op.
+        of a sequence sees its context up to and including itself, or the window that ends there. sinks:
+        [query heads] logits, one more in each softmax, that carry no value. Writing and attending are one
+        call, so that a backend can make them one op.
         """
         ...
 
@@ -57,15 +59,26 @@ class PagedLayers:
     """A model's attention backends, one per KV group, and which layer is whose."""
 
     def __init__(
-        self, full: AttentionBackend | None, window: AttentionBackend | None, groups: Sequence[GroupSpec]
+        self,
+        full: AttentionBackend | None,
+        window: AttentionBackend | None,
+        groups: Sequence[GroupSpec],
+        latent: LatentBackend | None = None,
     ) -> None:
         self.full = full
         self.window = window
+        self.latent = latent
         backends = {"full": full, "window": window}
         self.of_layer: dict[int, tuple[AttentionBackend, int]] = {
             layer: (backend, place)
             for group in groups
             if (backend := backends.get(group.kind)) is not None
+            for place, layer in enumerate(group.layer_ids)
+        }
+        self.latent_of_layer: dict[int, tuple[LatentBackend, int]] = {
+            layer: (latent, place)
+            for group in groups
+            if latent is not None and group.kind == "latent"
             for place, layer in enumerate(group.layer_ids)
         }
 
@@ -75,6 +88,8 @@ class PagedLayers:
             self.full.prepare(batch)
         if self.window is not None:
             self.window.prepare(batch.for_window())
+        if self.latent is not None:
+            self.latent.prepare(batch)
 
 
 def paged_attention(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from kvcache.quant import KVFormat
 from wire.errors import ConfigError
 
 CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "attention": ("auto", "cpu", "torch", "flashinfer"),
     "linear": ("auto", "torch", "packed"),
+    "kv_cache_dtype": tuple(KVFormat),
 }
 
 
@@ -19,6 +21,7 @@ class EngineConfig:
 
     model: str  # a directory with config.json and safetensors, or a hub id
     dtype: str = "auto"  # of weights and KV; "auto" is what config.json says
+    kv_cache_dtype: str = "auto"  # how KV is stored (kvcache.quant); "auto": in `dtype`
     device: str = "cpu"  # a torch device
     attention: str = "auto"  # "auto": flashinfer on CUDA, the C++ op on CPU, else the torch reference
     linear: str = "auto"  # "packed": weights rearranged once for the CPU; "auto": packed in bfloat16 on CPU

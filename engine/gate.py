@@ -10,10 +10,15 @@ from __future__ import annotations
 from typing import Any
 
 from engine.errors import UnsupportedModel
-from engine.families import dense
+from engine.families import dense, hybrid, latent, windowed
 from engine.families.base import Family
 
-FAMILIES: dict[str, Family] = {**dense.FAMILIES}
+FAMILIES: dict[str, Family] = {
+    **dense.FAMILIES,
+    **hybrid.FAMILIES,
+    **latent.FAMILIES,
+    **windowed.FAMILIES,
+}
 """model_type -> what is tested token by token against transformers.generate."""
 
 ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
@@ -77,9 +82,11 @@ def _check_masks(config: Any, family: Family) -> None:
 
 def _check_rope(config: Any) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
-    rope_type = rope.get("rope_type", "default")
-    if rope_type not in ROPE_TYPES:
-        raise UnsupportedModel(
-            f"rope_type {rope_type!r} in config.json is computed over the longest sequence of a pack",
-            f"use a model with rope_type {', '.join(sorted(ROPE_TYPES))}",
-        )
+    by_layer_type = [one for one in rope.values() if isinstance(one, dict)]
+    for one in by_layer_type or [rope]:
+        rope_type = one.get("rope_type", "default")
+        if rope_type not in ROPE_TYPES:
+            raise UnsupportedModel(
+                f"rope_type {rope_type!r} in config.json is computed over the longest sequence of a pack",
+                f"use a model with rope_type {', '.join(sorted(ROPE_TYPES))}",
+            )

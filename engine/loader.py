@@ -22,7 +22,8 @@ from engine.families.base import Dtypes
 from engine.gate import check_model
 from engine.spec import ModelSpec
 from engine.swaps import apply_swaps, swap_table
-from kvcache.layout import GroupSpec
+from kvcache.layout import GroupSpec, stored_as
+from kvcache.quant import KVFormat
 from wire.errors import ConfigError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -37,6 +38,7 @@ class AttentionLayer:
     query_heads: int
     scale: float  # on q.k
     window: int | None  # keys that a query sees, itself included; None: all
+    sinks: bool = False  # whether a learned logit per head joins each softmax
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,9 @@ def load_model(config: EngineConfig) -> LoadedModel:
     model = _read(config, hf_config, dtype, local)
     model = model.to(config.device).eval().requires_grad_(False)
     family.prepare(model)
-    groups = family.groups(hf_config, Dtypes(model=dtype, kv=dtype))
+    groups = stored_as(
+        family.groups(hf_config, Dtypes(model=dtype, kv=dtype)), KVFormat(config.kv_cache_dtype)
+    )
     attention = _attention_layers(model, hf_config)
     _check_layers(groups, attention)
     spec = ModelSpec(
@@ -135,9 +139,16 @@ def _attention_layers(model: nn.Module, hf_config: Any) -> tuple[AttentionLayer,
     modules: Any = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling")]
     heads = hf_config.num_attention_heads
     return tuple(
-        AttentionLayer(m.layer_idx, heads, float(m.scaling), getattr(m, "sliding_window", None))
+        AttentionLayer(m.layer_idx, heads, float(m.scaling), _window(m), hasattr(m, "sinks"))
         for m in sorted(modules, key=lambda module: module.layer_idx)
     )
+
+
+def _window(attention: Any) -> int | None:
+    """The window that a module passes on to its attention function; Mistral's reads it from the config."""
+    config = getattr(attention, "config", None)
+    window: int | None = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
+    return window
 
 
 def _check_layers(groups: tuple[GroupSpec, ...], attention: tuple[AttentionLayer, ...]) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from transformers import Cache
 
+from engine.states import PackedStates
+
 
 class PagedCache(Cache):  # type: ignore[misc]
     """Handed to a model as `past_key_values`.
@@ -14,10 +16,12 @@ class PagedCache(Cache):  # type: ignore[misc]
     `update` returns only the new tokens, never gathered context: the attention function that follows writes
     them to their slots and reads the context from the pages in one call (engine/attention.py), so a step
     never copies a context. Nothing here may be asked how long a sequence is: positions come with the batch.
+    `states` is for layers that keep a state instead (engine/states.py); None where the model has none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, states: PackedStates | None = None) -> None:
         super().__init__(layers=[])
+        self.states = states
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any

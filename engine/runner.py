@@ -18,7 +18,8 @@ from engine.last_tokens import LastTokens
 from engine.launch import Launched, LaunchQueue
 from engine.loader import LoadedModel
 from engine.paged_cache import PagedCache
-from kvcache.pool import KVCache
+from engine.states import PackedStates
+from kvcache.pool import KVCache, MambaPool
 
 
 @dataclass(slots=True)
@@ -44,7 +45,9 @@ class ModelRunner:
         self._decoder = getattr(loaded.model, loaded.model.base_model_prefix)
         self._lm_head = loaded.model.lm_head
         self._device = torch.device(config.device)
-        self._cache = PagedCache()
+        states = pools.get("state")
+        self._states = PackedStates(states) if isinstance(states, MambaPool) else None
+        self._cache = PagedCache(self._states)
         self._last_tokens = LastTokens()
         self._queue = LaunchQueue(config.overlap)
 
@@ -79,6 +82,8 @@ class ModelRunner:
         """
         input_ids = self._to_device(self._last_tokens.resolve(batch))
         self.attention.prepare(batch)
+        if self._states is not None:
+            self._states.prepare(batch)
         output = self._decoder(
             input_ids=input_ids[None],
             position_ids=self._to_device(batch.positions)[None],

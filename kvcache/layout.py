@@ -12,12 +12,13 @@ has a full group of no layers: its page ids name token pages all the same, and c
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
 import torch
 
+from kvcache.quant import KVFormat
 from wire.errors import ConfigError
 from wire.records import GroupLayout
 
@@ -55,7 +56,8 @@ class KVGroupSpec(GroupSpec):
 
     `layer_ids` are the model's layer numbers; a page holds them in this order. With `window`, a query at
     position p sees keys at p - window + 1 .. p. `tile_order` names the order inside a `[page_size,
-    head_dim]` tile: "plain" is token-major; an attention backend may define another.
+    head_dim]` tile: "plain" is token-major; an attention backend may define another. `dtype` is what the
+    model computes; `stored` says how the pool holds it.
     """
 
     layer_ids: tuple[int, ...]
@@ -66,9 +68,11 @@ class KVGroupSpec(GroupSpec):
     v_head_dim: int | None = None
     tile_order: str = "plain"
     window: int | None = None
+    stored: KVFormat = KVFormat.AUTO
 
     def __post_init__(self) -> None:
         """Refuse heads whose K and V differ in width: one page holds K and V tiles of one shape."""
+        self.stored.check_row(self.head_dim)
         if self.v_head_dim not in (None, self.head_dim):
             raise ConfigError(
                 "model",
@@ -82,28 +86,42 @@ class KVGroupSpec(GroupSpec):
         return "full" if self.window is None else "window"
 
     def page_shape(self, page_size: int) -> tuple[int, ...]:
-        """`[layer, 2 (K, V), head, page_size, head_dim]`."""
-        return (len(self.layer_ids), 2, self.kv_heads, page_size, self.head_dim)
+        """`[layer, 2 (K, V), head, page_size, head_dim]`; of fp4 the last are a tile's bytes, per row."""
+        return (len(self.layer_ids), 2, self.kv_heads, page_size, _row_elements(self.stored, self.head_dim))
 
     def page_bytes(self, page_size: int) -> int:
         """Bytes of one page: all layers, K and V, contiguous."""
-        return prod(self.page_shape(page_size)) * self.dtype.itemsize
+        return prod(self.page_shape(page_size)) * self.element.itemsize
+
+    @property
+    def element(self) -> torch.dtype:
+        """What the pool's tensor holds."""
+        return self.stored.element or self.dtype
 
     def to_layout(self, page_size: int) -> GroupLayout:
         """See GroupSpec."""
-        return _layout(self, page_size, str(self.dtype).removeprefix("torch."), self.tile_order)
+        return _layout(self, page_size, _dtype_name(self.stored, self.dtype), self.tile_order)
 
 
 @dataclass(frozen=True)
 class LatentGroupSpec(GroupSpec):
     """Layers of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): a token's row is its normed
-    latent, `kv_lora_rank` values, and then its rotated key part, `rope_dim` values, shared by all heads."""
+    latent, `kv_lora_rank` values, and then its rotated key part, `rope_dim` values, shared by all heads.
+
+    There is no head to split a page by: ranks that divide a model's heads would each hold the same pages, and
+    one of them would send them. A `KVGroupSpec`'s pages they would divide.
+    """
 
     layer_ids: tuple[int, ...]
     kv_lora_rank: int
     rope_dim: int
     dtype: torch.dtype
     name: str = "latent"
+    stored: KVFormat = KVFormat.AUTO
+
+    def __post_init__(self) -> None:
+        """Refuse rows that cannot be stored so."""
+        self.stored.check_row(self.row_dim)
 
     @property
     def kind(self) -> str:
@@ -116,16 +134,21 @@ class LatentGroupSpec(GroupSpec):
         return self.kv_lora_rank + self.rope_dim
 
     def page_shape(self, page_size: int) -> tuple[int, ...]:
-        """`[layer, page_size, kv_lora_rank + rope_dim]`."""
-        return (len(self.layer_ids), page_size, self.row_dim)
+        """`[layer, page_size, kv_lora_rank + rope_dim]`; of fp4 the last are a tile's bytes, per row."""
+        return (len(self.layer_ids), page_size, _row_elements(self.stored, self.row_dim))
 
     def page_bytes(self, page_size: int) -> int:
         """Bytes of one page: all layers, contiguous."""
-        return prod(self.page_shape(page_size)) * self.dtype.itemsize
+        return prod(self.page_shape(page_size)) * self.element.itemsize
+
+    @property
+    def element(self) -> torch.dtype:
+        """What the pool's tensor holds."""
+        return self.stored.element or self.dtype
 
     def to_layout(self, page_size: int) -> GroupLayout:
         """See GroupSpec."""
-        return _layout(self, page_size, str(self.dtype).removeprefix("torch."), "plain")
+        return _layout(self, page_size, _dtype_name(self.stored, self.dtype), "plain")
 
 
 @dataclass(frozen=True)
@@ -184,6 +207,14 @@ class StateGroupSpec(GroupSpec):
         return _layout(self, page_size, described.replace("torch.", ""), "plain")
 
 
+def _row_elements(stored: KVFormat, values: int) -> int:
+    return values if stored is KVFormat.AUTO else stored.row_bytes(values)
+
+
+def _dtype_name(stored: KVFormat, dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.") if stored is KVFormat.AUTO else stored.description
+
+
 def _layout(spec: GroupSpec, page_size: int, dtype: str, tile_order: str) -> GroupLayout:
     return GroupLayout(
         name=spec.name,
@@ -193,6 +224,17 @@ def _layout(spec: GroupSpec, page_size: int, dtype: str, tile_order: str) -> Gro
         tile_order=tile_order,
         page_size=page_size,
         page_bytes=spec.page_bytes(page_size),
+    )
+
+
+def stored_as(groups: tuple[GroupSpec, ...], stored: KVFormat) -> tuple[GroupSpec, ...]:
+    """The groups with their keys, values and latents stored so; states stay as they are.
+
+    Raises ConfigError for rows that cannot be.
+    """
+    return tuple(
+        replace(group, stored=stored) if isinstance(group, KVGroupSpec | LatentGroupSpec) else group
+        for group in groups
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ import torch
 
 from kvcache.buffers import HostBuffer, SharedBuffer, allocate_private
 from kvcache.layout import GroupSpec, KVGroupSpec, LatentGroupSpec, StateGroupSpec
+from kvcache.quant import KVFormat, QuantisedRows
 
 
 class ReqToTokenPool:
@@ -110,7 +112,10 @@ class KVCache:
 
 
 class MHAKVCache(KVCache):
-    """Keys and values of multi-head attention: `data[page, layer, K or V, head, offset, head_dim]`."""
+    """Keys and values of multi-head attention: `data[page, layer, K or V, head, offset, head_dim]`.
+
+    Quantised pools hold codes there: float8 elements, or bytes of fp4 in tiles of `[data | scales]`.
+    """
 
     def __init__(
         self,
@@ -122,29 +127,44 @@ class MHAKVCache(KVCache):
     ) -> None:
         super().__init__(spec, num_pages, page_size, device, buffer)
         self.spec = spec
-        self.data = self._storage.view(spec.dtype).view(num_pages + 1, *spec.page_shape(page_size))
+        self.data = self._storage.view(spec.element).view(num_pages + 1, *spec.page_shape(page_size))
+        self._rows = _quantised(self.data, spec.stored, spec.head_dim)
         self._layer_index = {layer: index for index, layer in enumerate(spec.layer_ids)}
 
     def set_kv_buffer(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write `k`, `v` `[tokens, head, head_dim]` of model layer `layer` at `slots` (int64 `[tokens]`).
 
-        They must already have the pool's dtype: a conversion here would hide a wrong one elsewhere.
+        They must already have the model's dtype: a conversion here would hide a wrong one elsewhere.
         """
-        assert k.dtype == v.dtype == self.data.dtype, f"{k.dtype} into a pool of {self.data.dtype}"
-        pages, offsets = slots // self.page_size, slots % self.page_size
-        tiles = self.data[:, self._layer_index[layer]]
-        tiles[pages, 0, :, offsets] = k
-        tiles[pages, 1, :, offsets] = v
+        assert k.dtype == v.dtype == self.spec.dtype, f"{k.dtype} into a pool of {self.spec.dtype}"
+        pages, offsets, place = slots // self.page_size, slots % self.page_size, self._layer_index[layer]
+        for side, values in enumerate((k, v)):
+            index = (pages, place, side, slice(None), offsets)
+            if self._rows is None:
+                self.data[index] = values
+            else:
+                self._rows.write(index, values)
 
     def get_kv(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`k`, `v` `[tokens, head, head_dim]` of model layer `layer` at `slots`, copied; for tests."""
-        pages, offsets = slots // self.page_size, slots % self.page_size
-        tiles = self.data[:, self._layer_index[layer]]
-        return tiles[pages, 0, :, offsets], tiles[pages, 1, :, offsets]
+        pages, offsets, place = slots // self.page_size, slots % self.page_size, self._layer_index[layer]
+        k, v = (self._read((pages, place, side, slice(None), offsets)) for side in (0, 1))
+        return k, v
+
+    def read_pages(self, place: int, pages: torch.Tensor) -> torch.Tensor:
+        """`[pages, K or V, head, page_size, head_dim]` of the layer at `place` in a page, copied."""
+        return self._read((pages, place))
+
+    def _read(self, index: tuple[Any, ...]) -> torch.Tensor:
+        """In the model's dtype, dequantised where the pool is quantised."""
+        return self.data[index] if self._rows is None else self._rows.read(index).to(self.spec.dtype)
 
 
 class MLAKVCache(KVCache):
-    """Latents of multi-head latent attention: `data[page, layer, offset, kv_lora_rank + rope_dim]`."""
+    """Latents of multi-head latent attention: `data[page, layer, offset, kv_lora_rank + rope_dim]`.
+
+    Quantised pools hold codes there: float8 elements, or bytes of fp4 in tiles of `[data | scales]`.
+    """
 
     def __init__(
         self,
@@ -156,24 +176,33 @@ class MLAKVCache(KVCache):
     ) -> None:
         super().__init__(spec, num_pages, page_size, device, buffer)
         self.spec = spec
-        self.data = self._storage.view(spec.dtype).view(num_pages + 1, *spec.page_shape(page_size))
+        self.data = self._storage.view(spec.element).view(num_pages + 1, *spec.page_shape(page_size))
+        self._rows = _quantised(self.data, spec.stored, spec.row_dim)
         self._layer_index = {layer: index for index, layer in enumerate(spec.layer_ids)}
 
     def set_mla_kv_buffer(
         self, layer: int, slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor
     ) -> None:
         """Write `latent` `[tokens, kv_lora_rank]` and `rope` `[tokens, rope_dim]` of a model layer."""
-        assert latent.dtype == rope.dtype == self.data.dtype, f"{latent.dtype} into {self.data.dtype}"
-        pages, offsets = slots // self.page_size, slots % self.page_size
-        rows = self.data[:, self._layer_index[layer]]
-        rows[pages, offsets] = torch.cat((latent, rope), dim=-1)
+        assert latent.dtype == rope.dtype == self.spec.dtype, f"{latent.dtype} into {self.spec.dtype}"
+        index = (slots // self.page_size, self._layer_index[layer], slots % self.page_size)
+        row = torch.cat((latent, rope), dim=-1)
+        if self._rows is None:
+            self.data[index] = row
+        else:
+            self._rows.write(index, row)
 
     def get_rows(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
-        """`[tokens, kv_lora_rank + rope_dim]` of a model layer, copied."""
-        rows: torch.Tensor = self.data[
-            slots // self.page_size, self._layer_index[layer], slots % self.page_size
-        ]
-        return rows
+        """`[tokens, kv_lora_rank + rope_dim]` of a model layer in the model's dtype, copied."""
+        index = (slots // self.page_size, self._layer_index[layer], slots % self.page_size)
+        return self.data[index] if self._rows is None else self._rows.read(index).to(self.spec.dtype)
+
+
+def _quantised(data: torch.Tensor, stored: KVFormat, dim: int) -> QuantisedRows | None:
+    """The rows of `data` `[..., page_size, elements of a row]`; None where they are values as they are."""
+    if stored is KVFormat.AUTO:
+        return None
+    return QuantisedRows(data.view(torch.uint8).flatten(-2), stored, data.shape[-2], dim)
 
 
 class MambaPool(KVCache):

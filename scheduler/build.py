@@ -46,6 +46,7 @@ def build_engine(options: WorkerOptions, shared_pool: bool) -> tuple[Engine, Mem
     config = EngineConfig(
         model=options.model,
         dtype=options.dtype,
+        kv_cache_dtype=options.kv_cache_dtype,
         device=device,
         attention=options.attention_backend,
         linear=options.linear_backend,

@@ -42,6 +42,9 @@ class WorkerOptions(Options):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     attention_backend: Literal["auto", "cpu", "torch", "flashinfer"] = "auto"
     linear_backend: Literal["auto", "packed", "torch"] = "auto"
+    kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1"] = Field(
+        "auto", description="how keys, values and latents are stored; auto: in dtype"
+    )
     threads: int | None = Field(None, ge=1, description="compute threads; None: half the cores, at least 1")
     overlap_depth: Literal[0, 1] = Field(
         0, description="1: a step is launched before the last one's result is known"

@@ -21,25 +21,41 @@ class FlashInferAttention:
     out in every layer.
     """
 
-    def __init__(self, pool: MHAKVCache, query_heads: int, scale: float) -> None:
-        """Raises ImportError when FlashInfer is not installed."""
+    def __init__(self, pool: MHAKVCache, query_heads: int, scale: float, sinks: bool = False) -> None:
+        """`sinks`: whether forward() is called with them. Raises ImportError when FlashInfer is not installed
+        or knows no sinks."""
         import flashinfer
 
         self._pool = pool
         self._query_heads = query_heads
         self._scale = scale
         self._device = pool.data.device
+        self._window = pool.spec.window
+        # FlashInfer counts the keys to the left of a query, we those that it sees
+        self._window_left = -1 if self._window is None else self._window - 1
+        self._sinks = sinks
         workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
-        self._wrapper: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout="HND")
+        self._wrapper: Any
+        if sinks:
+            self._wrapper = _wrapper_with_sinks(flashinfer, workspace, pool, self._window_left)
+        else:
+            self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout="HND")
         self._slots = torch.empty(0, dtype=torch.int64)
 
     def prepare(self, batch: ForwardBatch) -> None:
         """See AttentionBackend."""
         page_size = self._pool.page_size
-        pages = -(-batch.seq_lens // page_size)  # [S] in use
-        kv_starts = np.zeros(len(pages) + 1, dtype=np.int32)
-        np.cumsum(pages, out=kv_starts[1:])
-        in_use = np.arange(batch.page_table.shape[1]) < pages[:, None]
+        ends = -(-batch.seq_lens // page_size)  # [S] pages
+        firsts = np.zeros_like(ends)
+        if self._window is not None:
+            # pages before are not held. Without them a context is shorter and begins on a page border; what
+            # FlashInfer hides is counted from its end
+            unseen = batch.seq_lens - batch.q_lens + 1 - self._window
+            firsts = np.maximum(unseen, 0) // page_size
+        kv_starts = np.zeros(len(ends) + 1, dtype=np.int32)
+        np.cumsum(ends - firsts, out=kv_starts[1:])
+        logical = np.arange(batch.page_table.shape[1])
+        in_use = (logical >= firsts[:, None]) & (logical < ends[:, None])
         self._slots = torch.from_numpy(batch.out_slots).to(self._device)
         self._wrapper.plan(
             self._on_device(batch.starts()),
@@ -51,8 +67,9 @@ class FlashInferAttention:
             self._pool.spec.head_dim,
             page_size,
             causal=True,
+            window_left=self._window_left,
             sm_scale=self._scale,
-            q_data_type=self._pool.data.dtype,
+            q_data_type=self._pool.spec.dtype,
             kv_data_type=self._pool.data.dtype,
         )
 
@@ -66,10 +83,27 @@ class FlashInferAttention:
         sinks: torch.Tensor | None = None,
     ) -> None:
         """See AttentionBackend."""
-        assert sinks is None, "this backend knows no attention sinks"
+        assert (sinks is not None) == self._sinks, "a layer's sinks are not what the loader found"
         self._pool.set_kv_buffer(self._pool.spec.layer_ids[place], self._slots, k_new, v_new)
         of_layer = self._pool.data[:, place]  # [page, 2, head, page_size, head_dim], page-strided
-        self._wrapper.run(q.contiguous(), (of_layer[:, 0], of_layer[:, 1]), out=out)
+        with_sinks = () if sinks is None else (sinks.float(), self._scale)
+        self._wrapper.run(q.contiguous(), (of_layer[:, 0], of_layer[:, 1]), *with_sinks, out=out)
 
     def _on_device(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(array.astype(np.int32, copy=False)).to(self._device)
+
+
+def _wrapper_with_sinks(flashinfer: Any, workspace: torch.Tensor, pool: MHAKVCache, window_left: int) -> Any:
+    """FlashInfer's variant whose run() takes the sinks, float32 [query heads], and the scale once more."""
+    variant = getattr(flashinfer, "BatchAttentionWithAttentionSinkWrapper", None)
+    if variant is None:
+        raise ImportError("this FlashInfer knows no attention sinks")
+    return variant(
+        workspace,
+        kv_layout="HND",
+        q_data_type=pool.spec.dtype,
+        kv_data_type=pool.data.dtype,
+        head_dim_qk=pool.spec.head_dim,
+        head_dim_vo=pool.spec.head_dim,
+        window_left=window_left,
+    )

@@ -15,19 +15,23 @@ from kvcache.pool import MHAKVCache
 class _Sequence:
     start: int  # its new tokens are [start, end) of the pack
     end: int
-    length: int  # context after this step
-    pages: torch.Tensor  # int64 [pages in use]
-    mask: torch.Tensor | None  # bool [new tokens, length], None where is_causal or one query says it all
+    pages: torch.Tensor  # int64: those that hold a key some new token sees
+    keys: slice  # of the tokens on these pages: from the first that is seen to the last new one
+    mask: torch.Tensor | None  # bool [new tokens, keys], None where is_causal or one query says it all
     is_causal: bool
 
 
 class TorchAttention:
-    """An AttentionBackend: gathers each sequence's pages and calls SDPA on them, one sequence at a time."""
+    """An AttentionBackend: gathers each sequence's pages and calls SDPA on them, one sequence at a time.
+
+    A page that no new token sees is not gathered, whatever its table entry says.
+    """
 
     def __init__(self, pool: MHAKVCache, query_heads: int, scale: float) -> None:
         self._pool = pool
         self._page_size = pool.page_size
-        self._gqa = query_heads != pool.data.shape[3]
+        self._window = pool.spec.window
+        self._gqa = query_heads != pool.spec.kv_heads
         self._scale = scale
         self._slots = torch.empty(0, dtype=torch.int64)
         self._sequences: list[_Sequence] = []
@@ -53,28 +57,64 @@ class TorchAttention:
         sinks: torch.Tensor | None = None,
     ) -> None:
         """See AttentionBackend."""
-        assert sinks is None, "this backend knows no attention sinks"
         self._pool.set_kv_buffer(self._pool.spec.layer_ids[place], self._slots, k_new, v_new)
-        of_layer = self._pool.data[:, place]  # [pages, 2, Hkv, page_size, D]
         for sequence in self._sequences:
-            # [pages, 2, Hkv, page_size, D] -> [2, Hkv, length, D]
-            kv = of_layer[sequence.pages].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : sequence.length]
-            attended = F.scaled_dot_product_attention(
-                q[sequence.start : sequence.end].transpose(0, 1)[None],
-                kv[None, 0],
-                kv[None, 1],
-                attn_mask=sequence.mask,
-                is_causal=sequence.is_causal,
-                scale=self._scale,
-                enable_gqa=self._gqa,
-            )
-            out[sequence.start : sequence.end] = attended[0].transpose(0, 1)
+            # [pages, 2, Hkv, page_size, D] -> [2, Hkv, keys, D]
+            pages = self._pool.read_pages(place, sequence.pages)
+            kv = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, sequence.keys]
+            of_sequence = q[sequence.start : sequence.end].transpose(0, 1)  # [Hq, new, D]
+            if sinks is None:
+                attended = self._attend(of_sequence, kv, sequence)
+            else:
+                attended = self._attend_with_sinks(of_sequence, kv, sequence, sinks)
+            out[sequence.start : sequence.end] = attended.transpose(0, 1)
+
+    def _attend(self, q: torch.Tensor, kv: torch.Tensor, sequence: _Sequence) -> torch.Tensor:
+        """q [Hq, new, D], kv [2, Hkv, keys, D] -> [Hq, new, D]."""
+        attended: torch.Tensor = F.scaled_dot_product_attention(
+            q[None],
+            kv[None, 0],
+            kv[None, 1],
+            attn_mask=sequence.mask,
+            is_causal=sequence.is_causal,
+            scale=self._scale,
+            enable_gqa=self._gqa,
+        )
+        return attended[0]
+
+    def _attend_with_sinks(
+        self, q: torch.Tensor, kv: torch.Tensor, sequence: _Sequence, sinks: torch.Tensor
+    ) -> torch.Tensor:
+        """A sink is one more score of its head: it takes its share of the softmax and adds no value."""
+        heads, new, _ = q.shape
+        k, v = kv.float().repeat_interleave(heads // kv.shape[1], dim=1)
+        scores = q.float() @ k.transpose(1, 2) * self._scale
+        mask = sequence.mask
+        if sequence.is_causal:
+            mask = torch.ones(new, new, dtype=torch.bool, device=q.device).tril()
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        column = sinks.float()[:, None, None].expand(-1, new, 1)
+        weights = torch.cat((column, scores), dim=-1).softmax(-1)[..., 1:]
+        attended: torch.Tensor = weights @ v
+        return attended.to(q.dtype)
 
     def _sequence(self, start: int, end: int, length: int, pages: torch.Tensor) -> _Sequence:
         new = end - start
+        first = 0 if self._window is None else max(0, length - new + 1 - self._window)
+        page = first // self._page_size
+        keys = length - first
         mask = None
-        if 1 < new < length:
-            mask = torch.ones(new, length, dtype=torch.bool, device=pages.device).tril(length - new)
+        slides = self._window is not None and keys > self._window  # for another query than the first
+        if new > 1 and (new < keys or slides):
+            mask = torch.ones(new, keys, dtype=torch.bool, device=pages.device).tril(keys - new)
+            if self._window is not None:
+                mask = mask.triu(keys - new + 1 - self._window)
         return _Sequence(
-            start, end, length, pages[: -(-length // self._page_size)], mask, is_causal=1 < new == length
+            start,
+            end,
+            pages[page : -(-length // self._page_size)],
+            slice(first - page * self._page_size, length - page * self._page_size),
+            mask,
+            is_causal=new > 1 and mask is None,
         )

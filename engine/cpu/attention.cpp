@@ -24,13 +24,14 @@ bool by_products(const AttentionCall& call, int tokens) {
   return current_isa() >= kAvx512 && call.storage == kBFloat16 && call.head_dim % 32 == 0 && tokens >= kProductTokens;
 }
 
-// out = sum_i sums_i * e^(top_i - top) / sum_i sum_i * e^(top_i - top), parts in context order.
+// out = sum_i sums_i * e^(top_i - top) / sum_i sum_i * e^(top_i - top), parts in context order. `sink`: a logit that
+// joins the denominator, or null.
 template <typename T>
-void merge_row(const float* parts, int64_t count, int64_t stride, int dim, T* out) {
-  float top = -1e30f;
+void merge_row(const float* parts, int64_t count, int64_t stride, int dim, const float* sink, T* out) {
+  float top = sink ? *sink : -1e30f;
   for (int64_t i = 0; i < count; ++i) top = std::max(top, parts[i * stride + dim]);
   float acc[kMaxHeadDim] = {};
-  float sum = 0;
+  float sum = sink ? std::exp(*sink - top) : 0;
   for (int64_t i = 0; i < count; ++i) {
     const float* part = parts + i * stride;
     const float weight = std::exp(part[dim] - top);
@@ -41,7 +42,24 @@ void merge_row(const float* parts, int64_t count, int64_t stride, int dim, T* ou
 }
 
 template <typename T>
+void quantise_tokens(const AttentionCall& call, int64_t first, int64_t last) {
+  const Format stored = static_cast<Format>(call.format);
+  for (int64_t t = first; t < last; ++t) {
+    const int64_t page = call.slots[t] / call.page_size * call.page_stride;
+    const int offset = static_cast<int>(call.slots[t] % call.page_size);
+    for (int h = 0; h < call.kv_heads; ++h) {
+      const int64_t tile = page + h * call.tile_stride;
+      store_row(stored, static_cast<const T*>(call.k_new) + t * call.k_token + h * call.k_head,
+                static_cast<char*>(call.k) + tile, call.page_size, offset, call.head_dim);
+      store_row(stored, static_cast<const T*>(call.v_new) + t * call.v_token + h * call.v_head,
+                static_cast<char*>(call.v) + tile, call.page_size, offset, call.head_dim);
+    }
+  }
+}
+
+template <typename T>
 void write_tokens(const AttentionCall& call, int64_t first, int64_t last) {
+  if (call.format != kPlain) return quantise_tokens<T>(call, first, last);
   const int64_t bytes = call.head_dim * sizeof(T);
   for (int64_t t = first; t < last; ++t) {
     const int64_t to = call.slots[t] / call.page_size * call.page_stride +
@@ -63,20 +81,23 @@ AttentionPlan::AttentionPlan(const AttentionCall& shape) {
   int64_t total_parts = 0, total_packed = 0;
   for (int s = 0; s < shape.seqs; ++s) {
     const int tokens = static_cast<int>(shape.starts[s + 1] - shape.starts[s]);
-    const int length = shape.seq_lens[s];
-    const bool split = tokens == 1 && length > kSplit;
-    int64_t packed_at = -1;
-    if (by_products(shape, tokens)) {
+    const int start = context_start(shape, s), length = shape.seq_lens[s];
+    const bool split = tokens == 1 && length - start > kSplit;
+    int64_t packed_at = kReadPages;
+    if (by_products(shape, tokens) && shape.format != kPlain) {
+      packed_at = kPackTiles;
+    } else if (by_products(shape, tokens)) {
       contexts_.push_back({s, total_packed});
       packed_at = total_packed;
-      total_packed += shape.kv_heads * padded(length) * shape.head_dim;
+      total_packed += shape.kv_heads * padded(length - start) * shape.head_dim;
     }
-    const int block = packed_at < 0 ? kQueryBlock : std::max(1, kRowBlock / group);
+    const int rows = packed_at == kPackTiles ? kProductRows : kRowBlock;
+    const int block = packed_at == kReadPages ? kQueryBlock : std::max(1, rows / group);
     for (int h = 0; h < shape.kv_heads; ++h) {
       if (split) {
         const int64_t first = static_cast<int64_t>(items_.size());
-        for (int from = 0; from < length; from += kSplit)
-          items_.push_back({s, h, 0, 1, from, std::min(from + kSplit, length), nullptr, -1});
+        for (int from = start; from < length; from += kSplit)
+          items_.push_back({s, h, 0, 1, from, std::min(from + kSplit, length), nullptr, kReadPages});
         const int64_t count = static_cast<int64_t>(items_.size()) - first;
         partials_.push_back({s, h, total_parts, count});
         total_parts += count;
@@ -84,7 +105,7 @@ AttentionPlan::AttentionPlan(const AttentionCall& shape) {
       }
       // The last tokens see the longest context: they come first, so that no thread ends with the longest item.
       for (int first = (tokens - 1) / block * block; first >= 0 && tokens > 0; first -= block)
-        items_.push_back({s, h, first, std::min(first + block, tokens), 0, length, nullptr, packed_at});
+        items_.push_back({s, h, first, std::min(first + block, tokens), start, length, nullptr, packed_at});
     }
   }
   sums_.resize(total_parts * part);
@@ -92,8 +113,8 @@ AttentionPlan::AttentionPlan(const AttentionCall& shape) {
   packed_v_.resize(total_packed);
   int64_t next = 0;
   for (auto& item : items_) {
-    const bool split = shape.starts[item.seq + 1] - shape.starts[item.seq] == 1 && shape.seq_lens[item.seq] > kSplit;
-    if (split) item.partial = sums_.data() + part * next++;
+    const bool one = shape.starts[item.seq + 1] - shape.starts[item.seq] == 1;
+    if (one && context_length(shape, item.seq) > kSplit) item.partial = sums_.data() + part * next++;
   }
 }
 
@@ -108,12 +129,12 @@ void AttentionPlan::pack(Team& team, const AttentionCall& call) {
 #if defined(__x86_64__)
   int64_t work = 0;  // counted over all contexts, so that threads share one long context too
   for (const PackedContext& context : contexts_) {
-    const int64_t length = call.seq_lens[context.seq], block = padded(length) * call.head_dim;
+    const int64_t length = context_length(call, context.seq), block = padded(length) * call.head_dim;
     const int tiles = static_cast<int>((length + kContextTile - 1) / kContextTile);
     for (int head = 0; head < call.kv_heads; ++head) {
       for (int tile = 0; tile < tiles; ++tile, ++work) {
         if (work % team.size != team.index) continue;
-        const int64_t at = context.offset + head * block;
+        const int64_t at = context.offset + head * block + int64_t{tile} * kContextTile * call.head_dim;
         pack_context(call, context.seq, head, tile, packed_k_.data() + at, packed_v_.data() + at);
       }
     }
@@ -123,12 +144,16 @@ void AttentionPlan::pack(Team& team, const AttentionCall& call) {
 
 void AttentionPlan::attend(const AttentionCall& call, const AttentionItem& item) const {
 #if defined(__x86_64__)
+  if (item.packed == kPackTiles) return attend_by_products(call, item, nullptr, nullptr);
   if (item.packed >= 0) {
-    const int64_t at = item.packed + item.kv_head * padded(call.seq_lens[item.seq]) * call.head_dim;
+    const int64_t at = item.packed + item.kv_head * padded(context_length(call, item.seq)) * call.head_dim;
     return attend_by_products(call, item, packed_k_.data() + at, packed_v_.data() + at);
   }
 #endif
-  (call.storage == kFloat32 ? kernels().float32 : kernels().bfloat16)(call, item);
+  const AttentionKernels& table = kernels();
+  if (call.format != kPlain)
+    return (call.storage == kFloat32 ? table.quantised_float32 : table.quantised_bfloat16)(call, item);
+  (call.storage == kFloat32 ? table.float32 : table.bfloat16)(call, item);
 }
 
 void AttentionPlan::merge(Team& team, const AttentionCall& call) const {
@@ -141,9 +166,10 @@ void AttentionPlan::merge(Team& team, const AttentionCall& call) const {
     const Partials& p = partials_[i / group];
     const int64_t head = p.kv_head * group + i % group;
     const float* parts = sums_.data() + p.first * part + i % group * row;
+    const float* sink = call.sinks ? call.sinks + head : nullptr;
     const int64_t to = call.starts[p.seq] * call.out_token + head * dim;
-    if (call.storage == kFloat32) merge_row(parts, p.count, part, dim, static_cast<float*>(call.out) + to);
-    else merge_row(parts, p.count, part, dim, static_cast<bf16*>(call.out) + to);
+    if (call.storage == kFloat32) merge_row(parts, p.count, part, dim, sink, static_cast<float*>(call.out) + to);
+    else merge_row(parts, p.count, part, dim, sink, static_cast<bf16*>(call.out) + to);
   }
 }
 
@@ -164,8 +190,16 @@ void AttentionPlan::run(Team& team, const AttentionCall& call) {
 
 }  // namespace baton
 
-extern "C" void baton_attention(const baton::AttentionCall* call) {
+extern "C" {
+
+// Bytes that a call would allocate to pack contexts; a quantised pool is never packed whole.
+int64_t baton_attention_packed_bytes(const baton::AttentionCall* call) {
+  return baton::AttentionPlan(*call).packed_bytes();
+}
+
+void baton_attention(const baton::AttentionCall* call) {
   baton::AttentionPlan plan(*call);
   auto body = [&](baton::Team& team) { plan.run(team, *call); };
   baton::parallel(call->threads, body);
+}
 }

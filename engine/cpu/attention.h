@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "kv_format.h"
 #include "numeric.h"
 #include "pool.h"
 
@@ -11,7 +12,7 @@ namespace baton {
 
 enum Storage : int32_t { kFloat32 = 0, kBFloat16 = 1 };
 
-// Strides count elements.
+// Strides count elements; those of a quantised pool are bytes.
 struct AttentionCall {
   const void* q;      // [T, heads, head_dim]
   const void* k_new;  // [T, kv_heads, head_dim]
@@ -23,6 +24,7 @@ struct AttentionCall {
   const int64_t* starts;      // [seqs + 1] sequence s's new tokens are packed at [starts[s], starts[s + 1])
   const int32_t* seq_lens;    // [seqs] context length, new tokens included
   const int64_t* slots;       // [T] where each new token's K and V go
+  const float* sinks;         // [heads] logits that join each softmax and carry no value, or null
   int64_t table_stride;
   int64_t page_stride;  // from one page to the next
   int64_t tile_stride;  // from one head's tile to the next
@@ -35,18 +37,35 @@ struct AttentionCall {
   int32_t kv_heads;
   int32_t head_dim;
   int32_t page_size;
-  int32_t storage;
+  int32_t storage;  // of q, k_new, v_new and out, and of a pool that is not quantised
+  int32_t format;   // of the pool: baton::Format
+  int32_t window;  // keys that a query sees, itself included; 0: all before it
   float scale;
   int32_t threads;
 };
+
+// The first context token that the query at `position` sees.
+inline int first_seen(const AttentionCall& call, int position) {
+  return call.window > 0 && position >= call.window ? position - call.window + 1 : 0;
+}
+
+// The first context token that any new token of a sequence sees. Page-table entries before it are not read.
+inline int context_start(const AttentionCall& call, int seq) {
+  return first_seen(call, call.seq_lens[seq] - static_cast<int>(call.starts[seq + 1] - call.starts[seq]));
+}
+inline int context_length(const AttentionCall& call, int seq) {
+  return call.seq_lens[seq] - context_start(call, seq);
+}
 
 constexpr int kTile = 64;         // context tokens per softmax step
 constexpr int kSplit = 256;       // context tokens per work item of a decode row. Fixed, so that a row's sums are
                                   // taken in the same order whatever the batch and the number of threads
 constexpr int kQueryBlock = 16;   // new tokens per work item of a prefill chunk
 constexpr int kContextTile = 512;  // context tokens per softmax step of attention by products
+constexpr int kProductRows = 128;  // (token, head) rows that share one dequantised context tile
 constexpr int kProductTokens = 8;  // new tokens of a sequence from which attention goes by products
 constexpr int kMaxHeadDim = 256;
+constexpr float kUnseen = -1e36f;  // a score of weight 0, also where a row has seen nothing yet (top -1e30)
 
 // One work item: the query heads of one KV head, for new tokens [first, last) of a sequence, over context
 // [from, to). With `partial`, un-normalised sums and (max, sum) go there for the merge; else the result to `out`.
@@ -55,13 +74,18 @@ struct AttentionItem {
   int32_t first, last;
   int32_t from, to;
   float* partial;
-  int64_t packed;  // where this sequence's packed context is; -1: read the pages
+  int64_t packed;  // where this sequence's packed context is, or one of these
 };
+
+constexpr int64_t kReadPages = -1;  // row by row
+constexpr int64_t kPackTiles = -2;  // by products, of tiles that the item packs for itself
 
 using AttendItem = void (*)(const AttentionCall& call, const AttentionItem& item);
 struct AttentionKernels {
   AttendItem float32;
   AttendItem bfloat16;
+  AttendItem quantised_float32;  // the pool is quantised; everything else is float32
+  AttendItem quantised_bfloat16;
 };
 extern const AttentionKernels attention_base;  // any CPU the compiler targets by default
 #if defined(__x86_64__)
@@ -71,13 +95,15 @@ extern const AttentionKernels attention_avx512;  // with AVX512-BF16
 
 // Attention of many new tokens as matrix products (bfloat16 with AVX512-BF16 or AMX). K and V of the context are
 // brought into the form of packed weights first: K as [tokens, head_dim], V, for each kContextTile tokens, as
-// [head_dim, tokens]. Both are padded with zeros to a multiple of 32 tokens.
-void pack_context(const AttentionCall& call, int seq, int kv_head, int tile, bf16* k, bf16* v);
+// [head_dim, tokens]. Both are padded with zeros to a multiple of 32 tokens. Tokens count from context_start. A
+// quantised context is never there as a whole: an item packs one tile at a time, into memory of fixed size, and shares it
+// among kProductRows rows; `k` and `v` are then null.
+void pack_context(const AttentionCall& call, int seq, int kv_head, int tile, bf16* k, bf16* v);  // k, v: of the tile
 void attend_by_products(const AttentionCall& call, const AttentionItem& item, const bf16* k, const bf16* v);
 
 inline int64_t padded(int64_t tokens) { return (tokens + 31) / 32 * 32; }
 
-// Where the packed context of a sequence is: kv_heads blocks of padded(length) * head_dim elements.
+// Where the packed context of a sequence is: kv_heads blocks of padded(context_length) * head_dim elements.
 struct PackedContext {
   int32_t seq;
   int64_t offset;
@@ -97,6 +123,8 @@ class AttentionPlan {
   // Writes K and V, then attends; every thread of the team calls it. Ends with a barrier; the caller's next
   // barrier (or the end of the region) must come before the plan is run again.
   void run(Team& team, const AttentionCall& call);
+
+  int64_t packed_bytes() const { return static_cast<int64_t>((packed_k_.size() + packed_v_.size()) * sizeof(bf16)); }
 
  private:
   void pack(Team& team, const AttentionCall& call);

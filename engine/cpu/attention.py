@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from engine.cpu.op import STORAGE, AttentionCall, KernelsUnavailable, kernels
+from engine.cpu.op import FORMATS, STORAGE, AttentionCall, KernelsUnavailable, kernels
 
 if TYPE_CHECKING:
     from engine.batch import ForwardBatch
@@ -21,7 +21,7 @@ MAX_HEAD_DIM = 256
 def check_supported(spec: KVGroupSpec) -> None:
     """Raises KernelsUnavailable, with the reason, for a KV group that the C++ op cannot serve."""
     if spec.dtype not in STORAGE:
-        raise KernelsUnavailable(f"the CPU attention op stores float32 or bfloat16, not {spec.dtype}")
+        raise KernelsUnavailable(f"the CPU attention op attends in float32 or bfloat16, not {spec.dtype}")
     if spec.head_dim % 16 or spec.head_dim > MAX_HEAD_DIM or spec.v_head_dim not in (None, spec.head_dim):
         raise KernelsUnavailable(
             f"the CPU attention op takes heads of a multiple of 16 up to {MAX_HEAD_DIM} and V as wide as K, "
@@ -33,7 +33,7 @@ def check_supported(spec: KVGroupSpec) -> None:
 
 
 class CpuAttention:
-    """An engine.attention.AttentionBackend over one pool of `plain` tiles, float32 or bfloat16.
+    """An engine.attention.AttentionBackend over one pool of `plain` tiles, quantised or not.
 
     Sums are float32. A row's result does not depend on the batch or on the number of threads.
     """
@@ -44,8 +44,8 @@ class CpuAttention:
         check_supported(spec)
         self._library = kernels()
         self._pool = pool.data  # keeps the memory alive behind the pointers
-        pages, _, _, kv_heads, page_size, head_dim = pool.data.shape
-        assert pool.data.stride()[-2:] == (head_dim, 1), (pages, "tiles must be contiguous")
+        _, _, _, kv_heads, page_size, row = pool.data.shape
+        assert pool.data.stride()[-2:] == (row, 1), "tiles must be contiguous"
         self._kv_heads = kv_heads
         self._base = pool.data.data_ptr()
         self._layer_bytes = pool.data.stride(1) * pool.data.element_size()
@@ -54,11 +54,13 @@ class CpuAttention:
         self._call = AttentionCall(
             heads=query_heads,
             kv_heads=kv_heads,
-            head_dim=head_dim,
+            head_dim=spec.head_dim,
             page_size=page_size,
             page_stride=pool.data.stride(0),
             tile_stride=pool.data.stride(3),
             storage=STORAGE[spec.dtype],
+            format=FORMATS[spec.stored],
+            window=spec.window or 0,
             scale=scale,
         )
 
@@ -95,8 +97,9 @@ class CpuAttention:
         sinks: torch.Tensor | None = None,
     ) -> None:
         """See AttentionBackend."""
-        assert sinks is None, "this backend knows no attention sinks"
         call = self._call
+        joined = None if sinks is None else sinks.float().contiguous()  # the model's dtype; kept for the call
+        call.sinks = None if joined is None else joined.data_ptr()
         call.q, call.q_token, call.q_head = q.data_ptr(), q.stride(0), q.stride(1)
         call.k_new, call.k_token, call.k_head = k_new.data_ptr(), k_new.stride(0), k_new.stride(1)
         call.v_new, call.v_token, call.v_head = v_new.data_ptr(), v_new.stride(0), v_new.stride(1)

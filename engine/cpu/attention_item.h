@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "attention.h"
+#include "attention_rows.h"
 #include "numeric.h"
 
 namespace baton {
@@ -16,26 +16,25 @@ template <typename T>
 struct Rows {
   int count = 0;
   const T* q[kRows];
-  int visible[kRows];  // context tokens this row may see
+  int first[kRows];    // this row sees context tokens [first, visible)
+  int visible[kRows];
   float top[kRows];    // running maximum of scores
   float sum[kRows];
   alignas(64) float scores[kRows][kTile];
   alignas(64) float acc[kRows][kMaxHeadDim];
 };
 
-// Pointers to the K (or V) rows of context tokens [from, from + n) of a sequence and KV head.
+// What a quantised pool holds, as values: of the tiles of K that are in use, and of V.
 template <typename T>
-void row_pointers(const AttentionCall& call, const void* base, const AttentionItem& item, int from, int n,
-                  const T** rows) {
-  const int32_t* table = call.page_table + item.seq * call.table_stride;
-  const T* head = static_cast<const T*>(base) + item.kv_head * call.tile_stride;
-  for (int j = 0; j < n;) {
-    const int offset = (from + j) % call.page_size;
-    const int run = std::min(n - j, call.page_size - offset);
-    const T* tile = head + table[(from + j) / call.page_size] * call.page_stride + offset * call.head_dim;
-    for (int i = 0; i < run; ++i) rows[j + i] = tile + i * call.head_dim;
-    j += run;
-  }
+struct Dequantised {
+  alignas(64) T k[2][kTile * kMaxHeadDim];
+  alignas(64) T v[kTile * kMaxHeadDim];
+};
+
+template <typename T>
+Dequantised<T>& dequantised() {
+  static thread_local Dequantised<T> memory;
+  return memory;
 }
 
 template <typename T>
@@ -77,6 +76,8 @@ void softmax_step(Rows<T>& rows, int from, int n, int dim) {
   for (int r = 0; r < rows.count; ++r) {
     float* s = rows.scores[r];
     const int seen = std::clamp(rows.visible[r] - from, 0, n);
+    const int first = std::clamp(rows.first[r] - from, 0, seen);
+    std::fill(s, s + first, kUnseen);
     float top = rows.top[r];
 #pragma omp simd reduction(max : top)
     for (int j = 0; j < seen; ++j) top = s[j] > top ? s[j] : top;
@@ -98,7 +99,14 @@ void softmax_step(Rows<T>& rows, int from, int n, int dim) {
   }
 }
 
-template <typename T>
+// What a row's sums are multiplied with. `sink`: a logit that joins the denominator, or null.
+inline float share(float top, float sum, const float* sink) {
+  if (sink == nullptr) return 1.0f / sum;
+  const float most = std::max(top, *sink), keep = fast_exp(top - most);
+  return keep / (sum * keep + fast_exp(*sink - most));
+}
+
+template <typename T, bool Quantised>
 void attend(const AttentionCall& call, const AttentionItem& item) {
   const int group = call.heads / call.kv_heads;
   const int dim = call.head_dim;
@@ -106,31 +114,42 @@ void attend(const AttentionCall& call, const AttentionItem& item) {
   const int before = call.seq_lens[item.seq] - static_cast<int>(call.starts[item.seq + 1] - start);
   const int total = (item.last - item.first) * group;
   Rows<T> rows;
+  T *k_memory[2] = {}, *v_memory = nullptr;
+  if constexpr (Quantised) {
+    Dequantised<T>& memory = dequantised<T>();
+    k_memory[0] = memory.k[0], k_memory[1] = memory.k[1], v_memory = memory.v;
+  }
   for (int done = 0; done < total; done += rows.count) {
     rows.count = std::min(kRows, total - done);
-    int last_visible = 0;
+    int first_visible = item.to, last_visible = 0;
     for (int r = 0; r < rows.count; ++r) {
       const int token = item.first + (done + r) / group;
       const int head = item.kv_head * group + (done + r) % group;
       rows.q[r] = static_cast<const T*>(call.q) + (start + token) * call.q_token + head * call.q_head;
       rows.visible[r] = std::min(item.to, before + token + 1);
+      rows.first[r] = std::max(item.from, first_seen(call, before + token));
+      first_visible = std::min(first_visible, rows.first[r]);
       last_visible = std::max(last_visible, rows.visible[r]);
       rows.top[r] = -1e30f;
       rows.sum[r] = 0;
       std::memset(rows.acc[r], 0, sizeof(float) * dim);
     }
+    const auto fetch = [&](const void* base, int from, int n, T* memory, const T** to) {
+      context_rows<Quantised>(call, base, item.seq, item.kv_head, from, n, memory, to);
+    };
     const T* keys[2][kTile];  // of this tile and of the next, which is fetched while this one is computed
     const T* values[kTile];
-    row_pointers(call, call.k, item, item.from, std::min(kTile, last_visible - item.from), keys[0]);
-    for (int from = item.from, tile = 0; from < last_visible; from += kTile, tile ^= 1) {
+    fetch(call.k, first_visible, std::min(kTile, last_visible - first_visible), k_memory[0], keys[0]);
+    for (int from = first_visible, tile = 0; from < last_visible; from += kTile, tile ^= 1) {
       const int n = std::min(kTile, last_visible - from);
       const int after = std::min(kTile, last_visible - from - n);
-      row_pointers(call, call.v, item, from, n, values);
-      row_pointers(call, call.k, item, from + n, after, keys[tile ^ 1]);
-      std::fill(keys[tile ^ 1] + std::max(after, 0), keys[tile ^ 1] + kTile, keys[tile][0]);
+      const T** next = keys[tile ^ 1];
+      fetch(call.v, from, n, v_memory, values);
+      fetch(call.k, from + n, after, k_memory[tile ^ 1], next);
+      std::fill(next + std::max(after, 0), next + kTile, keys[tile][0]);
       score_tile(rows, keys[tile], values, n, dim, call.scale);
       softmax_step(rows, from, n, dim);
-      add_values(rows, values, keys[tile ^ 1], n, dim);
+      add_values(rows, values, next, n, dim);
     }
     for (int r = 0; r < rows.count; ++r) {
       if (item.partial != nullptr) {
@@ -143,7 +162,7 @@ void attend(const AttentionCall& call, const AttentionItem& item) {
       const int token = item.first + (done + r) / group;
       const int head = item.kv_head * group + (done + r) % group;
       T* out = static_cast<T*>(call.out) + (start + token) * call.out_token + head * dim;
-      const float scale = 1.0f / rows.sum[r];
+      const float scale = share(rows.top[r], rows.sum[r], call.sinks ? call.sinks + head : nullptr);
       for (int d = 0; d < dim; ++d) store_float(out[d], rows.acc[r][d] * scale);
     }
   }
@@ -151,6 +170,6 @@ void attend(const AttentionCall& call, const AttentionItem& item) {
 
 }  // namespace
 
-const AttentionKernels BATON_KERNELS = {attend<float>, attend<bf16>};
+const AttentionKernels BATON_KERNELS = {attend<float, false>, attend<bf16, false>, attend<float, true>, attend<bf16, true>};
 
 }  // namespace baton

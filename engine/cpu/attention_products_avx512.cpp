@@ -3,18 +3,12 @@
 #include <cmath>
 #include <cstring>
 
-#include "attention.h"
+#include "attention_rows.h"
 #include "linear.h"
 #include "vector_avx512.h"
 
 namespace baton {
 namespace {
-
-const bf16* context_row(const AttentionCall& call, const void* base, int seq, int kv_head, int token) {
-  const int64_t page = call.page_table[seq * call.table_stride + token / call.page_size];
-  return static_cast<const bf16*>(base) + page * call.page_stride + kv_head * call.tile_stride +
-         token % call.page_size * int64_t{call.head_dim};
-}
 
 // 2^x of 16 numbers at most 0, relative error 3e-6: the result is rounded to bfloat16.
 inline __m512 power_of_two(__m512 x) {
@@ -26,9 +20,11 @@ inline __m512 power_of_two(__m512 x) {
   return _mm512_scalef_ps(p, n);
 }
 
-// Softmax step of one row: weights (bfloat16) of the first `seen` of `n` scores to `to`, 0 for the others. `scale`
-// includes log2(e); `top` is of scaled scores. Returns the factor for what was summed before.
-float weigh(const float* scores, int seen, int n, float scale, float& top, float& sum, bf16* to) {
+// Softmax step of one row: weights (bfloat16) of scores [first, seen) of `n` to `to`, 0 for the others. `scale`
+// includes log2(e); `top` is of scaled scores. Returns the factor for what was summed before. Scores before `first`
+// are overwritten.
+float weigh(float* scores, int first, int seen, int n, float scale, float& top, float& sum, bf16* to) {
+  for (int j = 0; j < first; ++j) scores[j] = kUnseen;
   const int whole = seen & ~15;
   const __mmask16 rest = static_cast<__mmask16>((1u << (seen - whole)) - 1);
   const float before = top;
@@ -36,7 +32,7 @@ float weigh(const float* scores, int seen, int n, float scale, float& top, float
   __m512 most = _mm512_set1_ps(-1e30f);
   for (int j = 0; j < whole; j += 16) most = _mm512_max_ps(most, _mm512_loadu_ps(scores + j));
   most = _mm512_mask_max_ps(most, rest, most, _mm512_maskz_loadu_ps(rest, scores + whole));
-  if (seen > 0) top = std::max(top, _mm512_reduce_max_ps(most) * scale);
+  if (seen > first) top = std::max(top, _mm512_reduce_max_ps(most) * scale);
   const __m512 bound = _mm512_set1_ps(top);
   __m512 total = _mm512_setzero_ps();
   for (int j = 0; j < whole; j += 16) {
@@ -56,78 +52,150 @@ float weigh(const float* scores, int seen, int n, float scale, float& top, float
   return keep;
 }
 
+// What a row's sums are multiplied with; `top` is of scores times log2(e). `sink`: a logit that joins the denominator,
+// or null.
+float share_of(float top, float sum, const float* sink) {
+  if (sink == nullptr) return 1.0f / sum;
+  const float logit = *sink * 1.44269504f, most = std::max(top, logit), keep = std::exp2(top - most);
+  return keep / (sum * keep + std::exp2(logit - most));
+}
+
+// What a thread works on; too large for a small stack.
+struct Memory {
+  alignas(64) bf16 q[kProductRows * kMaxHeadDim];
+  alignas(64) float acc[kProductRows * kMaxHeadDim];
+  alignas(64) float scores[kRowBlock * kContextTile];
+  alignas(64) bf16 weights[kRowBlock * kContextTile];
+  alignas(64) float product[kRowBlock * kMaxHeadDim];
+  float top[kProductRows], sum[kProductRows];
+};
+
+// Up to kProductRows rows (token, head) of an item. Context tokens count from the first that is packed.
+class Products {
+ public:
+  Products(const AttentionCall& call, const AttentionItem& item, Memory& memory)
+      : call_(call),
+        item_(item),
+        memory_(memory),
+        gemm_(gemm_for()),
+        group_(call.heads / call.kv_heads),
+        dim_(call.head_dim),
+        start_(call.starts[item.seq]),
+        origin_(context_start(call, item.seq)),
+        length_(call.seq_lens[item.seq] - origin_),
+        before_(length_ - static_cast<int>(call.starts[item.seq + 1] - start_)) {}
+
+  int rows() const { return (item_.last - item_.first) * group_; }
+  int first_tile() const { return unseen(0) / kContextTile * kContextTile; }
+  int visible(int r) const { return before_ + token(r) + 1; }
+
+  void begin(int done, int count) {
+    done_ = done;
+    count_ = count;
+    for (int r = 0; r < count; ++r) {
+      std::memcpy(memory_.q + r * dim_,
+                  static_cast<const bf16*>(call_.q) + (start_ + token(r)) * call_.q_token + head(r) * call_.q_head,
+                  dim_ * sizeof(bf16));
+      memory_.top[r] = -1e30f;
+      memory_.sum[r] = 0;
+    }
+    std::memset(memory_.acc, 0, sizeof(float) * count * dim_);
+  }
+
+  // Adds the context tile that starts at token `tile`, packed at `k` and `v`.
+  void add_tile(int tile, const bf16* k, const bf16* v) {
+    for (int r = 0; r < count_; r += kRowBlock) add_tile(r, std::min(kRowBlock, count_ - r), tile, k, v);
+  }
+
+  void finish() const {
+    for (int r = 0; r < count_; ++r) {
+      bf16* to = static_cast<bf16*>(call_.out) + (start_ + token(r)) * call_.out_token + head(r) * dim_;
+      const float* sink = call_.sinks ? call_.sinks + head(r) : nullptr;
+      const __m512 share = _mm512_set1_ps(share_of(memory_.top[r], memory_.sum[r], sink));
+      for (int d = 0; d < dim_; d += 16)
+        store_bf16(to + d, _mm512_mul_ps(_mm512_load_ps(memory_.acc + r * dim_ + d), share));
+    }
+  }
+
+ private:
+  int token(int r) const { return item_.first + (done_ + r) / group_; }
+  int head(int r) const { return item_.kv_head * group_ + (done_ + r) % group_; }
+  int first(int r) const { return first_seen(call_, origin_ + before_ + token(r)) - origin_; }
+  int unseen(int r) const { return first(r) / 32 * 32; }  // neither this row nor a later one sees what is before
+
+  void add_tile(int row, int count, int tile, const bf16* k, const bf16* v) {
+    const int from = std::max(tile, unseen(row)), end = std::min(tile + kContextTile, visible(row + count - 1));
+    if (from >= end) return;
+    const int n = static_cast<int>(padded(end - from));
+    const int stored = static_cast<int>(padded(std::min(kContextTile, length_ - tile)));
+    float* acc = memory_.acc + row * dim_;
+    gemm_(memory_.q + row * dim_, dim_, count, k + (from - tile) * dim_, dim_, dim_, n / kGroup, memory_.scores,
+          kContextTile);
+    for (int r = 0; r < count; ++r) {
+      const int seen = std::clamp(visible(row + r) - from, 0, n), hidden = std::clamp(first(row + r) - from, 0, seen);
+      const float keep = weigh(memory_.scores + r * kContextTile, hidden, seen, n, call_.scale * 1.44269504f,
+                               memory_.top[row + r], memory_.sum[row + r], memory_.weights + r * kContextTile);
+      if (keep != 1.0f)
+        for (int d = 0; d < dim_; ++d) acc[r * dim_ + d] *= keep;
+    }
+    gemm_(memory_.weights, kContextTile, count, v + (from - tile) * kGroup, stored, n, dim_ / kGroup, memory_.product,
+          dim_);
+    for (int i = 0; i < count * dim_; ++i) acc[i] += memory_.product[i];
+  }
+
+  const AttentionCall& call_;
+  const AttentionItem& item_;
+  Memory& memory_;
+  const Gemm gemm_;
+  const int group_, dim_;
+  const int64_t start_;
+  const int origin_, length_, before_;
+  int done_ = 0, count_ = 0;
+};
+
 }  // namespace
 
 void pack_context(const AttentionCall& call, int seq, int kv_head, int tile, bf16* k, bf16* v) {
-  const int dim = call.head_dim, length = call.seq_lens[seq];
-  const int from = tile * kContextTile;
-  const int n = std::min(kContextTile, length - from);
+  const int dim = call.head_dim, start = context_start(call, seq), length = call.seq_lens[seq] - start;
+  const int from = start + tile * kContextTile;
+  const int n = std::min(kContextTile, length - tile * kContextTile);
   const int wide = static_cast<int>(padded(n));
   alignas(64) static const bf16 zeros[kMaxHeadDim] = {};
+  alignas(64) static thread_local bf16 values[kContextTile * kMaxHeadDim];  // of a quantised pool
   const bf16* rows[kContextTile];
-  for (int j = 0; j < wide; ++j) rows[j] = j < n ? context_row(call, call.k, seq, kv_head, from + j) : zeros;
-  bf16* to = k + int64_t{from} * dim;
+  std::fill(rows + n, rows + wide, zeros);
+  const auto fetch = call.format == kPlain ? context_rows<false, bf16> : context_rows<true, bf16>;
+  fetch(call, call.k, seq, kv_head, from, n, values, rows);
   for (int j = 0; j < wide; j += 16)
     for (int d = 0; d < dim; d += 2)
-      for (int i = 0; i < 16; ++i, to += 2) std::memcpy(to, rows[j + i] + d, 2 * sizeof(bf16));
-  for (int j = 0; j < wide; ++j) rows[j] = j < n ? context_row(call, call.v, seq, kv_head, from + j) : zeros;
-  to = v + int64_t{from} * dim;
+      for (int i = 0; i < 16; ++i, k += 2) std::memcpy(k, rows[j + i] + d, 2 * sizeof(bf16));
+  fetch(call, call.v, seq, kv_head, from, n, values, rows);
   for (int d = 0; d < dim; d += 16)
-    for (int j = 0; j < wide; j += 2, to += 32) {
+    for (int j = 0; j < wide; j += 2, v += 32) {
       const __m512i even = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[j] + d)));
       const __m512i odd = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[j + 1] + d)));
-      _mm512_storeu_si512(to, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
+      _mm512_storeu_si512(v, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
     }
 }
 
 void attend_by_products(const AttentionCall& call, const AttentionItem& item, const bf16* k, const bf16* v) {
-  struct Block {  // what a thread works on; too large for a small stack
-    alignas(64) bf16 q[kRowBlock * kMaxHeadDim];
-    alignas(64) float scores[kRowBlock * kContextTile];
-    alignas(64) bf16 weights[kRowBlock * kContextTile];
-    alignas(64) float product[kRowBlock * kMaxHeadDim];
-    alignas(64) float acc[kRowBlock * kMaxHeadDim];
+  struct Packed {
+    alignas(64) bf16 k[kContextTile * kMaxHeadDim];
+    alignas(64) bf16 v[kContextTile * kMaxHeadDim];
   };
-  static thread_local Block block;
-  const Gemm gemm = gemm_for();
-  const float scale = call.scale * 1.44269504f;
-  const int group = call.heads / call.kv_heads, dim = call.head_dim;
-  const int64_t start = call.starts[item.seq];
-  const int before = call.seq_lens[item.seq] - static_cast<int>(call.starts[item.seq + 1] - start);
-  const int total = (item.last - item.first) * group;
-  for (int done = 0; done < total; done += kRowBlock) {
-    const int count = std::min(kRowBlock, total - done);
-    float top[kRowBlock], sum[kRowBlock];
-    const auto token = [&](int r) { return item.first + (done + r) / group; };
-    const auto head = [&](int r) { return item.kv_head * group + (done + r) % group; };
-    for (int r = 0; r < count; ++r) {
-      std::memcpy(block.q + r * dim,
-                  static_cast<const bf16*>(call.q) + (start + token(r)) * call.q_token + head(r) * call.q_head,
-                  dim * sizeof(bf16));
-      top[r] = -1e30f;
-      sum[r] = 0;
+  static thread_local Memory memory;
+  static thread_local Packed packed;
+  Products products(call, item, memory);
+  const int total = products.rows();
+  for (int done = 0; done < total; done += kProductRows) {
+    const int count = std::min(kProductRows, total - done);
+    products.begin(done, count);
+    for (int tile = products.first_tile(); tile < products.visible(count - 1); tile += kContextTile) {
+      if (k == nullptr) pack_context(call, item.seq, item.kv_head, tile / kContextTile, packed.k, packed.v);
+      const int64_t at = int64_t{tile} * call.head_dim;
+      products.add_tile(tile, k ? k + at : packed.k, k ? v + at : packed.v);
     }
-    std::memset(block.acc, 0, sizeof(float) * count * dim);
-    const int visible = before + token(count - 1) + 1;
-    for (int from = 0; from < visible; from += kContextTile) {
-      const int n = static_cast<int>(padded(std::min(kContextTile, visible - from)));
-      const int stored = static_cast<int>(padded(std::min(kContextTile, call.seq_lens[item.seq] - from)));
-      gemm(block.q, dim, count, k + int64_t{from} * dim, dim, dim, n / kGroup, block.scores, kContextTile);
-      for (int r = 0; r < count; ++r) {
-        const int seen = std::clamp(before + token(r) + 1 - from, 0, n);
-        const float keep = weigh(block.scores + r * kContextTile, seen, n, scale, top[r], sum[r],
-                                 block.weights + r * kContextTile);
-        if (keep != 1.0f)
-          for (int d = 0; d < dim; ++d) block.acc[r * dim + d] *= keep;
-      }
-      gemm(block.weights, kContextTile, count, v + int64_t{from} * dim, stored, n, dim / kGroup, block.product, dim);
-      for (int i = 0; i < count * dim; ++i) block.acc[i] += block.product[i];
-    }
-    for (int r = 0; r < count; ++r) {
-      bf16* to = static_cast<bf16*>(call.out) + (start + token(r)) * call.out_token + head(r) * dim;
-      const __m512 share = _mm512_set1_ps(1.0f / sum[r]);
-      for (int d = 0; d < dim; d += 16) store_bf16(to + d, _mm512_mul_ps(_mm512_load_ps(block.acc + r * dim + d), share));
-    }
+    products.finish();
   }
 }
 

@@ -61,7 +61,7 @@ def fusible(model: nn.Module) -> bool:
         type(model).__name__ in MODELS
         and config.hidden_act == "silu"
         and set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
-        and all(getattr(m, "sliding_window", None) is None for m in model.modules())
+        and getattr(config, "sliding_window", None) is None
         and not getattr(config, "mlp_bias", False)
         and all(p.dtype == torch.bfloat16 and p.device.type == "cpu" for p in model.parameters())
         and all(n % 32 == 0 for n in (config.hidden_size, config.intermediate_size))

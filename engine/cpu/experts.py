@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,21 +12,19 @@ from transformers.activations import SiLUActivation
 
 from engine.cpu.linear import GROUP, Pack, packable
 
-MODELS = ("Qwen3MoeExperts",)
+CLAMPED = "GptOssExperts"
+MODELS = ("Qwen3MoeExperts", "Qwen3NextExperts", "DeepseekV2Experts", "DeepseekV3Experts", CLAMPED)
 """The transformers classes that PackedExperts computes."""
 
 
 def fusible(experts: Any) -> bool:
     """Whether this module's weights can be packed and its activation is the one computed here."""
-    gate_up, down = (
-        experts.gate_up_proj,
-        experts.down_proj,
-    )  # [experts, 2 x inner, hidden], [.., hidden, inner]
+    gate_up, down = _weights(experts)
     return (
         packable(gate_up[0])
         and packable(down[0])
         and down.shape[1] % GROUP == 0
-        and isinstance(experts.act_fn, nn.SiLU | SiLUActivation)
+        and (type(experts).__name__ == CLAMPED or isinstance(experts.act_fn, nn.SiLU | SiLUActivation))
     )
 
 
@@ -33,12 +33,16 @@ class PackedExperts(nn.Module):
 
     def __init__(self, experts: Any) -> None:
         super().__init__()
-        count, self._width, hidden = experts.gate_up_proj.shape
-        self._hidden = hidden
-        self._gate_up = Pack(count * self._width, hidden)
-        self._gate_up.put(experts.gate_up_proj.reshape(-1, hidden))
-        self._down = Pack(count * hidden, self._width // 2)
-        self._down.put(experts.down_proj.reshape(-1, self._width // 2))
+        gate_up, down = _weights(experts)
+        count, self._width, self._hidden = gate_up.shape
+        self._gate_up, self._down = _pack(gate_up), _pack(down)
+        self._gate_up_bias: list[torch.Tensor | None] = [None] * count
+        self._down_bias: list[torch.Tensor | None] = [None] * count
+        self._gated: Callable[[torch.Tensor], torch.Tensor] = _swiglu
+        if type(experts).__name__ == CLAMPED:
+            self._gate_up_bias = list(experts.gate_up_proj_bias.detach().float())
+            self._down_bias = list(experts.down_proj_bias.detach().float())
+            self._gated = partial(_clamped_swiglu, alpha=experts.alpha, limit=experts.limit)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -47,9 +51,36 @@ class PackedExperts(nn.Module):
         out = torch.zeros(hidden_states.shape)
         for expert in sorted(set(top_k_index.flatten().tolist())):
             tokens, places = torch.where(top_k_index == expert)
-            both = self._gate_up.product(hidden_states[tokens], expert * self._width, self._width)
-            gate, up = both.chunk(2, dim=-1)
-            inner = (nn.functional.silu(gate) * up).bfloat16()
-            result = self._down.product(inner, expert * self._hidden, self._hidden)
+            both = self._gate_up.product(
+                hidden_states[tokens], expert * self._width, self._width, self._gate_up_bias[expert]
+            )
+            inner = self._gated(both).bfloat16()
+            result = self._down.product(inner, expert * self._hidden, self._hidden, self._down_bias[expert])
             out.index_add_(0, tokens, result * top_k_weights[tokens, places, None].float())
         return out.to(hidden_states.dtype)
+
+
+def _weights(experts: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """[experts, 2 x inner, hidden] and [experts, hidden, inner], whichever way round they are stored."""
+    gate_up, down = experts.gate_up_proj, experts.down_proj
+    return (gate_up.transpose(1, 2), down.transpose(1, 2)) if experts.is_transposed else (gate_up, down)
+
+
+def _pack(weights: torch.Tensor) -> Pack:
+    count, outputs, inputs = weights.shape
+    pack = Pack(count * outputs, inputs)
+    for expert, weight in enumerate(weights):
+        pack.put(weight, expert * outputs // GROUP)
+    return pack
+
+
+def _swiglu(both: torch.Tensor) -> torch.Tensor:
+    """[T, gates and then ups] -> [T, inner]."""
+    gate, up = both.chunk(2, dim=-1)
+    return nn.functional.silu(gate) * up
+
+
+def _clamped_swiglu(both: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """gpt-oss: gates and ups alternate, neither may be large, and an up counts from -1."""
+    gate, up = both[:, ::2].clamp(max=limit), both[:, 1::2].clamp(-limit, limit)
+    return gate * torch.sigmoid(gate * alpha) * (up + 1)

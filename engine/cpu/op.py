@@ -13,11 +13,14 @@ import os
 import torch
 
 from engine.cpu.build import BuildError, build
+from kvcache.quant import KVFormat
 from wire.errors import ConfigError
 
 ISA_NAMES = ("base", "avx2", "avx512", "amx")
 STORAGE = {torch.float32: 0, torch.bfloat16: 1}
 """The element types that the kernels know, by their number there."""
+FORMATS = {KVFormat.AUTO: 0, KVFormat.FP8_E4M3: 1, KVFormat.FP8_E5M2: 2, KVFormat.FP4_E2M1: 3}
+"""How a pool may be stored, by its number in the kernels (kv_format.h: Format)."""
 
 
 class KernelsUnavailable(RuntimeError):
@@ -29,13 +32,13 @@ class AttentionCall(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "k_new", "v_new", "out", "k", "v")),
-        *((name, ctypes.c_void_p) for name in ("page_table", "starts", "seq_lens", "slots")),
+        *((name, ctypes.c_void_p) for name in ("page_table", "starts", "seq_lens", "slots", "sinks")),
         *((name, ctypes.c_int64) for name in ("table_stride", "page_stride", "tile_stride")),
         *((name, ctypes.c_int64) for name in ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head")),
         ("out_token", ctypes.c_int64),
         *(
             (name, ctypes.c_int32)
-            for name in ("seqs", "heads", "kv_heads", "head_dim", "page_size", "storage")
+            for name in ("seqs", "heads", "kv_heads", "head_dim", "page_size", "storage", "format", "window")
         ),
         ("scale", ctypes.c_float),
         ("threads", ctypes.c_int32),

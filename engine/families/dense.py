@@ -34,9 +34,4 @@ def _no_window(config: Any) -> None:
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", _groups, check=_no_window),
-    "mistral": Family("MistralForCausalLM", _groups, check=_no_window),
-    # In these layer_types says which layers sliding_window is for, and it may name none.
-    "qwen2": Family("Qwen2ForCausalLM", _groups),
-    "qwen3": Family("Qwen3ForCausalLM", _groups),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", _groups, check=_no_window),
 }

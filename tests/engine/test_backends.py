@@ -18,7 +18,7 @@ from engine.config import EngineConfig
 from kvcache.layout import KVGroupSpec
 from kvcache.pool import MHAKVCache
 from tests.engine.conftest import PROMPTS, Drawn
-from tests.support.driver import Driver, open_runner
+from tests.support.driver import Driver, open_pools
 from wire.errors import ConfigError
 
 
@@ -32,16 +32,22 @@ class StandInWrapper:
     def plan(
         self, qo_indptr: torch.Tensor, paged_kv_indptr: torch.Tensor, paged_kv_indices: torch.Tensor,
         paged_kv_last_page_len: torch.Tensor, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int,
-        page_size: int, *, causal: bool, sm_scale: float, q_data_type: torch.dtype, kv_data_type: torch.dtype,
+        page_size: int, *, causal: bool, window_left: int, sm_scale: float, q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
     ) -> None:  # fmt: skip
         indices = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
         assert all(index.dtype == torch.int32 for index in indices)
         assert causal
         self.q_starts, self.kv_starts, self.pages, self.last = (index.tolist() for index in indices)
         self.group = num_qo_heads // num_kv_heads
-        self.page_size, self.scale = page_size, sm_scale
+        self.page_size, self.scale, self.window_left = page_size, sm_scale, window_left
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> None:
+        self.attend(q, kv, out, torch.full((q.shape[1],), -torch.inf))
+
+    def attend(
+        self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor, sinks: torch.Tensor
+    ) -> None:
         for i, last in enumerate(self.last):
             pages = self.pages[self.kv_starts[i] : self.kv_starts[i + 1]]
             length = (len(pages) - 1) * self.page_size + last
@@ -49,25 +55,61 @@ class StandInWrapper:
             k, v = (side.repeat_interleave(self.group, dim=1) for side in (k, v))
             start, end = self.q_starts[i], self.q_starts[i + 1]
             scores = torch.einsum("qhd,khd->hqk", q[start:end], k) * self.scale
-            hidden = torch.ones(end - start, length, dtype=torch.bool).triu(length - (end - start) + 1)
-            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            places = torch.arange(length)
+            behind = places[length - (end - start) :, None] - places  # of a query, a key
+            hidden = (behind < 0) | ((behind > self.window_left) & (self.window_left >= 0))
+            scores = scores.masked_fill(hidden, -torch.inf)
+            column = sinks[:, None, None].expand(-1, end - start, 1)
+            weights = torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
             out[start:end] = torch.einsum("hqk,khd->qhd", weights, v)
 
 
+class StandInSinkWrapper(StandInWrapper):
+    """Its variant for attention sinks, which is told at once what it will be planned for."""
+
+    def __init__(
+        self, workspace: torch.Tensor, kv_layout: str, q_data_type: torch.dtype, kv_data_type: torch.dtype,
+        head_dim_qk: int, head_dim_vo: int, window_left: int,
+    ) -> None:  # fmt: skip
+        super().__init__(workspace, kv_layout)
+        assert head_dim_qk == head_dim_vo
+        self.promised = (head_dim_qk, window_left, q_data_type, kv_data_type)
+
+    def plan(self, *indices_and_sizes: Any, **options: Any) -> None:
+        head_dim, names = indices_and_sizes[6], ("window_left", "q_data_type", "kv_data_type")
+        assert self.promised == (head_dim, *(options[name] for name in names))
+        super().plan(*indices_and_sizes, **options)
+
+    def run(  # type: ignore[override]
+        self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], sink: torch.Tensor, sm_scale: float,
+        out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        assert sink.dtype == torch.float32
+        assert sm_scale == self.scale
+        self.attend(q, kv, out, sink)
+
+
 @pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
     module: Any = types.ModuleType("flashinfer")
     module.BatchPrefillWithPagedKVCacheWrapper = StandInWrapper
+    module.BatchAttentionWithAttentionSinkWrapper = StandInSinkWrapper
     monkeypatch.setitem(sys.modules, "flashinfer", module)
+    return module
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_flashinfer_is_planned_so_that_tokens_equal_generate(drawn: Drawn) -> None:
-    path, expected = drawn("qwen3")
-    runner, pool = open_runner(path, 16, 40)
-    backend = FlashInferAttention(pool, query_heads=4, scale=32**-0.5)
-    runner.attention = PagedLayers(backend, None, runner.spec.groups)
-    driver = Driver(runner, 40, 16)
+@pytest.mark.parametrize("family", ["qwen3", "mistral_window", "gpt_oss"])
+def test_flashinfer_is_planned_so_that_tokens_equal_generate(family: str, drawn: Drawn) -> None:
+    path, expected = drawn(family)
+    runner, pools = open_pools(path, 16, 40)
+    backends = {
+        pool.spec.kind: FlashInferAttention(pool, 4, pool.spec.head_dim**-0.5, sinks=family == "gpt_oss")
+        for pool in pools.values()
+        if pool.spec.layer_ids
+    }
+    runner.attention = PagedLayers(backends.get("full"), backends.get("window"), runner.spec.groups)
+    driver = Driver(runner, 40, 16, window_pool=pools.get("window"))
     lanes = [driver.add(prompt) for prompt in PROMPTS]
     driver.generate(lanes, 24, chunk=7, stagger=3)
     assert [lane.outputs for lane in lanes] == [answer[:24] for answer in expected]
@@ -82,6 +124,19 @@ def test_auto_falls_back_to_torch_and_says_why(caplog: pytest.LogCaptureFixture)
         backend = build_attention(EngineConfig("m"), pool_of(head_dim=12), 4, 1.0)
     assert isinstance(backend, TorchAttention)
     assert "cpu cannot run" in caplog.text
+
+
+def test_a_flashinfer_without_sinks_is_refused_by_name(
+    stand_in: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    del stand_in.BatchAttentionWithAttentionSinkWrapper
+    pool = pool_of(dtype=torch.bfloat16)
+    with caplog.at_level(logging.WARNING):
+        backend = build_attention(EngineConfig("m", device="cuda"), pool, 4, 1.0, sinks=True)
+    assert isinstance(backend, TorchAttention)
+    assert "knows no attention sinks" in caplog.text
+    with pytest.raises(ConfigError, match="knows no attention sinks"):
+        build_attention(EngineConfig("m", device="cuda", attention="flashinfer"), pool, 4, 1.0, sinks=True)
 
 
 @pytest.mark.parametrize(

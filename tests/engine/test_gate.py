@@ -11,7 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma2Config,
+    Gemma3TextConfig,
     GPT2Config,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
@@ -50,15 +52,24 @@ def test_every_tested_family_passes(family: str) -> None:
         (Gemma2Config(), "model_type 'gemma2'"),
         (LlamaConfig(architectures=["LlamaForSequenceClassification"]), "no causal LM head"),
         (LlamaConfig(architectures=["Llama4ForCausalLM"]), "not LlamaForCausalLM"),
-        (MistralConfig(sliding_window=128), "sliding_window is 128"),
+        (with_field(LlamaConfig(), sliding_window=128), "sliding_window is 128"),
+        (MistralConfig(sliding_window=0), "sliding_window is 0"),
         (
             with_field(MistralConfig(sliding_window=128), layer_types=["full_attention"] * 32),
-            "sliding_window is",
+            "every layer is sliding_attention",
         ),
-        (Qwen3MoeConfig(use_sliding_window=True, sliding_window=64), "sliding_window is 64"),
         (
-            Qwen2Config(use_sliding_window=True, num_hidden_layers=4, max_window_layers=2),
-            "layer_types in config.json holds sliding_attention",
+            with_field(Qwen3MoeConfig(), layer_types=["sliding_attention"] * 24),
+            "every layer is full_attention",
+        ),
+        (Qwen2Config(num_hidden_layers=1, layer_types=["sliding_attention"]), "sliding_window is None"),
+        (GptOssConfig(sliding_window=None), "sliding_window is None"),
+        (Gemma3TextConfig(attn_logit_softcapping=50.0), "attn_logit_softcapping is 50.0"),
+        (Gemma3TextConfig(final_logit_softcapping=30.0), "final_logit_softcapping is 30.0"),
+        (Gemma3TextConfig(use_bidirectional_attention=True), "bidirectional"),
+        (
+            Gemma3TextConfig(rope_parameters={"full_attention": rope(rope_type="dynamic")}),
+            "rope_type 'dynamic'",
         ),
         (
             Qwen3Config(num_hidden_layers=2, layer_types=["full_attention", "chunked_attention"]),

@@ -23,9 +23,10 @@ from transformers import AutoModelForCausalLM
 
 from engine.cpu.op import ISA_NAMES, KernelsUnavailable, kernels, set_isa
 from tests.support.driver import Driver, open_runner
-from tests.support.tiny_models import FAMILIES, make_tiny
+from tests.support.tiny_models import FAMILIES, NEW, make_tiny
 
 LAW = 1.5
+EVERY = [*FAMILIES, *NEW]
 DEMO = Path(__file__).parents[2] / "deploy" / "demo_model"
 SEQUENCES, LENGTH = 8, 256
 PAGE = 16
@@ -74,14 +75,14 @@ def demo_ids() -> torch.Tensor:
     return torch.tensor(ids[: SEQUENCES * LENGTH]).reshape(SEQUENCES, LENGTH)
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, "demo"])
+@pytest.fixture(scope="module", params=[*EVERY, "demo"])
 def yardstick(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Yardstick:
     if request.param == "demo":
         if not (DEMO / "model.safetensors").is_file():
             pytest.skip("deploy/demo_model holds no weights")
         path, ids = DEMO, demo_ids()
     else:
-        seed = list(FAMILIES).index(request.param)  # llama and mistral with one seed are one model
+        seed = EVERY.index(request.param)  # llama and mistral with one seed are one model
         path = make_tiny(request.param, tmp_path_factory.mktemp("tiny"), seed)
         ids = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (SEQUENCES, LENGTH)))
     with torch.inference_mode():

@@ -5,13 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from tests.support.tiny_models import FAMILIES, SPECIAL_TOKENS, VOCAB_SIZE, make_tiny
+from tests.support.reference import reference_model
+from tests.support.tiny_models import FAMILIES, NEW, SPECIAL_TOKENS, VOCAB_SIZE, make_tiny
+
+EVERY = sorted({**FAMILIES, **NEW})
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", EVERY)
 def test_every_parameter_is_random_and_a_function_of_the_seed(family: str, tmp_path: Path) -> None:
     first, again, other = (
         load_file(make_tiny(family, tmp_path / where, seed) / "model.safetensors")
@@ -21,6 +25,22 @@ def test_every_parameter_is_random_and_a_function_of_the_seed(family: str, tmp_p
         assert weight.std() > 0.01, name
         assert weight.equal(again[name]), name
         assert not weight.equal(other[name]), name
+
+
+@pytest.mark.parametrize("family", EVERY)
+@torch.inference_mode()
+def test_every_parameter_matters(family: str, tmp_path: Path) -> None:
+    """Each one in reverse order changes the logits of some token: none of them may be forgotten unseen."""
+    model = reference_model(make_tiny(family, tmp_path, 0), 0)
+    ids = torch.randint(0, 256, (1, 64), generator=torch.Generator().manual_seed(0))
+    right = model(ids).logits
+    saved = model.state_dict()
+    for name in saved:
+        tensor = saved[name]
+        kept = tensor.clone()
+        tensor.copy_(kept.flatten().flip(0).view_as(kept))
+        assert (model(ids).logits - right).abs().max() > 1e-3, name
+        tensor.copy_(kept)
 
 
 def test_every_id_has_a_text_and_text_survives_the_tokenizer(tmp_path: Path) -> None:

@@ -6,31 +6,56 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from engine.batch import UNKNOWN_TOKEN, BatchResult, Engine, ForwardBatch, SamplingRow
+from engine.batch import (
+    UNKNOWN_TOKEN,
+    BatchResult,
+    Engine,
+    ForwardBatch,
+    SamplingRow,
+    StateSlots,
+    WindowPages,
+)
 from engine.config import EngineConfig
 from engine.loader import load_model
 from engine.runner import ModelRunner
 from engine.sampling_state import SamplingState
-from kvcache.pool import MHAKVCache
+from kvcache.layout import KVGroupSpec, LatentGroupSpec, StateGroupSpec
+from kvcache.pool import MambaPool, MHAKVCache, MLAKVCache
 from wire.messages import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=1 << 20)
+STATE_SLOTS = 32
 
 
-def open_runner(
+def open_pools(
     path: Path, page_size: int, num_pages: int, dtype: str = "float32", attention: str = "torch",
     linear: str = "torch", overlap: bool = False,
-) -> tuple[ModelRunner, MHAKVCache]:  # fmt: skip
-    """A runner of the model in `path` and its pool, filled with garbage first: what nobody wrote is not 0."""
+) -> tuple[ModelRunner, dict[str, Any]]:  # fmt: skip
+    """A runner of the model in `path` and its pools by name. What nobody wrote in them is garbage, not 0."""
     config = EngineConfig(str(path), dtype=dtype, attention=attention, linear=linear, overlap=overlap)
     loaded = load_model(config)
-    pool = MHAKVCache(loaded.spec.groups[0], num_pages, page_size)
-    pool.data.normal_(0.0, 3.0, generator=torch.Generator().manual_seed(0))
-    return ModelRunner(loaded, {loaded.spec.groups[0].name: pool}, config), pool
+    pools: dict[str, Any] = {}
+    for seed, spec in enumerate(loaded.spec.groups):
+        if isinstance(spec, StateGroupSpec):
+            pools[spec.name] = MambaPool(spec, STATE_SLOTS)
+            pools[spec.name].bytes.fill_(255)  # NaN in every dtype
+            continue
+        assert isinstance(spec, KVGroupSpec | LatentGroupSpec)
+        kind = MHAKVCache if isinstance(spec, KVGroupSpec) else MLAKVCache
+        pools[spec.name] = pool = kind(spec, num_pages, page_size)
+        pool.data.normal_(0.0, 3.0, generator=torch.Generator().manual_seed(seed))
+    return ModelRunner(loaded, pools, config), pools
+
+
+def open_runner(*args: Any, **options: Any) -> tuple[ModelRunner, Any]:
+    """The same with the pool of the deciding group only."""
+    runner, pools = open_pools(*args, **options)
+    return runner, pools[runner.spec.groups[0].name]
 
 
 @dataclass
@@ -42,7 +67,10 @@ class Lane:
     prompt_len: int
     state: SamplingState
     pages: list[int] = field(default_factory=list)
+    window_pages: list[int] = field(default_factory=list)  # by logical page; 0: fell out of the window
     done: int = 0  # tokens whose KV is written
+    state_slot: int = 0  # holds the state after `done` tokens; 0: there is none
+    next_slot: int = 0  # where the next forward leaves its state; 0: the driver takes a free one
 
     @property
     def outputs(self) -> list[int]:
@@ -51,13 +79,28 @@ class Lane:
 
 
 class Driver:
-    """Hands out shuffled pages of a pool with `num_pages` and builds batches."""
+    """Hands out shuffled pages of pools with `num_pages` and builds batches.
 
-    def __init__(self, engine: Engine, num_pages: int, page_size: int, seed: int = 0) -> None:
+    A page that fell out of a lane's window goes back to the window pool before the lane's next forward, and
+    its entry in the page table is 0. With `window_pool` it is filled with NaN too, for engines that are not
+    launched ahead.
+    """
+
+    def __init__(
+        self, engine: Engine, num_pages: int, page_size: int, seed: int = 0,
+        window_pool: MHAKVCache | None = None,
+    ) -> None:  # fmt: skip
         self.engine = engine
         self.page_size = page_size
+        self.window_pool = window_pool
+        windows = [group.window for group in engine.spec.groups if isinstance(group, KVGroupSpec)]
+        self.window = next((window for window in windows if window is not None), None)
         self._free = list(range(1, num_pages + 1))
         random.Random(seed).shuffle(self._free)
+        self._free_window = list(range(1, num_pages + 1))
+        random.Random(seed + 1).shuffle(self._free_window)
+        self._free_states = list(range(1, STATE_SLOTS + 1))
+        random.Random(seed + 2).shuffle(self._free_states)
         self._rows = 0
 
     def add(
@@ -77,6 +120,8 @@ class Driver:
             while len(sequence.pages) * self.page_size < sequence.done + n:
                 sequence.pages.append(self._free.pop())
         lens = [sequence.done + n for sequence, n in work]
+        window = None if self.window is None else self._window_pages(work, self.window)
+        state = self._state_slots(work) if any(g.kind == "state" for g in self.engine.spec.groups) else None
         table = np.zeros((len(work), -(-max(lens) // self.page_size) + 1), dtype=np.int32)
         positions, slots, ids, sampled, rows = [], [], [], [], []
         for i, (sequence, n) in enumerate(work):
@@ -101,7 +146,40 @@ class Driver:
             page_table=table,
             sampled=np.asarray(sampled, dtype=np.int32),
             sampling=rows,
+            window=window,
+            state=state,
         )
+
+    def _state_slots(self, work: Sequence[tuple[Lane, int]]) -> StateSlots:
+        for sequence, _ in work:
+            if not sequence.next_slot and sequence.row:  # row 0 is padding
+                sequence.next_slot = self._free_states.pop()
+        reads, writes = zip(*((sequence.state_slot, sequence.next_slot) for sequence, _ in work), strict=True)
+        for sequence, _ in work:
+            sequence.state_slot = sequence.next_slot
+        return StateSlots(np.asarray(reads, dtype=np.int32), np.asarray(writes, dtype=np.int32))
+
+    def _window_pages(self, work: Sequence[tuple[Lane, int]], window: int) -> WindowPages:
+        """Slide every lane to its next query and give it pages for its new tokens."""
+        gone = [0]
+        for sequence, _ in work:
+            for logical in range(max(0, sequence.done - window + 1) // self.page_size):
+                if sequence.window_pages[logical]:
+                    gone.append(sequence.window_pages[logical])
+                    sequence.window_pages[logical] = 0
+        self._free_window.extend(gone[1:])
+        if self.window_pool is not None:
+            self.window_pool.data[gone] = torch.nan
+        for sequence, n in work:
+            while len(sequence.window_pages) * self.page_size < sequence.done + n:
+                sequence.window_pages.append(self._free_window.pop())
+        table = np.zeros((len(work), max(len(sequence.window_pages) for sequence, _ in work)), dtype=np.int32)
+        slots = []
+        for i, (sequence, n) in enumerate(work):
+            table[i, : len(sequence.window_pages)] = sequence.window_pages
+            new = np.arange(sequence.done, sequence.done + n)
+            slots.append(table[i, new // self.page_size] * self.page_size + new % self.page_size)
+        return WindowPages(table, np.concatenate(slots).astype(np.int64))
 
     def step(self, work: Sequence[tuple[Lane, int]]) -> BatchResult:
         """One forward, waited for; sampled tokens join their contexts."""

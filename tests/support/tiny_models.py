@@ -16,14 +16,22 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    FalconH1Config,
+    Gemma3TextConfig,
     GenerationConfig,
+    GptOssConfig,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -76,6 +84,120 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
 }
 """Families and variants; the part before "_" is not always the model_type."""
 
+WINDOW = 24
+"""Of the tiny models with one: it bites in short contexts, and is no whole number of 16-token pages."""
+_SLIDING = ["sliding_attention", "full_attention"] * 2
+_LINEAR = ["linear_attention", "full_attention"] * 2
+
+
+def _without(*names: str) -> dict[str, Any]:
+    return {name: value for name, value in _COMMON.items() if name not in names}
+
+
+def _deepseek(**more: Any) -> dict[str, Any]:
+    """Two dense layers, then two with experts in two groups."""
+    return {
+        **_without("head_dim"),
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 12,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 2,
+        **more,
+    }
+
+
+def _delta_net(**more: Any) -> dict[str, Any]:
+    """Gated delta nets with fewer keys than values, and gated attention that rotates half a head."""
+    return {
+        **_COMMON,
+        "num_hidden_layers": 4,
+        "layer_types": _LINEAR,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 12,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        **more,
+    }
+
+
+NEW: dict[str, Callable[[], PretrainedConfig]] = {
+    "deepseek_v2": lambda: DeepseekV2Config(
+        **_deepseek(q_lora_rank=None, topk_method="group_limited_greedy", routed_scaling_factor=2.0)
+    ),
+    "deepseek_v2_lora": lambda: DeepseekV2Config(**_deepseek(q_lora_rank=24, topk_method="greedy")),
+    "deepseek_v3": lambda: DeepseekV3Config(
+        **_deepseek(q_lora_rank=24, rope_parameters={**_YARN, "mscale": 1.0, "mscale_all_dim": 0.8})
+    ),
+    "deepseek_v3_halves": lambda: DeepseekV3Config(**_deepseek(q_lora_rank=None, rope_interleave=False)),
+    "mistral_window": lambda: MistralConfig(**_COMMON, sliding_window=WINDOW),
+    "gemma3_text": lambda: Gemma3TextConfig(
+        **{**_COMMON, "num_hidden_layers": 4, "tie_word_embeddings": True},
+        query_pre_attn_scalar=2,  # sharp attention: what it averages over many keys hardly moves the answer
+        sliding_window=WINDOW,
+        layer_types=_SLIDING,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 100000.0, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "gpt_oss": lambda: GptOssConfig(
+        **{**_COMMON, "num_hidden_layers": 4, "intermediate_size": 64},
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=WINDOW,
+        layer_types=_SLIDING,
+        rope_parameters={**_YARN, "truncate": False},
+    ),
+    "qwen3_next": lambda: Qwen3NextConfig(
+        **_delta_net(
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=32,
+            mlp_only_layers=[1, 2],
+        )
+    ),
+    "qwen3_5_text": lambda: Qwen3_5TextConfig(**_delta_net()),
+    "falcon_h1": lambda: FalconH1Config(
+        **_without("head_dim"),
+        mamba_d_ssm=96,
+        mamba_n_heads=6,
+        mamba_d_head=16,
+        mamba_n_groups=2,
+        mamba_d_state=12,
+        mamba_chunk_size=8,
+        mamba_rms_norm=True,
+        mamba_norm_before_gate=False,
+        projectors_bias=True,
+        lm_head_multiplier=0.5,
+        embedding_multiplier=1.5,
+        mlp_multipliers=[0.8, 0.7],
+        key_multiplier=0.9,
+        attention_out_multiplier=0.8,
+        attention_in_multiplier=1.2,
+        ssm_multipliers=[0.9, 0.8, 1.1, 1.2, 0.7],
+        ssm_in_multiplier=1.3,
+        ssm_out_multiplier=0.6,
+    ),
+    "lfm2": lambda: Lfm2Config(
+        **{**_without("head_dim"), "num_hidden_layers": 4, "tie_word_embeddings": True},
+        conv_bias=True,
+        block_auto_adjust_ff_dim=False,
+        layer_types=["conv", "full_attention"] * 2,
+    ),
+}
+"""Like FAMILIES, for what the engine learns at present."""
+
 
 def make_tiny(family: str, directory: Path, seed: int) -> Path:
     """The directory of the tiny model (family, seed) under `directory`, written unless it exists."""
@@ -85,7 +207,7 @@ def make_tiny(family: str, directory: Path, seed: int) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory) as unfinished:
         made = Path(unfinished) / "model"
-        write_tiny(FAMILIES[family](), made, seed)
+        write_tiny({**FAMILIES, **NEW}[family](), made, seed)
         try:
             os.rename(made, path)
         except OSError:  # another process has just written the same model
@@ -103,22 +225,37 @@ def write_tiny(config: PretrainedConfig, path: Path, seed: int) -> None:
 
 
 def randomise(model: PreTrainedModel, seed: int) -> None:
-    """Every parameter normal with deviation 0.1; norm weights (one-dimensional, not biases) around 1.
+    """Every parameter normal with deviation 0.1; norm weights around where they start: 1, or 0 if 1 is added.
 
     The layers' matrices are twice that and tied embeddings a fifth: otherwise the last token outweighs the
-    context, and greedy decoding runs into a short cycle that hides wrong KV.
+    context, and greedy decoding runs into a short cycle that hides wrong KV. Recurrent states decay slowly,
+    for a state that is soon forgotten hides which one it was.
     """
     generator = torch.Generator().manual_seed(seed)
     tied = model.config.tie_word_embeddings
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
+            centre = float(parameter.flatten()[0])
             parameter.normal_(0.0, 0.1, generator=generator)
-            if parameter.ndim == 1 and not name.endswith("bias"):
-                parameter.add_(1.0)
+            kind = name.rpartition(".")[2]
+            if kind in _SPREAD:
+                mean, deviation = _SPREAD[kind]
+                parameter.mul_(deviation / 0.1).add_(mean)
+            elif parameter.ndim == 1 and not name.endswith("bias"):
+                parameter.add_(centre)
             if parameter.ndim > 1 and ".layers." in name:
                 parameter.mul_(2.0)
+            if parameter.ndim == 3 and "conv" in name:
+                parameter.mul_(2.5)  # few taps
             if tied and "embed_tokens" in name:
                 parameter.mul_(0.2)
+        for name, buffer in sorted(model.named_buffers()):
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.1, generator=generator)
+
+
+_SPREAD = {"A_log": (-3.0, 1.0), "dt_bias": (0.0, 1.0), "sinks": (1.0, 1.0)}
+"""Last part of a parameter's name -> its mean and deviation."""
 
 
 def write_tokenizer(path: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import Qwen3MoeConfig
+from transformers import GptOssConfig, Qwen3MoeConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from engine.config import EngineConfig
@@ -19,29 +20,44 @@ except KernelsUnavailable as error:
     pytest.skip(f"no packed products: {error}", allow_module_level=True)
 
 
-def make_experts(dtype, inner=32):
+def make_experts(dtype, inner=32, family="qwen3_moe"):
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(hidden_size=64, moe_intermediate_size=inner, num_experts=5, num_experts_per_tok=2)
+    if family == "gpt_oss":  # a limit that a third of the values exceed
+        config = GptOssConfig(
+            hidden_size=64,
+            intermediate_size=inner,
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            swiglu_limit=2.0,
+        )
+        kind = GptOssExperts
+    else:
+        config = Qwen3MoeConfig(
+            hidden_size=64, moe_intermediate_size=inner, num_experts=5, num_experts_per_tok=2
+        )
+        kind = Qwen3MoeExperts
     config._experts_implementation = "eager"
-    experts = Qwen3MoeExperts(config)
+    experts = kind(config)
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     return experts.to(torch.bfloat16).to(dtype).requires_grad_(False)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 40])
-def test_equals_transformers_experts(tokens):
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_equals_transformers_experts(family, tokens):
     x = torch.randn(tokens, 64).bfloat16()
     chosen = torch.rand(tokens, 5).topk(2).indices
     weights = torch.rand(tokens, 2).bfloat16()
-    want = make_experts(torch.float64)(x.double(), chosen, weights.double())
-    got = PackedExperts(make_experts(torch.bfloat16))(x, chosen, weights)
+    want = make_experts(torch.float64, family=family)(x.double(), chosen, weights.double())
+    got = PackedExperts(make_experts(torch.bfloat16, family=family))(x, chosen, weights)
     assert got.dtype == torch.bfloat16
     torch.testing.assert_close(got.double(), want, rtol=0.02, atol=0.02)
 
 
-def test_what_cannot_be_packed_is_left_alone():
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_what_cannot_be_packed_is_left_alone(family):
     swaps, config = CpuSwaps(), EngineConfig("m")
-    assert swaps.experts(make_experts(torch.float32), config) is None
-    assert swaps.experts(make_experts(torch.bfloat16, inner=48), config) is None
-    assert isinstance(swaps.experts(make_experts(torch.bfloat16), config), PackedExperts)
+    assert swaps.experts(make_experts(torch.float32, family=family), config) is None
+    assert swaps.experts(make_experts(torch.bfloat16, 48, family), config) is None
+    assert isinstance(swaps.experts(make_experts(torch.bfloat16, 32, family), config), PackedExperts)

@@ -1,0 +1,87 @@
+"""The two sides of bench.radix behind one face: what is timed, and nothing else, is in `hit` and so on."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.allocator import make_allocator
+from kvcache.pool import ReqToTokenPool
+from kvcache.radix_cache import RadixCache
+from kvcache.radix_key import Namespace, RadixKey
+
+Tokens = npt.NDArray[np.int32]
+
+
+class Tree(Protocol):
+    """A prefix cache under test."""
+
+    def key(self, tokens: Tokens) -> Any:
+        """What a request is looked up by."""
+        ...
+
+    def hit(self, key: Any) -> None:
+        """Match, take the indices, lock and unlock the last node."""
+        ...
+
+    def insert(self, tokens: Tokens) -> None:
+        """Cache these tokens; what the tree has not yet gets memory."""
+        ...
+
+    def reserve(self, key: Any) -> None:
+        """Get memory for `insert_key`, which is not timed."""
+        ...
+
+    def insert_key(self, key: Any) -> None:
+        """Cache a key with the memory reserved for it."""
+        ...
+
+    def evict(self, tokens: int) -> int:
+        """Free that many tokens; how many it were."""
+        ...
+
+
+class BatonTree:
+    """Ours, without a pool behind its page ids."""
+
+    def __init__(self, page_size: int, tokens: int) -> None:
+        self._page_size = page_size
+        spare = tokens // 8 + (1 << 16)
+        self._allocator = make_allocator((tokens + spare) // page_size, page_size)
+        self.cache = RadixCache(ReqToTokenPool(1, page_size), self._allocator)
+        self._namespace = Namespace("bench")
+        self._pages = np.empty(0, np.int32)
+
+    def key(self, tokens: Tokens) -> RadixKey:
+        """As a request makes it."""
+        return RadixKey(tokens, self._namespace)
+
+    def hit(self, key: RadixKey) -> None:
+        """As admission does it."""
+        match = self.cache.match_prefix(key)
+        _ = match.device_indices
+        self.cache.inc_lock_ref(match.last_device_node)
+        self.cache.dec_lock_ref(match.last_device_node)
+
+    def insert(self, tokens: Tokens) -> None:
+        """Duplicates are freed, as a request's are."""
+        key = self.key(tokens)
+        self.reserve(key)
+        self.insert_key(key)
+
+    def reserve(self, key: RadixKey) -> None:
+        """Pages for all of it, as if it had been computed without the cache."""
+        pages = self._allocator.alloc_pages(len(key) // self._page_size)
+        assert pages is not None, "the bench's pool is too small"
+        self._pages = pages
+
+    def insert_key(self, key: RadixKey) -> None:
+        """Insert, and free what the tree had already."""
+        inserted = self.cache.insert(key, self._pages)
+        self._allocator.free_page_ids(self._pages[: inserted.prefix_len // self._page_size])
+
+    def evict(self, tokens: int) -> int:
+        """In lru order."""
+        return self.cache.evict(tokens)

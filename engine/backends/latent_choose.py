@@ -1,0 +1,48 @@
+"""Which latent attention backend runs, decided once at load."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.backends.latent_flashinfer import WIDTHS, FlashInferLatentAttention
+from engine.backends.latent_twin import TorchLatentAttention
+from engine.backends.pick import BackendUnavailable, pick
+from kvcache.quant import KVFormat
+
+if TYPE_CHECKING:
+    from engine.config import EngineConfig
+    from engine.latent import LatentBackend
+    from engine.loader import AttentionLayer
+    from kvcache.pool import MLAKVCache
+
+
+def build_latent(
+    config: EngineConfig, pool: MLAKVCache, attention: Sequence[AttentionLayer]
+) -> LatentBackend:
+    """The backend that `config.attention` names, for layers that are all alike; "auto" takes the fastest.
+
+    Raises ConfigError when a backend that was named cannot run. "auto" then takes plain torch and logs why.
+    """
+    [(heads, scale)] = {(layer.query_heads, layer.scale) for layer in attention}  # one class of module
+
+    def cpu() -> LatentBackend:
+        from engine.cpu.mla import CpuLatentAttention
+
+        return CpuLatentAttention(pool, heads, scale)
+
+    def flashinfer() -> LatentBackend:
+        widths = (pool.spec.kv_lora_rank, pool.spec.rope_dim)
+        if pool.spec.dtype not in (torch.float16, torch.bfloat16):
+            problem = f"FlashInfer attends in float16 and bfloat16, not {pool.spec.dtype}"
+            raise BackendUnavailable(problem)
+        if pool.spec.stored is not KVFormat.AUTO:
+            raise BackendUnavailable(f"FlashInfer reads no {pool.spec.stored} latents")
+        if widths != WIDTHS:
+            problem = f"FlashInfer attends to latents of {WIDTHS[0]} + {WIDTHS[1]} values, not {widths}"
+            raise BackendUnavailable(problem)
+        return FlashInferLatentAttention(pool, heads, scale)
+
+    return pick(config, lambda: TorchLatentAttention(pool, heads, scale), cpu, flashinfer)

@@ -1,0 +1,77 @@
+"""Latent attention in plain torch: the reference the others are tested against, and the fallback."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from engine.batch import ForwardBatch
+from kvcache.pool import MLAKVCache
+
+_BLOCK = 64  # new tokens whose scores are in memory at once
+
+
+class _Sequence(NamedTuple):
+    start: int  # its new tokens are [start, end) of the pack
+    end: int
+    slots: torch.Tensor  # int64 [context]
+
+
+class TorchLatentAttention:
+    """A LatentBackend: gathers each sequence's rows and attends in float32, one sequence after the other.
+
+    float32 also where rows are bfloat16: a score sums kv_lora_rank + rope_dim products, several times more
+    than a head of the expanded form has.
+    """
+
+    def __init__(self, pool: MLAKVCache, heads: int, scale: float) -> None:
+        del heads  # every one attends to the same rows
+        self._pool = pool
+        self._scale = scale
+        self._slots = torch.empty(0, dtype=torch.int64)
+        self._sequences: list[_Sequence] = []
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        """See LatentBackend."""
+        device = self._pool.data.device
+        self._slots = torch.from_numpy(batch.out_slots).to(device)
+        table = torch.from_numpy(batch.page_table).to(device, torch.int64)
+        starts = batch.starts().tolist()
+        self._sequences = [
+            _Sequence(starts[i], starts[i + 1], self._slots_of(table[i], length))
+            for i, length in enumerate(batch.seq_lens.tolist())
+        ]
+
+    def forward(
+        self,
+        place: int,
+        q_latent: torch.Tensor,
+        q_rope: torch.Tensor,
+        latent_new: torch.Tensor,
+        rope_new: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """See LatentBackend."""
+        layer = self._pool.spec.layer_ids[place]
+        self._pool.set_mla_kv_buffer(layer, self._slots, latent_new, rope_new)
+        queries = torch.cat((q_latent, q_rope), dim=-1).float() * self._scale
+        for start, end, slots in self._sequences:
+            rows = self._pool.get_rows(layer, slots).float()  # [context, rank + rope_dim]
+            for first in range(start, end, _BLOCK):
+                last = min(first + _BLOCK, end)
+                seen = len(slots) - end + last  # of the block's last token
+                out[first:last] = _attend(queries[first:last], rows[:seen], out.shape[-1])
+
+    def _slots_of(self, pages: torch.Tensor, length: int) -> torch.Tensor:
+        at = torch.arange(length, device=pages.device)
+        return pages[at // self._pool.page_size] * self._pool.page_size + at % self._pool.page_size
+
+
+def _attend(queries: torch.Tensor, rows: torch.Tensor, rank: int) -> torch.Tensor:
+    """queries [n, heads, row] of the last n tokens of a context with these rows -> [n, heads, rank]."""
+    n = len(queries)
+    later = torch.ones(n, n, dtype=torch.bool, device=rows.device).triu(1)
+    scores = queries @ rows.T  # [n, heads, context]
+    scores[:, :, -n:].masked_fill_(later[:, None], -torch.inf)
+    return scores.softmax(-1) @ rows[:, :rank]

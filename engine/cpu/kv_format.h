@@ -1,0 +1,215 @@
+// How a quantised pool stores values, and the conversions: the same in every file that reads or writes one.
+//
+// A tile holds the rows of one page, head and side (K or V), or of one page of latents: `page_size` rows of `dim`
+// values. Of fp8 a value is one byte. Of fp4 a tile is [data | scales]: dim / 2 bytes a row (the even value of a byte in
+// its low half), then dim / 16 scales a row, each an e4m3 number that its 16 values are multiplied with.
+//
+// Everything stored is exact in bfloat16. Writing rounds to the nearest value, ties to even, and what is too large
+// becomes the largest; a NaN stays a NaN. Everything is of internal linkage: each file compiles it for its own
+// instruction set.
+#pragma once
+#include <array>
+#include <cstdint>
+#include <cstring>
+
+#include "numeric.h"
+
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+#include <immintrin.h>
+#endif
+
+namespace baton {
+
+enum Format : int32_t { kPlain = 0, kE4M3 = 1, kE5M2 = 2, kE2M1 = 3 };
+
+constexpr int kScaleBlock = 16;  // values of fp4 that share a scale
+
+// Bytes of `n` values, scales included.
+inline int64_t stored_bytes(Format format, int64_t n) { return format == kE2M1 ? n / 2 + n / kScaleBlock : n; }
+
+namespace format {
+namespace {
+
+inline uint32_t bits_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+inline float from_bits(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+// An 8-bit float with `M` bits of mantissa and exponents from 1 - Bias on. `Most`: code of the largest number.
+template <int M, int Bias, int Most>
+struct Small {
+  static uint8_t encode(float x) {
+    const uint32_t bits = bits_of(x), magnitude = bits & 0x7fffffffu;
+    // Adding 2^(23 - M + 1 - Bias), whose last bit is worth the smallest number, rounds a magnitude below the normal ones.
+    const uint32_t magic = static_cast<uint32_t>(24 - M - Bias + 127) << 23;
+    const uint32_t tiny = bits_of(from_bits(magnitude) + from_bits(magic)) - magic;
+    const uint32_t odd = (magnitude >> (23 - M)) & 1u;
+    const uint32_t normal =
+        (magnitude - (static_cast<uint32_t>(127 - Bias) << 23) + ((1u << (22 - M)) - 1) + odd) >> (23 - M);
+    uint32_t code = magnitude < (static_cast<uint32_t>(128 - Bias) << 23) ? tiny : normal;
+    code = magnitude >= (kLimit << (23 - M)) ? uint32_t{Most} : code;
+    code = magnitude > 0x7f800000u ? 0x7fu : code;
+    return static_cast<uint8_t>(code | (bits >> 24 & 0x80u));
+  }
+
+ private:
+  // The largest number, in units of its float32 bits without what is rounded: from it on everything is Most.
+  static constexpr uint32_t kLimit = Most + (static_cast<uint32_t>(127 - Bias) << M);
+};
+using E4M3 = Small<3, 7, 0x7e>;
+using E5M2 = Small<2, 15, 0x7b>;
+
+constexpr float power(int exponent) {
+  float x = 1;
+  for (; exponent > 0; --exponent) x *= 2;
+  for (; exponent < 0; ++exponent) x /= 2;
+  return x;
+}
+
+// Numbers by code, of the low 7 bits; the sign is the 8th.
+template <int M, int Bias>
+constexpr float decode(int code) {
+  const int exponent = (code & 0x7f) >> M, mantissa = code & ((1 << M) - 1);
+  const float x = exponent ? (1 + mantissa * power(-M)) * power(exponent - Bias) : mantissa * power(1 - Bias - M);
+  return code & 0x80 ? -x : x;
+}
+constexpr std::array<float, 256> table_of(bool e4m3) {
+  std::array<float, 256> table{};
+  for (int code = 0; code < 256; ++code) {
+    const float sign = code & 0x80 ? -1.0f : 1.0f;
+    table[code] = e4m3 ? decode<3, 7>(code) : decode<2, 15>(code);
+    if (e4m3 && (code & 0x7f) == 0x7f) table[code] = sign * __builtin_nanf("");
+    if (!e4m3 && (code & 0x7f) == 0x7c) table[code] = sign * __builtin_inff();
+    if (!e4m3 && (code & 0x7f) > 0x7c) table[code] = sign * __builtin_nanf("");
+  }
+  return table;
+}
+constexpr std::array<float, 256> kFromE4M3 = table_of(true), kFromE5M2 = table_of(false);
+alignas(64) constexpr float kFromE2M1[16] = {0,     0.5f,  1,     1.5f,  2,     3,     4,     6,
+                                                    -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+
+// The nearest of kFromE2M1 to x / divisor; a NaN becomes 0 (its block's scale is a NaN).
+inline uint32_t encode_e2m1(float x, float divisor) {
+  const float a = from_bits(bits_of(x) & 0x7fffffffu) / divisor;
+  const uint32_t code = (a > 0.25f) + (a >= 0.75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) + (a >= 3.5f) + (a > 5.0f);
+  return code | (bits_of(x) >> 28 & 8u);
+}
+
+// 16 values and their scale. The scale maps the largest magnitude to 6, the largest e2m1 number; it is never 0.
+template <typename T>
+void store_block(const T* from, uint8_t* data, uint8_t* scale) {
+  float x[kScaleBlock];
+  uint32_t most = 0;  // the largest magnitude, by its bits: a NaN is above all numbers
+  for (int i = 0; i < kScaleBlock; ++i) {
+    x[i] = to_float(from[i]);
+    const uint32_t magnitude = bits_of(x[i]) & 0x7fffffffu;
+    most = magnitude > most ? magnitude : most;
+  }
+  const uint8_t code = E4M3::encode(from_bits(most) * (1.0f / 6));
+  *scale = code ? code : 1;
+  const float divisor = kFromE4M3[*scale];
+  for (int i = 0; i < kScaleBlock; i += 2)
+    data[i / 2] = static_cast<uint8_t>(encode_e2m1(x[i], divisor) | encode_e2m1(x[i + 1], divisor) << 4);
+}
+
+inline void put(float* to, float x) { *to = x; }
+inline void put(bf16* to, float x) { to->bits = static_cast<uint16_t>(bits_of(x) >> 16); }  // exact
+
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+inline void put(float* to, __m512 x) { _mm512_storeu_ps(to, x); }
+inline void put(bf16* to, __m512 x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(x), 16)));
+}
+
+// 32 codes of 8 bits to bfloat16, by integers: exponents are moved to bfloat16's bias, numbers below the normal ones
+// are looked up.
+template <int M, int Bias>
+__m512i widen(__m256i codes) {
+  alignas(64) static constexpr uint16_t kTiny[2][32] = {{0, 0x3780, 0x3800, 0x3840},  // e5m2: multiples of 2^-16
+                                                        {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60}};
+  const __m512i code = _mm512_cvtepu8_epi16(codes), magnitude = _mm512_and_si512(code, _mm512_set1_epi16(0x7f));
+  __m512i x = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 7 - M), _mm512_set1_epi16((127 - Bias) << 7));
+  const __mmask32 tiny = _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(1 << M));
+  x = _mm512_mask_permutexvar_epi16(x, tiny, magnitude, _mm512_load_si512(kTiny[M == 3]));
+  // Codes that are no numbers: of e4m3 0x7f only, of e5m2 those of the highest exponent.
+  const __mmask32 special = _mm512_cmpge_epu16_mask(magnitude, _mm512_set1_epi16(M == 3 ? 0x7f : 0x7c));
+  x = _mm512_mask_add_epi16(x, special, x, _mm512_set1_epi16(M == 3 ? 0x7fc0 - 0x43f0 : 0x7f80 - 0x4780));
+  return _mm512_or_si512(x, _mm512_slli_epi16(_mm512_xor_si512(code, magnitude), 8));
+}
+inline void put32(bf16* to, __m512i x) { _mm512_storeu_si512(to, x); }
+inline void put32(float* to, __m512i x) {
+  const __m256i low = _mm512_castsi512_si256(x), high = _mm512_extracti64x4_epi64(x, 1);
+  _mm512_storeu_si512(to, _mm512_slli_epi32(_mm512_cvtepu16_epi32(low), 16));
+  _mm512_storeu_si512(to + 16, _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
+}
+#endif
+
+template <int M, int Bias, typename T>
+void load_codes(const uint8_t* codes, int64_t n, T* to) {
+  const auto& table = M == 3 ? kFromE4M3 : kFromE5M2;
+  int64_t i = 0;
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  for (; i + 32 <= n; i += 32)
+    put32(to + i, widen<M, Bias>(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + i))));
+#endif
+  for (; i < n; ++i) put(to + i, table[codes[i]]);
+}
+
+template <typename T>
+void load_block(const uint8_t* data, uint8_t scale, T* to) {
+  const float factor = kFromE4M3[scale];
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(data)), half = _mm_set1_epi8(0xf);
+  const __m128i codes =
+      _mm_unpacklo_epi8(_mm_and_si128(bytes, half), _mm_and_si128(_mm_srli_epi16(bytes, 4), half));
+  const __m512 x = _mm512_permutexvar_ps(_mm512_cvtepu8_epi32(codes), _mm512_load_ps(kFromE2M1));
+  put(to, _mm512_mul_ps(x, _mm512_set1_ps(factor)));
+#else
+  for (int i = 0; i < kScaleBlock / 2; ++i) {
+    put(to + 2 * i, kFromE2M1[data[i] & 0xf] * factor);
+    put(to + 2 * i + 1, kFromE2M1[data[i] >> 4] * factor);
+  }
+#endif
+}
+
+}  // namespace
+}  // namespace format
+
+namespace {
+
+// `rows` rows of a tile from row `offset` on, one after the other, to float or bf16. Not for kPlain.
+template <typename T>
+void load_rows(Format stored, const void* tile, int page_size, int offset, int rows, int dim, T* to) {
+  const uint8_t* bytes = static_cast<const uint8_t*>(tile);
+  const int64_t first = int64_t{offset} * dim, n = int64_t{rows} * dim;
+  if (stored == kE4M3) return format::load_codes<3, 7>(bytes + first, n, to);
+  if (stored == kE5M2) return format::load_codes<2, 15>(bytes + first, n, to);
+  const uint8_t* scales = bytes + int64_t{page_size} * dim / 2;
+  for (int64_t i = first; i < first + n; i += kScaleBlock)
+    format::load_block(bytes + i / 2, scales[i / kScaleBlock], to + i - first);
+}
+
+// One row of float or bf16 to row `offset` of a tile. Not for kPlain.
+template <typename T>
+void store_row(Format stored, const T* from, void* tile, int page_size, int offset, int dim) {
+  uint8_t* bytes = static_cast<uint8_t*>(tile);
+  const int64_t first = int64_t{offset} * dim;
+  if (stored == kE4M3) {
+    for (int d = 0; d < dim; ++d) bytes[first + d] = format::E4M3::encode(to_float(from[d]));
+  } else if (stored == kE5M2) {
+    for (int d = 0; d < dim; ++d) bytes[first + d] = format::E5M2::encode(to_float(from[d]));
+  } else {
+    uint8_t* scales = bytes + int64_t{page_size} * dim / 2;
+    for (int64_t i = first; i < first + dim; i += kScaleBlock)
+      format::store_block(from + i - first, bytes + i / 2, scales + i / kScaleBlock);
+  }
+}
+
+}  // namespace
+}  // namespace baton

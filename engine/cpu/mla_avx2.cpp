@@ -1,0 +1,2 @@
+#define BATON_KERNELS mla_avx2
+#include "mla_item.h"

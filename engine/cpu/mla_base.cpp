@@ -1,0 +1,2 @@
+#define BATON_KERNELS mla_base
+#include "mla_item.h"

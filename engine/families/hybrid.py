@@ -1,0 +1,134 @@
+"""Families with layers that keep a state of fixed size beside layers that attend.
+
+Two more are not in the table because in transformers the same tokens leave another state when they are cut
+into other chunks, and then no cached state can be exact: Jamba's scan of several tokens starts from nothing
+whatever state it is handed, and Nemotron-H bounds the time step in a prompt but not in decode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.errors import UnsupportedModel
+from engine.families.base import Dtypes, Family
+from engine.families.dense import full_group
+from engine.states import CONV, RECURRENT, PackedMixer
+from kvcache.layout import GroupSpec, StateGroupSpec, StateTensor
+
+_ATTEND = frozenset({"full_attention", "hybrid"})  # values of layer_types; a hybrid layer does both
+_KEEP_STATE = frozenset({"linear_attention", "conv", "hybrid"})
+_MIXERS = {
+    "Qwen3NextGatedDeltaNet": "cache_params",
+    "Qwen3_5GatedDeltaNet": "cache_params",
+    "FalconH1Mixer": "cache_params",
+    "Lfm2ShortConv": "past_key_values",
+}
+"""transformers class -> the keyword under which it takes its cache."""
+
+_RECURRENT_DTYPE = torch.float32  # whatever the model's: transformers keeps recurrent states in float32
+
+Shapes = dict[str, tuple[int, ...]]
+"""Of the tensors of one layer's state, by name."""
+
+
+def _groups(shapes_of: Callable[[Any], Shapes]) -> Callable[[Any, Dtypes], tuple[GroupSpec, ...]]:
+    def groups(config: Any, dtypes: Dtypes) -> tuple[GroupSpec, ...]:
+        kinds = list(enumerate(config.layer_types))
+        tensor_dtypes = {CONV: dtypes.model, RECURRENT: _RECURRENT_DTYPE}
+        tensors = [
+            StateTensor(layer, name, shape, tensor_dtypes[name])
+            for layer, kind in kinds
+            if kind in _KEEP_STATE
+            for name, shape in shapes_of(config).items()
+        ]
+        attending = tuple(layer for layer, kind in kinds if kind in _ATTEND)
+        return full_group(config, dtypes, attending), StateGroupSpec(tuple(tensors))
+
+    return groups
+
+
+def _delta_net(config: Any) -> Shapes:
+    """One convolution over queries, keys and values; per head, a matrix from keys to values."""
+    key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+    heads = config.linear_num_value_heads
+    channels = 2 * config.linear_num_key_heads * key_dim + heads * value_dim
+    return {CONV: (channels, config.linear_conv_kernel_dim), RECURRENT: (heads, key_dim, value_dim)}
+
+
+def _mamba2(config: Any) -> Shapes:
+    """One convolution over x, B and C; per head, a state of `mamba_d_state` for each of its channels."""
+    heads, head_dim = config.mamba_n_heads, config.mamba_d_head
+    channels = heads * head_dim + 2 * config.mamba_n_groups * config.mamba_d_state
+    return {CONV: (channels, config.mamba_d_conv), RECURRENT: (heads, head_dim, config.mamba_d_state)}
+
+
+def _short_conv(config: Any) -> Shapes:
+    return {CONV: (config.hidden_size, config.conv_L_cache)}
+
+
+def _unbounded_time_step(config: Any) -> None:
+    limit = config.time_step_limit
+    if tuple(limit or ()) != (0.0, float("inf")):
+        raise UnsupportedModel(
+            f"time_step_limit is {limit} in config.json: transformers applies it in prompts, not in decode",
+            "use a model whose time_step_limit is [0, Infinity]",
+        )
+
+
+class ScaledHead(nn.Module):
+    """A projection onto the vocabulary whose logits are multiplied."""
+
+    def __init__(self, head: nn.Module, factor: float) -> None:
+        super().__init__()
+        self.head = head
+        self._factor = factor
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, hidden] -> [N, vocab]."""
+        logits: torch.Tensor = self.head(hidden) * self._factor
+        return logits
+
+
+def _pack_mixers(model: Any) -> None:
+    """Let every layer that keeps a state take a pack."""
+    packed = 0
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if cache_name := _MIXERS.get(type(child).__name__):
+                setattr(module, name, PackedMixer(child, cache_name))
+                packed += 1
+    assert packed == sum(kind in _KEEP_STATE for kind in model.config.layer_types), "a mixer was missed"
+
+
+def _prepare_falcon(model: Any) -> None:
+    _pack_mixers(model)
+    model.lm_head = ScaledHead(model.lm_head, model.config.lm_head_multiplier)
+
+
+_LINEAR_OR_FULL = frozenset({"linear_attention", "full_attention"})
+
+FAMILIES: dict[str, Family] = {
+    "falcon_h1": Family(
+        "FalconH1ForCausalLM",
+        _groups(_mamba2),
+        layer_types=frozenset({"hybrid"}),
+        check=_unbounded_time_step,
+        prepare=_prepare_falcon,
+    ),
+    "lfm2": Family(
+        "Lfm2ForCausalLM",
+        _groups(_short_conv),
+        layer_types=frozenset({"conv", "full_attention"}),
+        prepare=_pack_mixers,
+    ),
+    "qwen3_5_text": Family(
+        "Qwen3_5ForCausalLM", _groups(_delta_net), layer_types=_LINEAR_OR_FULL, prepare=_pack_mixers
+    ),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM", _groups(_delta_net), layer_types=_LINEAR_OR_FULL, prepare=_pack_mixers
+    ),
+}

@@ -1,0 +1,96 @@
+"""Families with multi-head latent attention in every layer: DeepSeek-V2 and V3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.errors import UnsupportedModel
+from engine.families.base import Dtypes, Family
+from engine.latent import LatentAttention, Rotate
+from kvcache.layout import LatentGroupSpec
+
+_V2_ROUTING = ("greedy", "group_limited_greedy")
+
+
+def _groups(config: Any, dtypes: Dtypes) -> tuple[LatentGroupSpec, ...]:
+    layer_ids = tuple(range(config.num_hidden_layers))
+    return (LatentGroupSpec(layer_ids, config.kv_lora_rank, config.qk_rope_head_dim, dtypes.kv),)
+
+
+def _check(config: Any) -> None:
+    """Raises UnsupportedModel for what these architectures may have and the engine does not compute.
+
+    Layers that predict further tokens (num_nextn_predict_layers) are no such thing: transformers leaves them
+    out of a forward too.
+    """
+    if getattr(config, "quantization_config", None):
+        raise UnsupportedModel(
+            "quantization_config is in config.json: the weights of W_uk and W_uv are used as they are stored",
+            "use a checkpoint in bfloat16 or float32",
+        )
+    if not config.kv_lora_rank:
+        raise UnsupportedModel(
+            f"kv_lora_rank is {config.kv_lora_rank!r} in config.json: there is no latent to keep",
+            "use a checkpoint with latent attention",
+        )
+
+
+def _check_v2(config: Any) -> None:
+    _check(config)
+    if config.topk_method not in _V2_ROUTING:
+        raise UnsupportedModel(
+            f"topk_method is {config.topk_method!r} in config.json: tokens cannot be routed that way",
+            f"use a model with {' or '.join(_V2_ROUTING)}",
+        )
+
+
+def _rotate_v2(q: torch.Tensor, k: torch.Tensor, angles: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    from transformers.models.deepseek_v2.modeling_deepseek_v2 import apply_rotary_emb
+
+    rotated: tuple[torch.Tensor, torch.Tensor] = apply_rotary_emb(q, k, angles)
+    return rotated
+
+
+def _rotate_v3_pairs(q: torch.Tensor, k: torch.Tensor, angles: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
+
+    rotated: tuple[torch.Tensor, torch.Tensor] = apply_rotary_pos_emb_interleave(q, k, *angles)
+    return rotated
+
+
+def _rotate_v3_halves(q: torch.Tensor, k: torch.Tensor, angles: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb
+
+    rotated: tuple[torch.Tensor, torch.Tensor] = apply_rotary_pos_emb(q, k, *angles)
+    return rotated
+
+
+def _absorb(model: nn.Module, rotate: Rotate) -> None:
+    """Put a LatentAttention in the place of every layer's attention."""
+    decoder: Any = model.model
+    for layer in decoder.layers:
+        layer.self_attn = LatentAttention(layer.self_attn, rotate)
+
+
+def _prepare_v2(model: nn.Module) -> None:
+    _absorb(model, _rotate_v2)
+
+
+def _prepare_v3(model: nn.Module) -> None:
+    config: Any = model.config
+    _absorb(model, _rotate_v3_pairs if config.rope_interleave else _rotate_v3_halves)
+
+
+_LATENT = frozenset({"kv_lora_rank"})
+
+FAMILIES: dict[str, Family] = {
+    "deepseek_v2": Family(
+        "DeepseekV2ForCausalLM", _groups, allows=_LATENT, check=_check_v2, prepare=_prepare_v2
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM", _groups, allows=_LATENT, check=_check, prepare=_prepare_v3
+    ),
+}

@@ -1,0 +1,87 @@
+"""Families in which some layers, or all, look back only a window: their KV is a group of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from engine.errors import UnsupportedModel
+from engine.families.base import Dtypes, Family
+from engine.families.dense import full_group
+from kvcache.layout import KVGroupSpec
+
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+Sliding = Callable[[Any], tuple[int, ...]]
+
+
+def _named(config: Any) -> tuple[int, ...]:
+    """The layers that layer_types says are sliding."""
+    return tuple(i for i, kind in enumerate(config.layer_types) if kind == "sliding_attention")
+
+
+def _every(config: Any) -> tuple[int, ...]:
+    """All layers if there is a window at all: these families do not look at layer_types."""
+    return () if config.sliding_window is None else tuple(range(config.num_hidden_layers))
+
+
+def _groups_of(sliding: Sliding) -> Callable[[Any, Dtypes], tuple[KVGroupSpec, ...]]:
+    """Full layers first, even if there are none: their page ids name the token pages."""
+
+    def groups(config: Any, dtypes: Dtypes) -> tuple[KVGroupSpec, ...]:
+        windowed = sliding(config)
+        rest = tuple(i for i in range(config.num_hidden_layers) if i not in windowed)
+        full = full_group(config, dtypes, rest)
+        if not windowed:
+            return (full,)
+        return full, replace(full, layer_ids=windowed, name="window", window=config.sliding_window)
+
+    return groups
+
+
+def _check_named(config: Any) -> None:
+    """Sliding layers have a window to slide."""
+    if _named(config):
+        _check_window(config)
+
+
+def _check_every(config: Any) -> None:
+    """layer_types, if a config has it, says of every layer what the model computes."""
+    window = config.sliding_window
+    if window is not None:
+        _check_window(config)
+    computed = "full_attention" if window is None else "sliding_attention"
+    if set(getattr(config, "layer_types", None) or ()) - {computed}:
+        raise UnsupportedModel(
+            f"sliding_window is {window} in config.json: every layer is {computed}, but layer_types differs",
+            "use a checkpoint without layer_types",
+        )
+
+
+def _check_window(config: Any) -> None:
+    window = config.sliding_window
+    if not isinstance(window, int) or window < 1:
+        raise UnsupportedModel(
+            f"sliding_window is {window} in config.json, and layers slide",
+            "use a checkpoint that says how many tokens they see",
+        )
+
+
+def _by_layer_type(architecture: str) -> Family:
+    """A family in which layer_types says which layers sliding_window is for; it may name none."""
+    return Family(architecture, _groups_of(_named), _LAYER_TYPES, check=_check_named)
+
+
+def _all_alike(architecture: str) -> Family:
+    """A family in which sliding_window, unless null, is for every layer."""
+    return Family(architecture, _groups_of(_every), _LAYER_TYPES, check=_check_every)
+
+
+FAMILIES: dict[str, Family] = {
+    "mistral": _all_alike("MistralForCausalLM"),
+    "qwen2": _by_layer_type("Qwen2ForCausalLM"),
+    "qwen3": _by_layer_type("Qwen3ForCausalLM"),
+    "qwen3_moe": _all_alike("Qwen3MoeForCausalLM"),
+    "gemma3_text": _by_layer_type("Gemma3ForCausalLM"),
+    "gpt_oss": _by_layer_type("GptOssForCausalLM"),
+}

@@ -1,0 +1,122 @@
+"""Multi-head latent attention, absorbed (DeepSeek-V2, arXiv 2405.04434).
+
+A token's keys and values of all heads are linear in one short vector, its latent c, beside a rotated key part
+k_rope that the heads share:
+
+    k_h = [W_uk[h] c | k_rope]        v_h = W_uv[h] c
+
+transformers expands them from the latents of the whole context in every step. Here the latent is what the
+pages hold, and the two matrices move to the side of the new tokens, where there are few:
+
+    q_h . k_h  =  (W_uk[h]^T q_nope_h) . c  +  q_rope_h . k_rope
+    sum_j p_j v_h[j]  =  W_uv[h] (sum_j p_j c[j])
+
+So to a backend all heads attend to ONE key per token, [c | k_rope], whose first part is the value too.
+
+Prefill is absorbed as well. On paper expanding is ahead from chunks of 170 tokens on: with the widths of
+DeepSeek-V2-Lite a pair of tokens costs 1,088 multiplications a head absorbed and 320 expanded, and expanding
+131,072 for every token of the context, in every chunk. But on one core 512 new tokens at a context of 1,024
+take 0.14 s a layer absorbed (engine/cpu/mla.py) and 0.29 s expanded with torch's attention, in bfloat16; and
+expanding needs a second attention path and a copy of the context 9 times as large as its latents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from engine.attention import PagedLayers
+    from engine.batch import ForwardBatch
+
+Rotate = Callable[[torch.Tensor, torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor]]
+"""(q [1, heads, T, rope_dim], k [1, 1, T, rope_dim], the model's position embeddings) -> both rotated."""
+
+
+class LatentBackend(Protocol):
+    """Paged attention over one latent group.
+
+    A backend is built as `Backend(pool, heads, scale)`: `pool` a kvcache MLAKVCache, `scale` the factor on
+    scores. It is used from one thread.
+    """
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        """Once per step, before the first layer: keep what every layer needs of the batch."""
+        ...
+
+    def forward(
+        self,
+        place: int,
+        q_latent: torch.Tensor,
+        q_rope: torch.Tensor,
+        latent_new: torch.Tensor,
+        rope_new: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Write the new tokens' rows to the batch's out_slots, THEN attend over each sequence's pages.
+
+        place: of the layer in a page (index into the group's layer_ids). q_latent [T, heads, kv_lora_rank],
+        q_rope [T, heads, rope_dim], latent_new [T, kv_lora_rank], rope_new [T, rope_dim]: the last dimension
+        is contiguous, the rest strided as the model left them. out [T, heads, kv_lora_rank], contiguous,
+        filled in place with the weighted sums of latents. Query i of a sequence sees its context up to and
+        including itself.
+        """
+        ...
+
+
+class LatentAttention(nn.Module):
+    """Replaces DeepseekV2Attention and DeepseekV3Attention after loading, and keeps their projections.
+
+    Only kv_b_proj goes: its weight becomes W_uk and W_uv, each in the order in which its product reads it.
+    (Views of the one weight would do, but a bfloat16 product on CPU takes 7 times as long with a transposed
+    weight.)
+    """
+
+    def __init__(self, attention: Any, rotate: Rotate) -> None:
+        super().__init__()
+        self.layer_idx: int = attention.layer_idx
+        self.scaling: float = attention.scaling  # on scores; yarn's factor is in it
+        self._rope_dim: int = attention.qk_rope_head_dim
+        self._nope_dim: int = attention.qk_nope_head_dim
+        self._rank: int = attention.kv_lora_rank
+        self._rotate = rotate
+        self.q_proj = attention.q_proj  # None where queries have a low rank of their own
+        self.q_a_proj = attention.q_a_proj
+        self.q_a_layernorm = attention.q_a_layernorm
+        self.q_b_proj = attention.q_b_proj
+        self.kv_a_proj_with_mqa = attention.kv_a_proj_with_mqa
+        self.kv_a_layernorm = attention.kv_a_layernorm
+        self.o_proj = attention.o_proj
+        expand: torch.Tensor = attention.kv_b_proj.weight.detach()  # [heads x (nope_dim + v_dim), rank]
+        per_head = expand.view(attention.num_heads, -1, self._rank)
+        w_uk, w_uv = per_head[:, : self._nope_dim], per_head[:, self._nope_dim :].transpose(1, 2)
+        self.w_uk = nn.Parameter(w_uk.contiguous(), requires_grad=False)  # [heads, nope_dim, rank]
+        self.w_uv = nn.Parameter(w_uv.contiguous(), requires_grad=False)  # [heads, rank, v_dim]
+
+    def forward(
+        self, hidden_states: torch.Tensor, position_embeddings: Any, paged: PagedLayers, **_: Any
+    ) -> tuple[torch.Tensor, None]:
+        """hidden_states [1, T, hidden] -> the same shape, as the module replaced."""
+        q_nope, q_rope = self._queries(hidden_states)
+        latent, k_rope = self.kv_a_proj_with_mqa(hidden_states).split((self._rank, self._rope_dim), dim=-1)
+        latent = self.kv_a_layernorm(latent)[0]
+        q_rope, k_rope = self._rotate(q_rope, k_rope[:, None], position_embeddings)
+        q_latent = torch.bmm(q_nope[0], self.w_uk).transpose(0, 1)  # [T, heads, rank]
+        out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
+        backend, place = paged.latent_of_layer[self.layer_idx]
+        backend.forward(place, q_latent, q_rope[0].transpose(0, 1), latent, k_rope[0, 0], out)
+        values = torch.bmm(out.transpose(0, 1), self.w_uv)  # [heads, T, v_dim]
+        return self.o_proj(values.transpose(0, 1).flatten(1)[None]), None
+
+    def _queries(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[1, heads, T, nope_dim] and [1, heads, T, rope_dim], not yet rotated."""
+        if self.q_proj is not None:
+            queries = self.q_proj(hidden_states)
+        else:
+            queries = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
+        queries = queries.unflatten(-1, (len(self.w_uk), -1)).transpose(1, 2)
+        q_nope, q_rope = queries.split((self._nope_dim, self._rope_dim), dim=-1)
+        return q_nope, q_rope

@@ -1,0 +1,115 @@
+"""A model with a window and a state beside full attention, served by prefill and decode apart.
+
+What each worker says over its event stream, replayed by an independent reader, must be its tree: also while
+states and windows are given up silently, which only the tree itself can tell.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.fake import fake_generate
+from tests.support.kv_events_reader import Page, Pages, ends_of, pages_of, replayed
+from tools.local_stack import Stack, stack
+from tools.processes import Child
+
+PAGE_SIZE = 8
+GROUPS = ("window", "state")
+
+
+@pytest.fixture(scope="module")
+def hybrid(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """1P + 1D; every group runs short: states first, then windows, at last the full group's pages."""
+    with stack(
+        tiny_model,
+        tmp_path_factory.mktemp("hybrid"),
+        router={"prefill_on_decode_tokens": 0},
+        engine="fake",
+        fake_groups=GROUPS,
+        page_size=PAGE_SIZE,
+        chunked_prefill_size=32,
+        max_total_tokens=2048,
+        swa_full_tokens_ratio=0.4,
+        max_mamba_cache_size=40,
+        mamba_track_interval=16,
+        max_running_requests=8,
+        decode_reserve_tokens=32,
+    ) as running:
+        yield running
+
+
+def tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(256) for _ in range(count)]
+
+
+def events_of(running: Stack, worker: Child) -> Pages:
+    """What a worker's events add up to."""
+    records = {record["id"]: record for record in running.http.get("/debug/workers").json()["workers"]}
+    pages = Pages("m")
+    pages.apply(replayed(records[worker.ready["id"]]["replay"]))
+    return pages
+
+
+class Seen:
+    """A worker's tree at some moment, held against its events."""
+
+    def __init__(self, running: Stack, worker: Child) -> None:
+        self.nodes: list[dict[str, Any]] = running.inspect(worker, "nodes")
+        self.pages: dict[int, Page] = pages_of(self.nodes, "m", PAGE_SIZE)
+        self.events = events_of(running, worker)
+        assert self.pages == self.events.held
+        ends = ends_of(self.nodes, "m", PAGE_SIZE)
+        self.states = {end for end, node in zip(ends, self.nodes, strict=True) if node["held"]["state"]}
+        parents = {node["parent"] for node in self.nodes}
+        for index, node in enumerate(self.nodes):
+            if index not in parents:
+                assert node["held"]["state"] == 1, "a leaf that nobody can continue from"
+                assert node["held"]["window"] > 0, "a leaf without its window"
+
+    def window_holes(self) -> bool:
+        """Whether some node has lost window pages and kept the others."""
+        return any(node["held"]["window"] * PAGE_SIZE < node["held"]["full"] for node in self.nodes)
+
+
+def test_events_are_the_tree_whatever_is_evicted(hybrid: Stack) -> None:
+    rng = random.Random(21)
+    shared = [tokens(rng, 64), tokens(rng, 100), tokens(rng, 40)]
+    silent: dict[str, int] = {worker.ready["id"]: 0 for worker in hybrid.workers}
+    before: dict[str, Seen] = {}
+    for turn in range(6):
+        prompts = [shared[i % 3] + tokens(rng, rng.randrange(1, 90)) for i in range(8)]
+        answers = hybrid.generate_all(prompts, 40)
+        right = [fake_generate(prompt, 40, groups=GROUPS) for prompt in prompts]
+        assert [answer["output_ids"] for answer in answers] == right
+        shared[turn % 3] = prompts[0] + right[0] + tokens(rng, 7)  # the conversation goes on
+        hybrid.settle()
+        for worker in hybrid.workers:
+            name = worker.ready["id"]
+            seen = Seen(hybrid, worker)
+            if name in before:
+                silent[name] += len((before[name].states - seen.states) & set(seen.pages))
+            before[name] = seen
+    for worker in hybrid.workers:
+        name = worker.ready["id"]
+        assert before[name].events.removed, "no page was evicted: the test is too small"
+        assert silent[name], "no state was given up while its pages stayed"
+        assert before[name].window_holes()
+
+
+def test_a_repeat_and_a_next_turn_are_found_in_the_cache(hybrid: Stack) -> None:
+    rng = random.Random(22)
+    prompt = tokens(rng, 120)
+    first = hybrid.generate(prompt, 40)
+    again = hybrid.generate(prompt, 40)
+    assert again["output_ids"] == first["output_ids"] == fake_generate(prompt, 40, groups=GROUPS)
+    assert again["meta_info"]["cached_tokens"] == 112, "up to the last page border before the end"
+    forked = prompt[:100] + tokens(rng, 30)
+    answers = [hybrid.generate(forked, 8) for _ in range(2)]
+    assert answers[0]["output_ids"] == answers[1]["output_ids"] == fake_generate(forked, 8, groups=GROUPS)
+    assert answers[1]["meta_info"]["cached_tokens"] == 128
+    hybrid.settle()

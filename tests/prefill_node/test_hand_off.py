@@ -1,0 +1,160 @@
+"""The hand-off step by step, for models of one and of several KV groups: what travels, and what is held.
+
+Both workers run in this thread; the fake engine's answers betray a page or a state that went astray.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from engine.fake import fake_generate
+from scheduler.worker import Worker
+from tests.support.hand_off import GROUPS, Pair, pair
+from tools.local_stack import in_use
+from wire.codec import unpack_tokens
+from wire.messages import Decode, KVTarget
+
+PAGE_SIZE = 4
+SIDES = ("prefill", "decode")
+every_model = pytest.mark.parametrize("groups", GROUPS, ids=lambda groups: "+".join(("full", *groups)))
+
+
+def prompt_of(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1000) for _ in range(length)]
+
+
+def right(both: Pair, room: int, groups: tuple[str, ...]) -> list[int]:
+    """What the room must be answered."""
+    request = both.outputs[room].request
+    prompt = unpack_tokens(request.prompt).tolist()
+    return fake_generate(prompt, request.sampling.max_new_tokens, groups=groups)
+
+
+def held(worker: Worker) -> dict[str, Any]:
+    """What is neither free nor an unlocked part of the cache, in any group. The books must balance."""
+    return in_use(asdict(worker.check_memory()))
+
+
+def settle(both: Pair) -> None:
+    """Let every deadline pass; then nothing may be held."""
+    for _ in range(8):
+        both.pass_time(40.0)
+        both.run_dry()
+    for worker in (both.prefill, both.decode):
+        assert not worker.rooms()
+        assert held(worker) == {}
+
+
+def target_of(both: Pair) -> KVTarget:
+    """The newest KVTarget on its way."""
+    return [letter.message for letter in both.network.letters if isinstance(letter.message, KVTarget)][-1]
+
+
+def ask_and_see_target(both: Pair, room: int, prompt: list[int], n: int) -> KVTarget:
+    """Ask; stop where decode has said what it lacks."""
+    both.ask(room, prompt, n)
+    while not any(isinstance(letter.message, KVTarget) for letter in both.network.letters):
+        index = next(i for i, letter in enumerate(both.network.letters) if isinstance(letter.message, Decode))
+        both.deliver(index)
+    return target_of(both)
+
+
+@every_model
+@pytest.mark.parametrize("length", [1, 4, 39, 40, 41, 90])
+def test_decode_asks_each_group_for_what_it_lacks(groups: tuple[str, ...], length: int) -> None:
+    """Of a window only what the next query sees; of a state one slot; of the full group every page."""
+    with pair(groups) as both:
+        target = ask_and_see_target(both, 1, prompt_of(length, length), 9)
+        pages = -(-length // PAGE_SIZE)
+        assert set(target.groups) == {"full", *groups}
+        assert (target.groups["full"].first_page, len(target.groups["full"].page_ids)) == (0, pages)
+        if "window" in groups:
+            first = max(0, length - 40 + 1) // PAGE_SIZE
+            asked = target.groups["window"]
+            assert (asked.first_page, len(asked.page_ids)) == (first, pages - first)
+        if "state" in groups:
+            assert (target.groups["state"].first_page, len(target.groups["state"].page_ids)) == (0, 1)
+        both.run_dry()
+        assert both.outputs[1].tokens == right(both, 1, groups)
+        settle(both)
+
+
+@every_model
+def test_full_pages_that_decode_holds_do_not_travel_although_their_window_is_gone(
+    groups: tuple[str, ...],
+) -> None:
+    """Another room decodes from the same prefix, so the prefix stays; its window part is long behind it."""
+    prompt = prompt_of(2, 140)
+    with pair(groups) as both:
+        both.ask(1, prompt, 60)
+        for step in itertools.count():
+            both.step(step)
+            if len(both.outputs[1].tokens) >= 5:
+                break
+        if "window" in groups:
+            assert both.decode._memory.cache.evict_window(1000) > 0
+        target = ask_and_see_target(both, 2, prompt[:81], 20)
+        asked = target.groups["full"]
+        assert (asked.first_page, len(asked.page_ids)) == (20, 1), "the last page alone: it is not whole"
+        if "window" in groups:
+            asked = target.groups["window"]
+            assert (asked.first_page, len(asked.page_ids)) == (42 // PAGE_SIZE, 21 - 42 // PAGE_SIZE)
+        both.run_dry()
+        assert both.outputs[2].tokens == right(both, 2, groups)
+        settle(both)
+
+
+@every_model
+def test_a_room_without_target_holds_nothing_and_comes_back(groups: tuple[str, ...]) -> None:
+    """Parked with its cache intact, and with its cache evicted by others meanwhile."""
+    with pair(groups) as both:
+        for room, crowd in ((1, 0), (2, 12)):
+            both.ask(room, prompt_of(room, 70), 9)
+            late = [letter for letter in both.network.letters if isinstance(letter.message, Decode)]
+            both.network.letters = [letter for letter in both.network.letters if letter not in late]
+            both.run_dry()
+            (parked,) = both.prefill.rooms()
+            assert parked.hold == "parked"
+            assert held(both.prefill) == {}
+            for other in range(crowd):
+                both.ask(100 + other, prompt_of(100 + other, 90), 2)
+                both.run_dry()
+            both.network.letters += late
+            both.run_dry()
+            assert both.outputs[room].tokens == right(both, room, groups)
+        settle(both)
+
+
+@every_model
+def test_abort_at_every_stage_leaves_nothing(groups: tuple[str, ...]) -> None:
+    """The client leaves one step later each time, until the room is over before it does."""
+    for steps in itertools.count(0, 2):
+        with pair(groups) as both:
+            both.ask(1, prompt_of(1, 60), 5)
+            for step in range(steps):
+                both.step(step)
+            over = not both.outputs[1].open
+            both.abort(1)
+            both.run_dry()
+            settle(both)
+        if over:
+            assert steps > 20, "a hand-off has more steps than that"
+            return
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_workers_whose_pages_differ_refuse_each_other(side: str) -> None:
+    with pair(("state",)) as both:
+        getattr(both, side)._half._layout = "of another dtype"
+        both.ask(1, prompt_of(1, 30), 5)
+        both.run_dry()
+        rejected = both.outputs[1].rejected
+        assert rejected is not None
+        assert "lays its pages out differently" in rejected.message
+        settle(both)
