@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgpack
@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from kvcache.config import CacheConfig, KVEventsConfig
-from kvcache.layout import KVGroupSpec
+from kvcache.layout import GroupSpec, KVGroupSpec, StateGroupSpec, StateTensor
 from kvcache.memory import Memory, build_memory
 from kvcache.radix_cache import RadixCache
 from kvcache.radix_key import Namespace, RadixKey
@@ -47,11 +47,29 @@ def request(tokens: Iterable[int], **fields: Any) -> Request:
     return Request(np.array(list(tokens), np.int32), **fields)
 
 
-def memory(page_size: int = 4, pages: int = 64, rows: int = 8, **options: Any) -> Memory:
+def groups(*names: str, window: int = 8) -> tuple[GroupSpec, ...]:
+    """Specs of a model with a full group and those named: "window", "state"."""
+    more: dict[str, GroupSpec] = {
+        "window": replace(SPEC, layer_ids=(2,), name="window", window=window),
+        "state": StateGroupSpec((StateTensor(3, "conv", (2, 3), torch.float32),)),
+    }
+    return (SPEC, *(more[name] for name in names))
+
+
+def memory(
+    page_size: int = 4, pages: int = 64, rows: int = 8, specs: Sequence[GroupSpec] = (SPEC,), **options: Any
+) -> Memory:
     """A memory with KV events on and a context as long as the pool."""
     total = page_size * pages
-    config = CacheConfig(total, total, rows, page_size, events=KVEventsConfig(enable=True), **options)
-    return build_memory(config, [SPEC])
+    options = {"mamba_track_interval": 2 * page_size, "max_context_len": total, **options}
+    config = CacheConfig(
+        total,
+        max_running_requests=rows,
+        page_size=page_size,
+        events=KVEventsConfig(enable=True),
+        **options,
+    )
+    return build_memory(config, specs)
 
 
 def tree_of(built: Memory) -> RadixCache:
@@ -87,8 +105,13 @@ def reference_hashes(namespace: Namespace, tokens: list[int], page_size: int) ->
         digest.update(len(part.encode()).to_bytes(4, "little") + part.encode())
     digest.update(b"\x01" if namespace.is_bigram else b"\x00")
     last, names = digest.digest(), []
-    for start in range(0, len(tokens) - page_size + 1, page_size):
-        page = b"".join(token.to_bytes(4, "little") for token in tokens[start : start + page_size])
+    units = len(tokens) - 1 if namespace.is_bigram else len(tokens)
+    for start in range(0, units - page_size + 1, page_size):
+        page = b"".join(
+            token.to_bytes(4, "little")
+            for unit in range(start, start + page_size)
+            for token in tokens[unit : unit + (2 if namespace.is_bigram else 1)]
+        )
         last = hashlib.sha256(last + page).digest()
         names.append(int.from_bytes(last[:8], "big", signed=True))
     return names
