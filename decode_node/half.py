@@ -108,8 +108,11 @@ class DecodeHalf(Half[DecodeRoom]):
             return True
         if not self.scheduler.reserve(room.req):
             return self.rooms.get(room.room, room.epoch) is not room  # it may have failed for good
-        first_page, page_ids = room.req.missing_pages()
-        groups = {"full": GroupTarget(first_page, page_ids.tolist())}
+        groups = {
+            name: GroupTarget(reserved.first_page, reserved.pages.tolist())
+            for name, reserved in room.req.reserved.items()
+            if name in self._receivers.regions  # a full group of no layers has no bytes to send
+        }
         context_tokens = room.req.prompt_len + len(room.req.output_ids)
         room.receiver = KVReceiver(self._receivers, room.room, room.epoch, context_tokens)
         room.receiver.pre_alloc(groups)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import queue
 import time
 
-from kvtransfer.pages import as_pages
+from kvtransfer.pages import PageIds, as_pages
 from kvtransfer.region import pool_regions
 from kvtransfer.select import open_sender
 from kvtransfer.sender import KVSender, SenderPool, Sent
@@ -59,6 +59,7 @@ class PrefillHalf(Half[PrefillRoom]):
     def __init__(self, services: Services) -> None:
         super().__init__(services)
         self._page_size = self.options.page_size
+        self._deciding = services.memory.specs[0].name
         self._peers = Peers()
         self._sent: queue.SimpleQueue[Sent] = queue.SimpleQueue()
         regions = pool_regions(services.memory)
@@ -136,8 +137,7 @@ class PrefillHalf(Half[PrefillRoom]):
         except TransferError as error:
             self._fail_both(room, str(error))
             return False
-        deciding = self.memory.specs[0].name
-        room.sender = KVSender(self._senders, room.room, room.epoch, self._page_size, deciding)
+        room.sender = KVSender(self._senders, room.room, room.epoch, self._page_size, self._deciding)
         room.sender.init(endpoint, target.groups)
         self._peers.used(endpoint, time.monotonic())
         room.req.start_send_idx = room.sender.start_send_idx
@@ -189,9 +189,22 @@ class PrefillHalf(Half[PrefillRoom]):
         assert room.sender is not None
         room.req.stamp(RequestStage.PREFILL_TRANSFER_KV_CACHE)
         row = self.memory.req_to_token_pool.req_to_token[room.req.req_pool_idx]
-        pages = as_pages(row[: end : self._page_size] // self._page_size)
+        pages = {self._deciding: as_pages(row[: end : self._page_size] // self._page_size)}
+        if last:
+            pages.update(self._tails(room.req, end))
         room.sender.send(pages, end, last)
         room.req.start_send_idx = room.sender.start_send_idx
+
+    def _tails(self, req: Req, end: int) -> dict[str, PageIds]:
+        """What a query at position `end` needs of the groups that do not decide reuse, by logical page."""
+        tails: dict[str, PageIds] = {}
+        window, state = self.memory.swa, req.state_hold
+        if window is not None:
+            tails["window"] = as_pages(window.table[req.req_pool_idx, : window.pages_of(end)])
+        if state is not None:
+            assert state.live_len == end, f"{req} has the state after {state.live_len} tokens, not {end}"
+            tails["state"] = as_pages([state.live])
+        return tails
 
     def poll(self, now: float) -> None:  # noqa: ARG002  nothing here waits for a time
         for room in self.rooms.active():

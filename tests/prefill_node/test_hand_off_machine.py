@@ -7,6 +7,8 @@ and deadlines have passed, every room is over and every page and row of both wor
 from __future__ import annotations
 
 import random
+from dataclasses import asdict
+from typing import ClassVar
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -15,19 +17,22 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from engine.fake import fake_generate
 from tests.support.hand_off import Pair, pair
+from tools.local_stack import in_use
 from wire.codec import unpack_tokens
 
 
 class HandOff(RuleBasedStateMachine):
     """Rooms come and go while letters are delivered in any order, lost and doubled."""
 
+    groups: ClassVar[tuple[str, ...]] = ()  # of the fake model, beside its full group
+
     def __init__(self) -> None:
         super().__init__()
-        self._context = pair()
+        self._context = pair(self.groups)
         self.pair: Pair = self._context.__enter__()
         self.rooms = 0
 
-    @rule(length=st.integers(1, 40), n=st.integers(1, 6), shared=st.booleans(), split=st.booleans())
+    @rule(length=st.integers(1, 90), n=st.integers(1, 12), shared=st.booleans(), split=st.booleans())
     def ask(self, length: int, n: int, shared: bool, split: bool) -> None:
         self.rooms += 1
         rng = random.Random(0 if shared else self.rooms)
@@ -77,7 +82,7 @@ class HandOff(RuleBasedStateMachine):
     def answers_are_right_as_far_as_they_go(self) -> None:
         for output in self.pair.outputs.values():
             prompt = unpack_tokens(output.request.prompt).tolist()
-            right = fake_generate(prompt, output.request.sampling.max_new_tokens)
+            right = fake_generate(prompt, output.request.sampling.max_new_tokens, groups=self.groups)
             assert output.tokens == right[: len(output.tokens)]
             if output.finish is not None:
                 assert len(output.tokens) == len(right)
@@ -103,9 +108,7 @@ class HandOff(RuleBasedStateMachine):
             self.pair.run_dry()
         for worker in (self.pair.prefill, self.pair.decode):
             assert not worker.rooms()
-            report = worker.check_memory()
-            assert report.held_pages == report.quarantined_pages == report.protected_pages == 0
-            assert report.held_rows == 0
+            assert in_use(asdict(worker.check_memory())) == {}
 
 
 _SETTINGS = settings(
@@ -113,10 +116,58 @@ _SETTINGS = settings(
 )
 
 
+class HandOffWindow(HandOff):
+    """A model with windowed layers."""
+
+    groups = ("window",)
+
+
+class HandOffState(HandOff):
+    """A model with linear attention."""
+
+    groups = ("state",)
+
+
+class HandOffBoth(HandOff):
+    """A model with both."""
+
+    groups = ("window", "state")
+
+
 class TestHandOff(HandOff.TestCase):  # type: ignore[misc]
-    settings = settings(_SETTINGS, max_examples=15)
+    settings = settings(_SETTINGS, max_examples=8)
+
+
+class TestHandOffWindow(HandOffWindow.TestCase):  # type: ignore[misc]
+    settings = settings(_SETTINGS, max_examples=8)
+
+
+class TestHandOffState(HandOffState.TestCase):  # type: ignore[misc]
+    settings = settings(_SETTINGS, max_examples=8)
+
+
+class TestHandOffBoth(HandOffBoth.TestCase):  # type: ignore[misc]
+    settings = settings(_SETTINGS, max_examples=12)
+
+
+_LONG = settings(_SETTINGS, max_examples=100, stateful_step_count=60)
 
 
 @pytest.mark.invariants
 class TestHandOffLong(HandOff.TestCase):  # type: ignore[misc]
-    settings = settings(_SETTINGS, max_examples=150, stateful_step_count=60)
+    settings = _LONG
+
+
+@pytest.mark.invariants
+class TestHandOffWindowLong(HandOffWindow.TestCase):  # type: ignore[misc]
+    settings = _LONG
+
+
+@pytest.mark.invariants
+class TestHandOffStateLong(HandOffState.TestCase):  # type: ignore[misc]
+    settings = _LONG
+
+
+@pytest.mark.invariants
+class TestHandOffBothLong(HandOffBoth.TestCase):  # type: ignore[misc]
+    settings = _LONG

@@ -172,6 +172,13 @@ class Pair:
         """One turn without mail."""
         return worker.turn([])
 
+    def step(self, number: int) -> None:
+        """The smallest thing that can happen next: a turn of either loop, or the oldest letter arrives."""
+        if number % 3 < 2:
+            self.turn((self.prefill, self.decode)[number % 3])
+        elif self.network.letters:
+            self.deliver(0)
+
     def pass_time(self, seconds: float) -> None:
         """Let time pass, and both workers notice."""
         self.clock.now += seconds
@@ -191,11 +198,11 @@ class Pair:
             quiet = 0 if busy or self._moving() else quiet + 1
 
     def _moving(self) -> bool:
-        """Is a transfer thread at work? Then give it the processor."""
-        for room in self.prefill.rooms():
-            if room.hold is prefill_half.Hold.HAND_OFF:
-                time.sleep(0.001)
-                return True
+        """Is a transfer thread at work, even for an aborted room? Then give it the processor."""
+        sending = any(room.hold is prefill_half.Hold.HAND_OFF for room in self.prefill.rooms())
+        if sending or self.decode._half.busy:
+            time.sleep(0.001)
+            return True
         return False
 
     def _take(self, letter: Letter) -> None:
@@ -230,9 +237,20 @@ class Pair:
             self.post(worker, Resend(room, output.request.epoch, len(output.tokens)))
 
 
+GROUPS: tuple[tuple[str, ...], ...] = ((), ("window",), ("state",), ("window", "state"))
+"""What the fake model has beside its full group: every combination."""
+SMALL = {
+    "window": {"swa_full_tokens_ratio": 0.3},
+    "state": {"max_mamba_cache_size": 24, "mamba_track_interval": 8},
+}
+"""Little memory for each group, so that it runs short in a test; yet enough for a few rooms at once."""
+
+
 @contextmanager
-def pair(**options: Any) -> Iterator[Pair]:
-    """Both workers, never started: the test turns their loops."""
+def pair(groups: tuple[str, ...] = (), **options: Any) -> Iterator[Pair]:
+    """Both workers, never started: the test turns their loops. `groups` as in GROUPS."""
+    for group in groups:
+        options = {**SMALL[group], **options}
     network, clock = Network(), SimpleNamespace(now=1000.0)
     fake_time = SimpleNamespace(monotonic=lambda: clock.now)
     mailbox = type("NetworkMailbox", (FakeMailbox,), {"network": network})
@@ -240,6 +258,7 @@ def pair(**options: Any) -> Iterator[Pair]:
         model="fake",
         engine="fake",
         kv_events_config=KVEventsOptions(enable=False),
+        fake_groups=groups,
         **{"max_total_tokens": 512, "page_size": 4, "chunked_prefill_size": 12, **options},
     )
     with ExitStack() as cleanup:
