@@ -16,7 +16,7 @@ So to a backend all heads attend to ONE key per token, [c | k_rope], whose first
 Prefill is absorbed as well. On paper expanding is ahead from chunks of 170 tokens on: with the widths of
 DeepSeek-V2-Lite a pair of tokens costs 1,088 multiplications a head absorbed and 320 expanded, and expanding
 131,072 for every token of the context, in every chunk. But on one core 512 new tokens at a context of 1,024
-take 0.14 s a layer absorbed (engine/cpu/mla.py) and 0.29 s expanded with torch's attention, in bfloat16; and
+take 0.12 s a layer absorbed (engine/cpu/mla.py) and 0.29 s expanded with torch's attention, in bfloat16; and
 expanding needs a second attention path and a copy of the context 9 times as large as its latents.
 """
 

@@ -10,6 +10,9 @@ import torch.nn.functional as F
 from engine.batch import ForwardBatch
 from kvcache.pool import MHAKVCache
 
+QUERIES_AT_ONCE = 256
+"""Of a chunk with sinks: its scores are held, float32 [query heads, queries, keys], as SDPA need not."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Sequence:
@@ -88,16 +91,19 @@ class TorchAttention:
         """A sink is one more score of its head: it takes its share of the softmax and adds no value."""
         heads, new, _ = q.shape
         k, v = kv.float().repeat_interleave(heads // kv.shape[1], dim=1)
-        scores = q.float() @ k.transpose(1, 2) * self._scale
         mask = sequence.mask
         if sequence.is_causal:
             mask = torch.ones(new, new, dtype=torch.bool, device=q.device).tril()
-        if mask is not None:
-            scores = scores.masked_fill(~mask, -torch.inf)
-        column = sinks.float()[:, None, None].expand(-1, new, 1)
-        weights = torch.cat((column, scores), dim=-1).softmax(-1)[..., 1:]
-        attended: torch.Tensor = weights @ v
-        return attended.to(q.dtype)
+        attended = torch.empty_like(q)
+        for start in range(0, new, QUERIES_AT_ONCE):
+            queries = slice(start, start + QUERIES_AT_ONCE)
+            scores = q[:, queries].float() @ k.transpose(1, 2) * self._scale
+            if mask is not None:
+                scores.masked_fill_(~mask[queries], -torch.inf)
+            column = sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
+            weights = torch.cat((column, scores), dim=-1).softmax(-1)[..., 1:]
+            attended[:, queries] = weights @ v
+        return attended
 
     def _sequence(self, start: int, end: int, length: int, pages: torch.Tensor) -> _Sequence:
         new = end - start

@@ -35,8 +35,7 @@ void merge_parts(const float* parts, int64_t count, int64_t stride, int rank, fl
 }  // namespace
 
 Plan::Plan(const Call& call) {
-  const int blocks = (call.heads + kRows - 1) / kRows;
-  const int heads = (call.heads + blocks - 1) / blocks;
+  const int heads = std::min<int>(call.heads, kRows);  // of an item
   const int64_t part = int64_t{call.heads} * (call.rank + 2);
   std::vector<int64_t> partial_of;  // of each item: where its sums go; -1: to `out`
   int64_t parts = 0;

@@ -17,8 +17,9 @@ constexpr int kLanes = 8;
 #else
 constexpr int kLanes = 4;
 #endif
-constexpr int kWide = kLanes == 16 ? 4 : 2;  // with kDeep x kWide sums in registers, and what they are summed from
+constexpr int kWide = kLanes == 16 ? 4 : 2;  // 4 x kWide vectors of sums fit into registers, with what they are made of
 constexpr int kDeep = 4;
+static_assert(kTile % (4 * kWide) == 0 && kRows % 16 == 0, "blocks of scores stay inside their array");
 
 typedef float Vec __attribute__((vector_size(sizeof(float) * kLanes), may_alias));
 
@@ -26,42 +27,36 @@ inline const Vec& at(const float* p) { return *reinterpret_cast<const Vec*>(p); 
 inline Vec& at(float* p) { return *reinterpret_cast<Vec*>(p); }
 inline int padded(int n) { return (n + 15) / 16 * 16; }
 
-// What a thread works on; too large for a small stack. Rows of q and tile are `width` floats apart, rows of acc
-// `rank` floats, both padded to whole vectors.
+// What a thread works on; too large for a small stack. Queries lie side by side, so that scores, maxima and weights
+// are computed for a vector of queries at a time; rows of the tile are `width` floats apart, rows of acc `rank`.
 struct Block {
-  alignas(64) float q[kRows * kMaxRow];
+  alignas(64) float q[kMaxRow][kRows];
   alignas(64) float tile[kTile * kMaxRow];
   alignas(64) float acc[kRows * kMaxRank];
-  alignas(64) float scores[kRows][kTile];
-  int rows, width, rank;
-  int visible[kRows];  // context tokens a query may see
-  float top[kRows];    // running maximum of its scores
-  float sum[kRows];
+  alignas(64) float scores[kTile][kRows];
+  alignas(64) int visible[kRows];  // context tokens a query may see; 0 where there is no query
+  alignas(64) float top[kRows];    // running maximum of its scores
+  alignas(64) float sum[kRows];
+  alignas(64) float keep[kRows];  // what earlier sums are multiplied with in this step
+  int rows, lanes;                // queries; the same, padded to whole vectors
+  int dim, width, rank;           // of a row; the same, and the latent, padded to whole vectors
 };
 
-inline float sum_lanes(const Vec& v) {
-  float lanes[kLanes];
-  std::memcpy(lanes, &v, sizeof lanes);
-  for (int half = kLanes / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-  return lanes[0];
-}
-
-// Scores of R queries with kWide context rows.
-template <int R>
-inline void score_block(Block& b, int r0, int j0, float scale) {
-  Vec sums[R][kWide] = {};
-  const float *q = b.q + r0 * b.width, *keys = b.tile + j0 * b.width;
-  for (int d = 0; d < b.width; d += kLanes) {
-    Vec key[kWide];
-    for (int i = 0; i < kWide; ++i) key[i] = at(keys + i * b.width + d);
-    for (int r = 0; r < R; ++r) {
-      const Vec query = at(q + r * b.width + d);
-      for (int i = 0; i < kWide; ++i) sums[r][i] += query * key[i];
+// Scores of W vectors of queries with J context rows.
+template <int J, int W>
+inline void score_block(Block& b, int j0, int r0, float scale) {
+  Vec sums[J][W] = {};
+  const float* rows = b.tile + j0 * b.width;
+  for (int d = 0; d < b.dim; ++d) {
+    Vec q[W];
+    for (int w = 0; w < W; ++w) q[w] = at(&b.q[d][r0 + w * kLanes]);
+    for (int j = 0; j < J; ++j) {
+      const float key = rows[j * b.width + d];
+      for (int w = 0; w < W; ++w) sums[j][w] += key * q[w];
     }
   }
-  for (int r = 0; r < R; ++r)
-    for (int i = 0; i < kWide; ++i) b.scores[r0 + r][j0 + i] = sum_lanes(sums[r][i]) * scale;
+  for (int j = 0; j < J; ++j)
+    for (int w = 0; w < W; ++w) at(&b.scores[j0 + j][r0 + w * kLanes]) = sums[j][w] * scale;
 }
 
 // acc += weights * latents, for R queries and C vectors of the latent from d0 on.
@@ -75,7 +70,7 @@ inline void add_block(Block& b, int r0, int d0, int n) {
     Vec value[C];
     for (int c = 0; c < C; ++c) value[c] = at(row + c * kLanes);
     for (int r = 0; r < R; ++r) {
-      const float weight = b.scores[r0 + r][j];
+      const float weight = b.scores[j][r0 + r];
       for (int c = 0; c < C; ++c) acc[r][c] += weight * value[c];
     }
   }
@@ -84,11 +79,11 @@ inline void add_block(Block& b, int r0, int d0, int n) {
 }
 
 void score_tile(Block& b, int n, float scale) {
-  for (int j = 0; j < n; j += kWide) {  // past n the tile holds old rows; nobody reads those scores
-    int r = 0;
-    for (; r + kDeep <= b.rows; r += kDeep) score_block<kDeep>(b, r, j, scale);
-    for (; r < b.rows; ++r) score_block<1>(b, r, j, scale);
-  }
+  int r = 0;  // past n the tile holds old rows; nobody reads those scores
+  for (; r + 2 * kLanes <= b.lanes; r += 2 * kLanes)
+    for (int j = 0; j < n; j += kWide * 2) score_block<kWide * 2, 2>(b, j, r, scale);
+  for (; r < b.lanes; r += kLanes)
+    for (int j = 0; j < n; j += kWide * 4) score_block<kWide * 4, 1>(b, j, r, scale);
 }
 
 template <int C>
@@ -106,50 +101,56 @@ void add_tile(Block& b, int n) {
 
 // One online-softmax step: scores become weights, earlier sums are rescaled.
 void weigh_tile(Block& b, int from, int n) {
-  for (int r = 0; r < b.rows; ++r) {
-    float* s = b.scores[r];
-    const int seen = std::clamp(b.visible[r] - from, 0, n);
-    float top = b.top[r];
-#pragma omp simd reduction(max : top)
-    for (int j = 0; j < seen; ++j) top = s[j] > top ? s[j] : top;
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int j = 0; j < seen; ++j) {
-      s[j] = fast_exp(s[j] - top);
-      sum += s[j];
+  alignas(64) float top[kRows];
+  std::memcpy(top, b.top, sizeof top);
+  for (int j = 0; j < n; ++j)
+#pragma omp simd
+    for (int r = 0; r < b.lanes; ++r) {
+      const float score = from + j < b.visible[r] ? b.scores[j][r] : -1e30f;
+      top[r] = score > top[r] ? score : top[r];
     }
-    std::fill(s + seen, s + n, 0.0f);
-    const float keep = fast_exp(b.top[r] - top);
-    if (keep != 1.0f)
-      for (int d = 0; d < b.rank; d += kLanes) at(b.acc + r * b.rank + d) *= keep;
-    b.sum[r] = b.sum[r] * keep + sum;
-    b.top[r] = top;
+#pragma omp simd
+  for (int r = 0; r < b.lanes; ++r) {
+    b.keep[r] = fast_exp(b.top[r] - top[r]);
+    b.sum[r] *= b.keep[r];
+    b.top[r] = top[r];
   }
+  for (int j = 0; j < n; ++j)
+#pragma omp simd
+    for (int r = 0; r < b.lanes; ++r) {
+      const float weight = from + j < b.visible[r] ? fast_exp(b.scores[j][r] - top[r]) : 0.0f;
+      b.scores[j][r] = weight;
+      b.sum[r] += weight;
+    }
+  for (int r = 0; r < b.rows; ++r)
+    if (b.keep[r] != 1.0f)
+      for (int d = 0; d < b.rank; d += kLanes) at(b.acc + r * b.rank + d) *= b.keep[r];
 }
 
 // The queries of an item, token after token. Returns how many context tokens the last of them sees.
 int begin(Block& b, const Call& call, const Item& item) {
-  const int row = call.rank + call.rope_dim;
   const int64_t start = call.starts[item.seq];
   const int before = call.seq_lens[item.seq] - static_cast<int>(call.starts[item.seq + 1] - start);
-  b.width = padded(row);
+  b.dim = call.rank + call.rope_dim;
+  b.width = padded(b.dim);
   b.rank = padded(call.rank);
   b.rows = 0;
   for (int token = item.first; token < item.last; ++token) {
     for (int head = item.head; head < item.head + item.heads; ++head) {
       const int r = b.rows++;
-      float* q = b.q + r * b.width;
+      float query[kMaxRow];
       read_activations(call, call.q_latent, (start + token) * call.q_latent_token + head * call.q_latent_head,
-                       call.rank, q);
+                       call.rank, query);
       read_activations(call, call.q_rope, (start + token) * call.q_rope_token + head * call.q_rope_head, call.rope_dim,
-                       q + call.rank);
-      std::fill(q + row, q + b.width, 0.0f);
+                       query + call.rank);
+      for (int d = 0; d < b.dim; ++d) b.q[d][r] = query[d];
       b.visible[r] = std::min(item.to, before + token + 1);
-      b.top[r] = -1e30f;
-      b.sum[r] = 0;
     }
   }
-  for (int j = 0; j < kTile; ++j) std::fill(b.tile + j * b.width + row, b.tile + (j + 1) * b.width, 0.0f);
+  b.lanes = padded(b.rows);
+  std::fill(b.visible + b.rows, b.visible + b.lanes, 0);
+  std::fill(b.top, b.top + b.lanes, -1e30f);
+  std::fill(b.sum, b.sum + b.lanes, 0.0f);
   std::memset(b.acc, 0, sizeof(float) * b.rows * b.rank);
   return b.visible[b.rows - 1];
 }

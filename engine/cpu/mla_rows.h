@@ -54,7 +54,9 @@ inline void write_row(const Call& call, const char* latent, const char* rope, in
   std::memcpy(row + call.rank * bytes, rope, call.rope_dim * bytes);
 }
 
-inline int64_t activation_bytes(const Call& call) { return call.activations == kFloat32 ? sizeof(float) : sizeof(bf16); }
+inline int64_t activation_bytes(const Call& call) {
+  return call.activations == kFloat32 ? sizeof(float) : sizeof(bf16);
+}
 
 // `n` activations from element `at` of `base`, to float32.
 inline void read_activations(const Call& call, const void* base, int64_t at, int n, float* to) {

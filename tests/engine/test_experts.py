@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from engine.cpu.linear import check_packable
+from engine.cpu.op import KernelsUnavailable
 from engine.runner import ModelRunner
 from tests.support.driver import Driver, open_pools
 from tests.support.tiny_models import make_tiny
@@ -18,9 +22,17 @@ IDS = [17, 200]
 PAGE, PAGES = 4, 8
 
 
-def experts_of(model: Any) -> list[torch.nn.Module]:
-    """Of every layer that has them."""
-    return [module for module in model.modules() if type(module).__name__.endswith("Experts")]
+def note_chosen(runner: ModelRunner) -> dict[str, set[int]]:
+    """Fills, from now on, with the experts that tokens chose, by the name of their module in the decoder."""
+    chosen: dict[str, set[int]] = {}
+
+    def noting(name: str) -> Callable[[Any, Any], None]:
+        return lambda _module, inputs: chosen.setdefault(name, set()).update(inputs[1].flatten().tolist())
+
+    for name, module in runner._decoder.named_modules():
+        if type(module).__name__.endswith("Experts"):
+            module.register_forward_pre_hook(noting(name))
+    return chosen
 
 
 def logits_of(runner: ModelRunner, chunk: int) -> torch.Tensor:
@@ -44,21 +56,12 @@ def test_experts_that_no_token_chose_are_not_read(
     """Their weights and biases become NaN, and not one bit of the logits changes."""
     path = make_tiny(family, tmp_path, 0)
     runner, _ = open_pools(path, PAGE, PAGES, dtype=dtype)
-    chosen: list[tuple[torch.nn.Module, set[int]]] = []
-    hooks = [
-        module.register_forward_pre_hook(
-            lambda module, inputs: chosen.append((module, set(inputs[1].flatten().tolist())))
-        )
-        for module in experts_of(runner._decoder)
-    ]
-    assert hooks
+    chosen = note_chosen(runner)
     before = logits_of(runner, chunk)
-    for hook in hooks:
-        hook.remove()
+    assert chosen
     spared = 0
-    for module in {id(module): module for module, _ in chosen}.values():
-        hit = set.union(*(experts for of, experts in chosen if of is module))
-        for parameter in module.parameters():
+    for name, hit in list(chosen.items()):
+        for parameter in runner._decoder.get_submodule(name).parameters():
             idle = sorted(set(range(len(parameter))) - hit)
             parameter[idle] = torch.nan
             spared += len(idle)
@@ -69,3 +72,28 @@ def test_experts_that_no_token_chose_are_not_read(
         with torch.inference_mode():
             theirs = model(torch.tensor([IDS])).logits[0]
         torch.testing.assert_close(before, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_packed_experts_that_no_token_chose_are_not_read(tmp_path: Path) -> None:
+    """Spoilt in the checkpoint, for a pack does not show its weights."""
+    try:
+        check_packable()
+    except KernelsUnavailable as error:
+        pytest.skip(str(error))
+    path = make_tiny("gpt_oss", tmp_path, 0)
+    runner, _ = open_pools(path, PAGE, PAGES, "bfloat16", linear="packed")
+    chosen = note_chosen(runner)
+    before = logits_of(runner, 1)
+    weights, spared = load_file(path / "model.safetensors"), 0
+    for name, weight in weights.items():
+        for module, hit in chosen.items():
+            if name.startswith(f"model.{module}."):
+                idle = sorted(set(range(len(weight))) - hit)
+                weight[idle] = torch.nan
+                spared += len(idle)
+    assert spared
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    runner, _ = open_pools(path, PAGE, PAGES, "bfloat16", linear="packed")
+    kinds = {type(runner._decoder.get_submodule(module)).__name__ for module in chosen}
+    assert kinds == {"PackedExperts"}
+    assert logits_of(runner, 1).equal(before)

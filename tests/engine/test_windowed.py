@@ -119,6 +119,19 @@ def test_greedy_tokens_equal_generate_with_spoilt_pages_behind_the_window(
     assert all(not any(lane.window_pages[: (lane.done - 24) // page_size]) for lane in lanes)
 
 
+def test_a_page_changes_hands_between_forwards_that_are_launched_ahead(drawn: Drawn) -> None:
+    """All decode steps are launched at once: a page that slid out of one window is in another by the next."""
+    path, expected = drawn("gpt_oss")
+    runner, _ = open_pools(path, PAGE, PAGES, attention="auto", overlap=True)
+    driver = Driver(runner, PAGES, PAGE)
+    lanes = [driver.add(prompt) for prompt in PROMPTS]
+    pending = [runner.launch(driver.batch([(lane, lane.prompt_len) for lane in lanes]))]
+    pending += [runner.launch(driver.batch([(lane, 1) for lane in lanes], unknown=True)) for _ in range(40)]
+    tokens = np.stack([launched.result(60).tokens for launched in pending], axis=1)
+    runner.close()
+    assert tokens.tolist() == [answer[:41] for answer in expected]
+
+
 def test_qwen2_slides_where_layer_types_says_so(tmp_path: Path) -> None:
     fields = {**ONE_LAYER, "num_hidden_layers": 4, "sliding_window": WINDOW, "use_sliding_window": True}
     del fields["head_dim"]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.backends import torch_twin
 from engine.backends.choose import build_attention
 from engine.batch import ForwardBatch
 from engine.config import EngineConfig
@@ -94,9 +95,15 @@ def by_definition(case: Case, window: int | None, sinks: torch.Tensor | None) ->
 )
 @pytest.mark.parametrize("attention", ["torch", "auto"])
 def test_a_query_sees_its_window_and_nothing_else(
-    attention: str, window: int | None, page_size: int, with_sinks: bool, spoilt: float
+    attention: str,
+    window: int | None,
+    page_size: int,
+    with_sinks: bool,
+    spoilt: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Decode rows, a whole prompt, chunks that end inside and on page borders, a context of one token."""
+    monkeypatch.setattr(torch_twin, "QUERIES_AT_ONCE", 8)
     case = make_case([1, 1, 21, 8, 5, 1, 13], [30, 16, 21, 40, 37, 1, 64], window, page_size, spoilt)
     sinks = torch.tensor([-2.0, 0.0, 1.5, 4.0]) if with_sinks else None
     backend = build_attention(EngineConfig("m", attention=attention), case.pool, HEADS, SCALE, with_sinks)

@@ -1,0 +1,173 @@
+"""Whole models over quantised pools: what they compute, what memory they take, how an option is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine.config import EngineConfig
+from engine.cpu.decoder import FusedDecoder
+from engine.loader import load_model
+from engine.runner import ModelRunner
+from kvcache.layout import KVGroupSpec, LatentGroupSpec, StateGroupSpec
+from kvcache.pool import MambaPool, MHAKVCache, MLAKVCache
+from kvcache.quant import KVFormat
+from scheduler.options import WorkerOptions
+from tests.support.driver import STATE_SLOTS, Driver
+from tests.support.tiny_models import NEW, make_tiny, write_tiny
+from wire.errors import ConfigError
+from wire.options import parse_options
+
+FORMATS = [form for form in KVFormat if form is not KVFormat.AUTO]
+FAMILIES = ["qwen3", "gemma3_text", "gpt_oss", "deepseek_v2", "qwen3_next"]
+"""Full, windowed, windowed with sinks, latent, and full beside states."""
+PAGE_SIZE = 16
+PROMPT = np.random.default_rng(5).integers(0, 256, 90).tolist()
+
+
+def make_model(family: str, directory: Path) -> Path:
+    """The tiny model, its latents made as wide as fp4 needs them: rows of whole blocks."""
+    if family != "deepseek_v2":
+        return make_tiny(family, directory, 0)
+    config = NEW[family]()
+    config.kv_lora_rank = 40
+    write_tiny(config, directory / family, 0)
+    return directory / family
+
+
+def open_quantised(path: Path, form: str, num_pages: int, **options):
+    """A runner, and its pools by name; keys and values that nobody wrote are NaN, or of fp4 some number."""
+    config = EngineConfig(str(path), kv_cache_dtype=form, overlap=False, **options)
+    loaded = load_model(config)
+    pools = {}
+    for spec in loaded.spec.groups:
+        if isinstance(spec, StateGroupSpec):
+            pools[spec.name] = MambaPool(spec, STATE_SLOTS)
+        else:
+            kind = MHAKVCache if isinstance(spec, KVGroupSpec) else MLAKVCache
+            pools[spec.name] = kind(spec, num_pages, PAGE_SIZE)
+            pools[spec.name].bytes.fill_(127)
+    return ModelRunner(loaded, pools, config), pools
+
+
+def logits_of(runner, chunks):
+    """After every token of PROMPT, computed in chunks."""
+    driver = Driver(runner, 40, PAGE_SIZE)
+    lane = driver.add(PROMPT)
+    parts = []
+    with torch.inference_mode():
+        for chunk in chunks:
+            batch = driver.batch([(lane, chunk)])
+            parts.append(runner.logits(batch, np.arange(chunk)).float())
+    return torch.cat(parts)
+
+
+CHUNKS = {"whole": [90], "chunks": [7, 16, 41, 26], "decode": [60, *[1] * 30]}
+
+
+@pytest.mark.parametrize("attention", ["torch", "cpu"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_current_chunk_is_read_back_as_stored(form, family, attention, tmp_path):
+    """However a prompt is cut, every token sees the same stored values: logits differ by rounding only, not
+    by what quantising costs."""
+    path = make_model(family, tmp_path)
+    plain = logits_of(open_quantised(path, "auto", 40, attention=attention)[0], CHUNKS["whole"])
+    cost = None
+    for chunks in CHUNKS.values():
+        got = logits_of(open_quantised(path, form, 40, attention=attention)[0], chunks)
+        if cost is None:
+            whole, cost = got, (got - plain).abs().mean()
+            assert cost > 1e-4, "nothing was quantised"
+        assert (got - whole).abs().mean() < 0.02 * cost
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_fused_decoder_runs_over_a_quantised_pool(form, tmp_path):
+    path = make_tiny("qwen3", tmp_path, 0)
+    fused, fused_pools = open_quantised(path, form, 40, dtype="bfloat16")
+    assert isinstance(fused._decoder, FusedDecoder)
+    twin, twin_pools = open_quantised(path, form, 40, dtype="bfloat16", attention="torch", linear="torch")
+    plain = logits_of(open_quantised(path, "auto", 40, dtype="float32")[0], CHUNKS["decode"])
+    errors = [(logits_of(runner, CHUNKS["decode"]) - plain).abs().mean() for runner in (fused, twin)]
+    assert errors[0] < 1.3 * errors[1]
+    same = fused_pools["full"].bytes == twin_pools["full"].bytes
+    assert same.float().mean() > 0.9, "it stored other values"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_loaded_model_has_the_bytes_per_token_of_its_dtype(form, family, tmp_path):
+    path = str(make_model(family, tmp_path))
+    share = 9 / 32 if form is KVFormat.FP4_E2M1 else 1 / 2
+    plain, small = (
+        load_model(EngineConfig(path, dtype="bfloat16", kv_cache_dtype=name)).spec.groups
+        for name in ("auto", form)
+    )
+    for before, after in zip(plain, small, strict=True):
+        kept = 1 if after.kind == "state" else share
+        assert after.page_bytes(PAGE_SIZE) == before.page_bytes(PAGE_SIZE) * kept
+
+
+class LargestTensor(TorchDispatchMode):
+    """The bytes of the largest tensor that an operation inside it gave; the pools do not count."""
+
+    def __init__(self, known) -> None:
+        super().__init__()
+        self.nbytes = 0
+        self._known = {pool.bytes.untyped_storage().data_ptr() for pool in known}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for made in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(made, torch.Tensor) and made.untyped_storage().data_ptr() not in self._known:
+                self.nbytes = max(self.nbytes, made.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("attention", ["torch", "cpu"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "deepseek_v2"])
+@pytest.mark.parametrize("form", FORMATS)
+def test_no_copy_of_the_cache_is_made(form, family, attention, tmp_path):
+    """A chunk and a decode step of a short sequence in a large pool. The torch twin dequantises the pages of
+    one sequence and layer, at most 4 bytes a value; the C++ op none (its own memory: test_quantised.py)."""
+    path = make_model(family, tmp_path)
+    runner, pools = open_quantised(path, form, 20_000, attention=attention)
+    [layer_values] = {
+        2 * spec.kv_heads * spec.head_dim if isinstance(spec, KVGroupSpec) else spec.row_dim
+        for spec in runner.spec.groups
+        if isinstance(spec, KVGroupSpec | LatentGroupSpec)
+    }
+    driver = Driver(runner, 20_000, PAGE_SIZE)
+    lane = driver.add(PROMPT * 20)
+    known = list(pools.values())
+    made = LargestTensor(known)
+    with torch.inference_mode():
+        runner.logits(driver.batch([(lane, 1160)]), np.array([1159]))
+        for chunk in (40, 1):
+            batch = driver.batch([(lane, chunk)])
+            with made:
+                runner.logits(batch, np.array([chunk - 1]))
+    weights = max(weight.untyped_storage().nbytes() for weight in runner._decoder.parameters())
+    heads = 4  # latent attention: scores of every head, in the twin alone
+    allowed = max(weights, 4 * layer_values * 1216 * (heads if family == "deepseek_v2" else 1))
+    if attention == "cpu":
+        allowed = max(weights, 4 * 1201)
+    assert made.nbytes <= allowed
+    assert made.nbytes < min(pool.bytes.nbytes for pool in known) / 20
+    assert lane.done == 1201
+
+
+def test_an_unknown_dtype_lists_the_valid_ones():
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype.*'int3'.*auto, fp8_e4m3, fp8_e5m2, fp4_e2m1"):
+        EngineConfig("m", kv_cache_dtype="int3")
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype.*'auto', 'fp8_e4m3', 'fp8_e5m2' or 'fp4_e2m1'"):
+        parse_options(WorkerOptions, {"model": "m", "kv_cache_dtype": "int3"})
+    assert (
+        parse_options(WorkerOptions, {"model": "m", "kv_cache_dtype": "fp4_e2m1"}).kv_cache_dtype
+        == "fp4_e2m1"
+    )
