@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import ClassVar
 
 import hypothesis.strategies as st
 import pytest
@@ -22,7 +23,7 @@ from tests.scheduler.rig import EOS, GROUPS, Rig
 from tests.scheduler.test_hand_off import ship
 
 SHORT = settings(
-    max_examples=40,
+    max_examples=20,
     stateful_step_count=60,
     deadline=None,
     derandomize=True,
@@ -31,7 +32,7 @@ SHORT = settings(
 LONG = settings(
     SHORT,
     derandomize=False,
-    max_examples=int(os.environ.get("BATON_EXAMPLES", "600")),
+    max_examples=int(os.environ.get("BATON_EXAMPLES", "300")),
     stateful_step_count=120,
 )
 
@@ -39,13 +40,14 @@ LONG = settings(
 class TwoWorkers(RuleBasedStateMachine):
     """P and D with tiny pools; a request is known to both by the same room number."""
 
+    groups: ClassVar[tuple[str, ...]] = ()
+
     @initialize(
         page_size=st.sampled_from([1, 16]),
         depth=st.sampled_from([0, 1]),
         chunk=st.sampled_from([16, 32, None]),
         reserve=st.sampled_from([0, 16, 512]),
         eos=st.booleans(),
-        groups=st.sampled_from(GROUPS),
         tight=st.booleans(),
     )
     def start(
@@ -55,7 +57,6 @@ class TwoWorkers(RuleBasedStateMachine):
         chunk: int | None,
         reserve: int,
         eos: bool,
-        groups: tuple[str, ...],
         tight: bool,
     ) -> None:
         def config(phases: frozenset[Phase]) -> SchedulerConfig:
@@ -79,7 +80,7 @@ class TwoWorkers(RuleBasedStateMachine):
                 config=config(phases),
                 after=after,
                 eos=ends,
-                groups=groups,
+                groups=self.groups,
                 window=20,
                 interval=16,
                 tight=tight,
@@ -229,12 +230,18 @@ class TwoWorkers(RuleBasedStateMachine):
             rig.close()
 
 
+def _with(groups: tuple[str, ...]) -> type[TwoWorkers]:
+    return type("TwoWorkers", (TwoWorkers,), {"groups": groups})
+
+
 @pytest.mark.timeout(600)
-def test_two_workers() -> None:
-    run_state_machine_as_test(TwoWorkers, settings=SHORT)
+@pytest.mark.parametrize("groups", GROUPS, ids="+".join)
+def test_two_workers(groups: tuple[str, ...]) -> None:
+    run_state_machine_as_test(_with(groups), settings=SHORT)
 
 
 @pytest.mark.invariants
 @pytest.mark.timeout(3600)
-def test_two_workers_long() -> None:
-    run_state_machine_as_test(TwoWorkers, settings=LONG)
+@pytest.mark.parametrize("groups", GROUPS, ids="+".join)
+def test_two_workers_long(groups: tuple[str, ...]) -> None:
+    run_state_machine_as_test(_with(groups), settings=LONG)
