@@ -49,7 +49,9 @@ class Evictor:
         self._policy = eviction_policy(policy)
         self._bit = bit
         self.keys_fall = policy in _FALLING
-        self._heap: list[tuple[int, int, TreeNode]] = []
+        # (policy's key, creation, count of pushes, node). Of a path that was used at once, what was cached
+        # first goes first: the end of a conversation is worth most to its next turn.
+        self._heap: list[tuple[int, int, int, TreeNode]] = []
         self._pushed = 0
         self._on_offer = 0
 
@@ -83,7 +85,7 @@ class Evictor:
     def pop(self, may_go: Callable[[TreeNode], bool]) -> TreeNode | None:
         """The node to evict now; None when there is none. It and those passed over are off offer."""
         while self._heap:
-            key, _, node = heapq.heappop(self._heap)
+            key, _, _, node = heapq.heappop(self._heap)
             if not node.offers & self._bit:
                 continue
             now = self._policy(node)
@@ -97,9 +99,9 @@ class Evictor:
 
     def _push(self, key: int, node: TreeNode) -> None:
         self._pushed += 1
-        heapq.heappush(self._heap, (key, self._pushed, node))
+        heapq.heappush(self._heap, (key, node.created, self._pushed, node))
         if len(self._heap) > 2 * self._on_offer + 64:  # nodes that went, and keys that fell
-            kept = {id(entry[2]): entry[2] for entry in self._heap if entry[2].offers & self._bit}
-            self._heap = [(self._policy(node), i, node) for i, node in enumerate(kept.values())]
+            kept = {id(entry[3]): entry[3] for entry in self._heap if entry[3].offers & self._bit}
+            self._heap = [(self._policy(node), node.created, i, node) for i, node in enumerate(kept.values())]
             heapq.heapify(self._heap)
             self._pushed = max(self._pushed, len(kept))

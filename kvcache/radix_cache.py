@@ -245,6 +245,8 @@ class RadixCache(BasePrefixCache):
         key = RadixKey(req.fill_ids[: req.kv_committed_len], req.namespace, req.tenant)
         length = self._insertable(req, len(key) // self.page_size * self.page_size)
         if length < max(req.cache_protected_len, 1):
+            for node in req.last_node.path() if req.last_node is not None and not chunked else ():
+                node.hit_count += 1
             return
         offers = {component.name: component.offer(req, length, ends) for component in self._others}
         if any(offer is None for offer in offers.values()):

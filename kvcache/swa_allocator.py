@@ -1,7 +1,7 @@
 """SWATokenToKVPoolAllocator: which window pages every running request holds, page by page.
 
-A windowed layer's query at position p sees positions p - window + 1 .. p. So a row needs only the pages from
-`needed_from(length)` on, and the table below says where they are, at page granularity:
+A windowed layer's query at position p sees positions p - window + 1 .. p. So a sequence needs only its pages
+from `needed_from(length)` on, and the table says where they are, at page granularity:
 
     logical page   0 ....... first ........ private_from ........ end
                    given up    the tree's,    the request's own     not there yet
@@ -67,6 +67,7 @@ class SWATokenToKVPoolAllocator:
         self.allocator = allocator
         self.window = window
         self.page_size = allocator.page_size
+        self.tail = -(-(window - 1) // self.page_size)  # pages before a page border that a query there sees
         self.locks = WindowLocks(allocator.num_pages)
         width = -(-max_context_len // self.page_size)
         self.table: npt.NDArray[np.int32] = np.zeros((rows + 1, width), np.int32)
@@ -79,8 +80,12 @@ class SWATokenToKVPoolAllocator:
     # -- numbers -----------------------------------------------------------------------------------
 
     def needed_from(self, length: int) -> int:
-        """The first logical page that a query at position `length` sees."""
-        return max(0, length - self.window + 1) // self.page_size
+        """The first logical page that a sequence of `length` tokens still needs.
+
+        It is the first that a query at the last page border sees, which may be one page before what a query
+        at `length` sees: so what ends here can be cached and continued from.
+        """
+        return max(0, length // self.page_size - self.tail)
 
     def pages_of(self, length: int) -> int:
         """Pages that `length` tokens span."""
@@ -104,8 +109,8 @@ class SWATokenToKVPoolAllocator:
     def attach(self, row: int, length: int, window_pages: Pages) -> None:
         """A free row begins with a match of `length` tokens (whole pages), whose node is locked.
 
-        `window_pages` has a page id for every matched logical page, 0 where the tree holds none. Those that a
-        query at `length` or later can see are entered and locked, up to the first that is missing.
+        `window_pages` has a page id for every matched logical page, 0 where the tree holds none. Those that
+        are needed are entered and locked, up to the first that is missing.
         """
         assert not self.end[row], f"row {row} holds window pages already"
         start = self.needed_from(length)
@@ -151,12 +156,12 @@ class SWATokenToKVPoolAllocator:
     # -- giving up ---------------------------------------------------------------------------------
 
     def slide(self, row: int, length: int) -> Pages:
-        """The row's next query is at position `length`: give up what neither it nor a later one sees."""
+        """The row's next query is at position `length`: give up what is needed no more."""
         return self._give_up(row, min(self.needed_from(length), int(self.end[row])))
 
     def slide_lanes(self, rows: Ints, lengths: Ints) -> Pages:
         """`slide` of several distinct rows."""
-        starts = np.minimum(np.maximum(0, lengths - self.window + 1) // self.page_size, self.end[rows])
+        starts = np.minimum(np.maximum(0, lengths // self.page_size - self.tail), self.end[rows])
         moving = rows[starts > self.first[rows]]
         own = (
             [

@@ -33,12 +33,8 @@ class WindowComponent(TreeComponent):
         self._locks = swa.locks
         self._locks.on_unlocked = self._unlocked
         self._kept = 0
-        self._tail = -(
-            -(swa.window - 1) // swa.page_size
-        )  # pages before a page border that a query there sees
-        self._owner: npt.NDArray[np.object_] = np.empty(
-            swa.allocator.num_pages + 1, object
-        )  # the page's node
+        # The node of each page.
+        self._owner: npt.NDArray[np.object_] = np.empty(swa.allocator.num_pages + 1, object)
 
     @staticmethod
     def _part(node: TreeNode) -> Pages:
@@ -52,7 +48,7 @@ class WindowComponent(TreeComponent):
         held = np.concatenate([NO_PAGES, *(self._part(node) for node in path)])
         last_hole = np.maximum.accumulate(np.where(held == 0, np.arange(pages), -1))
         valid = np.ones(pages + 1, bool)
-        valid[1:] = last_hole < np.maximum(np.arange(1, pages + 1) - self._tail, 0)
+        valid[1:] = last_hole < np.maximum(np.arange(1, pages + 1) - self._swa.tail, 0)
         return valid
 
     def gather(self, path: Sequence[TreeNode]) -> dict[str, Any]:
@@ -124,7 +120,7 @@ class WindowComponent(TreeComponent):
     def shrink(self, node: TreeNode, wanted: int, is_free_leaf: bool) -> None:
         """Front pages first. Those that a match at the end of an unlocked leaf needs stay."""
         part = self._part(node)
-        usable = part[: max(0, len(part) - max(self._tail, 1))] if is_free_leaf else part
+        usable = part[: max(0, len(part) - max(self._swa.tail, 1))] if is_free_leaf else part
         where = np.flatnonzero(usable)
         self._drop(node, where[self._locks.counts[part[where]] == 0][:wanted])
 
@@ -152,11 +148,11 @@ class WindowComponent(TreeComponent):
     # -- requests ----------------------------------------------------------------------------------
 
     def insertable(self, req: CachedRequest, length: int) -> int:
-        """As far as the row has pages, if the last of them is still there."""
+        """As far as the row has pages, if a window of them is still there: else none could continue."""
         assert req.req_pool_idx is not None, "the request has no row"
         row, page_size = req.req_pool_idx, self._swa.page_size
         pages = min(length // page_size, int(self._swa.end[row]))
-        return pages * page_size if pages > self._swa.first[row] else 0
+        return pages * page_size if self._swa.needed_from(pages * page_size) >= self._swa.first[row] else 0
 
     def offer(self, req: CachedRequest, length: int, ends: bool) -> Any:
         """The row's own pages."""

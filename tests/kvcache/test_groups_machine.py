@@ -31,6 +31,7 @@ from kvcache.eviction import POLICIES
 from kvcache.memory import GroupPages, Memory
 from kvcache.radix_key import Namespace, RadixKey
 from kvcache.request import StateHold
+from kvcache.tree_node import TreeNode
 from tests.kvcache.support import Index, Request, groups, memory, reference_hashes, request, tree_of
 from wire.page_hash import event_hash
 
@@ -123,6 +124,7 @@ class GroupsMachine(RuleBasedStateMachine):
         self.fences: list[int] = []
         self.owners = 0
         self.index = Index()
+        self.prompts_seen: list[tuple[Namespace, list[int]]] = []
 
     def teardown(self) -> None:
         if not hasattr(self, "memory"):
@@ -177,8 +179,19 @@ class GroupsMachine(RuleBasedStateMachine):
 
     prompts = st.lists(st.integers(0, 1), min_size=2, max_size=24)
 
-    @rule(tokens=prompts, namespace=st.sampled_from(NAMESPACES), priority=st.integers(0, 2))
-    def admit(self, tokens: list[int], namespace: Namespace, priority: int) -> None:
+    @rule(
+        tokens=prompts,
+        namespace=st.sampled_from(NAMESPACES),
+        priority=st.integers(0, 2),
+        turn=st.integers(0, 99),
+        fork=st.integers(0, 24),
+    )
+    def admit(self, tokens: list[int], namespace: Namespace, priority: int, turn: int, fork: int) -> None:
+        """A new prompt; or a known one, cut off at `fork`, that goes on with `tokens`."""
+        if self.prompts_seen and turn < 80:
+            namespace, known = self.prompts_seen[turn % len(self.prompts_seen)]
+            tokens = (known[:fork] + tokens)[:24]
+        self.prompts_seen.append((namespace, tokens))
         live = Live(request(tokens, namespace=namespace, priority=priority))
         match = self.cache.match_prefix(self.key(live.req, len(tokens) - 1))
         length = len(match.device_indices)
@@ -286,8 +299,12 @@ class GroupsMachine(RuleBasedStateMachine):
         req, start = live.req, live.scheduled_len
         end = live.prompt_len
         if start + chunk < end:
-            end = max((start + chunk) // self.size * self.size, min(end, start // self.size * self.size + self.size))
-        end = min((cut for cut in self.cache.cut_points(req, live.prompt_len) if start < cut < end), default=end)
+            end = max(
+                (start + chunk) // self.size * self.size, min(end, start // self.size * self.size + self.size)
+            )
+        end = min(
+            (cut for cut in self.cache.cut_points(req, live.prompt_len) if start < cut < end), default=end
+        )
         if not self.window_for(live, end):
             return
         self.run(live, start, end, *(req.state_hold.prefill(end) if req.state_hold else (0, 0)))
@@ -311,7 +328,9 @@ class GroupsMachine(RuleBasedStateMachine):
         if len(req.fill_ids) == start:
             req.fill_ids = np.append(req.fill_ids, np.int32(token))
         checkpoint = start % self.memory.config.mamba_track_interval == 0
-        self.run(live, start, start + 1, *(req.state_hold.decode(start, checkpoint) if req.state_hold else (0, 0)))
+        self.run(
+            live, start, start + 1, *(req.state_hold.decode(start, checkpoint) if req.state_hold else (0, 0))
+        )
 
     def window_for(self, live: Live, end: int) -> bool:
         swa, row = self.memory.swa, live.req.req_pool_idx
@@ -428,7 +447,14 @@ class GroupsMachine(RuleBasedStateMachine):
                     held[name] += ids.tolist()
         report = self.memory.check_memory(held, rows)
         for name, books in report.groups.items():
-            parts = (books.free, books.evictable, books.protected, books.held, books.quarantined, books.pending)
+            parts = (
+                books.free,
+                books.evictable,
+                books.protected,
+                books.held,
+                books.quarantined,
+                books.pending,
+            )
             assert sum(parts) == books.total, name
 
     @invariant()
@@ -437,6 +463,7 @@ class GroupsMachine(RuleBasedStateMachine):
             return
         names = []
         for node in tree_of(self.memory).nodes():
+            self.locks_are_where_they_should_be(node)
             extra = 1 if node.namespace.is_bigram else 0
             path = node.path()
             tokens = np.concatenate([step.token_array()[: step.num_tokens] for step in path]).tolist()
@@ -453,6 +480,18 @@ class GroupsMachine(RuleBasedStateMachine):
                 assert self.contents.state[slot] == seen
         self.index.read(self.cache.take_events())
         assert sorted(self.index.blocks) == sorted(names)
+
+    def locks_are_where_they_should_be(self, node: TreeNode) -> None:
+        free_leaf = not node.children and not node.lock_ref
+        if "window" in self.kinds:
+            assert self.memory.swa is not None
+            pages = node.parts["window"]
+            assert pages[-1] or not free_leaf, "a leaf that is a tombstone"
+            assert node.lock_ref or not self.memory.swa.locks.counts[pages[pages != 0]].any()
+        if "state" in self.kinds:
+            assert node.parts["state"] or not free_leaf, "a leaf that is a tombstone"
+            assert node.mamba_lock == sum(live.req.last_node is node for live in self.live)
+            assert node.lock_ref > 0 or node.mamba_lock == 0
 
 
 def machine(kinds: tuple[str, ...]) -> type[GroupsMachine]:
@@ -474,7 +513,7 @@ def test_groups_against_the_model_for_long(kinds: tuple[str, ...]) -> None:
     run_state_machine_as_test(
         long,
         settings=settings(
-            max_examples=130,
+            max_examples=250,
             stateful_step_count=60,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow],
