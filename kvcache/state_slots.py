@@ -1,4 +1,4 @@
-"""StateSlots: the slots of the state group, for running requests and for the tree."""
+"""StateSlotPool: the slots of the state group, for running requests and for the tree."""
 
 from __future__ import annotations
 
