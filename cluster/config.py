@@ -1,7 +1,7 @@
 """The configuration of one served model: what `baton serve` and `serve run` are told, checked at the edge.
 
 One file describes the router, the prefill and the decode workers. `worker` holds what both kinds of worker
-share; `prefill.options` and `decode.options` override it. What P and D must agree on (page_size, dtype) is
+share; `prefill.options` and `decode.options` override it. What P and D must agree on (AGREED_OPTIONS) is
 refused here, before any process starts; the directory refuses it again for workers that join by themselves.
 """
 
@@ -20,7 +20,7 @@ from wire.errors import ConfigError
 from wire.options import Options, parse_options
 from wire.records import Role
 
-AGREED_OPTIONS = ("page_size", "dtype")
+AGREED_OPTIONS = ("page_size", "dtype", "kv_cache_dtype")
 """Options whose difference between P and D makes every hand-off impossible."""
 
 

@@ -166,10 +166,13 @@ template <typename T>
 void load_block(const uint8_t* data, uint8_t scale, T* to) {
   const float factor = kFromE4M3[scale];
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
-  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(data)), half = _mm_set1_epi8(0xf);
-  const __m128i codes =
-      _mm_unpacklo_epi8(_mm_and_si128(bytes, half), _mm_and_si128(_mm_srli_epi16(bytes, 4), half));
-  const __m512 x = _mm512_permutexvar_ps(_mm512_cvtepu8_epi32(codes), _mm512_load_ps(kFromE2M1));
+  int64_t codes;
+  std::memcpy(&codes, data, sizeof codes);
+  // Every 64-bit lane has all 16 codes and turns its own two to bits 0 and 32. Looking up ignores the other bits.
+  const __m512i all = _mm512_set1_epi64(codes);
+  const __m512i even = _mm512_rorv_epi64(all, _mm512_setr_epi64(0, 8, 16, 24, 32, 40, 48, 56));
+  const __m512i odd = _mm512_rorv_epi64(all, _mm512_setr_epi64(36, 44, 52, 60, 4, 12, 20, 28));
+  const __m512 x = _mm512_permutexvar_ps(_mm512_mask_blend_epi32(0xaaaa, even, odd), _mm512_load_ps(kFromE2M1));
   put(to, _mm512_mul_ps(x, _mm512_set1_ps(factor)));
 #else
   for (int i = 0; i < kScaleBlock / 2; ++i) {

@@ -24,6 +24,11 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
         ({"decode": {"options": {"page_size": 32}}}, "decode.options.page_size", "their pages differ"),
         ({"prefill": {"options": {"dtype": "float32"}}}, "decode.options.dtype", "their pages differ"),
         (
+            {"decode": {"options": {"kv_cache_dtype": "fp8_e4m3"}}},
+            "decode.options.kv_cache_dtype",
+            "their pages differ",
+        ),
+        (
             {"worker": {"max_context_tokens": 4096, "max_total_tokens": 1024}},
             "prefill.options.max_context_tokens",
             "does not fit a pool of 1024",
