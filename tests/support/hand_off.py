@@ -247,25 +247,32 @@ SMALL = {
 
 
 @contextmanager
-def pair(groups: tuple[str, ...] = (), **options: Any) -> Iterator[Pair]:
-    """Both workers, never started: the test turns their loops. `groups` as in GROUPS."""
+def pair(
+    groups: tuple[str, ...] = (), prefill_differs: dict[str, Any] | None = None, **options: Any
+) -> Iterator[Pair]:
+    """Both workers, never started: the test turns their loops. `groups` as in GROUPS; `options` of both, and
+    those that are others for prefill. With an engine other than the fake one a model must be named."""
     for group in groups:
         options = {**SMALL[group], **options}
     network, clock = Network(), SimpleNamespace(now=1000.0)
     fake_time = SimpleNamespace(monotonic=lambda: clock.now)
     mailbox = type("NetworkMailbox", (FakeMailbox,), {"network": network})
-    both = WorkerOptions(
-        model="fake",
-        engine="fake",
-        kv_events_config=KVEventsOptions(enable=False),
-        fake_groups=groups,
-        **{"max_total_tokens": 512, "page_size": 4, "chunked_prefill_size": 12, **options},
-    )
+    both = {
+        "model": "fake",
+        "engine": "fake",
+        "kv_events_config": KVEventsOptions(enable=False),
+        "fake_groups": groups,
+        "max_total_tokens": 512,
+        "page_size": 4,
+        "chunked_prefill_size": 12,
+        **options,
+    }
+    prefill_options = WorkerOptions(**{**both, **(prefill_differs or {})})
     with ExitStack() as cleanup:
         cleanup.enter_context(mock.patch.object(scheduler.worker, "Mailbox", mailbox))
         for module in (scheduler.worker, scheduler.half, prefill_half, decode_half):
             cleanup.enter_context(mock.patch.object(module, "time", fake_time))
-        prefill, decode = PrefillWorker(both), DecodeWorker(both)
+        prefill, decode = PrefillWorker(prefill_options), DecodeWorker(WorkerOptions(**both))
         cleanup.callback(decode.close)
         cleanup.callback(prefill.close)
         yield Pair(network, clock, prefill, decode)
