@@ -67,7 +67,9 @@ class SWATokenToKVPoolAllocator:
         self.allocator = allocator
         self.window = window
         self.page_size = allocator.page_size
-        self.tail = -(-(window - 1) // self.page_size)  # pages before a page border that a query there sees
+        # Pages before a page border that a query there sees; one even if it sees none, so that there is
+        # always a page to say that this length was kept.
+        self.tail = max(1, -(-(window - 1) // self.page_size))
         self.locks = WindowLocks(allocator.num_pages)
         width = -(-max_context_len // self.page_size)
         self.table: npt.NDArray[np.int32] = np.zeros((rows + 1, width), np.int32)
