@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,26 @@ class TreeNode:
             node = node.parent
         nodes.reverse()
         return nodes
+
+    def descendants(self) -> Iterator[TreeNode]:
+        """Every node below this one, parents before children."""
+        stack = list(self.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def common_pages(self, raw: bytes, at: int, stride: int, extra: int) -> int:
+        """Whole pages on which this node and the key `raw` from byte `at` agree; at least the first.
+
+        A page is `stride` bytes of tokens, and needs `extra` bytes more to be complete.
+        """
+        mine = self.token_array()
+        theirs = np.frombuffer(raw, np.int32, offset=at)
+        n = min(len(mine), len(theirs))
+        differs = np.flatnonzero(mine[:n] != theirs[:n])
+        same = int(differs[0]) if len(differs) else n
+        return (same * TOKEN_BYTES - extra) // stride
 
     def page_digests(self, page_size: int) -> list[PageDigest]:
         """The hash chain over this node's pages, computed on first use for the whole path."""
