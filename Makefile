@@ -6,7 +6,7 @@ PY := .venv/bin/python
 # Two workers on one small machine share its cores: one compute thread each, unless a bench asks for more.
 TEST_ENV := OMP_NUM_THREADS=1 RAY_DISABLE_IMPORT_WARNING=1 RAY_USAGE_STATS_ENABLED=0
 
-.PHONY: setup demo test oracle e2e invariants demo-quality lint types check help
+.PHONY: setup demo test oracle e2e invariants demo-quality kv-quant lint types check help
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -31,6 +31,9 @@ invariants: setup  ## long runs of the hypothesis state machines
 
 demo-quality: setup  ## 50 questions the demo model was trained on, in words it never saw
 	@$(TEST_ENV) $(PY) -m tools.demo_quality --serve
+
+kv-quant: setup  ## what quantised KV costs: perplexity and right answers for each kv_cache_dtype
+	@$(TEST_ENV) $(PY) -m tools.kv_quant
 
 lint: setup
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/lint-imports --no-logo

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from engine.config import EngineConfig
 from engine.cpu.decoder import PARTS, FusedDecoder
@@ -16,10 +17,13 @@ from kvcache.config import CacheConfig
 from kvcache.memory import build_memory
 from kvcache.pool import MHAKVCache
 from scheduler.config import SchedulerConfig
+from scheduler.metrics import SchedulerMetrics
 from scheduler.policy import AfterPrefill
 from scheduler.req import Req, RequestLimits
 from scheduler.scheduler import Scheduler
 from wire.messages import FinishReason, GenerateRequest, RejectKind, SamplingParams, TokenLogprobs
+
+Prompt = npt.NDArray[np.int32]
 
 MAX_BATCH = 8
 MAX_CONTEXT = 1024
@@ -60,7 +64,7 @@ class CountingPolicy:
 class EngineRig:
     """Scheduler, memory and ModelRunner over one model; a context manager."""
 
-    def __init__(self, model: str, threads: int) -> None:
+    def __init__(self, model: str, threads: int, prefix_cache: str = "none") -> None:
         config = EngineConfig(model=model, threads=threads, overlap=False)
         loaded = load_model(config)
         self.hf_config: Any = loaded.model.config
@@ -69,7 +73,7 @@ class EngineRig:
             total_tokens=2 * MAX_BATCH * MAX_CONTEXT,
             max_context_len=MAX_CONTEXT,
             max_running_requests=MAX_BATCH,
-            prefix_cache="none",
+            prefix_cache=prefix_cache,
         )
         self._memory = build_memory(sizes, loaded.spec.groups)
         pool = self._memory.kv_cache
@@ -95,15 +99,28 @@ class EngineRig:
         self._memory.close()
 
     def prefill(self, tokens: int) -> float:
-        """Seconds from adding one prompt to its first token."""
+        """Seconds from adding one prompt, never seen before, to its first token."""
+        return self.prefill_prompt(self.draw(tokens))
+
+    def draw(self, tokens: int) -> Prompt:
+        """A prompt of random tokens."""
+        return self._random.integers(300, self._spec.vocab_size, tokens).astype("<i4")
+
+    @property
+    def metrics(self) -> SchedulerMetrics:
+        """What the scheduler has counted."""
+        return self._scheduler.metrics
+
+    def prefill_prompt(self, prompt: Prompt) -> float:
+        """Seconds from adding this prompt to its first token."""
         started = time.perf_counter()
-        room = self._add(tokens, 1)
+        room = self._add(prompt, 1)
         self._run_until([room], 1)
         return time.perf_counter() - started
 
     def decode_steps(self, batch: int, context: int, steps: int) -> list[float]:
         """Seconds of each of `steps` decode steps whose contexts are `context` tokens long in the middle."""
-        rooms = [self._add(context - steps // 2, steps + 2) for _ in range(batch)]
+        rooms = [self._add(self.draw(context - steps // 2), steps + 2) for _ in range(batch)]
         self._run_until(rooms, 2)
         times = []
         if self._decoder is not None:
@@ -136,9 +153,8 @@ class EngineRig:
             lines.append(f"{name:>12} {step * 1e3:8.2f} {(step - sum(parts)) * 1e3:8.2f} {cells}")
         return "\n".join(lines) + "\n"
 
-    def _add(self, prompt_tokens: int, output_tokens: int) -> int:
+    def _add(self, prompt: Prompt, output_tokens: int) -> int:
         room = next(self._rooms)
-        prompt = self._random.integers(300, self._spec.vocab_size, prompt_tokens).astype("<i4")
         request = GenerateRequest(
             request_id=f"bench-{room}",
             room=room,

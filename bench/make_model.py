@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast, Qwen3Config
 
 VOCAB_SIZE = 32_768
 SEED = 20_260_101
@@ -61,7 +61,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def make_model(directory: Path, config: Qwen3Config | None = None) -> None:
+def make_model(directory: Path, config: PretrainedConfig | None = None) -> None:
     """Write config, weights and tokenizer into `directory`; a directory that has them all is left alone."""
     if (directory / "model.safetensors").exists() and (directory / "tokenizer.json").exists():
         return
@@ -69,7 +69,7 @@ def make_model(directory: Path, config: Qwen3Config | None = None) -> None:
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        model = Qwen3ForCausalLM(config or shape_m())
+        model = AutoModelForCausalLM.from_config(config or shape_m())
     finally:
         torch.set_default_dtype(default)
     model.generation_config.eos_token_id = model.config.eos_token_id

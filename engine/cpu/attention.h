@@ -96,8 +96,8 @@ extern const AttentionKernels attention_avx512;  // with AVX512-BF16
 // Attention of many new tokens as matrix products (bfloat16 with AVX512-BF16 or AMX). K and V of the context are
 // brought into the form of packed weights first: K as [tokens, head_dim], V, for each kContextTile tokens, as
 // [head_dim, tokens]. Both are padded with zeros to a multiple of 32 tokens. Tokens count from context_start. A
-// quantised context is never there as a whole: an item packs one tile at a time, into memory of fixed size, and shares it
-// among kProductRows rows; `k` and `v` are then null.
+// quantised context is never there as a whole: an item packs one tile at a time, into memory of fixed size, and shares
+// it among kProductRows rows; `k` and `v` are then null.
 void pack_context(const AttentionCall& call, int seq, int kv_head, int tile, bf16* k, bf16* v);  // k, v: of the tile
 void attend_by_products(const AttentionCall& call, const AttentionItem& item, const bf16* k, const bf16* v);
 

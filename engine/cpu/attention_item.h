@@ -170,6 +170,7 @@ void attend(const AttentionCall& call, const AttentionItem& item) {
 
 }  // namespace
 
-const AttentionKernels BATON_KERNELS = {attend<float, false>, attend<bf16, false>, attend<float, true>, attend<bf16, true>};
+const AttentionKernels BATON_KERNELS = {attend<float, false>, attend<bf16, false>, attend<float, true>,
+                                        attend<bf16, true>};
 
 }  // namespace baton

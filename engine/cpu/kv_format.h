@@ -1,8 +1,8 @@
 // How a quantised pool stores values, and the conversions: the same in every file that reads or writes one.
 //
 // A tile holds the rows of one page, head and side (K or V), or of one page of latents: `page_size` rows of `dim`
-// values. Of fp8 a value is one byte. Of fp4 a tile is [data | scales]: dim / 2 bytes a row (the even value of a byte in
-// its low half), then dim / 16 scales a row, each an e4m3 number that its 16 values are multiplied with.
+// values. Of fp8 a value is one byte. Of fp4 a tile is [data | scales]: dim / 2 bytes a row (the even value of a byte
+// in its low half), then dim / 16 scales a row, each an e4m3 number that its 16 values are multiplied with.
 //
 // Everything stored is exact in bfloat16. Writing rounds to the nearest value, ties to even, and what is too large
 // becomes the largest; a NaN stays a NaN. Everything is of internal linkage: each file compiles it for its own
@@ -46,7 +46,7 @@ template <int M, int Bias, int Most>
 struct Small {
   static uint8_t encode(float x) {
     const uint32_t bits = bits_of(x), magnitude = bits & 0x7fffffffu;
-    // Adding 2^(23 - M + 1 - Bias), whose last bit is worth the smallest number, rounds a magnitude below the normal ones.
+    // Adding 2^(24 - M - Bias), whose last bit is worth the smallest number, rounds what is below the normal numbers.
     const uint32_t magic = static_cast<uint32_t>(24 - M - Bias + 127) << 23;
     const uint32_t tiny = bits_of(from_bits(magnitude) + from_bits(magic)) - magic;
     const uint32_t odd = (magnitude >> (23 - M)) & 1u;
@@ -124,7 +124,8 @@ inline void put(bf16* to, float x) { to->bits = static_cast<uint16_t>(bits_of(x)
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
 inline void put(float* to, __m512 x) { _mm512_storeu_ps(to, x); }
 inline void put(bf16* to, __m512 x) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(x), 16)));
+  const __m512i high = _mm512_srli_epi32(_mm512_castps_si512(x), 16);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(high));
 }
 
 // 32 codes of 8 bits to bfloat16, by integers: exponents are moved to bfloat16's bias, numbers below the normal ones

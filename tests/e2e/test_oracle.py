@@ -1,8 +1,11 @@
 """Law number one: what the served stack answers equals transformers.generate, token for token, in float32.
 
-Real separate processes, real transports, HTTP in front. `make oracle` runs the whole matrix (colocated and
-shm in full, tcp and mooncake as a pairwise covering set); `make test` a subset with every family, page size,
-chunk size and transport in it. tests/engine/test_oracle_mutations.py proves that the oracle can fail.
+Real separate processes, real transports, HTTP in front. `make oracle` runs the whole matrix: for dense
+families colocated and shm in full, tcp and mooncake as a pairwise covering set; for those with latents,
+windows and states a pairwise covering set of everything. `make test` runs a subset with every family, page
+size, chunk size and transport in it. tests/engine/test_oracle_mutations.py proves that the oracle can fail.
+
+The tiny models' window is 24 tokens and a state is kept every 32: chunks of 20 and of 56 cut both, and pages.
 """
 
 from __future__ import annotations
@@ -16,12 +19,11 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.support.oracle import DENSE, EVERY, HYBRID, LATENT, WINDOWED, covering, pairs_of
 from tests.support.reference import draw_model
 from tools.local_stack import Stack, stack
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral")
-PAGE_SIZES = (1, 16)
-CHUNKS = (32, None)
+PATHS = ("colocated", "shm", "tcp", "mooncake")
 OUTPUT_TOKENS = 64
 
 
@@ -32,19 +34,28 @@ class Case(NamedTuple):
     page_size: int
     chunk: int | None
     path: str  # "colocated" or a transfer backend
+    overlap: int = 0
+    prefix_cache: str = "radix"
 
     def __str__(self) -> str:
-        return f"{self.model_type}-page{self.page_size}-chunk{self.chunk or 'unlimited'}-{self.path}"
+        chunk = self.chunk or "unlimited"
+        more = "-overlap" * self.overlap + "-uncached" * (self.prefix_cache == "none")
+        return f"{self.model_type}-page{self.page_size}-chunk{chunk}-{self.path}{more}"
+
+
+DENSE_PAGES, DENSE_CHUNKS = (1, 16), (32, None)
+AXES = [(*LATENT, *WINDOWED, *HYBRID), (1, 16, 64), (20, 56, None), PATHS, (0, 1), ("radix", "none")]
 
 
 def full_matrix() -> list[Case]:
-    """Colocated and shm: every combination. tcp and mooncake: every pair of values of any two axes."""
-    cases = [Case(*values) for values in product(FAMILIES, PAGE_SIZES, CHUNKS, ("colocated", "shm"))]
-    for i, family in enumerate(FAMILIES):
+    """See above."""
+    dense = product(DENSE, DENSE_PAGES, DENSE_CHUNKS, ("colocated", "shm"))
+    cases = [Case(*values) for values in dense]
+    for i, family in enumerate(DENSE):
         page, chunk = i % 2, i // 2 % 2
-        cases.append(Case(family, PAGE_SIZES[page], CHUNKS[chunk], "tcp"))
-        cases.append(Case(family, PAGE_SIZES[1 - page], CHUNKS[1 - chunk], "mooncake"))
-    return cases
+        cases.append(Case(family, DENSE_PAGES[page], DENSE_CHUNKS[chunk], "tcp"))
+        cases.append(Case(family, DENSE_PAGES[1 - page], DENSE_CHUNKS[1 - chunk], "mooncake"))
+    return cases + [Case(*row) for row in covering(AXES)]  # type: ignore[arg-type]
 
 
 SUBSET = [
@@ -53,6 +64,15 @@ SUBSET = [
     Case("qwen3", 16, None, "shm"),
     Case("qwen3_moe", 16, 32, "mooncake"),
     Case("mistral", 1, None, "colocated"),
+    Case("deepseek_v2", 16, None, "tcp", overlap=1),
+    Case("deepseek_v3", 64, 20, "shm"),
+    Case("mistral_window", 16, 20, "mooncake", overlap=1),
+    Case("gemma3_text", 1, 56, "shm"),
+    Case("gpt_oss", 16, 56, "tcp"),
+    Case("qwen3_next", 16, 20, "shm", overlap=1),
+    Case("qwen3_5_text", 1, 56, "mooncake"),
+    Case("falcon_h1", 64, None, "colocated"),
+    Case("lfm2", 16, 56, "tcp"),
 ]
 
 
@@ -136,6 +156,9 @@ def served(case: Case, model: Model, tmp_path_factory: pytest.TempPathFactory) -
         page_size=case.page_size,
         chunked_prefill_size=case.chunk,
         max_total_tokens=2048,
+        mamba_track_interval=max(32, case.page_size),
+        overlap_depth=case.overlap,
+        prefix_cache=case.prefix_cache,
         kv_checksums=case.path == "tcp",
         **options,
     ) as running:
@@ -149,13 +172,33 @@ def test_oracle_cold(served: Stack, model: Model) -> None:
     assert answer["meta_info"]["cached_tokens"] == 0
 
 
-def test_oracle_cached_prefix(served: Stack, model: Model) -> None:
-    for question in (model.cold, model.cousin):
+def test_oracle_cached_prefix(served: Stack, model: Model, case: Case) -> None:
+    """A repeat hits, and so does a cousin; with states from its second time on, when there is one for it."""
+    for time, question in enumerate((model.cold, model.cousin, model.cousin)):
         answer = served.generate(question.prompt, OUTPUT_TOKENS)
         assert answer["output_ids"] == question.answer
-        assert answer["meta_info"]["cached_tokens"] >= 64
+        cached = answer["meta_info"]["cached_tokens"]
+        if case.prefix_cache == "none":
+            assert cached == 0
+        elif case.model_type not in HYBRID or time != 1:
+            assert cached >= 64
 
 
 def test_oracle_eight_concurrent(served: Stack, model: Model) -> None:
     answers = served.generate_all([question.prompt for question in model.crowd], OUTPUT_TOKENS)
     assert [answer["output_ids"] for answer in answers] == [question.answer for question in model.crowd]
+
+
+@pytest.mark.oracle
+def test_oracle_leaves_no_pair_out() -> None:
+    """Any two values of the new families' axes are served together by some stack."""
+    met = set().union(*(pairs_of(case) for case in full_matrix() if case.model_type in AXES[0]))
+    every = (
+        ((i, a), (j, b))
+        for i, first in enumerate(AXES)
+        for j, second in enumerate(AXES[:i])
+        for a, b in product(first, second)
+    )
+    assert all((second, first) in met for first, second in every)
+    assert {case.model_type for case in SUBSET} == set(EVERY)
+    assert {case.path for case in SUBSET} == set(PATHS)

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from tests.support.tiny_models import make_tiny
 
 MIN_MARGIN = 1e-4
-"""Between the best and the second logit of every step. Below it, float32 sums in another order may decide."""
+"""Between the best and the second logit of every step, in standard deviations of that step's logits. Below it,
+float32 sums in another order may decide."""
 
 REDRAWN: list[str] = []
 """Seeds that draw_model skipped; the end of the test run prints them (tests/conftest.py)."""
@@ -39,7 +40,8 @@ def _generate(path: Path, stamp: int, prompt: tuple[int, ...], n: int) -> tuple[
         output_logits=True,
         return_dict_in_generate=True,
     )
-    best = torch.cat(out.logits).float().topk(2, dim=-1).values
+    logits = torch.cat(out.logits).float()
+    best = logits.topk(2, dim=-1).values / logits.std(dim=-1, keepdim=True)
     tokens = tuple(out.sequences[0, len(prompt) :].tolist())
     assert len(tokens) == n
     return tokens, float((best[:, 0] - best[:, 1]).min())
@@ -50,6 +52,19 @@ def reference_generate(path: Path, prompt_ids: Sequence[int], n: int) -> tuple[l
     stamp = (path / "model.safetensors").stat().st_mtime_ns
     tokens, margin = _generate(path, stamp, tuple(prompt_ids), n)
     return list(tokens), margin
+
+
+@functools.lru_cache(maxsize=1024)
+@torch.inference_mode()
+def _likeliest(path: Path, stamp: int, ids: tuple[int, ...]) -> list[int]:
+    model = reference_model(path, stamp)
+    found: list[int] = model(torch.tensor([ids]), use_cache=False).logits[0].argmax(-1).tolist()
+    return found
+
+
+def reference_likeliest(path: Path, ids: Sequence[int]) -> list[int]:
+    """After each of `ids` and all before it, the likeliest token: one forward. Cached by content and ids."""
+    return _likeliest(path, (path / "model.safetensors").stat().st_mtime_ns, tuple(ids))
 
 
 def draw_model(

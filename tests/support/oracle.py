@@ -1,0 +1,42 @@
+"""What the oracle tests share: families, and few stacks that meet many combinations."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import combinations, product
+
+DENSE = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral")
+LATENT = ("deepseek_v2", "deepseek_v3")
+WINDOWED = ("mistral_window", "gemma3_text", "gpt_oss")
+HYBRID = ("qwen3_next", "qwen3_5_text", "falcon_h1", "lfm2")
+"""Families with a state group."""
+EVERY = (*DENSE, *LATENT, *WINDOWED, *HYBRID)
+
+Pair = tuple[tuple[int, object], tuple[int, object]]
+
+
+def pairs_of(row: Sequence[object]) -> set[Pair]:
+    """Every two values of a row, each with the number of its axis."""
+    return set(combinations(enumerate(row), 2))
+
+
+def covering(axes: Sequence[Sequence[object]]) -> list[tuple[object, ...]]:
+    """Rows with one value of each axis in which every two values of different axes meet: far fewer than the
+    product has. Always the same ones."""
+    rng = random.Random(1)
+    missing: set[Pair] = set()
+    for (i, first), (j, second) in combinations(enumerate(axes), 2):
+        missing |= {((i, a), (j, b)) for a, b in product(first, second)}
+    rows = []
+    while missing:
+        start = min(missing, key=repr)
+        candidates = []
+        for _ in range(60):
+            row = [rng.choice(axis) for axis in axes]
+            for i, value in start:
+                row[i] = value
+            candidates.append(tuple(row))
+        rows.append(max(candidates, key=lambda row: len(pairs_of(row) & missing)))
+        missing -= pairs_of(rows[-1])
+    return rows
