@@ -180,7 +180,7 @@ class RadixCache(BasePrefixCache):
         node.tenant = key.tenant
         parent.children[node.child_key(self.page_size)] = node
         self._full.insert(node, start, ())
-        self._full.evictor.offer(node)
+        self._full.evictor.grown(parent, node)
         if self._others:
             node.parts = {}
             for component in self._others:

@@ -29,6 +29,7 @@ class TreeNode:
         "children",
         "created",
         "digests",
+        "entry",
         "hit_count",
         "last_access",
         "lock_ref",
@@ -69,6 +70,7 @@ class TreeNode:
         self.priority = 0
         self.tenant = ""
         self.offers = 0  # the evictors': in which of their heaps this node is
+        self.entry: list[Any] | None = None  # the leaf evictor's: where in its heap
 
     @property
     def value(self) -> npt.NDArray[np.int32]:
