@@ -1,8 +1,9 @@
 """The configuration of one served model: what `baton serve` and `serve run` are told, checked at the edge.
 
 One file describes the router, the prefill and the decode workers. `worker` holds what both kinds of worker
-share; `prefill.options` and `decode.options` override it. What P and D must agree on (AGREED_OPTIONS) is
-refused here, before any process starts; the directory refuses it again for workers that join by themselves.
+share; `prefill.options` and `decode.options` override it. Where P and D must agree (AGREED_OPTIONS) and do
+not, they are refused here, before any process starts; the directory refuses it again for workers that join
+by themselves.
 """
 
 from __future__ import annotations

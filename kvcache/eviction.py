@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from kvcache.tree_node import TreeNode
 from wire.errors import ConfigError
@@ -29,6 +30,7 @@ POLICIES: dict[str, Policy] = {
     "slru": lambda node: (int(node.hit_count >= 2) << _TIME_BITS) + node.last_access,
 }
 _FALLING = frozenset({"mru"})  # policies whose keys get smaller when a node is touched
+_KEY, _NODE = 0, 3  # in an entry of the heap
 
 
 def eviction_policy(name: str) -> Policy:
@@ -49,9 +51,9 @@ class Evictor:
         self._policy = eviction_policy(policy)
         self._bit = bit
         self.keys_fall = policy in _FALLING
-        # (policy's key, creation, count of pushes, node). Of a path that was used at once, what was cached
+        # [policy's key, creation, count of pushes, node]. Of a path that was used at once, what was cached
         # first goes first: the end of a conversation is worth most to its next turn.
-        self._heap: list[tuple[int, int, int, TreeNode]] = []
+        self._heap: list[list[Any]] = []
         self._pushed = 0
         self._on_offer = 0
 
@@ -63,13 +65,13 @@ class Evictor:
         if not node.offers & self._bit:
             node.offers |= self._bit
             self._on_offer += 1
-            self._push(self._policy(node), node)
+            self._push(node)
 
     def touched(self, nodes: Sequence[TreeNode]) -> None:
         """These were just used. Needed only where `keys_fall`: else a key that lags behind does no harm."""
         for node in nodes:
             if node.offers & self._bit:
-                self._push(self._policy(node), node)
+                self._push(node)
 
     def withdraw(self, node: TreeNode) -> None:
         """`node` goes."""
@@ -84,24 +86,63 @@ class Evictor:
 
     def pop(self, may_go: Callable[[TreeNode], bool]) -> TreeNode | None:
         """The node to evict now; None when there is none. It and those passed over are off offer."""
-        while self._heap:
-            key, _, _, node = heapq.heappop(self._heap)
-            if not node.offers & self._bit:
-                continue
+        heap = self._heap
+        while heap:
+            entry = heap[0]
+            node: TreeNode = entry[_NODE]
             now = self._policy(node)
-            if now > key:  # used since it was offered
-                self._push(now, node)
-            elif now == key:
+            if now > entry[_KEY] and node.offers & self._bit:  # used since it was offered
+                entry[_KEY:_NODE] = now, node.created, entry[2]
+                heapq.heapreplace(heap, entry)
+                continue
+            heapq.heappop(heap)
+            if now == entry[_KEY] and node.offers & self._bit:
                 self.withdraw(node)
                 if may_go(node):
                     return node
         return None
 
-    def _push(self, key: int, node: TreeNode) -> None:
+    def _push(self, node: TreeNode) -> None:
         self._pushed += 1
-        heapq.heappush(self._heap, (key, node.created, self._pushed, node))
+        heapq.heappush(self._heap, self._entry(node, self._pushed))
         if len(self._heap) > 2 * self._on_offer + 64:  # nodes that went, and keys that fell
-            kept = {id(entry[3]): entry[3] for entry in self._heap if entry[3].offers & self._bit}
-            self._heap = [(self._policy(node), node.created, i, node) for i, node in enumerate(kept.values())]
+            kept = {id(entry[_NODE]): entry[_NODE] for entry in self._heap}.values()
+            self._heap = [self._entry(node, i) for i, node in enumerate(kept) if node.offers & self._bit]
             heapq.heapify(self._heap)
             self._pushed = max(self._pushed, len(kept))
+
+    def _entry(self, node: TreeNode, number: int) -> list[Any]:
+        return [self._policy(node), node.created, number, node]
+
+
+class LeafEvictor(Evictor):
+    """An evictor of leaves: when a leaf on offer grows, its place in the heap passes to the new leaf.
+
+    So the heap has one entry per leaf, however the tree came to be. The passed on key is too small, like that
+    of any node used since it was offered. (For filo it would be too large, so there the place is given up.)
+    """
+
+    def __init__(self, policy: str, bit: int) -> None:
+        super().__init__(policy, bit)
+        self._passes_on = policy not in ("filo", "mru")
+
+    def grown(self, parent: TreeNode, leaf: TreeNode) -> None:
+        """`leaf` is new, below `parent`, who is no leaf any more (or was none)."""
+        if not (self._passes_on and parent.offers & self._bit):
+            self.withdraw(parent)
+            self.offer(leaf)
+            return
+        parent.offers &= ~self._bit
+        leaf.offers |= self._bit
+        entry = leaf.entry = parent.entry
+        assert entry is not None, "on offer, but not in the heap"
+        entry[_NODE], parent.entry = leaf, None
+
+    def withdraw(self, node: TreeNode) -> None:
+        """`node` goes, or is no leaf."""
+        super().withdraw(node)
+        node.entry = None  # or the two would keep each other alive
+
+    def _entry(self, node: TreeNode, number: int) -> list[Any]:
+        node.entry = super()._entry(node, number)
+        return node.entry

@@ -5,6 +5,9 @@ from __future__ import annotations
 from kvcache.allocator import BaseTokenToKVPoolAllocator
 from kvcache.base_prefix_cache import BasePrefixCache
 from kvcache.chunk_cache import ChunkCache
+from kvcache.components.base import TreeComponent
+from kvcache.components.state import StateComponent
+from kvcache.components.window import WindowComponent
 from kvcache.config import CacheConfig
 from kvcache.events import EventRecorder
 from kvcache.pool import ReqToTokenPool
@@ -26,4 +29,11 @@ def build_prefix_cache(
     recorder = (
         EventRecorder(config.page_size, config.events.max_queued_events) if config.events.enable else None
     )
-    return RadixCache(req_to_token_pool, allocator, config.eviction_policy, recorder, swa=swa, states=states)
+    components: list[TreeComponent] = []
+    if swa is not None:
+        components.append(WindowComponent(swa, config.eviction_policy))
+    if states is not None:
+        components.append(StateComponent(states, config.page_size, config.eviction_policy))
+    return RadixCache(
+        req_to_token_pool, allocator, config.eviction_policy, recorder, components, swa=swa, states=states
+    )

@@ -16,10 +16,8 @@ import numpy as np
 
 from kvcache.allocator import BaseTokenToKVPoolAllocator, Pages, Slots, expand_pages
 from kvcache.base_prefix_cache import BasePrefixCache, MatchResult
-from kvcache.components.base import Lengths, TreeComponent
+from kvcache.components.base import TreeComponent, longest
 from kvcache.components.full import FullComponent
-from kvcache.components.state import StateComponent
-from kvcache.components.window import WindowComponent
 from kvcache.events import EventRecorder
 from kvcache.observer import TreeObserver
 from kvcache.pool import ReqToTokenPool
@@ -53,14 +51,10 @@ class RadixCache(BasePrefixCache):
         swa: SWATokenToKVPoolAllocator | None = None,
         states: StateSlotPool | None = None,
     ) -> None:
-        """`swa` and `states` bring their components; `components` are further ones. `recorder` turns KV
-        events on."""
+        """`components` are those of the groups besides the deciding one. `recorder` turns KV events on."""
         super().__init__(req_to_token_pool, allocator, swa, states)
         self._full = FullComponent(allocator, policy)
-        self._window = WindowComponent(swa, policy) if swa is not None else None
-        self._state = StateComponent(states, self.page_size, policy) if states is not None else None
-        own = (component for component in (self._window, self._state) if component is not None)
-        self._others: tuple[TreeComponent, ...] = (*own, *components)
+        self._others: tuple[TreeComponent, ...] = (*components,)
         self._components: tuple[TreeComponent, ...] = (self._full, *self._others)
         self._recorder = recorder
         self._observers: tuple[TreeObserver, ...] = (*observers, recorder) if recorder else (*observers,)
@@ -79,7 +73,7 @@ class RadixCache(BasePrefixCache):
         if self._others:
             pages = cached // self.page_size
             valid = [component.valid_lengths(path, pages) for component in self._others]
-            path = self._cut(path, _longest(valid))
+            path = self._cut(path, longest(valid))
         return self._result(path, cached)
 
     def match_parts(self, key: RadixKey) -> MatchResult:
@@ -100,7 +94,7 @@ class RadixCache(BasePrefixCache):
         child = self.root.children.get(key.namespace.seed + raw[:first]) if end else None
         while child is not None:
             if not raw.startswith(child.tokens, at):
-                child = self._split(child, _common_pages(child.tokens, raw, at, stride, extra))
+                child = self._split(child, child.common_pages(raw, at, stride, extra))
             child.last_access = tick
             child.hit_count += hits
             path.append(child)
@@ -164,7 +158,7 @@ class RadixCache(BasePrefixCache):
         start = end = prefix_len // self.page_size
         if start < total:
             ends = [c.leaf_lengths(offers.get(c.name, ()), total) for c in self._others]
-            end = _longest(ends) if ends else total
+            end = longest(ends) if ends else total
         for component in self._others:
             component.revive(path, offers.get(component.name, ()), start == total)
         if start < end:
@@ -186,7 +180,7 @@ class RadixCache(BasePrefixCache):
         node.tenant = key.tenant
         parent.children[node.child_key(self.page_size)] = node
         self._full.insert(node, start, ())
-        self._full.evictor.offer(node)
+        self._full.evictor.grown(parent, node)
         if self._others:
             node.parts = {}
             for component in self._others:
@@ -287,11 +281,11 @@ class RadixCache(BasePrefixCache):
 
     def evict_window(self, num_pages: int) -> int:
         """As the base says: pages alone, or an unlocked leaf with all it holds."""
-        return self._evict(self._window, num_pages) if self._window else 0
+        return sum(self._evict(c, num_pages) for c in self._others if c.name == "window")
 
     def evict_mamba(self, num_slots: int) -> int:
         """As the base says: states alone, or an unlocked leaf with all it holds."""
-        return self._evict(self._state, num_slots) if self._state else 0
+        return sum(self._evict(c, num_slots) for c in self._others if c.name == "state")
 
     def _evict(self, component: TreeComponent, wanted: int) -> int:
         before = component.evictable_size()
@@ -335,11 +329,7 @@ class RadixCache(BasePrefixCache):
 
     def nodes(self) -> Iterator[TreeNode]:
         """Every node but the root, parents before children."""
-        stack = list(self.root.children.values())
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
+        return self.root.descendants()
 
     def evictable_size(self) -> int:
         """Tokens of unlocked nodes."""
@@ -351,11 +341,11 @@ class RadixCache(BasePrefixCache):
 
     def evictable_window_pages(self) -> int:
         """As the base says."""
-        return self._window.evictable_size() if self._window else 0
+        return sum(c.evictable_size() for c in self._others if c.name == "window")
 
     def evictable_states(self) -> int:
         """As the base says."""
-        return self._state.evictable_size() if self._state else 0
+        return sum(c.evictable_size() for c in self._others if c.name == "state")
 
     def check(self) -> None:
         """As the base says; and no unlocked leaf is a tombstone."""
@@ -391,19 +381,3 @@ class RadixCache(BasePrefixCache):
         """A line of sums, then one line per node."""
         sums = f"{self.total_size()} tokens cached, {self.protected_size()} protected"
         return "\n".join([sums, *tree_lines(self.nodes(), self._components)])
-
-
-def _longest(valid: Sequence[Lengths]) -> int:
-    """The longest length, in pages, that is valid for all; 0 if none is."""
-    lengths = np.flatnonzero(np.logical_and.reduce(valid))
-    return int(lengths[-1]) if len(lengths) else 0
-
-
-def _common_pages(tokens: bytes, raw: bytes, at: int, stride: int, extra: int) -> int:
-    """Whole pages on which a node and the key from byte `at` agree; at least the one that found the node."""
-    mine = np.frombuffer(tokens, np.int32)
-    theirs = np.frombuffer(raw, np.int32, offset=at)
-    n = min(len(mine), len(theirs))
-    differs = np.flatnonzero(mine[:n] != theirs[:n])
-    same = int(differs[0]) if len(differs) else n
-    return (same * TOKEN_BYTES - extra) // stride

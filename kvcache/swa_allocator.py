@@ -67,7 +67,9 @@ class SWATokenToKVPoolAllocator:
         self.allocator = allocator
         self.window = window
         self.page_size = allocator.page_size
-        self.tail = -(-(window - 1) // self.page_size)  # pages before a page border that a query there sees
+        # Pages before a page border that a query there sees; one even if it sees none, so that there is
+        # always a page to say that this length was kept.
+        self.tail = max(1, -(-(window - 1) // self.page_size))
         self.locks = WindowLocks(allocator.num_pages)
         width = -(-max_context_len // self.page_size)
         self.table: npt.NDArray[np.int32] = np.zeros((rows + 1, width), np.int32)
@@ -160,19 +162,20 @@ class SWATokenToKVPoolAllocator:
         return self._give_up(row, min(self.needed_from(length), int(self.end[row])))
 
     def slide_lanes(self, rows: Ints, lengths: Ints) -> Pages:
-        """`slide` of several distinct rows."""
+        """`slide` of several distinct rows, a page of each at a time: all there is at a page border."""
         starts = np.minimum(np.maximum(0, lengths // self.page_size - self.tail), self.end[rows])
-        moving = rows[starts > self.first[rows]]
-        own = (
-            [
-                self._give_up(int(row), int(start))
-                for row, start in zip(rows, starts, strict=True)
-                if start > self.first[row]
-            ]
-            if len(moving)
-            else []
-        )
-        return np.concatenate([NO_PAGES, *own])
+        own = [NO_PAGES]
+        while (moving := starts > self.first[rows]).any():
+            rows, starts = rows[moving], starts[moving]
+            first = self.first[rows]
+            pages = self.table[rows, first]
+            shared = first < self.private_from[rows]
+            self.table[rows, first] = 0
+            self.first[rows] = first + 1
+            self.private_from[rows] = np.maximum(self.private_from[rows], first + 1)
+            self.locks.unlock(pages[shared])
+            own.append(pages[~shared])
+        return np.concatenate(own)
 
     def release(self, row: int) -> Pages:
         """The row holds nothing any more."""

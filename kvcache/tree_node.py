@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ class TreeNode:
         "children",
         "created",
         "digests",
+        "entry",
         "hit_count",
         "last_access",
         "lock_ref",
@@ -68,6 +70,7 @@ class TreeNode:
         self.priority = 0
         self.tenant = ""
         self.offers = 0  # the evictors': in which of their heaps this node is
+        self.entry: list[Any] | None = None  # the leaf evictor's: where in its heap
 
     @property
     def value(self) -> npt.NDArray[np.int32]:
@@ -98,6 +101,26 @@ class TreeNode:
             node = node.parent
         nodes.reverse()
         return nodes
+
+    def descendants(self) -> Iterator[TreeNode]:
+        """Every node below this one, parents before children."""
+        stack = list(self.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def common_pages(self, raw: bytes, at: int, stride: int, extra: int) -> int:
+        """Whole pages on which this node and the key `raw` from byte `at` agree; at least the first.
+
+        A page is `stride` bytes of tokens, and needs `extra` bytes more to be complete.
+        """
+        mine = self.token_array()
+        theirs = np.frombuffer(raw, np.int32, offset=at)
+        n = min(len(mine), len(theirs))
+        differs = np.flatnonzero(mine[:n] != theirs[:n])
+        same = int(differs[0]) if len(differs) else n
+        return (same * TOKEN_BYTES - extra) // stride
 
     def page_digests(self, page_size: int) -> list[PageDigest]:
         """The hash chain over this node's pages, computed on first use for the whole path."""

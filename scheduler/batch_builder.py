@@ -11,6 +11,7 @@ import numpy.typing as npt
 from engine.batch import ForwardBatch, SamplingRow, StateSlots, WindowPages
 from scheduler.chunker import Chunk
 from scheduler.running import RunningBatch
+from scheduler.state_lanes import StateLanes
 
 
 def _sampling_rows(running: RunningBatch) -> list[SamplingRow]:
@@ -57,11 +58,11 @@ def build_batch(
     group's `[row, logical page]`, where there is one.
     """
     batch = _build(running, chunks, req_to_token)
-    if window_table is not None:
-        batch = replace(batch, window=_window(batch, window_table, running.page_size))
-    if running.states is not None:
-        batch = replace(batch, state=_states(running, chunks))
-    return batch
+    if window_table is None and running.states is None:
+        return batch
+    window = None if window_table is None else _window(batch, window_table, running.page_size)
+    state = None if running.states is None else _states(running.states, len(running), chunks)
+    return replace(batch, window=window, state=state)
 
 
 def _window(batch: ForwardBatch, table: npt.NDArray[np.int32], page_size: int) -> WindowPages:
@@ -71,14 +72,14 @@ def _window(batch: ForwardBatch, table: npt.NDArray[np.int32], page_size: int) -
     return WindowPages(pages, pages[owner, logical].astype(np.int64) * page_size + offsets)
 
 
-def _states(running: RunningBatch, chunks: Sequence[Chunk]) -> StateSlots:
-    assert running.states is not None
-    lanes = len(running)
+def _states(states: StateLanes, lanes: int, chunks: Sequence[Chunk]) -> StateSlots:
+    if not chunks:
+        return StateSlots(states.reads[:lanes].copy(), states.writes[:lanes].copy())
     reads = [chunk.state_read for chunk in chunks]
     writes = [chunk.state_write for chunk in chunks]
     return StateSlots(
-        np.concatenate([running.states.reads[:lanes], np.array(reads, np.int32)]),
-        np.concatenate([running.states.writes[:lanes], np.array(writes, np.int32)]),
+        np.concatenate([states.reads[:lanes], np.array(reads, np.int32)]),
+        np.concatenate([states.writes[:lanes], np.array(writes, np.int32)]),
     )
 
 

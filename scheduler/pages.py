@@ -187,13 +187,17 @@ class Pages:
 
     def _grow_window(self, running: RunningBatch, lanes: npt.NDArray[np.intp]) -> bool:
         """The same in the window group: taken twice is taken once, so it may be asked before the others."""
-        if self.window is None:
+        window = self.window
+        if window is None:
             return True
-        rows = running.rows[lanes]
-        # What has landed is never read again; a forward that is out may still read what lies behind it.
+        rows, lens = running.rows[lanes], running.lens[lanes]
+        # A forward that is out has its first query where the committed context ends: slide no further than
+        # to the page that it sees first.
         landed = np.array([running.reqs[lane].kv_committed_len for lane in lanes.tolist()])
-        self.memory.free({"window": self.window.slide_lanes(rows, landed)})
-        return self.window.extend_lanes(rows, running.lens[lanes] + 1)
+        seen_from = (landed - window.window + 1) // self.page_size
+        lengths = np.minimum(lens, (seen_from + window.tail) * self.page_size)
+        self.memory.free({"window": window.slide_lanes(rows, lengths)})
+        return window.extend_lanes(rows, lens + 1)
 
     # -- caching and giving back -------------------------------------------------------------------
 

@@ -23,6 +23,12 @@ Lengths = npt.NDArray[np.bool_]
 """`[pages + 1]`: for every length in pages, whether something can be there."""
 
 
+def longest(lengths: Sequence[Lengths]) -> int:
+    """The longest length that all allow; 0 if there is none."""
+    allowed = np.flatnonzero(np.logical_and.reduce(lengths))
+    return int(allowed[-1]) if len(allowed) else 0
+
+
 class TreeComponent(ABC):
     """One KV group on the tree; what it keeps is in `node.parts[name]`. Sizes are in units of that group."""
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvcache.allocator import BaseTokenToKVPoolAllocator, Pages
 from kvcache.components.base import Lengths, TreeComponent
-from kvcache.eviction import Evictor
+from kvcache.eviction import LeafEvictor
 from kvcache.tree_node import TreeNode
 
 
@@ -22,7 +22,7 @@ class FullComponent(TreeComponent):
     name = "full"
 
     def __init__(self, allocator: BaseTokenToKVPoolAllocator, policy: str) -> None:
-        self.evictor = Evictor(policy, 1)
+        self.evictor: LeafEvictor = LeafEvictor(policy, 1)
         self._allocator = allocator
         self._evictable = 0
         self._protected = 0

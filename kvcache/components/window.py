@@ -120,7 +120,7 @@ class WindowComponent(TreeComponent):
     def shrink(self, node: TreeNode, wanted: int, is_free_leaf: bool) -> None:
         """Front pages first. Those that a match at the end of an unlocked leaf needs stay."""
         part = self._part(node)
-        usable = part[: max(0, len(part) - max(self._swa.tail, 1))] if is_free_leaf else part
+        usable = part[: max(0, len(part) - self._swa.tail)] if is_free_leaf else part
         where = np.flatnonzero(usable)
         self._drop(node, where[self._locks.counts[part[where]] == 0][:wanted])
 

@@ -55,6 +55,14 @@ def _assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None
             ("--set", "decode.options.eviction_policy=oldest"),
             ("decode.options.eviction_policy: 'oldest' is unknown", "use one of lru, mru, lfu, fifo, filo"),
         ),
+        (
+            ("--kv-cache-dtype", "int3"),
+            ("options.kv_cache_dtype", "'auto', 'fp8_e4m3', 'fp8_e5m2' or 'fp4_e2m1'"),
+        ),
+        (
+            ("--set", "prefill.options.kv_cache_dtype=fp8_e4m3"),
+            ("decode.options.kv_cache_dtype: prefill has fp8_e4m3 and decode has auto", "under worker"),
+        ),
         (("--eviction-policy", "oldest"), ("eviction_policy: 'oldest' is unknown", "lfu", "slru")),
         (("--dtype", "float8"), ("options.dtype", "'auto', 'float32' or 'bfloat16'")),
         (("--kv-transfer-backend", "smoke"), ("kv_transfer_backend", "'auto', 'shm', 'tcp' or 'mooncake'")),

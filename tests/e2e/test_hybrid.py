@@ -1,4 +1,4 @@
-"""A model with a window and a state beside full attention, served by prefill and decode apart.
+"""Models with a window or a state beside full attention, served by prefill and decode apart.
 
 What each worker says over its event stream, replayed by an independent reader, must be its tree: also while
 states and windows are given up silently, which only the tree itself can tell.
@@ -15,6 +15,7 @@ import pytest
 
 from engine.fake import fake_generate
 from tests.support.kv_events_reader import Page, Pages, ends_of, pages_of, replayed
+from tests.support.reference import draw_model
 from tools.local_stack import Stack, stack
 from tools.processes import Child
 
@@ -65,12 +66,13 @@ class Seen:
         self.events = events_of(running, worker)
         assert self.pages == self.events.held
         ends = ends_of(self.nodes, "m", PAGE_SIZE)
-        self.states = {end for end, node in zip(ends, self.nodes, strict=True) if node["held"]["state"]}
+        self.states = {
+            end for end, node in zip(ends, self.nodes, strict=True) if node["held"].get("state", 0)
+        }
         parents = {node["parent"] for node in self.nodes}
         for index, node in enumerate(self.nodes):
             if index not in parents:
-                assert node["held"]["state"] == 1, "a leaf that nobody can continue from"
-                assert node["held"]["window"] > 0, "a leaf without its window"
+                assert all(node["held"].values()), "a leaf that nobody can continue from"
 
     def window_holes(self) -> bool:
         """Whether some node has lost window pages and kept the others."""
@@ -116,3 +118,49 @@ def test_a_repeat_and_a_next_turn_are_found_in_the_cache(hybrid: Stack) -> None:
     assert answers[0]["output_ids"] == answers[1]["output_ids"] == fake_generate(forked, 8, groups=GROUPS)
     assert answers[1]["meta_info"]["cached_tokens"] == 128
     hybrid.settle()
+
+
+REAL = [
+    "qwen3_next",
+    *(
+        pytest.param(family, marks=pytest.mark.oracle_full)
+        for family in ("falcon_h1", "gemma3_text", "mistral_window", "deepseek_v2")
+    ),
+]
+"""Linear attention; attention and Mamba in one layer; windows and full; windows alone; latents."""
+
+
+@pytest.mark.parametrize("family", REAL)
+def test_real_layers_answer_as_transformers_do_and_tell_what_they_hold(
+    family: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Cold, repeated, forked and continued prompts; whole pages and ragged ends; all at once at the end."""
+    rng = random.Random(family)
+    start = tokens(rng, 70)
+    prompts = [start, start[:40] + tokens(rng, 25), start + tokens(rng, 10), tokens(rng, 64), tokens(rng, 7)]
+    path, answers = draw_model(family, tmp_path_factory.mktemp("models"), 1, prompts, 40)
+    with stack(
+        path,
+        tmp_path_factory.mktemp(family),
+        router={"prefill_on_decode_tokens": 0},
+        dtype="float32",
+        threads=1,
+        page_size=PAGE_SIZE,
+        chunked_prefill_size=24,
+        max_total_tokens=1024,
+        mamba_track_interval=16,
+        max_running_requests=8,
+        decode_reserve_tokens=64,
+        kv_checksums=True,
+    ) as running:
+        for turn in range(2):
+            for prompt, right in zip(prompts, answers, strict=True):
+                answer = running.generate(prompt, 40)
+                assert answer["output_ids"] == right
+                if turn:
+                    assert answer["meta_info"]["cached_tokens"] == (len(prompt) - 1) // PAGE_SIZE * PAGE_SIZE
+        found = running.generate_all(prompts, 40)
+        assert [answer["output_ids"] for answer in found] == answers
+        running.settle()
+        for worker in running.workers:
+            assert len(Seen(running, worker).pages) > 20

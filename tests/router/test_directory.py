@@ -60,7 +60,7 @@ def test_only_its_own_incarnation_withdraws_a_worker() -> None:
     [
         ("page_size", {"groups": (group_layout(page_size=32),)}),
         ("dtype", {"groups": (group_layout(dtype="bfloat16"),)}),
-        ("kv_cache_dtype", {"groups": (group_layout(dtype="float8_e4m3fn"),)}),
+        ("kv_cache_dtype", {"groups": (group_layout(dtype="fp8_e4m3:scale=1"),)}),
         ("tile_order", {"groups": (group_layout(tile_order="dot_pairs"),)}),
         ("model", {"groups": (group_layout(kind="window"),)}),
         ("model", {"fingerprint": "other"}),

@@ -1,0 +1,138 @@
+"""SWATokenToKVPoolAllocator alone: the table, locks by page id, lanes against rows one by one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcache.allocator import make_allocator
+from kvcache.swa_allocator import SWATokenToKVPoolAllocator
+
+
+def build(pages: int = 64, page_size: int = 4, window: int = 8, rows: int = 6) -> SWATokenToKVPoolAllocator:
+    return SWATokenToKVPoolAllocator(make_allocator(pages, page_size), window, rows, 400)
+
+
+def take(swa: SWATokenToKVPoolAllocator, n: int) -> np.ndarray:
+    """Pages that play the tree's."""
+    pages = swa.allocator.alloc_pages(n)
+    assert pages is not None
+    return pages
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+@given(window=st.integers(1, 300), page_size=st.sampled_from([1, 2, 4, 16, 64]), length=st.integers(0, 2000))
+def test_what_is_needed_is_the_window_of_the_last_page_border_and_a_page_at_most(
+    window: int, page_size: int, length: int
+) -> None:
+    swa = build(1, page_size, window)
+    needed, border = swa.needed_from(length), length // page_size * page_size
+    assert needed * page_size <= max(0, length - window + 1), "a query at the length sees no less"
+    assert needed * page_size <= max(0, border - window + 1), "nor one at the border"
+    assert length // page_size + 1 - needed <= -(-window // page_size) + 1
+
+
+def test_a_match_is_locked_from_the_window_s_first_page_to_the_first_hole() -> None:
+    swa = build()
+    tree = take(swa, 5)
+    tree[3] = 0
+    swa.attach(1, 20, tree)
+    assert swa.locks.locked_pages == 0, "page 3 is the first that is needed, and missing"
+    assert swa.extend(1, 20)
+    assert swa.table[1, :6].tolist() == [0, 0, 0, 6, 7, 0], "of its own, the hole and what lies behind it"
+    swa.attach(2, 12, tree[:3])
+    assert swa.table[2, :4].tolist() == [0, tree[1], tree[2], 0]
+    assert np.flatnonzero(swa.locks.counts).tolist() == tree[1:3].tolist()
+    assert len(swa.release(2)) == 0
+    assert swa.locks.locked_pages == 0
+
+
+def test_sliding_unlocks_the_tree_s_pages_and_returns_the_row_s_own() -> None:
+    swa = build()
+    unlocked: list[int] = []
+    swa.locks.on_unlocked = lambda pages: unlocked.extend(pages.tolist())
+    tree = take(swa, 2)
+    for row in (1, 2):
+        swa.attach(row, 8, tree)
+    assert swa.extend(1, 24)
+    own = swa.private_pages(1)
+    assert swa.slide(1, 12).tolist() == []
+    assert unlocked == [], "the other row locks it still"
+    assert swa.slide(2, 12).tolist() == []
+    assert unlocked == [tree[0]]
+    assert swa.slide(1, 20).tolist() == own[:1].tolist()
+    assert swa.held_pages(1) == 3
+    assert swa.release(1).tolist() == own[1:].tolist()
+    assert swa.held_pages(1) == 0
+    with pytest.raises(AssertionError, match="more often"):
+        swa.locks.unlock(tree[:1])
+
+
+def test_the_tree_s_pages_replace_the_row_s_own() -> None:
+    swa = build()
+    assert swa.extend(1, 12)
+    own = swa.private_pages(1)
+    assert swa.offered(1, 2).tolist() == own[:2].tolist()
+    theirs = np.array([own[0], take(swa, 1)[0]], np.int32)
+    assert swa.adopt(1, theirs).tolist() == [own[1]], "the tree had another for it"
+    assert swa.table[1, :3].tolist() == [*theirs, own[2]]
+    assert swa.private_pages(1).tolist() == [own[2]]
+    assert swa.locks.locked_pages == 2
+    assert swa.offered(1, 3).tolist() == [0, 0, own[2]]
+
+
+def test_short_of_pages_the_tree_is_asked_and_else_nothing_is_taken() -> None:
+    swa = build(pages=3)
+    asked: list[int] = []
+    cached = take(swa, 1)
+
+    def evict(pages: int) -> int:
+        asked.append(pages)
+        if len(asked) > 1:
+            swa.allocator.free_page_ids(cached)
+        return 0
+
+    swa.evict = evict
+    assert not swa.extend(1, 12)
+    assert swa.held_pages(1) == 0
+    assert swa.extend(1, 12)
+    assert asked == [1, 1]
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_lanes_do_what_rows_do_one_by_one(data: st.DataObject) -> None:
+    page_size, window = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.integers(1, 12))
+    lanes, single = (build(200, page_size, window) for _ in range(2))
+    starts = data.draw(st.lists(st.integers(1, 10), min_size=5, max_size=5))
+    for swa in (lanes, single):
+        tree = take(swa, 10)
+        for row, pages in enumerate(starts, 1):
+            swa.attach(row, pages * page_size, tree[:pages])
+    rows = np.arange(1, 6)
+    lengths = np.array(starts) * page_size
+    for _ in range(data.draw(st.integers(1, 20))):
+        assert lanes.extend_lanes(rows, lengths + 1)
+        assert all(single.extend(row, length + 1) for row, length in zip(rows, lengths, strict=True))
+        lengths += 1
+        if data.draw(st.booleans()):
+            freed = sorted(lanes.slide_lanes(rows, lengths).tolist())
+            wanted = [single.slide(row, length) for row, length in zip(rows, lengths, strict=True)]
+            assert freed == sorted(np.concatenate(wanted).tolist())
+        for name in ("table", "first", "private_from", "end"):
+            assert np.array_equal(getattr(lanes, name), getattr(single, name)), name
+        assert np.array_equal(lanes.locks.counts, single.locks.counts)
+        assert lanes.locks.locked_pages == single.locks.locked_pages
+
+
+def test_lanes_take_all_or_nothing() -> None:
+    swa = build(pages=3)
+    assert swa.extend_lanes(ints(1, 2), ints(4, 4))
+    assert not swa.extend_lanes(ints(1, 2), ints(5, 5))
+    assert swa.extend_lanes(ints(1, 2), ints(5, 4)), "only one of them needs a page"
+    assert [swa.held_pages(row) for row in (1, 2)] == [2, 1]
