@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +11,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine.backends.choose import build_attention
+from engine.backends.flashinfer import FlashInferAttention
+from engine.backends.latent_choose import build_latent
+from engine.batch import ForwardBatch
 from engine.config import EngineConfig
 from engine.cpu.decoder import FusedDecoder
-from engine.loader import load_model
+from engine.loader import AttentionLayer, load_model
 from engine.runner import ModelRunner
 from kvcache.layout import KVGroupSpec, LatentGroupSpec, StateGroupSpec
 from kvcache.pool import MambaPool, MHAKVCache, MLAKVCache
@@ -171,3 +177,59 @@ def test_an_unknown_dtype_lists_the_valid_ones():
         parse_options(WorkerOptions, {"model": "m", "kv_cache_dtype": "fp4_e2m1"}).kv_cache_dtype
         == "fp4_e2m1"
     )
+
+
+def pool_of(form, kind=KVGroupSpec):
+    """A small pool of bfloat16 keys and values, or of latents."""
+    if kind is LatentGroupSpec:
+        return MLAKVCache(LatentGroupSpec((0,), 512, 64, torch.bfloat16, stored=KVFormat(form)), 2, PAGE_SIZE)
+    return MHAKVCache(KVGroupSpec((0,), 2, 32, torch.bfloat16, stored=KVFormat(form)), 2, PAGE_SIZE)
+
+
+def test_what_flashinfer_cannot_read_is_refused_by_name():
+    config = EngineConfig("m", device="cuda", attention="flashinfer")
+    with pytest.raises(ConfigError, match="FlashInfer reads no fp4_e2m1 pages"):
+        build_attention(config, pool_of("fp4_e2m1"), 4, 1.0)
+    with pytest.raises(ConfigError, match="FlashInfer reads no fp8_e4m3 pages with sinks"):
+        build_attention(config, pool_of("fp8_e4m3"), 4, 1.0, sinks=True)
+    layer = AttentionLayer(0, 4, 1.0, None)
+    with pytest.raises(ConfigError, match="FlashInfer reads no fp8_e5m2 latents"):
+        build_latent(config, pool_of("fp8_e5m2", LatentGroupSpec), [layer])
+
+
+def test_flashinfer_is_told_that_pages_are_fp8_and_queries_are_not(monkeypatch):
+    seen = {}
+
+    class Wrapper:
+        def __init__(self, workspace, kv_layout):
+            pass
+
+        def plan(self, *_, **planned):
+            seen.update(planned)
+
+        def run(self, q, kv, out):
+            seen["kv"] = kv
+            out.copy_(q)
+
+    module = types.ModuleType("flashinfer")
+    module.BatchPrefillWithPagedKVCacheWrapper = Wrapper
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    pool = pool_of("fp8_e4m3")
+    backend = FlashInferAttention(pool, 4, 1.0)
+    backend.prepare(one_token())
+    k, v = torch.randn(2, 1, 2, 32).bfloat16()
+    q = torch.zeros(1, 4, 32).bfloat16()
+    backend.forward(0, q, k, v, torch.empty_like(q))
+    assert (seen["q_data_type"], seen["kv_data_type"]) == (torch.bfloat16, torch.float8_e4m3fn)
+    assert seen["kv"][0].dtype == torch.float8_e4m3fn
+    assert torch.equal(seen["kv"][0][1, :, 0].float(), k[0].to(torch.float8_e4m3fn).float())
+    assert torch.equal(seen["kv"][1][1, :, 0].float(), v[0].to(torch.float8_e4m3fn).float())
+
+
+def one_token():
+    """The first token of a sequence on page 1."""
+    return ForwardBatch(
+        input_ids=np.zeros(1, np.int64), positions=np.zeros(1, np.int64), out_slots=np.array([PAGE_SIZE]),
+        rows=np.ones(1, np.int32), q_lens=np.ones(1, np.int32), seq_lens=np.ones(1, np.int32),
+        page_table=np.ones((1, 1), np.int32), sampled=np.zeros(0, np.int32), sampling=[],
+    )  # fmt: skip
