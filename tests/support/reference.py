@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM
 from tests.support.tiny_models import make_tiny
 
 MIN_MARGIN = 1e-4
-"""Between the best and the second logit of every step, in standard deviations of that step's logits. Below it,
-float32 sums in another order may decide."""
+"""Between the best and the second logit of every step, in standard deviations of its logits.
+
+Below it, the order of a sum may decide.
+"""
 
 REDRAWN: list[str] = []
 """Seeds that draw_model skipped; the end of the test run prints them (tests/conftest.py)."""

@@ -142,7 +142,7 @@ NEW: dict[str, Callable[[], PretrainedConfig]] = {
     "mistral_window": lambda: MistralConfig(**_COMMON, sliding_window=WINDOW),
     "gemma3_text": lambda: Gemma3TextConfig(
         **{**_COMMON, "num_hidden_layers": 4, "tie_word_embeddings": True},
-        query_pre_attn_scalar=2,  # sharp attention: what it averages over many keys hardly moves the answer
+        query_pre_attn_scalar=24,
         sliding_window=WINDOW,
         layer_types=_SLIDING,
         rope_parameters={
@@ -243,6 +243,8 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
                 parameter.mul_(deviation / 0.1).add_(mean)
             elif parameter.ndim == 1 and not name.endswith("bias"):
                 parameter.add_(centre)
+            if name.endswith(_SHARP) or (centre == 0 and name.endswith(("q_norm.weight", "k_norm.weight"))):
+                parameter.add_(1.0)
             if parameter.ndim > 1 and ".layers." in name:
                 parameter.mul_(2.0)
             if parameter.ndim == 3 and "conv" in name:
@@ -254,6 +256,8 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
                 buffer.normal_(0.0, 0.1, generator=generator)
 
 
+_SHARP = ("q_layernorm.weight", "k_layernorm.weight")
+"""With those around 2, attention is sharp where few layers attend: no page is lost in the mean of many."""
 _SPREAD = {"A_log": (-3.0, 1.0), "dt_bias": (0.0, 1.0), "sinks": (1.0, 1.0)}
 """Last part of a parameter's name -> its mean and deviation."""
 
