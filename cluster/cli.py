@@ -33,7 +33,6 @@ from cluster.local import (
 from cluster.model_files import model_directory
 from cluster.tree import TreeSource
 from kvcache.eviction import POLICIES
-from kvcache.quant import KVFormat
 from wire.errors import ConfigError, WorkerLost
 from wire.options import exit_on_config_error
 
@@ -49,7 +48,7 @@ _WORKER_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "max_context_tokens": (int, "longest prompt + output"),
     "chunked_prefill_size": (int, "tokens of a prefill chunk"),
     "dtype": (str, "auto, float32 or bfloat16"),
-    "kv_cache_dtype": (str, "how KV is stored: " + ", ".join(KVFormat)),
+    "kv_cache_dtype": (str, "how KV is stored: auto, fp8_e4m3, fp8_e5m2 or fp4_e2m1"),
     "eviction_policy": (str, "which cached prefix goes first: " + ", ".join(POLICIES)),
     "threads": (int, "compute threads of a worker"),
     "kv_transfer_backend": (str, "auto, shm, tcp or mooncake"),
