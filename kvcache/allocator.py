@@ -37,7 +37,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         self.page_size = page_size
         self.need_sort = need_sort
         self._ring = np.empty(num_pages, np.int32)
-        self._is_free = np.zeros(num_pages + 1, bool)
+        self._is_free = np.ones(num_pages + 1, bool)  # page 0 counts as free: it is never freed
         self._group: list[Pages] | None = None
         self.clear()
 
@@ -47,7 +47,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         self._head, self._count = 0, self.num_pages
         self._released: list[Pages] = []
         self._released_count = 0
-        self._is_free[1:] = True
+        self._is_free[:] = True
         self._group = None
 
     @property
@@ -96,8 +96,9 @@ class BaseTokenToKVPoolAllocator(ABC):
         n = len(pages)
         if n == 0:
             return
-        assert pages.min() > 0, "page 0 is scratch and never freed"
-        assert not self._is_free[pages].any(), f"freed twice: {pages[self._is_free[pages]][:8]}"
+        if np.count_nonzero(self._is_free[pages]):
+            assert pages.all(), "page 0 is scratch and never freed"
+            raise AssertionError(f"freed twice: {pages[self._is_free[pages]][:8]}")
         self._is_free[pages] = True
         if self.need_sort:
             self._released.append(pages.astype(np.int32))
@@ -149,7 +150,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         self._ring[: len(free)] = free
         self._released = released
         self._released_count = sum(map(len, released))
-        self._is_free[:] = False
+        self._is_free[1:] = False
         for pages in (free, *released):
             self._is_free[pages] = True
 

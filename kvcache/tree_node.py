@@ -26,23 +26,8 @@ class TreeNode:
     """
 
     __slots__ = (
-        "children",
-        "created",
-        "digests",
-        "entry",
-        "hit_count",
-        "last_access",
-        "lock_ref",
-        "mamba_lock",
-        "namespace",
-        "num_tokens",
-        "offers",
-        "page_ids",
-        "parent",
-        "parts",
-        "priority",
-        "tenant",
-        "tokens",
+        "children", "created", "digests", "entry", "hit_count", "last_access", "lock_ref", "mamba_lock",
+        "namespace", "num_tokens", "offers", "page_ids", "parent", "parts", "priority", "tenant", "tokens",
     )  # fmt: skip
 
     def __init__(

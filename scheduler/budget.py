@@ -39,10 +39,8 @@ class Admission:
         if not self._grows or req.state is ReqState.HANDED_OFF:
             return 0
         held = max(req.prefill_len, req.scheduled_len, req.kv_allocated_len)
-        return (
-            max(self._pages.pages_of(self._later(req)) - self._pages.pages_of(held), 0)
-            * self._pages.page_size
-        )
+        more = self._pages.pages_of(self._later(req)) - self._pages.pages_of(held)
+        return max(more, 0) * self._pages.page_size
 
     def _later(self, req: Req) -> int:
         """How long the context of an admitted request is expected to become."""

@@ -62,8 +62,8 @@ class Pages:
         return self.window.held_pages(req.req_pool_idx)
 
     def more_requests(self, window_pages: int, promised: int) -> int:
-        """How many more requests there are rows and state slots for, and `window_pages` for each beyond those
-        that are `promised`."""
+        """How many more requests there are rows and state slots for, and `window_pages` each when those that
+        are `promised` are taken."""
         limits = [self._pool.available_size()]
         if self.window is not None:
             limits.append((self.window.available_pages() - promised) // window_pages)
@@ -150,7 +150,7 @@ class Pages:
         return states is None or states.available_slots() >= STATE_PAIR
 
     def _forsake(self, row: int) -> None:
-        """Give up a row and its locks in the window group; returns nothing because nothing is its own."""
+        """Give up a row that has nothing but locks in the window group."""
         if self.window is not None:
             own = self.window.release(row)
             assert not len(own), "the row has pages of its own already"

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from engine.fake import fake_generate
+from kvtransfer.pages import as_pages
 from scheduler.worker import Worker
 from tests.support.hand_off import GROUPS, Pair, pair
 from tools.local_stack import in_use
@@ -146,6 +147,25 @@ def test_abort_at_every_stage_leaves_nothing(groups: tuple[str, ...]) -> None:
         if over:
             assert steps > 20, "a hand-off has more steps than that"
             return
+
+
+@every_model
+def test_what_a_writer_may_still_touch_is_quarantined_in_every_group(groups: tuple[str, ...]) -> None:
+    with pair(groups) as both:
+        target = ask_and_see_target(both, 1, prompt_of(1, 50), 9)
+        rooms = both.decode._half._receivers._rooms
+        grant = rooms.begin(1, 1, "full", as_pages(target.groups["full"].page_ids[:1]), 1, "shm")
+        both.abort(1)
+        to_decode = [letter.to == both.decode.record().mailbox for letter in both.network.letters]
+        both.deliver(to_decode.index(True))
+        report = both.decode.check_memory()
+        assert report.quarantined_pages == len(target.groups["full"].page_ids)
+        for group in groups:
+            assert report.groups[group].quarantined == len(target.groups[group].page_ids) > 0
+            assert report.groups[group].held == 0
+        rooms.finish(grant, landed=False)
+        both.run_dry()
+        settle(both)
 
 
 @pytest.mark.parametrize("side", SIDES)

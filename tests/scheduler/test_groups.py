@@ -191,6 +191,30 @@ def test_lanes_that_outgrow_the_window_pool_are_retracted(depth: int) -> None:
     rig.close()
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_chunk_that_finds_no_window_page_waits_and_then_gives_way(depth: int) -> None:
+    """While somebody else runs it waits; alone it would wait for ever, so what it holds is given back."""
+    config = replace(CONFIG, overlap_depth=depth)
+    rig = Rig(16, pool_tokens=2048, groups=("window",), window=40, config=config, tight=True)
+    running = rig.add(range(20), 12)
+    rig.step()
+    waiting = rig.add(range(30, 230), 8)
+    rig.step()
+    swa = _swa(rig)
+    pages = swa.allocator.alloc_pages(swa.available_pages())  # to a peer that was to write there, say
+    assert pages is not None
+    rig.memory.quarantine({"window": pages}, "peer")
+    while rig.step():
+        assert running.state is ReqState.DONE or waiting.state is ReqState.PREFILL
+    assert rig.policy.outputs[running.room] == rig.expected[running.room]
+    assert waiting.state is ReqState.WAITING
+    assert rig.scheduler.metrics.retracted == 1
+    rig.memory.release_quarantine("peer")
+    rig.run()
+    rig.assert_outputs()
+    rig.close()
+
+
 def test_a_prompt_that_no_window_can_hold_is_refused() -> None:
     rig = Rig(16, pool_tokens=1024, groups=("window",), window=40, config=CONFIG, tight=True)
     rig.scheduler._admission._step_tokens = 512  # longer chunks than the pool was sized for
