@@ -166,11 +166,12 @@ def main() -> None:
     parser.add_argument("--pages", nargs="+", type=int, default=[16, 1], help="page sizes")
     options = parser.parse_args()
     sizes = {name: SIZES[name] for name in options.sizes}
+    sglang = open_sglang()
     values: dict[str, float] = {}
     for page_size in options.pages:
         suffix = "" if page_size == 16 else f"_p{page_size}"
         makers: dict[str, Callable[[int], Tree]] = {"": lambda tokens: BatonTree(page_size, tokens)}  # noqa: B023
-        if (sglang := open_sglang()) is not None:
+        if sglang is not None:
             makers["sglang_"] = lambda tokens: sglang(page_size, tokens)  # noqa: B023
         for prefix, make in makers.items():
             found = measure(make, sizes, suffix)
