@@ -196,7 +196,7 @@ NEW: dict[str, Callable[[], PretrainedConfig]] = {
         layer_types=["conv", "full_attention"] * 2,
     ),
 }
-"""Like FAMILIES, for what the engine learns at present."""
+"""Families with latents, windows or states. Tests that go through FAMILIES are about full attention alone."""
 
 
 def make_tiny(family: str, directory: Path, seed: int) -> Path:
