@@ -118,13 +118,14 @@ class Evictor:
 class LeafEvictor(Evictor):
     """An evictor of leaves: when a leaf on offer grows, its place in the heap passes to the new leaf.
 
-    So the heap has one entry per leaf, however the tree came to be. The passed on key is too small, like that
-    of any node used since it was offered. (For filo it would be too large, so there the place is given up.)
+    So the heap has one entry per leaf, however the tree came to be. The passed on key must not be too large,
+    or the leaf would never come up again. So only ages are passed on: a new leaf has fewer hits than its
+    parent, may have less priority, and for filo and mru it goes first.
     """
 
     def __init__(self, policy: str, bit: int) -> None:
         super().__init__(policy, bit)
-        self._passes_on = policy not in ("filo", "mru")
+        self._passes_on = policy in ("lru", "fifo")
 
     def grown(self, parent: TreeNode, leaf: TreeNode) -> None:
         """`leaf` is new, below `parent`, who is no leaf any more (or was none)."""
