@@ -182,7 +182,7 @@ class RadixCache(BasePrefixCache):
         tokens = key[begin:end].tokens.tobytes()
         ids = pages[start:].astype(np.int32).tobytes()
         node = TreeNode(parent, key.namespace, tokens, ids, end - begin, self._tick)
-        node.tenant, node.priority = key.tenant, priority  # before it is on offer at that priority
+        node.priority, node.tenant = priority, key.tenant
         parent.children[node.child_key(self.page_size)] = node
         self._full.insert(node, start, ())
         self._full.evictor.grown(parent, node)
