@@ -143,6 +143,8 @@ class Rig:
     window: int = 40
     interval: int = 32
     tight: bool = False
+    state_slots: int | None = None  # more than `tight` gives
+    eviction_policy: str = "lru"
 
     def __post_init__(self) -> None:
         spec = fake_spec(VOCAB, self.max_context, self.eos, self.groups, self.window)
@@ -156,7 +158,8 @@ class Rig:
                 prefix_cache=self.prefix_cache,
                 window_tokens=self.smallest_window() * self.page_size if self.tight else None,
                 max_chunk_tokens=self._chunk_tokens(),
-                state_slots=MIN_STATE_SLOTS if self.tight else None,
+                state_slots=self.state_slots or (MIN_STATE_SLOTS if self.tight else None),
+                eviction_policy=self.eviction_policy,
                 mamba_track_interval=self.interval,
             ),
             spec.groups,
