@@ -26,6 +26,7 @@ from scheduler.req import Req, RequestLimits
 from tests.scheduler.rig import Recorder
 from tests.support.oracle import DENSE, EVERY, HYBRID, WINDOWED
 from tests.support.reference import draw_model, reference_generate
+from tools.local_stack import stack
 from wire.messages import GenerateRequest, SamplingParams
 
 CONTEXT = 256
@@ -135,6 +136,26 @@ def test_oracle_retraction(family: str, depth: int, page_size: int, directory: P
     assert [worker.policy.outputs[room] for room in rooms] == answers
     assert worker.scheduler.metrics.retracted > 0
     worker.close()
+
+
+@pytest.mark.oracle_full
+@pytest.mark.parametrize(
+    "family", ["qwen3", "deepseek_v3", "gemma3_text", "gpt_oss", "qwen3_next", "falcon_h1", "lfm2"]
+)
+def test_oracle_retraction_apart(family: str, directory: Path, tmp_path: Path) -> None:
+    """The same with prefill elsewhere: who is retracted is prefilled again where it decodes."""
+    rng = random.Random(7)
+    prompts = [tokens(rng, 20 + 4 * i) for i in range(10)]
+    path, answers = draw_model(family, directory, 1, prompts, 64)
+    with stack(
+        path, tmp_path, router={"prefill_on_decode_tokens": 0}, dtype="float32", threads=1, page_size=16,
+        kv_transfer_backend="shm", max_total_tokens=512, max_context_tokens=CONTEXT, mamba_track_interval=32,
+        chunked_prefill_size=20, decode_reserve_tokens=0, max_running_requests=8,
+    ) as served:  # fmt: skip
+        asked = served.generate_all(prompts, 64)
+        assert [answer["output_ids"] for answer in asked] == answers
+        assert served.inspect(served.decode[0], "metrics")["retracted"] > 0
+        served.settle()
 
 
 AMPLE = {"swa_full_tokens_ratio": 1.0, "max_mamba_cache_size": 200}
