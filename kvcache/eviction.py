@@ -118,25 +118,20 @@ class Evictor:
 class LeafEvictor(Evictor):
     """An evictor of leaves: when a leaf on offer grows, its place in the heap passes to the new leaf.
 
-    So the heap has one entry per leaf, however the tree came to be. The passed on key is too small, like that
-    of any node used since it was offered. (For filo it would be too large, so there the place is given up.)
+    So the heap has one entry per leaf, however the tree came to be. The key that is passed on is too small,
+    like that of any node used since it was offered; where it would be too large, the place is given up.
     """
-
-    def __init__(self, policy: str, bit: int) -> None:
-        super().__init__(policy, bit)
-        self._passes_on = policy not in ("filo", "mru")
 
     def grown(self, parent: TreeNode, leaf: TreeNode) -> None:
         """`leaf` is new, below `parent`, who is no leaf any more (or was none)."""
-        if not (self._passes_on and parent.offers & self._bit):
+        entry = parent.entry
+        if entry is None or entry[_KEY] > self._policy(leaf):
             self.withdraw(parent)
             self.offer(leaf)
             return
         parent.offers &= ~self._bit
         leaf.offers |= self._bit
-        entry = leaf.entry = parent.entry
-        assert entry is not None, "on offer, but not in the heap"
-        entry[_NODE], parent.entry = leaf, None
+        leaf.entry, entry[_NODE], parent.entry = entry, leaf, None
 
     def withdraw(self, node: TreeNode) -> None:
         """`node` goes, or is no leaf."""

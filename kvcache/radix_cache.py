@@ -163,21 +163,26 @@ class RadixCache(BasePrefixCache):
             component.revive(path, offers.get(component.name, ()), start == total)
         if start < end:
             parent = path[-1] if path else self.root
-            path.append(self._append(parent, key, pages[:end], start, offers))
-            path[-1].priority = priority
+            path.append(self._append(parent, key, pages[:end], start, priority, offers))
             for observer in self._observers:
                 observer.stored(path[-1])
         return InsertResult(prefix_len, self._result(path, max(prefix_len, end * self.page_size)))
 
     def _append(
-        self, parent: TreeNode, key: RadixKey, pages: Pages, start: int, offers: Mapping[str, Any]
+        self,
+        parent: TreeNode,
+        key: RadixKey,
+        pages: Pages,
+        start: int,
+        priority: int,
+        offers: Mapping[str, Any],
     ) -> TreeNode:
         """A new leaf for `pages[start:]`."""
         begin, end = start * self.page_size, len(pages) * self.page_size
         tokens = key[begin:end].tokens.tobytes()
         ids = pages[start:].astype(np.int32).tobytes()
         node = TreeNode(parent, key.namespace, tokens, ids, end - begin, self._tick)
-        node.tenant = key.tenant
+        node.priority, node.tenant = priority, key.tenant
         parent.children[node.child_key(self.page_size)] = node
         self._full.insert(node, start, ())
         self._full.evictor.grown(parent, node)
