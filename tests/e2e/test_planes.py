@@ -230,7 +230,7 @@ def hit_tokens(running: Stack, text: str, space: dict[str, str]) -> int:
 
 def text_that_goes_to(running: Stack, prefill: str, rng: random.Random) -> str:
     """A text of LONG tokens that was prefilled there. Equals take turns, so a few tries do."""
-    for attempt in range(6):
+    for attempt in range(20):
         text = "".join(rng.choices("0123456789", k=LONG))  # digits: a token each
         request_id = f"new-{prefill}-{attempt}"
         ask(running, ids_of(running, text), FOUR, {"X-Request-Id": request_id})

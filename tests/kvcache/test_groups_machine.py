@@ -18,8 +18,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
     invariant,
     precondition,
     rule,
@@ -27,104 +25,20 @@ from hypothesis.stateful import (
 )
 
 from kvcache.common import alloc_token_slots, release_kv_cache
-from kvcache.eviction import POLICIES
-from kvcache.memory import GroupPages, Memory
-from kvcache.radix_key import Namespace, RadixKey
-from kvcache.request import StateHold
 from kvcache.tree_node import TreeNode
-from tests.kvcache.support import Index, Request, groups, memory, reference_hashes, request, tree_of
+from tests.kvcache.admissions import Admissions
+from tests.kvcache.contents import Live
+from tests.kvcache.support import reference_hashes, tree_of
 from wire.page_hash import event_hash
 
-NAMESPACES = (
-    Namespace("m"),
-    Namespace("m", extra_key="lora"),
-    Namespace("m", cache_salt="salt"),
-    Namespace("m", is_bigram=True),
-)
 COMBINATIONS = ((), ("window",), ("state",), ("window", "state"))
 LONGEST = 40
 
-Seen = tuple[Namespace, tuple[int, ...]]
 
-
-class Live:
-    """A request and what of it is under way."""
-
-    def __init__(self, req: Request) -> None:
-        self.req = req
-        self.prompt_len = len(req.fill_ids)
-        self.scheduled_len = 0
-        self.out: list[int] = []  # ends of launched forwards that have not landed
-        self.reserved: GroupPages | None = None  # what a transfer must bring
-        self.deferred: list[GroupPages] = []  # freed while a forward was out
-
-
-class Contents:
-    """What was last written to every slot of every group, and what forwards must find there."""
-
-    def __init__(self, built: Memory) -> None:
-        self.memory = built
-        self.kv: dict[int, Seen] = {}
-        self.window: dict[tuple[int, int], Seen] = {}
-        self.state: dict[int, Seen] = {}
-
-    def prefix(self, req: Request, length: int) -> Seen:
-        return req.namespace, tuple(req.fill_ids[:length].tolist())
-
-    def write(self, req: Request, start: int, end: int) -> None:
-        """Positions [start, end) get their KV, where the request has a place for it."""
-        built, row = self.memory, req.req_pool_idx
-        size = built.page_size
-        for position in range(start, end):
-            seen = self.prefix(req, position + 1)
-            self.kv[int(built.req_to_token_pool.req_to_token[row, position])] = seen
-            if built.swa is not None and position // size >= built.swa.private_from[row]:
-                page = int(built.swa.table[row, position // size])
-                assert page, "a forward writes to a window page that the request lacks"
-                self.window[page, position % size] = seen
-
-    def read(self, req: Request, start: int) -> None:
-        """What a forward reads whose first query is at `start`."""
-        built, row = self.memory, req.req_pool_idx
-        size = built.page_size
-        for position in range(start):
-            slot = int(built.req_to_token_pool.req_to_token[row, position])
-            assert self.kv[slot] == self.prefix(req, position + 1)
-        if built.swa is not None:
-            for position in range(max(0, start - built.swa.window + 1), start):
-                page = int(built.swa.table[row, position // size])
-                assert self.window[page, position % size] == self.prefix(req, position + 1)
-
-
-class GroupsMachine(RuleBasedStateMachine):
+class GroupsMachine(Admissions):
     """See the top. `kinds` are the groups beside the full one."""
 
-    kinds: ClassVar[tuple[str, ...]] = ()
     steps: ClassVar[int] = 0
-
-    @initialize(
-        page_size=st.sampled_from([1, 2, 4]),
-        policy=st.sampled_from(sorted(POLICIES)),
-        window=st.sampled_from([1, 3, 4, 7, 9]),
-        tight=st.booleans(),
-        radix=st.integers(0, 9),
-    )
-    def build(self, page_size: int, policy: str, window: int, tight: bool, radix: int) -> None:
-        pages = 96 // page_size
-        options: dict[str, Any] = {"eviction_policy": policy, "prefix_cache": "radix" if radix else "none"}
-        if tight:
-            options |= {"state_slots": 9, "window_tokens": 64}
-        self.memory = memory(
-            page_size, pages, rows=5, specs=groups(*self.kinds, window=window), max_context_len=48, **options
-        )
-        self.size, self.window = page_size, window
-        self.cache = self.memory.cache
-        self.contents = Contents(self.memory)
-        self.live: list[Live] = []
-        self.fences: list[int] = []
-        self.owners = 0
-        self.index = Index()
-        self.prompts_seen: list[tuple[Namespace, list[int]]] = []
 
     def teardown(self) -> None:
         if not hasattr(self, "memory"):
@@ -143,139 +57,6 @@ class GroupsMachine(RuleBasedStateMachine):
             self.cache.reset()
         for allocator in self.memory.allocators.values():
             assert allocator.available_pages() == allocator.num_pages
-
-    # -- requests come -----------------------------------------------------------------------------
-
-    def key(self, req: Request, length: int) -> RadixKey:
-        return RadixKey(req.fill_ids[:length], req.namespace)
-
-    def take(self, live: Live, match: Any, starts_at: int) -> bool:
-        """As a scheduler admits: lock, row, window, slots, states; all or nothing."""
-        built, req, total = self.memory, live.req, live.prompt_len
-        self.cache.inc_lock_ref(match.last_device_node)
-        prefix = len(match.device_indices)
-        rows = built.req_to_token_pool.alloc(1)
-        slots = alloc_token_slots(built, -(-(total - prefix) // self.size) * self.size) if rows else None
-        pair = built.states.alloc(2) if slots is not None and built.states else []
-        if rows is None or slots is None or pair is None:
-            if slots is not None:
-                built.allocator.free(slots)
-            if rows:
-                built.req_to_token_pool.free(rows)
-            self.cache.dec_lock_ref(match.last_device_node)
-            return False
-        row = req.req_pool_idx = rows[0]
-        if built.swa is not None:
-            built.swa.attach(row, starts_at, match.window_pages)
-        built.req_to_token_pool.write(row, 0, match.device_indices)
-        built.req_to_token_pool.write(row, prefix, slots)
-        if built.states is not None:
-            req.state_hold = StateHold(pair, match.state_slot, prefix, branching_len=match.branching_len)
-        req.last_node = match.last_device_node
-        req.cache_protected_len = req.kv_committed_len = live.scheduled_len = prefix
-        req.kv_allocated_len = prefix + len(slots)
-        self.live.append(live)
-        return True
-
-    prompts = st.lists(st.integers(0, 1), min_size=2, max_size=24)
-
-    @rule(
-        tokens=prompts,
-        namespace=st.sampled_from(NAMESPACES),
-        priority=st.integers(0, 2),
-        turn=st.integers(0, 99),
-        fork=st.integers(0, 24),
-    )
-    def admit(self, tokens: list[int], namespace: Namespace, priority: int, turn: int, fork: int) -> None:
-        """A new prompt; or a known one, cut off at `fork`, that goes on with `tokens`."""
-        if self.prompts_seen and turn < 80:
-            namespace, known = self.prompts_seen[turn % len(self.prompts_seen)]
-            tokens = (known[:fork] + tokens)[:24]
-        self.prompts_seen.append((namespace, tokens))
-        live = Live(request(tokens, namespace=namespace, priority=priority))
-        match = self.cache.match_prefix(self.key(live.req, len(tokens) - 1))
-        length = len(match.device_indices)
-        assert length <= match.branching_len <= len(tokens) - 1
-        if "state" in self.kinds:
-            assert bool(match.state_slot) == bool(length), "a match ends where there is no state"
-        if self.take(live, match, length):
-            self.contents.read(live.req, length)
-
-    @rule(tokens=prompts, namespace=st.sampled_from(NAMESPACES))
-    def reserve(self, tokens: list[int], namespace: Namespace) -> None:
-        live = Live(request(tokens, namespace=namespace))
-        req, total = live.req, len(tokens)
-        match = self.cache.match_parts(self.key(req, total))
-        if not self.take(live, match, total):
-            return
-        row, swa = req.req_pool_idx, self.memory.swa
-        missing = self.row_pages(req, len(match.device_indices))
-        live.reserved = {"full": missing}
-        if swa is not None:
-            if not swa.extend(row, total):
-                self.live.remove(live)
-                release_kv_cache(self.memory, req, is_insert=False)
-                return
-            live.reserved["window"] = swa.private_pages(row)
-        if req.state_hold is not None:
-            req.state_hold.live, req.state_hold.live_len = req.state_hold.private[0], total
-            live.reserved["state"] = np.array([req.state_hold.live])
-
-    def row_pages(self, req: Request, start: int) -> np.ndarray:
-        row = self.memory.req_to_token_pool.req_to_token[req.req_pool_idx, start : req.kv_allocated_len]
-        return row[:: self.size] // self.size
-
-    @precondition(lambda self: any(live.reserved for live in self.live))
-    @rule(index=st.integers(0, 99))
-    def arrive(self, index: int) -> None:
-        """The transfer brought everything."""
-        waiting = [live for live in self.live if live.reserved]
-        live = waiting[index % len(waiting)]
-        req, live.reserved = live.req, None
-        swa = self.memory.swa
-        brought = req.cache_protected_len
-        if swa is not None:  # pages of the window group may be missing where the others are not
-            brought = min(brought, int(swa.private_from[req.req_pool_idx]) * self.size)
-        for position in range(brought, live.prompt_len):
-            if position >= req.cache_protected_len:
-                self.contents.kv[
-                    int(self.memory.req_to_token_pool.req_to_token[req.req_pool_idx, position])
-                ] = self.contents.prefix(req, position + 1)
-            if swa is not None and position // self.size >= swa.private_from[req.req_pool_idx]:
-                page = int(swa.table[req.req_pool_idx, position // self.size])
-                self.contents.window[page, position % self.size] = self.contents.prefix(req, position + 1)
-        if req.state_hold is not None:
-            self.contents.state[req.state_hold.live] = self.contents.prefix(req, live.prompt_len)
-        req.kv_committed_len = live.scheduled_len = live.prompt_len
-        self.cache.cache_unfinished_req(req)
-        self.contents.read(req, live.prompt_len)
-
-    @precondition(lambda self: any(live.reserved for live in self.live))
-    @rule(index=st.integers(0, 99))
-    def cancel(self, index: int) -> None:
-        waiting = [live for live in self.live if live.reserved]
-        live = waiting[index % len(waiting)]
-        self.live.remove(live)
-        self.give_up_reservation(live)
-
-    def give_up_reservation(self, live: Live) -> None:
-        req, built = live.req, self.memory
-        assert live.reserved is not None
-        assert req.req_pool_idx is not None
-        if built.swa is not None:
-            built.swa.release(req.req_pool_idx)
-        if built.states is not None and req.state_hold is not None:
-            built.states.free([slot for slot in req.state_hold.private if slot != req.state_hold.live])
-        self.cache.dec_lock_ref(req.last_node)
-        built.req_to_token_pool.free(req.req_pool_idx)
-        self.owners += 1
-        built.quarantine(live.reserved, self.owners)
-        self.fences.append(self.owners)
-
-    @precondition(lambda self: self.fences)
-    @rule()
-    def fence_passed(self) -> None:
-        self.memory.release_quarantine(self.fences.pop(0))
 
     # -- forwards ----------------------------------------------------------------------------------
 

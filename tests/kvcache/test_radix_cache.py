@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvcache.components.base import TreeComponent
 from kvcache.config import CacheConfig, KVEventsConfig
@@ -110,6 +112,30 @@ def test_policies(policy: str, expected: list[int]) -> None:
         gone += sorted(left - held)
         left = held
     assert gone == expected
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@settings(deadline=None, max_examples=40)
+@given(
+    prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=8), min_size=1, max_size=20),
+    data=st.data(),
+)
+def test_whatever_grew_and_was_used_the_first_in_policy_order_goes(
+    policy: str, prompts: list[list[int]], data: st.DataObject
+) -> None:
+    built = memory(page_size=1, pages=256, eviction_policy=policy)
+    tree, order = tree_of(built), POLICIES[policy]
+    for tokens in prompts:
+        put(built, tokens, priority=data.draw(st.integers(-1, 2)))
+        matched(built, data.draw(st.sampled_from(prompts)))
+        if data.draw(st.integers(0, 5)) == 0:
+            tree.evict(1)
+    while tree.total_size():
+        leaves = [node for node in tree.nodes() if not node.children]
+        tree.evict(1)
+        held = {id(node) for node in tree.nodes()}
+        (gone,) = [node for node in leaves if id(node) not in held]
+        assert order(gone) == min(map(order, leaves))
 
 
 def test_an_unknown_policy_is_refused_with_the_list_of_known_ones() -> None:

@@ -325,7 +325,8 @@ class FakeWorker:
         if room is None or room.target_from is None or room.upto == len(room.request.forced):
             return
         base = len(room.request.forced)
-        room.stamps.append(stamp(RequestStage.PREFILL_TRANSFER_KV_CACHE))
+        if all(known.stage is not RequestStage.PREFILL_TRANSFER_KV_CACHE for known in room.stamps):
+            room.stamps.append(stamp(RequestStage.PREFILL_TRANSFER_KV_CACHE))  # not of a repeated KVTarget
         if self._finish(room, base) is not None:
             self._say(room.target_from, "release", Release(*key))
         else:
