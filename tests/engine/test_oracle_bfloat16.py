@@ -23,10 +23,10 @@ from transformers import AutoModelForCausalLM
 
 from engine.cpu.op import ISA_NAMES, KernelsUnavailable, kernels, set_isa
 from tests.support.driver import Driver, open_runner
-from tests.support.tiny_models import FAMILIES, NEW, make_tiny
+from tests.support.tiny_models import FAMILIES, MIXED, make_tiny
 
 LAW = 1.5
-EVERY = [*FAMILIES, *NEW]
+EVERY = [*FAMILIES, *MIXED]
 DEMO = Path(__file__).parents[2] / "deploy" / "demo_model"
 SEQUENCES, LENGTH = 8, 256
 PAGE = 16

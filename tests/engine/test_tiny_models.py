@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from tests.support.reference import reference_model
-from tests.support.tiny_models import FAMILIES, NEW, SPECIAL_TOKENS, VOCAB_SIZE, make_tiny
+from tests.support.tiny_models import FAMILIES, MIXED, SPECIAL_TOKENS, VOCAB_SIZE, make_tiny
 
-EVERY = sorted({**FAMILIES, **NEW})
+EVERY = sorted({**FAMILIES, **MIXED})
 
 
 @pytest.mark.parametrize("family", EVERY)

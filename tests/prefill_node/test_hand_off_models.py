@@ -18,7 +18,7 @@ from router.directory import Directory
 from scheduler.worker import Worker
 from tests.support.hand_off import Pair, pair
 from tests.support.reference import draw_model
-from tests.support.tiny_models import FAMILIES, NEW, make_tiny, write_tiny
+from tests.support.tiny_models import FAMILIES, MIXED, make_tiny, write_tiny
 from tools.local_stack import in_use
 from wire.messages import Announce, Announced, AnnounceRefused
 
@@ -52,7 +52,7 @@ def quantisable(family: str, directory: Path) -> Path:
     """The tiny model, its latents in whole blocks of fp4."""
     if family != "deepseek_v2":
         return make_tiny(family, directory, 3)
-    config = {**FAMILIES, **NEW}[family]()
+    config = {**FAMILIES, **MIXED}[family]()
     config.kv_lora_rank = 40
     path = directory / "latents-of-whole-blocks"
     if not path.is_dir():

@@ -130,7 +130,7 @@ def _delta_net(**more: Any) -> dict[str, Any]:
     }
 
 
-NEW: dict[str, Callable[[], PretrainedConfig]] = {
+MIXED: dict[str, Callable[[], PretrainedConfig]] = {
     "deepseek_v2": lambda: DeepseekV2Config(
         **_deepseek(q_lora_rank=None, topk_method="group_limited_greedy", routed_scaling_factor=2.0)
     ),
@@ -207,7 +207,7 @@ def make_tiny(family: str, directory: Path, seed: int) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory) as unfinished:
         made = Path(unfinished) / "model"
-        write_tiny({**FAMILIES, **NEW}[family](), made, seed)
+        write_tiny({**FAMILIES, **MIXED}[family](), made, seed)
         try:
             os.rename(made, path)
         except OSError:  # another process has just written the same model

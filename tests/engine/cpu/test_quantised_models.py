@@ -24,7 +24,7 @@ from kvcache.pool import MambaPool, MHAKVCache, MLAKVCache
 from kvcache.quant import KVFormat
 from scheduler.options import WorkerOptions
 from tests.support.driver import STATE_SLOTS, Driver
-from tests.support.tiny_models import NEW, make_tiny, write_tiny
+from tests.support.tiny_models import MIXED, make_tiny, write_tiny
 from wire.errors import ConfigError
 from wire.options import parse_options
 
@@ -39,7 +39,7 @@ def make_model(family: str, directory: Path) -> Path:
     """The tiny model, its latents made as wide as fp4 needs them: rows of whole blocks."""
     if family != "deepseek_v2":
         return make_tiny(family, directory, 0)
-    config = NEW[family]()
+    config = MIXED[family]()
     config.kv_lora_rank = 40
     write_tiny(config, directory / family, 0)
     return directory / family
