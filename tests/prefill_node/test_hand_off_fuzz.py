@@ -156,7 +156,7 @@ def run_seed(seed: int, moves: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_odd_configurations(seed: int) -> None:
-    run_seed(seed, 120)
+    run_seed(seed, 80)
 
 
 @pytest.mark.invariants

@@ -1,0 +1,118 @@
+"""Windows, states and latents when workers die, stop, or a network is bad: real processes, 2P + 2D.
+
+The fake engine's answers betray a window page or a state that is stale, lost or another room's. The real tiny
+models (`make oracle`) say what transformers does, whoever dies in between.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.fake import fake_generate
+from tests.e2e.test_failures import OPTIONS, OUTPUT_TOKENS, ROUTER, kill, prompts, wait_until_busy
+from tests.support.reference import draw_model
+from tools.local_stack import Stack, stack
+from tools.processes import Child
+
+GROUPS = ("window", "state")
+HYBRID: dict[str, Any] = {
+    **OPTIONS,
+    "fake_groups": GROUPS,
+    "page_size": 8,
+    "swa_full_tokens_ratio": 0.3,
+    "max_mamba_cache_size": 40,
+    "mamba_track_interval": 16,
+    "max_running_requests": 8,
+    "overlap_depth": 1,
+}
+
+
+def right(asked: list[list[int]]) -> list[list[int]]:
+    return [fake_generate(prompt, OUTPUT_TOKENS, groups=GROUPS) for prompt in asked]
+
+
+def ask_while(running: Stack, asked: list[list[int]], tokens: int, happens: Callable[[], None]) -> list[Any]:
+    """All answers, where something happens once several rooms decode."""
+    with ThreadPoolExecutor(len(asked)) as pool:
+        futures = [pool.submit(running.generate, prompt, tokens) for prompt in asked]
+        wait_until_busy(running, running.decode[0])
+        happens()
+        return [future.result(100.0)["output_ids"] for future in futures]
+
+
+@pytest.mark.parametrize("role", [pytest.param("prefill", marks=pytest.mark.invariants), "decode"])
+def test_a_worker_that_dies_in_mid_stream(tiny_model: Path, tmp_path: Path, role: str) -> None:
+    """Then everything is asked again, of those that are left: what they cached must be right."""
+    asked = prompts(16, seed=8)
+    with stack(tiny_model, tmp_path, prefill=2, decode=2, router=ROUTER, **HYBRID) as running:
+        children: list[Child] = getattr(running, role)
+        assert ask_while(running, asked, OUTPUT_TOKENS, lambda: kill(children.pop(1))) == right(asked)
+        running.settle()
+        again = running.generate_all(asked, OUTPUT_TOKENS)
+        assert [answer["output_ids"] for answer in again] == right(asked)
+        running.settle()
+
+
+def test_states_and_windows_stay_in_quarantine_while_a_peer_may_write(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """A stopped prefill worker is not dead. Meanwhile decode serves alone, from what memory is left."""
+    asked = prompts(8, seed=9)
+    options = {**HYBRID, "hand_off_timeout_s": 3.0}
+    with stack(tiny_model, tmp_path, prefill=1, decode=1, router=ROUTER, **options) as running:
+        running.generate(asked[0], 4)
+        prefill = running.prefill.pop()
+        prefill.process.send_signal(signal.SIGSTOP)
+        try:
+            answers = running.generate_all(asked, OUTPUT_TOKENS)
+            assert [answer["output_ids"] for answer in answers] == right(asked)
+        finally:
+            prefill.process.send_signal(signal.SIGCONT)
+            prefill.kill()
+        running.settle()
+
+
+@pytest.mark.invariants
+def test_a_bad_network(tiny_model: Path, tmp_path: Path) -> None:
+    rng = random.Random(3)
+    asked = [[rng.randrange(256) for _ in range(rng.randrange(1, 150))] for _ in range(24)]
+    asked += [prompt[:64] + asked[0][:9] for prompt in asked[:8]]
+    options = {**HYBRID, "fake_step_s": 0.0}
+    with stack(
+        tiny_model, tmp_path, prefill=2, decode=2, router={"prefill_on_decode_tokens": 0},
+        runner=("tests.support.chaos", "3"), **options,
+    ) as running:  # fmt: skip
+        answers = running.generate_all(asked, OUTPUT_TOKENS)
+        assert [answer["output_ids"] for answer in answers] == right(asked)
+        running.settle()
+
+
+# -- real models -----------------------------------------------------------------------------------------
+
+TOKENS = 160  # long enough to be in mid-stream when somebody dies
+
+
+@pytest.mark.oracle_full
+@pytest.mark.parametrize("family", ["qwen3_next", "gpt_oss", "mistral_window", "deepseek_v3"])
+def test_a_real_model_whoever_dies(family: str, tmp_path: Path) -> None:
+    rng = random.Random(family)
+    asked = [[rng.randrange(256) for _ in range(length)] for length in (40, 77, 96, 130)]
+    path, answers = draw_model(family, tmp_path, 5, asked, TOKENS)
+    options: dict[str, Any] = {
+        "dtype": "float32", "threads": 1, "page_size": 8, "chunked_prefill_size": 24, "overlap_depth": 1,
+        "max_total_tokens": 2048, "mamba_track_interval": 32, "max_running_requests": 8,
+        "hand_off_timeout_s": 20.0,
+    }  # fmt: skip
+    router = {"prefill_on_decode_tokens": 0, "token_timeout_s": 10.0, "first_token_timeout_s": 30.0}
+    with stack(path, tmp_path, prefill=2, decode=2, router=router, **options) as running:
+        assert ask_while(running, asked, TOKENS, lambda: kill(running.prefill.pop(0))) == answers
+        running.settle()
+        assert ask_while(running, asked, TOKENS, lambda: kill(running.decode.pop(1))) == answers
+        running.settle()
