@@ -125,6 +125,8 @@ class Rooms:
 
     def finish(self) -> None:
         """A router that insists gets every answer; when all deadlines have passed nothing is held."""
+        for room in [room for room, output in self.pair.outputs.items() if output.aborted]:
+            self.pair.abort(room)  # a router says so until it is confirmed
         self.pair.run_dry()
         for _ in range(4):
             for room in [room for room, output in self.pair.outputs.items() if output.open]:
