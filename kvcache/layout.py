@@ -1,8 +1,9 @@
 """Group specs: the shape of each KV group, from which the bytes of its pages follow (DESIGN section 3).
 
     GroupSpec
-      KVGroupSpec       keys and values per head: full attention, or a sliding window
-      LatentGroupSpec   one compressed vector per token (MLA): full attention as well
+      TokenGroupSpec
+        KVGroupSpec       keys and values per head: full attention, or a sliding window
+        LatentGroupSpec   one compressed vector per token (MLA): full attention as well
       StateGroupSpec    what linear attention, Mamba and short convolutions remember: one slot per sequence
 
 The group that decides reuse (full or latent) comes first in a model. A model whose layers are all windowed
@@ -50,8 +51,34 @@ class GroupSpec(ABC):
         """The same for a worker record and a handshake."""
 
 
+class TokenGroupSpec(GroupSpec):
+    """A group whose pages hold rows of tokens, stored in the model's `dtype` or quantised."""
+
+    dtype: torch.dtype
+    stored: KVFormat
+    tile_order: str
+
+    @property
+    @abstractmethod
+    def row_dim(self) -> int:
+        """Values of one row."""
+
+    def page_bytes(self, page_size: int) -> int:
+        """Bytes of one page: all layers, contiguous."""
+        return prod(self.page_shape(page_size)) * self.element.itemsize
+
+    @property
+    def element(self) -> torch.dtype:
+        """What the pool's tensor holds."""
+        return self.stored.element or self.dtype
+
+    def to_layout(self, page_size: int) -> GroupLayout:
+        """See GroupSpec."""
+        return _layout(self, page_size, _dtype_name(self.stored, self.dtype), self.tile_order)
+
+
 @dataclass(frozen=True)
-class KVGroupSpec(GroupSpec):
+class KVGroupSpec(TokenGroupSpec):
     """Layers whose K and V behave alike and share one page table.
 
     `layer_ids` are the model's layer numbers; a page holds them in this order. With `window`, a query at
@@ -81,6 +108,11 @@ class KVGroupSpec(GroupSpec):
             )
 
     @property
+    def row_dim(self) -> int:
+        """A token's key, or value, in one head."""
+        return self.head_dim
+
+    @property
     def kind(self) -> str:
         """ "window" or "full"."""
         return "full" if self.window is None else "window"
@@ -89,22 +121,9 @@ class KVGroupSpec(GroupSpec):
         """`[layer, 2 (K, V), head, page_size, head_dim]`; of fp4 the last are a tile's bytes, per row."""
         return (len(self.layer_ids), 2, self.kv_heads, page_size, _row_elements(self.stored, self.head_dim))
 
-    def page_bytes(self, page_size: int) -> int:
-        """Bytes of one page: all layers, K and V, contiguous."""
-        return prod(self.page_shape(page_size)) * self.element.itemsize
-
-    @property
-    def element(self) -> torch.dtype:
-        """What the pool's tensor holds."""
-        return self.stored.element or self.dtype
-
-    def to_layout(self, page_size: int) -> GroupLayout:
-        """See GroupSpec."""
-        return _layout(self, page_size, _dtype_name(self.stored, self.dtype), self.tile_order)
-
 
 @dataclass(frozen=True)
-class LatentGroupSpec(GroupSpec):
+class LatentGroupSpec(TokenGroupSpec):
     """Layers of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): a token's row is its normed
     latent, `kv_lora_rank` values, and then its rotated key part, `rope_dim` values, shared by all heads.
 
@@ -118,6 +137,7 @@ class LatentGroupSpec(GroupSpec):
     dtype: torch.dtype
     name: str = "latent"
     stored: KVFormat = KVFormat.AUTO
+    tile_order: str = "plain"
 
     def __post_init__(self) -> None:
         """Refuse rows that cannot be stored so."""
@@ -136,19 +156,6 @@ class LatentGroupSpec(GroupSpec):
     def page_shape(self, page_size: int) -> tuple[int, ...]:
         """`[layer, page_size, kv_lora_rank + rope_dim]`; of fp4 the last are a tile's bytes, per row."""
         return (len(self.layer_ids), page_size, _row_elements(self.stored, self.row_dim))
-
-    def page_bytes(self, page_size: int) -> int:
-        """Bytes of one page: all layers, contiguous."""
-        return prod(self.page_shape(page_size)) * self.element.itemsize
-
-    @property
-    def element(self) -> torch.dtype:
-        """What the pool's tensor holds."""
-        return self.stored.element or self.dtype
-
-    def to_layout(self, page_size: int) -> GroupLayout:
-        """See GroupSpec."""
-        return _layout(self, page_size, _dtype_name(self.stored, self.dtype), "plain")
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvcache.buffers import HostBuffer, SharedBuffer, allocate_private
-from kvcache.layout import GroupSpec, KVGroupSpec, LatentGroupSpec, StateGroupSpec
+from kvcache.layout import GroupSpec, KVGroupSpec, LatentGroupSpec, StateGroupSpec, TokenGroupSpec
 from kvcache.quant import KVFormat, QuantisedRows
+
+Spec = TypeVar("Spec", bound=TokenGroupSpec)
 
 
 class ReqToTokenPool:
@@ -111,15 +113,14 @@ class KVCache:
         return self.bytes.data_ptr(), self.bytes.numel(), self.page_bytes
 
 
-class MHAKVCache(KVCache):
-    """Keys and values of multi-head attention: `data[page, layer, K or V, head, offset, head_dim]`.
-
-    Quantised pools hold codes there: float8 elements, or bytes of fp4 in tiles of `[data | scales]`.
+class TokenKVCache(KVCache, Generic[Spec]):
+    """Pages whose last dimensions are `[page_size, one row of a token]`: `data[page, ...]` has the group's
+    shape. Quantised pools hold codes there: float8 elements, or bytes of fp4 in tiles of `[data | scales]`.
     """
 
     def __init__(
         self,
-        spec: KVGroupSpec,
+        spec: Spec,
         num_pages: int,
         page_size: int,
         device: str | torch.device = "cpu",
@@ -128,22 +129,33 @@ class MHAKVCache(KVCache):
         super().__init__(spec, num_pages, page_size, device, buffer)
         self.spec = spec
         self.data = self._storage.view(spec.element).view(num_pages + 1, *spec.page_shape(page_size))
-        self._rows = _quantised(self.data, spec.stored, spec.head_dim)
+        self._rows: QuantisedRows | None = None
+        if spec.stored is not KVFormat.AUTO:
+            codes = self.data.view(torch.uint8).flatten(-2)
+            self._rows = QuantisedRows(codes, spec.stored, self.data.shape[-2], spec.row_dim)
         self._layer_index = {layer: index for index, layer in enumerate(spec.layer_ids)}
 
-    def set_kv_buffer(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write `k`, `v` `[tokens, head, head_dim]` of model layer `layer` at `slots` (int64 `[tokens]`).
+    def _write(self, index: tuple[Any, ...], values: torch.Tensor) -> None:
+        """Values in the model's dtype: a conversion here would hide a wrong one elsewhere."""
+        assert values.dtype == self.spec.dtype, f"{values.dtype} into a pool of {self.spec.dtype}"
+        if self._rows is None:
+            self.data[index] = values
+        else:
+            self._rows.write(index, values)
 
-        They must already have the model's dtype: a conversion here would hide a wrong one elsewhere.
-        """
-        assert k.dtype == v.dtype == self.spec.dtype, f"{k.dtype} into a pool of {self.spec.dtype}"
+    def _read(self, index: tuple[Any, ...]) -> torch.Tensor:
+        """In the model's dtype, dequantised where the pool is quantised."""
+        return self.data[index] if self._rows is None else self._rows.read(index).to(self.spec.dtype)
+
+
+class MHAKVCache(TokenKVCache[KVGroupSpec]):
+    """Keys and values of multi-head attention: `data[page, layer, K or V, head, offset, head_dim]`."""
+
+    def set_kv_buffer(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write `k`, `v` `[tokens, head, head_dim]` of model layer `layer` at `slots` (int64 `[tokens]`)."""
         pages, offsets, place = slots // self.page_size, slots % self.page_size, self._layer_index[layer]
         for side, values in enumerate((k, v)):
-            index = (pages, place, side, slice(None), offsets)
-            if self._rows is None:
-                self.data[index] = values
-            else:
-                self._rows.write(index, values)
+            self._write((pages, place, side, slice(None), offsets), values)
 
     def get_kv(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`k`, `v` `[tokens, head, head_dim]` of model layer `layer` at `slots`, copied; for tests."""
@@ -155,54 +167,21 @@ class MHAKVCache(KVCache):
         """`[pages, K or V, head, page_size, head_dim]` of the layer at `place` in a page, copied."""
         return self._read((pages, place))
 
-    def _read(self, index: tuple[Any, ...]) -> torch.Tensor:
-        """In the model's dtype, dequantised where the pool is quantised."""
-        return self.data[index] if self._rows is None else self._rows.read(index).to(self.spec.dtype)
 
-
-class MLAKVCache(KVCache):
-    """Latents of multi-head latent attention: `data[page, layer, offset, kv_lora_rank + rope_dim]`.
-
-    Quantised pools hold codes there: float8 elements, or bytes of fp4 in tiles of `[data | scales]`.
-    """
-
-    def __init__(
-        self,
-        spec: LatentGroupSpec,
-        num_pages: int,
-        page_size: int,
-        device: str | torch.device = "cpu",
-        buffer: HostBuffer | None = None,
-    ) -> None:
-        super().__init__(spec, num_pages, page_size, device, buffer)
-        self.spec = spec
-        self.data = self._storage.view(spec.element).view(num_pages + 1, *spec.page_shape(page_size))
-        self._rows = _quantised(self.data, spec.stored, spec.row_dim)
-        self._layer_index = {layer: index for index, layer in enumerate(spec.layer_ids)}
+class MLAKVCache(TokenKVCache[LatentGroupSpec]):
+    """Latents of multi-head latent attention: `data[page, layer, offset, kv_lora_rank + rope_dim]`."""
 
     def set_mla_kv_buffer(
         self, layer: int, slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor
     ) -> None:
         """Write `latent` `[tokens, kv_lora_rank]` and `rope` `[tokens, rope_dim]` of a model layer."""
-        assert latent.dtype == rope.dtype == self.spec.dtype, f"{latent.dtype} into {self.spec.dtype}"
         index = (slots // self.page_size, self._layer_index[layer], slots % self.page_size)
-        row = torch.cat((latent, rope), dim=-1)
-        if self._rows is None:
-            self.data[index] = row
-        else:
-            self._rows.write(index, row)
+        assert latent.dtype == rope.dtype, f"a latent in {latent.dtype} with its rope part in {rope.dtype}"
+        self._write(index, torch.cat((latent, rope), dim=-1))
 
     def get_rows(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         """`[tokens, kv_lora_rank + rope_dim]` of a model layer in the model's dtype, copied."""
-        index = (slots // self.page_size, self._layer_index[layer], slots % self.page_size)
-        return self.data[index] if self._rows is None else self._rows.read(index).to(self.spec.dtype)
-
-
-def _quantised(data: torch.Tensor, stored: KVFormat, dim: int) -> QuantisedRows | None:
-    """The rows of `data` `[..., page_size, elements of a row]`; None where they are values as they are."""
-    if stored is KVFormat.AUTO:
-        return None
-    return QuantisedRows(data.view(torch.uint8).flatten(-2), stored, data.shape[-2], dim)
+        return self._read((slots // self.page_size, self._layer_index[layer], slots % self.page_size))
 
 
 class MambaPool(KVCache):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
+from engine.cpu.batch_arrays import BatchArrays
 from engine.cpu.op import FORMATS, STORAGE, AttentionCall, KernelsUnavailable, kernels
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class CpuAttention:
         self._base = pool.data.data_ptr()
         self._layer_bytes = pool.data.stride(1) * pool.data.element_size()
         self._v_bytes = pool.data.stride(2) * pool.data.element_size()
-        self._kept: tuple[np.ndarray, ...] = ()
+        self._arrays = BatchArrays()
         self._call = AttentionCall(
             heads=query_heads,
             kv_heads=kv_heads,
@@ -76,16 +76,7 @@ class CpuAttention:
 
     def prepare(self, batch: ForwardBatch) -> None:
         """See AttentionBackend."""
-        table = np.ascontiguousarray(batch.page_table, dtype=np.int32)
-        starts = batch.starts()
-        lens = np.ascontiguousarray(batch.seq_lens, dtype=np.int32)
-        slots = np.ascontiguousarray(batch.out_slots, dtype=np.int64)
-        self._kept = (table, starts, lens, slots)
-        call = self._call
-        call.page_table, call.table_stride = table.ctypes.data, table.shape[1]
-        call.starts, call.seq_lens, call.slots = starts.ctypes.data, lens.ctypes.data, slots.ctypes.data
-        call.seqs = len(lens)
-        call.threads = torch.get_num_threads()
+        self._arrays.fill(self._call, batch)
 
     def forward(
         self,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
+from engine.cpu.batch_arrays import BatchArrays
 from engine.cpu.op import FORMATS, STORAGE, KernelsUnavailable, kernels
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class CpuLatentAttention:
         self._pool = pool.data  # keeps the memory alive behind the pointers
         self._dtype = spec.dtype
         self._layer_bytes = pool.page_bytes // len(spec.layer_ids)
-        self._kept: tuple[np.ndarray, ...] = ()
+        self._arrays = BatchArrays()
         self._call = MlaCall(
             heads=heads,
             rank=spec.kv_lora_rank,
@@ -84,16 +84,7 @@ class CpuLatentAttention:
 
     def prepare(self, batch: ForwardBatch) -> None:
         """See LatentBackend."""
-        table = np.ascontiguousarray(batch.page_table, dtype=np.int32)
-        starts = batch.starts()
-        lens = np.ascontiguousarray(batch.seq_lens, dtype=np.int32)
-        slots = np.ascontiguousarray(batch.out_slots, dtype=np.int64)
-        self._kept = (table, starts, lens, slots)
-        call = self._call
-        call.page_table, call.table_stride = table.ctypes.data, table.shape[1]
-        call.starts, call.seq_lens, call.slots = starts.ctypes.data, lens.ctypes.data, slots.ctypes.data
-        call.seqs = len(lens)
-        call.threads = torch.get_num_threads()
+        self._arrays.fill(self._call, batch)
 
     def forward(
         self,

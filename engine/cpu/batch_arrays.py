@@ -1,0 +1,31 @@
+"""What both attention ops read of a batch: its arrays, by address."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from engine.batch import ForwardBatch
+
+
+class BatchArrays:
+    """Fills a call struct with the addresses of a batch's arrays, and keeps them alive for its forwards."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[np.ndarray[Any, Any], ...] = ()
+
+    def fill(self, call: ctypes.Structure | Any, batch: ForwardBatch) -> None:
+        """Page table, starts, lengths and slots, in the types that the kernels read."""
+        table = np.ascontiguousarray(batch.page_table, dtype=np.int32)
+        starts = batch.starts()
+        lens = np.ascontiguousarray(batch.seq_lens, dtype=np.int32)
+        slots = np.ascontiguousarray(batch.out_slots, dtype=np.int64)
+        self._kept = (table, starts, lens, slots)
+        call.page_table, call.table_stride = table.ctypes.data, table.shape[1]
+        call.starts, call.seq_lens, call.slots = starts.ctypes.data, lens.ctypes.data, slots.ctypes.data
+        call.seqs = len(lens)
+        call.threads = torch.get_num_threads()
