@@ -34,8 +34,16 @@ _MUST_BE_OFF = {
     "kv_lora_rank": "latent attention (MLA) needs a page layout of its own",
     "index_topk": "sparse attention keeps a second cache for its indexer",
     "cross_attention_layers": "cross attention needs an encoder's KV",
+    "quantization_config": "packed and absorbed layers read weights as they are stored",
 }
 """config.json key -> why any value but null, false, 0 or an empty list is refused."""
+
+
+_NOT_SERVED = {
+    "jamba": "transformers' scan of several tokens ignores the state that it is handed",
+    "nemotron_h": "its time step is clamped in prompts and not in decode",
+}
+"""model_type -> why its layers cannot be run a chunk at a time as transformers computes them."""
 
 
 def check_model(config: Any) -> Family:
@@ -60,7 +68,8 @@ def _family(config: Any) -> Family:
             f"architectures is {architectures!r} in config.json: no causal LM head", supported
         )
     if model_type not in FAMILIES:
-        raise UnsupportedModel(f"model_type {model_type!r} in config.json is not in the table", supported)
+        why = _NOT_SERVED.get(str(model_type), "it is not in the table")
+        raise UnsupportedModel(f"model_type {model_type!r} in config.json: {why}", supported)
     family = FAMILIES[model_type]
     if architectures and family.architecture not in architectures:
         raise UnsupportedModel(

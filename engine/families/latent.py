@@ -26,11 +26,6 @@ def _check(config: Any) -> None:
     Layers that predict further tokens (num_nextn_predict_layers) are no such thing: transformers leaves them
     out of a forward too.
     """
-    if getattr(config, "quantization_config", None):
-        raise UnsupportedModel(
-            "quantization_config is in config.json: the weights of W_uk and W_uv are used as they are stored",
-            "use a checkpoint in bfloat16 or float32",
-        )
     if not config.kv_lora_rank:
         raise UnsupportedModel(
             f"kv_lora_rank is {config.kv_lora_rank!r} in config.json: there is no latent to keep",

@@ -14,6 +14,7 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     GptOssConfig,
+    JambaConfig,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
@@ -49,7 +50,9 @@ def test_every_tested_family_passes(family: str) -> None:
     ("config", "named"),
     [
         (GPT2Config(), "model_type 'gpt2'"),
-        (Gemma2Config(), "model_type 'gemma2'"),
+        (Gemma2Config(), "model_type 'gemma2' in config.json: it is not in the table"),
+        (JambaConfig(), "model_type 'jamba' in config.json: transformers' scan"),
+        (GptOssConfig(quantization_config={"quant_method": "mxfp4"}), "quantization_config is"),
         (LlamaConfig(architectures=["LlamaForSequenceClassification"]), "no causal LM head"),
         (LlamaConfig(architectures=["Llama4ForCausalLM"]), "not LlamaForCausalLM"),
         (with_field(LlamaConfig(), sliding_window=128), "sliding_window is 128"),
