@@ -60,7 +60,7 @@ class BatonTree:
 
     def hit(self, key: RadixKey) -> None:
         """As admission does it."""
-        match = self.cache.match_prefix(key)
+        match = self.cache.match_prefix(key, count_hit=True)
         _ = match.device_indices
         self.cache.inc_lock_ref(match.last_device_node)
         self.cache.dec_lock_ref(match.last_device_node)
