@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from router.books import Books, Entry
-from router.index import GlobalIndex
+from router.index import GlobalIndex, as_hashes
 from router.metrics import RouterMetrics
 from router.options import RouterOptions
 from router.policy import Choice, Policy
@@ -90,7 +90,10 @@ class Dispatcher:
 
     def choose(self, plan: RoomPlan, avoid: set[str]) -> Choice | None:
         """The policy's choice for a room now. Workers to avoid are used when there are no others."""
-        hits = self._index.find(plan.page_hashes)
+        matches = self._index.find(as_hashes(plan.page_hashes))
+        hits = {
+            name: int(pages) for name, pages in zip(self._index.names(), matches.pages, strict=True) if name
+        }
         prefill = self.books.candidates(Role.PREFILL, hits, self.page_tokens)
         decode = self.books.candidates(Role.DECODE, hits, self.page_tokens)
         if avoid:

@@ -21,7 +21,6 @@ import zmq
 from router.index import GlobalIndex
 from router.sequence import SequenceRepair
 from wire.errors import WireError
-from wire.events import AllBlocksCleared, AnyEvent, BlockRemoved, BlockStored, decode_batch
 from wire.records import WorkerRecord
 from wire.security import Curve
 
@@ -176,26 +175,12 @@ class EventPlane:
     def _apply(self, feed: _Feed, payloads: list[bytes]) -> None:
         for payload in payloads:
             try:
-                batch = decode_batch(payload)
+                unread = self._index.apply(feed.record.id, payload)
             except WireError as error:
                 self.bad_events += 1
                 log.warning("worker %s: %s", feed.record.id, error)
                 continue
             self.batches += 1
-            for unread in batch.unread:
+            for event in unread:
                 self.bad_events += 1
-                log.warning("worker %s: unread event: %s", feed.record.id, unread.reason)
-            for event in batch.events:
-                try:
-                    self._apply_event(feed.record.id, event)
-                except ValueError as error:
-                    self.bad_events += 1
-                    log.warning("worker %s: %s", feed.record.id, error)
-
-    def _apply_event(self, worker: str, event: AnyEvent) -> None:
-        if isinstance(event, BlockStored):
-            self._index.store(worker, event.block_hashes, event.medium)
-        elif isinstance(event, BlockRemoved):
-            self._index.remove(worker, event.block_hashes, event.medium)
-        elif isinstance(event, AllBlocksCleared):
-            self._index.clear(worker)
+                log.warning("worker %s: unread event: %s", feed.record.id, event.reason)

@@ -1,110 +1,141 @@
 """Global index: which worker holds which pages, from the KV events they publish.
 
 A page is named by its event hash, a chain over everything before it; so a worker's match is the number of
-leading hashes it holds. One dict of hash -> bit mask of workers per tier: a lookup walks the prompt's hashes
-once for ALL workers, and stops when nobody holds the next. (A set per worker walks once for each.)
+leading hashes it holds. The pages are in a PageTable (page_table.py); names, slots and what is expected are
+here. A slot is given again only after `drop`, and stays a worker's while it is there.
 
-Threads: one writer (event_plane.py). `find` only looks keys up and may run on any thread meanwhile.
+What is *expected* counts as held until it is confirmed by an event, taken back, or too old: else a burst on
+one new prefix would be spread over workers that each compute it.
+
+Threads: the event plane's writes (`apply`, `store`, `remove`, `clear`), the event loop does the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from wire.events import MEDIA
+import numpy as np
+import numpy.typing as npt
 
-_TIERS = ("GPU", "CPU", "STORAGE")
+from router.page_table import ALL, HELD, Hashes, PageTable, PythonPageTable, Tier
+from wire.events import MEDIA, AllBlocksCleared, BlockRemoved, BlockStored, Unread, decode_batch
+
+_TIERS = {"GPU": Tier.GPU, "CPU": Tier.CPU, "STORAGE": Tier.STORAGE}
+
+
+class Matches(NamedTuple):
+    """One prompt against every worker: int32 by slot, in pages. `pages` are all leading ones that it holds;
+    the others say how many of them are nowhere better than there."""
+
+    pages: npt.NDArray[np.int32]
+    host: npt.NDArray[np.int32]
+    storage: npt.NDArray[np.int32]
+    expected: npt.NDArray[np.int32]
 
 
 class GlobalIndex:
     """Pages by worker id."""
 
-    def __init__(self) -> None:
-        self._tiers: dict[str, dict[int, int]] = {tier: {} for tier in _TIERS}
-        self._bits: dict[str, int] = {}  # worker id -> its bit
-        self._names: dict[int, str] = {}  # the inverse
+    def __init__(self, table: PageTable | None = None) -> None:
+        self._table: PageTable = table if table is not None else PythonPageTable()
+        self._slots: dict[str, int] = {}
+        self._names: list[str | None] = []
 
     def __len__(self) -> int:
-        """Pages known, each counted once per tier."""
-        return sum(len(pages) for pages in self._tiers.values())
+        """Different pages known."""
+        return len(self._table)
 
-    def join(self, worker: str) -> None:
-        """A worker that may hold pages. Joining twice changes nothing."""
-        if worker in self._bits:
-            return
-        bit = 1
-        while bit in self._names:
-            bit <<= 1
-        self._names[bit] = worker
-        self._bits[worker] = bit
+    @property
+    def slots(self) -> int:
+        """Length of `find`'s rows: every slot given so far is below it."""
+        return len(self._names)
+
+    def names(self) -> list[str | None]:
+        """Worker ids by slot; None where nobody is."""
+        return list(self._names)
+
+    def join(self, worker: str) -> int:
+        """A worker that may hold pages: its slot. Joining twice changes nothing."""
+        slot = self._slots.get(worker)
+        if slot is None:
+            slot = self._names.index(None) if None in self._names else len(self._names)
+            self._names[slot : slot + 1] = [worker]
+            self._slots[worker] = slot
+        return slot
 
     def drop(self, worker: str) -> None:
         """A worker is gone, and its pages with it."""
-        if worker in self._bits:
-            self.clear(worker)
-            del self._names[self._bits.pop(worker)]
+        slot = self._slots.pop(worker, None)
+        if slot is not None:
+            self._table.clear(slot, ALL)
+            self._names[slot] = None
 
-    def store(self, worker: str, hashes: Iterable[int], medium: str | None) -> None:
+    def apply(self, worker: str, payload: bytes) -> list[Unread]:
+        """One event batch. Returns what could not be understood; raises WireError when nothing could."""
+        slot = self._slots[worker]
+        if self._table.apply(slot, payload) >= 0:
+            return []
+        batch = decode_batch(payload)
+        unread = list(batch.unread)
+        for event in batch.events:
+            try:
+                if isinstance(event, BlockStored):
+                    self.store(worker, event.block_hashes, event.medium)
+                elif isinstance(event, BlockRemoved):
+                    self.remove(worker, event.block_hashes, event.medium)
+                elif isinstance(event, AllBlocksCleared):
+                    self.clear(worker)
+            except ValueError as error:
+                unread.append(Unread(event, str(error)))
+        return unread
+
+    def store(self, worker: str, hashes: Sequence[int], medium: str | None) -> None:
         """Pages became reusable. Raises ValueError for a tier nobody knows."""
-        pages, bit = self._tier(medium), self._bits[worker]
-        for page in hashes:
-            pages[page] = pages.get(page, 0) | bit
+        self._table.store(self._slots[worker], _tier(medium), as_hashes(hashes))
 
-    def remove(self, worker: str, hashes: Iterable[int], medium: str | None) -> None:
+    def remove(self, worker: str, hashes: Sequence[int], medium: str | None) -> None:
         """Pages left a tier."""
-        pages, bit = self._tier(medium), self._bits[worker]
-        for page in hashes:
-            left = pages.get(page, 0) & ~bit
-            if left:
-                pages[page] = left
-            else:
-                pages.pop(page, None)
+        self._table.remove(self._slots[worker], _tier(medium), as_hashes(hashes))
 
     def clear(self, worker: str) -> None:
-        """A worker's cache was reset."""
-        bit = self._bits[worker]
-        for pages in self._tiers.values():
-            for page in [page for page, holders in pages.items() if holders & bit]:
-                left = pages[page] & ~bit
-                if left:
-                    pages[page] = left
-                else:
-                    del pages[page]
+        """A worker's cache was reset. What is on its way may still come."""
+        self._table.clear(self._slots[worker], HELD)
+
+    def expect(self, slot: int, hashes: Hashes) -> None:
+        """Pages are on their way to the worker in `slot`."""
+        self._table.store(slot, Tier.EXPECTED, hashes)
+
+    def unexpect(self, slot: int, hashes: Hashes) -> None:
+        """They have come (an event says so), or will not."""
+        self._table.remove(slot, Tier.EXPECTED, hashes)
 
     def held(self, worker: str) -> set[int]:
         """Every page of a worker, in any tier. Scans: for tests and debugging. {} for a stranger."""
-        bit = self._bits.get(worker, 0)
-        return {
-            page for pages in self._tiers.values() for page, holders in list(pages.items()) if holders & bit
-        }
+        slot = self._slots.get(worker)
+        return set() if slot is None else set(self._table.held(slot))
 
-    def find(self, hashes: Sequence[int]) -> dict[str, int]:
-        """Leading pages of `hashes` that each worker holds, in any tier; workers with none are absent."""
-        gpu, cpu, storage = (self._tiers[tier].get for tier in _TIERS)
-        matched: dict[str, int] = {}
-        alive = -1
-        for depth, page in enumerate(hashes):
-            still = alive & (gpu(page, 0) | cpu(page, 0) | storage(page, 0))
-            if still != alive:
-                if depth:
-                    self._note(matched, alive & ~still, depth)
-                alive = still
-                if not alive:
-                    return matched
-        if hashes:
-            self._note(matched, alive, len(hashes))
-        return matched
+    def find(self, hashes: Hashes) -> Matches:
+        """How much of a prompt each worker holds."""
+        found = np.empty((4, len(self._names)), np.int32)
+        self._table.find(hashes, found)
+        return Matches(*found)
 
-    def _note(self, matched: dict[str, int], holders: int, depth: int) -> None:
-        while holders:
-            bit = holders & -holders
-            holders ^= bit
-            name = self._names.get(bit)
-            if name is not None:
-                matched[name] = depth
+    def nbytes(self) -> int:
+        """Memory of the pages."""
+        return self._table.nbytes()
 
-    def _tier(self, medium: str | None) -> dict[int, int]:
-        tier = MEDIA.get(medium.upper()) if medium is not None else "GPU"
-        if tier is None:
-            raise ValueError(f"unknown medium {medium!r}")
-        return self._tiers[tier]
+
+def as_hashes(hashes: Sequence[int]) -> Hashes:
+    """Page hashes as the table takes them. Unsigned ones (vLLM's) become the same 64 bits, signed."""
+    try:
+        return np.array(hashes, np.int64)
+    except OverflowError:
+        return np.array([page & 0xFFFF_FFFF_FFFF_FFFF for page in hashes], np.uint64).view(np.int64)
+
+
+def _tier(medium: str | None) -> Tier:
+    name = MEDIA.get(medium.upper()) if medium is not None else "GPU"
+    if name is None:
+        raise ValueError(f"unknown medium {medium!r}")
+    return _TIERS[name]
