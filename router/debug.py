@@ -53,7 +53,7 @@ async def trace(router: Router, request: HttpRequest) -> None:
 
 async def workers(router: Router, request: HttpRequest) -> None:
     """GET /debug/workers: the directory's view, and what this router has given each."""
-    await request.respond_json({"workers": router.workers(), "books": router.books()})
+    await request.respond_json({"workers": router.workers(), "accounts": router.accounts()})
 
 
 async def route(router: Router, request: HttpRequest) -> None:
@@ -65,21 +65,17 @@ async def route(router: Router, request: HttpRequest) -> None:
     choice = router.explain(prompt, query.get("extra_key", ""), query.get("cache_salt", ""))
     if choice is None:
         raise Unavailable("no decode worker is there")
-    pair = {"decode": choice.decode, "prefill": choice.prefill}
     await request.respond_json(
         {
             "policy": router.options.policy,
             "prompt_tokens": len(prompt),
-            "costs": choice.costs,
+            "hit_tokens": choice.hit_tokens,
+            "prefill": choice.prefill_side.table(),
+            "decode": choice.decode_side.table(),
+            "costs": {name: costs.tolist() for name, costs in choice.picked.costs.items()},
             "winner": {
-                role: candidate
-                and {
-                    "id": candidate.record.id,
-                    "hit_tokens": candidate.hit_tokens,
-                    "queued_prefill_tokens": candidate.queued_prefill_tokens,
-                    "requests": candidate.requests,
-                }
-                for role, candidate in pair.items()
+                "prefill": choice.prefill.id if choice.prefill is not None else None,
+                "decode": choice.decode.id,
             },
         }
     )

@@ -10,11 +10,10 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from router.books import Books, Entry
-from router.index import GlobalIndex, as_hashes
 from router.metrics import RouterMetrics
 from router.options import RouterOptions
-from router.policy import Choice, Policy
+from router.placer import Booking, Placer
+from router.policy import Ask
 from router.stream import Placement, RoomPlan, RoomStream
 from router.trace import TraceStore
 from wire.mailbox import Mail, Mailbox
@@ -30,7 +29,7 @@ from wire.messages import (
     Tokens,
     kind_of,
 )
-from wire.records import Role, WorkerRecord
+from wire.records import WorkerRecord
 from wire.repeater import Repeater, RepeatKey
 from wire.security import curve_for
 
@@ -41,23 +40,19 @@ class Dispatcher:
     def __init__(
         self,
         options: RouterOptions,
-        policy: Policy,
-        index: GlobalIndex,
+        placer: Placer,
         traces: TraceStore,
         metrics: RouterMetrics,
         on_other: Callable[[Mail, float], None],
     ) -> None:
         """`on_other` gets the mail that is about no room (the directory's)."""
-        self.books = Books()
+        self.placer = placer
         self.rooms: dict[int, RoomStream] = {}
-        self.page_tokens = 0  # page size of the model's workers; 0: nobody has said yet
         self._options = options
-        self._policy = policy
-        self._index = index
         self._traces = traces
         self._metrics = metrics
         self._on_other = on_other
-        self._entries: dict[int, Entry] = {}  # by room
+        self._bookings: dict[int, Booking] = {}  # by room
         self._acks: dict[str, dict[tuple[int, int], int]] = {}
         self._inspections: dict[int, asyncio.Future[str]] = {}
         self._loop = asyncio.get_running_loop()
@@ -78,6 +73,7 @@ class Dispatcher:
                 room.on_given_up(key, now)
         for room in list(self.rooms.values()):
             room.tick(now)
+        self.placer.tick(now)
         for address, upto in self._acks.items():
             self.mailbox.send(address, Ack([(room, epoch, end) for (room, epoch), end in upto.items()]))
         self._acks.clear()
@@ -87,19 +83,6 @@ class Dispatcher:
         for room in list(self.rooms.values()):
             room.on_worker_lost(worker, now)
         self.mailbox.forget(worker.mailbox)
-
-    def choose(self, plan: RoomPlan, avoid: set[str]) -> Choice | None:
-        """The policy's choice for a room now. Workers to avoid are used when there are no others."""
-        matches = self._index.find(as_hashes(plan.page_hashes))
-        hits = {
-            name: int(pages) for name, pages in zip(self._index.names(), matches.pages, strict=True) if name
-        }
-        prefill = self.books.candidates(Role.PREFILL, hits, self.page_tokens)
-        decode = self.books.candidates(Role.DECODE, hits, self.page_tokens)
-        if avoid:
-            prefill = [c for c in prefill if c.record.id not in avoid] or prefill
-            decode = [c for c in decode if c.record.id not in avoid] or decode
-        return self._policy.choose(plan.prompt_tokens, prefill, decode)
 
     async def inspect(self, worker: WorkerRecord, token: int, message: AnyMessage, timeout_s: float) -> str:
         """A worker's report. Raises TimeoutError when it does not answer."""
@@ -121,31 +104,34 @@ class Dispatcher:
 
     def place(self, room: RoomStream, avoid: set[str]) -> Placement | None:
         """See RoomHost."""
-        plan = room.plan
-        choice = self.choose(plan, avoid)
+        plan, placer, now = room.plan, self.placer, time.monotonic()
+        ask = self.ask(plan, len(room.tokens))
+        choice = placer.choose(ask, now, frozenset(avoid))
         if choice is None:
             return None
-        decode = choice.decode
-        prefill = choice.prefill.record if choice.prefill is not None else None
-        tokens = plan.prompt_tokens + plan.sampling.max_new_tokens
-        held_there = (choice.prefill or decode).hit_tokens
-        entry = Entry(decode.record.id, prefill.id if prefill else None, plan.prompt_tokens - held_there)
-        hold = prefill is not None and not self.books.fits(decode.record.id, tokens)
-        self.books.place(entry, tokens)
-        self._entries[plan.room] = entry
-        self._traces.placed(plan.room, room.epoch, entry.prefill, entry.decode)
-        self._metrics.placements.labels("pair" if prefill else "alone").inc()
-        return Placement(decode.record, prefill, hold)
+        booking = placer.book(ask, choice, now)
+        self._bookings[plan.room] = booking
+        self._traces.placed(plan.room, room.epoch, booking.prefill, booking.decode)
+        self._metrics.placements.labels("pair" if booking.prefill else "alone").inc()
+        return Placement(choice.decode, choice.prefill, not booking.fits)
+
+    def ask(self, plan: RoomPlan, forwarded: int = 0) -> Ask:
+        """What the policy is told of a room that has so much output already."""
+        left = plan.sampling.max_new_tokens - forwarded
+        return Ask(
+            plan.prompt_tokens + forwarded, plan.page_hashes, self.placer.output_tokens(left),
+            tenant=plan.tenant, priority=plan.priority,
+        )  # fmt: skip
 
     def unplace(self, room: RoomStream) -> None:
         """See RoomHost."""
-        booked = self._entries.pop(room.plan.room, None)
-        if booked is not None:
-            self.books.close(booked)
+        booking = self._bookings.pop(room.plan.room, None)
+        if booking is not None:
+            self.placer.close(booking, time.monotonic())
 
     def prefilled(self, room: RoomStream) -> None:
         """See RoomHost."""
-        self._entries[room.plan.room] = self.books.prefilled(self._entries[room.plan.room])
+        self.placer.prefilled(self._bookings[room.plan.room], time.monotonic())
 
     def send(self, to: str, message: AnyMessage) -> None:
         """See RoomHost."""

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from router.page_table import ALL, HELD, Hashes, PageTable, PythonPageTable, Tier
+from router.page_table import ALL, HELD, Hashes, PageTable, Tier, make_page_table
 from wire.events import MEDIA, AllBlocksCleared, BlockRemoved, BlockStored, Unread, decode_batch
 
 _TIERS = {"GPU": Tier.GPU, "CPU": Tier.CPU, "STORAGE": Tier.STORAGE}
@@ -38,9 +38,10 @@ class GlobalIndex:
     """Pages by worker id."""
 
     def __init__(self, table: PageTable | None = None) -> None:
-        self._table: PageTable = table if table is not None else PythonPageTable()
+        self._table: PageTable = table if table is not None else make_page_table()
         self._slots: dict[str, int] = {}
         self._names: list[str | None] = []
+        self.version = 0  # grows when a slot is given or given up
 
     def __len__(self) -> int:
         """Different pages known."""
@@ -62,6 +63,7 @@ class GlobalIndex:
             slot = self._names.index(None) if None in self._names else len(self._names)
             self._names[slot : slot + 1] = [worker]
             self._slots[worker] = slot
+            self.version += 1
         return slot
 
     def drop(self, worker: str) -> None:
@@ -70,6 +72,11 @@ class GlobalIndex:
         if slot is not None:
             self._table.clear(slot, ALL)
             self._names[slot] = None
+            self.version += 1
+
+    def reset(self, worker: str) -> None:
+        """A worker's process was replaced: nothing of what was known or expected holds. It keeps its slot."""
+        self._table.clear(self._slots[worker], ALL)
 
     def apply(self, worker: str, payload: bytes) -> list[Unread]:
         """One event batch. Returns what could not be understood; raises WireError when nothing could."""
@@ -124,6 +131,11 @@ class GlobalIndex:
     def nbytes(self) -> int:
         """Memory of the pages."""
         return self._table.nbytes()
+
+
+def digest_hashes(digests: Sequence[bytes]) -> Hashes:
+    """Page digests (wire/page_hash.py) as the table knows pages: `event_hash` of each."""
+    return np.frombuffer(b"".join(digests), ">i8")[::4].astype(np.int64)
 
 
 def as_hashes(hashes: Sequence[int]) -> Hashes:

@@ -10,13 +10,27 @@ from wire.options import Options
 
 
 class PolicyWeights(Options):
-    """Weights of the `kv` policy's formula (policy.py). All in units of "prefill tokens"."""
+    """Weights of the `kv` policy's formula (policy.py). The unit of cost is one prompt token that an idle
+    prefill worker computes."""
 
-    prefill_queue: float = Field(1.0, ge=0, description="per token already queued for prefill on P")
+    prefill_queue: float = Field(1.0, ge=0, description="per prompt token that is queued on P already")
+    queue_objective: float = Field(
+        16_384.0, gt=0, description="a queue of that many tokens costs twice its length: hot prefixes spread"
+    )
     prefill_left: float = Field(1.0, ge=0, description="per prompt token that P has to compute")
+    host_credit: float = Field(0.9, ge=0, le=1, description="what a token held in CPU memory saves")
+    storage_credit: float = Field(0.6, ge=0, le=1, description="what a token held in storage saves")
+    expected_credit: float = Field(0.9, ge=0, le=1, description="what a token on its way saves")
     transfer: float = Field(0.1, ge=0, description="per prompt token that D does not hold")
-    decode_load: float = Field(32.0, ge=0, description="per request already on D")
+    same_host: float = Field(0.2, ge=0, le=1, description="of that, what is left when P and D share a host")
+    decode_load: float = Field(32.0, ge=0, description="per request on D")
+    decode_context: float = Field(0.002, ge=0, description="per KV token of the requests on D")
+    decode_full: float = Field(4.0, ge=0, description="per token for which D has no memory yet")
     decode_prefill: float = Field(2.0, ge=0, description="per prompt token that D computes itself")
+    session: float = Field(64.0, ge=0, description="taken off for the workers of the session's last request")
+    temperature: float = Field(
+        0.0, ge=0, description="0: the cheapest; else cost c is chosen in proportion to exp(-c / temperature)"
+    )
 
 
 class RouterOptions(Options):
@@ -37,6 +51,10 @@ class RouterOptions(Options):
     weights: PolicyWeights = Field(default_factory=lambda: PolicyWeights.model_validate({}))
     prefill_on_decode_tokens: int = Field(
         16, ge=0, description="when at most this many prompt tokens are left to compute, D does it alone"
+    )
+
+    expect_s: float = Field(
+        10.0, gt=0, description="pages of a prompt on its way count as held at most this long"
     )
 
     max_in_flight: int = Field(1024, ge=1, description="rooms; beyond: 429")

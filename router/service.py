@@ -13,10 +13,12 @@ from router.directory_server import DirectoryServer
 from router.dispatcher import Dispatcher
 from router.event_plane import EventPlane
 from router.generation import ChoiceOutput, Generation, Submission
-from router.index import GlobalIndex
+from router.index import GlobalIndex, as_hashes, digest_hashes
 from router.metrics import RouterMetrics
 from router.options import RouterOptions
-from router.policy import Choice, make_policy
+from router.page_table import Hashes
+from router.placer import Choice, Placer
+from router.policies import make_policy
 from router.stream import RoomPlan, RoomStream
 from router.tokenization import Tokenization
 from router.trace import RequestTrace, TraceStore
@@ -24,7 +26,7 @@ from wire.codec import pack_tokens
 from wire.errors import ContextTooLong, InvalidRequest, ModelNotFound, Overloaded, Unavailable
 from wire.mailbox import Mail
 from wire.messages import Inspect, SamplingParams, View
-from wire.page_hash import event_hash, namespace_seed, page_digests
+from wire.page_hash import namespace_seed, page_digests
 from wire.records import Role, WorkerRecord
 from wire.security import curve_for
 from wire.stages import RequestStage, Stamp
@@ -44,7 +46,8 @@ class Router:
         self.traces = TraceStore()
         self.index = GlobalIndex()
         self.started_at = int(time.time())
-        self._policy = make_policy(options.policy, options.weights, options.prefill_on_decode_tokens)
+        policy = make_policy(options.policy, options.weights, options.prefill_on_decode_tokens)
+        self.placer = Placer(self.index, policy, options.weights, options.expect_s)
         self._rooms_of_this_process = secrets.randbits(31) << 32  # P and D meet rooms of several routers
         self._numbers = count(1)
         self._dispatcher: Dispatcher | None = None
@@ -60,9 +63,7 @@ class Router:
         """Bind the mailbox and look for workers."""
         options = self.options
         self._loop = asyncio.get_running_loop()
-        self._dispatcher = Dispatcher(
-            options, self._policy, self.index, self.traces, self.metrics, self._on_other_mail
-        )
+        self._dispatcher = Dispatcher(options, self.placer, self.traces, self.metrics, self._on_other_mail)
         mailbox = self._dispatcher.mailbox
         self._events = EventPlane(self.index, curve_for(options.cluster_secret))
         if options.directory is None:
@@ -168,7 +169,8 @@ class Router:
         submission = Submission(
             "explain", [prompt], SamplingParams(), extra_key=extra_key, cache_salt=cache_salt
         )
-        return self._live().choose(self._plans(submission)[0], set())
+        ask = self._live().ask(self._plans(submission)[0])
+        return self.placer.choose(ask, time.monotonic())
 
     async def inspect(self, worker_id: str, what: str) -> str:
         """A worker's own report. Raises InvalidRequest for a stranger, TimeoutError for a silent one."""
@@ -179,9 +181,12 @@ class Router:
         token = next(self._numbers)
         return await self._live().inspect(record, token, Inspect(what, token), _INSPECT_TIMEOUT_S)
 
-    def books(self) -> list[dict[str, object]]:
-        """What this router has given each worker to do."""
-        return self._live().books.report()
+    def accounts(self) -> list[dict[str, object]]:
+        """What this router and the others have given each worker to do."""
+        return [
+            {"id": one.record.id, "own": one.own, "peers": one.peers, "since_report_tokens": one.since_tokens}
+            for one in self.placer.fleet.accounts()
+        ]
 
     def metrics_text(self) -> bytes:
         """The Prometheus exposition, with what is measured on demand."""
@@ -202,16 +207,16 @@ class Router:
         return self._dispatcher
 
     def _plans(self, submission: Submission) -> list[RoomPlan]:
-        page_tokens = self._live().page_tokens
+        page_tokens = self.placer.page_tokens
         plans = []
         for prompt in submission.prompts:
             packed = pack_tokens(prompt)
-            hashes: list[int] = []
+            hashes: Hashes = as_hashes([])
             if page_tokens:
                 seed = namespace_seed(
                     self.options.served_model_name, submission.extra_key, submission.cache_salt
                 )
-                hashes = [event_hash(digest) for digest in page_digests(seed, packed, page_tokens)]
+                hashes = digest_hashes(page_digests(seed, packed, page_tokens))
             for choice in range(submission.n):
                 plans.append(
                     RoomPlan(
@@ -269,9 +274,7 @@ class Router:
         dispatcher = self._live()
         change = self._client.take(view, now)
         records = self.workers()
-        dispatcher.books.update(records)
-        if records:
-            dispatcher.page_tokens = records[0].groups[0].page_size
+        self.placer.update(records, now)
         for record in change.lost:
             self._events.forget(record.id)
             dispatcher.lost(record, now)

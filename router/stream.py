@@ -14,12 +14,12 @@ Pure but for `RoomHost`: time is passed in, so tests need no clock.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
 from router.options import RouterOptions
+from router.page_table import Hashes
 from wire.errors import BatonError, InvalidRequest, Overloaded, Unavailable
 from wire.messages import (
     Abort,
@@ -50,7 +50,7 @@ class RoomPlan:
     room: int
     prompt: bytes
     prompt_tokens: int
-    page_hashes: Sequence[int]  # event hashes of the prompt's whole pages, for the index
+    page_hashes: Hashes  # of the prompt's whole pages, for the index
     sampling: SamplingParams
     choice: int
     extra_key: str

@@ -45,6 +45,8 @@ class WorkerLoad(msgspec.Struct, frozen=True):
     free_tokens: int = 0  # available + evictable
     headroom_tokens: int = 0  # what a new reservation can take at once, growth of the others deducted
     headroom_rows: int = 0  # requests that can be reserved at once
+    prefill_tokens_per_s: float = 0.0  # of prompts while it prefills, lately; 0: not known yet
+    decode_step_s: float = 0.0  # of one step of the running batch, lately; 0: not known yet
 
 
 class WorkerRecord(msgspec.Struct, frozen=True):

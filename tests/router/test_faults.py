@@ -214,4 +214,5 @@ def test_many_clients_that_leave_leave_nothing_behind(
     asyncio.run(all_leave())
     wait_until(lambda: len(d.aborted) == 20 and len(p.aborted) == 20)
     assert not d._rooms
-    assert all(book["requests"] == 0 for book in router.http.get("/debug/workers").json()["books"])
+    accounts = router.http.get("/debug/workers").json()["accounts"]
+    assert all(account["own"]["requests"] == 0 for account in accounts)

@@ -1,106 +1,171 @@
 from __future__ import annotations
 
+import random
+
 import pytest
 
-from router.books import Books, Entry
+from router.index import GlobalIndex, as_hashes
 from router.options import PolicyWeights
-from router.policy import POLICIES, Candidate, make_policy
+from router.placer import Choice, Placer
+from router.policies import POLICIES, make_policy
+from router.policy import Ask
 from tests.router.test_directory import record
 from wire.errors import ConfigError
-from wire.records import Role, WorkerLoad
+from wire.records import Role, WorkerLoad, WorkerRecord
 
 WEIGHTS = PolicyWeights.model_validate({})
+PAGE = 16
 
 
-def candidate(name: str, hit: int = 0, queued: int = 0, requests: int = 0) -> Candidate:
-    return Candidate(record(name), hit, queued, requests)
+def ask(pages: int, output: float = 16) -> Ask:
+    return Ask(pages * PAGE, as_hashes(range(pages)), output)
+
+
+def placer(name: str, workers: list[WorkerRecord], alone_tokens: int = 0) -> Placer:
+    """Workers of that policy, with everything of it seeded."""
+    made = Placer(GlobalIndex(), make_policy(name, WEIGHTS, alone_tokens, random.Random(1)), WEIGHTS, 10.0)
+    made.update(workers, 0.0)
+    made.page_tokens = PAGE
+    return made
+
+
+def prefill(name: str, queued: int = 0, host: str = "") -> WorkerRecord:
+    return record(name, load=WorkerLoad(queued_prefill_tokens=queued), host=host or name)
+
+
+def decode(name: str, requests: int = 0, host: str = "") -> WorkerRecord:
+    load = WorkerLoad(running_requests=requests, headroom_tokens=10_000, headroom_rows=8, free_tokens=1 << 20)
+    return record(name, role=Role.DECODE, load=load, host=host or name)
+
+
+def chosen(choice: Choice | None) -> tuple[str | None, str]:
+    assert choice is not None
+    return choice.prefill.id if choice.prefill is not None else None, choice.decode.id
+
+
+def hold(made: Placer, worker: str, pages: int, medium: str = "GPU") -> None:
+    made._index.store(worker, list(range(pages)), medium)
 
 
 def test_prefill_left_is_weighed_against_the_queue() -> None:
-    policy = make_policy("kv", WEIGHTS, 16)
-    d = [candidate("d")]
-    choice = policy.choose(1000, [candidate("warm", hit=800, queued=500), candidate("cold")], d)
-    assert choice is not None
-    assert choice.prefill is not None
-    assert choice.prefill.record.id == "warm"
-    assert choice.costs["prefill warm"] == 700
-    choice = policy.choose(1000, [candidate("warm", hit=800, queued=900), candidate("cold")], d)
-    assert choice is not None
-    assert choice.prefill is not None
-    assert choice.prefill.record.id == "cold"
+    made = placer("kv", [prefill("warm", queued=500), prefill("cold"), decode("d")])
+    hold(made, "warm", 50)
+    assert chosen(made.choose(ask(60), 0.0)) == ("warm", "d")
+    made.update([prefill("warm", queued=900), prefill("cold"), decode("d")], 1.0)
+    assert chosen(made.choose(ask(60), 1.0)) == ("cold", "d")
+
+
+def test_a_reported_queue_melts_at_the_reported_rate() -> None:
+    load = WorkerLoad(queued_prefill_tokens=1000, prefill_tokens_per_s=1000.0)
+    made = placer("kv", [record("busy", load=load), prefill("calm", queued=600), decode("d")])
+    assert chosen(made.choose(ask(4), 0.1))[0] == "calm"
+    assert chosen(made.choose(ask(4), 0.5))[0] == "busy"
 
 
 def test_decode_takes_load_and_its_own_hits() -> None:
-    policy = make_policy("kv", WEIGHTS, 0)
-    p = [candidate("p")]
-    choice = policy.choose(1000, p, [candidate("a", requests=1), candidate("b", hit=900, requests=3)])
+    made = placer("kv", [prefill("p"), decode("a", 1), decode("b", 3)])
+    hold(made, "b", 54)
+    assert chosen(made.choose(ask(60), 0.0))[1] == "b"  # 96 + 10 against 32 + 96
+    made.update([prefill("p"), decode("a", 1), decode("b", 9)], 1.0)
+    assert chosen(made.choose(ask(60), 1.0))[1] == "a"
+
+
+def test_a_decode_worker_without_memory_is_left_alone() -> None:
+    full = record("full", role=Role.DECODE, load=WorkerLoad(free_tokens=10))
+    made = placer("kv", [prefill("p"), full, decode("busy", 3)])
+    assert chosen(made.choose(ask(4), 0.0))[1] == "busy"
+
+
+def test_neighbours_move_pages_for_less() -> None:
+    workers = [prefill("p", host="one"), prefill("q", host="two"), decode("d", host="two"), decode("e")]
+    made = placer("kv", workers)
+    assert {chosen(made.choose(ask(60), 0.0)) for _ in range(20)} == {("q", "d")}
+
+
+def test_slower_tiers_save_less() -> None:
+    made = placer("kv", [prefill("storage"), prefill("host"), decode("d")])
+    hold(made, "storage", 60, "DISK")
+    hold(made, "host", 60, "CPU_PINNED")
+    choice = made.choose(ask(60), 0.0)
+    assert chosen(choice)[0] == "host"
     assert choice is not None
-    assert choice.decode.record.id == "b"  # 96 + 10 against 32 + 100
-    choice = policy.choose(1000, p, [candidate("a", requests=1), candidate("b", hit=900, requests=9)])
-    assert choice is not None
-    assert choice.decode.record.id == "a"
+    assert choice.hit_tokens == 960
 
 
 def test_decode_alone_when_little_is_left_or_there_is_no_prefill() -> None:
-    policy = make_policy("kv", WEIGHTS, 16)
-    choice = policy.choose(100, [candidate("p")], [candidate("d", hit=96), candidate("e")])
-    assert choice is not None
-    assert choice.prefill is None
-    assert choice.decode.record.id == "d"
-    choice = policy.choose(100, [], [candidate("d")])
-    assert choice is not None
-    assert choice.prefill is None
-    assert policy.choose(100, [candidate("p")], []) is None
+    made = placer("kv", [prefill("p"), decode("d"), decode("e")], alone_tokens=16)
+    hold(made, "d", 5)
+    assert chosen(made.choose(ask(6), 0.0)) == (None, "d")
+    assert chosen(made.choose(ask(8), 0.0))[0] == "p"
+    assert chosen(placer("kv", [decode("d")]).choose(ask(6), 0.0)) == (None, "d")
+    assert placer("kv", [prefill("p")]).choose(ask(6), 0.0) is None
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_equals_take_turns(name: str) -> None:
-    policy = make_policy(name, WEIGHTS, 0)
-    seen = set()
-    for _ in range(40):
-        choice = policy.choose(100, [candidate("p"), candidate("q")], [candidate("d"), candidate("e")])
-        assert choice is not None
-        assert choice.prefill is not None
-        seen |= {choice.prefill.record.id, choice.decode.record.id}
+    made = placer(name, [prefill("p"), prefill("q"), decode("d"), decode("e")])
+    seen = {one for _ in range(60) for one in chosen(made.choose(ask(6), 0.0))}
     assert seen == {"p", "q", "d", "e"}
 
 
 def test_least_loaded_takes_the_least_loaded() -> None:
-    choice = make_policy("least-loaded", WEIGHTS, 0).choose(
-        100,
-        [candidate("p", queued=5), candidate("q")],
-        [candidate("d", requests=2), candidate("e", requests=1)],
-    )
-    assert choice is not None
-    assert choice.prefill is not None
-    assert (choice.prefill.record.id, choice.decode.record.id) == ("q", "e")
+    made = placer("least-loaded", [prefill("p", queued=5), prefill("q"), decode("d", 2), decode("e", 1)])
+    assert chosen(made.choose(ask(6), 0.0)) == ("q", "e")
 
 
 def test_an_unknown_policy_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"policy: 'best'.*kv, round-robin, least-loaded, random"):
+    with pytest.raises(ConfigError, match=r"policy: 'best'.*kv, .*least-loaded, round-robin, random"):
         make_policy("best", WEIGHTS, 0)
 
 
-def test_books_count_what_reports_do_not_know_yet() -> None:
-    books = Books()
-    load = WorkerLoad(headroom_tokens=100, headroom_rows=2)
-    p, d = record("p"), record("d", role=Role.DECODE, load=load)
-    books.update([p, d])
-    entry = Entry("d", "p", 60)
-    assert books.fits("d", 100)
-    books.place(entry, 80)
-    assert not books.fits("d", 30)
-    assert books.candidates(Role.PREFILL, {"p": 2}, 16) == [Candidate(p, 32, 60, 1)]
-    entry = books.prefilled(books.prefilled(entry))
-    assert books.candidates(Role.PREFILL, {}, 16) == [Candidate(p, 0, 0, 0)]
-    assert books.candidates(Role.DECODE, {}, 16) == [Candidate(d, 0, 0, 1)]
-    books.update([p, record("d", role=Role.DECODE, load=WorkerLoad(headroom_tokens=90, headroom_rows=1))])
-    assert books.fits("d", 90)  # the new report has what was promised
-    books.close(entry)
-    assert books.candidates(Role.DECODE, {}, 16)[0].requests == 0
+def test_what_was_placed_counts_before_any_report_and_until_it_is_over() -> None:
+    made = placer("kv", [prefill("p"), prefill("q"), decode("d")])
+    first = made.choose(ask(60), 0.0)
+    assert first is not None
+    booking = made.book(ask(60), first, 0.0)
+    other = Ask(960, as_hashes(range(1000, 1060)), 16)
+    assert chosen(made.choose(other, 0.0))[0] != booking.prefill
+    made.prefilled(booking, 0.1)
+    made.prefilled(booking, 0.1)
+    account = made.fleet.account(booking.prefill or "")
+    assert account is not None
+    assert (account.own.prefill_tokens, account.own.prefills, account.since_tokens) == (0, 0, 0)
+    made.close(booking, 0.2)
+    account = made.fleet.account("d")
+    assert account is not None
+    assert (account.own.requests, account.own.context_tokens) == (0, 0)
+
+
+def test_headroom_is_what_decode_said_less_what_was_promised_since() -> None:
+    made = placer("kv", [prefill("p"), decode("d")])
+    bookings = []
+    for _ in range(3):
+        choice = made.choose(ask(300), 0.0)
+        assert choice is not None
+        bookings.append(made.book(ask(300), choice, 0.0))
+    assert [one.fits for one in bookings] == [True, True, False]
+
+
+def test_pages_on_their_way_draw_the_next_request_of_the_same_prompt_until_they_are_too_old() -> None:
+    made = placer("kv", [prefill("p"), prefill("q"), decode("d")])
+    choice = made.choose(ask(600), 0.0)
+    assert choice is not None
+    booking = made.book(ask(600), choice, 0.0)
+    again = made.choose(ask(600), 0.0)
+    assert again is not None
+    assert again.hit_tokens == 9600
+    made.tick(11.0)
+    late = made.choose(ask(600), 11.0)
+    assert late is not None
+    assert late.hit_tokens == 0
+    made.close(booking, 11.0)
 
 
 def test_a_draining_worker_is_no_candidate() -> None:
-    books = Books()
-    books.update([record("p", draining=True)])
-    assert books.candidates(Role.PREFILL, {}, 16) == []
+    gone = record("p", draining=True)
+    assert chosen(placer("kv", [gone, prefill("q"), decode("d")]).choose(ask(6), 0.0)) == ("q", "d")
+
+
+def test_workers_to_avoid_are_taken_when_there_are_no_others() -> None:
+    made = placer("kv", [prefill("p"), prefill("q"), decode("d")])
+    assert chosen(made.choose(ask(6), 0.0, frozenset({"p", "d"}))) == ("q", "d")

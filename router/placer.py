@@ -1,0 +1,216 @@
+"""Placer: one decision after the other. Index, fleet and policy composed, with what each decision costs.
+
+A placement is booked on its workers, and the prompt's pages are expected there, until the room is over. It
+knows no sockets and no clock: `now` is passed in (seconds, any origin), so the router and the simulator share
+it. Belongs to one thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from router.fleet import Account, Fleet, Rows
+from router.index import GlobalIndex, Matches
+from router.options import PolicyWeights
+from router.page_table import Hashes
+from router.policy import Ask, Picked, Policy, Side
+from wire.records import Role, WorkerRecord
+
+_EVENT_S = 1.0  # how long after a page is there its event may take
+_MEAN_OVER = 64  # requests whose output length counts
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Whom the policy chose, and everything that it weighed."""
+
+    picked: Picked
+    prefill_side: Side
+    decode_side: Side
+    decode: WorkerRecord
+    prefill: WorkerRecord | None
+
+    @property
+    def prefill_hit(self) -> int:
+        """Prompt tokens that the worker which prefills holds."""
+        if self.picked.prefill is not None:
+            return int(self.prefill_side.held[self.picked.prefill])
+        return int(self.decode_side.held[self.picked.decode])
+
+    @property
+    def hit_tokens(self) -> int:
+        """Prompt tokens that nobody has to compute."""
+        return max(self.prefill_hit, int(self.decode_side.held[self.picked.decode]))
+
+
+@dataclass(slots=True)
+class _Expected:
+    until: float
+    slot: int  # should it be another worker's by then, that one is expected to have a little less
+    hashes: Hashes
+    over: bool = False
+
+
+@dataclass(slots=True)
+class Booking:
+    """One epoch of one room on its workers' accounts."""
+
+    decode: str
+    prefill: str | None
+    prefill_tokens: int  # to compute, by what the index said
+    context_tokens: int  # prompt and expected output, on D
+    hit_tokens: int  # prompt tokens said to be cached
+    fits: bool  # D has room for it at once, as far as one can tell
+    report_number: int  # of the prefilling worker, when it was placed
+    prefilled: bool = False
+    expected: list[_Expected] = field(default_factory=list)  # P's first, where there is a P
+
+
+class Placer:
+    """Chooses, books, and takes off the books again."""
+
+    def __init__(self, index: GlobalIndex, policy: Policy, weights: PolicyWeights, expect_s: float) -> None:
+        """Pages that were expected and have not come within `expect_s` are given up."""
+        self.fleet = Fleet(index)
+        self.policy = policy
+        self.page_tokens = 0  # page size of the model's workers; 0: nobody has said yet
+        self.mean_output = 0.0  # tokens of recent answers; 0: none yet
+        self._index = index
+        self._weights = weights
+        self._expect_s = expect_s
+        self._expected: deque[_Expected] = deque()
+        self._settling: deque[tuple[float, _Expected]] = (
+            deque()
+        )  # the pages are there, their event may not be
+
+    def update(self, records: list[WorkerRecord], now: float) -> None:
+        """A new View of the model's workers."""
+        self.fleet.update(records, now)
+        if records:
+            self.page_tokens = records[0].groups[0].page_size
+
+    def choose(self, ask: Ask, now: float, avoid: frozenset[str] = frozenset()) -> Choice | None:
+        """The policy's choice now, or None when no decode worker is there. Nothing is booked."""
+        decode_rows = self.fleet.rows(Role.DECODE, now, avoid)
+        if len(decode_rows) == 0:
+            return None
+        matches = self._index.find(ask.hashes)
+        prefill = self._side(self.fleet.rows(Role.PREFILL, now, avoid), matches)
+        decode = self._side(decode_rows, matches)
+        picked = self.policy.pick(ask, prefill, decode)
+        p = prefill.rows.names[picked.prefill] if picked.prefill is not None else None
+        return Choice(
+            picked, prefill, decode,
+            self._account(decode.rows.names[picked.decode]).record,
+            self._account(p).record if p is not None else None,
+        )  # fmt: skip
+
+    def book(self, ask: Ask, choice: Choice, now: float) -> Booking:
+        """The choice is taken."""
+        decode = self._account(choice.decode.id)
+        prefiller = self._account(choice.prefill.id) if choice.prefill is not None else decode
+        left = max(1, ask.prompt_tokens - choice.prefill_hit)
+        context = ask.prompt_tokens + int(ask.output_tokens)
+        load = decode.record.load
+        fits = (
+            context <= load.headroom_tokens - decode.promised_tokens
+            and decode.promised_rooms < load.headroom_rows
+        )
+        decode.own.requests += 1
+        decode.own.context_tokens += context
+        decode.promised_tokens += context
+        decode.promised_rooms += 1
+        prefiller.own.prefills += 1
+        prefiller.own.prefill_tokens += left
+        prefiller.placed(left, now)
+        self.fleet.changed(decode)
+        self.fleet.changed(prefiller)
+        p = choice.prefill.id if choice.prefill is not None else None
+        booking = Booking(
+            decode.record.id, p, left, context, choice.hit_tokens, fits, prefiller.report_number
+        )  # fmt: skip
+        self._expect(booking, ask.hashes, choice, now)
+        self.policy.placed(ask, p, booking.decode)
+        return booking
+
+    def prefilled(self, booking: Booking, now: float) -> None:
+        """The first token came. Repeats change nothing."""
+        if booking.prefilled:
+            return
+        booking.prefilled = True
+        account = self.fleet.account(booking.prefill or booking.decode)
+        if account is not None:
+            account.own.prefills = max(0, account.own.prefills - 1)
+            account.own.prefill_tokens = max(0, account.own.prefill_tokens - booking.prefill_tokens)
+            if account.report_number == booking.report_number:
+                account.since_tokens = max(0, account.since_tokens - booking.prefill_tokens)
+            self.fleet.changed(account)
+        if booking.prefill is not None:
+            self._settle(booking.expected[:1], now)
+
+    def close(self, booking: Booking, now: float) -> None:
+        """The epoch is over. A worker that was replaced meanwhile has a fresh account, hence the floors."""
+        self.prefilled(booking, now)
+        self._settle(booking.expected, now)
+        account = self.fleet.account(booking.decode)
+        if account is not None:
+            account.own.requests = max(0, account.own.requests - 1)
+            account.own.context_tokens = max(0, account.own.context_tokens - booking.context_tokens)
+            self.fleet.changed(account)
+
+    def answered(self, output_tokens: int) -> None:
+        """A room ended by itself with so much output: what to expect of the next."""
+        share = 1 / _MEAN_OVER if self.mean_output else 1.0
+        self.mean_output += share * (output_tokens - self.mean_output)
+
+    def output_tokens(self, max_new_tokens: int) -> float:
+        """What to expect of a room that may have so much output."""
+        return min(float(max_new_tokens), self.mean_output or float(max_new_tokens))
+
+    def tick(self, now: float) -> None:
+        """Give up what was expected and has come or will not."""
+        while self._settling and self._settling[0][0] <= now:
+            self._unexpect(self._settling.popleft()[1])
+        while self._expected and self._expected[0].until <= now:
+            self._unexpect(self._expected.popleft())
+
+    def _account(self, worker: str) -> Account:
+        account = self.fleet.account(worker)
+        assert account is not None, "rows are of live workers"
+        return account
+
+    def _side(self, rows: Rows, matches: Matches) -> Side:
+        weights, slots, page = self._weights, rows.slots, float(self.page_tokens)
+        held = np.multiply(matches.pages[slots], page, dtype=np.float64)
+        slower = (
+            (1.0 - weights.host_credit) * matches.host[slots]
+            + (1.0 - weights.storage_credit) * matches.storage[slots]
+            + (1.0 - weights.expected_credit) * matches.expected[slots]
+        )
+        return Side(rows, held, held - np.multiply(slower, page, dtype=np.float64))
+
+    def _expect(self, booking: Booking, hashes: Hashes, choice: Choice, now: float) -> None:
+        """The prompt's pages will be on both."""
+        sides = [(choice.decode_side, choice.picked.decode)]
+        if choice.picked.prefill is not None:
+            sides.insert(0, (choice.prefill_side, choice.picked.prefill))
+        for side, row in sides:
+            missing = hashes[int(side.held[row]) // max(1, self.page_tokens) :]
+            expected = _Expected(now + self._expect_s, int(side.rows.slots[row]), missing)
+            booking.expected.append(expected)
+            if len(missing):
+                self._index.expect(expected.slot, missing)
+                self._expected.append(expected)
+
+    def _settle(self, expected: list[_Expected], now: float) -> None:
+        for one in expected:
+            if len(one.hashes) and not one.over:
+                self._settling.append((now + _EVENT_S, one))
+
+    def _unexpect(self, expected: _Expected) -> None:
+        if not expected.over:
+            expected.over = True
+            self._index.unexpect(expected.slot, expected.hashes)
