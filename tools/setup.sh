@@ -20,7 +20,7 @@ if [ -n "$missing" ]; then
         apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing
     else
         say "for full speed install:  sudo apt-get install$missing"
-        say "without them the plain torch kernels and the tcp transport take over"
+        say "without them plain torch kernels, an index in Python and the tcp transport take over"
     fi
 fi
 
@@ -43,6 +43,9 @@ say "packages"
 
 say "CPU kernels"
 .venv/bin/python -m engine.cpu.build || say "the kernels could not be built: plain torch takes over"
+
+say "the index's page table"
+.venv/bin/python -m router.native.build || say "it could not be built: the one in Python takes over"
 
 rm -f .venv/.set-up-*
 touch "$stamp"

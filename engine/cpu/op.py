@@ -12,8 +12,9 @@ import os
 
 import torch
 
-from engine.cpu.build import BuildError, build
+from engine.cpu.build import build
 from kvcache.quant import KVFormat
+from wire.compile import BuildError
 from wire.errors import ConfigError
 
 ISA_NAMES = ("base", "avx2", "avx512", "amx")

@@ -1,0 +1,44 @@
+"""Compile and load the page table: `python -m router.native.build`."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from importlib.machinery import ExtensionFileLoader, ModuleSpec
+from importlib.util import module_from_spec
+from pathlib import Path
+from types import ModuleType
+
+from wire import compile as cxx
+from wire.compile import BuildError, Sources
+
+SOURCE_DIR = Path(__file__).parent
+FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra"]
+_NAME = "page_table"  # the module's init function is named after it
+
+
+def build() -> Path:
+    """The extension's path, compiled now if it is not in the cache. Raises BuildError."""
+    include = Path(sysconfig.get_path("include"))
+    if not (include / "Python.h").exists():
+        raise BuildError(f"Python's headers are not installed (no Python.h in {include})")
+    name = f"{_NAME}-{sysconfig.get_config_var('SOABI')}"  # each Python has its own build
+    units, headers = sorted(SOURCE_DIR.glob("*.cpp")), sorted(SOURCE_DIR.glob("*.h"))
+    return cxx.build(Sources(name, units, headers, [*FLAGS, f"-I{include}"], {}))
+
+
+def load() -> ModuleType:
+    """The module with the class PageTable. Raises BuildError, or ImportError for a library that is no use."""
+    path = str(build())
+    loader = ExtensionFileLoader(_NAME, path)
+    module = module_from_spec(ModuleSpec(_NAME, loader, origin=path))
+    loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    try:
+        sys.stdout.write(f"{build()}\n")
+    except BuildError as error:
+        sys.stderr.write(f"page table not built, the one in Python takes over: {error}\n")
+        sys.exit(1)

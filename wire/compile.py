@@ -1,0 +1,114 @@
+"""Compile C++ into the user's cache, on first use: the engine's kernels, the router's index.
+
+A library is named by everything it is made of (sources, flags, compiler, machine), so a cache never holds a
+stale one and several checkouts share it. What cannot be compiled raises BuildError, and its user goes on in
+Python: a compiler is never required.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class BuildError(RuntimeError):
+    """A library could not be compiled; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What a library is made of. `headers` are only looked at to tell whether it has changed."""
+
+    name: str
+    units: Sequence[Path]
+    headers: Sequence[Path]
+    flags: Sequence[str]
+    unit_flags: Mapping[str, Sequence[str]]
+    """More flags for some units, by the last word of a file's name (`attention_avx2.cpp`: avx2)."""
+
+    def flags_of(self, unit: Path) -> list[str]:
+        """All flags that a unit is compiled with."""
+        return [*self.flags, *self.unit_flags.get(unit.stem.rpartition("_")[2], ())]
+
+
+def build(sources: Sources) -> Path:
+    """The shared library's path, compiled now if it is not in the cache. Raises BuildError.
+
+    Safe with several processes at once: one compiles under a file lock, the others wait for it.
+    """
+    compiler = _find_compiler()
+    target = _cache_dir() / f"{sources.name}-{_digest(sources, compiler)}.so"
+    if target.exists():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with open(target.parent / "build.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.exists():
+                _compile(sources, compiler, target)
+    except OSError as error:
+        raise BuildError(f"{target.parent} cannot be written: {error}") from error
+    return target
+
+
+def _cache_dir() -> Path:
+    """Where built libraries live: $BATON_CACHE_DIR, else the user's cache directory."""
+    explicit = os.environ.get("BATON_CACHE_DIR")
+    if explicit:
+        return Path(explicit)
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "baton"
+
+
+def _find_compiler() -> str:
+    """$CXX, or g++, or clang++."""
+    for name in filter(None, (os.environ.get("CXX"), "g++", "clang++")):
+        path = shutil.which(name)
+        if path:
+            return path
+    raise BuildError("no C++ compiler is installed (g++ or clang++)")
+
+
+def _digest(sources: Sources, compiler: str) -> str:
+    version = _run([compiler, "--version"])
+    digest = hashlib.sha256(version.encode() + platform.machine().encode())
+    for unit in sources.units:
+        digest.update(repr(sources.flags_of(unit)).encode())
+    for path in [*sources.units, *sources.headers]:
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:20]
+
+
+def _compile(sources: Sources, compiler: str, target: Path) -> None:
+    """Compile and link in a private directory, then rename: a reader sees a whole library or none."""
+    with tempfile.TemporaryDirectory(dir=target.parent) as work:
+
+        def compile_unit(unit: Path) -> str:
+            made = str(Path(work, unit.stem + ".o"))
+            _run([compiler, "-c", str(unit), "-o", made, *sources.flags_of(unit)])
+            return made
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(compile_unit, sources.units))
+        linked = Path(work, "library.so")
+        _run([compiler, "-shared", "-pthread", "-o", str(linked), *objects])
+        os.replace(linked, target)
+
+
+def _run(command: list[str]) -> str:
+    """What the command printed. Raises BuildError when it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"{command[0]} took more than {error.timeout:.0f} s") from error
+    if done.returncode != 0:
+        raise BuildError(f"{' '.join(command[:2])} ... failed:\n{done.stderr[-4000:]}")
+    return done.stdout
