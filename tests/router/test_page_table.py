@@ -13,7 +13,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from router import page_table
 from router.index import as_hashes
-from router.native.build import load
 from router.page_table import ALL, HELD, Hashes, PageTable, PythonPageTable, Tier, make_page_table
 
 SLOTS = 200
@@ -25,11 +24,6 @@ walks = st.one_of(
     st.integers(0, len(PAGES)).map(lambda n: PAGES[:n]),
     st.lists(st.sampled_from(PAGES), max_size=12),
 )
-
-
-def native() -> PageTable:
-    table: PageTable = load().PageTable()
-    return table
 
 
 def find(table: PageTable, walk: Hashes, columns: int = SLOTS) -> npt.NDArray[np.int32]:
@@ -57,7 +51,7 @@ class TablesAgree(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        self.tables: list[PageTable] = [native(), PythonPageTable()]
+        self.tables: list[PageTable] = [make_page_table(), PythonPageTable()]
         self.truth: dict[tuple[int, int], set[Tier]] = {}
 
     @rule(slot=slots, tier=tiers, walk=walks)
@@ -125,7 +119,7 @@ def test_without_a_compiler_the_twin_takes_over_and_says_so(
 
 
 def test_it_grows_and_shrinks() -> None:
-    table = native()
+    table = make_page_table()
     pages = np.arange(200_000, dtype=np.int64)
     for part in np.split(pages, 100):
         table.store(1, Tier.GPU, part)
@@ -142,7 +136,7 @@ def test_it_grows_and_shrinks() -> None:
 
 
 def test_many_holders_cost_no_more_than_one() -> None:
-    table = native()
+    table = make_page_table()
     pages = np.arange(20_000, dtype=np.int64)
     table.store(0, Tier.GPU, pages)
     alone = table.nbytes()
@@ -154,7 +148,7 @@ def test_many_holders_cost_no_more_than_one() -> None:
 
 def test_sets_of_holders_are_given_back() -> None:
     """Every page has its own holders, again and again: memory does not grow with the history."""
-    table, random = native(), np.random.default_rng(1)
+    table, random = make_page_table(), np.random.default_rng(1)
     sizes = []
     for _ in range(20):
         for page in range(300):
@@ -168,14 +162,14 @@ def test_sets_of_holders_are_given_back() -> None:
 
 
 def test_slots_beyond_the_rows_are_left_out() -> None:
-    table = native()
+    table = make_page_table()
     for slot in (0, 5):
         table.store(slot, Tier.GPU, as_hashes([1, 2]))
     assert find(table, as_hashes([1, 2]), 3)[Tier.GPU].tolist() == [2, 0, 0]
 
 
 def test_wrong_arguments_are_refused() -> None:
-    table = native()
+    table = make_page_table()
     good = as_hashes([1])
     for slot, tier, hashes in (
         (-1, 0, good),
@@ -205,7 +199,7 @@ def test_wrong_arguments_are_refused() -> None:
 
 def test_what_is_found_meanwhile_is_always_a_state_that_was() -> None:
     """One thread stores and removes a whole walk; a match in another sees all of it or nothing."""
-    table, walk = native(), np.arange(512, dtype=np.int64)
+    table, walk = make_page_table(), np.arange(512, dtype=np.int64)
     table.store(1, Tier.CPU, walk)
     stop = threading.Event()
 
