@@ -14,6 +14,7 @@ from kvcache.allocator import BaseTokenToKVPoolAllocator, Pages, Slots
 from kvcache.pool import ReqToTokenPool
 from kvcache.radix_key import RadixKey
 from kvcache.request import NO_SLOTS, CachedRequest
+from kvcache.snapshot import TreeSnapshot
 from kvcache.state_slots import StateSlotPool
 from kvcache.swa_allocator import NO_PAGES as NO_PAGES
 from kvcache.swa_allocator import SWATokenToKVPoolAllocator
@@ -168,6 +169,10 @@ class BasePrefixCache(ABC):
     def take_events(self) -> list[AnyEvent]:
         """KV events since the last call; empty when events are off."""
         return []
+
+    def snapshot(self) -> TreeSnapshot | None:
+        """All that is cached: what who has read every event taken so far knows. None when events are off."""
+        return None
 
     def _release_parts(self, req: CachedRequest) -> None:
         """Free and unlock what a request holds of the groups besides the deciding one."""

@@ -10,15 +10,11 @@ the first. An event per page, which some engines send, would say the same in man
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
-import numpy as np
-
+from kvcache.snapshot import DEVICE_MEDIUM, NodeImage, TreeSnapshot
 from kvcache.tree_node import TreeNode
-from wire.events import AllBlocksCleared, AnyEvent, BlockRemoved, BlockStored
-from wire.page_hash import event_hash
-
-DEVICE_MEDIUM = "GPU"  # what consumers call the tier that attention reads, whatever the device is
+from wire.events import AllBlocksCleared, AnyEvent, BlockRemoved
+from wire.page_hash import event_hashes
 
 
 class EventRecorder:
@@ -34,13 +30,12 @@ class EventRecorder:
     def stored(self, node: TreeNode) -> None:
         """Record a new node."""
         if self._has_room():
-            self._events.append(self._stored_event(node))
+            self._events.append(NodeImage.of(node, self._page_size).stored(self._page_size))
 
     def removed(self, node: TreeNode) -> None:
         """Record that a node goes."""
         if self._has_room():
-            hashes = [event_hash(digest) for digest in node.page_digests(self._page_size)]
-            self._events.append(BlockRemoved(hashes, DEVICE_MEDIUM))
+            self._events.append(BlockRemoved(event_hashes(node.page_digests(self._page_size)), DEVICE_MEDIUM))
 
     def cleared(self) -> None:
         """Record a reset. What was queued before it no longer matters, nor does an overflow."""
@@ -51,13 +46,13 @@ class EventRecorder:
         """What was recorded since the last call. `nodes` is what the tree holds now, parents first."""
         if self._overflowed:
             self._overflowed = False
-            return self.snapshot(nodes)
+            return next(self.snapshot(nodes).batches(at_most=1))
         events, self._events = self._events, []
         return events
 
-    def snapshot(self, nodes: Iterable[TreeNode]) -> list[AnyEvent]:
-        """Events that replace whatever a consumer believed by what `nodes` hold."""
-        return [AllBlocksCleared(), *(self._stored_event(node) for node in nodes)]
+    def snapshot(self, nodes: Iterable[TreeNode]) -> TreeSnapshot:
+        """All that `nodes` hold: what a consumer knows who has read everything up to this moment."""
+        return TreeSnapshot.of(nodes, self._page_size)
 
     def _has_room(self) -> bool:
         if not self._overflowed and len(self._events) >= self._max_events:
@@ -65,26 +60,3 @@ class EventRecorder:
             self.overflows += 1
             self._events = []
         return not self._overflowed
-
-    def _stored_event(self, node: TreeNode) -> BlockStored:
-        namespace = node.namespace
-        digests = node.page_digests(self._page_size)
-        parent = node.parent
-        has_parent = parent is not None and parent.parent is not None
-        tokens = node.token_array()
-        token_ids: list[Any] = tokens.tolist()
-        if namespace.is_bigram:
-            token_ids = np.stack((tokens[:-1], tokens[1:]), axis=1).tolist()
-        return BlockStored(
-            block_hashes=[event_hash(digest) for digest in digests],
-            parent_block_hash=event_hash(parent.page_digests(self._page_size)[-1])
-            if parent is not None and has_parent
-            else None,
-            token_ids=token_ids,
-            block_size=self._page_size,
-            lora_id=None,
-            medium=DEVICE_MEDIUM,
-            lora_name=None,
-            extra_keys=[[namespace.extra_key]] * len(digests) if namespace.extra_key else None,
-            cache_salt=namespace.cache_salt or None,
-        )

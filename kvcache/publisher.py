@@ -2,30 +2,43 @@
 
 PUB frames: topic, 8-byte big-endian sequence number from 0, batch. A subscriber that missed some asks the
 replay ROUTER with `["", first wanted number]` and gets `["", topic, number, batch]` each, then the end marker
-`["", "", -1, ""]`. The last `buffer_batches` are kept; a start that is too old begins with the oldest.
+`["", "", -1, ""]`. The last `buffer_batches` are kept. A start that is older is answered with a snapshot, in
+the same frames: AllBlocksCleared and then BlockStored events that say all that is cached, under the numbers
+up to the last one published before the snapshot was taken. The next to be published follows. A reader
+that knows nothing of snapshots sees batches that begin later than it asked, and ends with the right pages.
 
-Threads: `publish` may be called from any thread and never blocks. One thread of ours owns both sockets; it
-never waits for a subscriber, so what is queued for it stays short.
+A snapshot never has more batches than the buffer. So its numbers lie above the wanted one, which the buffer
+does not reach back to, and no reader takes them for batches that it has seen.
+
+Threads: `publish` and `publish_snapshot` never block. One thread of ours owns both sockets; it never waits
+for a subscriber, so what is queued for it stays short. The tree is its owner's: when a peer needs a snapshot,
+`snapshot_wanted` becomes true, `on_snapshot_wanted` is called on our thread, and the owner gives one. Peers
+that wait share it. What a snapshot says is turned into bytes on our thread.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import zmq
 
 from kvcache.config import KVEventsConfig
+from kvcache.snapshot import TreeSnapshot
 from wire.events import AnyEvent, encode_batch
 from wire.security import Curve
 
 log = logging.getLogger(__name__)
 
 _END = (-1).to_bytes(8, "big", signed=True)
+_WAIT_FOR_SNAPSHOT_S = 30.0  # a peer that still listens has asked again by then
+_WAITING_PEERS = 1000
 
 
 class _Batch(NamedTuple):
@@ -36,14 +49,33 @@ class _Batch(NamedTuple):
         return [topic, self.sequence.to_bytes(8, "big"), self.payload]
 
 
+class _Queued(NamedTuple):
+    at: float  # of the Unix clock
+    what: list[AnyEvent] | TreeSnapshot
+
+
 class EventPublisher:
     """Publishes batches on fresh ports. Close it, or use it as a context manager."""
 
-    def __init__(self, config: KVEventsConfig, curve: Curve | None = None) -> None:
-        """Bind both sockets on `config.interface`; with `curve`, members of the cluster only."""
+    def __init__(
+        self,
+        config: KVEventsConfig,
+        curve: Curve | None = None,
+        on_snapshot_wanted: Callable[[], None] | None = None,
+    ) -> None:
+        """Bind both sockets on `config.interface`; with `curve`, members of the cluster only.
+
+        Without `on_snapshot_wanted` nobody gives snapshots: a replay whose start is too old begins later.
+        """
         self._topic = config.topic.encode()
         self._kept: deque[_Batch] = deque(maxlen=config.buffer_batches)
-        self._queue: deque[tuple[float, list[AnyEvent]]] = deque()
+        self._buffer_batches = config.buffer_batches
+        self._next = 0  # sequence number of the next batch
+        self._queue: deque[_Queued] = deque()
+        self._on_snapshot_wanted = on_snapshot_wanted
+        self._wanted = False  # set on our thread, taken back by publish_snapshot
+        self._waiting: dict[bytes, float] = {}  # peers that need a snapshot, and until when they do
+        self.snapshots = 0
         self._context = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
         self._replay = self._context.socket(zmq.ROUTER)
@@ -65,12 +97,21 @@ class EventPublisher:
         socket.bind(f"tcp://{interface}:*")
         return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
+    @property
+    def snapshot_wanted(self) -> bool:
+        """A peer waits for `publish_snapshot`."""
+        return self._wanted
+
     def publish(self, events: list[AnyEvent]) -> None:
         """Send `events` as one batch, stamped with the time of this call. An empty list is no batch."""
-        assert not self._closing, "the publisher is closed"
         if events:
-            self._queue.append((time.time(), events))
-            os.eventfd_write(self._wake, 1)
+            self._put(events)
+
+    def publish_snapshot(self, snapshot: TreeSnapshot) -> None:
+        """Tell the waiting peers what the tree holds. It must be the tree after everything published so far,
+        and before everything published later: call it from where `publish` is called."""
+        self._wanted = False
+        self._put(snapshot)
 
     def close(self) -> None:
         """Send what is queued, stop the thread and free the ports. Idempotent."""
@@ -88,27 +129,50 @@ class EventPublisher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _put(self, what: list[AnyEvent] | TreeSnapshot) -> None:
+        assert not self._closing, "the publisher is closed"
+        self._queue.append(_Queued(time.time(), what))
+        os.eventfd_write(self._wake, 1)
+
+    # -- our thread --------------------------------------------------------------------------------
+
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._wake, zmq.POLLIN)
         poller.register(self._replay, zmq.POLLIN)
-        sequence = 0
         while not self._closing:
             ready = dict(poller.poll(1000))
             if self._wake in ready:
                 os.eventfd_read(self._wake)
-            sequence = self._flush(sequence)
+            self._flush()
             if self._replay in ready:
                 self._answer()
-        self._flush(sequence)
+        self._flush()
 
-    def _flush(self, sequence: int) -> int:
+    def _flush(self) -> None:
         while self._queue:
-            batch = _Batch(sequence, encode_batch(*self._queue.popleft()))
+            at, what = self._queue.popleft()
+            if isinstance(what, TreeSnapshot):
+                self._send_snapshot(at, what)
+                continue
+            batch = _Batch(self._next, encode_batch(at, what))
             self._kept.append(batch)
             self._pub.send_multipart(batch.frames(self._topic))
-            sequence += 1
-        return sequence
+            self._next += 1
+
+    def _send_snapshot(self, at: float, snapshot: TreeSnapshot) -> None:
+        """Nothing has been published since it was taken: that comes after it in the queue."""
+        if not self._waiting:
+            return
+        self.snapshots += 1
+        payloads = [encode_batch(at, events) for events in snapshot.batches(self._buffer_batches)]
+        first = self._next - len(payloads)
+        batches = [_Batch(first + i, payload) for i, payload in enumerate(payloads)]
+        now = time.monotonic()
+        for peer, until in self._waiting.items():
+            if now < until:
+                self._reply(peer, batches)
+        self._waiting.clear()
 
     def _answer(self) -> None:
         """Answer one replay request. One that is malformed is named and gets nothing."""
@@ -116,8 +180,25 @@ class EventPublisher:
         if len(request) != 2 or request[0] or len(request[1]) != 8:
             log.warning("kv events: a replay request of %d frames is not ['', number]", len(request))
             return
-        start = int.from_bytes(request[1], "big")
-        for batch in self._kept:
-            if batch.sequence >= start:
-                self._replay.send_multipart([peer, b"", *batch.frames(self._topic)])
+        oldest = self._next - len(self._kept)
+        missing = int.from_bytes(request[1], "big") - oldest  # batches to leave out; < 0: wanted, not kept
+        if missing < 0 and self._on_snapshot_wanted is not None:
+            self._wait_for_snapshot(peer, self._on_snapshot_wanted)
+        else:
+            start = min(max(0, missing), len(self._kept))
+            self._reply(peer, itertools.islice(self._kept, start, None))
+
+    def _wait_for_snapshot(self, peer: bytes, tell_owner: Callable[[], None]) -> None:
+        now = time.monotonic()
+        self._waiting = {name: until for name, until in self._waiting.items() if now < until}
+        if len(self._waiting) >= _WAITING_PEERS:
+            log.warning("kv events: %d peers wait for a snapshot; one more is not answered", _WAITING_PEERS)
+            return
+        self._waiting[peer] = now + _WAIT_FOR_SNAPSHOT_S
+        self._wanted = True
+        tell_owner()
+
+    def _reply(self, peer: bytes, batches: Iterable[_Batch]) -> None:
+        for batch in batches:
+            self._replay.send_multipart([peer, b"", *batch.frames(self._topic)])
         self._replay.send_multipart([peer, b"", b"", _END, b""])

@@ -23,6 +23,7 @@ from kvcache.observer import TreeObserver
 from kvcache.pool import ReqToTokenPool
 from kvcache.radix_key import Namespace, RadixKey
 from kvcache.request import NO_SLOTS, CachedRequest
+from kvcache.snapshot import TreeSnapshot
 from kvcache.state_slots import StateSlotPool
 from kvcache.swa_allocator import NO_PAGES, SWATokenToKVPoolAllocator
 from kvcache.tree_node import NO_PARTS, TOKEN_BYTES, TreeNode
@@ -381,6 +382,10 @@ class RadixCache(BasePrefixCache):
     def take_events(self) -> list[AnyEvent]:
         """KV events since the last call; after an overflow, a clear and all that is cached now."""
         return self._recorder.take_events(self.nodes()) if self._recorder else []
+
+    def snapshot(self) -> TreeSnapshot | None:
+        """As the base says."""
+        return self._recorder.snapshot(self.nodes()) if self._recorder else None
 
     def pretty_print(self) -> str:
         """A line of sums, then one line per node."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,11 +76,13 @@ def build_scheduler(
     return Scheduler(memory, engine, policy, config)
 
 
-def open_publisher(options: WorkerOptions, memory: Memory, curve: Curve | None) -> EventPublisher | None:
+def open_publisher(
+    options: WorkerOptions, memory: Memory, curve: Curve | None, on_snapshot_wanted: Callable[[], None]
+) -> EventPublisher | None:
     """Publish what the cache stores and removes; None when events are off."""
     if not options.kv_events_config.enable or options.prefix_cache == "none":
         return None
-    return EventPublisher(memory.config.events, curve)
+    return EventPublisher(memory.config.events, curve, on_snapshot_wanted)
 
 
 def _device(options: WorkerOptions) -> str:

@@ -104,7 +104,7 @@ class Worker:
         curve = curve_for(options.cluster_secret)
         self._mailbox = Mailbox(options.interface, curve)
         owned.callback(self._mailbox.close)
-        self._publisher = open_publisher(options, self._memory, curve)
+        self._publisher = open_publisher(options, self._memory, curve, self._mailbox.nudge)
         if self._publisher is not None:
             owned.callback(self._publisher.close)
         self._repeater = Repeater(self._mailbox.send)
@@ -228,10 +228,15 @@ class Worker:
         return busy
 
     def _publish(self) -> None:
-        if self._publisher is not None:
-            events = self._memory.cache.take_events()
-            if events:
-                self._publisher.publish(events)
+        """What the cache did in this turn; and all that it holds now, when a router needs to hear that."""
+        publisher = self._publisher
+        if publisher is None:
+            return
+        publisher.publish(self._memory.cache.take_events())
+        if publisher.snapshot_wanted:
+            snapshot = self._memory.cache.snapshot()
+            assert snapshot is not None, "a publisher and no recorder"
+            publisher.publish_snapshot(snapshot)
 
     def _sweep(self, now: float) -> None:
         self._swept_at = now

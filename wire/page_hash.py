@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import hashlib
 
+import numpy as np
+
 PageDigest = bytes  # 32 bytes
 
 
@@ -55,3 +57,9 @@ def page_digests(
 def event_hash(digest: PageDigest) -> int:
     """The page's name in KV events: the first 8 bytes, big-endian, signed (the form SGLang publishes)."""
     return int.from_bytes(digest[:8], "big", signed=True)
+
+
+def event_hashes(digests: list[PageDigest]) -> list[int]:
+    """`event_hash` of each, several times as fast."""
+    names: list[int] = np.frombuffer(b"".join(digests), ">i8")[::4].tolist()
+    return names

@@ -23,20 +23,50 @@ class Page(NamedTuple):
     tokens: tuple[int, ...]
 
 
-def replayed(address: str, start: int = 0, timeout_ms: int = 10_000) -> dict[int, bytes]:
-    """Sequence number -> batch, from number `start` on, as the replay socket gives them."""
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.linger = 0
-        socket.rcvtimeo = timeout_ms
-        socket.connect(address)
-        socket.send_multipart([b"", struct.pack(">q", start)])
+class Replay:
+    """A DEALER on a replay socket, as vLLM's subscriber has one."""
+
+    def __init__(self, address: str, timeout_ms: int = 10_000) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.rcvtimeo = timeout_ms
+        self._socket.rcvhwm = 0
+        self._socket.connect(address)
+
+    def send(self, start: int) -> None:
+        """Ask for every batch from number `start` on."""
+        self._socket.send_multipart([b"", struct.pack(">Q", start)])
+
+    def receive(self) -> dict[int, bytes]:
+        """Sequence number -> batch, one whole answer."""
         batches: dict[int, bytes] = {}
         while True:
-            *_, number, payload = socket.recv_multipart()
+            *_, number, payload = self._socket.recv_multipart()
             (sequence,) = struct.unpack(">q", number)
             if sequence == _END:
                 return batches
             batches[sequence] = payload
+
+    def ask(self, start: int) -> dict[int, bytes]:
+        """Send, and receive."""
+        self.send(start)
+        return self.receive()
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+    def __enter__(self) -> Replay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def replayed(address: str, start: int = 0, timeout_ms: int = 10_000) -> dict[int, bytes]:
+    """Sequence number -> batch, from number `start` on, as the replay socket gives them."""
+    with Replay(address, timeout_ms) as replay:
+        return replay.ask(start)
 
 
 def waiting(subscriber: zmq.Socket[bytes]) -> dict[int, bytes]:
@@ -57,9 +87,9 @@ class Pages:
     removed: int = 0
     _digests: dict[int, bytes] = field(default_factory=dict)
 
-    def apply(self, batches: dict[int, bytes]) -> None:
+    def apply(self, batches: dict[int, bytes], first: int = 0) -> None:
         """Events in order. One that contradicts an earlier one, or a wrong hash, is an error."""
-        assert list(batches) == list(range(len(batches))), "every batch from the first, in order"
+        assert list(batches) == list(range(first, first + len(batches))), "every batch, in order"
         for payload in batches.values():
             _, events, _ = msgpack.unpackb(payload)
             for event in events:
@@ -70,6 +100,8 @@ class Pages:
                         for name in event["block_hashes"]:
                             del self.held[name]
                             self.removed += 1
+                    case "AllBlocksCleared":
+                        self.held.clear()
                     case kind:
                         raise AssertionError(f"an event nobody asked for: {kind}")
 

@@ -1,0 +1,91 @@
+"""TreeSnapshot: what a tree holds at one moment, to be told as KV events later and on another thread.
+
+The tree's thread takes it: a few references per node. That is enough, because what they refer to never
+changes: a node's tokens are bytes, its digests a list that a split replaces and does not change, a namespace
+is frozen. Encoding events under a lock on the tree was rejected: it would hold the engine for as long as
+telling everything takes, which is a hundred times longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvcache.radix_key import Namespace
+from kvcache.tree_node import TreeNode
+from wire.events import AllBlocksCleared, AnyEvent, BlockStored
+from wire.page_hash import PageDigest, event_hash, event_hashes
+
+DEVICE_MEDIUM = "GPU"  # what consumers call the tier that attention reads, whatever the device is
+_BATCH_PAGES = 4096  # of a batch of a snapshot, where the number of batches allows it
+
+
+class NodeImage(NamedTuple):
+    """What an event says of a node; by reference, none of it is ever changed in place."""
+
+    namespace: Namespace
+    tokens: bytes
+    digests: list[PageDigest]
+    parent: PageDigest | None  # of the page before the first; None: there is none
+
+    @classmethod
+    def of(cls, node: TreeNode, page_size: int) -> NodeImage:
+        """On the tree's thread."""
+        above = node.parent
+        has_parent = above is not None and above.parent is not None
+        parent = above.page_digests(page_size)[-1] if above is not None and has_parent else None
+        return cls(node.namespace, node.tokens, node.page_digests(page_size), parent)
+
+    def stored(self, page_size: int) -> BlockStored:
+        """The event that tells of these pages."""
+        namespace = self.namespace
+        tokens = np.frombuffer(self.tokens, np.int32)
+        token_ids: list[Any] = tokens.tolist()
+        if namespace.is_bigram:
+            token_ids = np.stack((tokens[:-1], tokens[1:]), axis=1).tolist()
+        return BlockStored(
+            block_hashes=event_hashes(self.digests),
+            parent_block_hash=None if self.parent is None else event_hash(self.parent),
+            token_ids=token_ids,
+            block_size=page_size,
+            lora_id=None,
+            medium=DEVICE_MEDIUM,
+            lora_name=None,
+            extra_keys=[[namespace.extra_key]] * len(self.digests) if namespace.extra_key else None,
+            cache_salt=namespace.cache_salt or None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TreeSnapshot:
+    """Every node of a tree, parents before children."""
+
+    page_size: int
+    nodes: list[NodeImage]
+
+    @classmethod
+    def of(cls, nodes: Iterable[TreeNode], page_size: int) -> TreeSnapshot:
+        """On the tree's thread; `nodes` parents before children."""
+        return cls(page_size, [NodeImage.of(node, page_size) for node in nodes])
+
+    def batches(self, at_most: int) -> Iterator[list[AnyEvent]]:
+        """Event batches that replace whatever a consumer believed: AllBlocksCleared, then all there is.
+
+        At least one and never more than `at_most`: where that is few, batches are larger. No node is divided,
+        so one with many pages makes a larger batch, too.
+        """
+        pages = sum(len(node.digests) for node in self.nodes)
+        enough = max(_BATCH_PAGES, -(-pages // at_most))
+        batch: list[AnyEvent] = [AllBlocksCleared()]
+        filled = 0
+        for node in self.nodes:
+            batch.append(node.stored(self.page_size))
+            filled += len(node.digests)
+            if filled >= enough:
+                yield batch
+                batch, filled = [], 0
+        if batch:
+            yield batch

@@ -1,0 +1,186 @@
+"""Snapshots: what a replay beyond the buffer is answered with, against the tree itself."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcache.config import KVEventsConfig
+from kvcache.publisher import EventPublisher
+from kvcache.snapshot import TreeSnapshot
+from tests.kvcache.driver import Driver
+from tests.kvcache.support import Index, groups, memory, put, tree_of
+from tests.support.kv_events_reader import Pages, Replay
+from tests.support.tree_worker import TreeWorker
+from wire.events import AllBlocksCleared, BlockRemoved, BlockStored, decode_batch
+
+SECONDS = 10.0
+
+
+def names_in(payloads: list[bytes]) -> list[int]:
+    """Every page that these batches say is stored."""
+    events = [event for payload in payloads for event in decode_batch(payload).events]
+    return [name for event in events if isinstance(event, BlockStored) for name in event.block_hashes]
+
+
+def test_a_snapshot_is_of_its_moment_whatever_the_tree_does_then() -> None:
+    built = memory()
+    put(built, range(16))
+    put(built, range(100, 140))
+    tree = tree_of(built)
+    snapshot = tree.snapshot()
+    assert snapshot is not None
+    before = [event for batch in snapshot.batches(1) for event in batch]
+    put(built, [*range(8), *range(50, 58)])  # splits
+    tree.evict(40)
+    assert [event for batch in snapshot.batches(1) for event in batch] == before
+    consumer = Index()
+    consumer.read(before)
+    assert len(consumer.blocks) == 14
+
+
+@given(sizes=st.lists(st.integers(1, 9), max_size=30), at_most=st.integers(1, 12))
+def test_a_snapshot_has_no_more_batches_than_it_may(sizes: list[int], at_most: int) -> None:
+    built = memory(1, 512)
+    for i, size in enumerate(sizes):
+        put(built, [1000 + i] * size)
+    snapshot = tree_of(built).snapshot()
+    assert snapshot is not None
+    batches = list(snapshot.batches(at_most))
+    assert 1 <= len(batches) <= at_most
+    assert all(batches)
+    consumer = Index()
+    for batch in batches:
+        consumer.read(batch)
+    assert len(consumer.blocks) == sum(sizes)
+
+
+def test_a_large_tree_comes_in_batches_of_a_bounded_size() -> None:
+    built = memory(1, 20_000)
+    for i in range(30):
+        put(built, [i] * 600)
+    snapshot = tree_of(built).snapshot()
+    assert snapshot is not None
+    pages = [
+        sum(len(event.block_hashes) for event in batch if isinstance(event, BlockStored))
+        for batch in snapshot.batches(10_000)
+    ]
+    assert sum(pages) == 18_000
+    assert max(pages) < 4096 + 600
+
+
+def test_who_comes_too_late_gets_all_that_is_cached_and_then_what_follows() -> None:
+    with TreeWorker(buffer_batches=4) as worker, Replay(worker.publisher.replay_address) as replay:
+        for i in range(12):
+            worker.put([i] * 8)
+        worker.evict(24)
+        snapshot = replay.ask(0)
+        assert list(snapshot) == [12], "one batch, under the last number"
+        assert decode_batch(snapshot[12]).events[0] == AllBlocksCleared()
+        assert sorted(names_in([*snapshot.values()])) == sorted(worker.pages())
+        worker.put([50] * 8)
+        assert list(replay.ask(13)) == [13]
+        assert list(replay.ask(10)) == [10, 11, 12, 13], "the buffer reaches back so far"
+        assert list(replay.ask(9)) == [13], "and no further"
+        pages = Pages("model")
+        pages.apply(replay.ask(5), first=13)
+        assert set(pages.held) == worker.pages()
+
+
+@pytest.mark.parametrize("buffer", [1, 2, 4])
+def test_the_numbers_of_a_snapshot_lie_above_what_the_peer_has(buffer: int) -> None:
+    """One batch would hold it; with this many pages it has as many as there may be."""
+    with (
+        TreeWorker(buffer_batches=buffer, page_size=1, pages=40_000) as worker,
+        Replay(worker.publisher.replay_address) as replay,
+    ):
+        for i in range(10):
+            worker.put([i] * 3000)
+        for start in range(10 - buffer):
+            numbers = list(replay.ask(start))
+            assert numbers == list(range(10 - len(numbers), 10))
+            assert numbers[0] > start
+            assert len(numbers) <= buffer
+
+
+def test_peers_that_wait_share_one_snapshot() -> None:
+    built = memory()
+    wanted = threading.Semaphore(0)
+    config = KVEventsConfig(enable=True, buffer_batches=2)
+    with EventPublisher(config, None, wanted.release) as publisher, ExitStack() as cleanup:
+        for number in range(5):
+            publisher.publish([BlockRemoved([number], "GPU")])
+        peers = [cleanup.enter_context(Replay(publisher.replay_address)) for _ in range(3)]
+        for peer in peers:
+            peer.send(0)
+            peer.send(1)
+        for _ in range(6):
+            assert wanted.acquire(timeout=SECONDS)
+        assert publisher.snapshot_wanted
+        put(built, range(8))
+        publisher.publish_snapshot(TreeSnapshot.of(tree_of(built).nodes(), 4))
+        assert not publisher.snapshot_wanted
+        answers = [peer.receive() for peer in peers]
+        assert all(answer == answers[0] for answer in answers)
+        assert len(names_in([*answers[0].values()])) == 2
+        assert publisher.snapshots == 1
+        for peer in peers:
+            assert list(peer.ask(3)) == [3, 4], "each peer was answered once"
+
+
+def test_a_snapshot_nobody_waits_for_is_not_sent() -> None:
+    with EventPublisher(KVEventsConfig(enable=True, buffer_batches=2), None, lambda: None) as publisher:
+        publisher.publish_snapshot(TreeSnapshot(4, []))
+        publisher.publish([AllBlocksCleared()])
+        with Replay(publisher.replay_address) as replay:
+            assert list(replay.ask(2**64 - 1)) == []
+            assert list(replay.ask(0)) == [0]
+        assert publisher.snapshots == 0
+
+
+OPERATIONS = st.one_of(
+    st.tuples(
+        st.just("run"),
+        st.lists(st.sampled_from([1, 2]), min_size=1, max_size=24),
+        st.sampled_from([4, 8, 99]),
+    ),
+    st.tuples(st.just("evict"), st.integers(1, 30), st.none()),
+    st.tuples(st.just("evict_mamba"), st.integers(1, 4), st.none()),
+    st.tuples(st.just("lose"), st.none(), st.none()),
+    st.tuples(st.just("join"), st.none(), st.none()),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(operations=st.lists(OPERATIONS, max_size=25), buffer=st.sampled_from([1, 2, 5]))
+def test_replays_and_snapshots_say_what_the_tree_holds(
+    operations: list[tuple[str, object, object]], buffer: int
+) -> None:
+    """A model with states, whose eviction alone is silent. A consumer that knows nothing of snapshots asks
+    for what it lacks after each operation, loses what it knows, or joins anew."""
+    with TreeWorker(buffer, pages=64, specs=groups("state")) as worker:
+        driver = Driver(worker.memory)
+        replay = Replay(worker.publisher.replay_address)
+        consumer, expected = Index(), 0
+        for what, first, second in [*operations, ("read", None, None)]:
+            with worker.turn() as built:
+                if what == "run":
+                    driver.run(first, chunk=second)  # type: ignore[arg-type]
+                elif what == "evict":
+                    built.cache.evict(first)  # type: ignore[arg-type]
+                elif what == "evict_mamba":
+                    built.cache.evict_mamba(first)  # type: ignore[arg-type]
+            if what == "lose":
+                continue
+            if what == "join":
+                consumer, expected = Index(), 0
+            for number, payload in replay.ask(expected).items():
+                assert number >= expected
+                consumer.read(decode_batch(payload).events)
+                expected = number + 1
+            assert set(consumer.blocks) == worker.pages()
+        replay.close()

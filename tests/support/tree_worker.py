@@ -1,0 +1,110 @@
+"""A worker's cache and its KV event publisher, without an engine: the tree is what consumers must know.
+
+Run as a program it is such a worker in a process of its own: it says its addresses, then obeys one command a
+line from standard input, and answers each with the pages of its tree.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from kvcache.config import KVEventsConfig
+from kvcache.layout import GroupSpec
+from kvcache.memory import Memory
+from kvcache.publisher import EventPublisher
+from tests.kvcache.support import SPEC, memory, put, tree_of
+from wire.page_hash import event_hashes
+
+
+class TreeWorker:
+    """Turns happen in the caller's thread; one of ours gives snapshots, as an idle engine loop does."""
+
+    def __init__(
+        self,
+        buffer_batches: int = 10_000,
+        page_size: int = 4,
+        pages: int = 4096,
+        specs: Sequence[GroupSpec] = (SPEC,),
+    ) -> None:
+        self.memory = memory(page_size, pages, specs=specs)
+        config = KVEventsConfig(enable=True, buffer_batches=buffer_batches)
+        self._wanted = threading.Event()
+        self._closing = False
+        self._lock = threading.Lock()
+        self.publisher = EventPublisher(config, None, self._wanted.set)
+        self._thread = threading.Thread(target=self._give_snapshots, daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def turn(self) -> Iterator[Memory]:
+        """Change the tree; what that did is published as one batch."""
+        with self._lock:
+            yield self.memory
+            self._publish()
+
+    def put(self, tokens: Iterable[int]) -> None:
+        """Cache a sequence; one batch."""
+        with self.turn() as built:
+            put(built, tokens)
+
+    def evict(self, tokens: int) -> None:
+        """Make room; one batch."""
+        with self.turn() as built:
+            built.cache.evict(tokens)
+
+    def pages(self) -> set[int]:
+        """The names of what the tree holds, under the lock: all of it has been published."""
+        with self._lock:
+            nodes = tree_of(self.memory).nodes()
+            return {name for node in nodes for name in event_hashes(node.page_digests(self.memory.page_size))}
+
+    def close(self) -> None:
+        self._closing = True
+        self._wanted.set()
+        self._thread.join(5.0)
+        self.publisher.close()
+
+    def __enter__(self) -> TreeWorker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _publish(self) -> None:
+        self.publisher.publish(self.memory.cache.take_events())
+        if self.publisher.snapshot_wanted:
+            self.publisher.publish_snapshot(tree_of(self.memory).snapshot())
+
+    def _give_snapshots(self) -> None:
+        while not self._closing:
+            self._wanted.wait()
+            self._wanted.clear()
+            with self._lock:
+                self._publish()
+
+
+def say(answer: object) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Lines of JSON: `{"put": [tokens]}` or `{"evict": tokens}` in, the tree's pages out."""
+    with TreeWorker(buffer_batches=int(sys.argv[1])) as worker:
+        addresses = {"events": worker.publisher.address, "replay": worker.publisher.replay_address}
+        say(addresses)
+        for line in sys.stdin:
+            command = json.loads(line)
+            if "put" in command:
+                worker.put(command["put"])
+            else:
+                worker.evict(command["evict"])
+            say(sorted(worker.pages()))
+
+
+if __name__ == "__main__":
+    main()
