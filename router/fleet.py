@@ -7,14 +7,16 @@ Three sources say it, and none is enough alone:
     peers    what other routers say that they have given it (`peers.py`)
 
 Prefill work melts while a worker computes, so it is the last report, less what it has computed since at its
-own rate, plus what was placed since. A decode worker keeps a request until its end, so requests and context
-are the greater of the report and of what all routers know.
+own rate, plus what all routers placed since and have not seen done. (What was placed before the report is not
+taken off when it is done: the report may have counted only its rest.) A decode worker keeps a request until
+its end, so requests and context are the greater of the report and of what all routers know.
 
 An account is the truth of one worker; the arrays beside it have a row rewritten when its account changes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,12 +31,15 @@ _IN_FLIGHT_S = 0.05  # a placement that much before a report may still have been
 
 @dataclass(slots=True)
 class Given:
-    """What one router has given one worker. Tokens unless said."""
+    """What one router, or several together, have given one worker. Tokens unless said."""
 
     requests: int = 0  # rooms that decode there, or wait to
     prefills: int = 0  # rooms whose first token has not come yet
     prefill_tokens: int = 0  # of those, to compute
     context_tokens: int = 0  # of the rooms that decode there: prompt and expected output
+    since_tokens: int = 0  # of prefill_tokens, placed since the worker's last report
+    promised_tokens: int = 0  # of decode's headroom, since the report
+    promised_rooms: int = 0
 
 
 @dataclass(slots=True)
@@ -46,30 +51,32 @@ class Account:
     report_number: int = 0
     own: Given = field(default_factory=Given)
     peers: Given = field(default_factory=Given)
-    since_tokens: int = 0  # prefill tokens placed since the report
-    promised_tokens: int = 0  # of decode's headroom, since the report
-    promised_rooms: int = 0
     placed_at: float = 0.0
     placed_tokens: int = 0  # the last placements, which the next report may not have seen
 
-    def report(self, record: WorkerRecord, now: float) -> None:
-        """A View has this record; it is news if the load differs."""
-        if record.load != self.record.load:
-            late = self.placed_tokens if now - self.placed_at < _IN_FLIGHT_S else 0
-            self.since_tokens = late
-            # What was promised before the report is taken to be in it. If it is not yet, a Prefill goes out
-            # early; P keeps nothing for it that it could not evict.
-            self.promised_tokens = self.promised_rooms = 0
-            self.reported_at = now
-            self.report_number += 1
+    def report(self, record: WorkerRecord, now: float) -> bool:
+        """A View has this record; it is news if the load differs. Says whether what was given changed."""
+        before = self.record.load
         self.record = record
+        if record.load == before:
+            return False
+        late = self.placed_tokens if now - self.placed_at < _IN_FLIGHT_S else 0
+        own = self.own
+        changed = own.promised_rooms > 0 or own.since_tokens != late
+        own.since_tokens = late
+        # What was promised before the report is taken to be in it. If it is not yet, a Prefill goes out
+        # early; P keeps nothing for it that it could not evict.
+        own.promised_tokens = own.promised_rooms = 0
+        self.reported_at = now
+        self.report_number += 1
+        return changed
 
     def placed(self, prefill_tokens: int, now: float) -> None:
         """It was given a prompt."""
         if now - self.placed_at >= _IN_FLIGHT_S:
             self.placed_tokens, self.placed_at = 0, now
         self.placed_tokens += prefill_tokens
-        self.since_tokens += prefill_tokens
+        self.own.since_tokens += prefill_tokens
 
     def requests(self) -> int:
         """Requests on a decode worker."""
@@ -82,13 +89,22 @@ class Account:
         known = self.own.context_tokens + self.peers.context_tokens
         return max(record.total_tokens - load.free_tokens if load != _SILENT else 0, known)
 
+    def fits(self, context_tokens: int) -> bool:
+        """A decode worker has room for one more at once, as far as one can tell."""
+        load, own, peers = self.record.load, self.own, self.peers
+        return (
+            context_tokens <= load.headroom_tokens - own.promised_tokens - peers.promised_tokens
+            and own.promised_rooms + peers.promised_rooms < load.headroom_rows
+        )
+
 
 _SILENT = WorkerLoad()
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Workers of one role that take new work, as a policy sees them now. Arrays are as long as `names`."""
+    """Workers of one role that take new work, as a policy sees them now. Arrays are as long as `names`; they
+    are the fleet's own, and right until it changes."""
 
     names: list[str]
     slots: npt.NDArray[np.intp]  # where an index row speaks of them
@@ -115,41 +131,45 @@ class _Table:
     def __init__(self, accounts: list[Account], index: GlobalIndex, hosts: dict[str, int]) -> None:
         count = len(accounts)
         self.index_version = index.version
-        self.accounts = accounts
         self.row = {one.record.id: row for row, one in enumerate(accounts)}
-        self.names = list(self.row)
-        self.slots = np.array([index.join(name) for name in self.names], np.intp)
-        self.hosts = np.array([hosts.setdefault(one.record.host, len(hosts)) for one in accounts], np.intp)
-        self._reported, self._rate, self._reported_at, self._since = np.zeros((4, count))
-        self._requests, self._context, self._capacity = np.zeros((3, count))
+        # A reported queue is base - rate x now, until it is empty.
+        self._base, self._rate, self._since = np.zeros((3, count))
+        queued, self._requests, self._context, self._capacity = np.zeros((4, count))
+        self._rows = Rows(
+            list(self.row),
+            np.array([index.join(name) for name in self.row], np.intp),
+            np.array([hosts.setdefault(one.record.host, len(hosts)) for one in accounts], np.intp),
+            queued, self._requests, self._context, self._capacity,
+        )  # fmt: skip
         for one in accounts:
             self.touch(one)
 
     def touch(self, account: Account) -> None:
         """Its figures have changed."""
         row, load = self.row[account.record.id], account.record.load
-        self._reported[row] = load.queued_prefill_tokens
-        self._rate[row] = load.prefill_tokens_per_s
-        self._reported_at[row] = account.reported_at
-        self._since[row] = account.since_tokens
+        rate = load.prefill_tokens_per_s
+        self._base[row] = load.queued_prefill_tokens + rate * account.reported_at
+        self._rate[row] = rate
+        self._since[row] = account.own.since_tokens + account.peers.since_tokens
         self._requests[row] = account.requests()
         self._context[row] = account.context()
         self._capacity[row] = account.record.total_tokens
 
     def rows(self, now: float) -> Rows:
-        """What a policy sees. The arrays are the table's own: they are right until the next change."""
-        left = self._reported - self._rate * (now - self._reported_at)
-        queued = np.maximum(left, 0.0, out=left)
-        queued += self._since
-        return Rows(
-            self.names, self.slots, self.hosts, queued, self._requests, self._context, self._capacity
-        )  # fmt: skip
+        """What a policy sees."""
+        queued = self._rows.queued
+        np.multiply(self._rate, now, out=queued)
+        np.subtract(self._base, queued, out=queued)
+        np.maximum(queued, 0.0, out=queued)
+        np.add(queued, self._since, out=queued)
+        return self._rows
 
 
 class Fleet:
     """All live workers of the model, with an account of each."""
 
     def __init__(self, index: GlobalIndex) -> None:
+        self.on_given: Callable[[Account], None] | None = None  # what this router has given is another now
         self._index = index
         self._accounts: dict[str, Account] = {}
         self._tables: dict[Role, _Table] = {}
@@ -159,36 +179,51 @@ class Fleet:
         return worker in self._accounts
 
     def account(self, worker: str) -> Account | None:
-        """A live worker's account. Call `changed` after writing to it."""
+        """A live worker's account. Call `changed` after writing to it, or `given` if it was to `own`."""
         return self._accounts.get(worker)
 
     def accounts(self) -> list[Account]:
         """All of them."""
         return list(self._accounts.values())
 
-    def update(self, records: list[WorkerRecord], now: float) -> None:
-        """A new View. Accounts of workers that stay are kept; a new incarnation starts a fresh one."""
+    def update(self, records: list[WorkerRecord], now: float) -> list[str]:
+        """A new View. Accounts of workers that stay are kept; a new incarnation starts a fresh one.
+
+        Returns the workers that are gone, those with a new incarnation among them.
+        """
         before, self._accounts = self._accounts, {}
-        same = len(before) == len(records)
+        gone, same, given = set(before), len(before) == len(records), []
         for record in records:
             account = before.get(record.id)
             if account is None or account.record.incarnation != record.incarnation:
                 account, same = Account(record, now), False
             else:
+                gone.remove(record.id)
                 same = same and account.record.draining == record.draining
-                account.report(record, now)
+                if account.report(record, now):
+                    given.append(account)
             self._accounts[record.id] = account
         if same:
             for account in self._accounts.values():
                 self.changed(account)
         else:
             self._rebuild()
+        for account in given:
+            self.given(account)
+        return sorted(gone)
 
     def changed(self, account: Account) -> None:
-        """Somebody wrote to this account."""
+        """Somebody wrote to this account. One whose worker has left or was replaced is nobody's any more."""
+        name = account.record.id
         table = self._tables[account.record.role]
-        if account.record.id in table.row:  # else it is draining: nobody chooses it
+        if self._accounts.get(name) is account and name in table.row:  # a draining worker has no row
             table.touch(account)
+
+    def given(self, account: Account) -> None:
+        """This router gave the worker something, or took it back."""
+        self.changed(account)
+        if self.on_given is not None:
+            self.on_given(account)
 
     def rows(self, role: Role, now: float, avoid: frozenset[str] = frozenset()) -> Rows:
         """Workers of a role that take new work; those to avoid only when there are no others."""

@@ -10,81 +10,132 @@ holds, s what that saves when slower tiers are weighted, q the prompt tokens que
     pair(p, d) = cost_P(p) + load_D(d) + move(p, d)
     alone(d)   = load_D(d) + prefill_queue q(d) + decode_prefill left(d)
 
-`lacking` is how much of prompt + expected output exceeds the memory that D's requests leave. The queue's
-price is convex so that a worker with a hot prefix is left once its queue nears the objective: the prefix then
-gets a second holder. D alone is a candidate when there is no P or left(d) <= alone_tokens; it wins when it
-costs no more than the best pair.
+`lacking` is how much of prompt + expected output exceeds the memory that D's requests leave. cost_P and
+load_D are less by `session` for the workers of the session's last request. The queue's price is convex so
+that a worker with a hot prefix is left once its queue nears the objective: the prefix then gets a second
+holder. D alone is a candidate when there is no P or left(d) <= alone_tokens; it wins when it costs no more
+than the best pair.
 """
 
 from __future__ import annotations
 
-import numpy as np
+import random
+from dataclasses import dataclass
 
-from router.fleet import Floats
+import numpy as np
+import numpy.typing as npt
+
+from router.fleet import Floats, Rows
+from router.options import PolicyWeights
 from router.policy import Ask, Picked, Policy, Side
 
 
 class KVPolicy(Policy):
     """See the module."""
 
+    def __init__(self, weights: PolicyWeights, alone_tokens: int, chance: random.Random) -> None:
+        super().__init__(weights, alone_tokens, chance)
+        self._neighbours: _Neighbours | None = None
+
     def pick(self, ask: Ask, prefill: Side, decode: Side) -> Picked:
         """See Policy."""
-        weights, prompt = self.weights, ask.prompt_tokens
-        left_d = decode.left(prompt)
+        weights = self.weights
+        left_d = decode.left(ask.prompt_tokens)
         load = self._load(ask, decode)
         costs = {"load": load}
         best_alone = self._alone(decode, left_d, load, costs, must=len(prefill.rows) == 0)
         if len(prefill.rows) == 0:
             assert best_alone is not None
             return Picked(best_alone, None, costs)
-        queued = prefill.rows.queued
-        cost_p = weights.prefill_queue * queued * (1.0 + queued / weights.queue_objective)
-        cost_p += weights.prefill_left * prefill.left(prompt)
-        move = weights.transfer * np.maximum(0.0, prompt - decode.held)
-        costs["prefill"], costs["decode"] = cost_p, load + move
-        p, d, cost = self._best_pair(prefill, decode, cost_p, load, move)
+        cost_p = self._prefill(ask, prefill)
+        move = (ask.prompt_tokens - decode.held) * weights.transfer
+        cost_d = load + move
+        costs["prefill"], costs["decode"] = cost_p, cost_d
+        p, d, cost = self._best_pair(prefill.rows, decode.rows, cost_p, cost_d, move)
         if best_alone is not None and costs["alone"][best_alone] <= cost:
             return Picked(best_alone, None, costs)
         return Picked(d, p, costs)
 
+    def _prefill(self, ask: Ask, prefill: Side) -> Floats:
+        """cost_P by row."""
+        weights, queued = self.weights, prefill.rows.queued
+        cost = queued * (weights.prefill_queue / weights.queue_objective)
+        cost += weights.prefill_queue
+        cost *= queued
+        left = prefill.left(ask.prompt_tokens)
+        left *= weights.prefill_left
+        cost += left
+        if prefill.last is not None:
+            cost[prefill.last] -= weights.session
+        return cost
+
     def _load(self, ask: Ask, decode: Side) -> Floats:
+        """load_D by row."""
         weights, rows = self.weights, decode.rows
-        need = ask.prompt_tokens + ask.output_tokens
-        lacking = np.maximum(0.0, rows.context + need - rows.capacity)
-        return (
-            weights.decode_load * rows.requests
-            + weights.decode_context * rows.context
-            + weights.decode_full * lacking
-        )
+        lacking = rows.context - rows.capacity
+        lacking += ask.prompt_tokens + ask.output_tokens
+        np.maximum(lacking, 0.0, out=lacking)
+        lacking *= weights.decode_full
+        load = rows.requests * weights.decode_load
+        load += rows.context * weights.decode_context
+        load += lacking
+        if decode.last is not None:
+            load[decode.last] -= weights.session
+        return load
 
     def _alone(
         self, decode: Side, left: Floats, load: Floats, costs: dict[str, Floats], must: bool
     ) -> int | None:
         """The best decode worker to do it alone; None when none may."""
-        may = left <= self.alone_tokens
-        if not must and not may.any():
+        if not must and left.min() > self.alone_tokens:
             return None
         weights = self.weights
         alone = load + weights.prefill_queue * decode.rows.queued + weights.decode_prefill * left
         if not must:
-            alone[~may] = np.inf
+            alone[left > self.alone_tokens] = np.inf
         costs["alone"] = alone
         return self.cheapest(alone)
 
     def _best_pair(
-        self, prefill: Side, decode: Side, cost_p: Floats, load: Floats, move: Floats
+        self, prefill: Rows, decode: Rows, cost_p: Floats, cost_d: Floats, move: Floats
     ) -> tuple[int, int, float]:
-        """The cheapest (P row, D row). The two are independent but for the host, so beside the two best only
-        each host's own two best can win: no matrix of all pairs."""
-        p, d = self.cheapest(cost_p), self.cheapest(load + move)
-        hosts_p, hosts_d = prefill.rows.hosts, decode.rows.hosts
-        near = self.weights.same_host if hosts_p[p] == hosts_d[d] else 1.0
-        cost = float(cost_p[p] + load[d] + near * move[d])
-        cheapest_here = np.full(max(hosts_p.max(), hosts_d.max()) + 1, np.inf)
-        np.minimum.at(cheapest_here, hosts_p, cost_p)
-        shared = cheapest_here[hosts_d] + load + self.weights.same_host * move
-        neighbour = int(shared.argmin())
-        if shared[neighbour] < cost:
-            here = np.flatnonzero(hosts_p == hosts_d[neighbour])
-            return int(here[cost_p[here].argmin()]), neighbour, float(shared[neighbour])
-        return p, d, cost
+        """The cheapest (P row, D row), and what they cost.
+
+        First D, as it costs with the P that suits it best; then P for that D. The two depend on each other by
+        their host alone, so there is no matrix of all pairs.
+        """
+        near = self._neighbours
+        if near is None or near.prefill_hosts is not prefill.hosts or near.decode_hosts is not decode.hosts:
+            near = self._neighbours = _neighbours(prefill.hosts, decode.hosts)
+        if len(near.decode) == 0:
+            p, d = self.cheapest(cost_p), self.cheapest(cost_d)
+            return p, d, float(cost_p[p] + cost_d[d])
+        spared = move * (1.0 - self.weights.same_host)
+        pairs = cost_d + cost_p.min()
+        by_host = np.minimum.reduceat(cost_p[near.prefill], near.starts)
+        shared = by_host[near.host] + (cost_d - spared)[near.decode]
+        pairs[near.decode] = np.minimum(pairs[near.decode], shared)
+        d = self.cheapest(pairs)
+        for_d = cost_p - spared[d] * (prefill.hosts == decode.hosts[d])
+        p = self.cheapest(for_d)
+        return p, d, float(for_d[p] + cost_d[d])
+
+
+@dataclass(frozen=True, slots=True)
+class _Neighbours:
+    """Who shares a host with whom. Changes only with the fleet's members, so it is kept between choices."""
+
+    prefill_hosts: npt.NDArray[np.intp]  # of these rows
+    decode_hosts: npt.NDArray[np.intp]
+    prefill: npt.NDArray[np.intp]  # P rows, host by host
+    starts: npt.NDArray[np.intp]  # where in `prefill` each host begins
+    decode: npt.NDArray[np.intp]  # D rows that have a P on their host
+    host: npt.NDArray[np.intp]  # of each of them: which of `starts`
+
+
+def _neighbours(prefill_hosts: npt.NDArray[np.intp], decode_hosts: npt.NDArray[np.intp]) -> _Neighbours:
+    order = prefill_hosts.argsort(kind="stable")
+    hosts, starts = np.unique(prefill_hosts[order], return_index=True)
+    shared = np.isin(decode_hosts, hosts).nonzero()[0]
+    host = np.searchsorted(hosts, decode_hosts[shared])
+    return _Neighbours(prefill_hosts, decode_hosts, order, starts, shared, host)

@@ -17,6 +17,9 @@ class PolicyWeights(Options):
     queue_objective: float = Field(
         16_384.0, gt=0, description="a queue of that many tokens costs twice its length: hot prefixes spread"
     )
+    requests_objective: float = Field(
+        32.0, gt=0, description="prefix-affinity leaves a D with so many requests more than the least loaded"
+    )
     prefill_left: float = Field(1.0, ge=0, description="per prompt token that P has to compute")
     host_credit: float = Field(0.9, ge=0, le=1, description="what a token held in CPU memory saves")
     storage_credit: float = Field(0.6, ge=0, le=1, description="what a token held in storage saves")

@@ -7,12 +7,12 @@ it. Belongs to one thread.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from router.fleet import Account, Fleet, Rows
+from router.fleet import Account, Fleet, Floats, Rows
 from router.index import GlobalIndex, Matches
 from router.options import PolicyWeights
 from router.page_table import Hashes
@@ -21,6 +21,7 @@ from wire.records import Role, WorkerRecord
 
 _EVENT_S = 1.0  # how long after a page is there its event may take
 _MEAN_OVER = 64  # requests whose output length counts
+_SESSIONS = 1 << 16  # that are remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +35,11 @@ class Choice:
     prefill: WorkerRecord | None
 
     @property
-    def prefill_hit(self) -> int:
+    def hit_tokens(self) -> int:
         """Prompt tokens that the worker which prefills holds."""
         if self.picked.prefill is not None:
             return int(self.prefill_side.held[self.picked.prefill])
         return int(self.decode_side.held[self.picked.decode])
-
-    @property
-    def hit_tokens(self) -> int:
-        """Prompt tokens that nobody has to compute."""
-        return max(self.prefill_hit, int(self.decode_side.held[self.picked.decode]))
 
 
 @dataclass(slots=True)
@@ -60,9 +56,11 @@ class Booking:
 
     decode: str
     prefill: str | None
+    decoder: Account
+    prefiller: Account  # of P, or of D alone
     prefill_tokens: int  # to compute, by what the index said
     context_tokens: int  # prompt and expected output, on D
-    hit_tokens: int  # prompt tokens said to be cached
+    hit_tokens: int  # prompt tokens that need not be computed, by what the index said
     fits: bool  # D has room for it at once, as far as one can tell
     report_number: int  # of the prefilling worker, when it was placed
     prefilled: bool = False
@@ -82,13 +80,13 @@ class Placer:
         self._weights = weights
         self._expect_s = expect_s
         self._expected: deque[_Expected] = deque()
-        self._settling: deque[tuple[float, _Expected]] = (
-            deque()
-        )  # the pages are there, their event may not be
+        self._settling: deque[tuple[float, _Expected]] = deque()  # there, but their event may be on its way
+        self._sessions: OrderedDict[str, tuple[str | None, str]] = OrderedDict()  # their last (P, D)
 
     def update(self, records: list[WorkerRecord], now: float) -> None:
         """A new View of the model's workers."""
-        self.fleet.update(records, now)
+        for worker in self.fleet.update(records, now):
+            self.policy.forget(worker)
         if records:
             self.page_tokens = records[0].groups[0].page_size
 
@@ -98,42 +96,44 @@ class Placer:
         if len(decode_rows) == 0:
             return None
         matches = self._index.find(ask.hashes)
-        prefill = self._side(self.fleet.rows(Role.PREFILL, now, avoid), matches)
-        decode = self._side(decode_rows, matches)
+        p, d = self._sessions.get(ask.session, (None, "")) if ask.session else (None, "")
+        prefill = self._side(self.fleet.rows(Role.PREFILL, now, avoid), matches, p)
+        decode = self._side(decode_rows, matches, d)
         picked = self.policy.pick(ask, prefill, decode)
-        p = prefill.rows.names[picked.prefill] if picked.prefill is not None else None
-        return Choice(
-            picked, prefill, decode,
-            self._account(decode.rows.names[picked.decode]).record,
-            self._account(p).record if p is not None else None,
-        )  # fmt: skip
+        p = self._account(prefill, picked.prefill).record if picked.prefill is not None else None
+        return Choice(picked, prefill, decode, self._account(decode, picked.decode).record, p)
 
     def book(self, ask: Ask, choice: Choice, now: float) -> Booking:
         """The choice is taken."""
-        decode = self._account(choice.decode.id)
-        prefiller = self._account(choice.prefill.id) if choice.prefill is not None else decode
-        left = max(1, ask.prompt_tokens - choice.prefill_hit)
+        picked = choice.picked
+        decoder = prefiller = self._account(choice.decode_side, picked.decode)
+        p = None
+        if picked.prefill is not None:
+            prefiller = self._account(choice.prefill_side, picked.prefill)
+            p = prefiller.record.id
+        hit = min(choice.hit_tokens, ask.prompt_tokens - 1)  # the last token is always computed ...
+        hit -= hit % max(1, self.page_tokens)  # ... and with it its page
+        left = ask.prompt_tokens - hit
         context = ask.prompt_tokens + int(ask.output_tokens)
-        load = decode.record.load
-        fits = (
-            context <= load.headroom_tokens - decode.promised_tokens
-            and decode.promised_rooms < load.headroom_rows
-        )
-        decode.own.requests += 1
-        decode.own.context_tokens += context
-        decode.promised_tokens += context
-        decode.promised_rooms += 1
+        booking = Booking(
+            decoder.record.id, p, decoder, prefiller, left, context, hit, decoder.fits(context),
+            prefiller.report_number,
+        )  # fmt: skip
+        own = decoder.own
+        own.requests += 1
+        own.context_tokens += context
+        own.promised_tokens += context
+        own.promised_rooms += 1
         prefiller.own.prefills += 1
         prefiller.own.prefill_tokens += left
         prefiller.placed(left, now)
-        self.fleet.changed(decode)
-        self.fleet.changed(prefiller)
-        p = choice.prefill.id if choice.prefill is not None else None
-        booking = Booking(
-            decode.record.id, p, left, context, choice.hit_tokens, fits, prefiller.report_number
-        )  # fmt: skip
+        self.fleet.given(decoder)
+        if p is not None:
+            self.fleet.given(prefiller)
         self._expect(booking, ask.hashes, choice, now)
-        self.policy.placed(ask, p, booking.decode)
+        self.policy.placed(ask, picked, choice.prefill_side, choice.decode_side)
+        if ask.session:
+            self._remember(ask.session, booking)
         return booking
 
     def prefilled(self, booking: Booking, now: float) -> None:
@@ -141,25 +141,23 @@ class Placer:
         if booking.prefilled:
             return
         booking.prefilled = True
-        account = self.fleet.account(booking.prefill or booking.decode)
-        if account is not None:
-            account.own.prefills = max(0, account.own.prefills - 1)
-            account.own.prefill_tokens = max(0, account.own.prefill_tokens - booking.prefill_tokens)
-            if account.report_number == booking.report_number:
-                account.since_tokens = max(0, account.since_tokens - booking.prefill_tokens)
-            self.fleet.changed(account)
+        account = booking.prefiller
+        account.own.prefills -= 1
+        account.own.prefill_tokens -= booking.prefill_tokens
+        if account.report_number == booking.report_number:
+            account.own.since_tokens -= booking.prefill_tokens
+        self.fleet.given(account)
         if booking.prefill is not None:
             self._settle(booking.expected[:1], now)
 
     def close(self, booking: Booking, now: float) -> None:
-        """The epoch is over. A worker that was replaced meanwhile has a fresh account, hence the floors."""
+        """The epoch is over. Once."""
         self.prefilled(booking, now)
         self._settle(booking.expected, now)
-        account = self.fleet.account(booking.decode)
-        if account is not None:
-            account.own.requests = max(0, account.own.requests - 1)
-            account.own.context_tokens = max(0, account.own.context_tokens - booking.context_tokens)
-            self.fleet.changed(account)
+        account = booking.decoder
+        account.own.requests -= 1
+        account.own.context_tokens -= booking.context_tokens
+        self.fleet.given(account)
 
     def answered(self, output_tokens: int) -> None:
         """A room ended by itself with so much output: what to expect of the next."""
@@ -177,20 +175,32 @@ class Placer:
         while self._expected and self._expected[0].until <= now:
             self._unexpect(self._expected.popleft())
 
-    def _account(self, worker: str) -> Account:
-        account = self.fleet.account(worker)
+    def _account(self, side: Side, row: int) -> Account:
+        account = self.fleet.account(side.rows.names[row])
         assert account is not None, "rows are of live workers"
         return account
 
-    def _side(self, rows: Rows, matches: Matches) -> Side:
-        weights, slots, page = self._weights, rows.slots, float(self.page_tokens)
+    def _remember(self, session: str, booking: Booking) -> None:
+        self._sessions[session] = (booking.prefill, booking.decode)
+        self._sessions.move_to_end(session)
+        if len(self._sessions) > _SESSIONS:
+            self._sessions.popitem(last=False)
+
+    def _side(self, rows: Rows, matches: Matches, last: str | None) -> Side:
+        weights, slots, page = self._weights, rows.slots, self.page_tokens
         held = np.multiply(matches.pages[slots], page, dtype=np.float64)
-        slower = (
-            (1.0 - weights.host_credit) * matches.host[slots]
-            + (1.0 - weights.storage_credit) * matches.storage[slots]
-            + (1.0 - weights.expected_credit) * matches.expected[slots]
-        )
-        return Side(rows, held, held - np.multiply(slower, page, dtype=np.float64))
+        slower: Floats | None = None
+        for pages, credit in (
+            (matches.host, weights.host_credit),
+            (matches.storage, weights.storage_credit),
+            (matches.expected, weights.expected_credit),
+        ):
+            tier = pages[slots]
+            if tier.any():
+                cost = np.multiply(tier, (1.0 - credit) * page, dtype=np.float64)
+                slower = cost if slower is None else slower + cost
+        row = rows.names.index(last) if last and last in rows.names else None
+        return Side(rows, held, held if slower is None else held - slower, page, row)
 
     def _expect(self, booking: Booking, hashes: Hashes, choice: Choice, now: float) -> None:
         """The prompt's pages will be on both."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from router.affinity_policy import PrefixAffinity
 from router.kv_policy import KVPolicy
 from router.options import PolicyWeights
 from router.policy import Policy
@@ -12,6 +13,7 @@ from wire.errors import ConfigError
 
 POLICIES: dict[str, type[Policy]] = {
     "kv": KVPolicy,
+    "prefix-affinity": PrefixAffinity,
     "least-loaded": LeastLoaded,
     "round-robin": RoundRobin,
     "random": Random,

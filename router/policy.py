@@ -1,7 +1,8 @@
 """The choice of (P, D), or of D alone: what a policy is told, what it answers, and what each costs.
 
 A policy sees the fleet as arrays (fleet.py) and the prompt's matches by worker; it knows no sockets, no rooms
-and no clock, so the router and the simulator run the same one. Policies: kv.py, affinity.py, simple.py.
+and no clock, so the router and the simulator run the same one. Policies: kv_policy.py, affinity_policy.py,
+simple_policies.py.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class Side:
     rows: Rows
     held: Floats  # in any tier, on its way included
     saved: Floats  # of those, what the policy's weights make of slower tiers
+    page_tokens: int
+    last: int | None = None  # the row that the session's last request went to
 
     def left(self, prompt_tokens: int) -> Floats:
         """Tokens to compute, slower tiers weighted. The last one is always computed."""
@@ -79,14 +82,17 @@ class Policy(ABC):
     def pick(self, ask: Ask, prefill: Side, decode: Side) -> Picked:
         """The choice. There is at least one decode worker."""
 
-    def placed(self, ask: Ask, prefill: str | None, decode: str) -> None:  # noqa: B027  most remember nothing
-        """The choice was taken."""
+    def placed(self, ask: Ask, picked: Picked, prefill: Side, decode: Side) -> None:  # noqa: B027
+        """The choice was taken. Most policies remember nothing."""
+
+    def forget(self, worker: str) -> None:  # noqa: B027  as above
+        """A worker has left, or was replaced by one that holds nothing."""
 
     def cheapest(self, costs: Floats) -> int:
         """The row that costs least; equals take turns by chance. With a temperature, nearly so."""
-        least = costs.min()
+        best = int(costs.argmin())
         if self.weights.temperature > 0:
-            odds = np.exp((least - costs) / self.weights.temperature)
-            return int(np.searchsorted(odds.cumsum(), self.chance.random() * odds.sum(), "right"))
-        equals = np.flatnonzero(costs == least)
-        return int(equals[0] if len(equals) == 1 else equals[self.chance.randrange(len(equals))])
+            odds = np.exp((costs[best] - costs) / self.weights.temperature).cumsum()
+            return int(odds.searchsorted(self.chance.random() * odds[-1], "right"))
+        equals = (costs == costs[best]).nonzero()[0]
+        return best if len(equals) == 1 else int(equals[self.chance.randrange(len(equals))])

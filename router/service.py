@@ -184,8 +184,7 @@ class Router:
     def accounts(self) -> list[dict[str, object]]:
         """What this router and the others have given each worker to do."""
         return [
-            {"id": one.record.id, "own": one.own, "peers": one.peers, "since_report_tokens": one.since_tokens}
-            for one in self.placer.fleet.accounts()
+            {"id": one.record.id, "own": one.own, "peers": one.peers} for one in self.placer.fleet.accounts()
         ]
 
     def metrics_text(self) -> bytes:

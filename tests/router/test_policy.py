@@ -114,7 +114,7 @@ def test_least_loaded_takes_the_least_loaded() -> None:
 
 
 def test_an_unknown_policy_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"policy: 'best'.*kv, .*least-loaded, round-robin, random"):
+    with pytest.raises(ConfigError, match=r"policy: 'best'.*kv, prefix-affinity, .*random"):
         make_policy("best", WEIGHTS, 0)
 
 
@@ -129,7 +129,7 @@ def test_what_was_placed_counts_before_any_report_and_until_it_is_over() -> None
     made.prefilled(booking, 0.1)
     account = made.fleet.account(booking.prefill or "")
     assert account is not None
-    assert (account.own.prefill_tokens, account.own.prefills, account.since_tokens) == (0, 0, 0)
+    assert (account.own.prefill_tokens, account.own.prefills, account.own.since_tokens) == (0, 0, 0)
     made.close(booking, 0.2)
     account = made.fleet.account("d")
     assert account is not None
@@ -147,15 +147,15 @@ def test_headroom_is_what_decode_said_less_what_was_promised_since() -> None:
 
 
 def test_pages_on_their_way_draw_the_next_request_of_the_same_prompt_until_they_are_too_old() -> None:
-    made = placer("kv", [prefill("p"), prefill("q"), decode("d")])
-    choice = made.choose(ask(600), 0.0)
+    made = placer("kv", [prefill("p"), prefill("q", queued=300), decode("d")])
+    choice = made.choose(ask(60), 0.0)
     assert choice is not None
-    booking = made.book(ask(600), choice, 0.0)
-    again = made.choose(ask(600), 0.0)
+    booking = made.book(ask(60), choice, 0.0)
+    again = made.choose(ask(60), 0.0)
     assert again is not None
-    assert again.hit_tokens == 9600
+    assert again.hit_tokens == 960
     made.tick(11.0)
-    late = made.choose(ask(600), 11.0)
+    late = made.choose(ask(60), 11.0)
     assert late is not None
     assert late.hit_tokens == 0
     made.close(booking, 11.0)
