@@ -1,8 +1,8 @@
 // The Python face of PageTable: the class `page_table.PageTable`, as router/page_table.py describes it.
 //
-// Writers give the GIL back while they work, so that a flood of events never holds up the event loop. `find` keeps
-// it: it takes microseconds, and to get the GIL back from a busy thread takes up to 5 ms. That is no deadlock,
-// because nothing takes the GIL while it holds the table's mutex.
+// `apply`, `clear` and `held` give the GIL back while they work, so that a flood of events never holds up the event
+// loop. `find`, `store` and `remove` keep it: they take microseconds, and to get the GIL back from a busy thread
+// takes up to 5 ms. That is no deadlock, because nothing takes the GIL while it holds the table's mutex.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -95,7 +95,6 @@ PyObject* write(PyObject* self, PyObject* const* args, Py_ssize_t given, Write c
   const Buffer hashes(args[2], PyBUF_ND);
   if (!check_hashes(hashes)) return nullptr;
   return guarded([&] {
-    const WithoutGil released;
     (table_of(self).*change)(slot, 1u << tier, static_cast<const uint64_t*>(hashes->buf), hashes->shape[0]);
     return Py_None;
   });
