@@ -62,7 +62,7 @@ def foreign(draw: st.DrawFn) -> dict[str, Any]:
     for optional in ("medium", "lora_name", "parent_block_hash"):
         if draw(st.booleans()):
             event.pop(optional, None)
-    event.update(draw(st.dictionaries(st.sampled_from(["group_idx", "session_id", "ß"]), anything)))
+    event.update(draw(st.dictionaries(st.sampled_from(["locality", "session_id", "ß"]), anything)))
     return dict(draw(st.permutations(list(event.items()))))
 
 
@@ -161,6 +161,8 @@ def test_any_bytes(payload: bytes) -> None:
         {"block_hashes": [b"12345678"], "token_ids": [1], "block_size": 1},
         {"block_hashes": 1, "token_ids": [1], "block_size": 1},
         {"block_hashes": [1], "token_ids": [1], "block_size": 1, "lora_name": 3},
+        {"block_hashes": [1], "token_ids": [1], "block_size": 1, "group_idx": 1},
+        {"block_hashes": [1], "token_ids": [1], "block_size": 1, "kv_cache_spec_kind": "sliding_window"},
         {"block_hashes": [1], "token_ids": [1]},
         {"token_ids": [], "block_size": 1},
         {"block_hashes": [1], "token_ids": [1], "block_size": 1, "type": "BlockMoved"},
