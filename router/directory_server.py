@@ -1,4 +1,7 @@
-"""Serves a Directory over a mailbox: Announce, Withdraw and Watch in; Announced, refusals and Views out."""
+"""Serves a Directory over a mailbox: Announce, Withdraw and Watch in; Announced, refusals and Views out.
+
+Watchers are routers. Each View says who they are, so that they find each other (router/peers.py).
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,11 @@ import threading
 import time
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from router.directory import Directory
 from wire.mailbox import Mail, Mailbox
-from wire.messages import Announce, AnnounceRefused, AnyMessage, Watch, Withdraw
+from wire.messages import Announce, AnnounceRefused, AnyMessage, View, Watch, Withdraw
 from wire.security import curve_for
 
 log = logging.getLogger(__name__)
@@ -26,6 +31,7 @@ class DirectoryServer:
         self._send = send
         self._watchers: dict[str, float] = {}  # mailbox address -> until when
         self._told_version = -1
+        self._watchers_changed = False
         self._load_changed = False
         self._next_loads_at = 0.0
 
@@ -42,8 +48,10 @@ class DirectoryServer:
         elif isinstance(message, Withdraw):
             self._directory.withdraw(message)
         elif isinstance(message, Watch):
+            if mail.sender not in self._watchers:
+                self._watchers_changed = True
             self._watchers[mail.sender] = now + _WATCH_LEASE_S
-            self._send(mail.sender, self._directory.view())
+            self._send(mail.sender, self._view())
         else:
             return False
         self._publish(now)
@@ -53,21 +61,25 @@ class DirectoryServer:
         """End leases and tell the watchers. Call it several times per lease."""
         for record in self._directory.expire(now):
             log.warning("the lease of worker %s ended", record.id)
-        self._publish(now)
-
-    def _publish(self, now: float) -> None:
-        membership = self._directory.version != self._told_version
-        if not membership and not (self._load_changed and now >= self._next_loads_at):
-            return
-        self._told_version = self._directory.version
-        self._load_changed = False
-        self._next_loads_at = now + _LOAD_INTERVAL_S
-        view = self._directory.view()
         for address, until in list(self._watchers.items()):
             if until < now:
                 del self._watchers[address]
-            else:
-                self._send(address, view)
+                self._watchers_changed = True
+        self._publish(now)
+
+    def _publish(self, now: float) -> None:
+        membership = self._watchers_changed or self._directory.version != self._told_version
+        if not membership and not (self._load_changed and now >= self._next_loads_at):
+            return
+        self._told_version = self._directory.version
+        self._load_changed = self._watchers_changed = False
+        self._next_loads_at = now + _LOAD_INTERVAL_S
+        view = self._view()
+        for address in self._watchers:
+            self._send(address, view)
+
+    def _view(self) -> View:
+        return replace(self._directory.view(), routers=sorted(self._watchers))
 
 
 class DirectoryHost:

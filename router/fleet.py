@@ -91,11 +91,21 @@ class Account:
 
     def fits(self, context_tokens: int) -> bool:
         """A decode worker has room for one more at once, as far as one can tell."""
-        load, own, peers = self.record.load, self.own, self.peers
+        load = self.record.load
         return (
-            context_tokens <= load.headroom_tokens - own.promised_tokens - peers.promised_tokens
-            and own.promised_rooms + peers.promised_rooms < load.headroom_rows
+            context_tokens <= load.headroom_tokens - self.promised_tokens
+            and self.promised_rooms < load.headroom_rows
         )
+
+    @property
+    def promised_tokens(self) -> int:
+        """Of the headroom last reported, by all routers."""
+        return self.own.promised_tokens + self.peers.promised_tokens
+
+    @property
+    def promised_rooms(self) -> int:
+        """Of the rows last reported, by all routers."""
+        return self.own.promised_rooms + self.peers.promised_rooms
 
 
 _SILENT = WorkerLoad()
@@ -222,7 +232,7 @@ class Fleet:
     def given(self, account: Account) -> None:
         """This router gave the worker something, or took it back."""
         self.changed(account)
-        if self.on_given is not None:
+        if self.on_given is not None and self._accounts.get(account.record.id) is account:
             self.on_given(account)
 
     def rows(self, role: Role, now: float, avoid: frozenset[str] = frozenset()) -> Rows:

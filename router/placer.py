@@ -100,8 +100,8 @@ class Placer:
         prefill = self._side(self.fleet.rows(Role.PREFILL, now, avoid), matches, p)
         decode = self._side(decode_rows, matches, d)
         picked = self.policy.pick(ask, prefill, decode)
-        p = self._account(prefill, picked.prefill).record if picked.prefill is not None else None
-        return Choice(picked, prefill, decode, self._account(decode, picked.decode).record, p)
+        first = self._account(prefill, picked.prefill).record if picked.prefill is not None else None
+        return Choice(picked, prefill, decode, self._account(decode, picked.decode).record, first)
 
     def book(self, ask: Ask, choice: Choice, now: float) -> Booking:
         """The choice is taken."""

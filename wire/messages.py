@@ -9,6 +9,7 @@ epoch is stale. DESIGN sections 2, 6 and 7.
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated
 
 import msgspec
 
@@ -309,18 +310,54 @@ class Withdraw(Message, frozen=True, tag="withdraw"):
 
 
 class Watch(Message, frozen=True, tag="watch"):
-    """A router wants every View for the next few seconds (repeated: it is a lease too)."""
+    """A router wants every View for the next few seconds, and to be in them (repeated: it is a lease too)."""
 
 
-class View(Message, frozen=True, tag="view"):
-    """All records whose lease holds. `version` grows with every change of membership or draining."""
+class View(Message, frozen=True, tag="view", omit_defaults=True):
+    """All records whose lease holds. `version` grows with every change of membership or draining.
+
+    `routers` are the mailboxes of all who watch.
+    """
 
     version: int
     records: list[WorkerRecord]
+    routers: list[str] = []
+
+
+# -- router <-> router -----------------------------------------------------------------------------
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class AccountRow(msgspec.Struct, frozen=True, array_like=True):
+    """What a router has given one worker. Tokens unless said; the fields are explained in router/fleet.py."""
+
+    worker: str
+    incarnation: int
+    requests: _Count
+    prefills: _Count
+    prefill_tokens: _Count
+    context_tokens: _Count
+    since_tokens: _Count
+    promised_tokens: _Count
+    promised_rooms: _Count
+
+
+class Accounts(Message, frozen=True, tag="accounts"):
+    """What a router has given workers, in absolute values. Never answered; all of it once a second.
+
+    `incarnation` is the router's. `number` grows with every message of it, and a row is newer than one of a
+    smaller number. `whole`: workers that are not listed have nothing.
+    """
+
+    incarnation: int
+    number: int
+    whole: bool
+    rows: list[AccountRow]
 
 
 AnyMessage = (
     Receipt | Prefill | Decode | Abort | Ack | Resend | Inspect | Inspected | Tokens | Timeline | Reserved
     | Rejected | KVTarget | KVDone | KVFailed | Release | Announce | Announced | AnnounceRefused | Withdraw
-    | Watch | View
+    | Watch | View | Accounts
 )  # fmt: skip
