@@ -35,7 +35,7 @@ class BlockStored(KVEvent, frozen=True, tag="BlockStored", omit_defaults=True):
     """Pages became reusable: `block_hashes[i]` covers `token_ids[i * block_size : (i + 1) * block_size]`.
 
     Fields without a default are always on the wire. token_ids are always sent, because consumers hash
-    them their own way.
+    them their own way. A hash is 64 bits, and engines write it signed or unsigned: compare modulo 2**64.
     """
 
     block_hashes: list[int]
@@ -47,6 +47,8 @@ class BlockStored(KVEvent, frozen=True, tag="BlockStored", omit_defaults=True):
     lora_name: str | None
     extra_keys: list[Any] | None = None
     cache_salt: str | None = None
+    group_idx: int | None = None  # vLLM: which KV group of a hybrid model; we publish the deciding one only
+    kv_cache_spec_kind: str | None = None  # vLLM: what that group is
 
 
 class BlockRemoved(KVEvent, frozen=True, tag="BlockRemoved", omit_defaults=True):
@@ -54,6 +56,7 @@ class BlockRemoved(KVEvent, frozen=True, tag="BlockRemoved", omit_defaults=True)
 
     block_hashes: list[int]
     medium: str | None
+    group_idx: int | None = None
 
 
 class AllBlocksCleared(KVEvent, frozen=True, tag="AllBlocksCleared"):
@@ -71,11 +74,27 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True):
     dp_rank: int | None
 
 
-class Unread(NamedTuple):
-    """An event that could not be understood, and why."""
+UnreadKind = Literal[
+    "batch", "malformed", "unknown_type", "medium", "other_group", "orphan", "block_size", "frames"
+]
+"""Why something was not used: the whole batch or its frames are broken; an event lacks or mistypes a field,
+has an unknown tag or a tier nobody knows, is of a KV group that does not decide reuse, continues a block that
+is unknown, or has a block size that pages cannot be made of."""
 
-    raw: Any
+
+class _RawBatch(msgspec.Struct, frozen=True, array_like=True):
+    """Any engine's; what is wrong with one event stays in it."""
+
+    ts: float
+    events: list[msgspec.Raw]
+
+
+class Unread(NamedTuple):
+    """An event that could not be used, and why."""
+
+    raw: Any  # its bytes, or the event
     reason: str
+    kind: UnreadKind = "malformed"
 
 
 class ReadBatch(NamedTuple):
@@ -88,7 +107,9 @@ class ReadBatch(NamedTuple):
 
 _encoder = msgspec.msgpack.Encoder()
 _strict = msgspec.msgpack.Decoder(EventBatch)
-_loose = msgspec.msgpack.Decoder(list[Any])
+_envelope = msgspec.msgpack.Decoder(_RawBatch)
+_one: msgspec.msgpack.Decoder[AnyEvent] = msgspec.msgpack.Decoder(AnyEvent)
+_loose = msgspec.msgpack.Decoder()
 
 
 def encode_batch(ts: float, events: list[AnyEvent], dp_rank: int = 0) -> bytes:
@@ -104,62 +125,69 @@ def decode_batch(payload: bytes | memoryview) -> ReadBatch:
     except (msgspec.DecodeError, UnicodeDecodeError):
         pass  # not our own form: read event by event
     try:
-        ts, raw_events = _loose.decode(payload)[:2]
-        ts = float(ts)
-        raw_events = list(raw_events)
-    except (msgspec.DecodeError, UnicodeDecodeError, ValueError, TypeError) as error:
+        envelope = _envelope.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise WireError(f"not an event batch: {error}") from error
     events: list[AnyEvent] = []
     unread: list[Unread] = []
-    for raw in raw_events:
+    for raw in envelope.events:
         try:
             events.append(_read_event(raw))
-        except (ValueError, TypeError, KeyError, IndexError) as error:
-            unread.append(Unread(raw, f"{type(error).__name__}: {error}"))
-    return ReadBatch(ts, events, unread)
+        except _UnknownType as error:
+            unread.append(Unread(bytes(raw), str(error), "unknown_type"))
+        except _MALFORMED as error:
+            unread.append(Unread(bytes(raw), f"{type(error).__name__}: {error}"))
+    return ReadBatch(envelope.ts, events, unread)
 
 
 _POSITIONAL = {
     "BlockStored": (
         "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name",
-        "extra_keys",
+        "extra_keys", "group_idx", "kv_cache_spec_kind",
     ),
-    "BlockRemoved": ("block_hashes", "medium"),
+    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
     "AllBlocksCleared": (),
 }  # fmt: skip
 
 
-def _read_event(raw: Any) -> AnyEvent:
+# What some engines leave out when there is nothing to say.
+_ABSENT = {"parent_block_hash": None, "lora_id": None, "medium": None, "lora_name": None}
+
+
+_MALFORMED = (ValueError, TypeError, KeyError, RecursionError, msgspec.MsgspecError)
+
+
+class _UnknownType(ValueError):
+    pass
+
+
+def _read_event(payload: msgspec.Raw) -> AnyEvent:
+    try:
+        return _one.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raw = _loose.decode(payload)
     if isinstance(raw, dict):
         tag, fields = raw["type"], raw
-    elif isinstance(raw, list) and raw:
+    elif isinstance(raw, list) and raw and isinstance(raw[0], str):
         tag = raw[0]
         fields = dict(zip(_POSITIONAL.get(tag, ()), raw[1:], strict=False))
     else:
         raise ValueError("neither a tagged map nor a positional array")
-    if tag == "BlockStored":
-        parent = fields.get("parent_block_hash")
-        return BlockStored(
-            block_hashes=[_hash(value) for value in fields["block_hashes"]],
-            parent_block_hash=None if parent is None else _hash(parent),
-            token_ids=list(fields["token_ids"]),
-            block_size=int(fields["block_size"]),
-            lora_id=fields.get("lora_id"),
-            medium=fields.get("medium"),
-            lora_name=fields.get("lora_name"),
-            extra_keys=fields.get("extra_keys"),
-            cache_salt=fields.get("cache_salt"),
-        )
-    if tag == "BlockRemoved":
-        return BlockRemoved([_hash(value) for value in fields["block_hashes"]], fields.get("medium"))
     if tag == "AllBlocksCleared":
         return AllBlocksCleared()
-    raise ValueError(f"unknown event type {tag!r}")
+    if tag not in ("BlockStored", "BlockRemoved"):
+        raise _UnknownType(f"unknown event type {tag!r}")
+    named = {**_ABSENT, **fields, "type": tag, "block_hashes": [_hash(one) for one in fields["block_hashes"]]}
+    if tag == "BlockRemoved":
+        return msgspec.convert(named, BlockRemoved)
+    if named.get("parent_block_hash") is not None:
+        named["parent_block_hash"] = _hash(named["parent_block_hash"])
+    return msgspec.convert(named, BlockStored)
 
 
 def _hash(value: Any) -> int:
     """Engines name blocks by signed or unsigned 64-bit ints or by digests; all become signed 64-bit."""
-    if isinstance(value, bytes):
+    if isinstance(value, bytes) and value:
         return int.from_bytes(value[:8], "big", signed=True)
     if not isinstance(value, int):
         raise TypeError(f"a block hash is an int or bytes, not {type(value).__name__}")

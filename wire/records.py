@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from enum import StrEnum
+from typing import Literal
 
 import msgspec
 
@@ -49,6 +50,13 @@ class WorkerLoad(msgspec.Struct, frozen=True):
     decode_step_s: float = 0.0  # of one step of the running batch, lately; 0: not known yet
 
 
+PageHashes = Literal["baton", "foreign"]
+"""What the block hashes in a worker's KV events are. "baton": the page hash chain of wire/page_hash.py, and
+events of the deciding group alone. "foreign": what an adapter in front of another engine (vLLM, SGLang) says.
+Those hashes mean something to that engine only, and routers hash `token_ids` themselves, in pages of
+`groups[0].page_size`; the engine's block size may be a multiple or a divisor of that."""
+
+
 class WorkerRecord(msgspec.Struct, frozen=True):
     """One live worker. `incarnation` is new each time the process starts; addresses are too."""
 
@@ -69,3 +77,4 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     transfer_backends: tuple[str, ...]
     load: WorkerLoad = WorkerLoad()
     draining: bool = False
+    page_hashes: PageHashes = "baton"  # who names the pages in its KV events
