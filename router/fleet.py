@@ -48,11 +48,10 @@ class Account:
 
     record: WorkerRecord
     reported_at: float
-    report_number: int = 0
     own: Given = field(default_factory=Given)
     peers: Given = field(default_factory=Given)
-    placed_at: float = 0.0
-    placed_tokens: int = 0  # the last placements, which the next report may not have seen
+    _prefilling: dict[int, tuple[float, int]] = field(default_factory=dict)  # ticket -> when, tokens
+    _tickets: int = 0
 
     def report(self, record: WorkerRecord, now: float) -> bool:
         """A View has this record; it is news if the load differs. Says whether what was given changed."""
@@ -60,23 +59,55 @@ class Account:
         self.record = record
         if record.load == before:
             return False
-        late = self.placed_tokens if now - self.placed_at < _IN_FLIGHT_S else 0
+        self.reported_at = now
+        late = 0
+        for placed_at, tokens in reversed(self._prefilling.values()):
+            if not self._unreported(placed_at):
+                break
+            late += tokens
         own = self.own
         changed = own.promised_rooms > 0 or own.since_tokens != late
         own.since_tokens = late
         # What was promised before the report is taken to be in it. If it is not yet, a Prefill goes out
         # early; P keeps nothing for it that it could not evict.
         own.promised_tokens = own.promised_rooms = 0
-        self.reported_at = now
-        self.report_number += 1
         return changed
 
-    def placed(self, prefill_tokens: int, now: float) -> None:
-        """It was given a prompt."""
-        if now - self.placed_at >= _IN_FLIGHT_S:
-            self.placed_tokens, self.placed_at = 0, now
-        self.placed_tokens += prefill_tokens
-        self.own.since_tokens += prefill_tokens
+    def prefill(self, tokens: int, now: float) -> int:
+        """It was given a prompt to compute. Returns a ticket for `prefilled`."""
+        own = self.own
+        own.prefills += 1
+        own.prefill_tokens += tokens
+        own.since_tokens += tokens
+        self._tickets += 1
+        self._prefilling[self._tickets] = (now, tokens)
+        return self._tickets
+
+    def prefilled(self, ticket: int) -> None:
+        """It has computed it, or will not. Once."""
+        placed_at, tokens = self._prefilling.pop(ticket)
+        own = self.own
+        own.prefills -= 1
+        own.prefill_tokens -= tokens
+        if self._unreported(placed_at):
+            own.since_tokens -= tokens
+
+    def decode(self, context_tokens: int) -> None:
+        """It was given a request, whose prompt and expected output are so long."""
+        own = self.own
+        own.requests += 1
+        own.context_tokens += context_tokens
+        own.promised_tokens += context_tokens
+        own.promised_rooms += 1
+
+    def decoded(self, context_tokens: int) -> None:
+        """That request is over. Once."""
+        self.own.requests -= 1
+        self.own.context_tokens -= context_tokens
+
+    def _unreported(self, placed_at: float) -> bool:
+        """The last report did not count it, or may not have."""
+        return self.reported_at - placed_at < _IN_FLIGHT_S
 
     def requests(self) -> int:
         """Requests on a decode worker."""

@@ -62,7 +62,7 @@ class Booking:
     context_tokens: int  # prompt and expected output, on D
     hit_tokens: int  # prompt tokens that need not be computed, by what the index said
     fits: bool  # D has room for it at once, as far as one can tell
-    report_number: int  # of the prefilling worker, when it was placed
+    ticket: int  # of the prefiller's account
     prefilled: bool = False
     expected: list[_Expected] = field(default_factory=list)  # P's first, where there is a P
 
@@ -117,16 +117,9 @@ class Placer:
         context = ask.prompt_tokens + int(ask.output_tokens)
         booking = Booking(
             decoder.record.id, p, decoder, prefiller, left, context, hit, decoder.fits(context),
-            prefiller.report_number,
+            prefiller.prefill(left, now),
         )  # fmt: skip
-        own = decoder.own
-        own.requests += 1
-        own.context_tokens += context
-        own.promised_tokens += context
-        own.promised_rooms += 1
-        prefiller.own.prefills += 1
-        prefiller.own.prefill_tokens += left
-        prefiller.placed(left, now)
+        decoder.decode(context)
         self.fleet.given(decoder)
         if p is not None:
             self.fleet.given(prefiller)
@@ -141,12 +134,8 @@ class Placer:
         if booking.prefilled:
             return
         booking.prefilled = True
-        account = booking.prefiller
-        account.own.prefills -= 1
-        account.own.prefill_tokens -= booking.prefill_tokens
-        if account.report_number == booking.report_number:
-            account.own.since_tokens -= booking.prefill_tokens
-        self.fleet.given(account)
+        booking.prefiller.prefilled(booking.ticket)
+        self.fleet.given(booking.prefiller)
         if booking.prefill is not None:
             self._settle(booking.expected[:1], now)
 
@@ -154,10 +143,8 @@ class Placer:
         """The epoch is over. Once."""
         self.prefilled(booking, now)
         self._settle(booking.expected, now)
-        account = booking.decoder
-        account.own.requests -= 1
-        account.own.context_tokens -= booking.context_tokens
-        self.fleet.given(account)
+        booking.decoder.decoded(booking.context_tokens)
+        self.fleet.given(booking.decoder)
 
     def answered(self, output_tokens: int) -> None:
         """A room ended by itself with so much output: what to expect of the next."""
