@@ -17,6 +17,7 @@ from router.index import GlobalIndex, as_hashes, digest_hashes
 from router.metrics import RouterMetrics
 from router.options import RouterOptions
 from router.page_table import Hashes
+from router.peers import TELL_AFTER_S, Peers
 from router.placer import Choice, Placer
 from router.policies import make_policy
 from router.stream import RoomPlan, RoomStream
@@ -25,7 +26,7 @@ from router.trace import RequestTrace, TraceStore
 from wire.codec import pack_tokens
 from wire.errors import ContextTooLong, InvalidRequest, ModelNotFound, Overloaded, Unavailable
 from wire.mailbox import Mail
-from wire.messages import Inspect, SamplingParams, View
+from wire.messages import Accounts, Inspect, SamplingParams, View
 from wire.page_hash import namespace_seed, page_digests
 from wire.records import Role, WorkerRecord
 from wire.security import curve_for
@@ -54,6 +55,7 @@ class Router:
         self._events: EventPlane | None = None
         self._server: DirectoryServer | None = None
         self._client: DirectoryClient | None = None
+        self._peers: Peers | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -65,6 +67,9 @@ class Router:
         self._loop = asyncio.get_running_loop()
         self._dispatcher = Dispatcher(options, self.placer, self.traces, self.metrics, self._on_other_mail)
         mailbox = self._dispatcher.mailbox
+        self._peers = Peers(
+            self.placer.fleet, mailbox.address, time.time_ns(), mailbox.send, self._tell_peers_soon
+        )
         self._events = EventPlane(self.index, curve_for(options.cluster_secret))
         if options.directory is None:
             directory = Directory(options.lease_s, time.time_ns() // 1_000_000)
@@ -260,12 +265,24 @@ class Router:
             self._server.tick(now)
         self._client.tick(now)
         self._live().tick(now)
+        if self._peers is not None:
+            self._peers.tick(now)
+
+    def _tell_peers_soon(self) -> None:
+        assert self._loop is not None
+        self._loop.call_later(TELL_AFTER_S, self._tell_peers)
+
+    def _tell_peers(self) -> None:
+        if self._dispatcher is not None and self._peers is not None:  # else the router was closed meanwhile
+            self._peers.flush()
 
     def _on_other_mail(self, mail: Mail, now: float) -> None:
         if self._server is not None and self._server.handle(mail, now):
             return
         if isinstance(mail.message, View):
             self._on_view(mail.message, now)
+        elif isinstance(mail.message, Accounts) and self._peers is not None:
+            self._peers.take(mail.sender, mail.message, now)
 
     def _on_view(self, view: View, now: float) -> None:
         assert self._client is not None
@@ -274,6 +291,8 @@ class Router:
         change = self._client.take(view, now)
         records = self.workers()
         self.placer.update(records, now)
+        if self._peers is not None:
+            self._peers.meet(view.routers)
         for record in change.lost:
             self._events.forget(record.id)
             dispatcher.lost(record, now)
