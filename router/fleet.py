@@ -48,6 +48,7 @@ class Account:
 
     record: WorkerRecord
     reported_at: float
+    report_number: int = 0
     own: Given = field(default_factory=Given)
     peers: Given = field(default_factory=Given)
     _prefilling: dict[int, tuple[float, int]] = field(default_factory=dict)  # ticket -> when, tokens
@@ -60,6 +61,7 @@ class Account:
         if record.load == before:
             return False
         self.reported_at = now
+        self.report_number += 1
         late = 0
         for placed_at, tokens in reversed(self._prefilling.values()):
             if not self._unreported(placed_at):
@@ -92,18 +94,23 @@ class Account:
         if self._unreported(placed_at):
             own.since_tokens -= tokens
 
-    def decode(self, context_tokens: int) -> None:
-        """It was given a request, whose prompt and expected output are so long."""
+    def decode(self, context_tokens: int) -> int:
+        """It was given a request, whose prompt and expected output are so long. Returns the report number."""
         own = self.own
         own.requests += 1
         own.context_tokens += context_tokens
         own.promised_tokens += context_tokens
         own.promised_rooms += 1
+        return self.report_number
 
-    def decoded(self, context_tokens: int) -> None:
-        """That request is over. Once."""
-        self.own.requests -= 1
-        self.own.context_tokens -= context_tokens
+    def decoded(self, context_tokens: int, report_number: int) -> None:
+        """That request is over. Once. Reports may never have seen it, if it was short."""
+        own = self.own
+        own.requests -= 1
+        own.context_tokens -= context_tokens
+        if report_number == self.report_number:
+            own.promised_tokens -= context_tokens
+            own.promised_rooms -= 1
 
     def _unreported(self, placed_at: float) -> bool:
         """The last report did not count it, or may not have."""

@@ -63,6 +63,7 @@ class Booking:
     hit_tokens: int  # prompt tokens that need not be computed, by what the index said
     fits: bool  # D has room for it at once, as far as one can tell
     ticket: int  # of the prefiller's account
+    report_number: int  # of the decoder's account, when it was placed
     prefilled: bool = False
     expected: list[_Expected] = field(default_factory=list)  # P's first, where there is a P
 
@@ -117,9 +118,8 @@ class Placer:
         context = ask.prompt_tokens + int(ask.output_tokens)
         booking = Booking(
             decoder.record.id, p, decoder, prefiller, left, context, hit, decoder.fits(context),
-            prefiller.prefill(left, now),
+            prefiller.prefill(left, now), decoder.decode(context),
         )  # fmt: skip
-        decoder.decode(context)
         self.fleet.given(decoder)
         if p is not None:
             self.fleet.given(prefiller)
@@ -143,7 +143,7 @@ class Placer:
         """The epoch is over. Once."""
         self.prefilled(booking, now)
         self._settle(booking.expected, now)
-        booking.decoder.decoded(booking.context_tokens)
+        booking.decoder.decoded(booking.context_tokens, booking.report_number)
         self.fleet.given(booking.decoder)
 
     def answered(self, output_tokens: int) -> None:

@@ -61,7 +61,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
         time.sleep(0.01)
 
 
-def start_router(directory: Path, model: Path, **options: object) -> RouterProcess:
+def start_router(directory: Path, model: Path, /, **options: object) -> RouterProcess:
     """A router on a free port."""
     path = directory / f"options-{time.monotonic_ns()}.json"
     base = {"model": str(model), "served_model_name": "tiny", "port": 0, "prefill_on_decode_tokens": 0}

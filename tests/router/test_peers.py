@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from msgspec.structs import replace
 
 from router.fleet import Given
 from router.index import GlobalIndex, as_hashes
@@ -169,10 +170,7 @@ def test_an_account_of_a_silent_router_or_of_an_earlier_worker_is_dropped() -> N
     a.place()
     a.peers.flush()
     exchange(a, b)
-    restarted = [
-        type(one)(**{**{name: getattr(one, name) for name in one.__struct_fields__}, "incarnation": 99})
-        for one in WORKERS
-    ]
+    restarted = [replace(one, incarnation=99) for one in WORKERS]
     b.update(restarted, ["a", "b"])
     assert set(map(str, b.of_peers().values())) == {str(Given())}
     b.update(WORKERS, ["a", "b"])
@@ -237,16 +235,13 @@ class BadWire(RuleBasedStateMachine):
         if bookings:
             self.nodes[node].placer.prefilled(bookings[index % len(bookings)], self.now)
 
-    @rule(node=st.integers(0, 1), queued=st.integers(0, 1000))
-    def report(self, node: int, queued: int) -> None:
-        busy = prefill("p")
-        record = type(busy)(
-            **{
-                **{name: getattr(busy, name) for name in busy.__struct_fields__},
-                "load": WorkerLoad(queued_prefill_tokens=queued),
-            }
+    @rule(node=st.integers(0, 1), worker=st.integers(0, 3), busy=st.integers(0, 1000))
+    def report(self, node: int, worker: int, busy: int) -> None:
+        records = list(WORKERS)
+        records[worker] = replace(
+            WORKERS[worker], load=WorkerLoad(queued_prefill_tokens=busy, running_requests=busy)
         )
-        self.nodes[node].update([record, *WORKERS[1:]], ["a", "b"], self.now)
+        self.nodes[node].update(records, ["a", "b"], self.now)
 
     @rule(node=st.integers(0, 1))
     def flush(self, node: int) -> None:
@@ -274,6 +269,8 @@ class BadWire(RuleBasedStateMachine):
             for given in (*node.own().values(), *node.of_peers().values()):
                 assert min(given.requests, given.prefills, given.prefill_tokens, given.context_tokens) >= 0
                 assert 0 <= given.since_tokens <= given.prefill_tokens
+                assert 0 <= given.promised_rooms <= given.requests
+                assert 0 <= given.promised_tokens <= given.context_tokens
 
     @invariant()
     def books_are_the_bookings(self) -> None:
