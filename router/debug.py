@@ -62,14 +62,16 @@ async def route(router: Router, request: HttpRequest) -> None:
     if "prompt" not in query:
         raise InvalidRequest("a prompt is needed", "prompt")
     prompt = router.tokenization.encode(query["prompt"])
-    choice = router.explain(prompt, query.get("extra_key", ""), query.get("cache_salt", ""))
-    if choice is None:
+    explained = router.explain(prompt, query.get("extra_key", ""), query.get("cache_salt", ""))
+    if explained is None:
         raise Unavailable("no decode worker is there")
+    choice, prediction = explained
     await request.respond_json(
         {
             "policy": router.options.policy,
             "prompt_tokens": len(prompt),
             "hit_tokens": choice.hit_tokens,
+            "predicted_ttft_s": prediction.ttft_s if prediction is not None else None,
             "prefill": choice.prefill_side.table(),
             "decode": choice.decode_side.table(),
             "costs": {name: costs.tolist() for name, costs in choice.picked.costs.items()},

@@ -10,9 +10,10 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from router.admission import Admission, Judged
 from router.metrics import RouterMetrics
 from router.options import RouterOptions
-from router.placer import Booking, Placer
+from router.placer import Booking, Choice, Placer
 from router.policy import Ask
 from router.stream import Placement, RoomPlan, RoomStream
 from router.trace import TraceStore
@@ -47,23 +48,41 @@ class Dispatcher:
     ) -> None:
         """`on_other` gets the mail that is about no room (the directory's)."""
         self.placer = placer
-        self.rooms: dict[int, RoomStream] = {}
+        self.admission = Admission(options, placer)
+        self.rooms: dict[int, RoomStream] = {}  # admitted
+        self.waiting: dict[int, RoomStream] = {}  # in admission's queue
         self._options = options
         self._traces = traces
         self._metrics = metrics
         self._on_other = on_other
         self._bookings: dict[int, Booking] = {}  # by room
+        self._fresh: tuple[int, Choice] | None = None  # made for a room at its arrival, not booked yet
+        self._first_expected: dict[int, float] = {}  # when a room's first token was predicted to come
         self._acks: dict[str, dict[tuple[int, int], int]] = {}
         self._inspections: dict[int, asyncio.Future[str]] = {}
         self._loop = asyncio.get_running_loop()
         self._drain_due = False
+        self._admit_due = False
         self.mailbox = Mailbox(options.interface, curve_for(options.cluster_secret), self._on_mail)
         self._repeater = Repeater(self.mailbox.send)
 
-    def open(self, room: RoomStream, now: float) -> None:
-        """A new room."""
-        self.rooms[room.plan.room] = room
-        room.start(now)
+    def open(self, rooms: list[RoomStream], judged: Judged | None, now: float) -> None:
+        """New rooms of one request, which admission has checked, and judged the first of them."""
+        for room in rooms:
+            self.waiting[room.plan.room] = room
+            self.admission.enqueue(room.plan.room, self.ask(room.plan), now)
+        if judged is not None:
+            first = rooms[0].plan.room
+            self._fresh = first, judged.choice
+            self._first_expected[first] = now + judged.prediction.ttft_s
+        self.admit(now)
+
+    def admit(self, now: float) -> None:
+        """Give workers to the rooms whose turn it is."""
+        while (number := self.admission.admit(now)) is not None:
+            room = self.rooms[number] = self.waiting.pop(number)
+            room.start(now)
+        self._fresh = None  # by its turn, if that comes later, another choice may be better
 
     def tick(self, now: float) -> None:
         """Repeat what is unanswered, wake rooms that are due, acknowledge."""
@@ -71,9 +90,15 @@ class Dispatcher:
             room = self.rooms.get(key.room)
             if room is not None:
                 room.on_given_up(key, now)
-        for room in list(self.rooms.values()):
+        for number, room in list(self.rooms.items()):
             room.tick(now)
+            self.admission.produced(number, len(room.tokens))
         self.placer.tick(now)
+        for number, error in self.admission.overdue(now):
+            late = self.waiting.get(number)
+            if late is not None:  # else it went with another choice of its request
+                late.fail(error)
+        self.admit(now)
         for address, upto in self._acks.items():
             self.mailbox.send(address, Ack([(room, epoch, end) for (room, epoch), end in upto.items()]))
         self._acks.clear()
@@ -96,7 +121,7 @@ class Dispatcher:
 
     def close(self) -> None:
         """Give up every room and close the mailbox."""
-        for room in list(self.rooms.values()):
+        for room in [*self.waiting.values(), *self.rooms.values()]:
             room.stop("the router is closing")
         self.mailbox.close()
 
@@ -106,11 +131,18 @@ class Dispatcher:
         """See RoomHost."""
         plan, placer, now = room.plan, self.placer, time.monotonic()
         ask = self.ask(plan, len(room.tokens))
-        choice = placer.choose(ask, now, frozenset(avoid))
+        fresh, self._fresh = self._fresh, None
+        if fresh is not None and fresh[0] == plan.room:
+            choice: Choice | None = fresh[1]
+        else:
+            choice = placer.choose(ask, now, frozenset(avoid))
         if choice is None:
             return None
+        if room.epoch == 0:
+            self._expect_first(plan.room, ask, choice, now)
         booking = placer.book(ask, choice, now)
         self._bookings[plan.room] = booking
+        self.admission.placed(plan.room, booking.prefill_tokens)
         self._traces.placed(plan.room, room.epoch, booking.prefill, booking.decode)
         self._metrics.placements.labels("pair" if booking.prefill else "alone").inc()
         return Placement(choice.decode, choice.prefill, not booking.fits)
@@ -125,13 +157,18 @@ class Dispatcher:
 
     def unplace(self, room: RoomStream) -> None:
         """See RoomHost."""
+        self._first_expected.pop(room.plan.room, None)  # what a restart costs was not to be predicted
         booking = self._bookings.pop(room.plan.room, None)
         if booking is not None:
             self.placer.close(booking, time.monotonic())
 
     def prefilled(self, room: RoomStream) -> None:
         """See RoomHost."""
-        self.placer.prefilled(self._bookings[room.plan.room], time.monotonic())
+        number, now = room.plan.room, time.monotonic()
+        self.placer.prefilled(self._bookings[number], now)
+        expected = self._first_expected.pop(number, None)
+        if expected is not None:
+            self._metrics.ttft_error.observe(expected - now)
 
     def send(self, to: str, message: AnyMessage) -> None:
         """See RoomHost."""
@@ -147,9 +184,30 @@ class Dispatcher:
 
     def closed(self, room: RoomStream) -> None:
         """See RoomHost."""
-        self.rooms.pop(room.plan.room, None)
+        number = room.plan.room
+        self.rooms.pop(number, None)
+        self.waiting.pop(number, None)
+        self._first_expected.pop(number, None)
+        self.admission.produced(number, len(room.tokens))
+        self.admission.leave(number)
         if room.restarts:
             self._metrics.restarts.inc(room.restarts)
+        if self.waiting and not self._admit_due:  # not here: a room that closes may be one of many
+            self._admit_due = True
+            self._loop.call_soon(self._admit_soon)
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _expect_first(self, number: int, ask: Ask, choice: Choice, now: float) -> None:
+        """Predict when the first token comes, unless that was done at arrival."""
+        if number not in self._first_expected:
+            prediction = self.admission.predict(ask, choice, admitted=True)
+            if prediction is not None:
+                self._first_expected[number] = now + prediction.ttft_s
+
+    def _admit_soon(self) -> None:
+        self._admit_due = False
+        self.admit(time.monotonic())
 
     # -- mail ----------------------------------------------------------------------------------
 

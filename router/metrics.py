@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from wire.stages import Stamp
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_ERRORS = (*(-second for second in reversed(_SECONDS) if second <= 30), 0, *_SECONDS[:-2])
 
 
 class RouterMetrics:
@@ -20,6 +21,9 @@ class RouterMetrics:
             "baton_router_requests_total", "Requests by HTTP status", ["status"], registry=registry
         )
         self.rooms = Gauge("baton_router_rooms", "Rooms in flight", registry=registry)
+        self.queued_rooms = Gauge(
+            "baton_router_queued_rooms", "Rooms that wait for their turn", registry=registry
+        )
         self.restarts = Counter("baton_router_restarts_total", "Rooms started again", registry=registry)
         self.aborts = Counter(
             "baton_router_aborts_total", "Requests ended by their client", registry=registry
@@ -41,6 +45,10 @@ class RouterMetrics:
         self.ttft = Histogram(
             "baton_router_ttft_seconds", "Arrival to first token", buckets=_SECONDS, registry=registry
         )
+        self.ttft_error = Histogram(
+            "baton_router_ttft_error_seconds", "Predicted minus actual time to first token", buckets=_ERRORS,
+            registry=registry,
+        )  # fmt: skip
         self.latency = Histogram(
             "baton_router_request_seconds", "Arrival to last token", buckets=_SECONDS, registry=registry
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import Field
 
@@ -36,7 +37,33 @@ class PolicyWeights(Options):
     )
 
 
-class RouterOptions(Options):
+class AdmissionOptions(Options):
+    """Who waits, and who is told to come back (admission.py, docs/admission.md)."""
+
+    max_in_flight: int = Field(1024, ge=1, description="rooms that run at once; beyond: the queue, or 429")
+    max_queued: int = Field(0, ge=0, description="rooms that wait in the router; beyond: 429. 0: no queue")
+    max_queue_s: float = Field(
+        10.0, gt=0, description="a room waits in the queue at most this long; then 429"
+    )
+    queue_prefill_tokens: int | None = Field(
+        None, ge=0,
+        description="rooms wait in the queue while every prefill worker has more prompt tokens queued than "
+        "this; null: never for that",
+    )  # fmt: skip
+    queue_decode_full: bool = Field(
+        False, description="rooms wait in the queue while no decode worker has memory and a row for the next"
+    )
+    max_ttft_s: float | None = Field(
+        None, gt=0,
+        description="429 at arrival when the first token is predicted to take longer; null: never for that",
+    )  # fmt: skip
+    tenant_weights: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        default_factory=dict, description="share of service by tenant when there is a queue; others have 1"
+    )
+    retry_after_s: float = Field(1.0, gt=0, description="told with a 429 that predicts nothing better")
+
+
+class RouterOptions(AdmissionOptions):
     """Everything a router can be told."""
 
     model: Path = Field(
@@ -60,8 +87,6 @@ class RouterOptions(Options):
         10.0, gt=0, description="pages of a prompt on its way count as held at most this long"
     )
 
-    max_in_flight: int = Field(1024, ge=1, description="rooms; beyond: 429")
-    retry_after_s: float = Field(1.0, gt=0, description="told with a 429 that predicts nothing better")
     worker_wait_s: float = Field(10.0, gt=0, description="for a worker to appear; then 503")
     hold_prefill_s: float = Field(2.0, gt=0, description="Prefill waits for Reserved at most this long")
     receipt_timeout_s: float = Field(

@@ -20,11 +20,12 @@ from router.page_table import Hashes
 from router.peers import TELL_AFTER_S, Peers
 from router.placer import Choice, Placer
 from router.policies import make_policy
+from router.prediction import Prediction
 from router.stream import RoomPlan, RoomStream
 from router.tokenization import Tokenization
 from router.trace import RequestTrace, TraceStore
 from wire.codec import pack_tokens
-from wire.errors import ContextTooLong, InvalidRequest, ModelNotFound, Overloaded, Unavailable
+from wire.errors import ContextTooLong, InvalidRequest, ModelNotFound, Unavailable
 from wire.mailbox import Mail
 from wire.messages import Accounts, Inspect, SamplingParams, View
 from wire.page_hash import namespace_seed, page_digests
@@ -140,19 +141,13 @@ class Router:
         return wanted if wanted is not None else limit - len(prompt)
 
     def submit(self, submission: Submission, stamps: list[Stamp]) -> Generation:
-        """Start a request. Raises Overloaded when too much is in flight already."""
+        """Start a request. Raises Overloaded when there is no place for it, or when it would be too late."""
         dispatcher, options = self._live(), self.options
-        rooms = len(submission.prompts) * submission.n
-        if rooms > options.max_in_flight:
-            raise InvalidRequest(
-                f"{rooms} choices are more than the {options.max_in_flight} in flight allowed"
-            )
-        if len(dispatcher.rooms) + rooms > options.max_in_flight:
-            raise Overloaded(
-                f"{len(dispatcher.rooms)} of {options.max_in_flight} places are taken", options.retry_after_s
-            )
-        generation = Generation(submission, self._on_first, self._on_end)
+        admission, now = dispatcher.admission, time.monotonic()
+        admission.check(len(submission.prompts) * submission.n)
         plans = self._plans(submission)
+        judged = admission.judge(dispatcher.ask(plans[0]), now)
+        generation = Generation(submission, self._on_first, self._on_end)
         trace = RequestTrace(submission.request_id, [plan.room for plan in plans], submission.arrived_ns)
         trace.router_stamps = [*stamps, Stamp(RequestStage.TOKENIZER_DISPATCH, time.time_ns())]
         self.traces.open(trace)
@@ -162,20 +157,21 @@ class Router:
             output = ChoiceOutput(index, generation, detokenizer, submission.stop)
             output.room = RoomStream(plan, dispatcher, output, options)
             generation.outputs.append(output)
-        now = time.monotonic()
-        for output in generation.outputs:
-            assert output.room is not None
-            if not output.room.done:  # an earlier choice's failure has stopped the others
-                dispatcher.open(output.room, now)
+        rooms = [output.room for output in generation.outputs if output.room is not None]
+        dispatcher.open(rooms, judged, now)
         return generation
 
-    def explain(self, prompt: list[int], extra_key: str = "", cache_salt: str = "") -> Choice | None:
-        """What the policy would choose for a prompt now."""
+    def explain(
+        self, prompt: list[int], extra_key: str = "", cache_salt: str = ""
+    ) -> tuple[Choice, Prediction | None] | None:
+        """What the policy would choose for a prompt now, and when its first token would come."""
         submission = Submission(
             "explain", [prompt], SamplingParams(), extra_key=extra_key, cache_salt=cache_salt
         )
-        ask = self._live().ask(self._plans(submission)[0])
-        return self.placer.choose(ask, time.monotonic())
+        dispatcher = self._live()
+        ask = dispatcher.ask(self._plans(submission)[0])
+        choice = self.placer.choose(ask, time.monotonic())
+        return None if choice is None else (choice, dispatcher.admission.predict(ask, choice))
 
     async def inspect(self, worker_id: str, what: str) -> str:
         """A worker's own report. Raises InvalidRequest for a stranger, TimeoutError for a silent one."""
@@ -198,6 +194,7 @@ class Router:
         for role in Role:
             self.metrics.workers.labels(str(role)).set(sum(record.role is role for record in records))
         self.metrics.rooms.set(len(self._live().rooms))
+        self.metrics.queued_rooms.set(len(self._live().waiting))
         self.metrics.index_pages.set(len(self.index))
         if self._events is not None:
             self.metrics.bad_events.set(self._events.bad_events)
@@ -252,6 +249,10 @@ class Router:
             metrics.latency.observe((trace.finished_ns - trace.arrived_ns) / 1e9)
         if generation.abandoned():
             metrics.aborts.inc()
+        else:
+            for output in generation.outputs:
+                if output.tokens:
+                    self.placer.answered(output.tokens)
         metrics.prompt_tokens.inc(generation.prompt_tokens())
         metrics.cached_tokens.inc(generation.cached_tokens())
         metrics.output_tokens.inc(generation.completion_tokens())
@@ -299,3 +300,4 @@ class Router:
         for record in change.joined:
             if record.model == self.options.served_model_name:
                 self._events.follow(record)
+        dispatcher.admit(now)

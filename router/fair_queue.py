@@ -1,0 +1,214 @@
+"""FairQueue: rooms that wait for their turn, no tenant at another's expense.
+
+A virtual token counter per tenant (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024).
+It grows by what the tenant is served, prompt tokens at its turn and output tokens as they come, over the
+tenant's weight; the waiting tenant with the smallest counter is next. A tenant that comes to wait after it
+did not is lifted to the smallest counter among those that wait: time in which it wanted nothing is no credit.
+
+    A  |#########|##|          serve B, then C, then A
+    B  |####|
+    C  |######|                D comes: it starts at B's, and of equals goes who was served longest ago
+
+Deficit round robin was rejected: it must know what a request costs when its turn comes, and here most of the
+cost, the output, is known only afterwards. Within a tenant: greater priority first, then first come.
+
+Memory: tenants with rooms, and a bounded number of those that have none but are ahead of the others still.
+Whose counter is no greater than what it would be lifted to is forgotten, and nothing is lost by that. Pure;
+belongs to one thread.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import count
+from typing import NamedTuple
+
+INPUT_WEIGHT = 1.0
+OUTPUT_WEIGHT = 2.0
+"""A token of output counts as two of a prompt, as in the paper."""
+_MOST_IDLE = 4096
+
+
+class Ahead(NamedTuple):
+    """What is served before a newcomer, by the counters of now."""
+
+    rooms: float
+    tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A room in the queue."""
+
+    room: int
+    tenant: str
+    order: tuple[int, int]  # within the tenant: -priority, number
+    tokens: int  # of its prompt
+    until: float
+
+
+@dataclass(slots=True)
+class _Tenant:
+    name: str
+    weight: float
+    counter: float  # what it was served, over its weight
+    waiting: list[Waiting] = field(default_factory=list)
+    waiting_tokens: int = 0
+    running: int = 0  # rooms that had their turn and are not over
+    turn: int = 0  # number of its last one
+
+
+def _order(waiting: Waiting) -> tuple[int, int]:
+    return waiting.order
+
+
+class FairQueue:
+    """Push, head, pop; then charge what the room is served, until it is over."""
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        """`weights` are shares of service; a tenant that is not named has weight 1."""
+        self._weights = weights
+        self._tenants: dict[str, _Tenant] = {}
+        self._queued: dict[str, _Tenant] = {}  # those that wait
+        self._idle: dict[str, _Tenant] = {}  # those without rooms, longest first
+        self._waiting: dict[int, Waiting] = {}  # by room, first come first
+        self._last: _Tenant | None = None  # whose turn was last
+        self._running = 0
+        self.tokens = 0  # of prompts, of those that wait
+        self._numbers = count(1)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, room: int) -> bool:
+        return room in self._waiting
+
+    def __iter__(self) -> Iterator[Waiting]:
+        """First come first, whatever their turns."""
+        return iter(self._waiting.values())
+
+    @property
+    def tenants(self) -> int:
+        """How many are remembered."""
+        return len(self._tenants)
+
+    def push(self, room: int, tenant: str, priority: int, tokens: int, until: float) -> None:
+        """Wait for a turn; `tokens` of prompt, at least 1, are charged then."""
+        assert room not in self._waiting, f"room {room} waits already"
+        owner = self._enter(tenant)
+        waiting = Waiting(room, tenant, (-priority, next(self._numbers)), max(1, tokens), until)
+        insort(owner.waiting, waiting, key=_order)
+        owner.waiting_tokens += waiting.tokens
+        self.tokens += waiting.tokens
+        self._queued[tenant] = owner
+        self._waiting[room] = waiting
+
+    def head(self) -> Waiting | None:
+        """Whose turn is next."""
+        return self._next().waiting[0] if self._queued else None
+
+    def pop(self) -> Waiting:
+        """The head takes its turn. The queue must not be empty."""
+        owner = self._next()
+        waiting = owner.waiting[0]
+        self._take(owner, waiting)
+        owner.running += 1
+        self._running += 1
+        owner.turn = next(self._numbers)
+        self._last = owner
+        self.charge(waiting.tenant, waiting.tokens, 0)
+        return waiting
+
+    def remove(self, room: int) -> None:
+        """A room that waits gives up."""
+        waiting = self._waiting[room]
+        owner = self._tenants[waiting.tenant]
+        self._take(owner, waiting)
+        self._retire(owner)
+
+    def charge(self, tenant: str, input_tokens: int, output_tokens: int) -> None:
+        """A tenant with running rooms was served so much, or less than was charged (negative)."""
+        owner = self._tenants[tenant]
+        owner.counter += (INPUT_WEIGHT * input_tokens + OUTPUT_WEIGHT * output_tokens) / owner.weight
+
+    def over(self, tenant: str) -> None:
+        """One of its running rooms has ended."""
+        owner = self._tenants[tenant]
+        owner.running -= 1
+        self._running -= 1
+        self._retire(owner)
+
+    def ahead(self, tenant: str, priority: int) -> Ahead:
+        """What would be served before a room that this tenant pushes now."""
+        owner = self._tenants.get(tenant)
+        level = self._level()
+        weight = self._weights.get(tenant, 1.0)
+        mine = (
+            []
+            if owner is None
+            else owner.waiting[: bisect_left(owner.waiting, (-priority + 1, 0), key=_order)]
+        )
+        tokens = float(sum(one.tokens for one in mine))
+        rooms = float(len(mine))
+        at = (level if owner is None else max(owner.counter, level)) + INPUT_WEIGHT * tokens / weight
+        for other in self._queued.values():
+            if other is not owner:
+                share = (at - other.counter) * other.weight / (INPUT_WEIGHT * other.waiting_tokens)
+                share = min(1.0, max(0.0, share))
+                tokens += share * other.waiting_tokens
+                rooms += share * len(other.waiting)
+        return Ahead(rooms, tokens)
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _next(self) -> _Tenant:
+        # A heap of counters would have to follow every charge; those that wait are few.
+        return min(self._queued.values(), key=lambda one: (one.counter, one.turn))
+
+    def _level(self) -> float:
+        """Where a tenant that has not waited begins."""
+        if self._queued:
+            return min(one.counter for one in self._queued.values())
+        return self._last.counter if self._last is not None else 0.0
+
+    def _enter(self, name: str) -> _Tenant:
+        owner = self._tenants.get(name)
+        if owner is None:
+            owner = self._tenants[name] = _Tenant(name, self._weights.get(name, 1.0), self._level())
+        elif not owner.waiting:
+            self._idle.pop(name, None)
+            owner.counter = max(owner.counter, self._level())
+        return owner
+
+    def _take(self, owner: _Tenant, waiting: Waiting) -> None:
+        del self._waiting[waiting.room]
+        del owner.waiting[bisect_left(owner.waiting, waiting.order, key=_order)]
+        owner.waiting_tokens -= waiting.tokens
+        self.tokens -= waiting.tokens
+        if not owner.waiting:
+            del self._queued[owner.name]
+
+    def _retire(self, owner: _Tenant) -> None:
+        """Forget whom nothing is lost by, and if there are too many the others that are idle longest."""
+        if owner.waiting or owner.running:
+            return
+        if not self._queued and not self._running:  # nobody is at anybody's expense
+            self._tenants.clear()
+            self._idle.clear()
+            self._last = None
+            return
+        level = self._level()
+        self._idle[owner.name] = owner
+        if owner.counter <= level:
+            self._forget(owner)
+        elif len(self._idle) > _MOST_IDLE:
+            for one in [one for one in self._idle.values() if one.counter <= level]:
+                self._forget(one)
+            while len(self._idle) > _MOST_IDLE:
+                self._forget(next(iter(self._idle.values())))
+
+    def _forget(self, tenant: _Tenant) -> None:
+        del self._idle[tenant.name]
+        del self._tenants[tenant.name]
