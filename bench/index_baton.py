@@ -1,0 +1,114 @@
+"""Our side of bench.index: the event plane, the index and the placer as the router composes them."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from bench.index_load import PAGE, Form, Load
+from bench.index_publisher import TIMEOUT_S, Remote
+from router.event_plane import EventPlane
+from router.index import GlobalIndex
+from router.options import PolicyWeights
+from router.placer import Booking, Placer
+from router.policies import make_policy
+from router.policy import Ask
+from wire.records import PageHashes, WorkerRecord
+
+OUTSTANDING = 64  # rooms at a time
+_LOOK_S = 0.002
+
+
+class BatonIndex:
+    """An index that a plane fills from 64 workers' sockets."""
+
+    def __init__(self, load: Load, remote: Remote, page_hashes: PageHashes = "baton") -> None:
+        self._load = load
+        self._remote = remote
+        self.index = GlobalIndex()
+        self._plane = EventPlane(self.index, None)
+        self.records: list[WorkerRecord] = remote.open(page_hashes)
+        for record in self.records:
+            self._plane.follow(record)
+        remote.call("wait_subscribed")
+
+    def fill(self, form: Form) -> float:
+        """Receive everything; blocks per second from the first send until the last is in the index."""
+        batches = sum(1 for _ in self._load.insertions())
+        started = time.perf_counter()
+        self._remote.start("send", form)
+        while self._plane.counters.batches < batches:
+            assert time.perf_counter() - started < TIMEOUT_S, "batches are missing"
+            time.sleep(_LOOK_S)
+        took = time.perf_counter() - started
+        self._remote.result()
+        assert len(self.index) == self._load.different_pages()
+        return self._load.blocks() / took
+
+    def close(self) -> None:
+        """Stop the plane; the workers close too."""
+        self._plane.close()
+        self._remote.call("close")
+
+
+def ingest(load: Load, remote: Remote, form: Form) -> float:
+    """Blocks per second into an empty index."""
+    remote.call("prepare", form)
+    filled = BatonIndex(load, remote, "foreign" if form == Form.FOREIGN else "baton")
+    try:
+        return filled.fill(form)
+    finally:
+        filled.close()
+
+
+@contextmanager
+def filled(load: Load, remote: Remote) -> Iterator[BatonIndex]:
+    """An index that holds everything, with workers that can churn."""
+    remote.call("prepare", Form.NODE)
+    made = BatonIndex(load, remote)
+    try:
+        made.fill(Form.NODE)
+        yield made
+    finally:
+        made.close()
+
+
+class Selector:
+    """Chooses and books, with a fixed number of rooms under way. Only choice and booking are timed."""
+
+    def __init__(self, load: Load, filled: BatonIndex) -> None:
+        weights = PolicyWeights.model_validate({})
+        policy = make_policy("kv", weights, alone_tokens=16, chance=random.Random(1))
+        self._placer = Placer(filled.index, policy, weights, expect_s=10.0)
+        self._placer.update(filled.records, time.monotonic())
+        self._asks = [
+            Ask(prompt_tokens=load.shape.pages * PAGE + 8, hashes=hashes, output_tokens=256.0)
+            for hashes in load.hashes
+        ]
+        self._rooms: deque[Booking] = deque()
+
+    def select(self, sequence: int) -> float:
+        """Seconds of one choice of (P, D), reserved."""
+        placer, ask = self._placer, self._asks[sequence]
+        started = time.perf_counter()
+        now = time.monotonic()
+        choice = placer.choose(ask, now)
+        assert choice is not None
+        booking = placer.book(ask, choice, now)
+        took = time.perf_counter() - started
+        self._rooms.append(booking)
+        if len(self._rooms) > OUTSTANDING:
+            placer.close(self._rooms.popleft(), now)
+        placer.tick(now)
+        return took
+
+
+def find(filled: BatonIndex, load: Load, sequence: int) -> float:
+    """Seconds of one match of 128 ready hashes against all workers."""
+    hashes = load.hashes[sequence]
+    started = time.perf_counter()
+    filled.index.find(hashes)
+    return time.perf_counter() - started

@@ -1,0 +1,111 @@
+"""What the workers of bench.index hold, and the events that say so.
+
+Every sequence is a prefix that many share and a suffix of its own. A worker holds some of all sequences: the
+first with a prefix comes as one node of all pages, the next as a node of its suffix. Batches are encoded
+once; two workers that insert the same node send the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from wire.events import AnyEvent, BlockRemoved, BlockStored, encode_batch
+from wire.page_hash import event_hash, namespace_seed, page_digests
+
+PAGE = 16
+VOCABULARY = 100_000
+
+
+class Form(StrEnum):
+    """How a node is told."""
+
+    NODE = "node"  # one BlockStored with all its pages: our publisher's
+    PAGE = "page"  # one BlockStored per page, in one batch: SGLang's
+    FOREIGN = "foreign"  # one BlockStored, hashes unsigned and opaque: vLLM's
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Who holds how much. Sequences are `pages` long, the first `shared` pages are those of its prefix."""
+
+    workers: int = 64
+    sequences: int = 1600
+    prefixes: int = 40
+    held: int = 104  # sequences of one worker
+    pages: int = 128
+    shared: int = 64
+
+
+class Insertion(NamedTuple):
+    """A worker inserts `sequence`, from page `start` on."""
+
+    worker: int
+    sequence: int
+    start: int
+
+
+class Load:
+    """The sequences, who inserts what, and the batches. The same in every process that makes it."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        random = np.random.default_rng(5)
+        prefixes = random.integers(0, VOCABULARY, (shape.prefixes, shape.shared * PAGE), np.int32)
+        own = (shape.sequences, (shape.pages - shape.shared) * PAGE)
+        suffixes = random.integers(0, VOCABULARY, own, np.int32)
+        self._prefix_of = random.integers(0, shape.prefixes, shape.sequences)
+        self.tokens = np.concatenate([prefixes[self._prefix_of], suffixes], axis=1)
+        self.hashes = np.array([_hashes(tokens) for tokens in self.tokens], np.int64)
+        self.held = np.array(
+            [random.choice(shape.sequences, shape.held, replace=False) for _ in range(shape.workers)]
+        )
+        self.payload = cache(self._payload)  # (sequence, start, form) -> one batch
+
+    def insertions(self) -> Iterator[Insertion]:
+        """What fills all workers, one after the other as their requests come."""
+        seen: set[tuple[int, int]] = set()
+        for turn in range(self.shape.held):
+            for worker in range(self.shape.workers):
+                sequence = int(self.held[worker, turn])
+                key = (worker, int(self._prefix_of[sequence]))
+                yield Insertion(worker, sequence, self.shape.shared if key in seen else 0)
+                seen.add(key)
+
+    def blocks(self) -> int:
+        """Pages that the insertions say, counted by worker."""
+        return sum(self.shape.pages - insertion.start for insertion in self.insertions())
+
+    def different_pages(self) -> int:
+        """Pages that somebody holds."""
+        return len(np.unique(self.hashes[np.unique(self.held)]))
+
+    def removal(self, sequence: int) -> bytes:
+        """The batch that evicts a sequence's suffix."""
+        pages: list[int] = self.hashes[sequence, self.shape.shared :].tolist()
+        return encode_batch(1.0, [BlockRemoved(pages, "GPU")])
+
+    def _payload(self, sequence: int, start: int, form: Form) -> bytes:
+        hashes, tokens = self.hashes[sequence], self.tokens[sequence]
+        if form == Form.FOREIGN:
+            hashes = (hashes ^ np.int64(0x5555)).astype(np.uint64)
+        pages, ids = hashes.tolist(), tokens.tolist()
+        step = 1 if form == Form.PAGE else self.shape.pages - start
+        events: list[AnyEvent] = [
+            BlockStored(
+                pages[at : at + step], pages[at - 1] if at else None, ids[at * PAGE : (at + step) * PAGE],
+                PAGE, None, "GPU", None,
+            )
+            for at in range(start, self.shape.pages, step)
+        ]  # fmt: skip
+        return encode_batch(1.0, events)
+
+
+def _hashes(tokens: npt.NDArray[np.int32]) -> list[int]:
+    return [event_hash(digest) for digest in page_digests(namespace_seed("bench"), tokens.tobytes(), PAGE)]
