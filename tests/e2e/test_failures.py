@@ -57,9 +57,8 @@ def test_a_worker_that_goes_in_mid_stream_loses_doubles_and_contradicts_nothing(
             futures: list[Future[dict[str, Any]]] = [
                 pool.submit(running.generate, prompt, OUTPUT_TOKENS) for prompt in asked
             ]
-            wait_until_busy(running, running.decode[0])
-            children = running.prefill if role == "prefill" else running.decode
-            victim = children.pop(0)
+            busy = wait_until_busy(running)
+            victim = running.prefill.pop(0) if role == "prefill" else take(running.decode, busy)
             how(victim)
             answers = [future.result(60.0) for future in futures]
         assert [answer["output_ids"] for answer in answers] == [
@@ -68,11 +67,20 @@ def test_a_worker_that_goes_in_mid_stream_loses_doubles_and_contradicts_nothing(
         running.settle()
 
 
-def wait_until_busy(running: Stack, worker: Child) -> None:
-    """Until at least two rooms decode there."""
+def wait_until_busy(running: Stack) -> Child:
+    """A decode worker on which at least two rooms decode now."""
     deadline = time.monotonic() + 20.0
-    while running.inspect(worker, "load")["running_requests"] < 2:
+    while True:
+        for child in running.decode:
+            if running.inspect(child, "load")["running_requests"] >= 2:
+                return child
         assert time.monotonic() < deadline, "nothing ever ran"
+
+
+def take(children: list[Child], one: Child) -> Child:
+    """It belongs to the stack no longer: whoever takes it ends it."""
+    children.remove(one)
+    return one
 
 
 def test_a_stopped_prefill_worker_holds_decode_pages_in_quarantine_until_it_is_gone(

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from engine.fake import fake_generate
-from tests.e2e.test_failures import OPTIONS, OUTPUT_TOKENS, ROUTER, kill, prompts, wait_until_busy
+from tests.e2e.test_failures import OPTIONS, OUTPUT_TOKENS, ROUTER, kill, prompts, take, wait_until_busy
 from tests.support.reference import draw_model
 from tools.local_stack import Stack, stack
 from tools.processes import Child
@@ -38,12 +38,13 @@ def right(asked: list[list[int]]) -> list[list[int]]:
     return [fake_generate(prompt, OUTPUT_TOKENS, groups=GROUPS) for prompt in asked]
 
 
-def ask_while(running: Stack, asked: list[list[int]], tokens: int, happens: Callable[[], None]) -> list[Any]:
-    """All answers, where something happens once several rooms decode."""
+def ask_while(
+    running: Stack, asked: list[list[int]], tokens: int, happens: Callable[[Child], None]
+) -> list[Any]:
+    """All answers, where something happens once several rooms decode; it is told on which worker."""
     with ThreadPoolExecutor(len(asked)) as pool:
         futures = [pool.submit(running.generate, prompt, tokens) for prompt in asked]
-        wait_until_busy(running, running.decode[0])
-        happens()
+        happens(wait_until_busy(running))
         return [future.result(100.0)["output_ids"] for future in futures]
 
 
@@ -52,8 +53,11 @@ def test_a_worker_that_dies_in_mid_stream(tiny_model: Path, tmp_path: Path, role
     """Then everything is asked again, of those that are left: what they cached must be right."""
     asked = prompts(16, seed=8)
     with stack(tiny_model, tmp_path, prefill=2, decode=2, router=ROUTER, **HYBRID) as running:
-        children: list[Child] = getattr(running, role)
-        assert ask_while(running, asked, OUTPUT_TOKENS, lambda: kill(children.pop(1))) == right(asked)
+
+        def dies(busy: Child) -> None:
+            kill(running.prefill.pop(1) if role == "prefill" else take(running.decode, busy))
+
+        assert ask_while(running, asked, OUTPUT_TOKENS, dies) == right(asked)
         running.settle()
         again = running.generate_all(asked, OUTPUT_TOKENS)
         assert [answer["output_ids"] for answer in again] == right(asked)
@@ -112,7 +116,7 @@ def test_a_real_model_whoever_dies(family: str, tmp_path: Path) -> None:
     }  # fmt: skip
     router = {"prefill_on_decode_tokens": 0, "token_timeout_s": 10.0, "first_token_timeout_s": 30.0}
     with stack(path, tmp_path, prefill=2, decode=2, router=router, **options) as running:
-        assert ask_while(running, asked, TOKENS, lambda: kill(running.prefill.pop(0))) == answers
+        assert ask_while(running, asked, TOKENS, lambda _: kill(running.prefill.pop(0))) == answers
         running.settle()
-        assert ask_while(running, asked, TOKENS, lambda: kill(running.decode.pop(1))) == answers
+        assert ask_while(running, asked, TOKENS, lambda busy: kill(take(running.decode, busy))) == answers
         running.settle()
