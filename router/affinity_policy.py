@@ -123,7 +123,7 @@ class PrefixAffinity(Policy):
         )
         held = self.decode_trees.held(decode.rows.names[d], hashes) * decode.page_tokens
         costs = {"decode": decode.rows.requests}
-        if len(prefill.rows) == 0 or ask.prompt_tokens - held <= self.alone_tokens:
+        if len(prefill.rows) == 0 or max(1, ask.prompt_tokens - held) <= self.alone_tokens:
             return Picked(d, None, costs)
         p = self._follow(
             self.prefill_trees, ask, hashes, prefill, prefill.rows.queued, weights.queue_objective

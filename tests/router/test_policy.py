@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from router.index import GlobalIndex, as_hashes
@@ -30,12 +33,13 @@ def placer(name: str, workers: list[WorkerRecord], alone_tokens: int = 0) -> Pla
 
 
 def prefill(name: str, queued: int = 0, host: str = "") -> WorkerRecord:
-    return record(name, load=WorkerLoad(queued_prefill_tokens=queued), host=host or name)
+    load = WorkerLoad(queued_prefill_tokens=queued, free_tokens=1 << 20)
+    return record(name, load=load, host=host or name, total_tokens=1 << 20)
 
 
 def decode(name: str, requests: int = 0, host: str = "") -> WorkerRecord:
     load = WorkerLoad(running_requests=requests, headroom_tokens=10_000, headroom_rows=8, free_tokens=1 << 20)
-    return record(name, role=Role.DECODE, load=load, host=host or name)
+    return record(name, role=Role.DECODE, load=load, host=host or name, total_tokens=1 << 20)
 
 
 def chosen(choice: Choice | None) -> tuple[str | None, str]:
@@ -174,3 +178,102 @@ def test_a_draining_worker_is_no_candidate() -> None:
 def test_workers_to_avoid_are_taken_when_there_are_no_others() -> None:
     made = placer("kv", [prefill("p"), prefill("q"), decode("d")])
     assert chosen(made.choose(ask(6), 0.0, frozenset({"p", "d"}))) == ("q", "d")
+
+
+def test_a_hot_prefix_stays_where_it_is_until_a_burst_of_it_comes() -> None:
+    workers = [*(prefill(name) for name in "pqrs"), *(decode(name) for name in "defg")]
+    hot = ask(125)
+    made = placer("kv", workers)
+    places = []
+    for now in range(3):  # one after the other
+        choice = made.choose(hot, now)
+        assert choice is not None
+        booking = made.book(hot, choice, now)
+        hold(made, booking.prefill or "", 125)
+        made.close(booking, now)
+        places.append(booking.prefill)
+    assert len(set(places)) == 1
+    burst = []
+    for _ in range(200):  # at once
+        choice = made.choose(hot, 9.0)
+        assert choice is not None
+        burst.append(made.book(hot, choice, 9.0))
+    prefills = Counter(one.prefill for one in burst)
+    assert prefills[places[0]] == max(prefills.values())
+    assert len(prefills) > 1
+    assert max(Counter(one.decode for one in burst).values()) == 50
+
+
+def test_a_long_queue_of_one_prefix_gives_it_a_second_holder() -> None:
+    made = placer("kv", [prefill("warm", queued=1500), prefill("cold"), decode("d")])
+    hold(made, "warm", 125)
+    assert chosen(made.choose(ask(125), 0.0))[0] == "warm"
+    made.update([prefill("warm", queued=2500), prefill("cold"), decode("d")], 1.0)
+    assert chosen(made.choose(ask(125), 1.0))[0] == "cold"
+
+
+@pytest.mark.parametrize("temperature", [20.0, 100.0])
+def test_temperature_is_the_odds(temperature: float) -> None:
+    weights = PolicyWeights.model_validate({"temperature": temperature})
+    policy = make_policy("kv", weights, 0, random.Random(5))
+    costs = np.array([40.0, 0.0, 100.0, 0.0])
+    drawn = Counter(policy.cheapest(costs) for _ in range(8000))
+    odds = np.exp(-costs / temperature)
+    for row, share in enumerate(odds / odds.sum()):
+        assert drawn[row] / 8000 == pytest.approx(share, abs=0.02)
+
+
+@pytest.mark.parametrize("same_host", [False, True])
+def test_temperature_spreads_pairs_wherever_they_are(same_host: bool) -> None:
+    weights = PolicyWeights.model_validate({"temperature": 50.0})
+    made = Placer(GlobalIndex(), make_policy("kv", weights, 0, random.Random(5)), weights, 10.0)
+    host = "one" if same_host else ""
+    made.update(
+        [*(prefill(name, queued, host) for name, queued in (("p", 0), ("q", 30))), decode("d", host=host)],
+        0.0,
+    )
+    drawn = Counter(chosen(made.choose(ask(6), 0.0))[0] for _ in range(2000))
+    assert 0.2 < drawn["q"] / 2000 < 0.5
+
+
+def test_a_session_meets_its_workers_again_while_they_are_not_much_busier() -> None:
+    workers = [*(prefill(name) for name in "pqrs"), *(decode(name) for name in "defg")]
+    made = placer("kv", workers)
+    talk = Ask(96, as_hashes([]), 16, session="talk")
+    choice = made.choose(talk, 0.0)
+    assert choice is not None
+    booking = made.book(talk, choice, 0.0)
+    made.close(booking, 0.0)
+    assert {chosen(made.choose(talk, 0.0)) for _ in range(20)} == {(booking.prefill, booking.decode)}
+    others = {chosen(made.choose(replace(talk, session="another"), 0.0)) for _ in range(40)}
+    assert len(others) > 4
+    queue = int(WEIGHTS.session) + 1
+    made.update([replace_load(one, booking.prefill or "", queue) for one in workers], 1.0)
+    assert chosen(made.choose(talk, 1.0))[0] != booking.prefill
+    made.update([one for one in workers if one.id != booking.decode], 2.0)
+    assert chosen(made.choose(talk, 2.0))[1] != booking.decode
+
+
+def replace_load(worker: WorkerRecord, busy: str, queued: int) -> WorkerRecord:
+    return prefill(worker.id, queued) if worker.id == busy else worker
+
+
+def test_equal_pairs_on_shared_hosts_take_turns() -> None:
+    hosts = ["one", "two"]
+    made = placer(
+        "kv", [*(prefill(f"p{h}", host=h) for h in hosts), *(decode(f"d{h}", host=h) for h in hosts)]
+    )
+    assert {chosen(made.choose(ask(60), 0.0)) for _ in range(40)} == {("pone", "done"), ("ptwo", "dtwo")}
+
+
+def test_what_is_said_to_be_cached_is_what_a_worker_can_use() -> None:
+    """The last token is always computed, and with it its page."""
+    made = placer("kv", [prefill("p"), decode("d")])
+    hold(made, "p", 6)
+    for tokens, said in ((96, 80), (97, 96), (200, 96), (40, 32)):
+        prompt = Ask(tokens, as_hashes(range(tokens // PAGE)), 16)
+        choice = made.choose(prompt, 0.0)
+        assert choice is not None
+        booking = made.book(prompt, choice, 0.0)
+        assert (booking.hit_tokens, booking.prefill_tokens) == (said, tokens - said)
+        made.close(booking, 0.0)
