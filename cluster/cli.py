@@ -1,7 +1,9 @@
-"""`baton`: serve a model on Ray Serve, look into its caches, or print what a configuration may contain.
+"""`baton`: serve a model on Ray Serve, look into its caches, replay a trace through its router, or print what
+a configuration may contain.
 
     baton serve MODEL|CONFIG.yaml [options]     baton tree [WORKER ...]
-    baton config --schema                       baton --version
+    baton replay TRACE [options]                baton config --schema
+    baton --version
 
 Exit codes: 0 ended on request; 1 could not be started, or does not answer; 2 a configuration that cannot
 work (one line on stderr that names the key and the remedy, and nothing is left running).
@@ -31,6 +33,8 @@ from cluster.local import (
     stop_on_signals,
 )
 from cluster.model_files import model_directory
+from cluster.replay import HELP as REPLAY_HELP
+from cluster.replay import add_replay
 from cluster.tree import TreeSource
 from kvcache.eviction import POLICIES
 from wire.errors import ConfigError, WorkerLost
@@ -210,6 +214,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_serve(commands.add_parser("serve", help="serve a model until Ctrl-C", description=_SERVE_HELP))
     _add_tree(commands.add_parser("tree", help="show what live workers cache", description=_TREE_HELP))
+    add_replay(commands.add_parser("replay", help="replay a trace in virtual time", description=REPLAY_HELP))
     config = commands.add_parser("config", help="what a configuration may contain")
     what = config.add_mutually_exclusive_group(required=True)
     what.add_argument("--schema", action="store_true", help="print the JSON schema")

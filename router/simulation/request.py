@@ -1,0 +1,86 @@
+"""What is simulated per request: its entry in the trace, each try, and its outcome."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from router.page_table import Hashes
+from router.placer import Booking
+
+if TYPE_CHECKING:
+    from router.simulation.worker import Worker
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One line of a trace."""
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    hashes: Hashes  # of the prompt's whole pages
+    session: str = ""
+    tenant: str = ""
+    priority: int = 0
+
+
+@dataclass(slots=True)
+class Request:
+    """One request on its way, and what became of it. Times are virtual seconds, -1: not yet."""
+
+    number: int
+    trace: TraceRequest
+    arrived_at: float
+    first_at: float = -1.0
+    last_at: float = -1.0
+    forwarded: int = 0  # output tokens so far
+    tries: int = 0
+    cached_tokens: int = 0  # of the prompt, where it was computed
+    predicted_tokens: int = 0  # the same, as the router thought
+    moved_tokens: int = 0
+    prefill: str | None = None
+    decode: str = ""
+    ended: bool = False
+    rejected: bool = False
+
+    @property
+    def ttft(self) -> float:
+        """Seconds from arrival to the first token."""
+        return self.first_at - self.arrived_at
+
+    @property
+    def itl(self) -> float:
+        """Mean seconds between its tokens; 0 for a single one."""
+        return (self.last_at - self.first_at) / max(1, self.trace.output_tokens - 1)
+
+
+@dataclass(slots=True)
+class Hold:
+    """What a try keeps of one worker's memory."""
+
+    pages: int = 0  # leading ones of its prompt, locked
+    tokens: int = 0  # outside the cache
+
+
+@dataclass(slots=True, eq=False)
+class Try:
+    """One epoch of a request: a placement, and how far it got. Without a prefill worker D does it alone."""
+
+    request: Request
+    booking: Booking
+    prefill: Worker | None
+    decode: Worker
+    prompt: int  # tokens, forced ones of an earlier try included
+    output: int  # tokens still to come
+    hashes: Hashes  # of the prompt's whole pages
+    over: bool = False
+    reserved: bool = False  # D has memory for it, and P knows where to write
+    started: bool = False  # its prompt, on the worker that prefills
+    computed: int = 0  # prompt tokens with KV there
+    told: bool = False  # the first token is out
+    shipped: int = 0  # prompt tokens sent, or with D anyway
+    received: bool = False  # D has all of it
+    last_at: float = -1.0  # its latest token, until it has joined D's batch
+    at_prefill: Hold = field(default_factory=Hold)
+    at_decode: Hold = field(default_factory=Hold)  # the same object when D does it alone

@@ -1,0 +1,174 @@
+"""Simulation: a trace replayed in virtual time. Composes routers, directory and modelled workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from router.directory import Directory
+from router.simulation.batch import Gaps
+from router.simulation.clock import Clock
+from router.simulation.frontend import Frontend
+from router.simulation.options import SimulationOptions
+from router.simulation.request import Request, TraceRequest, Try
+from router.simulation.worker import Worker
+from wire.messages import Announce
+from wire.records import GroupLayout, Role, WorkerRecord
+
+_PROGRESS_EVERY = 0.05
+
+
+class Restart(NamedTuple):
+    """A worker's process dies, and another takes its place."""
+
+    at_s: float
+    worker: str
+    back_after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What happens: requests in the order of their arrival, and what goes wrong meanwhile."""
+
+    name: str
+    requests: Sequence[TraceRequest]
+    restarts: Sequence[Restart] = field(default_factory=tuple)
+
+
+class Simulation:
+    """One run. `requests` say afterwards what became of each."""
+
+    def __init__(self, trace: Trace, options: SimulationOptions) -> None:
+        self.clock = Clock()
+        self.gaps = Gaps()
+        self.requests: list[Request] = []
+        self.all_workers: list[Worker] = []  # every life
+        self._trace = trace
+        self._options = options
+        self._open = len(trace.requests)
+        self._lives: dict[tuple[str, int], Worker] = {}
+        self._directory = Directory(options.lease_s, started_at_ms=0)
+        self.routers = [Frontend(self.clock, options, number, self) for number in range(options.routers)]
+
+    def run(self, progress: Callable[[float], None] = lambda _share: None) -> None:
+        """To the last request's end. `progress` is told the share of requests that are over."""
+        options, clock = self._options, self.clock
+        names = [("p", Role.PREFILL, options.prefill), ("d", Role.DECODE, options.decode)]
+        for letter, role, count in names:
+            for number in range(count):
+                self._announce(self._start(f"{letter}{number}", role, incarnation=1), number / count)
+        self._views()
+        for number, one in enumerate(self._trace.requests):
+            clock.at(one.at_s / options.speed, self._arrive, number, one)
+        for restart in self._trace.restarts:
+            clock.at(restart.at_s / options.speed, self._crash, restart)
+        total = max(1, self._open)
+        while self._open:
+            goal = max(0, self._open - max(1, int(total * _PROGRESS_EVERY)))
+            clock.run(lambda goal=goal: self._open <= goal)  # type: ignore[misc]
+            progress(1 - self._open / total)
+        self._settle()
+
+    # -- Surroundings --------------------------------------------------------------------------------
+
+    def worker(self, record: WorkerRecord) -> Worker:
+        """See Surroundings."""
+        return self._lives[record.id, record.incarnation]
+
+    def ended(self, request: Request) -> None:
+        """See Surroundings."""
+        assert not request.ended
+        request.ended = True
+        self._open -= 1
+
+    # -- Heard ---------------------------------------------------------------------------------------
+
+    def first_token(self, one: Try) -> None:
+        """See Heard."""
+        self.clock.after(self._options.message_s, self._router(one).first_token, one)
+
+    def reserved(self, one: Try) -> None:
+        """See Heard. The router and P are told."""
+        self.clock.after(self._options.message_s, self._router(one).reserved, one)
+        if one.prefill is not None:
+            self.clock.after(self._options.message_s, one.prefill.target, one)
+
+    def done(self, one: Try) -> None:
+        """See Heard."""
+        self.clock.after(self._options.message_s, self._router(one).done, one)
+
+    def stored(self, worker: Worker, pages: list[int]) -> None:
+        """See Heard."""
+        self._publish(worker, True, pages)
+
+    def removed(self, worker: Worker, pages: list[int]) -> None:
+        """See Heard."""
+        self._publish(worker, False, pages)
+
+    # -- what happens --------------------------------------------------------------------------------
+
+    def _router(self, one: Try) -> Frontend:
+        return self.routers[one.request.number % len(self.routers)]
+
+    def _arrive(self, number: int, one: TraceRequest) -> None:
+        request = Request(number, one, self.clock.now)
+        self.requests.append(request)
+        if one.prompt_tokens + one.output_tokens > self._options.worker.kv_tokens:
+            request.rejected = True
+            self.ended(request)
+        else:
+            self.routers[number % len(self.routers)].arrive(request)
+
+    def _publish(self, worker: Worker, stored: bool, pages: list[int]) -> None:
+        if self._options.events:
+            for router in self.routers:
+                self.clock.after(self._options.event_delay_s, router.event, worker.record, stored, pages)
+
+    def _start(self, name: str, role: Role, incarnation: int) -> Worker:
+        model = self._options.worker
+        page_bytes = model.page_tokens * model.kv_bytes_per_token
+        record = WorkerRecord(
+            id=name, incarnation=incarnation, role=role, mailbox=name, events="", replay="", model="model",
+            fingerprint="", groups=(
+                GroupLayout("full", "full", (1,), "bfloat16", "plain", model.page_tokens, page_bytes),
+            ),
+            max_context_tokens=model.kv_tokens, total_tokens=model.kv_tokens,
+            max_running_requests=model.max_running, pid=0, host=name, transfer_backends=(),
+        )  # fmt: skip
+        worker = Worker(self.clock, record, model, self, self.gaps)
+        self._lives[name, incarnation] = worker
+        self.all_workers.append(worker)
+        return worker
+
+    def _announce(self, worker: Worker, first_after: float = 0.0) -> None:
+        if worker.dead:
+            return
+        self._directory.announce(Announce(worker.reported()), self.clock.now)
+        interval = self._options.report_interval_s
+        self.clock.after(interval * (1 + first_after), self._announce, worker)
+
+    def _views(self) -> None:
+        self._directory.expire(self.clock.now)
+        view = self._directory.view()
+        for router in self.routers:
+            router.view(view)
+            router.tick()
+        self.clock.after(self._options.view_interval_s, self._views)
+
+    def _crash(self, restart: Restart) -> None:
+        lives = [one for one in self.all_workers if one.record.id == restart.worker and not one.dead]
+        for worker in lives:
+            for one, lacking in worker.crash():
+                if not one.over:
+                    one.request.forwarded += one.output - 1 - lacking
+            self.clock.after(restart.back_after_s, self._return, worker.record)
+
+    def _return(self, record: WorkerRecord) -> None:
+        self._announce(self._start(record.id, record.role, record.incarnation + 1))
+
+    def _settle(self) -> None:
+        """Let what is under way arrive, so that memory and index can be compared."""
+        end = self.clock.now + 2.0 + self._options.event_delay_s
+        self.clock.at(end, lambda: None)
+        self.clock.run(lambda: self.clock.now >= end)
