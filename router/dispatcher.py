@@ -1,7 +1,6 @@
-"""Dispatcher: between the mailbox's thread and the rooms, which live on the event loop.
+"""Dispatcher: between the mailbox and the rooms. Both live on the event loop, so nothing here needs a lock.
 
-The mailbox wakes the loop once per batch of mail, however many messages are in it; then everything runs there
-without locks. Acknowledgements are cumulative, so they are gathered and sent with the next tick.
+Acknowledgements are cumulative, so they are gathered and sent with the next tick.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from router.placer import Booking, Choice, Placer
 from router.policy import Ask
 from router.stream import Placement, RoomPlan, RoomStream
 from router.trace import TraceStore
-from wire.mailbox import Mail, Mailbox
+from wire.loop_mailbox import LoopMailbox
 from wire.messages import (
     Ack,
     AnyMessage,
@@ -33,6 +32,7 @@ from wire.messages import (
 from wire.records import WorkerRecord
 from wire.repeater import Repeater, RepeatKey
 from wire.security import curve_for
+from wire.sockets import Mail
 
 
 class Dispatcher:
@@ -61,9 +61,8 @@ class Dispatcher:
         self._acks: dict[str, dict[tuple[int, int], int]] = {}
         self._inspections: dict[int, asyncio.Future[str]] = {}
         self._loop = asyncio.get_running_loop()
-        self._drain_due = False
         self._admit_due = False
-        self.mailbox = Mailbox(options.interface, curve_for(options.cluster_secret), self._on_mail)
+        self.mailbox = LoopMailbox(options.interface, curve_for(options.cluster_secret), self._on_mail)
         self._repeater = Repeater(self.mailbox.send)
 
     def open(self, rooms: list[RoomStream], judged: Judged | None, now: float) -> None:
@@ -211,19 +210,9 @@ class Dispatcher:
 
     # -- mail ----------------------------------------------------------------------------------
 
-    def _on_mail(self) -> None:
-        """On the mailbox's thread. A wake-up that is already due will take this mail too."""
-        if not self._drain_due:
-            self._drain_due = True
-            try:
-                self._loop.call_soon_threadsafe(self._drain)
-            except RuntimeError:  # the loop has ended before the mailbox: nobody is left to tell
-                return
-
-    def _drain(self) -> None:
-        self._drain_due = False
+    def _on_mail(self, batch: list[Mail]) -> None:
         now = time.monotonic()
-        for mail in self.mailbox.take():
+        for mail in batch:
             message = mail.message
             if isinstance(message, Tokens):
                 for run in message.runs:

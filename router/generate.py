@@ -11,12 +11,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from router.asgi import HttpRequest
 from router.generation import Generation, Submission
 from router.http_errors import to_http
-from router.openai.answers import DONE, Collected, collect
+from router.openai.answers import DONE, Collected, Collection, collect
 from router.openai.endpoints import as_batch, encode, known_tokens
 from router.openai.schema import SamplingBody, TokenId, parse
 from router.service import Router
 from wire.errors import BatonError, InvalidRequest
-from wire.messages import FinishReason
+from wire.messages import FinishReason, TokenLogprobs
 from wire.stages import RequestStage, Stamp
 
 
@@ -120,26 +120,48 @@ async def generate(router: Router, request: HttpRequest) -> None:
         generation.cancel()
 
 
-async def _stream(request: HttpRequest, generation: Generation) -> None:
+class _Events:
     """Each event repeats the whole text so far, as SGLang's do; in a batch they say whose by `index`."""
-    deltas = await generation.next()
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._collection = Collection(len(generation.outputs))
+        self._events: list[bytes] = []
+        self.unread = 0
+
+    def add(
+        self,
+        index: int,
+        text: str,
+        tokens: list[int],
+        logprobs: list[TokenLogprobs] | None,
+        finish: FinishReason | None,
+        matched: str | int | None,
+    ) -> None:
+        """See Answer."""
+        self._collection.add(index, text, tokens, logprobs, finish, matched)
+        answer = {**_answer(self._generation, index, self._collection.choices[index]), "index": index}
+        event = b"data: " + msgspec.json.encode(answer) + b"\n\n"
+        self._events.append(event)
+        self.unread += len(event)
+
+    def take(self) -> bytes:
+        """The events that have not been taken yet."""
+        events, self._events = self._events, []
+        self.unread = 0
+        return b"".join(events)
+
+
+async def _stream(request: HttpRequest, generation: Generation) -> None:
+    events = generation.answer = _Events(generation)
+    await generation.more()
     if generation.abandoned():
         return
     await request.begin_sse()
-    choices = [Collected() for _ in generation.outputs]
     try:
-        while deltas:
-            events = []
-            for delta in deltas:
-                choice = choices[delta.index]
-                choice.texts.append(delta.text)
-                choice.tokens += delta.tokens
-                choice.logprobs += delta.logprobs or []
-                choice.finish, choice.matched = delta.finish, delta.matched
-                answer = {**_answer(generation, delta.index, choice), "index": delta.index}
-                events.append(b"data: " + msgspec.json.encode(answer) + b"\n\n")
-            await request.send_sse(b"".join(events))
-            deltas = await generation.next()
+        await request.send_sse(events.take())
+        while await generation.more():
+            await request.send_sse(events.take())
     except BatonError as error:
         await request.send_sse(b"data: " + msgspec.json.encode(to_http(error).body) + b"\n\n")
     if not generation.abandoned():

@@ -1,16 +1,26 @@
-"""Generation: one HTTP request's rooms, their text, and what the HTTP side waits for."""
+"""Generation: one HTTP request's rooms, their text, and what the HTTP side waits for.
+
+A token goes from its room (RoomSink) through its choice's detokenizer straight into the answer, without an
+object of its own; the task that serves the request is woken once for all that has come in one turn of the
+event loop, and sends it in one write.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from router.detokenize import Detokenizer
 from router.stop_strings import StopStrings
 from router.stream import RoomStream
-from wire.errors import BatonError
+from wire.errors import BatonError, SlowClient
 from wire.messages import FinishReason, SamplingParams, TokenLogprobs
+
+MOST_UNREAD = 1 << 20
+"""Bytes of a stream that may wait for a client who does not read; beyond, the request is aborted. (Pausing it
+instead would keep its KV cache on a worker for as long as the client likes.)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +40,21 @@ class Submission:
     arrived_ns: int = 0  # Unix clock
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What one choice has gained. `finish` comes with the last; `matched` is the stop string or token."""
+class Answer(Protocol):
+    """What becomes of the tokens: events of a stream, or one object at the end."""
 
-    index: int
-    text: str
-    tokens: list[int]
-    logprobs: list[TokenLogprobs] | None
-    finish: FinishReason | None = None
-    matched: str | int | None = None
+    unread: int  # bytes that wait to be sent
+
+    def add(
+        self,
+        index: int,
+        text: str,
+        tokens: list[int],
+        logprobs: list[TokenLogprobs] | None,
+        finish: FinishReason | None,
+        matched: str | int | None,
+    ) -> None:
+        """A choice has gained this. `finish` comes with its last; `matched` is the stop string or token."""
 
 
 class ChoiceOutput:
@@ -52,7 +67,8 @@ class ChoiceOutput:
         self.room: RoomStream | None = None  # set right after; the room needs its sink first
         self.tokens = 0
         self._generation = generation
-        self._detokenizer = detokenizer
+        self._push = detokenizer.push
+        self._flush = detokenizer.flush
         self._stops = StopStrings(stop) if stop else None
 
     def on_tokens(
@@ -64,7 +80,7 @@ class ChoiceOutput:
             if finish is FinishReason.STOP and position == len(tokens) - 1:
                 matched = token  # a token that stops is not part of the answer's text
                 break
-            piece = self._detokenizer.push(token)
+            piece = self._push(token)
             if self._stops is None:
                 text += piece
                 continue
@@ -76,7 +92,7 @@ class ChoiceOutput:
         if finish is not None:
             text += self._rest()
         self.tokens += len(tokens)
-        self._generation.add(Delta(self.index, text, tokens, logprobs, finish, matched))
+        self._generation.add(self.index, text, tokens, logprobs, finish, matched)
 
     def on_error(self, error: BatonError) -> None:
         """See RoomSink."""
@@ -90,11 +106,11 @@ class ChoiceOutput:
         kept = logprobs[:count] if logprobs is not None else None
         assert self.room is not None
         self.room.stop("stop string")
-        self._generation.add(Delta(self.index, text, tokens[:count], kept, FinishReason.STOP, hit))
+        self._generation.add(self.index, text, tokens[:count], kept, FinishReason.STOP, hit)
 
     def _rest(self) -> str:
         """The end of the text: an unfinished character, and what looked like a stop string."""
-        rest = self._detokenizer.flush()
+        rest = self._flush()
         if self._stops is None:
             return rest
         shown, hit = self._stops.push(rest)
@@ -102,7 +118,7 @@ class ChoiceOutput:
 
 
 class Generation:
-    """The choices of one request. One consumer awaits `next`; the event loop's callbacks fill it."""
+    """The choices of one request. The event loop's callbacks fill `answer`; one task awaits `more`."""
 
     def __init__(
         self,
@@ -112,11 +128,12 @@ class Generation:
     ) -> None:
         self.submission = submission
         self.outputs: list[ChoiceOutput] = []
+        self.answer: Answer | None = None  # set by who submitted, before the loop turns
         self._client_left = False
         self._on_first = on_first
         self._on_end = on_end
         self._open = len(submission.prompts) * submission.n
-        self._deltas: list[Delta] = []
+        self._fresh = False  # something was added since `more` last returned
         self._error: BatonError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._begun = False
@@ -130,29 +147,41 @@ class Generation:
         """The client has gone."""
         return self._client_left
 
-    async def next(self) -> list[Delta]:
-        """What has come since the last call, waiting for something. [] when every choice has ended.
+    async def more(self) -> bool:
+        """Wait until the answer has gained something. False when every choice has ended and nothing is left.
 
         Raises the BatonError that ended the request, after what came before it.
         """
-        if not self._deltas and self._error is None and self._open:
+        if not self._fresh and self._error is None and self._open:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        if self._deltas:
-            deltas, self._deltas = self._deltas, []
-            return deltas
+        if self._fresh:
+            self._fresh = False
+            return True
         if self._error is not None:
             raise self._error
-        return []
+        return False
 
-    def add(self, delta: Delta) -> None:
+    def add(
+        self,
+        index: int,
+        text: str,
+        tokens: list[int],
+        logprobs: list[TokenLogprobs] | None,
+        finish: FinishReason | None,
+        matched: str | int | None,
+    ) -> None:
         """From a choice."""
         if not self._begun:
             self._begun = True
             self._on_first(self)
-        self._deltas.append(delta)
-        if delta.finish is not None:
+        assert self.answer is not None
+        self.answer.add(index, text, tokens, logprobs, finish, matched)
+        self._fresh = True
+        if finish is not None:
             self._close_one()
+        elif self.answer.unread > MOST_UNREAD:
+            self.fail(SlowClient(f"more than {MOST_UNREAD} bytes wait for this client to read"))
         self._wake()
 
     def fail(self, error: BatonError) -> None:

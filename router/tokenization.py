@@ -49,7 +49,9 @@ class Tokenization:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of plain text, with the model's bos/eos when its tokenizer adds them."""
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # The same ids in three quarters of the time: the fast way leaves out where in the text they begin.
+        batch = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = batch[0].ids
         return ids
 
     def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from array import array
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +31,8 @@ def decode(frame: bytes | memoryview) -> AnyMessage:
 
 def pack_tokens(tokens: npt.ArrayLike) -> bytes:
     """Token ids as int32 little-endian bytes: the form of prompts on the wire and of page hashes."""
+    if isinstance(tokens, list) and sys.byteorder == "little":
+        return array("i", tokens).tobytes()  # a third of numpy's time for a list of Python ints
     return np.ascontiguousarray(tokens, dtype="<i4").tobytes()
 
 

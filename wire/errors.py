@@ -5,6 +5,7 @@ BatonError
 │   ├── InvalidRequest      400  a field is wrong, unknown or unsupported
 │   ├── ContextTooLong      400  prompt (+ output) does not fit the model or the pool
 │   ├── ModelNotFound       404  no worker serves that model
+│   ├── SlowClient          400  its stream waits unread (told in the stream: the status is out)
 │   └── Overloaded          429  come back after `retry_after_s`
 ├── Unavailable             503  no worker can take the request within its bound
 ├── PeerError                    another process spoke wrongly or went away
@@ -48,6 +49,10 @@ class ContextTooLong(UserError):
 
 class ModelNotFound(UserError):
     """No worker serves that model."""
+
+
+class SlowClient(UserError):
+    """Too much of a stream waits for its client to read."""
 
 
 class Overloaded(UserError):

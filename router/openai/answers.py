@@ -1,4 +1,4 @@
-"""Answers: whole ones as objects, streamed ones as bytes around a prefix that is encoded once per request."""
+"""Answers: whole ones as objects, streamed ones as bytes around a prefix that is encoded once per choice."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 
 from router.detokenize import DetokenizerFactory
-from router.generation import Delta, Generation
+from router.generation import Generation
 from router.openai.logprobs import chat_logprobs, completion_logprobs
 from wire.messages import FinishReason, TokenLogprobs
 
-_encode = msgspec.json.encode
+_encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
 
 
@@ -43,17 +43,37 @@ class Collected:
         return "".join(self.texts)
 
 
+class Collection:
+    """Everything every choice has said. Implements Answer for who does not stream."""
+
+    unread = 0
+
+    def __init__(self, choices: int) -> None:
+        self.choices = [Collected() for _ in range(choices)]
+
+    def add(
+        self,
+        index: int,
+        text: str,
+        tokens: list[int],
+        logprobs: list[TokenLogprobs] | None,
+        finish: FinishReason | None,
+        matched: str | int | None,
+    ) -> None:
+        """See Answer."""
+        choice = self.choices[index]
+        choice.texts.append(text)
+        choice.tokens += tokens
+        choice.logprobs += logprobs or []
+        choice.finish, choice.matched = finish, matched
+
+
 async def collect(generation: Generation) -> list[Collected]:
     """Wait for every choice. [] when the client has gone. Raises what ended the request."""
-    choices = [Collected() for _ in generation.outputs]
-    while deltas := await generation.next():
-        for delta in deltas:
-            choice = choices[delta.index]
-            choice.texts.append(delta.text)
-            choice.tokens += delta.tokens
-            choice.logprobs += delta.logprobs or []
-            choice.finish, choice.matched = delta.finish, delta.matched
-    return [] if generation.abandoned() else choices
+    collection = generation.answer = Collection(len(generation.outputs))
+    while await generation.more():
+        pass
+    return [] if generation.abandoned() else collection.choices
 
 
 class Style:
@@ -62,18 +82,21 @@ class Style:
     object_name: str
     chunk_name: str
     id_prefix: str
+    before_first: bytes  # between `"index":N` and the text of a choice's first chunk
+    before: bytes  # and of those that follow
+    after: bytes  # between the text and the value of "logprobs"
 
     def __init__(self, detokenizers: DetokenizerFactory, with_logprobs: bool) -> None:
         self._detokenizers = detokenizers
-        self._with_logprobs = with_logprobs
+        self.with_logprobs = with_logprobs
         self._offsets: dict[int, int] = {}  # choice -> characters streamed so far
 
     def choice(self, index: int, collected: Collected) -> dict[str, Any]:
         """A whole choice."""
         raise NotImplementedError
 
-    def chunk(self, delta: Delta, first: bool) -> bytes:
-        """The JSON between a chunk's `"index":N` and its `"finish_reason"`, commas included."""
+    def logprobs(self, index: int, text: str, tokens: list[int], logprobs: list[TokenLogprobs]) -> Any:
+        """The log-probabilities of a chunk."""
         raise NotImplementedError
 
 
@@ -83,11 +106,14 @@ class ChatStyle(Style):
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
     id_prefix = "chatcmpl-"
+    before_first = b',"delta":{"role":"assistant","content":'
+    before = b',"delta":{"content":'
+    after = b'},"logprobs":'
 
     def choice(self, index: int, collected: Collected) -> dict[str, Any]:
         """See Style."""
         logprobs = None
-        if self._with_logprobs:
+        if self.with_logprobs:
             logprobs = chat_logprobs(self._detokenizers, collected.tokens, collected.logprobs)
         return {
             "index": index,
@@ -96,13 +122,9 @@ class ChatStyle(Style):
             "finish_reason": collected.finish,
         }
 
-    def chunk(self, delta: Delta, first: bool) -> bytes:
+    def logprobs(self, index: int, text: str, tokens: list[int], logprobs: list[TokenLogprobs]) -> Any:  # noqa: ARG002
         """See Style."""
-        head = b',"delta":{"role":"assistant","content":' if first else b',"delta":{"content":'
-        body = head + _encode(delta.text) + b'},"logprobs":'
-        if not self._with_logprobs or delta.logprobs is None:
-            return body + b"null,"
-        return body + _encode(chat_logprobs(self._detokenizers, delta.tokens, delta.logprobs)) + b","
+        return chat_logprobs(self._detokenizers, tokens, logprobs)
 
 
 class CompletionStyle(Style):
@@ -111,11 +133,14 @@ class CompletionStyle(Style):
     object_name = "text_completion"
     chunk_name = "text_completion"
     id_prefix = "cmpl-"
+    before_first = b',"text":'
+    before = b',"text":'
+    after = b',"logprobs":'
 
     def choice(self, index: int, collected: Collected) -> dict[str, Any]:
         """See Style."""
         logprobs = None
-        if self._with_logprobs:
+        if self.with_logprobs:
             logprobs = completion_logprobs(self._detokenizers, collected.tokens, collected.logprobs, 0)
         return {
             "index": index,
@@ -124,22 +149,15 @@ class CompletionStyle(Style):
             "finish_reason": collected.finish,
         }
 
-    def chunk(self, delta: Delta, first: bool) -> bytes:  # noqa: ARG002  chat alone names a role first
+    def logprobs(self, index: int, text: str, tokens: list[int], logprobs: list[TokenLogprobs]) -> Any:
         """See Style."""
-        body = b',"text":' + _encode(delta.text) + b',"logprobs":'
-        if not self._with_logprobs or delta.logprobs is None:
-            return body + b"null,"
-        offset = self._offsets.get(delta.index, 0)
-        self._offsets[delta.index] = offset + len(delta.text)
-        return (
-            body
-            + _encode(completion_logprobs(self._detokenizers, delta.tokens, delta.logprobs, offset))
-            + b","
-        )
+        offset = self._offsets.get(index, 0)
+        self._offsets[index] = offset + len(text)
+        return completion_logprobs(self._detokenizers, tokens, logprobs, offset)
 
 
 class SseWriter:
-    """One request's events. Everything but index, text and finish is encoded once."""
+    """One request's events, in order. Implements Answer. Everything but text and finish is encoded once."""
 
     def __init__(self, style: Style, request_id: str, created: int, model: str, include_usage: bool) -> None:
         head = {
@@ -149,25 +167,55 @@ class SseWriter:
             "model": model,
         }
         self._head = b"data: " + _encode(head)[:-1]
-        self._start = self._head + b',"choices":[{"index":'
         self._end = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
-        self._running = b'"finish_reason":null' + self._end
+        self._running = style.after + b'null,"finish_reason":null' + self._end
         self._style = style
-        self._begun: set[int] = set()
+        self._before: dict[int, bytes] = {}  # choice -> what its events begin with, after the first
+        self._events: list[bytes] = []
+        self.unread = 0
 
-    def events(self, deltas: list[Delta]) -> bytes:
-        """One event per delta."""
-        return b"".join([self._event(delta) for delta in deltas])
+    def add(
+        self,
+        index: int,
+        text: str,
+        tokens: list[int],
+        logprobs: list[TokenLogprobs] | None,
+        finish: FinishReason | None,
+        matched: str | int | None,  # noqa: ARG002  OpenAI does not tell
+    ) -> None:
+        """One event. See Answer."""
+        before = self._before.get(index) or self._first(index)
+        if finish is None and (logprobs is None or not self._style.with_logprobs):
+            event = before + _encode(text) + self._running
+        else:
+            event = before + _encode(text) + self._rest(index, text, tokens, logprobs, finish)
+        self._events.append(event)
+        self.unread += len(event)
+
+    def take(self) -> bytes:
+        """The events that have not been taken yet."""
+        events, self._events = self._events, []
+        self.unread = 0
+        return events[0] if len(events) == 1 else b"".join(events)
 
     def usage(self, generation: Generation) -> bytes:
         """The last chunk when usage was asked for."""
         return self._head + b',"choices":[],"usage":' + _encode(usage(generation)) + b"}\n\n"
 
-    def _event(self, delta: Delta) -> bytes:
-        first = delta.index not in self._begun
-        if first:
-            self._begun.add(delta.index)
-        start = self._start + str(delta.index).encode() + self._style.chunk(delta, first)
-        if delta.finish is None:
-            return start + self._running
-        return start + b'"finish_reason":' + _encode(delta.finish) + self._end
+    def _first(self, index: int) -> bytes:
+        start = self._head + b',"choices":[{"index":' + str(index).encode()
+        self._before[index] = start + self._style.before
+        return start + self._style.before_first
+
+    def _rest(
+        self,
+        index: int,
+        text: str,
+        tokens: list[int],
+        logprobs: list[TokenLogprobs] | None,
+        finish: FinishReason | None,
+    ) -> bytes:
+        told = None
+        if logprobs is not None and self._style.with_logprobs:
+            told = self._style.logprobs(index, text, tokens, logprobs)
+        return self._style.after + _encode(told) + b',"finish_reason":' + _encode(finish) + self._end

@@ -166,16 +166,17 @@ async def _stream(
     router: Router, request: HttpRequest, body: OpenAIBody, generation: Generation, style: Style
 ) -> None:
     """The head goes out with the first token, so that what fails before it is an honest status."""
-    deltas = await generation.next()
+    model, created = router.options.served_model_name, int(time.time())
+    writer = SseWriter(style, request.request_id, created, model, body.include_usage)
+    generation.answer = writer
+    await generation.more()
     if generation.abandoned():
         return
     await request.begin_sse()
-    model, created = router.options.served_model_name, int(time.time())
-    writer = SseWriter(style, request.request_id, created, model, body.include_usage)
     try:
-        while deltas:
-            await request.send_sse(writer.events(deltas))
-            deltas = await generation.next()
+        await request.send_sse(writer.take())
+        while await generation.more():
+            await request.send_sse(writer.take())
     except BatonError as error:
         await request.send_sse(b"data: " + msgspec.json.encode(to_http(error).body) + b"\n\n")
     if generation.abandoned():

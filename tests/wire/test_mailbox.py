@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
@@ -9,6 +10,8 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
+from wire.codec import encode
+from wire.loop_mailbox import LoopMailbox
 from wire.mailbox import Mail, Mailbox
 from wire.messages import Abort, Receipt, Watch
 from wire.security import Curve
@@ -86,3 +89,94 @@ def test_a_restarted_peer_is_reached_at_its_new_address() -> None:
         with Mailbox() as second:
             left.send(second.address, Watch())
             assert second.wait(5.0)
+
+
+class OnLoop:
+    """A LoopMailbox and what it was told."""
+
+    def __init__(self, curve: Curve | None = None) -> None:
+        self.mailbox = LoopMailbox("127.0.0.1", curve, self._take)
+        self.mail: list[Mail] = []
+        self._told = asyncio.Event()
+
+    def _take(self, mail: list[Mail]) -> None:
+        self.mail += mail
+        self._told.set()
+
+    async def until(self, count: int) -> list[Mail]:
+        while len(self.mail) < count:
+            self._told.clear()
+            await asyncio.wait_for(self._told.wait(), 5.0)
+        return self.mail
+
+
+@pytest.mark.parametrize("secret", [None, "secret"])
+def test_on_a_loop_all_mail_comes_in_order_however_much_at_once(secret: str | None) -> None:
+    async def run() -> None:
+        curve = Curve(secret) if secret else None
+        here = OnLoop(curve)
+        with Mailbox(curve=curve) as there:
+            for epoch in range(2000):  # several times what is read in one turn of the loop
+                there.send(here.mailbox.address, Abort(1, epoch))
+            got = await here.until(2000)
+            assert got == [Mail(there.address, Abort(1, epoch)) for epoch in range(2000)]
+            for sender, message in got[:500]:
+                assert isinstance(message, Abort)
+                here.mailbox.send(sender, Receipt(1, message.epoch, "abort"))
+            answers: list[Mail] = []
+            while len(answers) < 500:
+                fresh = there.wait(5.0)
+                assert fresh, "mail stopped coming"
+                answers += fresh
+            assert [mail.message for mail in answers] == [Receipt(1, n, "abort") for n in range(500)]
+        here.mailbox.close()
+        here.mailbox.close()
+
+    asyncio.run(run())
+
+
+def test_on_a_loop_mail_comes_one_by_one_too() -> None:
+    async def run() -> None:
+        here = OnLoop()
+        with Mailbox() as there:
+            for epoch in range(50):  # each time the loop has gone to sleep
+                there.send(here.mailbox.address, Abort(1, epoch))
+                await here.until(epoch + 1)
+        here.mailbox.close()
+
+    asyncio.run(run())
+
+
+def test_on_a_loop_garbage_is_counted_and_costs_nothing_else() -> None:
+    async def run() -> None:
+        here = OnLoop()
+        context = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.connect(here.mailbox.address)
+        socket.send_multipart([b"tcp://nobody", b"\xc1 not msgpack"])
+        socket.send_multipart([b"one frame too few"])
+        socket.send_multipart([b"and", b"one", b"too", b"many"])
+        socket.send_multipart([b"tcp://somebody", encode(Watch())])
+        assert await here.until(1) == [Mail("tcp://somebody", Watch())]
+        assert here.mailbox.rejected_frames == 3
+        context.destroy(linger=0)
+        here.mailbox.close()
+
+    asyncio.run(run())
+
+
+def test_on_a_loop_a_peer_that_is_gone_blocks_nobody() -> None:
+    async def run() -> None:
+        here = OnLoop()
+        first = Mailbox()
+        here.mailbox.send(first.address, Watch())
+        assert first.wait(5.0)
+        first.close()
+        here.mailbox.send(first.address, Watch())
+        here.mailbox.forget(first.address)
+        with Mailbox() as second:
+            here.mailbox.send(second.address, Watch())
+            assert second.wait(5.0)
+        here.mailbox.close()
+
+    asyncio.run(run())
