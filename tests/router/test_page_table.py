@@ -9,7 +9,13 @@ import numpy.typing as npt
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from router import page_table
 from router.index import as_hashes
@@ -97,6 +103,12 @@ class TablesAgree(RuleBasedStateMachine):
 
 TablesAgree.TestCase.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
 TestTablesAgree = TablesAgree.TestCase
+
+
+@pytest.mark.invariants
+def test_tables_agree_for_long() -> None:
+    long = settings(max_examples=600, stateful_step_count=100, deadline=None)
+    run_state_machine_as_test(TablesAgree, settings=long)
 
 
 def test_the_table_in_use_is_the_compiled_one() -> None:
