@@ -9,6 +9,7 @@ import msgspec
 
 from router.asgi import HttpRequest
 from router.http_errors import error_body
+from router.policy import Side
 from router.service import Router
 from wire.errors import InvalidRequest, Unavailable
 
@@ -57,30 +58,38 @@ async def workers(router: Router, request: HttpRequest) -> None:
 
 
 async def route(router: Router, request: HttpRequest) -> None:
-    """GET /debug/route?prompt=...: whom the policy would choose now, and what everything would cost."""
+    """GET /debug/route?prompt=...: whom the policy would choose now, of whom, and what each would cost.
+
+    A candidate a line and a list per role. A cost that is null was not weighed: that worker was no candidate,
+    or the policy prices nothing. Also takes extra_key, cache_salt, session and tenant.
+    """
     query = request.query()
     if "prompt" not in query:
         raise InvalidRequest("a prompt is needed", "prompt")
     prompt = router.tokenization.encode(query["prompt"])
-    explained = router.explain(prompt, query.get("extra_key", ""), query.get("cache_salt", ""))
+    space = {key: query.get(key, "") for key in ("extra_key", "cache_salt", "session", "tenant")}
+    explained = router.explain(prompt, **space)
     if explained is None:
         raise Unavailable("no decode worker is there")
     choice, prediction = explained
+    costs = choice.picked.costs
     await request.respond_json(
         {
             "policy": router.options.policy,
             "prompt_tokens": len(prompt),
-            "hit_tokens": choice.hit_tokens,
             "predicted_ttft_s": prediction.ttft_s if prediction is not None else None,
-            "prefill": choice.prefill_side.table(),
-            "decode": choice.decode_side.table(),
-            "costs": {name: costs.tolist() for name, costs in choice.picked.costs.items()},
+            "prefill": choice.prefill_side.table(cost=costs.get("prefill")),
+            "decode": choice.decode_side.table(cost=costs.get("decode"), alone_cost=costs.get("alone")),
             "winner": {
-                "prefill": choice.prefill.id if choice.prefill is not None else None,
-                "decode": choice.decode.id,
+                "prefill": _winner(choice.prefill_side, choice.picked.prefill),
+                "decode": _winner(choice.decode_side, choice.picked.decode),
             },
         }
     )
+
+
+def _winner(side: Side, row: int | None) -> dict[str, object] | None:
+    return None if row is None else {"id": side.rows.names[row], "hit_tokens": int(side.held[row])}
 
 
 async def inspect(router: Router, request: HttpRequest) -> None:

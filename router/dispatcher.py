@@ -151,7 +151,7 @@ class Dispatcher:
         left = plan.sampling.max_new_tokens - forwarded
         return Ask(
             plan.prompt_tokens + forwarded, plan.page_hashes, self.placer.output_tokens(left),
-            tenant=plan.tenant, priority=plan.priority,
+            session=plan.session, tenant=plan.tenant, priority=plan.priority,
         )  # fmt: skip
 
     def unplace(self, room: RoomStream) -> None:
@@ -164,7 +164,10 @@ class Dispatcher:
     def prefilled(self, room: RoomStream) -> None:
         """See RoomHost."""
         number, now = room.plan.room, time.monotonic()
-        self.placer.prefilled(self._bookings[number], now)
+        booking = self._bookings[number]
+        self.placer.prefilled(booking, now)
+        if room.restarts == 0:  # later epochs have output among what is said to be cached
+            self._metrics.observe_index(booking.hit_tokens, room.cached_tokens)
         expected = self._first_expected.pop(number, None)
         if expected is not None:
             self._metrics.ttft_error.observe(expected - now)

@@ -101,6 +101,7 @@ async def generate(router: Router, request: HttpRequest) -> None:
             cache_salt=body.cache_salt,
             tenant=request.header(b"x-baton-tenant") or body.user,
             priority=body.priority,
+            session=request.header(b"x-baton-session") or "",
             arrived_ns=arrived_ns,
         ),
         [Stamp(RequestStage.TOKENIZE, arrived_ns)],

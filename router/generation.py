@@ -37,6 +37,7 @@ class Submission:
     cache_salt: str = ""
     tenant: str = ""
     priority: int = 0
+    session: str = ""
     arrived_ns: int = 0  # Unix clock
 
 

@@ -10,6 +10,7 @@ from wire.stages import Stamp
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _ERRORS = (*(-second for second in reversed(_SECONDS) if second <= 30), 0, *_SECONDS[:-2])
+_TOKENS = (-16384, -4096, -1024, -256, -64, -1, 0, 63, 255, 1023, 4095, 16383)  # up to -1: the index lacked
 
 
 class RouterMetrics:
@@ -56,6 +57,22 @@ class RouterMetrics:
             "baton_router_stage_seconds", "Time in each stage, as stamped by workers", ["stage"],
             buckets=_SECONDS, registry=registry,
         )  # fmt: skip
+        self.said_tokens = Counter(
+            "baton_router_index_said_tokens_total", "Prompt tokens that the index said to be cached",
+            registry=registry,
+        )  # fmt: skip
+        self.found_tokens = Counter(
+            "baton_router_index_found_tokens_total", "Prompt tokens of those requests that were cached",
+            registry=registry,
+        )  # fmt: skip
+        self.cached_tokens_error = Histogram(
+            "baton_router_cached_tokens_error",
+            "Prompt tokens cached as the index said, less what the worker found, by request",
+            buckets=_TOKENS, registry=registry,
+        )  # fmt: skip
+        self.peers = Gauge(
+            "baton_router_peers", "Other routers whose accounts are counted", registry=registry
+        )
         self.workers = Gauge("baton_router_workers", "Live workers", ["role"], registry=registry)
         self.index_pages = Gauge("baton_router_index_pages", "Pages in the global index", registry=registry)
         self.bad_events = Gauge(
@@ -66,6 +83,12 @@ class RouterMetrics:
             "Times a worker's pages were forgotten after a gap",
             registry=registry,
         )
+
+    def observe_index(self, said: int, found: int) -> None:
+        """A request's cached tokens: as the index said when it was placed, and as the worker found them."""
+        self.said_tokens.inc(said)
+        self.found_tokens.inc(found)
+        self.cached_tokens_error.observe(said - found)
 
     def observe_stages(self, stamps: list[Stamp]) -> None:
         """One worker's stamps of one room: each stage lasted until the next."""

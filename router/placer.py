@@ -82,7 +82,8 @@ class Placer:
         self._expect_s = expect_s
         self._expected: deque[_Expected] = deque()
         self._settling: deque[tuple[float, _Expected]] = deque()  # there, but their event may be on its way
-        self._sessions: OrderedDict[str, tuple[str | None, str]] = OrderedDict()  # their last (P, D)
+        # Their last (P, D). By a hash: clients choose the names, and with them how long they are.
+        self._sessions: OrderedDict[int, tuple[str | None, str]] = OrderedDict()
 
     def update(self, records: list[WorkerRecord], now: float) -> None:
         """A new View of the model's workers."""
@@ -97,7 +98,7 @@ class Placer:
         if len(decode_rows) == 0:
             return None
         matches = self._index.find(ask.hashes)
-        p, d = self._sessions.get(ask.session, (None, "")) if ask.session else (None, "")
+        p, d = self._sessions.get(_session(ask), (None, None)) if ask.session else (None, None)
         prefill = self._side(self.fleet.rows(Role.PREFILL, now, avoid), matches, p)
         decode = self._side(decode_rows, matches, d)
         picked = self.policy.pick(ask, prefill, decode)
@@ -126,7 +127,7 @@ class Placer:
         self._expect(booking, ask.hashes, choice, now)
         self.policy.placed(ask, picked, choice.prefill_side, choice.decode_side)
         if ask.session:
-            self._remember(ask.session, booking)
+            self._remember(_session(ask), booking)
         return booking
 
     def prefilled(self, booking: Booking, now: float) -> None:
@@ -167,7 +168,7 @@ class Placer:
         assert account is not None, "rows are of live workers"
         return account
 
-    def _remember(self, session: str, booking: Booking) -> None:
+    def _remember(self, session: int, booking: Booking) -> None:
         self._sessions[session] = (booking.prefill, booking.decode)
         self._sessions.move_to_end(session)
         if len(self._sessions) > _SESSIONS:
@@ -187,7 +188,7 @@ class Placer:
                 cost = np.multiply(tier, (1.0 - credit) * page, dtype=np.float64)
                 slower = cost if slower is None else slower + cost
         row = rows.names.index(last) if last and last in rows.names else None
-        return Side(rows, held, held if slower is None else held - slower, page, row)
+        return Side(rows, held, held if slower is None else held - slower, page, matches, row)
 
     def _expect(self, booking: Booking, hashes: Hashes, choice: Choice, now: float) -> None:
         """The prompt's pages will be on both."""
@@ -211,3 +212,7 @@ class Placer:
         if not expected.over:
             expected.over = True
             self._index.unexpect(expected.slot, expected.hashes)
+
+
+def _session(ask: Ask) -> int:
+    return hash((ask.tenant, ask.session))

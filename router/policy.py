@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from router.fleet import Floats, Rows
+from router.index import Matches
 from router.options import PolicyWeights
 from router.page_table import Hashes
 
@@ -38,25 +39,35 @@ class Side:
     held: Floats  # in any tier, on its way included
     saved: Floats  # of those, what the policy's weights make of slower tiers
     page_tokens: int
+    matches: Matches  # of every worker: by slot, not by row
     last: int | None = None  # the row that the session's last request went to
 
     def left(self, prompt_tokens: int) -> Floats:
         """Tokens to compute, slower tiers weighted. The last one is always computed."""
         return np.maximum(1.0, prompt_tokens - self.saved)
 
-    def table(self) -> list[dict[str, object]]:
-        """A worker a line, for who asks why."""
-        rows = self.rows
-        return [
-            {
-                "id": name,
-                "held_tokens": int(self.held[row]),
-                "queued_prefill_tokens": int(rows.queued[row]),
-                "requests": int(rows.requests[row]),
-                "context_tokens": int(rows.context[row]),
-            }
-            for row, name in enumerate(rows.names)
-        ]
+    def table(self, **costs: Floats | None) -> list[dict[str, object]]:
+        """A worker a line, for who asks why; with its costs, where the policy has any."""
+        rows, found = self.rows, self.matches
+        lines: list[dict[str, object]] = []
+        for row, (name, slot) in enumerate(zip(rows.names, rows.slots.tolist(), strict=True)):
+            slower = {tier: int(getattr(found, tier)[slot]) for tier in ("host", "storage", "expected")}
+            device = int(found.pages[slot]) - sum(slower.values())
+            lines.append(
+                {
+                    "id": name,
+                    "held_tokens": {
+                        tier: pages * self.page_tokens
+                        for tier, pages in ({"device": device} | slower).items()
+                    },
+                    "queued_prefill_tokens": int(rows.queued[row]),
+                    "requests": int(rows.requests[row]),
+                    "context_tokens": int(rows.context[row]),
+                    "session": row == self.last,
+                    **{key: None if cost is None else float(cost[row]) for key, cost in costs.items()},
+                }
+            )
+        return lines
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,12 +162,18 @@ class Router:
         return generation
 
     def explain(
-        self, prompt: list[int], extra_key: str = "", cache_salt: str = ""
+        self,
+        prompt: list[int],
+        extra_key: str = "",
+        cache_salt: str = "",
+        session: str = "",
+        tenant: str = "",
     ) -> tuple[Choice, Prediction | None] | None:
         """What the policy would choose for a prompt now, and when its first token would come."""
         submission = Submission(
-            "explain", [prompt], SamplingParams(), extra_key=extra_key, cache_salt=cache_salt
-        )
+            "explain", [prompt], SamplingParams(), extra_key=extra_key, cache_salt=cache_salt,
+            tenant=tenant, session=session,
+        )  # fmt: skip
         dispatcher = self._live()
         ask = dispatcher.ask(self._plans(submission)[0])
         choice = self.placer.choose(ask, time.monotonic())
@@ -196,6 +202,7 @@ class Router:
         self.metrics.rooms.set(len(self._live().rooms))
         self.metrics.queued_rooms.set(len(self._live().waiting))
         self.metrics.index_pages.set(len(self.index))
+        self.metrics.peers.set(len(self._peers) if self._peers is not None else 0)
         if self._events is not None:
             self.metrics.bad_events.set(self._events.bad_events)
             self.metrics.event_resets.set(self._events.resets)
@@ -232,6 +239,7 @@ class Router:
                         cache_salt=submission.cache_salt,
                         tenant=submission.tenant,
                         priority=submission.priority,
+                        session=submission.session,
                     )
                 )
         return plans

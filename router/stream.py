@@ -57,6 +57,7 @@ class RoomPlan:
     cache_salt: str
     tenant: str
     priority: int
+    session: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,6 +122,7 @@ def _submission(
         cache_salt=body.cache_salt,
         tenant=request.header(b"x-baton-tenant") or body.user,
         priority=body.priority,
+        session=request.header(b"x-baton-session") or body.prompt_cache_key,
         arrived_ns=arrived_ns,
     )
 

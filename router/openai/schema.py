@@ -90,6 +90,7 @@ class OpenAIBody(SamplingBody):
     priority: int = Field(0, ge=-(2**31), lt=2**31)
     cache_salt: str = ""
     extra_key: str = ""
+    prompt_cache_key: str = ""  # a session: a hint that such requests have much in common
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> Self:
