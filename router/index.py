@@ -94,14 +94,14 @@ class GlobalIndex:
                 elif isinstance(event, AllBlocksCleared):
                     self.clear(worker)
             except ValueError as error:
-                unread.append(Unread(event, str(error)))
+                unread.append(Unread(event, str(error), "medium"))
         return unread
 
-    def store(self, worker: str, hashes: Sequence[int], medium: str | None) -> None:
+    def store(self, worker: str, hashes: Sequence[int] | Hashes, medium: str | None) -> None:
         """Pages became reusable. Raises ValueError for a tier nobody knows."""
         self._table.store(self._slots[worker], _tier(medium), as_hashes(hashes))
 
-    def remove(self, worker: str, hashes: Sequence[int], medium: str | None) -> None:
+    def remove(self, worker: str, hashes: Sequence[int] | Hashes, medium: str | None) -> None:
         """Pages left a tier."""
         self._table.remove(self._slots[worker], _tier(medium), as_hashes(hashes))
 
@@ -138,7 +138,7 @@ def digest_hashes(digests: Sequence[bytes]) -> Hashes:
     return np.frombuffer(b"".join(digests), ">i8")[::4].astype(np.int64)
 
 
-def as_hashes(hashes: Sequence[int]) -> Hashes:
+def as_hashes(hashes: Sequence[int] | Hashes) -> Hashes:
     """Page hashes as the table takes them. Unsigned ones (vLLM's) become the same 64 bits, signed."""
     try:
         return np.array(hashes, np.int64)

@@ -1,24 +1,16 @@
 from __future__ import annotations
 
-import threading
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
-import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.event_plane import EventPlane
 from router.index import GlobalIndex, as_hashes
-from router.sequence import SequenceRepair
-from tests.router.conftest import wait_until
-from tests.router.test_directory import record
-from wire.events import AllBlocksCleared, AnyEvent, BlockRemoved, BlockStored, encode_batch
+from router.page_table import PageTable, PythonPageTable, make_page_table
+from wire.events import AllBlocksCleared, BlockRemoved, BlockStored, encode_batch
 
-
-def stored(*hashes: int, medium: str | None = "GPU") -> BlockStored:
-    return BlockStored(list(hashes), None, [0] * len(hashes), 1, None, medium, None)
+tables = pytest.mark.parametrize("table", [make_page_table, PythonPageTable])
 
 
 def find(index: GlobalIndex, walk: list[int]) -> dict[str, int]:
@@ -89,135 +81,57 @@ def test_it_equals_a_set_per_worker(operations: list[tuple[str, str, int]]) -> N
     assert find(index, walk) == expected
 
 
-def test_batches_come_out_in_order_once() -> None:
-    repair = SequenceRepair()
-    assert repair.live(0, b"0") == [b"0"]
-    assert repair.live(0, b"0") == []
-    assert repair.live(2, b"2") == []
-    gaps = [repair.gap]
-    assert repair.replayed(1, b"1") == ([b"1", b"2"], False)
-    assert [*gaps, repair.gap] == [True, False]
-    assert repair.replayed(5, b"5") == ([b"5"], True)
-    assert repair.expected == 6
+def stored(*hashes: int, medium: str | None = "GPU") -> BlockStored:
+    return BlockStored(list(hashes), None, [0] * len(hashes), 1, None, medium, None)
 
 
-class Publisher:
-    """An independent publisher: PUB and replay ROUTER, with batches it can forget to send."""
-
-    def __init__(self, keep: int = 1000) -> None:
-        self._context = zmq.Context()
-        self.pub = self._context.socket(zmq.PUB)
-        self._router = self._context.socket(zmq.ROUTER)
-        self.events = self._bind(self.pub)
-        self.replay = self._bind(self._router)
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=keep)
-        self._number = 0
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
-
-    def publish(self, *events: AnyEvent, lose: bool = False, raw: bytes | None = None) -> None:
-        payload = raw if raw is not None else encode_batch(0.0, list(events))
-        self._kept.append((self._number, payload))
-        if not lose:
-            self.pub.send_multipart([b"kv-events", self._number.to_bytes(8, "big"), payload])
-        self._number += 1
-
-    def close(self) -> None:
-        self._closing.set()
-        self._thread.join(5)
-        self._context.destroy(linger=0)
-
-    def _bind(self, socket: zmq.Socket[bytes]) -> str:
-        socket.bind("tcp://127.0.0.1:*")
-        return socket.getsockopt_string(zmq.LAST_ENDPOINT)
-
-    def _serve(self) -> None:
-        while not self._closing.is_set():
-            if not self._router.poll(20):
-                continue
-            identity, empty, start = self._router.recv_multipart()
-            for number, payload in list(self._kept):
-                if number >= int.from_bytes(start, "big"):
-                    frames = [identity, empty, b"kv-events", number.to_bytes(8, "big"), payload]
-                    self._router.send_multipart(frames)
-            end = (-1).to_bytes(8, "big", signed=True)
-            self._router.send_multipart([identity, empty, b"", end, b""])
+@tables
+def test_batches_are_applied_event_by_event(table: Callable[[], PageTable]) -> None:
+    index = GlobalIndex(table())
+    index.join("a")
+    assert index.apply("a", encode_batch(0.0, [stored(1, 2, 3), BlockRemoved([2], None)])) == []
+    assert index.held("a") == {1, 3}
+    assert index.apply("a", encode_batch(0.0, [AllBlocksCleared(), stored(7, -7, medium="disk")])) == []
+    assert index.held("a") == {7, -7}
+    assert index.find(as_hashes([7, -7])).storage.tolist() == [2]
 
 
-@pytest.fixture
-def publisher() -> Iterator[Publisher]:
-    started = Publisher()
-    yield started
-    started.close()
+@tables
+def test_one_bad_event_costs_nothing_else(table: Callable[[], PageTable]) -> None:
+    index = GlobalIndex(table())
+    index.join("a")
+    unread = index.apply("a", encode_batch(0.0, [stored(1), stored(2, medium="TAPE"), stored(3)]))
+    assert ["TAPE" in one.reason for one in unread] == [True]
+    assert index.held("a") == {1, 3}
 
 
-@pytest.fixture
-def plane() -> Iterator[EventPlane]:
-    started = EventPlane(GlobalIndex(), None)
-    yield started
-    started.close()
+@tables
+def test_a_slot_is_given_again_only_without_its_worker(table: Callable[[], PageTable]) -> None:
+    index = GlobalIndex(table())
+    assert [index.join(name) for name in "abcb"] == [0, 1, 2, 1]
+    index.store("b", [1], None)
+    index.expect(1, as_hashes([2]))
+    index.drop("b")
+    assert (index.names(), len(index)) == (["a", None, "c"], 0)
+    assert index.join("d") == 1
+    assert index.held("d") == set()
+    assert index.slots == 3
 
 
-def follow(plane: EventPlane, publisher: Publisher, incarnation: int = 1) -> GlobalIndex:
-    plane.follow(record("w", incarnation, events=publisher.events, replay=publisher.replay))
-    return plane._index
-
-
-def test_what_was_published_before_is_replayed_and_the_rest_follows(
-    plane: EventPlane, publisher: Publisher
-) -> None:
-    publisher.publish(stored(1, 2))
-    index = follow(plane, publisher)
-    wait_until(lambda: index.held("w") == {1, 2})
-    publisher.publish(stored(3), BlockRemoved([1], "GPU"))
-    wait_until(lambda: index.held("w") == {2, 3})
-    publisher.publish(AllBlocksCleared())
-    wait_until(lambda: index.held("w") == set())
-
-
-def test_lost_batches_are_replayed_even_when_nothing_follows(plane: EventPlane, publisher: Publisher) -> None:
-    index = follow(plane, publisher)
-    publisher.publish(stored(1))
-    publisher.publish(stored(2), lose=True)
-    publisher.publish(stored(3))
-    wait_until(lambda: index.held("w") == {1, 2, 3})
-    publisher.publish(BlockRemoved([3], "GPU"), lose=True)
-    wait_until(lambda: index.held("w") == {1, 2}, 3.0)
-
-
-def test_beyond_the_replay_buffer_old_pages_are_forgotten(plane: EventPlane) -> None:
-    publisher = Publisher(keep=2)
-    index = follow(plane, publisher)
-    publisher.publish(stored(1))
-    wait_until(lambda: index.held("w") == {1})
-    publisher.publish(BlockRemoved([1], "GPU"), lose=True)
-    publisher.publish(stored(2), lose=True)
-    publisher.publish(stored(3), lose=True)
-    publisher.publish(stored(4))
-    wait_until(lambda: index.held("w") == {3, 4})
-    assert plane.resets == 1
-    publisher.close()
-
-
-def test_a_new_incarnation_starts_empty_and_a_lost_worker_is_dropped(
-    plane: EventPlane, publisher: Publisher
-) -> None:
-    index = follow(plane, publisher)
-    publisher.publish(stored(1, 2))
-    wait_until(lambda: index.held("w") == {1, 2})
-    reborn = Publisher()
-    follow(plane, reborn, incarnation=2)
-    reborn.publish(stored(7))
-    wait_until(lambda: index.held("w") == {7})
-    plane.forget("w")
-    wait_until(lambda: len(index) == 0)
-    reborn.close()
-
-
-def test_a_bad_event_costs_nothing_else(plane: EventPlane, publisher: Publisher) -> None:
-    index = follow(plane, publisher)
-    publisher.publish(raw=b"\xc1")
-    publisher.publish(stored(1, medium="TAPE"), stored(2))
-    wait_until(lambda: index.held("w") == {2})
-    assert plane.bad_events == 2
+@tables
+def test_what_is_expected_counts_until_it_is_taken_back(table: Callable[[], PageTable]) -> None:
+    index = GlobalIndex(table())
+    index.join("a")
+    walk = as_hashes([1, 2, 3])
+    index.store("a", [1], "GPU")
+    index.expect(0, walk)
+    assert [int(row[0]) for row in index.find(walk)] == [3, 0, 0, 2]
+    assert index.held("a") == {1}
+    index.store("a", [2], "CPU")
+    index.unexpect(0, walk)
+    assert [int(row[0]) for row in index.find(walk)] == [2, 1, 0, 0]
+    index.expect(0, walk)
+    index.clear("a")  # what is on its way may still come
+    assert [int(row[0]) for row in index.find(walk)] == [3, 0, 0, 3]
+    index.reset("a")  # another process: it will not
+    assert len(index) == 0

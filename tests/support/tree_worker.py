@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from kvcache.config import KVEventsConfig
+from kvcache.events import EventRecorder
 from kvcache.layout import GroupSpec
 from kvcache.memory import Memory
 from kvcache.publisher import EventPublisher
@@ -46,10 +47,20 @@ class TreeWorker:
             yield self.memory
             self._publish()
 
+    @property
+    def recorder(self) -> EventRecorder:
+        recorder = tree_of(self.memory)._recorder
+        assert recorder is not None
+        return recorder
+
     def put(self, tokens: Iterable[int]) -> None:
         """Cache a sequence; one batch."""
-        with self.turn() as built:
-            put(built, tokens)
+        with self.turn():
+            self.put_silently(tokens)
+
+    def put_silently(self, tokens: Iterable[int]) -> None:
+        """Within a turn."""
+        put(self.memory, tokens)
 
     def evict(self, tokens: int) -> None:
         """Make room; one batch."""
