@@ -9,7 +9,7 @@ of 40 shared prefixes. Everything that is timed runs on one core, another proces
   form (one BlockStored per inserted node). ingest_per_page_blocks_s: one BlockStored per page, a node's in
   one batch. ingest_foreign_blocks_s: hashes of another engine, so pages are hashed from token_ids.
 - find_*_us: 128 ready page hashes against all workers, in a loop over all sequences in random order, while
-  the workers evict and insert again at `--churn` blocks per second (what they reached: churn_blocks_s).
+  the workers evict and insert again at `--churn` blocks per second (what they reached: *_churn_blocks_s).
   find_idle_p50_us: the same with 100 us of sleep before each, when caches have gone cold.
 - select_*_us: the same hashes to (P, D) of 32 prefill and 32 decode workers with policy `kv`, loads counted
   and the choice booked, under the same churn.

@@ -15,11 +15,13 @@ struct Event {
   Kind kind = kNone;
   Tiers tiers = 1;  // GPU, where no medium is named
   size_t first = 0, count = 0;  // its pages in Batch::pages
+  bool does_the_same(const Event& other) const { return kind == other.kind && tiers == other.tiers; }
 };
 
 struct Batch {
   bool understood = false;
-  std::vector<Event> events;
+  int64_t told = 0;           // events that were read
+  std::vector<Event> events;  // of those, neighbours that do the same to other pages are one
   std::vector<uint64_t> pages;
 };
 
@@ -35,6 +37,18 @@ struct Text {
     return true;
   }
 };
+
+// How many bytes an integer takes, by its first; 0 where none begins.
+struct IntegerBytes {
+  uint8_t after[256] = {};
+  constexpr IntegerBytes() {
+    for (int lead = 0; lead < 256; ++lead) {
+      if (lead < 0x80 || lead >= 0xE0) after[lead] = 1;
+      else if (lead >= 0xCC && lead <= 0xD3) after[lead] = 1 + (1 << (lead & 3));
+    }
+  }
+};
+inline constexpr IntegerBytes kIntegerBytes;
 
 // A cursor over MessagePack. Each function returns false, and then the cursor is of no use, when what follows is
 // not what its name says.
@@ -86,9 +100,13 @@ class Reader {
 
   bool pair_is_next() const { return !at_end() && *at_ == 0x92; }
 
-  bool integers(uint64_t count) {
-    for (uint64_t ignored; count > 0; --count)
-      if (!integer(ignored)) return false;
+  // Integers that nobody wants to know. Tokens are most of a batch, and of unpredictable length: no branch on it.
+  bool skip_integers(uint64_t count) {
+    for (; count > 0; --count) {
+      const size_t bytes = at_end() ? 0 : kIntegerBytes.after[*at_];
+      if (bytes == 0 || bytes > left()) return false;
+      at_ += bytes;
+    }
     return true;
   }
 
@@ -226,10 +244,10 @@ class EventReader {
   // Integers, or pairs of them from a bigram cache.
   bool tokens() {
     if (!reader_.array(tokens_) || tokens_ > reader_.left()) return false;
-    if (!reader_.pair_is_next()) return reader_.integers(tokens_);
+    if (!reader_.pair_is_next()) return reader_.skip_integers(tokens_);
     uint64_t two;
     for (uint64_t i = 0; i < tokens_; ++i)
-      if (!reader_.pair_is_next() || !reader_.array(two) || !reader_.integers(two)) return false;
+      if (!reader_.pair_is_next() || !reader_.array(two) || !reader_.skip_integers(two)) return false;
     return true;
   }
 
@@ -247,9 +265,11 @@ inline Batch read_batch(const uint8_t* data, size_t size) {
   Reader reader(data, size);
   uint64_t elements, events, rank;
   if (!reader.array(elements) || elements != 3 || !reader.real() || !reader.array(events)) return batch;
-  for (; events > 0; --events) {
-    batch.events.emplace_back();
-    if (!EventReader(reader, batch.pages).read(batch.events.back())) return batch;
+  for (; events > 0; --events, ++batch.told) {
+    Event event;
+    if (!EventReader(reader, batch.pages).read(event)) return batch;
+    if (!batch.events.empty() && batch.events.back().does_the_same(event)) batch.events.back().count += event.count;
+    else batch.events.push_back(event);
   }
   batch.understood = (reader.nil() || reader.integer(rank)) && reader.at_end();
   return batch;

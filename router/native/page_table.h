@@ -125,7 +125,7 @@ class PageTable {
       else if (event.kind == Event::kRemoved) remove(slot, event.tiers, pages, event.count);
       else clear(slot, kHeldTiers);
     }
-    return static_cast<int64_t>(batch.events.size());
+    return batch.told;
   }
 
   // found: int32 [kTiers, slots], written whole; see PageTable.find in page_table.py.
