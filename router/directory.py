@@ -38,10 +38,11 @@ class Directory:
     def announce(self, message: Announce, now: float) -> Announced | AnnounceRefused:
         """Join, or renew with the current load. A newer incarnation of the same id replaces the older."""
         record = message.record
-        refusal = self._refusal(record)
-        if refusal is not None:
-            return refusal
         known = self._leases.get(record.id)
+        if known is None or known.record.incarnation != record.incarnation:  # a renewal has joined already
+            refusal = self._refusal(record)
+            if refusal is not None:
+                return refusal
         if known is None or (known.record.incarnation, known.record.draining) != (
             record.incarnation,
             record.draining,

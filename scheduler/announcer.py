@@ -1,6 +1,8 @@
 """Announcer: keeps a worker's lease at the directory, on a thread of its own.
 
 Not on the engine loop: a forward may take longer than a lease, and finding a restarted directory may block.
+The loop only says what its load is; when that has moved, the thread announces it without waiting for the
+lease's next renewal, so that routers choose by fresh figures.
 """
 
 from __future__ import annotations
@@ -13,9 +15,27 @@ from collections.abc import Callable
 from wire.errors import ConfigError
 from wire.mailbox import Mailbox
 from wire.messages import Announce, Announced, AnnounceRefused, Withdraw
-from wire.records import WorkerRecord
+from wire.records import WorkerLoad, WorkerRecord
 
 log = logging.getLogger(__name__)
+
+_GAP_S = 0.1  # between two announcements, whatever happens
+
+
+def has_moved(said: WorkerLoad, now: WorkerLoad) -> bool:
+    """Would a router decide otherwise? Whether a figure has moved by more than an eighth, or from or to 0."""
+    return (
+        _apart(said.queued_prefill_tokens, now.queued_prefill_tokens)
+        or _apart(said.running_requests + said.waiting_requests, now.running_requests + now.waiting_requests)
+        or _apart(said.headroom_tokens, now.headroom_tokens)
+        or _apart(said.headroom_rows, now.headroom_rows)
+        or (said.prefill_tokens_per_s > 0) != (now.prefill_tokens_per_s > 0)
+        or (said.decode_step_s > 0) != (now.decode_step_s > 0)
+    )
+
+
+def _apart(one: int, other: int) -> bool:
+    return 8 * abs(one - other) > max(one, other)
 
 
 class Announcer:
@@ -34,7 +54,9 @@ class Announcer:
         self._interval_s = interval_s
         self._address: str | None = None
         self._answered_at = 0.0
+        self._said = WorkerLoad()
         self._stop = threading.Event()
+        self._soon = threading.Event()
         self._joined = threading.Event()
         self._refusal: AnnounceRefused | None = None
         self._thread = threading.Thread(target=self._run, name="announcer", daemon=True)
@@ -64,14 +86,22 @@ class Announcer:
             self._answered_at = time.monotonic()
         self._joined.set()
 
+    def on_load(self, load: WorkerLoad) -> None:
+        """From the engine loop, which is not held up: the record has this load from now on."""
+        if has_moved(self._said, load):
+            self._soon.set()
+
     def announce_soon(self) -> None:
         """Say the record now: something routers should know at once has changed (draining)."""
         if self._address is not None:
-            self._mailbox.send(self._address, Announce(self._record()))
+            record = self._record()
+            self._said = record.load
+            self._mailbox.send(self._address, Announce(record))
 
     def stop(self) -> None:
         """Stop announcing and leave the directory."""
         self._stop.set()
+        self._soon.set()
         if self._thread.is_alive():
             self._thread.join(timeout=5.0)
         if self._address is not None:
@@ -82,8 +112,10 @@ class Announcer:
         while not self._stop.is_set():
             if self._address is None or time.monotonic() - self._answered_at > 3 * self._interval_s:
                 self._find_directory()
+            self._soon.clear()
             self.announce_soon()
-            self._stop.wait(self._interval_s)
+            self._stop.wait(min(_GAP_S, self._interval_s))
+            self._soon.wait(max(0.0, self._interval_s - _GAP_S))
 
     def _find_directory(self) -> None:
         try:

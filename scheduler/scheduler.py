@@ -9,7 +9,9 @@ Pure logic over Memory and Engine: no sockets, no threads. All methods are calle
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Callable
 
 from engine.batch import Engine
 from kvcache.memory import GroupPages, Memory, MemoryReport
@@ -20,6 +22,7 @@ from scheduler.config import Phase, SchedulerConfig
 from scheduler.metrics import SchedulerMetrics
 from scheduler.pages import Pages
 from scheduler.policy import AfterPrefill, NodePolicy
+from scheduler.rates import Rates
 from scheduler.req import Req, ReqState
 from scheduler.results import LaunchedStep, Results
 from scheduler.retraction import pick_victim
@@ -35,9 +38,18 @@ __all__ = ["AfterPrefill", "NodePolicy", "Scheduler", "SchedulerConfig"]
 class Scheduler:
     """One engine's requests, from `add` (or `reserve`) to their last token."""
 
-    def __init__(self, memory: Memory, engine: Engine, policy: NodePolicy, config: SchedulerConfig) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        engine: Engine,
+        policy: NodePolicy,
+        config: SchedulerConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`clock` measures how long forwards take; nothing is decided by it."""
         self.config = config
         self.metrics = SchedulerMetrics()
+        self._rates = Rates(clock)
         self._engine = engine
         self._memory = memory
         self._pool = memory.req_to_token_pool
@@ -222,6 +234,7 @@ class Scheduler:
 
     def _launch(self, chunks: list[Chunk]) -> None:
         running, window = self._running, self._pages.window
+        self._rates.launched(len(running), sum(chunk.end - chunk.start for chunk in chunks))
         if running.states is not None:
             self.metrics.checkpoints += running.states.turn(running.reqs, running.lens[: len(running)])
         table = None if window is None else window.table
@@ -256,6 +269,7 @@ class Scheduler:
         taken = False
         while len(self._in_flight) > depth:
             self._results.take(self._in_flight.popleft(), self.config.result_timeout_s)
+            self._rates.landed()
             taken = True
         return taken
 
@@ -291,6 +305,8 @@ class Scheduler:
             free_tokens=self._pages.free_tokens(),
             headroom_tokens=self._admission.headroom(),
             headroom_rows=max(min(self._pre_alloc_rows - pre_allocated, self._admission.more_requests()), 0),
+            prefill_tokens_per_s=self._rates.prefill_tokens_per_s,
+            decode_step_s=self._rates.decode_step_s,
         )
 
     def check_memory(self) -> MemoryReport:

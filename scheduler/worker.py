@@ -55,6 +55,7 @@ from wire.security import curve_for
 log = logging.getLogger(__name__)
 
 _SWEEP_S = 0.25
+_LOAD_S = 0.1  # between two looks at the load, while the loop is busy
 _DRAIN_SHARE = 0.8  # of the bound: then what is left is handed back to the router
 
 
@@ -90,6 +91,7 @@ class Worker:
         self._failure: BaseException | None = None
         self._beat_at = time.monotonic()
         self._swept_at = 0.0
+        self._load_at = 0.0
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
 
     def _build(self, owned: ExitStack, half: type[Half[Any]]) -> None:
@@ -223,6 +225,8 @@ class Worker:
         self._outbox.flush()
         self._publish()
         self._beat_at = time.monotonic()
+        if not busy or self._beat_at - self._load_at >= _LOAD_S:
+            self._look_at_load(self._beat_at)
         if self._beat_at - self._swept_at >= _SWEEP_S:
             self._sweep(self._beat_at)
         return busy
@@ -238,9 +242,14 @@ class Worker:
             assert snapshot is not None, "a publisher and no recorder"
             publisher.publish_snapshot(snapshot)
 
+    def _look_at_load(self, now: float) -> None:
+        self._load_at = now
+        self._load = self._scheduler.load()
+        if self._announcer is not None:
+            self._announcer.on_load(self._load)
+
     def _sweep(self, now: float) -> None:
         self._swept_at = now
-        self._load = self._scheduler.load()
         self._half.sweep(now)
         self._repeater.tick(now)
         self._rooms.sweep(now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -145,6 +146,7 @@ class Rig:
     tight: bool = False
     state_slots: int | None = None  # more than `tight` gives
     eviction_policy: str = "lru"
+    clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         spec = fake_spec(VOCAB, self.max_context, self.eos, self.groups, self.window)
@@ -168,7 +170,7 @@ class Rig:
         engine = FakeEngine(spec, self.memory.kv_caches, self.timing, self.engine_overlap)
         self.engine = WatchedEngine(engine, self.window, self.page_size)
         self.policy = Recorder(self.after)
-        self.scheduler = Scheduler(self.memory, self.engine, self.policy, self.config)
+        self.scheduler = Scheduler(self.memory, self.engine, self.policy, self.config, self.clock)
         self.limits = RequestLimits(10_000, VOCAB, self.eos)
         self.expected: dict[int, list[int]] = {}
         self.rooms = 0

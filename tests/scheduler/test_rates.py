@@ -1,0 +1,149 @@
+"""What a worker says of its speed, and when it says that its load has moved."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from engine.batch import Engine, ForwardBatch, Pending
+from engine.spec import ModelSpec
+from scheduler.announcer import Announcer, has_moved
+from scheduler.config import SchedulerConfig
+from scheduler.rates import Rates
+from tests.router.test_directory import record
+from tests.scheduler.rig import Rig
+from wire.mailbox import Mailbox
+from wire.messages import Announce, Withdraw
+from wire.records import WorkerLoad, WorkerRecord
+
+CONFIG = SchedulerConfig(model="m", max_running_requests=8, chunked_prefill_size=32)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class SlowEngine:
+    """Each forward takes 0.1 s and a millisecond per token of a prompt, by the clock."""
+
+    def __init__(self, inner: Engine, clock: Clock) -> None:
+        self.inner = inner
+        self.clock = clock
+        self.spec: ModelSpec = inner.spec
+
+    def launch(self, batch: ForwardBatch) -> Pending:
+        self.clock.now += 0.1 + 0.001 * int(batch.q_lens[batch.q_lens > 1].sum())
+        return self.inner.launch(batch)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def test_nothing_is_known_before_the_first_forward() -> None:
+    rates = Rates(Clock())
+    assert (rates.prefill_tokens_per_s, rates.decode_step_s) == (0.0, 0.0)
+
+
+def test_a_mixed_forward_counts_for_both() -> None:
+    clock = Clock()
+    rates = Rates(clock)
+    rates.launched(3, 100)
+    clock.now = 0.5
+    rates.landed()
+    assert (rates.prefill_tokens_per_s, rates.decode_step_s) == (200.0, 0.5)
+
+
+def test_with_overlap_a_forward_begins_when_the_one_before_it_has_landed() -> None:
+    clock = Clock()
+    rates = Rates(clock)
+    rates.launched(1, 0)
+    for _ in range(20):
+        rates.launched(1, 0)  # while the one before is out
+        clock.now += 0.25
+        rates.landed()
+    assert rates.decode_step_s == pytest.approx(0.25)
+
+
+def test_idle_time_is_no_forward_and_old_ones_fade() -> None:
+    clock = Clock()
+    rates = Rates(clock)
+    for seconds, count in ((1.0, 10), (0.1, 300)):
+        for _ in range(count):
+            clock.now += 60.0
+            rates.launched(0, 100)
+            clock.now += seconds
+            rates.landed()
+    assert rates.prefill_tokens_per_s == pytest.approx(1000.0, rel=0.05)
+    assert rates.decode_step_s == 0.0
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_the_load_has_the_engines_rates(depth: int) -> None:
+    clock = Clock()
+    rig = Rig(config=replace(CONFIG, overlap_depth=depth), clock=clock)
+    rig.engine.inner = SlowEngine(rig.engine.inner, clock)
+    rig.add(range(64), 1)
+    rig.run()
+    assert rig.scheduler.load().prefill_tokens_per_s == pytest.approx(32 / 0.132)
+    rig.add(range(100, 110), 40)
+    rig.run()
+    load = rig.scheduler.load()
+    assert load.decode_step_s == pytest.approx(0.1, rel=0.05)
+    rig.close()
+
+
+def test_what_moves_a_load() -> None:
+    said = WorkerLoad(queued_prefill_tokens=1000, running_requests=16, headroom_tokens=5000, headroom_rows=9)
+    assert not has_moved(said, said)
+    assert not has_moved(said, msgspec.structs.replace(said, queued_prefill_tokens=1050, decode_step_s=0.0))
+    assert has_moved(said, msgspec.structs.replace(said, queued_prefill_tokens=2000))
+    assert has_moved(said, msgspec.structs.replace(said, queued_prefill_tokens=0))
+    assert not has_moved(said, msgspec.structs.replace(said, running_requests=17))
+    assert has_moved(said, msgspec.structs.replace(said, waiting_requests=4))
+    assert has_moved(said, msgspec.structs.replace(said, headroom_tokens=0))
+    assert has_moved(said, msgspec.structs.replace(said, headroom_rows=0))
+    assert has_moved(said, msgspec.structs.replace(said, prefill_tokens_per_s=1.0))
+
+
+def test_a_load_that_moved_is_announced_long_before_the_renewal() -> None:
+    heard: queue.Queue[Announce | Withdraw] = queue.Queue()
+    wanted = threading.Event()
+
+    with Mailbox() as directory, Mailbox() as worker:
+        load = WorkerLoad()
+
+        def current() -> WorkerRecord:
+            return record(load=load)
+
+        announcer = Announcer(worker, lambda: directory.address, current, interval_s=600.0)
+        thread = threading.Thread(target=_listen, args=(directory, heard, wanted), daemon=True)
+        thread.start()
+        announcer._thread.start()
+        first = heard.get(timeout=10)
+        assert isinstance(first, Announce)
+        for queued in (1000, 1010, 5000):
+            load = WorkerLoad(queued_prefill_tokens=queued)
+            announcer.on_load(load)
+            if queued == 1010:  # no news: nothing is said of it but with the next
+                continue
+            told = heard.get(timeout=10)
+            assert isinstance(told, Announce)
+            assert told.record.load == load
+        announcer.stop()
+        assert isinstance(heard.get(timeout=10), Withdraw)
+        wanted.set()
+        thread.join(timeout=10)
+
+
+def _listen(mailbox: Mailbox, heard: queue.Queue[Announce | Withdraw], enough: threading.Event) -> None:
+    while not enough.is_set():
+        for mail in mailbox.wait(0.05):
+            if isinstance(mail.message, Announce | Withdraw):
+                heard.put(mail.message)
