@@ -8,6 +8,7 @@ import os
 import random
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from wire.records import Role
 
 ROOT = Path(__file__).parents[1]
 PROMPT_TOKENS = 256
+_ROUTERS = ("-m router ", "ServeReplica:baton:router", "ProxyActor", "haproxy")
 _SOURCES = ("load_generator.cpp", "sse_reader.h")
 _READY_S = 30.0
 _LONGEST_WORD = 8  # tokens
@@ -31,12 +33,12 @@ _LONGEST_WORD = 8  # tokens
 
 @dataclass(frozen=True)
 class Endpoint:
-    """An OpenAI-compatible server under load. `pids`: whose CPU time is the router's; none: unknown."""
+    """An OpenAI-compatible server under load. `root`: the process below which the router runs, if known."""
 
     host: str
     port: int
     model: str
-    pids: tuple[int, ...] = ()
+    root: int | None = None
 
     @property
     def url(self) -> str:
@@ -118,12 +120,12 @@ class LoadGenerator:
             "warmup": seconds / 5, "events": tokens if self._exact else 0,
         }  # fmt: skip
         words = [str(word) for key, value in options.items() for word in (f"--{key}", value)]
-        before = cpu_seconds(at.pids)
+        before = router_cpu_seconds(at)
         done = subprocess.run([self._binary, *words], stdout=subprocess.PIPE, check=True, text=True)
-        used = cpu_seconds(at.pids) - before
+        used = router_cpu_seconds(at) - before
         said = json.loads(done.stdout)
         self._sent += said["sent"]
-        router_us = used / said["sent"] * 1e6 if at.pids else None
+        router_us = used / said["sent"] * 1e6 if at.root is not None else None
         return Shot(said["rps"], said["first_ms_p50"], said["cpu_share"], router_us)
 
 
@@ -136,7 +138,19 @@ def bare_router(model: Path, name: str, scratch: Path) -> Iterator[tuple[Endpoin
         assert process.stdout is not None
         ready = json.loads(process.stdout.readline())
         host, _, port = ready["http"].removeprefix("http://").rpartition(":")
-        yield Endpoint(host, int(port), name, (process.pid,)), ready["mailbox"]
+        yield Endpoint(host, int(port), name, process.pid), ready["mailbox"]
+
+
+@contextmanager
+def served_router(model: Path, name: str, scratch: Path) -> Iterator[tuple[Endpoint, str]]:
+    """The same router under Ray Serve (bench/router_serve.py), and its directory's mailbox address."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = int(free.getsockname()[1])
+    options = ("--model", model, "--served-model", name, "--port", port, "--scratch", scratch)
+    with _process("bench.router_serve", *options, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        ready = json.loads(process.stdout.readline())
+        yield Endpoint("127.0.0.1", port, name, process.pid), ready["directory"]
 
 
 @contextmanager
@@ -162,13 +176,33 @@ def worker_own_ms(at: Endpoint) -> float | None:
     return max(known) if known else None
 
 
-def cpu_seconds(pids: tuple[int, ...]) -> float:
-    """CPU time of processes so far, all threads, as the scheduler counts it (nanoseconds)."""
+def router_cpu_seconds(at: Endpoint) -> float:
+    """CPU time so far of the processes through which requests go, as the scheduler counts it."""
     total = 0
-    for pid in pids:
+    for pid in _router_pids(at.root) if at.root is not None else ():
         for task in Path(f"/proc/{pid}/task").iterdir():
             total += int((task / "schedstat").read_text().split()[0])
     return total / 1e9
+
+
+def _router_pids(root: int) -> list[int]:
+    """The bare router; or Serve's replica with HAProxy or Serve's own proxy, which come and go."""
+    parents, titles = {}, {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                stat = (entry / "stat").read_text().rpartition(")")[2].split()
+                titles[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except (OSError, UnicodeDecodeError):
+                continue  # it has ended, or is none of ours
+            parents[int(entry.name)] = int(stat[1])
+
+    def below(pid: int) -> bool:
+        while pid > 1 and pid != root:
+            pid = parents.get(pid, 0)
+        return pid == root
+
+    return [pid for pid, title in titles.items() if any(word in title for word in _ROUTERS) and below(pid)]
 
 
 def _get(at: Endpoint, path: str) -> Any:
@@ -177,12 +211,12 @@ def _get(at: Endpoint, path: str) -> Any:
 
 
 @contextmanager
-def _process(module: str, *options: str, stdout: int | None = None) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-m", module, *options], cwd=ROOT, stdout=stdout)
+def _process(module: str, *options: object, stdout: int | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-m", module, *map(str, options)], cwd=ROOT, stdout=stdout)
     try:
         yield process
     finally:
         process.terminate()
-        process.wait(timeout=30)
+        process.wait(timeout=60)
         if process.stdout is not None:
             process.stdout.close()

@@ -34,7 +34,11 @@ def build(args: dict[str, Any]) -> serve.Application:
     """The application for a configuration (cluster/config.py). Raises ConfigError when it cannot work."""
     config = parse_config(args)
     roles = [Role.DECODE] if config.colocated else [Role.PREFILL, Role.DECODE]
-    workers = [_bind_worker(config, role) for role in roles]
+    return router_application(config, *(_bind_worker(config, role) for role in roles))
+
+
+def router_application(config: ServeConfig, *workers: serve.Application) -> serve.Application:
+    """The ingress alone, or with the worker deployments that belong to it."""
     ingress = serve.deployment(name=ROUTER, **_router_settings(config.router))(serve.ingress()(RouterReplica))
     return ingress.bind(config.router_options(), *workers)
 

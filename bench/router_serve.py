@@ -1,0 +1,78 @@
+"""The router under Ray Serve, as the deploy files run it, for bench.router: a process of its own.
+
+    python -m bench.router_serve --model DIR --served-model m --port 8001 --scratch DIR
+
+Prints one line of JSON when it serves, and ends its Ray on SIGTERM. Ray Serve reads its switches when it is
+imported, so this process sets them first; everything that HAProxy leaves on a machine goes under --scratch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import threading
+from pathlib import Path
+
+
+def ingress_environment(scratch: Path) -> dict[str, str]:
+    """The switches of deploy/cluster.yaml, and names and ports that no other Serve on this machine uses."""
+    home = scratch / "haproxy"
+    ports = _free_ports(2)
+    first = _free_ports(1)[0]
+    return {
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(home / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(home / "admin.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(home),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(home / "server-state"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(home / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(ports[0]),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(ports[1]),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first + 20),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",  # nobody else balances load here
+    }
+
+
+def _free_ports(count: int) -> list[int]:
+    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [int(one.getsockname()[1]) for one in held]
+    for one in held:
+        one.close()
+    return ports
+
+
+def _serve(model: Path, name: str, port: int, scratch: Path) -> None:
+    """Ray is imported here: see the module's docstring."""
+    from cluster.app import router_application
+    from cluster.config import parse_config
+    from cluster.directory_actor import DirectoryFinder
+    from cluster.local import APP_NAME, LocalOptions, LocalServe, stop_on_signals
+
+    config = parse_config({"model": str(model), "served_model_name": name})
+    options = LocalOptions(port=port, cpus=config.cpus(), shutdown_s=15.0, temp_dir=scratch / "ray")
+    with LocalServe(options) as local:
+        stop: threading.Event = stop_on_signals()
+        local.deploy(router_application(config), 120.0, stop)
+        print(json.dumps({"directory": DirectoryFinder(APP_NAME).wait(10.0)}), flush=True)
+        stop.wait()
+
+
+def main() -> None:
+    """The process."""
+    parser = argparse.ArgumentParser(description="The router under Ray Serve, for bench.router.")
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--served-model", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--scratch", type=Path, required=True, help="a short path: sockets lie in it")
+    given = parser.parse_args()
+    (given.scratch / "haproxy").mkdir(parents=True, exist_ok=True)
+    os.environ.update(ingress_environment(given.scratch))
+    _serve(given.model, given.served_model, given.port, given.scratch)
+
+
+if __name__ == "__main__":
+    main()
