@@ -8,6 +8,7 @@ of 40 shared prefixes. Everything that is timed runs on one core, another proces
 - ingest_blocks_s: all of it through 64 real sockets into the event plane and the index, in our publisher's
   form (one BlockStored per inserted node). ingest_per_page_blocks_s: one BlockStored per page, a node's in
   one batch. ingest_foreign_blocks_s: hashes of another engine, so pages are hashed from token_ids.
+  ingest_in_process_blocks_s: our form without sockets.
 - find_*_us: 128 ready page hashes against all workers, in a loop over all sequences in random order, while
   the workers evict and insert again at `--churn` blocks per second (what they reached: *_churn_blocks_s).
   find_idle_p50_us: the same with 100 us of sleep before each, when caches have gone cold.
@@ -92,6 +93,7 @@ def time_ingest(load: Load, remote: Remote, core: ModuleType | None, rounds: int
         sides[f"{name}_blocks_s"] = partial(index_baton.ingest, load, remote, form)
         if core is not None and form != Form.FOREIGN:
             sides[f"dynamo_{name}_blocks_s"] = partial(_dynamo_ingest, core, load, remote, form)
+    sides["ingest_in_process_blocks_s"] = partial(index_baton.ingest_in_process, load)
     if core is not None:
         sides["dynamo_ingest_in_process_blocks_s"] = lambda: DynamoTree(core, load).fill()
     return {name: round(value) for name, value in medians(alternate(sides, rounds)).items()}
