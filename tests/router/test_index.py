@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.index_load import Form, Load, Shape
 from router.index import GlobalIndex, as_hashes
 from router.page_table import PageTable, PythonPageTable, make_page_table
 from wire.events import AllBlocksCleared, BlockRemoved, BlockStored, encode_batch
@@ -125,13 +126,30 @@ def test_what_is_expected_counts_until_it_is_taken_back(table: Callable[[], Page
     walk = as_hashes([1, 2, 3])
     index.store("a", [1], "GPU")
     index.expect(0, walk)
-    assert [int(row[0]) for row in index.find(walk)] == [3, 0, 0, 2]
+    assert [int(row[0]) for row in index.find(walk).found] == [3, 0, 0, 2]
     assert index.held("a") == {1}
     index.store("a", [2], "CPU")
     index.unexpect(0, walk)
-    assert [int(row[0]) for row in index.find(walk)] == [2, 1, 0, 0]
+    assert [int(row[0]) for row in index.find(walk).found] == [2, 1, 0, 0]
     index.expect(0, walk)
     index.clear("a")  # what is on its way may still come
-    assert [int(row[0]) for row in index.find(walk)] == [3, 0, 0, 3]
+    assert [int(row[0]) for row in index.find(walk).found] == [3, 0, 0, 3]
     index.reset("a")  # another process: it will not
     assert len(index) == 0
+
+
+@pytest.mark.parametrize("form", [Form.NODE, Form.PAGE])
+def test_the_load_of_the_bench_is_what_it_says(form: Form) -> None:
+    load = Load(Shape(workers=3, sequences=6, prefixes=2, held=4, pages=4, shared=2))
+    index = GlobalIndex()
+    told = 0
+    for worker, sequence, start in load.insertions():
+        index.join(f"w{worker}")
+        assert index.apply(f"w{worker}", load.payload(sequence, start, form)) == []
+        told += load.shape.pages - start
+    assert (len(index), load.blocks()) == (load.different_pages(), told)
+    for worker, sequences in enumerate(load.held):
+        assert index.held(f"w{worker}") == set(load.hashes[sequences].ravel().tolist())
+        assert index.find(load.hashes[sequences[0]]).pages[worker] == 4
+    index.apply("w0", load.removal(int(load.held[0, 0])))
+    assert index.find(load.hashes[load.held[0, 0]]).pages[0] == 2
