@@ -189,9 +189,8 @@ class Admission:
     def _saturated(self, ask: Ask, now: float) -> bool:
         fleet, most = self._placer.fleet, self._options.queue_prefill_tokens
         if most is not None:
-            rows = fleet.rows(Role.PREFILL, now)
-            if len(rows) == 0:
-                rows = fleet.rows(Role.DECODE, now)
+            candidates = fleet.candidates(now)
+            rows = candidates.prefill if len(candidates.prefill) else candidates.decode
             if len(rows) and rows.queued.min() > most:
                 return True
         return self._options.queue_decode_full and self._decode_full(ask)

@@ -173,24 +173,40 @@ class Rows:
         )  # fmt: skip
 
 
-class _Table:
-    """The accounts of one role as arrays. An account that changed is `touch`ed; nothing else is copied."""
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Who may be chosen. `slots` are those of `prefill`, then those of `decode`."""
 
-    def __init__(self, accounts: list[Account], index: GlobalIndex, hosts: dict[str, int]) -> None:
-        count = len(accounts)
+    prefill: Rows
+    decode: Rows
+    slots: npt.NDArray[np.intp]
+
+
+class _Table:
+    """The accounts as arrays, P before D, so that one operation serves both. An account that changed is
+    `touch`ed; nothing else is copied."""
+
+    def __init__(self, accounts: list[Account], index: GlobalIndex) -> None:
+        accounts = sorted(accounts, key=lambda one: one.record.role is Role.DECODE)
         self.index_version = index.version
         self.row = {one.record.id: row for row, one in enumerate(accounts)}
+        hosts: dict[str, int] = {}
+        host = np.array([hosts.setdefault(one.record.host, len(hosts)) for one in accounts], np.intp)
+        slots = np.array([index.join(name) for name in self.row], np.intp)
         # A reported queue is base - rate x now, until it is empty.
-        self._base, self._rate, self._since = np.zeros((3, count))
-        queued, self._requests, self._context, self._capacity = np.zeros((4, count))
-        self._rows = Rows(
-            list(self.row),
-            np.array([index.join(name) for name in self.row], np.intp),
-            np.array([hosts.setdefault(one.record.host, len(hosts)) for one in accounts], np.intp),
-            queued, self._requests, self._context, self._capacity,
-        )  # fmt: skip
+        self._base, self._rate, self._since = np.zeros((3, len(accounts)))
+        self._queued, self._requests, self._context, self._capacity = np.zeros((4, len(accounts)))
         for one in accounts:
             self.touch(one)
+        names, split = list(self.row), sum(one.record.role is Role.PREFILL for one in accounts)
+        prefill, decode = (
+            Rows(
+                names[part], slots[part], host[part], self._queued[part], self._requests[part],
+                self._context[part], self._capacity[part],
+            )
+            for part in (slice(split), slice(split, None))
+        )  # fmt: skip
+        self._candidates = Candidates(prefill, decode, slots)
 
     def touch(self, account: Account) -> None:
         """Its figures have changed."""
@@ -203,14 +219,14 @@ class _Table:
         self._context[row] = account.context()
         self._capacity[row] = account.record.total_tokens
 
-    def rows(self, now: float) -> Rows:
+    def candidates(self, now: float) -> Candidates:
         """What a policy sees."""
-        queued = self._rows.queued
+        queued = self._queued
         np.multiply(self._rate, now, out=queued)
         np.subtract(self._base, queued, out=queued)
         np.maximum(queued, 0.0, out=queued)
         np.add(queued, self._since, out=queued)
-        return self._rows
+        return self._candidates
 
 
 class Fleet:
@@ -220,8 +236,7 @@ class Fleet:
         self.on_given: Callable[[Account], None] | None = None  # what this router has given is another now
         self._index = index
         self._accounts: dict[str, Account] = {}
-        self._tables: dict[Role, _Table] = {}
-        self._rebuild()
+        self._table = _Table([], index)
 
     def __contains__(self, worker: str) -> bool:
         return worker in self._accounts
@@ -263,9 +278,8 @@ class Fleet:
     def changed(self, account: Account) -> None:
         """Somebody wrote to this account. One whose worker has left or was replaced is nobody's any more."""
         name = account.record.id
-        table = self._tables[account.record.role]
-        if self._accounts.get(name) is account and name in table.row:  # a draining worker has no row
-            table.touch(account)
+        if self._accounts.get(name) is account and name in self._table.row:  # a draining worker has no row
+            self._table.touch(account)
 
     def given(self, account: Account) -> None:
         """This router gave the worker something, or took it back."""
@@ -273,23 +287,22 @@ class Fleet:
         if self.on_given is not None and self._accounts.get(account.record.id) is account:
             self.on_given(account)
 
-    def rows(self, role: Role, now: float, avoid: frozenset[str] = frozenset()) -> Rows:
-        """Workers of a role that take new work; those to avoid only when there are no others."""
-        if self._tables[role].index_version != self._index.version:
+    def candidates(self, now: float, avoid: frozenset[str] = frozenset()) -> Candidates:
+        """Workers that take new work; of each role, those to avoid only when there are no others."""
+        if self._table.index_version != self._index.version:
             self._rebuild()
-        rows = self._tables[role].rows(now)
-        if avoid:
-            kept = [row for row, name in enumerate(rows.names) if name not in avoid]
-            if kept and len(kept) < len(rows):
-                return rows.only(kept)
-        return rows
+        all_ = self._table.candidates(now)
+        if not avoid:
+            return all_
+        prefill, decode = _without(all_.prefill, avoid), _without(all_.decode, avoid)
+        return Candidates(prefill, decode, np.concatenate((prefill.slots, decode.slots)))
 
     def _rebuild(self) -> None:
-        hosts: dict[str, int] = {}
         for name in self._accounts:
-            self._index.join(name)  # before a table notes the index's version
-        for role in Role:
-            there = [
-                one for one in self._accounts.values() if one.record.role is role and not one.record.draining
-            ]
-            self._tables[role] = _Table(there, self._index, hosts)
+            self._index.join(name)  # before the table notes the index's version
+        self._table = _Table([one for one in self._accounts.values() if not one.record.draining], self._index)
+
+
+def _without(rows: Rows, avoid: frozenset[str]) -> Rows:
+    kept = [row for row, name in enumerate(rows.names) if name not in avoid]
+    return rows.only(kept) if kept and len(kept) < len(rows) else rows

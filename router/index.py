@@ -13,7 +13,7 @@ Threads: the event plane's writes (`apply`, `store`, `remove`, `clear`), the eve
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -24,14 +24,35 @@ from wire.events import MEDIA, AllBlocksCleared, BlockRemoved, BlockStored, Unre
 _TIERS = {"GPU": Tier.GPU, "CPU": Tier.CPU, "STORAGE": Tier.STORAGE}
 
 
-class Matches(NamedTuple):
-    """One prompt against every worker: int32 by slot, in pages. `pages` are all leading ones that it holds;
-    the others say how many of them are nowhere better than there."""
+@dataclass(frozen=True, slots=True)
+class Matches:
+    """One prompt against every worker, in pages.
 
-    pages: npt.NDArray[np.int32]
-    host: npt.NDArray[np.int32]
-    storage: npt.NDArray[np.int32]
-    expected: npt.NDArray[np.int32]
+    `found` is int32 [4, slots], a row per Tier: the first counts all leading pages that a worker holds, the
+    others those of them that are nowhere better than there.
+    """
+
+    found: npt.NDArray[np.int32]
+
+    @property
+    def pages(self) -> npt.NDArray[np.int32]:
+        """All leading pages, by slot."""
+        return self.found[Tier.GPU, :]
+
+    @property
+    def host(self) -> npt.NDArray[np.int32]:
+        """Of them: in CPU memory."""
+        return self.found[Tier.CPU, :]
+
+    @property
+    def storage(self) -> npt.NDArray[np.int32]:
+        """Of them: in storage."""
+        return self.found[Tier.STORAGE, :]
+
+    @property
+    def expected(self) -> npt.NDArray[np.int32]:
+        """Of them: on their way."""
+        return self.found[Tier.EXPECTED, :]
 
 
 class GlobalIndex:
@@ -126,7 +147,7 @@ class GlobalIndex:
         """How much of a prompt each worker holds."""
         found = np.empty((4, len(self._names)), np.int32)
         self._table.find(hashes, found)
-        return Matches(*found)
+        return Matches(found)
 
     def nbytes(self) -> int:
         """Memory of the pages."""

@@ -40,14 +40,13 @@ class KVPolicy(Policy):
     def pick(self, ask: Ask, prefill: Side, decode: Side) -> Picked:
         """See Policy."""
         weights = self.weights
-        left_d = decode.left(ask.prompt_tokens)
         load = self._load(ask, decode)
         costs = {"load": load}
-        best_alone = self._alone(decode, left_d, load, costs, must=len(prefill.rows) == 0)
+        best_alone = self._alone(decode, load, costs, must=len(prefill.rows) == 0)
         if len(prefill.rows) == 0:
             assert best_alone is not None
             return Picked(best_alone, None, costs)
-        cost_p = self._prefill(ask, prefill)
+        cost_p = self._prefill(prefill)
         move = (ask.prompt_tokens - decode.held) * weights.transfer
         cost_d = load + move
         costs["prefill"], costs["decode"] = cost_p, cost_d
@@ -56,15 +55,13 @@ class KVPolicy(Policy):
             return Picked(best_alone, None, costs)
         return Picked(d, p, costs)
 
-    def _prefill(self, ask: Ask, prefill: Side) -> Floats:
+    def _prefill(self, prefill: Side) -> Floats:
         """cost_P by row."""
         weights, queued = self.weights, prefill.rows.queued
         cost = queued * (weights.prefill_queue / weights.queue_objective)
         cost += weights.prefill_queue
         cost *= queued
-        left = prefill.left(ask.prompt_tokens)
-        left *= weights.prefill_left
-        cost += left
+        cost += prefill.left * weights.prefill_left
         if prefill.last is not None:
             cost[prefill.last] -= weights.session
         return cost
@@ -72,22 +69,19 @@ class KVPolicy(Policy):
     def _load(self, ask: Ask, decode: Side) -> Floats:
         """load_D by row."""
         weights, rows = self.weights, decode.rows
-        lacking = rows.context - rows.capacity
-        lacking += ask.prompt_tokens + ask.output_tokens
-        np.maximum(lacking, 0.0, out=lacking)
-        lacking *= weights.decode_full
         load = rows.requests * weights.decode_load
         load += rows.context * weights.decode_context
-        load += lacking
+        need, spare = ask.prompt_tokens + ask.output_tokens, rows.capacity - rows.context
+        if spare[spare.argmin()] < need:
+            load += np.maximum(need - spare, 0.0) * weights.decode_full
         if decode.last is not None:
             load[decode.last] -= weights.session
         return load
 
-    def _alone(
-        self, decode: Side, left: Floats, load: Floats, costs: dict[str, Floats], must: bool
-    ) -> int | None:
+    def _alone(self, decode: Side, load: Floats, costs: dict[str, Floats], must: bool) -> int | None:
         """The best decode worker to do it alone; None when none may."""
-        if not must and left.min() > self.alone_tokens:
+        left = decode.left
+        if not must and left[left.argmin()] > self.alone_tokens:
             return None
         weights = self.weights
         alone = load + weights.prefill_queue * decode.rows.queued + weights.decode_prefill * left
@@ -107,18 +101,21 @@ class KVPolicy(Policy):
         near = self._neighbours
         if near is None or near.prefill_hosts is not prefill.hosts or near.decode_hosts is not decode.hosts:
             near = self._neighbours = _neighbours(prefill.hosts, decode.hosts)
-        if len(near.decode) == 0:
+        if not near.any:
             p, d = self.cheapest(cost_p), self.cheapest(cost_d)
             return p, d, float(cost_p[p] + cost_d[d])
-        spared = move * (1.0 - self.weights.same_host)
-        pairs = cost_d + cost_p.min()
+        spared = move * near.shared
+        spared *= 1.0 - self.weights.same_host
         by_host = np.minimum.reduceat(cost_p[near.prefill], near.starts)
-        shared = by_host[near.host] + (cost_d - spared)[near.decode]
-        pairs[near.decode] = np.minimum(pairs[near.decode], shared)
+        pairs = by_host[near.host]
+        pairs -= spared
+        np.minimum(pairs, cost_p[cost_p.argmin()], out=pairs)
+        pairs += cost_d
         d = self.cheapest(pairs)
-        for_d = cost_p - spared[d] * (prefill.hosts == decode.hosts[d])
-        p = self.cheapest(for_d)
-        return p, d, float(for_d[p] + cost_d[d])
+        if near.shared[d]:
+            cost_p = cost_p - spared[d] * (prefill.hosts == decode.hosts[d])
+        p = self.cheapest(cost_p)
+        return p, d, float(cost_p[p] + cost_d[d])
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +124,18 @@ class _Neighbours:
 
     prefill_hosts: npt.NDArray[np.intp]  # of these rows
     decode_hosts: npt.NDArray[np.intp]
+    any: bool
     prefill: npt.NDArray[np.intp]  # P rows, host by host
     starts: npt.NDArray[np.intp]  # where in `prefill` each host begins
-    decode: npt.NDArray[np.intp]  # D rows that have a P on their host
-    host: npt.NDArray[np.intp]  # of each of them: which of `starts`
+    host: npt.NDArray[np.intp]  # by D row: which of `starts`; any, where `shared` is 0
+    shared: Floats  # by D row: 1 where a P is on the same host, else 0
 
 
 def _neighbours(prefill_hosts: npt.NDArray[np.intp], decode_hosts: npt.NDArray[np.intp]) -> _Neighbours:
     order = prefill_hosts.argsort(kind="stable")
     hosts, starts = np.unique(prefill_hosts[order], return_index=True)
-    shared = np.isin(decode_hosts, hosts).nonzero()[0]
-    host = np.searchsorted(hosts, decode_hosts[shared])
-    return _Neighbours(prefill_hosts, decode_hosts, order, starts, shared, host)
+    shared = np.isin(decode_hosts, hosts)
+    host = np.searchsorted(hosts, decode_hosts) * shared
+    return _Neighbours(
+        prefill_hosts, decode_hosts, bool(shared.any()), order, starts, host, shared.astype(np.float64)
+    )

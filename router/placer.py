@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from router.fleet import Account, Fleet, Floats, Rows
-from router.index import GlobalIndex, Matches
+from router.fleet import Account, Candidates, Fleet, Rows
+from router.index import GlobalIndex
 from router.options import PolicyWeights
 from router.page_table import Hashes
 from router.policy import Ask, Picked, Policy, Side
-from wire.records import Role, WorkerRecord
+from wire.records import WorkerRecord
 
 _EVENT_S = 1.0  # how long after a page is there its event may take
 _MEAN_OVER = 64  # requests whose output length counts
@@ -78,7 +78,9 @@ class Placer:
         self.page_tokens = 0  # page size of the model's workers; 0: nobody has said yet
         self.mean_output = 0.0  # tokens of recent answers; 0: none yet
         self._index = index
-        self._weights = weights
+        # What a page in each Tier of Matches adds to what is held, and to what that saves.
+        slower = (weights.host_credit, weights.storage_credit, weights.expected_credit)
+        self._credits = np.array([[1.0, 0.0, 0.0, 0.0], [1.0, *(credit - 1.0 for credit in slower)]])
         self._expect_s = expect_s
         self._expected: deque[_Expected] = deque()
         self._settling: deque[tuple[float, _Expected]] = deque()  # there, but their event may be on its way
@@ -94,13 +96,10 @@ class Placer:
 
     def choose(self, ask: Ask, now: float, avoid: frozenset[str] = frozenset()) -> Choice | None:
         """The policy's choice now, or None when no decode worker is there. Nothing is booked."""
-        decode_rows = self.fleet.rows(Role.DECODE, now, avoid)
-        if len(decode_rows) == 0:
+        candidates = self.fleet.candidates(now, avoid)
+        if len(candidates.decode) == 0:
             return None
-        matches = self._index.find(ask.hashes)
-        p, d = self._sessions.get(_session(ask), (None, None)) if ask.session else (None, None)
-        prefill = self._side(self.fleet.rows(Role.PREFILL, now, avoid), matches, p)
-        decode = self._side(decode_rows, matches, d)
+        prefill, decode = self._sides(ask, candidates)
         picked = self.policy.pick(ask, prefill, decode)
         first = self._account(prefill, picked.prefill).record if picked.prefill is not None else None
         return Choice(picked, prefill, decode, self._account(decode, picked.decode).record, first)
@@ -174,21 +173,18 @@ class Placer:
         if len(self._sessions) > _SESSIONS:
             self._sessions.popitem(last=False)
 
-    def _side(self, rows: Rows, matches: Matches, last: str | None) -> Side:
-        weights, slots, page = self._weights, rows.slots, self.page_tokens
-        held = np.multiply(matches.pages[slots], page, dtype=np.float64)
-        slower: Floats | None = None
-        for pages, credit in (
-            (matches.host, weights.host_credit),
-            (matches.storage, weights.storage_credit),
-            (matches.expected, weights.expected_credit),
-        ):
-            tier = pages[slots]
-            if tier.any():
-                cost = np.multiply(tier, (1.0 - credit) * page, dtype=np.float64)
-                slower = cost if slower is None else slower + cost
-        row = rows.names.index(last) if last and last in rows.names else None
-        return Side(rows, held, held if slower is None else held - slower, page, matches, row)
+    def _sides(self, ask: Ask, candidates: Candidates) -> tuple[Side, Side]:
+        matches = self._index.find(ask.hashes)
+        pages = matches.found.take(candidates.slots, 1)
+        held, saved = np.dot(self._credits * self.page_tokens, pages)
+        left = np.maximum(1.0, ask.prompt_tokens - saved)
+        p, d = self._sessions.get(_session(ask), (None, None)) if ask.session else (None, None)
+        prefill, decode = candidates.prefill, candidates.decode
+        split = len(prefill)
+        return (
+            Side(prefill, held[:split], left[:split], self.page_tokens, matches, _row(prefill, p)),
+            Side(decode, held[split:], left[split:], self.page_tokens, matches, _row(decode, d)),
+        )
 
     def _expect(self, booking: Booking, hashes: Hashes, choice: Choice, now: float) -> None:
         """The prompt's pages will be on both."""
@@ -216,3 +212,7 @@ class Placer:
 
 def _session(ask: Ask) -> int:
     return hash((ask.tenant, ask.session))
+
+
+def _row(rows: Rows, worker: str | None) -> int | None:
+    return rows.names.index(worker) if worker is not None and worker in rows.names else None

@@ -37,14 +37,10 @@ class Side:
 
     rows: Rows
     held: Floats  # in any tier, on its way included
-    saved: Floats  # of those, what the policy's weights make of slower tiers
+    left: Floats  # to compute, what is held in slower tiers weighted; the last token always is
     page_tokens: int
     matches: Matches  # of every worker: by slot, not by row
     last: int | None = None  # the row that the session's last request went to
-
-    def left(self, prompt_tokens: int) -> Floats:
-        """Tokens to compute, slower tiers weighted. The last one is always computed."""
-        return np.maximum(1.0, prompt_tokens - self.saved)
 
     def table(self, **costs: Floats | None) -> list[dict[str, object]]:
         """A worker a line, for who asks why; with its costs, where the policy has any."""
