@@ -67,12 +67,12 @@ class RawPublisher:
 
 
 class LossyProxy:
-    """Stands between a PUB socket and its subscribers, and loses some of what passes, never what the test
-    would then wait for in vain: replays do not go through it."""
+    """Stands between a PUB socket and its subscribers, and loses a share of what passes: `loss`, which may be
+    changed. Replays do not go through it."""
 
     def __init__(self, events: str, loss: float, seed: int) -> None:
         self._context = zmq.Context()
-        self._rng, self._loss = random.Random(seed), loss
+        self._rng, self.loss = random.Random(seed), loss
         self._sub = self._context.socket(zmq.SUB)
         self._sub.setsockopt(zmq.RCVHWM, 0)
         self._sub.subscribe(b"")
@@ -99,7 +99,7 @@ class LossyProxy:
             if not self._sub.poll(20):
                 continue
             frames = self._sub.recv_multipart()
-            if self._rng.random() < self._loss:
+            if self._rng.random() < self.loss:
                 self.lost += 1
             else:
                 self._pub.send_multipart(frames)
