@@ -102,7 +102,7 @@ def test_tenants_are_accepted_and_share_what_is_not_salted(secret_stack: Stack) 
 
 def test_greater_priority_is_prefilled_first(secret_stack: Stack) -> None:
     rng = random.Random(16)
-    queue = [("busy", 0, 3000), ("low", 1, 60), ("high", 2, 60)]
+    queue = [("busy", 0, 7000), ("low", 1, 60), ("high", 2, 60)]
     (prefill,) = secret_stack.prefill
     prompts = {name: tokens(rng, count) for name, _, count in queue}
     with ThreadPoolExecutor(len(queue)) as pool:
@@ -229,7 +229,7 @@ def hit_tokens(running: Stack, text: str, space: dict[str, str]) -> int:
 
 
 def text_that_goes_to(running: Stack, prefill: str, rng: random.Random) -> str:
-    """A text of LONG tokens that was prefilled there. Equals take turns, so a few tries do."""
+    """A text of LONG tokens that was prefilled there. Equals take turns by chance: a coin a try."""
     for attempt in range(20):
         text = "".join(rng.choices("0123456789", k=LONG))  # digits: a token each
         request_id = f"new-{prefill}-{attempt}"

@@ -7,9 +7,9 @@ import pytest
 
 from router.directory import GENERATION_SHIFT, Directory
 from router.directory_client import DirectoryClient
-from router.directory_server import DirectoryHost
+from router.directory_server import DirectoryHost, DirectoryServer
 from tests.support.fake_worker import FakeWorker, group_layout
-from wire.mailbox import Mailbox
+from wire.mailbox import Mail, Mailbox
 from wire.messages import Announce, Announced, AnnounceRefused, View, Watch, Withdraw
 from wire.records import GroupLayout, Role, WorkerRecord
 
@@ -154,6 +154,25 @@ def ids_seen(watcher: Mailbox, good: Any) -> bool:
             if isinstance(mail.message, View) and good([r.id for r in mail.message.records]):
                 return True
     return False
+
+
+def test_every_view_says_who_watches() -> None:
+    sent: list[tuple[str, list[str]]] = []
+
+    def send(to: str, message: object) -> None:
+        assert isinstance(message, View)
+        sent.append((to, message.routers))
+
+    server = DirectoryServer(Directory(3.0, 7), send)
+    server.tick(0.0)
+    server.handle(Mail("one", Watch()), 0.0)
+    server.handle(Mail("two", Watch()), 1.0)
+    assert ("one", ["one", "two"]) in sent, "the first is told at once"
+    assert ("two", ["one", "two"]) in sent
+    sent.clear()
+    server.handle(Mail("two", Watch()), 4.0)
+    server.tick(5.5)
+    assert sent == [("two", ["one", "two"]), ("two", ["two"])], "the first watches no more"
 
 
 def test_group_layouts_are_compared_by_name_not_by_order() -> None:

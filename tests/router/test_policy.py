@@ -66,6 +66,30 @@ def test_a_reported_queue_melts_at_the_reported_rate() -> None:
     assert chosen(made.choose(ask(4), 0.5))[0] == "busy"
 
 
+def test_a_reported_queue_stays_until_the_next_report_where_no_rate_is_known() -> None:
+    made = placer("kv", [prefill("p", queued=160), prefill("q"), decode("d")])
+    assert {chosen(made.choose(ask(4), 0.9))[0] for _ in range(20)} == {"q"}
+    made.update([prefill("p"), prefill("q"), decode("d")], 1.0)
+    assert {chosen(made.choose(ask(4), 1.0))[0] for _ in range(40)} == {"p", "q"}
+
+
+def test_what_was_placed_just_before_a_report_is_not_taken_to_be_in_it() -> None:
+    made = placer("kv", [prefill("p"), decode("d")])
+    bookings = []
+    for at in (0.0, 0.98):
+        choice = made.choose(ask(60), at)
+        assert choice is not None
+        bookings.append(made.book(ask(60), choice, at))
+    made.update([prefill("p", queued=500), decode("d")], 1.0)
+    account = made.fleet.account("p")
+    assert account is not None
+    assert account.own.since_tokens == bookings[1].prefill_tokens
+    assert made.fleet.candidates(1.0).prefill.queued.tolist() == [500 + bookings[1].prefill_tokens]
+    for booking in bookings:
+        made.prefilled(booking, 1.1)
+    assert made.fleet.candidates(1.1).prefill.queued.tolist() == [500]
+
+
 def test_decode_takes_load_and_its_own_hits() -> None:
     made = placer("kv", [prefill("p"), decode("a", 1), decode("b", 3)])
     hold(made, "b", 54)
