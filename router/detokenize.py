@@ -1,23 +1,30 @@
 """Incremental detokenisation: the text each token adds, never half a character.
 
-Two ways, chosen by the tokenizer's decoder:
+Three ways, chosen by the tokenizer's decoder; the first two are a table and no call of the library:
 
 - byte-level BPE (Qwen, Llama 3): a token is a fixed byte string, so text is UTF-8 over their concatenation;
-- anything else (byte fallback, metaspace: Llama 2, Mistral): what a token adds depends on its neighbours,
-  so a small window is decoded with and without the new tokens, and the difference is the addition.
+- byte fallback (Llama 2, Mistral): a token is a fixed text, or one byte of a character;
+- anything else: what a token adds may depend on its neighbours, so a small window is decoded with and without
+  the new tokens, and the difference is the addition.
 
-Decoding everything at each step, the obvious way, is quadratic.
+Decoding everything at each step, the obvious way, is quadratic. The text is what decoding all tokens at once
+gives, with one exception: the library's byte fallback replaces a whole run of byte tokens, however long, for
+one byte in it that is no text; here characters go out when they are complete.
 """
 
 from __future__ import annotations
 
 import codecs
 import json
-from typing import Protocol
+from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
+_Utf8 = codecs.getincrementaldecoder("utf-8")
 _UNFINISHED = "\ufffd"
+_METASPACE = "\u2581"
+_REPLACE = {"type": "Replace", "pattern": {"String": _METASPACE}, "content": " "}
+_STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 # A window that ends in U+FFFD is waiting for the rest of a character, which is at most 4 byte tokens. One
 # that waits for longer holds bytes that are no text.
 _LONGEST_CHARACTER = 4
@@ -43,22 +50,24 @@ class DetokenizerFactory:
         )
         decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
         self._bytes = _byte_table(tokenizer) if decoder.get("type") == "ByteLevel" else None
+        self._pieces = _piece_table(tokenizer) if _is_byte_fallback(decoder) else None
+        self._strip = _STRIP in decoder.get("decoders", ())
 
     def make(self, skip_special_tokens: bool = True) -> Detokenizer:
         """A fresh detokenizer."""
         skipped = self.special_ids if skip_special_tokens else frozenset()
         if self._bytes is not None:
             return ByteLevelDetokenizer(self._bytes, skipped)
+        if self._pieces is not None:
+            return ByteFallbackDetokenizer(self._pieces, skipped, self._strip)
         return WindowDetokenizer(self._tokenizer, skipped)
 
     def token_bytes(self, token: int) -> bytes:
         """One token alone as bytes (for logprobs): exact for byte-level tokenizers, else of its text."""
         if self._bytes is not None:
             return self._bytes.get(token, b"")
-        raw = self._tokenizer.id_to_token(token) or ""
-        if len(raw) == 6 and raw.startswith("<0x") and raw.endswith(">"):
-            return bytes([int(raw[3:5], 16)])
-        return raw.replace("\u2581", " ").encode()
+        piece = _piece(self._tokenizer.id_to_token(token) or "")
+        return piece if isinstance(piece, bytes) else piece.encode()
 
 
 class ByteLevelDetokenizer:
@@ -67,7 +76,7 @@ class ByteLevelDetokenizer:
     def __init__(self, table: dict[int, bytes], skipped: frozenset[int]) -> None:
         self._table = table
         self._skipped = skipped
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = _Utf8("replace")
 
     def push(self, token: int) -> str:
         """See Detokenizer."""
@@ -78,6 +87,59 @@ class ByteLevelDetokenizer:
     def flush(self) -> str:
         """See Detokenizer."""
         return self._decoder.decode(b"", True)
+
+
+class ByteFallbackDetokenizer:
+    """For vocabularies of texts, and of single bytes for what has no text. `strip`: of one leading space."""
+
+    def __init__(self, table: dict[int, str | bytes], skipped: frozenset[int], strip: bool) -> None:
+        self._table = table
+        self._skipped = skipped
+        self._strip = strip
+        self._unfinished = b""  # the first bytes of a character
+
+    def push(self, token: int) -> str:
+        """See Detokenizer."""
+        if token in self._skipped:
+            return ""
+        piece = self._table.get(token, "")
+        if isinstance(piece, bytes):
+            self._unfinished += piece
+            text = self._finished()
+        elif self._unfinished and piece:
+            text = self._no_text() + piece
+        else:
+            text = piece
+        if self._strip and text:
+            self._strip = False
+            return text.removeprefix(" ")
+        return text
+
+    def flush(self) -> str:
+        """See Detokenizer."""
+        return self._no_text()
+
+    def _no_text(self) -> str:
+        """U+FFFD for each byte that waits."""
+        text, self._unfinished = _UNFINISHED * len(self._unfinished), b""
+        return text
+
+    def _finished(self) -> str:
+        """The characters that are complete, and U+FFFD for each byte that cannot be part of one."""
+        text = ""
+        while True:
+            try:
+                text += self._unfinished.decode()
+            except UnicodeDecodeError as error:
+                text += self._unfinished[: error.start].decode()
+                self._unfinished = self._unfinished[error.start :]
+                if error.reason == "unexpected end of data":
+                    return text
+                text += _UNFINISHED
+                self._unfinished = self._unfinished[1:]
+            else:
+                self._unfinished = b""
+                return text
 
 
 class WindowDetokenizer:
@@ -121,17 +183,41 @@ class WindowDetokenizer:
 
 
 def _byte_table(tokenizer: Tokenizer) -> dict[int, bytes]:
-    """The bytes of every token of a byte-level vocabulary. Added tokens are plain text."""
+    """The bytes of every token of a byte-level vocabulary.
+
+    A token with a character outside the alphabet is plain text. (An added token is read by the alphabet too:
+    that is wrong for one like "café", and what the tokenizers library makes of it.)
+    """
     alphabet = _byte_alphabet()
-    added = tokenizer.get_added_tokens_decoder()
-    table = {token_id: token.content.encode() for token_id, token in added.items()}
-    for text, token_id in tokenizer.get_vocab(with_added_tokens=False).items():
-        if token_id not in table:
-            # A character outside the alphabet stands for itself, as in the decoder of the tokenizers library.
-            table[token_id] = b"".join(
-                bytes([alphabet[char]]) if char in alphabet else char.encode() for char in text
-            )
-    return table
+    return {
+        token_id: bytes(alphabet[char] for char in text)
+        if all(char in alphabet for char in text)
+        else text.encode()
+        for text, token_id in tokenizer.get_vocab(with_added_tokens=True).items()
+    }
+
+
+def _is_byte_fallback(decoder: dict[str, Any]) -> bool:
+    """Replace, ByteFallback, Fuse, perhaps Strip: where a token's text does not depend on its neighbours."""
+    steps = list(decoder.get("decoders", ()))
+    if steps and steps[-1] == _STRIP:
+        steps.pop()
+    return steps == [_REPLACE, {"type": "ByteFallback"}, {"type": "Fuse"}]
+
+
+def _piece_table(tokenizer: Tokenizer) -> dict[int, str | bytes]:
+    """The text of every token, or its byte."""
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    return {token_id: _piece(name) for name, token_id in vocabulary.items()}
+
+
+def _piece(name: str) -> str | bytes:
+    if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
+        try:
+            return bytes([int(name[3:5], 16)])
+        except ValueError:
+            pass  # it only looks like a byte
+    return name.replace(_METASPACE, " ")
 
 
 def _byte_alphabet() -> dict[str, int]:
