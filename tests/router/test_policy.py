@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from router import kv_policy
 from router.index import GlobalIndex, as_hashes
 from router.options import PolicyWeights
 from router.placer import Choice, Placer
@@ -301,3 +304,15 @@ def test_what_is_said_to_be_cached_is_what_a_worker_can_use() -> None:
         booking = made.book(prompt, choice, 0.0)
         assert (booking.hit_tokens, booking.prefill_tokens) == (said, tokens - said)
         made.close(booking, 0.0)
+
+
+def test_the_documented_weights_are_the_weights() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "routing.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", page, re.MULTILINE)
+    assert {name: float(value) for name, value in rows} == WEIGHTS.model_dump()
+    formula = re.search(r"```\n(left\(w\).*?)```", page, re.DOTALL)
+    assert formula is not None
+    for line in formula[1].splitlines():
+        assert f"    {line}\n" in (kv_policy.__doc__ or "")
+    for name in POLICIES:
+        assert f"| `{name}`" in page
