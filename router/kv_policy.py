@@ -1,6 +1,6 @@
 """Policy `kv`: prices what is left to compute and to move against load, for P and D together.
 
-In units of "one prompt token computed by an idle P" (weights: options.PolicyWeights; h is what a worker
+In units of "the wait for one queued prompt token" (weights: options.PolicyWeights; h is what a worker
 holds, s what that saves when slower tiers are weighted, q the prompt tokens queued on it):
 
     left(w)    = max(1, prompt - s(w))
@@ -14,7 +14,9 @@ holds, s what that saves when slower tiers are weighted, q the prompt tokens que
 load_D are less by `session` for the workers of the session's last request. The queue's price is convex so
 that a worker with a hot prefix is left once its queue nears the objective: the prefix then gets a second
 holder. D alone is a candidate when there is no P or left(d) <= alone_tokens; it wins when it costs no more
-than the best pair.
+than the best pair. By default a token to compute costs several times a token of queue: whoever leaves a
+cached prefix for a shorter queue makes work that all others wait for, and evicts their pages; with equal
+prices an overloaded fleet loses its hits just when it needs them.
 """
 
 from __future__ import annotations

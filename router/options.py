@@ -11,17 +11,21 @@ from wire.options import Options
 
 
 class PolicyWeights(Options):
-    """Weights of the `kv` policy's formula (policy.py). The unit of cost is one prompt token that an idle
-    prefill worker computes."""
+    """Weights of the `kv` policy's formula (kv_policy.py). The unit of cost is the wait for one queued prompt
+    token. The defaults come from `baton replay`, on several kinds of traces (docs/routing.md)."""
 
     prefill_queue: float = Field(1.0, ge=0, description="per prompt token that is queued on P already")
     queue_objective: float = Field(
-        16_384.0, gt=0, description="a queue of that many tokens costs twice its length: hot prefixes spread"
+        65_536.0, gt=0, description="a queue of that many tokens costs twice its length: hot prefixes spread"
     )
     requests_objective: float = Field(
         32.0, gt=0, description="prefix-affinity leaves a D with so many requests more than the least loaded"
     )
-    prefill_left: float = Field(1.0, ge=0, description="per prompt token that P has to compute")
+    prefill_left: float = Field(
+        4.0, ge=0,
+        description="per prompt token that P has to compute: more than a wait, it also costs who comes later "
+        "and evicts what is cached",
+    )  # fmt: skip
     host_credit: float = Field(0.9, ge=0, le=1, description="what a token held in CPU memory saves")
     storage_credit: float = Field(0.6, ge=0, le=1, description="what a token held in storage saves")
     expected_credit: float = Field(0.9, ge=0, le=1, description="what a token on its way saves")
@@ -30,7 +34,7 @@ class PolicyWeights(Options):
     decode_load: float = Field(32.0, ge=0, description="per request on D")
     decode_context: float = Field(0.002, ge=0, description="per KV token of the requests on D")
     decode_full: float = Field(4.0, ge=0, description="per token for which D has no memory yet")
-    decode_prefill: float = Field(2.0, ge=0, description="per prompt token that D computes itself")
+    decode_prefill: float = Field(8.0, ge=0, description="per prompt token that D computes itself")
     session: float = Field(64.0, ge=0, description="taken off for the workers of the session's last request")
     temperature: float = Field(
         0.0, ge=0, description="0: the cheapest; else cost c is chosen in proportion to exp(-c / temperature)"

@@ -43,7 +43,9 @@ class SimulationOptions(Options):
 
     policy: str = "kv"
     weights: PolicyWeights = Field(default_factory=lambda: PolicyWeights.model_validate({}))
-    prefill_on_decode_tokens: int = Field(16, ge=0, description="see RouterOptions")
+    prefill_on_decode_tokens: int = Field(
+        512, ge=0, description="see RouterOptions; one page, as there, of the trace's size"
+    )
     expect_s: float = Field(10.0, gt=0, description="see RouterOptions")
     prefill: int = Field(8, ge=0, description="prefill workers; 0: the others do everything")
     decode: int = Field(8, ge=1, description="decode workers")

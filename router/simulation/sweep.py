@@ -1,8 +1,9 @@
 """Sweep: many runs on few processes, and the highest rate that a policy sustains.
 
-Sustained rate: on a grid of speeds, each GRID_STEP times the last, the highest one reached going up before
-the first at which less than SHARE of the requests meet both objectives, refined by bisection to REFINED. So
-where attainment is not monotone, it is the first fall that counts: nobody would run beyond it.
+Sustained rate: on a grid of speeds, each GRID_STEP times the last, the highest one reached going up from FIRST
+before the first at which less than SHARE of the requests meet both objectives, refined by bisection to
+REFINED; where FIRST fails already, going down from it to the first that does not. So where attainment is not
+monotone, it is the first fall that counts: nobody would run beyond it.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from router.simulation.summary import Summary, summarise
 from router.simulation.traces import read_trace
 
 SHARE = 0.9
-LOWEST = 0.25
+FIRST = 0.5
+LOWEST = 0.01
 GRID_STEP = 2**0.5
 HIGHEST = 256.0
-REFINED = 1.01
+REFINED = 1.02
 
 Run = Callable[[str, SimulationOptions], Summary]
 
@@ -76,18 +78,22 @@ class Pool:
 
 
 def sustained(run: Run, trace: str, options: SimulationOptions) -> float:
-    """See the module. 0 when not even the lowest speed passes."""
+    """See the module. 0 when nothing above LOWEST passes, the greatest tried when all below HIGHEST do."""
 
     def passes(speed: float) -> bool:
         return run(trace, options.model_copy(update={"speed": speed})).attainment >= SHARE
 
-    good, bad = 0.0, LOWEST
-    while passes(bad):
+    good, bad = FIRST, FIRST
+    while bad < HIGHEST and passes(bad):
         good, bad = bad, bad * GRID_STEP
-        if bad > HIGHEST:
-            return good
-    if not good:
-        return 0.0
+    if bad >= HIGHEST:
+        return good
+    if bad == FIRST:
+        good = FIRST / GRID_STEP
+        while not passes(good):
+            good, bad = good / GRID_STEP, good
+            if good < LOWEST:
+                return 0.0
     while bad / good > REFINED:
         middle = (good * bad) ** 0.5
         good, bad = (middle, bad) if passes(middle) else (good, middle)

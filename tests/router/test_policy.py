@@ -12,14 +12,17 @@ import pytest
 from router import kv_policy
 from router.index import GlobalIndex, as_hashes
 from router.options import PolicyWeights
-from router.placer import Choice, Placer
+from router.placer import Booking, Choice, Placer
 from router.policies import POLICIES, make_policy
 from router.policy import Ask
 from tests.router.test_directory import record
 from wire.errors import ConfigError
 from wire.records import Role, WorkerLoad, WorkerRecord
 
-WEIGHTS = PolicyWeights.model_validate({})
+# Not the defaults, which are tuned: figures that costs can be added up with by hand.
+WEIGHTS = PolicyWeights.model_validate(
+    {"prefill_left": 1.0, "queue_objective": 16_384.0, "decode_prefill": 2.0}
+)
 PAGE = 16
 
 
@@ -27,9 +30,11 @@ def ask(pages: int, output: float = 16) -> Ask:
     return Ask(pages * PAGE, as_hashes(range(pages)), output)
 
 
-def placer(name: str, workers: list[WorkerRecord], alone_tokens: int = 0) -> Placer:
+def placer(
+    name: str, workers: list[WorkerRecord], alone_tokens: int = 0, weights: PolicyWeights = WEIGHTS
+) -> Placer:
     """Workers of that policy, with everything of it seeded."""
-    made = Placer(GlobalIndex(), make_policy(name, WEIGHTS, alone_tokens, random.Random(1)), WEIGHTS, 10.0)
+    made = Placer(GlobalIndex(), make_policy(name, weights, alone_tokens, random.Random(1)), weights, 10.0)
     made.update(workers, 0.0)
     made.page_tokens = PAGE
     return made
@@ -207,28 +212,31 @@ def test_workers_to_avoid_are_taken_when_there_are_no_others() -> None:
     assert chosen(made.choose(ask(6), 0.0, frozenset({"p", "d"}))) == ("q", "d")
 
 
-def test_a_hot_prefix_stays_where_it_is_until_a_burst_of_it_comes() -> None:
+@pytest.mark.parametrize("weights", [WEIGHTS, DEFAULTS])
+def test_a_hot_prefix_stays_where_it_is_until_a_burst_of_it_comes(weights: PolicyWeights) -> None:
     workers = [*(prefill(name) for name in "pqrs"), *(decode(name) for name in "defg")]
-    hot = ask(125)
-    made = placer("kv", workers)
-    places = []
-    for now in range(3):  # one after the other
-        choice = made.choose(hot, now)
+    made = placer("kv", workers, weights=weights)
+
+    def place(number: int, now: float) -> Booking:
+        """2,000 tokens that are hot, and 112 that nobody else has."""
+        pages = [*range(125), *range(1000 + 7 * number, 1007 + 7 * number)]
+        prompt = Ask(len(pages) * PAGE, as_hashes(pages), 16)
+        choice = made.choose(prompt, now)
         assert choice is not None
-        booking = made.book(hot, choice, now)
+        return made.book(prompt, choice, now)
+
+    places = []
+    for number in range(3):  # one after the other
+        booking = place(number, number)
         hold(made, booking.prefill or "", 125)
-        made.close(booking, now)
+        made.close(booking, number)
         places.append(booking.prefill)
     assert len(set(places)) == 1
-    burst = []
-    for _ in range(200):  # at once
-        choice = made.choose(hot, 9.0)
-        assert choice is not None
-        burst.append(made.book(hot, choice, 9.0))
+    burst = [place(number, 9.0) for number in range(200)]  # at once
     prefills = Counter(one.prefill for one in burst)
     assert prefills[places[0]] == max(prefills.values())
     assert len(prefills) > 1
-    assert max(Counter(one.decode for one in burst).values()) == 50
+    assert max(Counter(one.decode for one in burst).values()) <= 100
 
 
 def test_a_long_queue_of_one_prefix_gives_it_a_second_holder() -> None:
@@ -309,7 +317,7 @@ def test_what_is_said_to_be_cached_is_what_a_worker_can_use() -> None:
 def test_the_documented_weights_are_the_weights() -> None:
     page = (Path(__file__).parents[2] / "docs" / "routing.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", page, re.MULTILINE)
-    assert {name: float(value) for name, value in rows} == WEIGHTS.model_dump()
+    assert {name: float(value) for name, value in rows} == DEFAULTS.model_dump()
     formula = re.search(r"```\n(left\(w\).*?)```", page, re.DOTALL)
     assert formula is not None
     for line in formula[1].splitlines():
