@@ -23,6 +23,7 @@ from wire.records import Role, WorkerLoad, WorkerRecord
 WEIGHTS = PolicyWeights.model_validate(
     {"prefill_left": 1.0, "queue_objective": 16_384.0, "decode_prefill": 2.0}
 )
+DEFAULTS = PolicyWeights.model_validate({})
 PAGE = 16
 
 
