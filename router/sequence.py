@@ -55,7 +55,7 @@ class SequenceRepair:
         self._asked = 0
         self._asked_batch: bytes | None = None
         self._asked_anew = True  # nothing was known when it was asked
-        self._asked_in_doubt = False
+        self._asked_in_doubt = False  # of the doubt there is now
 
     @property
     def gap(self) -> bool:
@@ -85,6 +85,7 @@ class SequenceRepair:
         """The next live batch may be another stream's, whatever its number: the connection was made anew, or a
         number came that was applied long ago. What came live is forgotten; a reply brings it."""
         self.doubtful = True
+        self._asked_in_doubt = False
         self._early.clear()
 
     def live(self, number: int, payload: bytes) -> Sequence[bytes]:

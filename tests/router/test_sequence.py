@@ -76,6 +76,22 @@ def test_another_stream_is_known_by_what_it_lacks_or_has_instead() -> None:
     assert repair.ended().verdict is Verdict.FOLLOWS, "it was asked before there was anything"
 
 
+def test_a_new_connection_is_believed_only_after_a_reply_that_was_asked_for_on_it() -> None:
+    repair = SequenceRepair()
+    repair.live(1, b"old 1")
+    repair.doubt()
+    repair.ask()
+    assert repair.replayed(0, b"new 0") == Step([b"new 0"]), "what came before is not put behind it"
+    repair.doubt()
+    assert repair.ended() == Step([])
+    assert repair.doubtful, "it was asked before"
+    assert repair.live(1, b"who knows") == ()
+    assert repair.ask() == 0
+    assert repair.replayed(0, b"new 0") == Step(())
+    assert repair.ended() == Step([])
+    assert repair.live(1, b"new 1") == (b"new 1",)
+
+
 class RepairMachine(RuleBasedStateMachine):
     """A publisher whose batches are "page n is there now" and "page n is gone"; a consumer by the rules."""
 
