@@ -72,7 +72,7 @@ class Admission:
 
     def headroom(self) -> int:
         """Tokens that a new reservation can take at once: none while an older one waits for memory."""
-        if self._claim is not None:
+        if self._claim is not None and not self._roster.is_alone():
             return 0
         waiting = self._blocked.prefill_len if self._blocked else 0
         return max(self._pages.free_tokens() - self.promised().tokens - waiting, 0)

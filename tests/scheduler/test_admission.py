@@ -124,3 +124,19 @@ def test_load_counts_growth() -> None:
     assert load.free_tokens - load.headroom_tokens == 112 - 48  # 100 tokens in 7 pages, 3 of them taken
     rig.run()
     rig.close()
+
+
+def test_a_reservation_that_waits_leaves_no_headroom_to_later_ones() -> None:
+    rig = Rig(pool_tokens=512, max_context=512, pre_alloc=3, config=CONFIG)
+    rig.add(range(200), 50)
+    rig.step()
+    assert rig.scheduler.load().headroom_tokens > 100
+    large = rig.req([9] * 300, 10)
+    assert not rig.scheduler.reserve(large)
+    assert rig.scheduler.load().headroom_tokens == 0
+    rig.run()
+    assert rig.scheduler.load().headroom_tokens == 512  # its turn comes whatever it takes
+    assert rig.scheduler.reserve(large)
+    rig.memory.quarantine(rig.scheduler.cancel_reservation(large), "large")
+    rig.memory.release_quarantine("large")
+    rig.close()

@@ -177,8 +177,10 @@ class FakeWorker:
     def close(self) -> None:
         """Leave politely."""
         if not self._closing.is_set():
+            self._closing.set()
+            self._thread.join(timeout=5.0)  # it must not announce again after that
             self.mailbox.send(self._directory, Withdraw(self.record.id, self.record.incarnation))
-            self.die()
+            self.mailbox.close()
 
     def die(self) -> None:
         """Stop without a word."""
