@@ -1,6 +1,6 @@
 """The router's HTTP and token path at speed.
 
-    python -m bench.router --json [--bare-only] [--url http://HOST:PORT --served-model NAME]
+    python -m bench.router --json [--bare-only] [--ingress proxy] [--url http://HOST:PORT --served-model NAME]
 
 Fake workers in processes of their own (bench/router_worker.py) send one `Tokens` message per token; the
 router writes one event per token to a compiled load generator (bench/load_generator), which keeps 1, 16 or 64
@@ -41,6 +41,7 @@ from bench.router_rig import (
     workers,
     write_prompts,
 )
+from bench.router_serve import INGRESSES
 
 _CELLS = ((1, 16), (16, 16), (64, 16), (64, 4), (64, 1))
 """(connections, tokens per answer)"""
@@ -102,10 +103,11 @@ def _start(cleanup: ExitStack, given: argparse.Namespace) -> dict[str, Side]:
     write_prompts(prompts, given.model, given.prompts)
     ours = LoadGenerator(prompts, given.chat)
     sides = {}
-    for name, start in (("bare", bare_router), ("serve", served_router)):
-        if name == "serve" and given.bare_only:
-            continue
-        at, directory = cleanup.enter_context(start(given.model, "m", scratch))
+    routers = {"bare": bare_router(given.model, "m", scratch)}
+    if not given.bare_only:
+        routers["serve"] = served_router(given.model, "m", scratch, given.ingress)
+    for name, router in routers.items():
+        at, directory = cleanup.enter_context(router)
         cleanup.enter_context(workers(at, directory, "--step-ms", str(given.step_ms)))
         sides[name] = Side(at, ours, has_workers=True)
     if given.url:
@@ -122,6 +124,7 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="print the result as one JSON line at the end")
     parser.add_argument("--bare-only", action="store_true", help="without Ray Serve")
+    parser.add_argument("--ingress", choices=INGRESSES, default="haproxy", help="of Ray Serve")
     parser.add_argument("--url", help="another system, OpenAI-compatible, at an IPv4 address")
     parser.add_argument("--served-model", default="m", help="model name to ask it for")
     parser.add_argument("--chat", action="store_true", help="/v1/chat/completions instead of completions")

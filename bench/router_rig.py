@@ -142,11 +142,12 @@ def bare_router(model: Path, name: str, scratch: Path) -> Iterator[tuple[Endpoin
 
 
 @contextmanager
-def served_router(model: Path, name: str, scratch: Path) -> Iterator[tuple[Endpoint, str]]:
+def served_router(model: Path, name: str, scratch: Path, ingress: str) -> Iterator[tuple[Endpoint, str]]:
     """The same router under Ray Serve (bench/router_serve.py), and its directory's mailbox address."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = int(free.getsockname()[1])
-    options = ("--model", model, "--served-model", name, "--port", port, "--scratch", scratch)
+    where = ("--port", port, "--scratch", scratch, "--ingress", ingress)
+    options = ("--model", model, "--served-model", name, *where)
     with _process("bench.router_serve", *options, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         ready = json.loads(process.stdout.readline())

@@ -15,9 +15,16 @@ import socket
 import threading
 from pathlib import Path
 
+INGRESSES = ("haproxy", "proxy")
 
-def ingress_environment(scratch: Path) -> dict[str, str]:
-    """The switches of deploy/cluster.yaml, and names and ports that no other Serve on this machine uses."""
+
+def ingress_environment(ingress: str, scratch: Path) -> dict[str, str]:
+    """The switches of deploy/cluster.yaml, and names and ports that no other Serve on this machine uses.
+
+    `proxy` is Serve as it comes: its own proxy in front, and a call of a replica per request.
+    """
+    if ingress == "proxy":
+        return {}
     home = scratch / "haproxy"
     ports = _free_ports(2)
     first = _free_ports(1)[0]
@@ -67,10 +74,11 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--served-model", required=True)
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--ingress", choices=INGRESSES, default="haproxy", help="what is in front")
     parser.add_argument("--scratch", type=Path, required=True, help="a short path: sockets lie in it")
     given = parser.parse_args()
     (given.scratch / "haproxy").mkdir(parents=True, exist_ok=True)
-    os.environ.update(ingress_environment(given.scratch))
+    os.environ.update(ingress_environment(given.ingress, given.scratch))
     _serve(given.model, given.served_model, given.port, given.scratch)
 
 
