@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
+from router.event_counters import EventCounters
 from wire.stages import Stamp
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -75,14 +79,10 @@ class RouterMetrics:
         )
         self.workers = Gauge("baton_router_workers", "Live workers", ["role"], registry=registry)
         self.index_pages = Gauge("baton_router_index_pages", "Pages in the global index", registry=registry)
-        self.bad_events = Gauge(
-            "baton_router_bad_events", "KV events that were not understood", registry=registry
-        )
-        self.event_resets = Gauge(
-            "baton_router_event_resets",
-            "Times a worker's pages were forgotten after a gap",
-            registry=registry,
-        )
+
+    def follow(self, events: EventCounters) -> None:
+        """Expose what an event plane counts. Once."""
+        self._registry.register(_EventCollector(events))
 
     def observe_index(self, said: int, found: int) -> None:
         """A request's cached tokens: as the index said when it was placed, and as the worker found them."""
@@ -99,3 +99,28 @@ class RouterMetrics:
     def text(self) -> bytes:
         """The Prometheus exposition."""
         return generate_latest(self._registry)
+
+
+class _EventCollector(Collector):
+    """Reads the event plane's own counters when Prometheus asks: its thread has nothing to do with this."""
+
+    def __init__(self, events: EventCounters) -> None:
+        self._events = events
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """See Collector."""
+        events = self._events
+        bad = CounterMetricFamily(
+            "baton_router_bad_events", "KV events that could not be used, by what is wrong", labels=["kind"]
+        )
+        for kind, count in list(events.bad_events.items()):
+            bad.add_metric([kind], count)
+        yield bad
+        for name, about, count in (
+            ("batches", "Batches of KV events taken", events.batches),
+            ("gaps", "Batches were missing, and were asked for", events.gaps),
+            ("snapshots", "A worker's pages were replaced by a snapshot", events.snapshots),
+            ("resets", "A worker's pages were forgotten: what was missing could not be had", events.resets),
+            ("restarts", "A publisher began anew at the same address", events.restarts),
+        ):
+            yield CounterMetricFamily(f"baton_router_event_{name}", about, value=count)

@@ -72,6 +72,7 @@ class Router:
             self.placer.fleet, mailbox.address, time.time_ns(), mailbox.send, self._tell_peers_soon
         )
         self._events = EventPlane(self.index, curve_for(options.cluster_secret))
+        self.metrics.follow(self._events.counters)
         if options.directory is None:
             directory = Directory(options.lease_s, time.time_ns() // 1_000_000)
             self._server = DirectoryServer(directory, mailbox.send)
@@ -203,9 +204,6 @@ class Router:
         self.metrics.queued_rooms.set(len(self._live().waiting))
         self.metrics.index_pages.set(len(self.index))
         self.metrics.peers.set(len(self._peers) if self._peers is not None else 0)
-        if self._events is not None:
-            self.metrics.bad_events.set(self._events.bad_events)
-            self.metrics.event_resets.set(self._events.resets)
         return self.metrics.text()
 
     # -- inside --------------------------------------------------------------------------------
