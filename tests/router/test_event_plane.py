@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from router import event_feed
 from router.event_plane import EventPlane
 from router.index import GlobalIndex
 from tests.router.conftest import ROOT, wait_until
@@ -268,6 +269,29 @@ def test_an_overflowing_recorder_and_a_reset_tree_are_followed(seen: Seen) -> No
             built.cache.reset()
             worker.put_silently([77] * 8)
         agree(seen, {"w": worker})
+
+
+def test_a_worker_that_gives_no_snapshot_for_long_is_known_in_part_and_then_whole(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its engine is busy. Meanwhile nothing is believed that is not so."""
+    for name, seconds in {"_STALLED_S": 0.1, "_GIVE_UP_S": 0.3, "_AGAIN_S": 0.3}.items():
+        monkeypatch.setattr(event_feed, name, seconds)
+    with TreeWorker(buffer_batches=4) as worker, lossy(worker, 0.5, 1) as addresses:
+        worker.deaf = True
+        for i in range(10):
+            worker.put([i] * 8)
+        seen.follow(worker.publisher, **addresses)
+
+        def known_in_part() -> bool:
+            worker.put([random.randrange(1000)] * 8)
+            return seen.plane.resets > 0 and bool(seen.index.held("w"))
+
+        wait_until(known_in_part)
+        assert seen.index.held("w") < worker.pages()
+        assert seen.plane.unsure() == ["w"]
+        worker.deaf = False
+        wait_until(lambda: seen.plane.unsure() == [] and seen.index.held("w") == worker.pages())
 
 
 class WorkerProcess:

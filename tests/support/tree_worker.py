@@ -33,6 +33,7 @@ class TreeWorker:
     ) -> None:
         self.memory = memory(page_size, pages, specs=specs)
         config = KVEventsConfig(enable=True, buffer_batches=buffer_batches)
+        self.deaf = False  # as an engine in a long forward: no snapshot is given
         self._wanted = threading.Event()
         self._closing = False
         self._lock = threading.Lock()
@@ -87,7 +88,7 @@ class TreeWorker:
 
     def _publish(self) -> None:
         self.publisher.publish(self.memory.cache.take_events())
-        if self.publisher.snapshot_wanted:
+        if self.publisher.snapshot_wanted and not self.deaf:
             self.publisher.publish_snapshot(tree_of(self.memory).snapshot())
 
     def _give_snapshots(self) -> None:
