@@ -1,7 +1,8 @@
 """Frontend: one router replica, made of the product's own parts, and the rooms that it has placed.
 
-The parts are DirectoryClient, GlobalIndex, Fleet, Placer and the policy. What the product's RoomStream and
-EventPlane do with sockets (start again after a loss, follow a worker's events) is here without.
+The parts are DirectoryClient, GlobalIndex, Admission, Fleet, Placer, Peers and the policy. What the product's
+Dispatcher, RoomStream and EventPlane do with sockets (give a room its turn, start it again after a loss,
+follow a worker's events) is here without.
 """
 
 from __future__ import annotations
@@ -9,16 +10,19 @@ from __future__ import annotations
 import random
 from typing import Protocol
 
+from router.admission import Admission
 from router.directory_client import DirectoryClient
 from router.index import GlobalIndex
-from router.placer import Placer
+from router.peers import TELL_AFTER_S, Peers
+from router.placer import Choice, Placer
 from router.policies import make_policy
 from router.policy import Ask
 from router.simulation.clock import Clock
 from router.simulation.options import SimulationOptions
 from router.simulation.request import Request, Try
 from router.simulation.worker import Worker
-from wire.messages import View
+from wire.errors import Overloaded
+from wire.messages import Accounts, View
 from wire.records import WorkerRecord
 
 
@@ -27,6 +31,9 @@ class Surroundings(Protocol):
 
     def worker(self, record: WorkerRecord) -> Worker:
         """The life that this record speaks of."""
+
+    def send(self, sender: str, to: str, message: Accounts) -> None:
+        """A word to another router."""
 
     def ended(self, request: Request) -> None:
         """A request is over."""
@@ -37,50 +44,94 @@ class Frontend:
 
     def __init__(self, clock: Clock, options: SimulationOptions, number: int, around: Surroundings) -> None:
         self.index = GlobalIndex()
-        chance = random.Random(f"{options.seed} router {number}")
+        self.address = f"router{number}"
+        chance = random.Random(f"{options.seed} {self.address}")
         policy = make_policy(options.policy, options.weights, options.prefill_on_decode_tokens, chance)
         self.placer = Placer(self.index, policy, options.weights, options.expect_s)
+        self.admission = Admission(options.admission, self.placer)
+        self.peers = Peers(
+            self.placer.fleet, self.address, 0,
+            lambda to, message: around.send(self.address, to, message),
+            lambda: clock.after(TELL_AFTER_S, self.peers.flush),
+        )  # fmt: skip
         self._clock = clock
         self._options = options
         self._around = around
         self._client = DirectoryClient("", lambda _to, _message: None, options.lease_s)
         self._incarnations: dict[str, int] = {}  # whose events are followed
         self._early: dict[tuple[str, int], list[tuple[bool, list[int]]]] = {}
+        self._waiting: dict[int, Request] = {}  # in admission's queue
         self._tries: dict[int, Try] = {}  # by request
-        self._homeless: list[Request] = []
+        self._homeless: list[Request] = []  # nobody is there to take them
+
+    # -- requests --------------------------------------------------------------------------------------
 
     def arrive(self, request: Request) -> None:
-        """A request comes in."""
-        self._place(request, frozenset())
-
-    def view(self, view: View) -> None:
-        """The directory's news."""
-        change = self._client.take(view, self._clock.now)
-        self.placer.update(list(self._client.workers.values()), self._clock.now)
-        for record in change.lost:
-            if self._incarnations.pop(record.id, None) is not None:
-                self.index.drop(record.id)
-            self._lost(record)
-        for record in change.joined:
-            self.index.join(record.id)
-            self._incarnations[record.id] = record.incarnation
-            for stored, pages in self._early.pop((record.id, record.incarnation), []):
-                self.event(record, stored, pages)
-        homeless, self._homeless = self._homeless, []
-        for request in homeless:
-            self._place(request, frozenset())
+        """A request comes in: it is refused, or waits for its turn, which may be now."""
+        now, ask = self._clock.now, self._ask(request)
+        try:
+            self.admission.check(1)
+            judged = self.admission.judge(ask, now)
+        except Overloaded:
+            self._refuse(request)
+            return
+        self._waiting[request.number] = request
+        self.admission.enqueue(request.number, ask, now)
+        self._admit(request.number, judged.choice if judged is not None else None)
 
     def tick(self) -> None:
         """Time passes."""
-        self.placer.tick(self._clock.now)
+        now = self._clock.now
+        self.placer.tick(now)
+        self.peers.tick(now)
+        for number, _ in self.admission.overdue(now):
+            self._refuse(self._waiting.pop(number))
+        self._admit()
 
-    def event(self, record: WorkerRecord, stored: bool, pages: list[int]) -> None:
-        """A worker's KV event. One from before its View is kept, as the worker's replay buffer would."""
-        known = self._incarnations.get(record.id, -1)
-        if known == record.incarnation:
-            (self.index.store if stored else self.index.remove)(record.id, pages, "GPU")
-        elif known < record.incarnation:
-            self._early.setdefault((record.id, record.incarnation), []).append((stored, pages))
+    def _refuse(self, request: Request) -> None:
+        request.rejected = True
+        self._around.ended(request)
+
+    def _admit(self, fresh: int = -1, choice: Choice | None = None) -> None:
+        """Workers for those whose turn it is; `choice` was just made for `fresh`."""
+        while (number := self.admission.admit(self._clock.now)) is not None:
+            self._place(self._waiting.pop(number), choice if number == fresh else None)
+
+    def _ask(self, request: Request) -> Ask:
+        trace = request.trace
+        output = self.placer.output_tokens(trace.output_tokens - request.forwarded)
+        return Ask(
+            trace.prompt_tokens + request.forwarded, trace.hashes, output,
+            trace.session, trace.tenant, trace.priority,
+        )  # fmt: skip
+
+    def _place(
+        self, request: Request, choice: Choice | None = None, avoid: frozenset[str] = frozenset()
+    ) -> None:
+        ask, now = self._ask(request), self._clock.now
+        choice = choice or self.placer.choose(ask, now, avoid)
+        if choice is None:
+            self._homeless.append(request)
+            return
+        booking = self.placer.book(ask, choice, now)
+        self.admission.placed(request.number, booking.prefill_tokens)
+        prefill = self._around.worker(choice.prefill) if choice.prefill is not None else None
+        decode = self._around.worker(choice.decode)
+        one = Try(
+            request, booking, prefill, decode, ask.prompt_tokens,
+            request.trace.output_tokens - request.forwarded, ask.hashes,
+        )  # fmt: skip
+        if prefill is None:
+            one.at_prefill = one.at_decode
+        request.tries += 1
+        request.prefill, request.decode = booking.prefill, booking.decode
+        request.predicted_tokens = booking.hit_tokens
+        self._tries[request.number] = one
+        self._clock.after(self._options.message_s, decode.decode, one)
+        if prefill is not None and booking.fits:
+            self._clock.after(self._options.message_s, prefill.prefill, one)
+
+    # -- what workers say ------------------------------------------------------------------------------
 
     def reserved(self, one: Try) -> None:
         """D has reserved: a prompt that had to wait for it goes out."""
@@ -89,7 +140,7 @@ class Frontend:
 
     def first_token(self, one: Try) -> None:
         """The first token of this try came."""
-        if one.over and one.output > 1:
+        if one.lost:
             return
         request = one.request
         self.placer.prefilled(one.booking, self._clock.now)
@@ -101,7 +152,7 @@ class Frontend:
 
     def done(self, one: Try) -> None:
         """The last token of this try came."""
-        if not one.over:
+        if not one.lost:
             one.request.forwarded += one.output - 1
             self._end(one)
 
@@ -112,41 +163,50 @@ class Frontend:
         del self._tries[request.number]
         self.placer.close(one.booking, self._clock.now)
         self.placer.answered(request.forwarded)
+        self.admission.produced(request.number, request.forwarded)
+        self.admission.leave(request.number)
         self._around.ended(request)
+        self._admit()
 
-    def _place(self, request: Request, avoid: frozenset[str]) -> None:
-        trace, options = request.trace, self._options
-        prompt = trace.prompt_tokens + request.forwarded
-        output = trace.output_tokens - request.forwarded
-        expected = self.placer.output_tokens(output)
-        ask = Ask(prompt, trace.hashes, expected, trace.session, trace.tenant, trace.priority)
-        choice = self.placer.choose(ask, self._clock.now, avoid)
-        if choice is None:
-            self._homeless.append(request)
-            return
-        booking = self.placer.book(ask, choice, self._clock.now)
-        prefill = self._around.worker(choice.prefill) if choice.prefill is not None else None
-        one = Try(request, booking, prefill, self._around.worker(choice.decode), prompt, output, trace.hashes)
-        if prefill is None:
-            one.at_prefill = one.at_decode
-        request.tries += 1
-        request.prefill, request.decode = booking.prefill, booking.decode
-        request.predicted_tokens = booking.hit_tokens
-        self._tries[request.number] = one
-        self._clock.after(options.message_s, one.decode.decode, one)
-        if prefill is not None and booking.fits:
-            self._clock.after(options.message_s, prefill.prefill, one)
+    # -- who is there ----------------------------------------------------------------------------------
+
+    def view(self, view: View) -> None:
+        """The directory's news."""
+        now = self._clock.now
+        change = self._client.take(view, now)
+        self.placer.update(list(self._client.workers.values()), now)
+        self.peers.meet(view.routers)
+        for record in change.lost:
+            if self._incarnations.pop(record.id, None) is not None:
+                self.index.drop(record.id)
+            self._lost(record)
+        for record in change.joined:
+            self.index.join(record.id)
+            self._incarnations[record.id] = record.incarnation
+            for stored, pages in self._early.pop((record.id, record.incarnation), []):
+                self.event(record, stored, pages)
+        homeless, self._homeless = self._homeless, []
+        for request in homeless:
+            self._place(request)
+
+    def event(self, record: WorkerRecord, stored: bool, pages: list[int]) -> None:
+        """A worker's KV event. One from before its View is kept, as the worker's replay buffer would."""
+        known = self._incarnations.get(record.id, -1)
+        if known == record.incarnation:
+            (self.index.store if stored else self.index.remove)(record.id, pages, "GPU")
+        elif known < record.incarnation:
+            self._early.setdefault((record.id, record.incarnation), []).append((stored, pages))
 
     def _lost(self, record: WorkerRecord) -> None:
         """A worker is gone: its rooms start again elsewhere, from what was forwarded."""
         for one in [one for one in self._tries.values() if self._needs(one, record)]:
-            one.over = True
+            one.over = one.lost = True
             del self._tries[one.request.number]
             self.placer.close(one.booking, self._clock.now)
             for other in (one.prefill, one.decode):
                 if other is not None:
                     self._clock.after(self._options.message_s, other.abort, one)
-            self._place(one.request, frozenset({record.id}))
+            self._place(one.request, avoid=frozenset({record.id}))
 
     def _needs(self, one: Try, record: WorkerRecord) -> bool:
         lost = self._around.worker(record)

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from pydantic import Field
 
-from router.options import PolicyWeights
+from router.options import AdmissionOptions, PolicyWeights
 from wire.options import Options
 
 
@@ -36,6 +36,9 @@ class WorkerModel(Options):
     link_bytes_per_s: float = Field(100e9, gt=0, description="of a worker's network, each way")
     page_tokens: int = Field(512, ge=1, description="a page; traces speak of blocks of that size")
     schedule: Schedule = Schedule.MIXED
+    reports_uncached: bool = Field(
+        False, description="a report counts only what a waiting prompt lacks, not all of it as workers do"
+    )
 
 
 class SimulationOptions(Options):
@@ -47,6 +50,7 @@ class SimulationOptions(Options):
         512, ge=0, description="see RouterOptions; one page, as there, of the trace's size"
     )
     expect_s: float = Field(10.0, gt=0, description="see RouterOptions")
+    admission: AdmissionOptions = Field(default_factory=lambda: AdmissionOptions.model_validate({}))
     prefill: int = Field(8, ge=0, description="prefill workers; 0: the others do everything")
     decode: int = Field(8, ge=1, description="decode workers")
     routers: int = Field(1, ge=1, description="router replicas; requests come to them in turn")
@@ -57,7 +61,8 @@ class SimulationOptions(Options):
     seed: int = 1
     events: bool = Field(True, description="workers publish KV events")
     event_delay_s: float = Field(0.005, ge=0, description="until a KV event is in the index")
-    report_interval_s: float = Field(1.0, gt=0, description="between a worker's reports of its load")
+    report_interval_s: float = Field(1.0, gt=0, description="between a worker's reports of its load ...")
+    report_gap_s: float = Field(0.1, gt=0, description="... and at least, when it has moved")
     view_interval_s: float = Field(0.1, gt=0, description="between the directory's Views")
     message_s: float = Field(0.0005, ge=0, description="a message on its way")
     lease_s: float = Field(5.0, gt=0, description="until a silent worker counts as lost")

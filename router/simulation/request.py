@@ -74,7 +74,8 @@ class Try:
     prompt: int  # tokens, forced ones of an earlier try included
     output: int  # tokens still to come
     hashes: Hashes  # of the prompt's whole pages
-    over: bool = False
+    over: bool = False  # nobody waits for it
+    lost: bool = False  # and that because a worker was lost: the request has another try
     reserved: bool = False  # D has memory for it, and P knows where to write
     started: bool = False  # its prompt, on the worker that prefills
     computed: int = 0  # prompt tokens with KV there
@@ -84,3 +85,8 @@ class Try:
     last_at: float = -1.0  # its latest token, until it has joined D's batch
     at_prefill: Hold = field(default_factory=Hold)
     at_decode: Hold = field(default_factory=Hold)  # the same object when D does it alone
+
+    @property
+    def left(self) -> int:
+        """Prompt tokens to compute."""
+        return self.prompt - self.computed

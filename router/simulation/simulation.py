@@ -13,8 +13,8 @@ from router.simulation.frontend import Frontend
 from router.simulation.options import SimulationOptions
 from router.simulation.request import Request, TraceRequest, Try
 from router.simulation.worker import Worker
-from wire.messages import Announce
-from wire.records import GroupLayout, Role, WorkerRecord
+from wire.messages import Accounts, Announce, View
+from wire.records import GroupLayout, Role, WorkerLoad, WorkerRecord
 
 _PROGRESS_EVERY = 0.05
 
@@ -57,7 +57,9 @@ class Simulation:
         names = [("p", Role.PREFILL, options.prefill), ("d", Role.DECODE, options.decode)]
         for letter, role, count in names:
             for number in range(count):
-                self._announce(self._start(f"{letter}{number}", role, incarnation=1), number / count)
+                worker = self._start(f"{letter}{number}", role, incarnation=1)
+                self._directory.announce(Announce(worker.record), clock.now)
+                clock.after(options.report_gap_s * (1 + number / count), self._announce, worker)
         self._views()
         for number, one in enumerate(self._trace.requests):
             clock.at(one.at_s / options.speed, self._arrive, number, one)
@@ -75,6 +77,11 @@ class Simulation:
     def worker(self, record: WorkerRecord) -> Worker:
         """See Surroundings."""
         return self._lives[record.id, record.incarnation]
+
+    def send(self, sender: str, to: str, message: Accounts) -> None:
+        """See Surroundings."""
+        receiver = next(router for router in self.routers if router.address == to)
+        self.clock.after(self._options.message_s, self._tell, receiver, sender, message)
 
     def ended(self, request: Request) -> None:
         """See Surroundings."""
@@ -111,6 +118,9 @@ class Simulation:
     def _router(self, one: Try) -> Frontend:
         return self.routers[one.request.number % len(self.routers)]
 
+    def _tell(self, receiver: Frontend, sender: str, message: Accounts) -> None:
+        receiver.peers.take(sender, message, self.clock.now)
+
     def _arrive(self, number: int, one: TraceRequest) -> None:
         request = Request(number, one, self.clock.now)
         self.requests.append(request)
@@ -141,16 +151,21 @@ class Simulation:
         self.all_workers.append(worker)
         return worker
 
-    def _announce(self, worker: Worker, first_after: float = 0.0) -> None:
+    def _announce(self, worker: Worker, said: WorkerLoad | None = None, renew_at: float = 0.0) -> None:
+        """It reports when its load has moved, and renews its lease when that is due. The product's workers
+        also keep a small movement to themselves until then."""
         if worker.dead:
             return
-        self._directory.announce(Announce(worker.reported()), self.clock.now)
-        interval = self._options.report_interval_s
-        self.clock.after(interval * (1 + first_after), self._announce, worker)
+        now, record = self.clock.now, worker.reported()
+        if record.load != said or now >= renew_at:
+            self._directory.announce(Announce(record), now)
+            renew_at = now + self._options.report_interval_s
+        self.clock.after(self._options.report_gap_s, self._announce, worker, record.load, renew_at)
 
     def _views(self) -> None:
         self._directory.expire(self.clock.now)
         view = self._directory.view()
+        view = View(view.version, view.records, [router.address for router in self.routers])
         for router in self.routers:
             router.view(view)
             router.tick()

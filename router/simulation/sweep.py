@@ -1,7 +1,7 @@
 """Sweep: many runs on few processes, and the highest rate that a policy sustains.
 
-Sustained rate: on a grid of speeds, each GRID_STEP times the last, the highest one reached going up from FIRST
-before the first at which less than SHARE of the requests meet both objectives, refined by bisection to
+Sustained rate: on a grid of speeds, each GRID_STEP times the last, the highest one reached going up from
+FIRST before the first at which less than SHARE of the requests meet both objectives, refined by bisection to
 REFINED; where FIRST fails already, going down from it to the first that does not. So where attainment is not
 monotone, it is the first fall that counts: nobody would run beyond it.
 """

@@ -133,17 +133,27 @@ class Worker:
         return msgspec.structs.replace(self.record, load=self.load())
 
     def load(self) -> WorkerLoad:
-        """Its report: like the product's, it counts waiting prompts as if nothing of them were cached."""
-        started = sum(one.prompt - one.computed for _, _, one in self._queue if one.started)
-        headroom = 0 if self._waiting else self.cache.available
+        """How busy it is. Unless told otherwise it counts waiting prompts as if nothing of them were cached,
+        like the product's workers."""
+        running = len(self.batch)
         return WorkerLoad(
-            queued_prefill_tokens=self._queued_tokens + started,
-            running_requests=len(self.batch) + len(self._chunk),
+            queued_prefill_tokens=self._left_to_prefill(),
+            running_requests=running + len(self._chunk),
             waiting_requests=len(self._queue) - len(self._chunk) + len(self._waiting),
             free_tokens=self.cache.available,
-            headroom_tokens=max(0, headroom),
+            headroom_tokens=0 if self._waiting else self.cache.available,
             headroom_rows=max(0, self._model.max_running - self._reservations),
             prefill_tokens_per_s=self._model.prefill_tokens_per_s,
+            decode_step_s=self.batch.steps(self._clock.now, 0).first if running else 0.0,
+        )
+
+    def _left_to_prefill(self) -> int:
+        if not self._model.reports_uncached:
+            return self._queued_tokens + sum(one.left for _, _, one in self._queue if one.started)
+        page = self.cache.page
+        return sum(
+            one.left if one.started else max(1, one.prompt - self.cache.match(one.hashes) * page)
+            for _, _, one in self._queue
         )
 
     # -- memory --------------------------------------------------------------------------------------
