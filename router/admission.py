@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from router.fair_queue import Ahead, FairQueue
+from router.fleet import Account
 from router.options import AdmissionOptions
 from router.placer import Choice, Placer
 from router.policy import Ask
@@ -55,6 +56,7 @@ class Admission:
         self._queue = FairQueue(options.tenant_weights)
         self._asks: dict[int, Ask] = {}  # of rooms that wait
         self._running: dict[int, _Running] = {}
+        self._had_memory = ""  # the last decode worker that had some
 
     @property
     def queued(self) -> int:
@@ -196,18 +198,19 @@ class Admission:
         return self._options.queue_decode_full and self._decode_full(ask)
 
     def _decode_full(self, ask: Ask | None) -> bool:
-        """No decode worker has memory and a row. One that is idle always has, whatever it last said."""
+        """No decode worker has memory and a row for the room."""
         need = ask.prompt_tokens + int(ask.output_tokens) if ask is not None else 1
-        seen = False
+        last = self._placer.fleet.account(self._had_memory)
+        if last is not None and _has_memory(last, need):  # as often: the others need not be asked
+            return False
+        full = False
         for one in self._placer.fleet.accounts():
-            if one.record.role is not Role.DECODE or one.record.draining:
-                continue
-            seen = True
-            if one.record.load == _SILENT or one.requests() == 0:
-                return False
-            if one.fits(need):
-                return False
-        return seen
+            if one.record.role is Role.DECODE and not one.record.draining:
+                if _has_memory(one, need):
+                    self._had_memory = one.record.id
+                    return False
+                full = True
+        return full
 
     def _rooms_to_end(self, ahead: float, ask: Ask | None) -> float:
         """How many rooms must end before one with so many ahead of it may run."""
@@ -219,3 +222,10 @@ class Admission:
         """When a room at the end of the queue would have its turn."""
         seconds = self._predictor.queue_s(self._queue.tokens, self._rooms_to_end(len(self._queue), None))
         return min(max(seconds, self._options.retry_after_s), _LONGEST_RETRY_S)
+
+
+def _has_memory(decode: Account, need: int) -> bool:
+    """One that is idle has, whatever it last said."""
+    if decode.record.draining:
+        return False
+    return decode.record.load == _SILENT or decode.requests() == 0 or decode.fits(need)

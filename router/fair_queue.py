@@ -145,13 +145,12 @@ class FairQueue:
         owner = self._tenants.get(tenant)
         level = self._level()
         weight = self._weights.get(tenant, 1.0)
-        mine = (
-            []
-            if owner is None
-            else owner.waiting[: bisect_left(owner.waiting, (-priority + 1, 0), key=_order)]
-        )
-        tokens = float(sum(one.tokens for one in mine))
-        rooms = float(len(mine))
+        tokens, mine = 0.0, 0
+        if owner is not None:
+            mine = bisect_left(owner.waiting, (1 - priority, 0), key=_order)
+            all_of_it = mine == len(owner.waiting)
+            tokens = owner.waiting_tokens if all_of_it else sum(one.tokens for one in owner.waiting[:mine])
+        rooms = float(mine)
         at = (level if owner is None else max(owner.counter, level)) + INPUT_WEIGHT * tokens / weight
         for other in self._queued.values():
             if other is not owner:
