@@ -82,23 +82,6 @@ def test_a_reported_queue_stays_until_the_next_report_where_no_rate_is_known() -
     assert {chosen(made.choose(ask(4), 1.0))[0] for _ in range(40)} == {"p", "q"}
 
 
-def test_what_was_placed_just_before_a_report_is_not_taken_to_be_in_it() -> None:
-    made = placer("kv", [prefill("p"), decode("d")])
-    bookings = []
-    for at in (0.0, 0.98):
-        choice = made.choose(ask(60), at)
-        assert choice is not None
-        bookings.append(made.book(ask(60), choice, at))
-    made.update([prefill("p", queued=500), decode("d")], 1.0)
-    account = made.fleet.account("p")
-    assert account is not None
-    assert account.own.since_tokens == bookings[1].prefill_tokens
-    assert made.fleet.candidates(1.0).prefill.queued.tolist() == [500 + bookings[1].prefill_tokens]
-    for booking in bookings:
-        made.prefilled(booking, 1.1)
-    assert made.fleet.candidates(1.1).prefill.queued.tolist() == [500]
-
-
 def test_decode_takes_load_and_its_own_hits() -> None:
     made = placer("kv", [prefill("p"), decode("a", 1), decode("b", 3)])
     hold(made, "b", 54)
@@ -153,54 +136,6 @@ def test_least_loaded_takes_the_least_loaded() -> None:
 def test_an_unknown_policy_is_answered_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"policy: 'best'.*kv, prefix-affinity, .*random"):
         make_policy("best", WEIGHTS, 0)
-
-
-def test_what_was_placed_counts_before_any_report_and_until_it_is_over() -> None:
-    made = placer("kv", [prefill("p"), prefill("q"), decode("d")])
-    first = made.choose(ask(60), 0.0)
-    assert first is not None
-    booking = made.book(ask(60), first, 0.0)
-    other = Ask(960, as_hashes(range(1000, 1060)), 16)
-    assert chosen(made.choose(other, 0.0))[0] != booking.prefill
-    made.prefilled(booking, 0.1)
-    made.prefilled(booking, 0.1)
-    account = made.fleet.account(booking.prefill or "")
-    assert account is not None
-    assert (account.own.prefill_tokens, account.own.prefills, account.own.since_tokens) == (0, 0, 0)
-    made.close(booking, 0.2)
-    account = made.fleet.account("d")
-    assert account is not None
-    assert (account.own.requests, account.own.context_tokens) == (0, 0)
-
-
-def test_headroom_is_what_decode_said_less_what_was_promised_since() -> None:
-    made = placer("kv", [prefill("p"), decode("d")])
-    bookings = []
-    for _ in range(3):
-        choice = made.choose(ask(300), 0.0)
-        assert choice is not None
-        bookings.append(made.book(ask(300), choice, 0.0))
-    assert [one.fits for one in bookings] == [True, True, False]
-    for one in bookings:  # over before any report counted them
-        made.close(one, 0.1)
-    choice = made.choose(ask(300), 0.1)
-    assert choice is not None
-    assert made.book(ask(300), choice, 0.1).fits
-
-
-def test_pages_on_their_way_draw_the_next_request_of_the_same_prompt_until_they_are_too_old() -> None:
-    made = placer("kv", [prefill("p"), prefill("q", queued=300), decode("d")])
-    choice = made.choose(ask(60), 0.0)
-    assert choice is not None
-    booking = made.book(ask(60), choice, 0.0)
-    again = made.choose(ask(60), 0.0)
-    assert again is not None
-    assert again.hit_tokens == 960
-    made.tick(11.0)
-    late = made.choose(ask(60), 11.0)
-    assert late is not None
-    assert late.hit_tokens == 0
-    made.close(booking, 11.0)
 
 
 def test_a_draining_worker_is_no_candidate() -> None:
@@ -300,19 +235,6 @@ def test_equal_pairs_on_shared_hosts_take_turns() -> None:
         "kv", [*(prefill(f"p{h}", host=h) for h in hosts), *(decode(f"d{h}", host=h) for h in hosts)]
     )
     assert {chosen(made.choose(ask(60), 0.0)) for _ in range(40)} == {("pone", "done"), ("ptwo", "dtwo")}
-
-
-def test_what_is_said_to_be_cached_is_what_a_worker_can_use() -> None:
-    """The last token is always computed, and with it its page."""
-    made = placer("kv", [prefill("p"), decode("d")])
-    hold(made, "p", 6)
-    for tokens, said in ((96, 80), (97, 96), (200, 96), (40, 32)):
-        prompt = Ask(tokens, as_hashes(range(tokens // PAGE)), 16)
-        choice = made.choose(prompt, 0.0)
-        assert choice is not None
-        booking = made.book(prompt, choice, 0.0)
-        assert (booking.hit_tokens, booking.prefill_tokens) == (said, tokens - said)
-        made.close(booking, 0.0)
 
 
 def test_the_documented_weights_are_the_weights() -> None:
