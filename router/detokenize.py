@@ -188,7 +188,7 @@ def _byte_table(tokenizer: Tokenizer) -> dict[int, bytes]:
     A token with a character outside the alphabet is plain text. (An added token is read by the alphabet too:
     that is wrong for one like "café", and what the tokenizers library makes of it.)
     """
-    alphabet = _byte_alphabet()
+    alphabet = byte_alphabet()
     return {
         token_id: bytes(alphabet[char] for char in text)
         if all(char in alphabet for char in text)
@@ -220,7 +220,7 @@ def _piece(name: str) -> str | bytes:
     return name.replace(_METASPACE, " ")
 
 
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """The characters by which byte-level vocabularies write bytes: printable Latin-1 ones stand for
     themselves, the others for characters from U+0100 on, in order (the convention GPT-2 introduced)."""
     itself = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Tokenizer
 from router.chat_template import ChatTemplate
 from router.detokenize import DetokenizerFactory
 from router.tokenizer_classes import rebuild, special_defaults
+from router.word_cache import WordCache
 from wire.errors import ConfigError, InvalidRequest
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -45,10 +46,16 @@ class Tokenization:
         _add_missing_tokens(self.tokenizer, config, self.special_tokens)
         self.vocab_size: int = self.tokenizer.get_vocab_size(with_added_tokens=True)
         self.detokenizers = DetokenizerFactory(self.tokenizer)
+        self._words = WordCache.make(self.tokenizer)
         self._template = ChatTemplate.load(model, config, self.special_tokens)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of plain text, with the model's bos/eos when its tokenizer adds them."""
+        words = self._words.encode(text, add_special_tokens) if self._words is not None else None
+        return words if words is not None else self.encode_long(text, add_special_tokens)
+
+    def encode_long(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The same by the library alone, which leaves other threads alone meanwhile."""
         # The same ids in three quarters of the time: the fast way leaves out where in the text they begin.
         batch = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = batch[0].ids

@@ -1,0 +1,107 @@
+"""Token ids from the table of words are those of the tokenizers library, or there are none."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
+
+from router.word_cache import WordCache, ascii_pattern
+from tests.support.tokenizers import byte_fallback, byte_level
+
+_LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_KINDS = ("gpt2", "bos", "llama3", "o200k", "demo")
+
+
+@cache
+def tokenizer(kind: str) -> Tokenizer:
+    if kind == "demo":
+        return Tokenizer.from_file(str(Path(__file__).parents[2] / "deploy/demo_model/tokenizer.json"))
+    with TemporaryDirectory() as directory:
+        path = byte_level(Path(directory), bos=kind == "bos") / "tokenizer.json"
+        made = Tokenizer.from_file(str(path))
+    if kind in ("llama3", "o200k"):
+        split = Regex(_LLAMA_3 if kind == "llama3" else _O200K)
+        made.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(split, "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    longer = ["<|im_start|>user", "<tool call>"]  # one begins as another one does
+    made.add_tokens([AddedToken(text, normalized=False) for text in longer])
+    made.add_tokens(
+        [AddedToken("<mask>", normalized=False, lstrip=True), AddedToken("NORM", normalized=True)]
+    )
+    return made
+
+
+@cache
+def words(kind: str) -> WordCache:
+    made = WordCache.make(tokenizer(kind))
+    assert made is not None
+    return made
+
+
+_TEXT = st.lists(
+    st.one_of(
+        st.text(st.characters(codec="ascii"), max_size=6),
+        st.sampled_from(["'s", "'LL", "  ", "\n\n", "\r\n", "\t ", "\x1c", "\x0b", "1234", "Hello", " the"]),
+        st.sampled_from(["<|im_start|>", "<|im_end|>", "user", "<think>", "<tool call>", "<mask>", "NORM"]),
+    ),
+    max_size=12,
+).map("".join)
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+@given(text=_TEXT, special=st.booleans())
+def test_ids_are_the_librarys(kind: str, text: str, special: bool) -> None:
+    got = words(kind).encode(text, add_special_tokens=special)
+    if got is not None:
+        assert got == tokenizer(kind).encode(text, add_special_tokens=special).ids
+    else:
+        assert "<mask>" in text or "NORM" in text
+
+
+def test_what_is_not_ascii_or_has_a_token_that_takes_spaces_is_left_to_the_library() -> None:
+    for text in ("naïve", "東京", "a <mask>", "NORMAL"):
+        assert words("gpt2").encode(text, add_special_tokens=True) is None
+
+
+def test_a_full_table_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.word_cache._MOST_WORDS", 3)
+    made = WordCache.make(tokenizer("gpt2"))
+    assert made is not None
+    text = " ".join(f"word{'x' * number}" for number in range(20))
+    assert made.encode(text, add_special_tokens=True) == tokenizer("gpt2").encode(text).ids
+
+
+def test_a_tokenizer_that_does_not_work_word_by_word_has_no_table(tmp_path: Path) -> None:
+    assert WordCache.make(Tokenizer.from_file(str(byte_fallback(tmp_path / "b") / "tokenizer.json"))) is None
+    lower = Tokenizer.from_file(str(byte_level(tmp_path / "l") / "tokenizer.json"))
+    lower.normalizer = normalizers.Lowercase()
+    assert WordCache.make(lower) is None
+    spaced = Tokenizer.from_file(str(byte_level(tmp_path / "s") / "tokenizer.json"))
+    spaced.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    assert WordCache.make(spaced) is None
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [r"\p{Greek}+", r"\w+", r"[a-z&&[^b]]+", r"[]a]+", r"^a", r"a$", r"\p{N}{1,3}+", r"(a)b", r"(a"],
+)
+def test_a_pattern_that_may_mean_something_else_is_not_understood(pattern: str) -> None:
+    assert ascii_pattern(pattern) is None
