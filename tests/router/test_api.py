@@ -333,51 +333,6 @@ def test_the_other_windows(service: Service) -> None:
     assert router.http.get("/debug/inspect", params={"worker": "nobody"}).status_code == 400
 
 
-def test_a_choice_is_explained(service: Service) -> None:
-    router, p, d = service
-    route = router.http.get("/debug/route", params={"prompt": "Hello"}).json()
-    assert route["policy"] == "kv"
-    assert route["prompt_tokens"] == len(
-        router.http.post("/tokenize", json={"prompt": "Hello"}).json()["tokens"]
-    )
-    assert route["winner"] == {
-        "prefill": {"id": p.record.id, "hit_tokens": 0},
-        "decode": {"id": d.record.id, "hit_tokens": 0},
-    }
-    (first,) = route["prefill"]
-    assert first.pop("cost") > 0
-    assert first == {
-        "id": p.record.id, "held_tokens": {"device": 0, "host": 0, "storage": 0, "expected": 0},
-        "queued_prefill_tokens": 0, "requests": 0, "context_tokens": 0, "session": False,
-    }  # fmt: skip
-    (second,) = route["decode"]
-    assert second["id"] == d.record.id
-    assert second["cost"] > 0
-    assert second["alone_cost"] is None
-    assert router.http.get("/debug/route").status_code == 400
-
-
-def test_a_session_is_a_header_or_the_prompt_cache_key(service: Service) -> None:
-    router, *_ = service
-    body: dict[str, object] = {"prompt": "Hello", "max_tokens": 2}
-    asked = [
-        router.http.post("/v1/completions", json=body, headers={"X-Baton-Session": "one"}),
-        router.http.post("/v1/completions", json={**body, "prompt_cache_key": "two", "user": "somebody"}),
-        router.http.post("/generate", json={"text": "Hello"}, headers={"X-Baton-Session": "three"}),
-    ]
-    assert [answer.status_code for answer in asked] == [200] * 3
-
-    def known(session: str, tenant: str = "") -> bool:
-        query = {"prompt": "Hello", "session": session, "tenant": tenant}
-        route = router.http.get("/debug/route", params=query).json()
-        (first,), (second,) = route["prefill"], route["decode"]
-        assert first["session"] == second["session"]
-        return bool(first["session"])
-
-    assert [known("one"), known("two", "somebody"), known("three")] == [True] * 3
-    assert [known("two"), known("four")] == [False] * 2
-
-
 @pytest.mark.parametrize("router", [{"max_in_flight": 2, "worker_wait_s": 0.3}], indirect=True)
 def test_full_and_empty_are_told_apart(router: RouterProcess, workers: list[FakeWorker]) -> None:
     assert router.http.get("/ready").status_code == 503

@@ -1,0 +1,71 @@
+"""The windows into a router's choices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.router.conftest import RouterProcess, start_router
+from tests.support.fake_worker import FakeWorker
+from wire.records import Role
+
+Service = tuple[RouterProcess, FakeWorker, FakeWorker]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Service]:
+    """One prefill and one decode worker."""
+    router = start_router(tmp_path_factory.mktemp("debug"), model)
+    p, d = (FakeWorker(role, router.mailbox) for role in (Role.PREFILL, Role.DECODE))
+    router.wait_for_workers(2)
+    yield router, p, d
+    p.close()
+    d.close()
+    assert router.stop() == 0
+
+
+def test_a_choice_is_explained(service: Service) -> None:
+    router, p, d = service
+    route = router.http.get("/debug/route", params={"prompt": "Hello"}).json()
+    assert route["policy"] == "kv"
+    assert route["prompt_tokens"] == len(
+        router.http.post("/tokenize", json={"prompt": "Hello"}).json()["tokens"]
+    )
+    assert route["winner"] == {
+        "prefill": {"id": p.record.id, "hit_tokens": 0},
+        "decode": {"id": d.record.id, "hit_tokens": 0},
+    }
+    (first,) = route["prefill"]
+    assert first.pop("cost") > 0
+    assert first == {
+        "id": p.record.id, "held_tokens": {"device": 0, "host": 0, "storage": 0, "expected": 0},
+        "queued_prefill_tokens": 0, "requests": 0, "context_tokens": 0, "session": False,
+    }  # fmt: skip
+    (second,) = route["decode"]
+    assert second["id"] == d.record.id
+    assert second["cost"] > 0
+    assert second["alone_cost"] is None
+    assert router.http.get("/debug/route").status_code == 400
+
+
+def test_a_session_is_a_header_or_the_prompt_cache_key(service: Service) -> None:
+    router, *_ = service
+    body: dict[str, object] = {"prompt": "Hello", "max_tokens": 2}
+    asked = [
+        router.http.post("/v1/completions", json=body, headers={"X-Baton-Session": "one"}),
+        router.http.post("/v1/completions", json={**body, "prompt_cache_key": "two", "user": "somebody"}),
+        router.http.post("/generate", json={"text": "Hello"}, headers={"X-Baton-Session": "three"}),
+    ]
+    assert [answer.status_code for answer in asked] == [200] * 3
+
+    def known(session: str, tenant: str = "") -> bool:
+        query = {"prompt": "Hello", "session": session, "tenant": tenant}
+        route = router.http.get("/debug/route", params=query).json()
+        (first,), (second,) = route["prefill"], route["decode"]
+        assert first["session"] == second["session"]
+        return bool(first["session"])
+
+    assert [known("one"), known("two", "somebody"), known("three")] == [True] * 3
+    assert [known("two"), known("four")] == [False] * 2
