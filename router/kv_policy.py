@@ -102,19 +102,18 @@ class KVPolicy(Policy):
         """
         near = self._neighbours
         if near is None or near.prefill_hosts is not prefill.hosts or near.decode_hosts is not decode.hosts:
-            near = self._neighbours = _neighbours(prefill.hosts, decode.hosts)
+            near = self._neighbours = _neighbours(prefill.hosts, decode.hosts, self.weights.same_host)
         if not near.any:
             p, d = self.cheapest(cost_p), self.cheapest(cost_d)
             return p, d, float(cost_p[p] + cost_d[d])
-        spared = move * near.shared
-        spared *= 1.0 - self.weights.same_host
+        spared = move * near.spared
         by_host = np.minimum.reduceat(cost_p[near.prefill], near.starts)
         pairs = by_host[near.host]
         pairs -= spared
         np.minimum(pairs, cost_p[cost_p.argmin()], out=pairs)
         pairs += cost_d
         d = self.cheapest(pairs)
-        if near.shared[d]:
+        if near.spared[d]:
             cost_p = cost_p - spared[d] * (prefill.hosts == decode.hosts[d])
         p = self.cheapest(cost_p)
         return p, d, float(cost_p[p] + cost_d[d])
@@ -129,15 +128,16 @@ class _Neighbours:
     any: bool
     prefill: npt.NDArray[np.intp]  # P rows, host by host
     starts: npt.NDArray[np.intp]  # where in `prefill` each host begins
-    host: npt.NDArray[np.intp]  # by D row: which of `starts`; any, where `shared` is 0
-    shared: Floats  # by D row: 1 where a P is on the same host, else 0
+    host: npt.NDArray[np.intp]  # by D row: which of `starts`; any, where nothing is spared
+    spared: Floats  # by D row: the part of `move` that a P on the same host spares; 0 where none is there
 
 
-def _neighbours(prefill_hosts: npt.NDArray[np.intp], decode_hosts: npt.NDArray[np.intp]) -> _Neighbours:
+def _neighbours(
+    prefill_hosts: npt.NDArray[np.intp], decode_hosts: npt.NDArray[np.intp], same_host: float
+) -> _Neighbours:
     order = prefill_hosts.argsort(kind="stable")
     hosts, starts = np.unique(prefill_hosts[order], return_index=True)
     shared = np.isin(decode_hosts, hosts)
     host = np.searchsorted(hosts, decode_hosts) * shared
-    return _Neighbours(
-        prefill_hosts, decode_hosts, bool(shared.any()), order, starts, host, shared.astype(np.float64)
-    )
+    spared = np.multiply(shared, 1.0 - same_host, dtype=np.float64)
+    return _Neighbours(prefill_hosts, decode_hosts, bool(shared.any()), order, starts, host, spared)

@@ -6,8 +6,11 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import hypothesis.strategies as st
+import msgspec
 import numpy as np
 import pytest
+from hypothesis import given, settings
 
 from router import kv_policy
 from router.index import GlobalIndex, as_hashes
@@ -146,6 +149,48 @@ def test_a_draining_worker_is_no_candidate() -> None:
 def test_workers_to_avoid_are_taken_when_there_are_no_others() -> None:
     made = placer("kv", [prefill("p"), prefill("q"), decode("d")])
     assert chosen(made.choose(ask(6), 0.0, frozenset({"p", "d"}))) == ("q", "d")
+
+
+_WORKERS = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(0, 2000), st.integers(0, 40), st.integers(0, 12)),
+    min_size=1, max_size=6,
+)  # fmt: skip
+
+
+@settings(deadline=None)
+@given(_WORKERS, _WORKERS, st.integers(1, 200))
+def test_the_choice_is_the_formulas_minimum(
+    prefills: list[tuple[int, int, int, int]], decodes: list[tuple[int, int, int, int]], tokens: int
+) -> None:
+    """Against every pair and every D alone, priced one by one as the module says."""
+    w, alone_tokens = DEFAULTS, 32
+    workers, held = [], {}
+    for role, side in (("p", prefills), ("d", decodes)):
+        for number, (host, queued, requests, pages) in enumerate(side):
+            name = f"{role}{number}"
+            worker = prefill(name, queued) if role == "p" else decode(name, requests)
+            workers.append(msgspec.structs.replace(worker, host=f"h{host}"))
+            held[name] = min(pages, tokens // PAGE) * PAGE
+    made = placer("kv", workers, alone_tokens, w)
+    prompt = Ask(tokens, as_hashes(range(tokens // PAGE)), 16)
+    for name, count in held.items():
+        hold(made, name, count // PAGE)
+
+    def left(name: str) -> float:
+        return max(1, tokens - held[name])
+
+    costs: dict[tuple[str | None, str], float] = {}
+    for number, (host, _, requests, _) in enumerate(decodes):
+        d = f"d{number}"
+        load = w.decode_load * requests
+        if left(d) <= alone_tokens:
+            costs[None, d] = load + w.decode_prefill * left(d)
+        for other, (near, queued, _, _) in enumerate(prefills):
+            p = f"p{other}"
+            cost = w.prefill_queue * queued * (1 + queued / w.queue_objective) + w.prefill_left * left(p)
+            cost += load + w.transfer * (tokens - held[d]) * (w.same_host if near == host else 1)
+            costs[p, d] = cost
+    assert costs[chosen(made.choose(prompt, 0.0))] == pytest.approx(min(costs.values()))
 
 
 @pytest.mark.parametrize("weights", [WEIGHTS, DEFAULTS])
