@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from router.options import AdmissionOptions, PolicyWeights
 from wire.options import Options
@@ -36,9 +36,6 @@ class WorkerModel(Options):
     link_bytes_per_s: float = Field(100e9, gt=0, description="of a worker's network, each way")
     page_tokens: int = Field(512, ge=1, description="a page; traces speak of blocks of that size")
     schedule: Schedule = Schedule.MIXED
-    reports_uncached: bool = Field(
-        False, description="a report counts only what a waiting prompt lacks, not all of it as workers do"
-    )
 
 
 class SimulationOptions(Options):
@@ -66,3 +63,9 @@ class SimulationOptions(Options):
     view_interval_s: float = Field(0.1, gt=0, description="between the directory's Views")
     message_s: float = Field(0.0005, ge=0, description="a message on its way")
     lease_s: float = Field(5.0, gt=0, description="until a silent worker counts as lost")
+
+    @model_validator(mode="after")
+    def _leases_outlast_reports(self) -> SimulationOptions:
+        if self.lease_s <= self.report_interval_s + self.report_gap_s + self.view_interval_s:
+            raise ValueError("lease_s must be longer than the report's interval, gap and the View's interval")
+        return self

@@ -45,7 +45,7 @@ class Simulation:
         self.requests: list[Request] = []
         self.all_workers: list[Worker] = []  # every life
         self._trace = trace
-        self._options = options
+        self.options = options
         self._open = len(trace.requests)
         self._lives: dict[tuple[str, int], Worker] = {}
         self._directory = Directory(options.lease_s, started_at_ms=0)
@@ -53,7 +53,7 @@ class Simulation:
 
     def run(self, progress: Callable[[float], None] = lambda _share: None) -> None:
         """To the last request's end. `progress` is told the share of requests that are over."""
-        options, clock = self._options, self.clock
+        options, clock = self.options, self.clock
         names = [("p", Role.PREFILL, options.prefill), ("d", Role.DECODE, options.decode)]
         for letter, role, count in names:
             for number in range(count):
@@ -81,7 +81,7 @@ class Simulation:
     def send(self, sender: str, to: str, message: Accounts) -> None:
         """See Surroundings."""
         receiver = next(router for router in self.routers if router.address == to)
-        self.clock.after(self._options.message_s, self._tell, receiver, sender, message)
+        self.clock.after(self.options.message_s, self._tell, receiver, sender, message)
 
     def ended(self, request: Request) -> None:
         """See Surroundings."""
@@ -93,17 +93,17 @@ class Simulation:
 
     def first_token(self, one: Try) -> None:
         """See Heard."""
-        self.clock.after(self._options.message_s, self._router(one).first_token, one)
+        self.clock.after(self.options.message_s, self._router(one).first_token, one)
 
     def reserved(self, one: Try) -> None:
         """See Heard. The router and P are told."""
-        self.clock.after(self._options.message_s, self._router(one).reserved, one)
+        self.clock.after(self.options.message_s, self._router(one).reserved, one)
         if one.prefill is not None:
-            self.clock.after(self._options.message_s, one.prefill.target, one)
+            self.clock.after(self.options.message_s, one.prefill.target, one)
 
     def done(self, one: Try) -> None:
         """See Heard."""
-        self.clock.after(self._options.message_s, self._router(one).done, one)
+        self.clock.after(self.options.message_s, self._router(one).done, one)
 
     def stored(self, worker: Worker, pages: list[int]) -> None:
         """See Heard."""
@@ -124,19 +124,19 @@ class Simulation:
     def _arrive(self, number: int, one: TraceRequest) -> None:
         request = Request(number, one, self.clock.now)
         self.requests.append(request)
-        if one.prompt_tokens + one.output_tokens > self._options.worker.kv_tokens:
+        if one.prompt_tokens + one.output_tokens > self.options.worker.kv_tokens:
             request.rejected = True
             self.ended(request)
         else:
             self.routers[number % len(self.routers)].arrive(request)
 
     def _publish(self, worker: Worker, stored: bool, pages: list[int]) -> None:
-        if self._options.events:
+        if self.options.events:
             for router in self.routers:
-                self.clock.after(self._options.event_delay_s, router.event, worker.record, stored, pages)
+                self.clock.after(self.options.event_delay_s, router.event, worker.record, stored, pages)
 
     def _start(self, name: str, role: Role, incarnation: int) -> Worker:
-        model = self._options.worker
+        model = self.options.worker
         page_bytes = model.page_tokens * model.kv_bytes_per_token
         record = WorkerRecord(
             id=name, incarnation=incarnation, role=role, mailbox=name, events="", replay="", model="model",
@@ -159,8 +159,8 @@ class Simulation:
         now, record = self.clock.now, worker.reported()
         if record.load != said or now >= renew_at:
             self._directory.announce(Announce(record), now)
-            renew_at = now + self._options.report_interval_s
-        self.clock.after(self._options.report_gap_s, self._announce, worker, record.load, renew_at)
+            renew_at = now + self.options.report_interval_s
+        self.clock.after(self.options.report_gap_s, self._announce, worker, record.load, renew_at)
 
     def _views(self) -> None:
         self._directory.expire(self.clock.now)
@@ -169,7 +169,7 @@ class Simulation:
         for router in self.routers:
             router.view(view)
             router.tick()
-        self.clock.after(self._options.view_interval_s, self._views)
+        self.clock.after(self.options.view_interval_s, self._views)
 
     def _crash(self, restart: Restart) -> None:
         lives = [one for one in self.all_workers if one.record.id == restart.worker and not one.dead]
@@ -184,6 +184,6 @@ class Simulation:
 
     def _settle(self) -> None:
         """Let what is under way arrive, so that memory and index can be compared."""
-        end = self.clock.now + 2.0 + self._options.event_delay_s
+        end = self.clock.now + 2.0 + self.options.event_delay_s
         self.clock.at(end, lambda: None)
         self.clock.run(lambda: self.clock.now >= end)

@@ -22,6 +22,8 @@ from router.simulation.options import Schedule, WorkerModel
 from router.simulation.request import Hold, Try
 from wire.records import WorkerLoad, WorkerRecord
 
+_KEPT = 1 - 1 / 32  # of earlier prompts, with each new one, as in the product's workers
+
 
 class Heard(Protocol):
     """What a worker tells its surroundings, at once: messages take their time there."""
@@ -65,6 +67,8 @@ class Worker:
         self._queue: list[tuple[int, int, Try]] = []  # prompts by (urgency, arrival)
         self._queued = 0
         self._queued_tokens = 0  # of prompts not started, what they need if nothing is cached
+        self._prompts_lately = 0.0  # tokens of prompts that were begun, fading
+        self._computed_lately = 0.0  # of them, those that were not cached
         self._chunk: list[tuple[Try, int]] = []
         self._run: Steps | None = None
         self._run_number = 0
@@ -133,8 +137,8 @@ class Worker:
         return msgspec.structs.replace(self.record, load=self.load())
 
     def load(self) -> WorkerLoad:
-        """How busy it is. Unless told otherwise it counts waiting prompts as if nothing of them were cached,
-        like the product's workers."""
+        """How busy it is. As the product's workers do, it takes waiting prompts to be as cached as the last
+        ones: they are matched when their turn comes."""
         running = len(self.batch)
         return WorkerLoad(
             queued_prefill_tokens=self._left_to_prefill(),
@@ -148,13 +152,10 @@ class Worker:
         )
 
     def _left_to_prefill(self) -> int:
-        if not self._model.reports_uncached:
-            return self._queued_tokens + sum(one.left for _, _, one in self._queue if one.started)
-        page = self.cache.page
-        return sum(
-            one.left if one.started else max(1, one.prompt - self.cache.match(one.hashes) * page)
-            for _, _, one in self._queue
-        )
+        share = self._computed_lately / self._prompts_lately if self._prompts_lately else 1.0
+        waiting = sum(not one.started for _, _, one in self._queue)
+        started = sum(one.left for _, _, one in self._queue if one.started)
+        return max(waiting, round(share * self._queued_tokens)) + started
 
     # -- memory --------------------------------------------------------------------------------------
 
@@ -236,6 +237,8 @@ class Worker:
         self._queued_tokens -= one.prompt
         one.computed = one.at_prefill.pages * self.cache.page
         one.request.cached_tokens = one.computed
+        self._prompts_lately = _KEPT * self._prompts_lately + one.prompt
+        self._computed_lately = _KEPT * self._computed_lately + one.left
         return True
 
     def _take_chunk(self) -> int:
