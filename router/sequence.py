@@ -82,8 +82,8 @@ class SequenceRepair:
         return Verdict.START_OVER if broken else Verdict.FOLLOWS
 
     def doubt(self) -> None:
-        """The next live batch may be another stream's, whatever its number: the connection was made anew, or a
-        number came that was applied long ago. What came live is forgotten; a reply brings it."""
+        """The next live batch may be another stream's, whatever its number: the connection was made anew, or
+        a number came that was applied long ago. What came live is forgotten; a reply brings it."""
         self.doubtful = True
         self._asked_in_doubt = False
         self._early.clear()
