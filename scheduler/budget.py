@@ -6,6 +6,7 @@ from scheduler.chunker import Chunk, chunk_end, first_cut
 from scheduler.config import Phase, SchedulerConfig
 from scheduler.metrics import SchedulerMetrics
 from scheduler.pages import Room
+from scheduler.rates import Rates
 from scheduler.req import Req, ReqState
 from scheduler.roster import Roster
 
@@ -21,11 +22,14 @@ class Admission:
     it succeeds). A refused reservation therefore leaves a claim that holds back requests that came later.
     """
 
-    def __init__(self, config: SchedulerConfig, roster: Roster, metrics: SchedulerMetrics) -> None:
+    def __init__(
+        self, config: SchedulerConfig, roster: Roster, metrics: SchedulerMetrics, rates: Rates
+    ) -> None:
         self._config = config
         self._roster = roster
         self._pages = roster.pages
         self._metrics = metrics
+        self._rates = rates
         self._step_tokens = config.step_tokens(self._pages.page_size)
         self._grows = Phase.DECODE in config.phases
         self._blocked: Req | None = None  # head of the queue that did not fit when last tried
@@ -138,6 +142,7 @@ class Admission:
         match_len = req.prefill_len if req.is_bare else req.prefill_len - 1
         if self._pages.take(req, match_len, self._spare(req)):
             self._blocked = None
+            self._rates.admitted(req.prefill_len, req.prefill_len - req.scheduled_len)
             return self._admitted(req)
         self._blocked = req
         return False

@@ -1,4 +1,4 @@
-"""Rates: how fast this worker's forwards are, lately, for routers that predict.
+"""Rates: how fast forwards are, and how much of a prompt they compute, lately. Routers predict from it.
 
 A forward takes from its launch, or from the result before it if that came later (overlap), to its result:
 what it costs whoever waits, host work under way included. A mixed forward counts for both, whole: its prompts
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 _WINDOW_S = 5.0  # of forwards of the kind, not of time: a rate survives idling
+_KEPT = 1 - 1 / 32  # of earlier prompts, with each new one
 
 
 @dataclass(slots=True)
@@ -45,6 +46,8 @@ class Rates:
         self._landed_at = -math.inf
         self._prefill = _Lately()
         self._decode = _Lately()
+        self._prompts = 0.0  # tokens, fading
+        self._computed = 0.0  # of them
 
     def launched(self, decode_rows: int, prefill_tokens: int) -> None:
         """A forward is out."""
@@ -59,6 +62,17 @@ class Rates:
             self._prefill.add(launch.prefill_tokens, seconds)
         if launch.decode_rows:
             self._decode.add(1, seconds)
+
+    def admitted(self, tokens: int, to_compute: int) -> None:
+        """A prompt's prefill begins; the rest of its tokens was cached."""
+        self._prompts = _KEPT * self._prompts + tokens
+        self._computed = _KEPT * self._computed + to_compute
+
+    def to_compute(self, prompts: int, tokens: int) -> int:
+        """What so many prompts of so many tokens that wait will compute, if they are as cached as the last
+        ones. They are matched when their turn comes, not before: by then the cache is another."""
+        share = self._computed / self._prompts if self._prompts > 0 else 1.0
+        return max(prompts, round(share * tokens))  # of each at least one token
 
     @property
     def prefill_tokens_per_s(self) -> float:

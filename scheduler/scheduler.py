@@ -62,7 +62,7 @@ class Scheduler:
             memory.config.mamba_track_interval if memory.states is not None else None,
         )
         self._roster = Roster(self._pages, self._running)
-        self._admission = Admission(config, self._roster, self.metrics)
+        self._admission = Admission(config, self._roster, self.metrics, self._rates)
         self._results = Results(self._roster, policy, self.metrics)
         self._in_flight: deque[LaunchedStep] = deque()
         self._ended_early: list[Req] = []  # in the queue too, until the next step answers them
@@ -294,14 +294,14 @@ class Scheduler:
 
     def load(self) -> WorkerLoad:
         """How busy this worker is."""
-        roster = self._roster
+        roster, waiting = self._roster, self._roster.waiting
         chunked = roster.chunked
         left = chunked.prefill_len - chunked.scheduled_len if chunked else 0
         pre_allocated = roster.count(ReqState.RESERVED, ReqState.TRANSFERRED)
         return WorkerLoad(
-            queued_prefill_tokens=roster.waiting.tokens() + left,
+            queued_prefill_tokens=self._rates.to_compute(len(waiting), waiting.tokens()) + left,
             running_requests=roster.count(ReqState.PREFILL, ReqState.RUNNING),
-            waiting_requests=len(roster.waiting) + len(roster.transferred),
+            waiting_requests=len(waiting) + len(roster.transferred),
             free_tokens=self._pages.free_tokens(),
             headroom_tokens=self._admission.headroom(),
             headroom_rows=max(min(self._pre_alloc_rows - pre_allocated, self._admission.more_requests()), 0),

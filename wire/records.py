@@ -40,7 +40,7 @@ def layout_digest(groups: tuple[GroupLayout, ...]) -> str:
 class WorkerLoad(msgspec.Struct, frozen=True):
     """A worker's own view of how busy it is, sent with every lease renewal. Tokens unless said."""
 
-    queued_prefill_tokens: int = 0
+    queued_prefill_tokens: int = 0  # to compute for what waits, cached as much as prompts were lately
     running_requests: int = 0
     waiting_requests: int = 0
     free_tokens: int = 0  # available + evictable

@@ -99,6 +99,24 @@ def test_the_load_has_the_engines_rates(depth: int) -> None:
     rig.close()
 
 
+def test_a_queue_counts_what_is_left_to_compute() -> None:
+    rig = Rig(config=replace(CONFIG, max_running_requests=1), pool_tokens=2048)
+    load = rig.scheduler.load
+    rig.add(range(161), 1)
+    assert load().queued_prefill_tokens == 161  # nothing is known of hits
+    rig.run()
+    for _ in range(40):
+        rig.add(range(161), 1)  # 160 of them cached
+    rig.run()
+    for _ in range(10):
+        rig.add(range(161), 1)
+    assert load().queued_prefill_tokens < 161 * 10 / 2
+    assert load().queued_prefill_tokens >= 10
+    rig.run()
+    assert load().queued_prefill_tokens == 0
+    rig.close()
+
+
 def test_what_moves_a_load() -> None:
     said = WorkerLoad(queued_prefill_tokens=1000, running_requests=16, headroom_tokens=5000, headroom_rows=9)
     assert not has_moved(said, said)
