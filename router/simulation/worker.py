@@ -87,8 +87,12 @@ class Worker:
         """The router wants this request decoded here, and prefilled if nobody else does."""
         if self.dead or one.over:
             return
-        self._waiting.append(one)
-        self._admit()
+        if one.prefill is None:
+            self._enqueue(one)
+            self._kick()
+        else:
+            self._waiting.append(one)
+            self._admit()
 
     def target(self, one: Try) -> None:
         """D has told where to write."""
@@ -161,20 +165,19 @@ class Worker:
 
     def _admit(self) -> None:
         """Reserve for those who wait, in order; the first one that does not fit holds up the rest."""
-        while self._waiting and self._reservations < self._model.max_running:
-            one = self._waiting[0]
-            alone = one.prefill is None
-            if not self._take(one, one.at_decode, one.prompt + one.output, one.prompt - alone):
-                return
-            self._waiting.popleft()
-            self._reservations += 1
+        while self._waiting and self._reserve(self._waiting[0], self._waiting[0].prompt):
+            one = self._waiting.popleft()
+            one.shipped = one.at_decode.pages * self.cache.page
             self._heard.reserved(one)
-            if alone:
-                self._enqueue(one)
-                self._start(one)
-                self._kick()
-            else:
-                one.shipped = min(one.prompt, one.at_decode.pages * self.cache.page)
+
+    def _reserve(self, one: Try, usable: int) -> bool:
+        """Memory for a request with all its output, of whose prompt so many tokens may be cached."""
+        if self._reservations == self._model.max_running:
+            return False
+        if not self._take(one, one.at_decode, one.prompt + one.output, usable):
+            return False
+        self._reservations += 1
+        return True
 
     def _take(self, one: Try, hold: Hold, tokens: int, usable: int) -> bool:
         """Memory for a request: cached pages among its first `usable` tokens, new memory for the rest."""
@@ -230,8 +233,13 @@ class Worker:
         return False
 
     def _start(self, one: Try) -> bool:
-        """Its prompt is begun; False while there is no memory."""
-        if one.prefill is not None and not self._take(one, one.at_prefill, one.prompt, one.prompt - 1):
+        """Its turn has come: what is cached now need not be computed. False while there is no memory."""
+        usable = one.prompt - 1  # the last token is always computed
+        if one.prefill is None:
+            begun = self._reserve(one, usable)
+        else:
+            begun = self._take(one, one.at_prefill, one.prompt, usable)
+        if not begun:
             return False
         one.started = True
         self._queued_tokens -= one.prompt
