@@ -38,6 +38,7 @@ class _Reply(Enum):
     DUE = auto()  # nothing of it has come
     REPAIRS = auto()  # it continues what is known
     REPLACES = auto()  # it began later than asked; until it ends, live batches wait
+    STALE = auto()  # asked before a doubt: it may continue another stream than what was applied meanwhile
 
 
 _NOTHING = Step(())
@@ -87,6 +88,8 @@ class SequenceRepair:
         self.doubtful = True
         self._asked_in_doubt = False
         self._early.clear()
+        if self._reply in (_Reply.DUE, _Reply.REPAIRS):
+            self._reply = _Reply.STALE
 
     def live(self, number: int, payload: bytes) -> Sequence[bytes]:
         """The batches that can be applied now, in order."""
@@ -107,12 +110,12 @@ class SequenceRepair:
             if number > self._asked:
                 self._reply, self.expected = _Reply.REPLACES, number
                 return self._replace(number, Verdict.REPLACES, payload)
-            if number == self._asked and self._asked_batch not in (None, payload):
+            if number == self._asked and self._differs(payload):
                 return Step((), Verdict.START_OVER)
             self._reply = _Reply.REPAIRS
         if self._reply is _Reply.REPLACES:
             return self._replace(number, Verdict.FOLLOWS, payload)
-        if self._reply is _Reply.NONE or number < self.expected:
+        if self._reply in (_Reply.NONE, _Reply.STALE) or number < self.expected:
             return _NOTHING
         self._early[number] = payload
         return Step(self._in_order())
@@ -135,6 +138,12 @@ class SequenceRepair:
         self._reply = _Reply.NONE
         self.expected = min(self._early, default=self.expected)
         return self._in_order()
+
+    def _differs(self, payload: bytes) -> bool:
+        """Is this another batch than the one that was applied last, or may it be?"""
+        if self._asked_batch is None:
+            return self._asked_in_doubt and not self._asked_anew
+        return self._asked_batch != payload
 
     def _replace(self, number: int, verdict: Verdict, payload: bytes) -> Step:
         """A batch of a reply that began later than asked. Live ones under its numbers may be other batches: a

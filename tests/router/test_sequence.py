@@ -92,6 +92,28 @@ def test_a_new_connection_is_believed_only_after_a_reply_that_was_asked_for_on_i
     assert repair.live(1, b"new 1") == (b"new 1",)
 
 
+def test_a_reply_that_was_asked_before_a_doubt_is_not_put_behind_what_came_meanwhile() -> None:
+    repair = SequenceRepair()
+    repair.ask()
+    assert repair.live(0, b"old 0") == (b"old 0",)
+    repair.doubt()
+    assert [repair.replayed(0, b"new 0"), repair.replayed(1, b"new 1"), repair.ended()] == [
+        Step(()), Step(()), Step([]),
+    ]  # fmt: skip
+    assert repair.ask() == 0
+    assert repair.replayed(0, b"new 0").verdict is Verdict.START_OVER
+
+
+def test_a_snapshot_and_a_doubt_leave_nothing_to_compare() -> None:
+    repair = SequenceRepair()
+    repair.ask()
+    assert repair.replayed(5, b"snapshot").verdict is Verdict.REPLACES
+    repair.ended()
+    repair.doubt()
+    assert repair.ask() == 5
+    assert repair.replayed(5, b"who knows").verdict is Verdict.START_OVER
+
+
 class RepairMachine(RuleBasedStateMachine):
     """A publisher whose batches are "page n is there now" and "page n is gone"; a consumer by the rules."""
 
