@@ -113,7 +113,8 @@ def _start(cleanup: ExitStack, given: argparse.Namespace) -> dict[str, Side]:
     if given.url:
         where = urlsplit(given.url)
         at = Endpoint(where.hostname or "127.0.0.1", where.port or 80, given.served_model)
-        sides["url"] = Side(at, LoadGenerator(prompts, given.chat, exact=False), has_workers=False)
+        theirs = LoadGenerator(prompts, given.chat, exact=False, extra=given.extra)
+        sides["url"] = Side(at, theirs, has_workers=False)
     return sides
 
 
@@ -127,6 +128,9 @@ def main() -> None:
     parser.add_argument("--ingress", choices=INGRESSES, default="haproxy", help="of Ray Serve")
     parser.add_argument("--url", help="another system, OpenAI-compatible, at an IPv4 address")
     parser.add_argument("--served-model", default="m", help="model name to ask it for")
+    parser.add_argument(
+        "--extra", default='{"ignore_eos": true}', help="further fields of its requests, as JSON"
+    )
     parser.add_argument("--chat", action="store_true", help="/v1/chat/completions instead of completions")
     parser.add_argument("--model", type=Path, default=ROOT / "deploy/demo_model", help="whose tokenizer")
     parser.add_argument("--prompts", type=int, default=6000, help="how many different ones")

@@ -29,6 +29,7 @@ _ROUTERS = ("-m router ", "ServeReplica:baton:router", "ProxyActor", "haproxy")
 _SOURCES = ("load_generator.cpp", "sse_reader.h")
 _READY_S = 30.0
 _LONGEST_WORD = 8  # tokens
+_EXTRA = '{"ignore_eos": true}'
 
 
 @dataclass(frozen=True)
@@ -101,11 +102,13 @@ def write_prompts(path: Path, model: Path, count: int, seed: int = 0) -> None:
 class LoadGenerator:
     """Fires shots. Prompts are taken in turn, so that none is sent twice before all were."""
 
-    def __init__(self, prompts: Path, chat: bool, exact: bool = True) -> None:
+    def __init__(self, prompts: Path, chat: bool, exact: bool = True, extra: str = _EXTRA) -> None:
+        """`extra`: fields of every request beside model, prompt, max_tokens and stream; a JSON object."""
         self._binary = build_load_generator()
         self._prompts = prompts
         self._chat = chat
         self._exact = exact  # one event per token: our own promise, not every server's
+        self._extra = {**json.loads(extra), "stream": True}
         self._sent = 0
 
     def fire(self, at: Endpoint, connections: int, tokens: int, seconds: float) -> Shot:
@@ -113,7 +116,8 @@ class LoadGenerator:
         lead = '"messages":[{"role":"user","content":' if self._chat else '"prompt":'
         path = "/v1/chat/completions" if self._chat else "/v1/completions"
         head = f'{{"model":{json.dumps(at.model)},{lead}'
-        tail = ("}]" if self._chat else "") + f',"max_tokens":{tokens},"ignore_eos":true,"stream":true}}'
+        rest = json.dumps({"max_tokens": tokens, **self._extra})[1:]
+        tail = ("}]," if self._chat else ",") + rest
         options: dict[str, Any] = {
             "host": at.host, "port": at.port, "path": path, "prompts": self._prompts, "first": self._sent,
             "head": head, "tail": tail, "connections": connections, "seconds": seconds,
