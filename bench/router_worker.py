@@ -3,9 +3,9 @@
     python -m bench.router_worker --role decode --directory tcp://127.0.0.1:40001 --model m
 
 It sends ONE `Tokens` message per token, whatever else is due at the same moment, so that the router has to
-take each one by itself. One thread and bare sockets: `wire.mailbox` would do, but its hand-over between
-threads would cost this process, which shares the machine with the router, more than all the rest. `Inspect`
-is answered with how long prefill took it since the last time: from getting a Prefill to token 0, in ms.
+take each one by itself. One thread reads and writes the sockets: a mailbox with its own would cost this
+process, which shares the machine with the router, more than all the rest. `Inspect` is answered with how long
+prefill took it since the last time: from getting a Prefill to sending token 0, in milliseconds.
 
 Nothing is repeated: between processes of one machine nothing is lost, and a bench in which something were
 must fail rather than measure it. tests/support/fake_worker.py is the one that keeps to the whole protocol.
@@ -23,7 +23,6 @@ from dataclasses import dataclass
 
 import zmq
 
-from wire.codec import decode, encode
 from wire.host import host_identity
 from wire.messages import (
     Abort,
@@ -48,9 +47,11 @@ from wire.messages import (
     kind_of,
 )
 from wire.records import GroupLayout, Role, WorkerLoad, WorkerRecord, layout_digest
+from wire.sockets import Inbound, Peers
 from wire.stages import RequestStage, stamp
 
 _ANNOUNCE_S = 1.0
+_AT_ONCE = 64  # messages read before the next token
 _PAGE_TOKENS = 16
 _FIRST_TOKEN, _TOKENS = 1000, 2000  # ids it says, in turn: ordinary ones in every vocabulary
 _ROOMY = WorkerLoad(free_tokens=1 << 24, headroom_tokens=1 << 24, headroom_rows=1 << 12)
@@ -80,14 +81,11 @@ class BenchWorker:
         self._directory = directory
         self._prefill_s = prefill_s
         self._step_s = step_s
-        self._context = zmq.Context()
-        self._inbound = self._context.socket(zmq.ROUTER)
-        self._inbound.setsockopt(zmq.RCVHWM, 0)
-        self._inbound.bind("tcp://127.0.0.1:*")
-        address = self._inbound.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        self._reply = address.encode()
-        self._peers: dict[str, zmq.Socket[bytes]] = {}
-        self._record = _record(role, address, model)
+        context = zmq.Context()
+        self._inbound = Inbound(context, "127.0.0.1", None)
+        self._send = Peers(context, self._inbound.address, None).send
+        self._record = _record(role, self._inbound.address, model)
+        self._layout = layout_digest(self._record.groups)
         self._rooms: dict[Key, _Room] = {}
         self._running: dict[Key, _Room] = {}  # D: rooms that say a token each step
         self._early: dict[Key, tuple[str, AnyMessage]] = {}  # from a worker that was quicker than the router
@@ -107,8 +105,9 @@ class BenchWorker:
                 self._step()
             while self._prefilling and self._prefilling[0][0] <= now:
                 self._prefilled(*self._prefilling.pop(0)[1:])
-            if self._inbound.poll(self._pause_ms()):
-                self._receive()
+            if self._inbound.socket.poll(self._pause_ms()):
+                for sender, message in self._inbound.receive(_AT_ONCE)[0]:
+                    self._take(sender, message)
 
     def _pause_ms(self) -> int:
         due = self._announce_at
@@ -117,22 +116,6 @@ class BenchWorker:
         if self._prefilling:
             due = min(due, self._prefilling[0][0])
         return max(0, math.ceil((due - time.perf_counter()) * 1e3))
-
-    def _receive(self) -> None:
-        while True:
-            try:
-                _, sender, payload = self._inbound.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._take(sender.decode(), decode(payload))
-
-    def _send(self, to: str, message: AnyMessage) -> None:
-        peer = self._peers.get(to)
-        if peer is None:
-            peer = self._peers[to] = self._context.socket(zmq.DEALER)
-            peer.setsockopt(zmq.SNDHWM, 0)
-            peer.connect(to)
-        peer.send_multipart((self._reply, encode(message)))
 
     def _take(self, sender: str, message: AnyMessage) -> None:
         if isinstance(message, Prefill | Decode):
@@ -221,9 +204,8 @@ class BenchWorker:
 
     def _target(self, key: Key, request: GenerateRequest) -> KVTarget:
         pages = list(range(-(-len(request.prompt) // (4 * _PAGE_TOKENS))))
-        layout = layout_digest(self._record.groups)
         return KVTarget(
-            *key, self._record.id, self._record.incarnation, self._record.host, layout,
+            *key, self._record.id, self._record.incarnation, self._record.host, self._layout,
             [TransferEndpoint("shm", "")], {"full": GroupTarget(0, pages)},
         )  # fmt: skip
 
