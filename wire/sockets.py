@@ -23,7 +23,6 @@ log = logging.getLogger(__name__)
 # Plain ints: pyzmq's multipart methods and flags go through enums, which costs three times the work itself.
 _NOW = int(zmq.NOBLOCK)
 _NOW_AND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
-_MORE = int(zmq.RCVMORE)
 _QUEUED_PER_PEER = 100_000
 _IDLE_PEER_S = 300.0
 
@@ -70,10 +69,15 @@ class Inbound:
 
     def _frames(self) -> list[bytes]:
         """All frames of the next message. Raises zmq.Again when there is none."""
-        receive, option = self.socket.recv, self.socket.getsockopt
-        frames = [receive(_NOW), receive(_NOW)]  # ROUTER's own, which another one always follows
-        while option(_MORE):
-            frames.append(receive(_NOW))
+        receive = self.socket.recv
+        frames = [receive(_NOW)]  # ROUTER's own, which another one always follows
+        more = True
+        while more:
+            frame = receive(
+                _NOW, copy=False
+            )  # it knows whether more follow; asking the socket costs twice that
+            frames.append(frame.bytes)
+            more = frame.more
         return frames
 
 
