@@ -21,7 +21,7 @@ test: setup lint types  ## unit tests, invariants, an oracle subset, one Ray end
 	@$(TEST_ENV) $(PY) -m tools.run_tests "not oracle_full and not invariants and not e2e and not quality and not peers"
 
 oracle: setup  ## the whole matrix against transformers.generate
-	@$(TEST_ENV) $(PY) -m tools.run_tests "oracle or oracle_full" tests/e2e tests/engine
+	@$(TEST_ENV) $(PY) -m tools.run_tests "oracle or oracle_full" tests/e2e tests/engine tests/prefill_node
 
 e2e: setup  ## a real Ray cluster, 2 prefill and 2 decode replicas and more
 	@$(TEST_ENV) $(PY) -m tools.run_tests "e2e"

@@ -23,7 +23,7 @@ from tests.scheduler.rig import EOS, GROUPS, Rig
 from tests.scheduler.test_hand_off import ship
 
 SHORT = settings(
-    max_examples=20,
+    max_examples=12,
     stateful_step_count=60,
     deadline=None,
     derandomize=True,
