@@ -113,7 +113,7 @@ def _hot(name: str, chance: random.Random) -> Trace:
     """One hot prefix, pools that churn, two workers that restart: ten minutes.
 
     Six requests in ten begin with one system prompt of 24 blocks and one of 40 tool lists; the others are
-    documents, each read by a few requests close in time, together far more than the pools hold.
+    documents, each read by a few requests close in time, together more than eight pools of 1 M tokens hold.
     """
     ids, requests = count(), list[TraceRequest]()
     hot = _blocks(ids, 24)
