@@ -7,6 +7,7 @@ from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import FormatStrFormatter
 
 from router.simulation.summary import Summary
 
@@ -35,7 +36,8 @@ def draw(runs: Sequence[Summary], slo_ttft_s: float, path: Path) -> None:
     ttft.set_yscale("log")
     for axes in (share, goodput, ttft):
         axes.set_xlabel("speed of the trace")
-        axes.set_xscale("log")
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(FormatStrFormatter("%g"))
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
     figure.savefig(path, format="png", dpi=110)
