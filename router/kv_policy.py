@@ -4,19 +4,18 @@ In units of "the wait for one queued prompt token" (weights: options.PolicyWeigh
 holds, s what that saves when slower tiers are weighted, q the prompt tokens queued on it):
 
     left(w)    = max(1, prompt - s(w))
-    cost_P(p)  = prefill_queue q(p) (1 + q(p) / queue_objective) + prefill_left left(p)
+    cost_P(p)  = prefill_queue (q(p) + (q(p) - min q)^2 / queue_objective) + prefill_left left(p)
     load_D(d)  = decode_load requests(d) + decode_context context(d) + decode_full lacking(d)
     move(p, d) = transfer (prompt - h(d)), times same_host where p and d share a host
     pair(p, d) = cost_P(p) + load_D(d) + move(p, d)
     alone(d)   = load_D(d) + prefill_queue q(d) + decode_prefill left(d)
 
 `lacking` is how much of prompt + expected output exceeds the memory that D's requests leave. cost_P and
-load_D are less by `session` for the workers of the session's last request. The queue's price is convex so
-that a worker with a hot prefix is left once its queue nears the objective: the prefix then gets a second
-holder. D alone is a candidate when there is no P or left(d) <= alone_tokens; it wins when it costs no more
-than the best pair. By default a token to compute costs several times a token of queue: whoever leaves a
-cached prefix for a shorter queue makes work that all others wait for, and evicts their pages; with equal
-prices an overloaded fleet loses its hits just when it needs them.
+load_D are less by `session` for the workers of the session's last request. What a queue has more than the
+shortest is priced convex, so that a worker with a hot prefix is left once that nears the objective: the
+prefix then gets a second holder. (Convex in the whole queue is a way into collapse: when all are long, hits
+are left for little, which makes work for everybody.) D alone is a candidate when there is no P or
+left(d) <= alone_tokens; it wins when it costs no more than the best pair.
 """
 
 from __future__ import annotations
@@ -60,9 +59,10 @@ class KVPolicy(Policy):
     def _prefill(self, prefill: Side) -> Floats:
         """cost_P by row."""
         weights, queued = self.weights, prefill.rows.queued
-        cost = queued * (weights.prefill_queue / weights.queue_objective)
-        cost += weights.prefill_queue
-        cost *= queued
+        cost: Floats = queued - queued.min()
+        cost *= cost / weights.queue_objective
+        cost += queued
+        cost *= weights.prefill_queue
         cost += prefill.left * weights.prefill_left
         if prefill.last is not None:
             cost[prefill.last] -= weights.session

@@ -16,7 +16,9 @@ class PolicyWeights(Options):
 
     prefill_queue: float = Field(1.0, ge=0, description="per prompt token that is queued on P already")
     queue_objective: float = Field(
-        65_536.0, gt=0, description="a queue of that many tokens costs twice its length: hot prefixes spread"
+        65_536.0,
+        gt=0,
+        description="so many tokens more than the shortest queue cost twice as much: hot prefixes spread",
     )
     requests_objective: float = Field(
         32.0, gt=0, description="prefix-affinity leaves a D with so many requests more than the least loaded"

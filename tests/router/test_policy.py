@@ -187,7 +187,8 @@ def test_the_choice_is_the_formulas_minimum(
             costs[None, d] = load + w.decode_prefill * left(d)
         for other, (near, queued, _, _) in enumerate(prefills):
             p = f"p{other}"
-            cost = w.prefill_queue * queued * (1 + queued / w.queue_objective) + w.prefill_left * left(p)
+            excess = queued - min(one[1] for one in prefills)
+            cost = w.prefill_queue * (queued + excess**2 / w.queue_objective) + w.prefill_left * left(p)
             cost += load + w.transfer * (tokens - held[d]) * (w.same_host if near == host else 1)
             costs[p, d] = cost
     assert costs[chosen(made.choose(prompt, 0.0))] == pytest.approx(min(costs.values()))
