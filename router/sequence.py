@@ -51,6 +51,7 @@ class SequenceRepair:
         self.expected = 0  # the next number to apply
         self.doubtful = False  # live batches may be another stream's: ask, and until then do not listen
         self._early: dict[int, bytes] = {}
+        self._heard = -1  # the last number that came live on this connection, where numbers only rise
         self._last: bytes | None = None  # applied under `expected - 1`; None: it came in another form
         self._reply = _Reply.NONE
         self._asked = 0
@@ -84,10 +85,11 @@ class SequenceRepair:
 
     def doubt(self) -> None:
         """The next live batch may be another stream's, whatever its number: the connection was made anew, or
-        a number came that was applied long ago. What came live is forgotten; a reply brings it."""
+        numbers fell. What came live is forgotten; a reply brings it."""
         self.doubtful = True
         self._asked_in_doubt = False
         self._early.clear()
+        self._heard = -1
         if self._reply in (_Reply.DUE, _Reply.REPAIRS):
             self._reply = _Reply.STALE
 
@@ -95,12 +97,15 @@ class SequenceRepair:
         """The batches that can be applied now, in order."""
         if self.doubtful:
             return ()
+        if number <= self._heard:
+            self.doubt()
+            return ()
+        self._heard = number
         if number == self.expected and not self._early and self._reply is not _Reply.REPLACES:
             self.expected, self._last = number + 1, payload
             return (payload,)
         if number < self.expected:
-            self.doubt()
-            return ()
+            return ()  # it is late: a reply on the other socket was quicker
         self._early[number] = payload
         return () if self._reply is _Reply.REPLACES else self._in_order()
 

@@ -48,7 +48,8 @@ def ask_while(
         return [future.result(100.0)["output_ids"] for future in futures]
 
 
-@pytest.mark.parametrize("role", [pytest.param("prefill", marks=pytest.mark.invariants), "decode"])
+@pytest.mark.invariants
+@pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_worker_that_dies_in_mid_stream(tiny_model: Path, tmp_path: Path, role: str) -> None:
     """Then everything is asked again, of those that are left: what they cached must be right."""
     asked = prompts(16, seed=8)
