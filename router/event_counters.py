@@ -24,9 +24,8 @@ class EventCounters:
     snapshots: int = 0  # a worker's pages replaced by a snapshot
     resets: int = 0  # a worker's pages forgotten because what was missing could not be had
     restarts: int = 0  # a publisher that began anew at the same address
-    _said: dict[tuple[str, UnreadKind], tuple[float, int]] = field(
-        default_factory=dict
-    )  # when, and the count then
+    # By worker and kind: when the log last named one, and the count then.
+    _said: dict[tuple[str, UnreadKind], tuple[float, int]] = field(default_factory=dict)
 
     @property
     def bad_events_total(self) -> int:

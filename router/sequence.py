@@ -21,9 +21,7 @@ class Verdict(Enum):
 
     FOLLOWS = auto()  # apply them
     REPLACES = auto()  # what came before them is lost: forget all that is known, then apply them
-    START_OVER = (
-        auto()
-    )  # another stream, or a broken reply: forget all that is known, begin with a new repair
+    START_OVER = auto()  # another stream, or a broken reply: forget all, begin with a new repair
 
 
 class Step(NamedTuple):
