@@ -17,6 +17,20 @@ from wire.messages import Abort, Receipt, Watch
 from wire.security import Curve
 
 
+def framed(sender: bytes, payload: bytes) -> bytes:
+    return bytes((len(sender),)) + sender + payload
+
+
+GARBAGE = [
+    b"",
+    b"\x00",
+    b"\x09too short",
+    framed(b"tcp://nobody", b""),
+    framed(b"tcp://nobody", b"\xc1 not msgpack"),
+    framed(b"\xff\xfe", b"\x80"),
+]
+
+
 @pytest.fixture(params=[None, "secret"])
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Mailbox, Mailbox]]:
     curve = Curve(request.param) if request.param else None
@@ -48,17 +62,16 @@ def test_order_is_kept_within_one_connection(pair: tuple[Mailbox, Mailbox]) -> N
 def test_garbage_is_counted_and_costs_nothing_else() -> None:
     with Mailbox() as left, Mailbox() as right:
         context = zmq.Context()
-        socket = context.socket(zmq.DEALER)
+        socket = context.socket(zmq.PUSH)
         socket.connect(right.address)
-        socket.send_multipart([b"tcp://nobody", b"\xc1 not msgpack"])
-        socket.send_multipart([b"one frame too few"])
-        socket.send_multipart([b"\xff\xfe", b"\x80"])
+        for garbage in GARBAGE:
+            socket.send(garbage)
         left.send(right.address, Watch())
         assert [m.message for m in right.wait(5.0)] == [Watch()]
         deadline = time.monotonic() + 5.0
-        while right.rejected_frames < 3 and time.monotonic() < deadline:
+        while right.rejected_frames < len(GARBAGE) and time.monotonic() < deadline:
             right.wait(0.01)
-        assert right.rejected_frames == 3
+        assert right.rejected_frames == len(GARBAGE)
         context.destroy(linger=0)
 
 
@@ -151,14 +164,14 @@ def test_on_a_loop_garbage_is_counted_and_costs_nothing_else() -> None:
     async def run() -> None:
         here = OnLoop()
         context = zmq.Context()
-        socket = context.socket(zmq.DEALER)
+        socket = context.socket(zmq.PUSH)
         socket.connect(here.mailbox.address)
-        socket.send_multipart([b"tcp://nobody", b"\xc1 not msgpack"])
-        socket.send_multipart([b"one frame too few"])
-        socket.send_multipart([b"and", b"one", b"too", b"many"])
-        socket.send_multipart([b"tcp://somebody", encode(Watch())])
-        assert await here.until(1) == [Mail("tcp://somebody", Watch())]
-        assert here.mailbox.rejected_frames == 3
+        for garbage in GARBAGE:
+            socket.send(garbage)
+        socket.send_multipart([framed(b"tcp://a", encode(Watch())), b"a second part"])
+        socket.send(framed(b"tcp://somebody", encode(Watch())))
+        assert await here.until(2) == [Mail("tcp://a", Watch()), Mail("tcp://somebody", Watch())]
+        assert here.mailbox.rejected_frames == len(GARBAGE) + 1
         context.destroy(linger=0)
         here.mailbox.close()
 
