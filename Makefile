@@ -24,7 +24,7 @@ oracle: setup  ## the whole matrix against transformers.generate
 	@$(TEST_ENV) $(PY) -m tools.run_tests "oracle or oracle_full" tests/e2e tests/engine tests/prefill_node
 
 e2e: setup  ## a real Ray cluster, 2 prefill and 2 decode replicas and more
-	@$(TEST_ENV) $(PY) -m tools.run_tests "e2e"
+	@$(TEST_ENV) $(PY) -m tools.run_tests "e2e" --jobs 1
 
 invariants: setup  ## long runs of the hypothesis state machines
 	@$(TEST_ENV) $(PY) -m tools.run_tests "invariants"

@@ -1,14 +1,35 @@
-"""What every test run says at its end."""
+"""What every test run says at its end, however many jobs it had."""
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 
+_redrawn: list[str] = []  # what other jobs have said
+
+
+def _own() -> list[str]:
+    """The seeds that the oracle skipped, if it ran here: transformers is imported only then."""
+    reference = sys.modules.get("tests.support.reference")
+    return list(reference.REDRAWN) if reference is not None else []
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A job tells the run it belongs to."""
+    output: dict[str, Any] | None = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["redrawn"] = _own()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A job has ended; one that crashed says nothing."""
+    _redrawn.extend(getattr(node, "workeroutput", {}).get("redrawn", ()))
+
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the seeds that the oracle skipped, if it ran: transformers is imported only then."""
-    reference = sys.modules.get("tests.support.reference")
-    for line in reference.REDRAWN if reference is not None else []:
+    """Print them."""
+    for line in sorted({*_redrawn, *_own()}):
         terminalreporter.write_line(line)

@@ -1,19 +1,24 @@
 """Run pytest and end with ONE line: `N passed`, or `N passed, M skipped, K failed`.
 
-python -m tools.run_tests MARKERS [PATH ...]
+python -m tools.run_tests MARKERS [--jobs N] [PATH ...]
+
+Several run at once (those of real processes wait half of their time); each has ports and directories of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections import Counter
 
 import pytest
 
+_MOST_JOBS = 4  # a job's stack of processes may take 2 GiB
+
 
 class _Tally:
-    """Counts outcomes over passes; an error in set-up or tear-down is a failure."""
+    """Counts outcomes over all jobs; an error in set-up or tear-down is a failure."""
 
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()
@@ -42,9 +47,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("markers", help="a pytest -m expression")
     parser.add_argument("paths", nargs="*", default=[])
+    parser.add_argument("--jobs", type=int, default=min(_MOST_JOBS, os.cpu_count() or 1), help="at once")
     options, rest = parser.parse_known_args(argv)
     tally = _Tally()
     arguments = ["-m", options.markers, "-rfEs", "--durations=5", *options.paths, *rest]
+    if options.jobs > 1:
+        arguments += ["-n", str(options.jobs), "--dist", "worksteal"]  # neighbours share fixtures
     status = pytest.main(arguments, plugins=[tally])
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         tally.outcomes["failed"] += 1

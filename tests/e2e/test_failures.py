@@ -74,12 +74,12 @@ def test_a_worker_that_goes_in_mid_stream_loses_doubles_and_contradicts_nothing(
         running.settle()
 
 
-def wait_until_busy(running: Stack) -> Child:
-    """A decode worker on which at least two rooms decode now."""
+def wait_until_busy(running: Stack, rooms: int = 2) -> Child:
+    """A decode worker on which at least so many rooms decode now."""
     deadline = time.monotonic() + 20.0
     while True:
         for child in running.decode:
-            if running.inspect(child, "load")["running_requests"] >= 2:
+            if running.inspect(child, "load")["running_requests"] >= rooms:
                 return child
         assert time.monotonic() < deadline, "nothing ever ran"
 
