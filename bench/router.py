@@ -2,7 +2,7 @@
 
     python -m bench.router --json [--bare-only] [--ingress proxy] [--url http://HOST:PORT --served-model NAME]
 
-Fake workers in processes of their own (bench/router_worker.py) send one `Tokens` message per token; the
+Fake workers in processes of their own (bench/fake_worker, compiled) send one `Tokens` message per token; the
 router writes one event per token to a compiled load generator (bench/load_generator), which keeps 1, 16 or 64
 connections busy with prompts of 256 tokens, all different, and checks every answer. `bare` is `python -m
 router`; `serve` is the same router under Ray Serve, with HAProxy and the switches of deploy/cluster.yaml. The
@@ -108,7 +108,7 @@ def _start(cleanup: ExitStack, given: argparse.Namespace) -> dict[str, Side]:
         routers["serve"] = served_router(given.model, "m", scratch, given.ingress)
     for name, router in routers.items():
         at, directory = cleanup.enter_context(router)
-        cleanup.enter_context(workers(at, directory, "--step-ms", str(given.step_ms)))
+        cleanup.enter_context(workers(at, directory, given.step_ms))
         sides[name] = Side(at, ours, has_workers=True)
     if given.url:
         where = urlsplit(given.url)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import random
 import re
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -20,13 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.compiled import compiled
+from bench.router_worker import router_worker
 from router.tokenization import Tokenization
 from wire.records import Role
 
 ROOT = Path(__file__).parents[1]
 PROMPT_TOKENS = 256
 _ROUTERS = ("-m router ", "ServeReplica:baton:router", "ProxyActor", "haproxy")
-_SOURCES = ("load_generator.cpp", "sse_reader.h")
 _READY_S = 30.0
 _LONGEST_WORD = 8  # tokens
 _EXTRA = '{"ignore_eos": true}'
@@ -55,21 +52,6 @@ class Shot:
     first_ms: float
     load_cpu_share: float
     router_us: float | None
-
-
-def build_load_generator() -> Path:
-    """The compiled load generator, kept in a temporary directory under the hash of its source."""
-    folder = ROOT / "bench" / "load_generator"
-    digest = hashlib.sha256(b"".join((folder / name).read_bytes() for name in _SOURCES)).hexdigest()[:16]
-    binary = Path(tempfile.gettempdir()) / f"baton-load-generator-{os.getuid()}-{digest}"
-    if not binary.exists():
-        compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-        if compiler is None:
-            raise SystemExit("bench.router: no C++ compiler is installed (g++ or clang++); install one")
-        half = binary.with_suffix(f".{os.getpid()}")
-        subprocess.run([compiler, "-O2", "-std=c++17", "-o", half, folder / _SOURCES[0]], check=True)
-        half.rename(binary)
-    return binary
 
 
 def write_prompts(path: Path, model: Path, count: int, seed: int = 0) -> None:
@@ -104,7 +86,7 @@ class LoadGenerator:
 
     def __init__(self, prompts: Path, chat: bool, exact: bool = True, extra: str = _EXTRA) -> None:
         """`extra`: fields of every request beside model, prompt, max_tokens and stream; a JSON object."""
-        self._binary = build_load_generator()
+        self._binary = compiled("load_generator")
         self._prompts = prompts
         self._chat = chat
         self._exact = exact  # one event per token: our own promise, not every server's
@@ -159,12 +141,11 @@ def served_router(model: Path, name: str, scratch: Path, ingress: str) -> Iterat
 
 
 @contextmanager
-def workers(at: Endpoint, directory: str, *options: str) -> Iterator[None]:
+def workers(at: Endpoint, directory: str, step_ms: float = 0.0) -> Iterator[None]:
     """One prefill and one decode worker, known to the router at `at`."""
     with ExitStack() as cleanup:
         for role in Role:
-            given = ("--role", role, "--directory", directory, "--model", at.model, *options)
-            cleanup.enter_context(_process("bench.router_worker", *given))
+            cleanup.enter_context(router_worker(role, directory, at.model, step_ms=step_ms))
         deadline = time.monotonic() + _READY_S
         while len(_get(at, "/debug/workers")["workers"]) < len(Role):
             if time.monotonic() > deadline:

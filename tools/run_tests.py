@@ -2,7 +2,8 @@
 
 python -m tools.run_tests MARKERS [--jobs N] [PATH ...]
 
-Several run at once (those of real processes wait half of their time); each has ports and directories of its own.
+Several run at once: those of real processes wait half of their time, and all have ports and directories of
+their own.
 """
 
 from __future__ import annotations

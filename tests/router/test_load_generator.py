@@ -1,4 +1,4 @@
-"""The load generator of bench.router believes no answer: a server here gives it right and wrong ones."""
+"""The load generator of bench.router believes no answer; its workers give right ones, one token at a time."""
 
 from __future__ import annotations
 
@@ -11,9 +11,20 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from bench.router_rig import Endpoint, LoadGenerator
+from bench.router_rig import (
+    ROOT,
+    Endpoint,
+    LoadGenerator,
+    bare_router,
+    worker_own_ms,
+    workers,
+    write_prompts,
+)
+
+DEMO_MODEL = ROOT / "deploy" / "demo_model"
 
 EVENT = b'data: {"choices":[{"index":0,"text":"a"}]}\n\n'
 DONE = b"data: [DONE]\n\n"
@@ -82,3 +93,19 @@ def test_wrong_answers_end_the_measurement(
     with server(pieces, status) as (at, _), pytest.raises(subprocess.CalledProcessError):
         load.fire(at, 1, 3, 0.2)
     assert words.replace("\\", "") in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_workers_of_the_bench_answer_through_a_router(tmp_path: Path, tokens: int) -> None:
+    """One event per token, over prefill and decode, as the load generator checks; nothing is left open."""
+    prompts = tmp_path / "prompts"
+    write_prompts(prompts, DEMO_MODEL, 20)
+    with bare_router(DEMO_MODEL, "m", tmp_path) as (at, directory), workers(at, directory):
+        shot = LoadGenerator(prompts, chat=False).fire(at, 4, tokens, 0.3)
+        own_ms = worker_own_ms(at)
+        metrics = httpx.get(at.url + "/metrics").text
+    assert shot.rps > 0
+    assert own_ms is not None
+    assert 0 < own_ms < shot.first_ms
+    assert "baton_router_restarts_total 0.0" in metrics
+    assert "baton_router_rooms 0.0" in metrics
