@@ -59,7 +59,7 @@ async def _serve(router: Router, request: HttpRequest) -> None:
         await request.respond_json(told.body, told.status, told.headers)
     except ClientLeft:
         return
-    router.metrics.requests.labels(str(request.status)).inc()
+    router.metrics.requests.inc(of=str(request.status))
 
 
 def _by_prefix(request: HttpRequest) -> Handler | None:

@@ -143,7 +143,7 @@ class Dispatcher:
         self._bookings[plan.room] = booking
         self.admission.placed(plan.room, booking.prefill_tokens)
         self._traces.placed(plan.room, room.epoch, booking.prefill, booking.decode)
-        self._metrics.placements.labels("pair" if booking.prefill else "alone").inc()
+        self._metrics.placements.inc(of="pair" if booking.prefill else "alone")
         return Placement(choice.decode, choice.prefill, not booking.fits)
 
     def ask(self, plan: RoomPlan, forwarded: int = 0) -> Ask:

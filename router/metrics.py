@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from router.event_counters import EventCounters
+from router.measures import Count, Distribution
 from wire.stages import Stamp
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -22,58 +23,43 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
-        self.requests = Counter(
-            "baton_router_requests_total", "Requests by HTTP status", ["status"], registry=registry
+        self.requests = Count(registry, "baton_router_requests", "Requests by HTTP status", "status")
+        self.restarts = Count(registry, "baton_router_restarts", "Rooms started again")
+        self.aborts = Count(registry, "baton_router_aborts", "Requests ended by their client")
+        self.prompt_tokens = Count(registry, "baton_router_prompt_tokens", "Prompt tokens")
+        self.cached_tokens = Count(
+            registry, "baton_router_cached_tokens", "Prompt tokens that were not computed"
         )
+        self.output_tokens = Count(registry, "baton_router_output_tokens", "Output tokens")
+        self.kv_bytes = Count(registry, "baton_router_kv_bytes", "KV bytes handed from P to D")
+        self.placements = Count(
+            registry, "baton_router_placements", "Epochs placed on a pair or on D alone", "kind"
+        )
+        self.ttft = Distribution(registry, "baton_router_ttft_seconds", "Arrival to first token", _SECONDS)
+        self.ttft_error = Distribution(
+            registry, "baton_router_ttft_error_seconds", "Predicted minus actual time to first token", _ERRORS
+        )
+        self.latency = Distribution(
+            registry, "baton_router_request_seconds", "Arrival to last token", _SECONDS
+        )
+        self.stages = Distribution(
+            registry, "baton_router_stage_seconds", "Time in each stage, as stamped by workers", _SECONDS,
+            "stage",
+        )  # fmt: skip
+        self.said_tokens = Count(
+            registry, "baton_router_index_said_tokens", "Prompt tokens that the index said to be cached"
+        )
+        self.found_tokens = Count(
+            registry, "baton_router_index_found_tokens", "Prompt tokens of those requests that were cached"
+        )
+        self.cached_tokens_error = Distribution(
+            registry, "baton_router_cached_tokens_error",
+            "Prompt tokens cached as the index said, less what the worker found, by request", _TOKENS,
+        )  # fmt: skip
         self.rooms = Gauge("baton_router_rooms", "Rooms in flight", registry=registry)
         self.queued_rooms = Gauge(
             "baton_router_queued_rooms", "Rooms that wait for their turn", registry=registry
         )
-        self.restarts = Counter("baton_router_restarts_total", "Rooms started again", registry=registry)
-        self.aborts = Counter(
-            "baton_router_aborts_total", "Requests ended by their client", registry=registry
-        )
-        self.prompt_tokens = Counter("baton_router_prompt_tokens_total", "Prompt tokens", registry=registry)
-        self.cached_tokens = Counter(
-            "baton_router_cached_tokens_total", "Prompt tokens that were not computed", registry=registry
-        )
-        self.output_tokens = Counter("baton_router_output_tokens_total", "Output tokens", registry=registry)
-        self.kv_bytes = Counter(
-            "baton_router_kv_bytes_total", "KV bytes handed from P to D", registry=registry
-        )
-        self.placements = Counter(
-            "baton_router_placements_total",
-            "Epochs placed on a pair or on D alone",
-            ["kind"],
-            registry=registry,
-        )
-        self.ttft = Histogram(
-            "baton_router_ttft_seconds", "Arrival to first token", buckets=_SECONDS, registry=registry
-        )
-        self.ttft_error = Histogram(
-            "baton_router_ttft_error_seconds", "Predicted minus actual time to first token", buckets=_ERRORS,
-            registry=registry,
-        )  # fmt: skip
-        self.latency = Histogram(
-            "baton_router_request_seconds", "Arrival to last token", buckets=_SECONDS, registry=registry
-        )
-        self.stages = Histogram(
-            "baton_router_stage_seconds", "Time in each stage, as stamped by workers", ["stage"],
-            buckets=_SECONDS, registry=registry,
-        )  # fmt: skip
-        self.said_tokens = Counter(
-            "baton_router_index_said_tokens_total", "Prompt tokens that the index said to be cached",
-            registry=registry,
-        )  # fmt: skip
-        self.found_tokens = Counter(
-            "baton_router_index_found_tokens_total", "Prompt tokens of those requests that were cached",
-            registry=registry,
-        )  # fmt: skip
-        self.cached_tokens_error = Histogram(
-            "baton_router_cached_tokens_error",
-            "Prompt tokens cached as the index said, less what the worker found, by request",
-            buckets=_TOKENS, registry=registry,
-        )  # fmt: skip
         self.peers = Gauge(
             "baton_router_peers", "Other routers whose accounts are counted", registry=registry
         )
@@ -94,7 +80,7 @@ class RouterMetrics:
         """One worker's stamps of one room: each stage lasted until the next."""
         ordered = sorted(stamps, key=lambda stamp: stamp.at_ns)
         for stamp, following in pairwise(ordered):
-            self.stages.labels(str(stamp.stage)).observe((following.at_ns - stamp.at_ns) / 1e9)
+            self.stages.observe((following.at_ns - stamp.at_ns) / 1e9, stamp.stage)
 
     def text(self) -> bytes:
         """The Prometheus exposition."""

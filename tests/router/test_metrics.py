@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from router.event_counters import EventCounters
 from router.metrics import RouterMetrics
+from wire.stages import RequestStage, Stamp
 
 
 def values(metrics: RouterMetrics) -> dict[str, float]:
@@ -35,3 +36,24 @@ def test_the_event_planes_counters_are_read_when_asked() -> None:
     assert seen["baton_router_event_gaps_total"] == 2
     assert seen["baton_router_event_resets_total"] == 0
     assert seen['baton_router_bad_events_total{kind="batch"}'] == 1
+
+
+def test_stages_and_statuses_have_a_series_each() -> None:
+    metrics = RouterMetrics()
+    metrics.requests.inc(of="200")
+    metrics.requests.inc(of="200")
+    metrics.requests.inc(of="429")
+    stages = (RequestStage.DECODE_LOOP, RequestStage.PREFILL_WAITING, RequestStage.PREFILL_FORWARD)
+    times = (3_000_000_000, 1_000_000_000, 1_500_000_000)
+    metrics.observe_stages([Stamp(stage, at) for stage, at in zip(stages, times, strict=True)])
+    seen = values(metrics)
+    assert seen['baton_router_requests_total{status="200"}'] == 2
+    assert seen['baton_router_requests_total{status="429"}'] == 1
+    assert seen["baton_router_restarts_total"] == 0
+    name = "baton_router_stage_seconds"
+    assert seen[f'{name}_bucket{{le="0.5",stage="prefill_waiting"}}'] == 1  # a bound is in its bucket
+    assert seen[f'{name}_bucket{{le="0.25",stage="prefill_waiting"}}'] == 0
+    assert seen[f'{name}_sum{{stage="prefill_forward"}}'] == 1.5
+    assert seen[f'{name}_count{{stage="prefill_forward"}}'] == 1
+    assert not any("decode_loop" in series for series in seen), "its end has not been stamped"
+    assert seen["baton_router_ttft_seconds_count"] == 0

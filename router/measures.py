@@ -1,0 +1,74 @@
+"""Counters and histograms of one thread, read when Prometheus asks.
+
+prometheus_client's own take a lock and look a label up for each update, which cost the router a twentieth of
+its time; its names, types and exposition are kept.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector, CollectorRegistry
+from prometheus_client.utils import floatToGoString
+
+
+class Count(Collector):
+    """A counter; with `label`, one for each value of it."""
+
+    def __init__(self, registry: CollectorRegistry, name: str, about: str, label: str = "") -> None:
+        """`name` without its unit's `_total`."""
+        self._named = name, about, [label] if label else []
+        self._counts: dict[str, float] = {} if label else {"": 0.0}
+        registry.register(self)
+
+    def inc(self, by: float = 1.0, of: str = "") -> None:
+        """Add; `of` is the label's value."""
+        self._counts[of] = self._counts.get(of, 0.0) + by
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """See Collector."""
+        name, about, labels = self._named
+        family = CounterMetricFamily(name, about, labels=labels)
+        for of, count in self._counts.items():
+            family.add_metric([of] if labels else [], count)
+        yield family
+
+
+class Distribution(Collector):
+    """A histogram; with `label`, one for each value of it."""
+
+    def __init__(
+        self, registry: CollectorRegistry, name: str, about: str, bounds: Sequence[float], label: str = ""
+    ) -> None:
+        """`bounds` are the upper ones, increasing, each in its bucket; +Inf is added."""
+        self._named = name, about, [label] if label else []
+        self._bounds = list(bounds)
+        self._counts: dict[str, list[int]] = {}
+        self._sums: dict[str, float] = {}
+        if not label:
+            self._begin("")
+        registry.register(self)
+
+    def observe(self, value: float, of: str = "") -> None:
+        """One more; `of` is the label's value."""
+        counts = self._counts.get(of) or self._begin(of)
+        counts[bisect_left(self._bounds, value)] += 1
+        self._sums[of] += value
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """See Collector."""
+        name, about, labels = self._named
+        family = HistogramMetricFamily(name, about, labels=labels)
+        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
+        for of, counts in self._counts.items():
+            buckets = list(zip(bounds, accumulate(counts), strict=True))
+            family.add_metric([of] if labels else [], buckets, self._sums[of])
+        yield family
+
+    def _begin(self, of: str) -> list[int]:
+        counts = self._counts[of] = [0] * (len(self._bounds) + 1)
+        self._sums[of] = 0.0
+        return counts
