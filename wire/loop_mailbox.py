@@ -39,6 +39,7 @@ class LoopMailbox:
         self._peers = Peers(self._context, self.address, curve)
         self._descriptor = int(self._inbound.socket.getsockopt(zmq.FD))
         self._closed = False
+        self._flush_due = False
         self._loop.add_reader(self._descriptor, self._read)
         self._loop.call_soon(self._read)  # what came before the loop watched is told by no change
 
@@ -48,13 +49,19 @@ class LoopMailbox:
         return self._peers.dropped
 
     @property
-    def rejected_frames(self) -> int:
-        """Frames that were not ours."""
-        return self._inbound.rejected_frames
+    def rejected_messages(self) -> int:
+        """Messages that were not ours."""
+        return self._inbound.rejected_messages
 
     def send(self, to: str, message: AnyMessage) -> None:
-        """Queue a message for the mailbox at `to`. Never blocks; delivery is not promised."""
+        """Queue a message for the mailbox at `to`. Never blocks; delivery is not promised.
+
+        It goes when the loop has run what is due now, with all else that was said to `to` meanwhile.
+        """
         self._peers.send(to, message)
+        if not self._flush_due:
+            self._flush_due = True
+            self._loop.call_soon(self._flush)
 
     def forget(self, peer: str) -> None:
         """Drop the connection to a peer that is gone, with whatever is queued for it."""
@@ -63,9 +70,15 @@ class LoopMailbox:
     def close(self) -> None:
         """Stop listening and free the port. What is queued gets half a second to leave."""
         if not self._closed:
+            self._peers.flush()
             self._closed = True
             self._loop.remove_reader(self._descriptor)
             self._context.destroy(linger=500)
+
+    def _flush(self) -> None:
+        self._flush_due = False
+        if not self._closed:
+            self._peers.flush()
 
     def _read(self) -> None:
         if self._closed:

@@ -54,9 +54,9 @@ class Mailbox:
         return self._peers.dropped
 
     @property
-    def rejected_frames(self) -> int:
-        """Frames that were not ours."""
-        return self._inbound.rejected_frames
+    def rejected_messages(self) -> int:
+        """Messages that were not ours."""
+        return self._inbound.rejected_messages
 
     def send(self, to: str, message: AnyMessage) -> None:
         """Queue a message for the mailbox at `to`. Never blocks; delivery is not promised."""
@@ -139,3 +139,4 @@ class Mailbox:
                 self._peers.forget(address)
             else:
                 self._peers.send(address, message)
+        self._peers.flush()

@@ -1,9 +1,10 @@
 """The sockets under both kinds of mailbox: one bound to be told things, one connected per peer to tell them.
 
-A message is one frame: a byte with the length of the sender's mailbox address, that address, the payload. A
-receiver answers by sending to that address; nothing depends on ZeroMQ's routing ids, which change with every
-reconnect, so the sockets are PULL and PUSH, which have none. (The obvious form, a frame for each part, costs
-reader and writer twice as much per message.) Both classes belong to one thread at a time.
+A frame is a byte with the length of the sender's mailbox address, that address, then messages, each after its
+length in four bytes, lowest first: all that the sender had for this peer at one moment. (A ZeroMQ message per
+message, and a ZeroMQ frame per part, cost reader and writer several times as much.) A receiver answers by
+sending to that address; nothing depends on ZeroMQ's routing ids, which change with every reconnect, so the
+sockets are PULL and PUSH, which have none. Both classes belong to one thread at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from wire.security import Curve
 log = logging.getLogger(__name__)
 
 _NOW = int(zmq.NOBLOCK)  # a plain int: pyzmq's flags are enums, which cost more than the work itself
-_QUEUED_PER_PEER = 100_000
+_QUEUED_PER_PEER = 100_000  # frames
+_LONGEST_FRAME = 1 << 20  # bytes, but for a message that is longer by itself
+_LENGTH = 4
 _IDLE_PEER_S = 300.0
 
 
@@ -46,40 +49,52 @@ class Inbound:
             curve.serve(self.socket)
         self.socket.bind(f"tcp://{interface}:*")
         self.address: str = self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        self.rejected_frames = 0
+        self.rejected_messages = 0
 
     def receive(self, most: int) -> tuple[list[Mail], bool]:
-        """What has arrived, without waiting, and whether nothing is left.
+        """About `most` messages of what has arrived, without waiting, and whether nothing is left.
 
-        A frame that is not ours is counted and named, and costs nothing else.
+        A message that is not ours is counted and named, and costs nothing else.
         """
         mail: list[Mail] = []
         receive = self.socket.recv
-        for _ in range(most):
+        while len(mail) < most:
             try:
                 frame = receive(_NOW)
             except zmq.Again:
                 return mail, True
-            try:
-                mail.append(_open(frame))
-            except (ValueError, WireError) as error:
-                self.rejected_frames += 1
-                log.warning("mailbox %s: rejected a frame: %s", self.address, error)
+            self._open(frame, mail)
         return mail, False
 
+    def _open(self, frame: bytes, mail: list[Mail]) -> None:
+        """Add a frame's messages."""
+        begin = frame[0] + 1 if frame else 1
+        try:
+            sender = frame[1:begin].decode()
+        except UnicodeDecodeError as error:
+            self._reject(error)
+            return
+        if begin >= len(frame):
+            self._reject(WireError(f"a frame of {len(frame)} bytes holds no message"))
+        while begin < len(frame):
+            payload = begin + _LENGTH
+            begin = payload + int.from_bytes(frame[begin:payload], "little")
+            try:
+                mail.append(Mail(sender, decode(frame[payload:begin])))
+            except WireError as error:
+                self._reject(error)
 
-def _open(frame: bytes) -> Mail:
-    """A frame's sender and message. Raises ValueError or WireError for one that is not ours."""
-    begin = frame[0] + 1 if frame else 1
-    if len(frame) <= begin:
-        raise WireError(f"a frame of {len(frame)} bytes holds no message")
-    return Mail(frame[1:begin].decode(), decode(frame[begin:]))
+    def _reject(self, why: Exception) -> None:
+        self.rejected_messages += 1
+        log.warning("mailbox %s: rejected a message: %s", self.address, why)
 
 
 @dataclass(slots=True)
 class _Peer:
     socket: zmq.Socket[bytes]
     used_at: float
+    frame: bytearray  # what goes out with the next flush
+    messages: int = 0  # in it
 
 
 class Peers:
@@ -93,22 +108,45 @@ class Peers:
         self._head = bytes((len(reply),)) + reply
         self._curve = curve
         self._peers: dict[str, _Peer] = {}
-        self.dropped = 0
+        self._unsent: list[_Peer] = []
+        self.dropped = 0  # messages
 
     def send(self, to: str, message: AnyMessage) -> None:
-        """Hand a message to ZeroMQ. Never blocks: one that cannot be queued is counted in `dropped`."""
+        """Say it with the next `flush`."""
         peer = self._peers.get(to) or self._connect(to)
-        peer.used_at = time.monotonic()
-        try:
-            peer.socket.send(self._head + encode(message), _NOW)
-        except zmq.Again:
-            self.dropped += 1
+        payload = encode(message)
+        if peer.messages and len(peer.frame) + len(payload) > _LONGEST_FRAME:
+            self._send(peer)
+        if not peer.messages:
+            self._unsent.append(peer)
+            peer.frame += self._head
+        peer.frame += len(payload).to_bytes(_LENGTH, "little")
+        peer.frame += payload
+        peer.messages += 1
+
+    def flush(self) -> None:
+        """Hand what was said to ZeroMQ. Never blocks: what cannot be queued is counted in `dropped`."""
+        unsent, self._unsent = self._unsent, []
+        for peer in unsent:
+            self._send(peer)
 
     def forget(self, address: str) -> None:
         """Drop the connection to a peer that is gone, with whatever is queued for it."""
         peer = self._peers.pop(address, None)
         if peer is not None:
+            peer.messages = 0
             peer.socket.close(linger=0)
+
+    def _send(self, peer: _Peer) -> None:
+        if not peer.messages:
+            return  # sent when its frame was full, or forgotten
+        peer.used_at = time.monotonic()
+        try:
+            peer.socket.send(bytes(peer.frame), _NOW)
+        except zmq.Again:
+            self.dropped += peer.messages
+        peer.frame.clear()
+        peer.messages = 0
 
     def _connect(self, address: str) -> _Peer:
         socket = self._context.socket(zmq.PUSH)
@@ -119,7 +157,7 @@ class Peers:
             self._curve.connect(socket)
         socket.connect(address)
         now = time.monotonic()
-        peer = self._peers[address] = _Peer(socket, now)
+        peer = self._peers[address] = _Peer(socket, now, bytearray())
         for idle in [name for name, known in self._peers.items() if now - known.used_at > _IDLE_PEER_S]:
             self.forget(idle)
         return peer

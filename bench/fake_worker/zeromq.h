@@ -1,5 +1,6 @@
 // The part of libzmq's stable C interface (zmq.h, 4.x) that the fake worker uses, and the mailbox on top of it
-// (wire/sockets.py): a frame is the length of the sender's address, that address, the payload.
+// (wire/sockets.py): a frame is the length of the sender's address, that address, messages after their length. This
+// one sends a frame for each message.
 //
 // Declared here because pyzmq's wheels bring the library, but no header.
 
@@ -55,7 +56,7 @@ class Mailbox {
         return zmq_poll(&item, 1, timeout_ms) > 0;
     }
 
-    // Gives take(sender, payload) at most `most` messages that are there.
+    // Gives take(sender, payload) the messages of at most `most` frames that are there.
     template <typename Take>
     void receive(int most, Take&& take) {
         for (; most > 0; most--) {
@@ -65,8 +66,11 @@ class Mailbox {
             if (came) {
                 const std::string_view frame(static_cast<char*>(zmq_msg_data(&message)), zmq_msg_size(&message));
                 const size_t begin = frame.empty() ? 1 : size_t(uint8_t(frame[0])) + 1;
-                if (frame.size() < begin) throw std::runtime_error("a frame without a message");
-                take(frame.substr(1, begin - 1), frame.substr(begin));
+                for (size_t at = begin; at < frame.size();) {
+                    const size_t length = length_at(frame, at);
+                    take(frame.substr(1, begin - 1), frame.substr(at + 4, length));
+                    at += 4 + length;
+                }
             }
             zmq_msg_close(&message);
             if (!came) return;
@@ -81,11 +85,19 @@ class Mailbox {
             zmq_setsockopt(peer->second, kSendLimit, &many, sizeof many);
             zmq_connect(peer->second, to.c_str());
         }
-        frame_.assign(head_).append(payload);
+        frame_.assign(head_);
+        for (size_t shift = 0; shift < 32; shift += 8) frame_.push_back(char(payload.size() >> shift));
+        frame_.append(payload);
         if (zmq_send(peer->second, frame_.data(), frame_.size(), kNow) < 0) throw std::runtime_error("cannot send");
     }
 
    private:
+    static size_t length_at(std::string_view frame, size_t at) {
+        size_t length = 0;
+        for (size_t i = 0; i < 4; i++) length |= size_t(uint8_t(frame.at(at + i))) << (8 * i);
+        return length;
+    }
+
     static constexpr int kPull = 7, kPush = 8, kNow = 1;
     static constexpr int kSendLimit = 23, kReceiveLimit = 24, kLastEndpoint = 32;
     static constexpr short kPollIn = 1;

@@ -17,15 +17,18 @@ from wire.messages import Abort, Receipt, Watch
 from wire.security import Curve
 
 
-def framed(sender: bytes, payload: bytes) -> bytes:
-    return bytes((len(sender),)) + sender + payload
+def framed(sender: bytes, *payloads: bytes) -> bytes:
+    messages = (len(payload).to_bytes(4, "little") + payload for payload in payloads)
+    return bytes((len(sender),)) + sender + b"".join(messages)
 
 
 GARBAGE = [
     b"",
     b"\x00",
     b"\x09too short",
+    framed(b"tcp://nobody"),
     framed(b"tcp://nobody", b""),
+    framed(b"tcp://nobody", encode(Watch()))[:-1],
     framed(b"tcp://nobody", b"\xc1 not msgpack"),
     framed(b"\xff\xfe", b"\x80"),
 ]
@@ -69,9 +72,9 @@ def test_garbage_is_counted_and_costs_nothing_else() -> None:
         left.send(right.address, Watch())
         assert [m.message for m in right.wait(5.0)] == [Watch()]
         deadline = time.monotonic() + 5.0
-        while right.rejected_frames < len(GARBAGE) and time.monotonic() < deadline:
+        while right.rejected_messages < len(GARBAGE) and time.monotonic() < deadline:
             right.wait(0.01)
-        assert right.rejected_frames == len(GARBAGE)
+        assert right.rejected_messages == len(GARBAGE)
         context.destroy(linger=0)
 
 
@@ -136,6 +139,7 @@ def test_on_a_loop_all_mail_comes_in_order_however_much_at_once(secret: str | No
             for sender, message in got[:500]:
                 assert isinstance(message, Abort)
                 here.mailbox.send(sender, Receipt(1, message.epoch, "abort"))
+            await asyncio.sleep(0)  # what was said goes when the loop turns
             answers: list[Mail] = []
             while len(answers) < 500:
                 fresh = there.wait(5.0)
@@ -169,9 +173,10 @@ def test_on_a_loop_garbage_is_counted_and_costs_nothing_else() -> None:
         for garbage in GARBAGE:
             socket.send(garbage)
         socket.send_multipart([framed(b"tcp://a", encode(Watch())), b"a second part"])
-        socket.send(framed(b"tcp://somebody", encode(Watch())))
-        assert await here.until(2) == [Mail("tcp://a", Watch()), Mail("tcp://somebody", Watch())]
-        assert here.mailbox.rejected_frames == len(GARBAGE) + 1
+        socket.send(framed(b"tcp://b", encode(Watch()), b"\xc1", encode(Abort(1, 2))))
+        expected = [("tcp://a", Watch()), ("tcp://b", Watch()), ("tcp://b", Abort(1, 2))]
+        assert await here.until(3) == expected
+        assert here.mailbox.rejected_messages == len(GARBAGE) + 2
         context.destroy(linger=0)
         here.mailbox.close()
 
@@ -183,12 +188,16 @@ def test_on_a_loop_a_peer_that_is_gone_blocks_nobody() -> None:
         here = OnLoop()
         first = Mailbox()
         here.mailbox.send(first.address, Watch())
+        await asyncio.sleep(0)
         assert first.wait(5.0)
         first.close()
+        here.mailbox.send(first.address, Watch())
+        await asyncio.sleep(0)
         here.mailbox.send(first.address, Watch())
         here.mailbox.forget(first.address)
         with Mailbox() as second:
             here.mailbox.send(second.address, Watch())
+            await asyncio.sleep(0)
             assert second.wait(5.0)
         here.mailbox.close()
 
