@@ -52,6 +52,7 @@ class Router:
         self.placer = Placer(self.index, policy, options.weights, options.expect_s)
         self._rooms_of_this_process = secrets.randbits(31) << 32  # P and D meet rooms of several routers
         self._numbers = count(1)
+        self._seed = namespace_seed(options.served_model_name)  # of most requests
         self._dispatcher: Dispatcher | None = None
         self._events: EventPlane | None = None
         self._server: DirectoryServer | None = None
@@ -219,9 +220,11 @@ class Router:
             packed = pack_tokens(prompt)
             hashes: Hashes = as_hashes([])
             if page_tokens:
-                seed = namespace_seed(
-                    self.options.served_model_name, submission.extra_key, submission.cache_salt
-                )
+                seed = self._seed
+                if submission.extra_key or submission.cache_salt:
+                    seed = namespace_seed(
+                        self.options.served_model_name, submission.extra_key, submission.cache_salt
+                    )
                 hashes = digest_hashes(page_digests(seed, packed, page_tokens))
             for choice in range(submission.n):
                 plans.append(

@@ -22,9 +22,8 @@ class RequestTrace:
     first_token_ns: int = 0
     finished_ns: int = 0
     router_stamps: list[Stamp] = field(default_factory=list)
-    # (room, epoch, worker id) -> stage, time: a message that comes twice adds nothing
-    worker_stamps: dict[tuple[int, int, str], set[tuple[str, int]]] = field(default_factory=dict)
-    timelines: set[tuple[int, int, str]] = field(default_factory=set)  # the keys whose Timeline has come
+    # By (room, epoch, worker id): a message that comes twice adds nothing.
+    timelines: dict[tuple[int, int, str], Timeline] = field(default_factory=dict)
     placements: list[dict[str, Any]] = field(default_factory=list)
     kv_bytes: int = 0
     kv_backend: str = ""
@@ -32,21 +31,20 @@ class RequestTrace:
     def chrome(self) -> dict[str, Any]:
         """Chrome trace format: a process per worker, a thread per choice; `ts` and `dur` in microseconds."""
         events: list[dict[str, Any]] = []
-        lanes: list[tuple[str, int, int, list[tuple[str, int]]]] = [
-            ("router", 0, 0, [(str(stamp.stage), stamp.at_ns) for stamp in self.router_stamps])
-        ]
-        for (room, epoch, worker), stamps in self.worker_stamps.items():
-            lanes.append((worker, room, epoch, sorted(stamps, key=lambda item: item[1])))
+        lanes = [("router", 0, 0, self.router_stamps)]
+        for (room, epoch, worker), timeline in self.timelines.items():
+            lanes.append((worker, room, epoch, sorted(timeline.stamps, key=lambda stamp: stamp.at_ns)))
         processes = {name: number for number, name in enumerate(dict.fromkeys(name for name, *_ in lanes))}
         for name, number in processes.items():
             events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}})
         for name, room, epoch, stages in lanes:
             lane = self.rooms.index(room) if room in self.rooms else 0
-            for i, (stage, at_ns) in enumerate(stages):
-                end_ns = stages[i + 1][1] if i + 1 < len(stages) else max(self.finished_ns, at_ns)
+            for i, stamp in enumerate(stages):
+                at_ns = stamp.at_ns
+                end_ns = stages[i + 1].at_ns if i + 1 < len(stages) else max(self.finished_ns, at_ns)
                 events.append(
                     {
-                        "ph": "X", "name": stage, "pid": processes[name], "tid": lane,
+                        "ph": "X", "name": str(stamp.stage), "pid": processes[name], "tid": lane,
                         "ts": at_ns / 1e3, "dur": (end_ns - at_ns) / 1e3,
                         "args": {"worker": name, "room": room, "epoch": epoch, "at_ns": at_ns},
                     }
@@ -90,23 +88,18 @@ class TraceStore:
         """A request's trace while it is kept."""
         return self._by_request.get(request_id)
 
-    def add_stamps(self, room: int, epoch: int, worker: str, stamps: list[Stamp]) -> None:
-        """Stamps of one worker, which may come late, twice, and after the request has ended."""
-        trace = self._by_room.get(room)
-        if trace is not None and stamps:
-            lane = trace.worker_stamps.setdefault((room, epoch, worker), set())
-            lane.update((str(stamp.stage), stamp.at_ns) for stamp in stamps)
-
     def add_timeline(self, timeline: Timeline) -> bool:
-        """A worker's half of a room. False when it was known already, or the trace is not kept any more."""
+        """A worker's half of a room; it may come late, twice, and after the request has ended.
+
+        False when it was known already, or the trace is not kept any more.
+        """
         trace = self._by_room.get(timeline.room)
         if trace is None:
             return False
-        self.add_stamps(timeline.room, timeline.epoch, timeline.worker, timeline.stamps)
         key = (timeline.room, timeline.epoch, timeline.worker)
         if key in trace.timelines:
             return False
-        trace.timelines.add(key)
+        trace.timelines[key] = timeline
         if timeline.kv_bytes:
             trace.kv_bytes += timeline.kv_bytes
             trace.kv_backend = timeline.kv_backend
