@@ -12,7 +12,7 @@ from router.asgi import HttpRequest
 from router.generation import Generation, Submission
 from router.http_errors import to_http
 from router.openai.answers import DONE, Collected, Collection, collect
-from router.openai.endpoints import as_batch, encode, known_tokens
+from router.openai.endpoints import as_batch, encode, known_tokens, stream_events
 from router.openai.schema import SamplingBody, TokenId, parse
 from router.service import Router
 from wire.errors import BatonError, InvalidRequest
@@ -160,13 +160,11 @@ async def _stream(request: HttpRequest, generation: Generation) -> None:
         return
     await request.begin_sse()
     try:
-        await request.send_sse(events.take())
-        while await generation.more():
-            await request.send_sse(events.take())
+        last = await stream_events(request, generation, events)
     except BatonError as error:
-        await request.send_sse(b"data: " + msgspec.json.encode(to_http(error).body) + b"\n\n")
+        last = b"data: " + msgspec.json.encode(to_http(error).body) + b"\n\n"
     if not generation.abandoned():
-        await request.send_sse(DONE, more=False)
+        await request.send_sse(last + DONE, more=False)
 
 
 def _answer(generation: Generation, index: int, choice: Collected) -> dict[str, Any]:

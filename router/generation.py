@@ -144,6 +144,11 @@ class Generation:
         """No choice is running."""
         return self._open == 0
 
+    @property
+    def complete(self) -> bool:
+        """Every choice has ended well: when the answer has been taken now, nothing follows."""
+        return self._open == 0 and self._error is None
+
     def abandoned(self) -> bool:
         """The client has gone."""
         return self._client_left

@@ -65,7 +65,12 @@ class Distribution(Collector):
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]
         for of, counts in self._counts.items():
             buckets = list(zip(bounds, accumulate(counts), strict=True))
-            family.add_metric([of] if labels else [], buckets, self._sums[of])
+            values = [of] if labels else []
+            family.add_metric(values, buckets, self._sums[of])
+            if (
+                self._bounds[0] < 0
+            ):  # then the family has no sum, which would not only grow, and no count either
+                family.add_sample(f"{name}_count", dict(zip(labels, values, strict=True)), buckets[-1][1])
         yield family
 
     def _begin(self, of: str) -> list[int]:

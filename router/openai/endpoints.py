@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -175,12 +175,31 @@ async def _stream(
         return
     await request.begin_sse()
     try:
-        await request.send_sse(writer.take())
-        while await generation.more():
-            await request.send_sse(writer.take())
+        events = await stream_events(request, generation, writer)
     except BatonError as error:
-        await request.send_sse(b"data: " + msgspec.json.encode(to_http(error).body) + b"\n\n")
+        events = b"data: " + msgspec.json.encode(to_http(error).body) + b"\n\n"
     if generation.abandoned():
         return
     last = writer.usage(generation) + DONE if body.include_usage else DONE
-    await request.send_sse(last, more=False)
+    await request.send_sse(events + last, more=False)
+
+
+class Events(Protocol):
+    """An answer that is streamed."""
+
+    def take(self) -> bytes:
+        """The events that have not been taken yet."""
+
+
+async def stream_events(request: HttpRequest, generation: Generation, answer: Events) -> bytes:
+    """Send events until none follow. Returns the last, not sent: what ends the stream goes with them.
+
+    Raises the BatonError that ended the request.
+    """
+    while True:
+        events = answer.take()
+        if generation.complete:
+            return events
+        await request.send_sse(events)
+        if not await generation.more():
+            return b""

@@ -23,6 +23,7 @@ def test_what_the_index_said_is_counted_against_what_was_found() -> None:
         bound: seen[f'baton_router_cached_tokens_error_bucket{{le="{bound}"}}']
         for bound in ("-64.0", "-1.0", "0.0", "63.0", "255.0", "+Inf")
     }
+    assert seen["baton_router_cached_tokens_error_count"] == 4
     assert below == {"-64.0": 0, "-1.0": 1, "0.0": 3, "63.0": 3, "255.0": 4, "+Inf": 4}
 
 
