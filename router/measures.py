@@ -67,9 +67,7 @@ class Distribution(Collector):
             buckets = list(zip(bounds, accumulate(counts), strict=True))
             values = [of] if labels else []
             family.add_metric(values, buckets, self._sums[of])
-            if (
-                self._bounds[0] < 0
-            ):  # then the family has no sum, which would not only grow, and no count either
+            if self._bounds[0] < 0:  # the family leaves out the sum, which may fall, and the count with it
                 family.add_sample(f"{name}_count", dict(zip(labels, values, strict=True)), buckets[-1][1])
         yield family
 
