@@ -96,7 +96,7 @@ class Selector:
     def __init__(self, load: Load, filled: BatonIndex) -> None:
         weights = PolicyWeights.model_validate({})
         policy = make_policy("kv", weights, alone_tokens=16, chance=random.Random(1))
-        self._placer = Placer(filled.index, policy, weights, expect_s=10.0)
+        self._placer = Placer(filled.index, policy, expect_s=10.0)
         self._placer.update(filled.records, time.monotonic())
         self._asks = [
             Ask(prompt_tokens=load.shape.pages * PAGE + 8, hashes=hashes, output_tokens=256.0)

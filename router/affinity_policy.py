@@ -122,13 +122,16 @@ class PrefixAffinity(Policy):
             self.decode_trees, ask, hashes, decode, decode.rows.requests, weights.requests_objective
         )
         held = self.decode_trees.held(decode.rows.names[d], hashes) * decode.page_tokens
-        costs = {"decode": decode.rows.requests}
         if len(prefill.rows) == 0 or max(1, ask.prompt_tokens - held) <= self.alone_tokens:
-            return Picked(d, None, costs)
+            return Picked(d, None)
         p = self._follow(
             self.prefill_trees, ask, hashes, prefill, prefill.rows.queued, weights.queue_objective
         )
-        return Picked(d, p, {**costs, "prefill": prefill.rows.queued})
+        return Picked(d, p)
+
+    def costs(self, ask: Ask, prefill: Side, decode: Side) -> dict[str, Floats]:  # noqa: ARG002
+        """See Policy."""
+        return {"decode": decode.rows.requests, "prefill": prefill.rows.queued}
 
     def placed(self, ask: Ask, picked: Picked, prefill: Side, decode: Side) -> None:
         """See Policy."""

@@ -72,7 +72,7 @@ async def route(router: Router, request: HttpRequest) -> None:
     if explained is None:
         raise Unavailable("no decode worker is there")
     choice, prediction = explained
-    costs = choice.picked.costs
+    costs = router.placer.costs(choice)
     await request.respond_json(
         {
             "policy": router.options.policy,
@@ -89,7 +89,7 @@ async def route(router: Router, request: HttpRequest) -> None:
 
 
 def _winner(side: Side, row: int | None) -> dict[str, object] | None:
-    return None if row is None else {"id": side.rows.names[row], "hit_tokens": int(side.held[row])}
+    return None if row is None else {"id": side.rows.names[row], "hit_tokens": side.held(row)}
 
 
 async def inspect(router: Router, request: HttpRequest) -> None:

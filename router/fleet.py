@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -155,31 +156,44 @@ class Rows:
     are the fleet's own, and right until it changes."""
 
     names: list[str]
-    slots: npt.NDArray[np.intp]  # where an index row speaks of them
-    hosts: npt.NDArray[np.intp]  # equal numbers, over both roles: the same host
-    queued: Floats  # prefill tokens ahead of a new prompt
-    requests: Floats
-    context: Floats  # KV tokens that requests hold, or will
-    capacity: Floats  # KV tokens
+    slots: npt.NDArray[np.int64]  # where an index row speaks of them
+    hosts: npt.NDArray[np.int64]  # equal numbers, over both roles: the same host
+    figures: Floats  # [4, workers], as kv_prices.h has them: queued, requests, context, capacity
 
     def __len__(self) -> int:
         return len(self.names)
 
+    @property
+    def queued(self) -> Floats:
+        """Prefill tokens ahead of a new prompt."""
+        return self.figures[0, :]
+
+    @property
+    def requests(self) -> Floats:
+        """Requests that run there, or wait to."""
+        return self.figures[1, :]
+
+    @property
+    def context(self) -> Floats:
+        """KV tokens that requests hold, or will."""
+        return self.figures[2, :]
+
+    @property
+    def capacity(self) -> Floats:
+        """KV tokens."""
+        return self.figures[3, :]
+
     def only(self, kept: list[int]) -> Rows:
         """Some of them."""
-        return Rows(
-            [self.names[row] for row in kept], self.slots[kept], self.hosts[kept], self.queued[kept],
-            self.requests[kept], self.context[kept], self.capacity[kept],
-        )  # fmt: skip
+        names = [self.names[row] for row in kept]
+        return Rows(names, self.slots[kept], self.hosts[kept], self.figures[:, kept])
 
 
-@dataclass(frozen=True, slots=True)
-class Candidates:
-    """Who may be chosen. `slots` are those of `prefill`, then those of `decode`."""
+class Candidates(NamedTuple):
+    """Who may be chosen."""
 
     prefill: Rows
     decode: Rows
-    slots: npt.NDArray[np.intp]
 
 
 class _Table:
@@ -191,22 +205,21 @@ class _Table:
         self.index_version = index.version
         self.row = {one.record.id: row for row, one in enumerate(accounts)}
         hosts: dict[str, int] = {}
-        host = np.array([hosts.setdefault(one.record.host, len(hosts)) for one in accounts], np.intp)
-        slots = np.array([index.join(name) for name in self.row], np.intp)
+        host = np.array([hosts.setdefault(one.record.host, len(hosts)) for one in accounts], np.int64)
+        slots = np.array([index.join(name) for name in self.row], np.int64)
         # A reported queue is base - rate x now, until it is empty.
         self._base, self._rate, self._since = np.zeros((3, len(accounts)))
-        self._queued, self._requests, self._context, self._capacity = np.zeros((4, len(accounts)))
+        figures = np.zeros((4, len(accounts)))
+        self._queued, self._requests, self._context, self._capacity = figures
         for one in accounts:
             self.touch(one)
         names, split = list(self.row), sum(one.record.role is Role.PREFILL for one in accounts)
-        prefill, decode = (
-            Rows(
-                names[part], slots[part], host[part], self._queued[part], self._requests[part],
-                self._context[part], self._capacity[part],
+        self._candidates = Candidates(
+            *(
+                Rows(names[part], slots[part], host[part], figures[:, part])
+                for part in (slice(split), slice(split, None))
             )
-            for part in (slice(split), slice(split, None))
-        )  # fmt: skip
-        self._candidates = Candidates(prefill, decode, slots)
+        )
 
     def touch(self, account: Account) -> None:
         """Its figures have changed."""
@@ -294,8 +307,7 @@ class Fleet:
         all_ = self._table.candidates(now)
         if not avoid:
             return all_
-        prefill, decode = _without(all_.prefill, avoid), _without(all_.decode, avoid)
-        return Candidates(prefill, decode, np.concatenate((prefill.slots, decode.slots)))
+        return Candidates(_without(all_.prefill, avoid), _without(all_.decode, avoid))
 
     def _rebuild(self) -> None:
         for name in self._accounts:

@@ -7,20 +7,14 @@ which tests compare it with and which takes over where nothing can be compiled.
 
 from __future__ import annotations
 
-import functools
-import logging
 import threading
 from enum import IntEnum
-from types import ModuleType
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from router.native.build import load
-from wire.compile import BuildError
-
-log = logging.getLogger(__name__)
+from router.native.build import native
 
 Hashes = npt.NDArray[np.int64]
 """Page hashes in the order of the prompt, C-contiguous."""
@@ -75,21 +69,12 @@ class PageTable(Protocol):
 
 
 def make_page_table() -> PageTable:
-    """The table in C++, compiled first if the cache lacks it; the twin where it cannot be compiled."""
-    native = _native()
-    if native is None:
+    """The table in C++; the twin where it cannot be compiled."""
+    compiled = native()
+    if compiled is None:
         return PythonPageTable()
-    table: PageTable = native.PageTable()
+    table: PageTable = compiled.PageTable()
     return table
-
-
-@functools.cache
-def _native() -> ModuleType | None:
-    try:
-        return load()
-    except (BuildError, ImportError) as error:
-        log.warning("the index's page table is not compiled, a slower one takes over: %s", error)
-        return None
 
 
 class PythonPageTable:

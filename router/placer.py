@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-import numpy as np
-
-from router.fleet import Account, Candidates, Fleet, Rows
+from router.fleet import Account, Fleet, Floats, Rows
 from router.index import GlobalIndex
-from router.options import PolicyWeights
 from router.page_table import Hashes
 from router.policy import Ask, Picked, Policy, Side
 from wire.records import WorkerRecord
@@ -24,10 +22,10 @@ _MEAN_OVER = 64  # requests whose output length counts
 _SESSIONS = 1 << 16  # that are remembered
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """Whom the policy chose, and everything that it weighed."""
 
+    ask: Ask
     picked: Picked
     prefill_side: Side
     decode_side: Side
@@ -38,8 +36,8 @@ class Choice:
     def hit_tokens(self) -> int:
         """Prompt tokens that the worker which prefills holds."""
         if self.picked.prefill is not None:
-            return int(self.prefill_side.held[self.picked.prefill])
-        return int(self.decode_side.held[self.picked.decode])
+            return self.prefill_side.held(self.picked.prefill)
+        return self.decode_side.held(self.picked.decode)
 
 
 @dataclass(slots=True)
@@ -71,16 +69,13 @@ class Booking:
 class Placer:
     """Chooses, books, and takes off the books again."""
 
-    def __init__(self, index: GlobalIndex, policy: Policy, weights: PolicyWeights, expect_s: float) -> None:
+    def __init__(self, index: GlobalIndex, policy: Policy, expect_s: float) -> None:
         """Pages that were expected and have not come within `expect_s` are given up."""
         self.fleet = Fleet(index)
         self.policy = policy
         self.page_tokens = 0  # page size of the model's workers; 0: nobody has said yet
         self.mean_output = 0.0  # tokens of recent answers; 0: none yet
         self._index = index
-        # What a page in each Tier of Matches adds to what is held, and to what that saves.
-        slower = (weights.host_credit, weights.storage_credit, weights.expected_credit)
-        self._credits = np.array([[1.0, 0.0, 0.0, 0.0], [1.0, *(credit - 1.0 for credit in slower)]])
         self._expect_s = expect_s
         self._expected: deque[_Expected] = deque()
         self._settling: deque[tuple[float, _Expected]] = deque()  # there, but their event may be on its way
@@ -96,13 +91,20 @@ class Placer:
 
     def choose(self, ask: Ask, now: float, avoid: frozenset[str] = frozenset()) -> Choice | None:
         """The policy's choice now, or None when no decode worker is there. Nothing is booked."""
-        candidates = self.fleet.candidates(now, avoid)
-        if len(candidates.decode) == 0:
+        prefills, decodes = self.fleet.candidates(now, avoid)
+        if len(decodes) == 0:
             return None
-        prefill, decode = self._sides(ask, candidates)
+        matches = self._index.find(ask.hashes)
+        p, d = self._sessions.get(_session(ask), (None, None)) if ask.session else (None, None)
+        prefill = Side(prefills, matches, self.page_tokens, _row(prefills, p))
+        decode = Side(decodes, matches, self.page_tokens, _row(decodes, d))
         picked = self.policy.pick(ask, prefill, decode)
         first = self._account(prefill, picked.prefill).record if picked.prefill is not None else None
-        return Choice(picked, prefill, decode, self._account(decode, picked.decode).record, first)
+        return Choice(ask, picked, prefill, decode, self._account(decode, picked.decode).record, first)
+
+    def costs(self, choice: Choice) -> dict[str, Floats]:
+        """What the policy weighed, by row; before anything else happens to the fleet."""
+        return self.policy.costs(choice.ask, choice.prefill_side, choice.decode_side)
 
     def book(self, ask: Ask, choice: Choice, now: float) -> Booking:
         """The choice is taken."""
@@ -173,27 +175,14 @@ class Placer:
         if len(self._sessions) > _SESSIONS:
             self._sessions.popitem(last=False)
 
-    def _sides(self, ask: Ask, candidates: Candidates) -> tuple[Side, Side]:
-        matches = self._index.find(ask.hashes)
-        pages = matches.found.take(candidates.slots, 1)
-        held, saved = np.dot(self._credits * self.page_tokens, pages)
-        left = np.maximum(1.0, ask.prompt_tokens - saved)
-        p, d = self._sessions.get(_session(ask), (None, None)) if ask.session else (None, None)
-        prefill, decode = candidates.prefill, candidates.decode
-        split = len(prefill)
-        return (
-            Side(prefill, held[:split], left[:split], self.page_tokens, matches, _row(prefill, p)),
-            Side(decode, held[split:], left[split:], self.page_tokens, matches, _row(decode, d)),
-        )
-
     def _expect(self, booking: Booking, hashes: Hashes, choice: Choice, now: float) -> None:
         """The prompt's pages will be on both."""
         sides = [(choice.decode_side, choice.picked.decode)]
         if choice.picked.prefill is not None:
             sides.insert(0, (choice.prefill_side, choice.picked.prefill))
         for side, row in sides:
-            missing = hashes[int(side.held[row]) // max(1, self.page_tokens) :]
-            expected = _Expected(now + self._expect_s, int(side.rows.slots[row]), missing)
+            missing = hashes[side.held(row) // max(1, self.page_tokens) :]
+            expected = _Expected(now + self._expect_s, side.rows.slots.item(row), missing)
             booking.expected.append(expected)
             if len(missing):
                 self._index.expect(expected.slot, missing)

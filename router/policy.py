@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from router.fleet import Floats, Rows
 from router.index import Matches
 from router.options import PolicyWeights
-from router.page_table import Hashes
+from router.page_table import Hashes, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +32,18 @@ class Ask:
     priority: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
-    """One role's workers, and what they hold of the prompt. Arrays by row, in tokens."""
+class Side(NamedTuple):
+    """One role's workers, and what they hold of the prompt."""
 
     rows: Rows
-    held: Floats  # in any tier, on its way included
-    left: Floats  # to compute, what is held in slower tiers weighted; the last token always is
-    page_tokens: int
     matches: Matches  # of every worker: by slot, not by row
+    page_tokens: int
     last: int | None = None  # the row that the session's last request went to
+
+    def held(self, row: int) -> int:
+        """Prompt tokens that a worker holds, in any tier, on their way included."""
+        pages: int = self.matches.found.item(Tier.GPU, self.rows.slots.item(row))
+        return pages * self.page_tokens
 
     def table(self, **costs: Floats | None) -> list[dict[str, object]]:
         """A worker a line, for who asks why; with its costs, where the policy has any."""
@@ -66,14 +69,11 @@ class Side:
         return lines
 
 
-@dataclass(frozen=True, slots=True)
-class Picked:
-    """A policy's answer, in rows. `prefill` is None when D does it alone. The costs explain it: by row, empty
-    where the policy weighs nothing."""
+class Picked(NamedTuple):
+    """A policy's answer, in rows. `prefill` is None when D does it alone."""
 
     decode: int
     prefill: int | None
-    costs: dict[str, Floats] = field(default_factory=dict)
 
 
 class Policy(ABC):
@@ -89,11 +89,25 @@ class Policy(ABC):
     def pick(self, ask: Ask, prefill: Side, decode: Side) -> Picked:
         """The choice. There is at least one decode worker."""
 
+    def costs(self, ask: Ask, prefill: Side, decode: Side) -> dict[str, Floats]:  # noqa: ARG002
+        """What explains the choice, by row: {} where the policy weighs nothing. Not asked for by `pick`."""
+        return {}
+
     def placed(self, ask: Ask, picked: Picked, prefill: Side, decode: Side) -> None:  # noqa: B027
         """The choice was taken. Most policies remember nothing."""
 
     def forget(self, worker: str) -> None:  # noqa: B027  as above
         """A worker has left, or was replaced by one that holds nothing."""
+
+    def left(self, ask: Ask, side: Side) -> Floats:
+        """Prompt tokens to compute, by row: what slower tiers hold is weighted. The last token always is."""
+        credits = self.weights.host_credit, self.weights.storage_credit, self.weights.expected_credit
+        pages = side.matches.found.take(side.rows.slots, 1)
+        saved = pages[Tier.GPU] * float(side.page_tokens)
+        for tier, credit in zip((Tier.CPU, Tier.STORAGE, Tier.EXPECTED), credits, strict=True):
+            saved += pages[tier] * ((credit - 1.0) * side.page_tokens)
+        left: Floats = np.maximum(1.0, ask.prompt_tokens - saved)
+        return left
 
     def cheapest(self, costs: Floats) -> int:
         """The row that costs least; equals take turns by chance. With a temperature, nearly so."""

@@ -49,7 +49,7 @@ class Router:
         self.index = GlobalIndex()
         self.started_at = int(time.time())
         policy = make_policy(options.policy, options.weights, options.prefill_on_decode_tokens)
-        self.placer = Placer(self.index, policy, options.weights, options.expect_s)
+        self.placer = Placer(self.index, policy, options.expect_s)
         self._rooms_of_this_process = secrets.randbits(31) << 32  # P and D meet rooms of several routers
         self._numbers = count(1)
         self._seed = namespace_seed(options.served_model_name)  # of most requests

@@ -10,10 +10,10 @@ from router.policy import Ask, Picked, Policy, Side
 class SimplePolicy(Policy):
     """Base: D first; it goes alone when there is no P, or when little is left to compute on it."""
 
-    def pick(self, ask: Ask, prefill: Side, decode: Side) -> Picked:  # noqa: ARG002
+    def pick(self, ask: Ask, prefill: Side, decode: Side) -> Picked:
         """See Policy."""
         d = self.pick_decode(decode)
-        if len(prefill.rows) == 0 or decode.left[d] <= self.alone_tokens:
+        if len(prefill.rows) == 0 or self.left(ask, decode)[d] <= self.alone_tokens:
             return Picked(d, None)
         return Picked(d, self.pick_prefill(prefill))
 

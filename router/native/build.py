@@ -1,7 +1,9 @@
-"""Compile and load the page table: `python -m router.native.build`."""
+"""Compile and load the router's C++: `python -m router.native.build`."""
 
 from __future__ import annotations
 
+import functools
+import logging
 import sys
 import sysconfig
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
@@ -12,9 +14,14 @@ from types import ModuleType
 from wire import compile as cxx
 from wire.compile import BuildError, Sources
 
+log = logging.getLogger(__name__)
+
 SOURCE_DIR = Path(__file__).parent
-FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra"]
-_NAME = "page_table"  # the module's init function is named after it
+FLAGS = [
+    "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra",
+    "-ffp-contract=off",  # prices are those of numpy to the last bit
+]  # fmt: skip
+_NAME = "baton_router"  # the module's init function is named after it
 
 
 def build() -> Path:
@@ -27,8 +34,17 @@ def build() -> Path:
     return cxx.build(Sources(name, units, headers, [*FLAGS, f"-I{include}"], {}))
 
 
-def load() -> ModuleType:
-    """The module with the class PageTable. Raises BuildError, or ImportError for a library that is no use."""
+@functools.cache
+def native() -> ModuleType | None:
+    """The module, compiled first if the cache lacks it; None, and a line in the log, where that cannot be."""
+    try:
+        return _load()
+    except (BuildError, ImportError) as error:
+        log.warning("the router's C++ is not compiled, slower Python takes over: %s", error)
+        return None
+
+
+def _load() -> ModuleType:
     path = str(build())
     loader = ExtensionFileLoader(_NAME, path)
     module = module_from_spec(ModuleSpec(_NAME, loader, origin=path))
@@ -40,5 +56,5 @@ if __name__ == "__main__":
     try:
         sys.stdout.write(f"{build()}\n")
     except BuildError as error:
-        sys.stderr.write(f"page table not built, the one in Python takes over: {error}\n")
+        sys.stderr.write(f"not built, slower Python takes over: {error}\n")
         sys.exit(1)

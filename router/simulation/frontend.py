@@ -47,7 +47,7 @@ class Frontend:
         self.address = f"router{number}"
         chance = random.Random(f"{options.seed} {self.address}")
         policy = make_policy(options.policy, options.weights, options.prefill_on_decode_tokens, chance)
-        self.placer = Placer(self.index, policy, options.weights, options.expect_s)
+        self.placer = Placer(self.index, policy, options.expect_s)
         self.admission = Admission(options.admission, self.placer)
         self.peers = Peers(
             self.placer.fleet, self.address, 0,

@@ -51,7 +51,7 @@ class House:
 
     def __init__(self, workers: Iterable[WorkerRecord] = (), **options: object) -> None:
         policy = make_policy("kv", WEIGHTS, 0, random.Random(1))
-        self.placer = Placer(GlobalIndex(), policy, WEIGHTS, 10.0)
+        self.placer = Placer(GlobalIndex(), policy, 10.0)
         self.placer.update(list(workers) or [prefill(), decode()], 0.0)
         self.admission = Admission(AdmissionOptions.model_validate(options), self.placer)
         self.asks: dict[int, Ask] = {}

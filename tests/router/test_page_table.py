@@ -17,8 +17,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from router import page_table
 from router.index import as_hashes
+from router.native.build import native
 from router.page_table import ALL, HELD, Hashes, PageTable, PythonPageTable, Tier, make_page_table
 
 SLOTS = 200
@@ -120,12 +120,12 @@ def test_without_a_compiler_the_twin_takes_over_and_says_so(
 ) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-    page_table._native.cache_clear()
+    native.cache_clear()
     try:
         assert isinstance(make_page_table(), PythonPageTable)
         assert isinstance(make_page_table(), PythonPageTable)
     finally:
-        page_table._native.cache_clear()
+        native.cache_clear()
     (line,) = caplog.messages
     assert "no C++ compiler" in line
 

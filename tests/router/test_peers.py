@@ -33,7 +33,7 @@ class Node:
 
     def __post_init__(self) -> None:
         policy = make_policy(self.policy, WEIGHTS, 0, random.Random(self.name))
-        self.placer = Placer(GlobalIndex(), policy, WEIGHTS, 10.0)
+        self.placer = Placer(GlobalIndex(), policy, 10.0)
         self.placer.page_tokens = PAGE
         self.peers = Peers(self.placer.fleet, self.name, 1, self.send, self.wake)
 

@@ -107,7 +107,7 @@ class Books(RuleBasedStateMachine):
         self.now = 0.0
         self.index = GlobalIndex()
         made = make_policy(policy, WEIGHTS, 16, random.Random(2))
-        self.placer = Placer(self.index, made, WEIGHTS, expect_s=3.0)
+        self.placer = Placer(self.index, made, expect_s=3.0)
         self.bookings: list[Booking] = []
         self.records: dict[str, WorkerRecord] = {}
         for name in NAMES:

@@ -38,7 +38,7 @@ def placer(
     name: str, workers: list[WorkerRecord], alone_tokens: int = 0, weights: PolicyWeights = WEIGHTS
 ) -> Placer:
     """Workers of that policy, with everything of it seeded."""
-    made = Placer(GlobalIndex(), make_policy(name, weights, alone_tokens, random.Random(1)), weights, 10.0)
+    made = Placer(GlobalIndex(), make_policy(name, weights, alone_tokens, random.Random(1)), 10.0)
     made.update(workers, 0.0)
     made.page_tokens = PAGE
     return made
@@ -243,7 +243,7 @@ def test_temperature_is_the_odds(temperature: float) -> None:
 @pytest.mark.parametrize("same_host", [False, True])
 def test_temperature_spreads_pairs_wherever_they_are(same_host: bool) -> None:
     weights = PolicyWeights.model_validate({"temperature": 50.0})
-    made = Placer(GlobalIndex(), make_policy("kv", weights, 0, random.Random(5)), weights, 10.0)
+    made = Placer(GlobalIndex(), make_policy("kv", weights, 0, random.Random(5)), 10.0)
     host = "one" if same_host else ""
     made.update(
         [*(prefill(name, queued, host) for name, queued in (("p", 0), ("q", 30))), decode("d", host=host)],
