@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from router.index import GlobalIndex
+from router.native.build import native
 from wire.records import Role, WorkerLoad, WorkerRecord
 
 Floats = npt.NDArray[np.float64]
@@ -158,7 +159,7 @@ class Rows:
     names: list[str]
     slots: npt.NDArray[np.int64]  # where an index row speaks of them
     hosts: npt.NDArray[np.int64]  # equal numbers, over both roles: the same host
-    figures: Floats  # [4, workers], as kv_prices.h has them: queued, requests, context, capacity
+    figures: Floats  # [4, workers]: queued, requests, context, capacity
 
     def __len__(self) -> int:
         return len(self.names)
@@ -197,8 +198,8 @@ class Candidates(NamedTuple):
 
 
 class _Table:
-    """The accounts as arrays, P before D, so that one operation serves both. An account that changed is
-    `touch`ed; nothing else is copied."""
+    """The accounts as arrays, P before D, so that one operation serves both. Of an account that changed a
+    column is written; nothing else is copied."""
 
     def __init__(self, accounts: list[Account], index: GlobalIndex) -> None:
         accounts = sorted(accounts, key=lambda one: one.record.role is Role.DECODE)
@@ -207,39 +208,52 @@ class _Table:
         hosts: dict[str, int] = {}
         host = np.array([hosts.setdefault(one.record.host, len(hosts)) for one in accounts], np.int64)
         slots = np.array([index.join(name) for name in self.row], np.int64)
-        # A reported queue is base - rate x now, until it is empty.
-        self._base, self._rate, self._since = np.zeros((3, len(accounts)))
-        figures = np.zeros((4, len(accounts)))
-        self._queued, self._requests, self._context, self._capacity = figures
+        # First those that a policy sees. A reported queue is base - rate x now, until it is empty.
+        self._figures = figures = np.zeros((7, len(accounts)))
+        self._queued, self._requests, self._context, self._capacity = figures[:4]
+        self._base, self._rate, self._since = figures[4:]
+        self._compiled = native()
         for one in accounts:
-            self.touch(one)
+            self.reported(one)
         names, split = list(self.row), sum(one.record.role is Role.PREFILL for one in accounts)
         self._candidates = Candidates(
             *(
-                Rows(names[part], slots[part], host[part], figures[:, part])
+                Rows(names[part], slots[part], host[part], figures[:4, part])
                 for part in (slice(split), slice(split, None))
             )
         )
 
-    def touch(self, account: Account) -> None:
-        """Its figures have changed."""
+    def reported(self, account: Account) -> None:
+        """The worker has reported, so anything may be another."""
         row, load = self.row[account.record.id], account.record.load
         rate = load.prefill_tokens_per_s
         self._base[row] = load.queued_prefill_tokens + rate * account.reported_at
         self._rate[row] = rate
+        self._capacity[row] = account.record.total_tokens
+        self.given(account)
+
+    def given(self, account: Account) -> None:
+        """Routers gave it something, or took it back."""
+        row = self.row[account.record.id]
         self._since[row] = account.own.since_tokens + account.peers.since_tokens
         self._requests[row] = account.requests()
         self._context[row] = account.context()
-        self._capacity[row] = account.record.total_tokens
 
     def candidates(self, now: float) -> Candidates:
         """What a policy sees."""
+        if self._compiled is not None:
+            self._compiled.melt(self._figures, now)
+        else:
+            self._melt(now)
+        return self._candidates
+
+    def _melt(self, now: float) -> None:
+        """What is queued now: the twin of the one in module.cpp."""
         queued = self._queued
         np.multiply(self._rate, now, out=queued)
         np.subtract(self._base, queued, out=queued)
         np.maximum(queued, 0.0, out=queued)
         np.add(queued, self._since, out=queued)
-        return self._candidates
 
 
 class Fleet:
@@ -255,7 +269,7 @@ class Fleet:
         return worker in self._accounts
 
     def account(self, worker: str) -> Account | None:
-        """A live worker's account. Call `changed` after writing to it, or `given` if it was to `own`."""
+        """A live worker's account. Call `changed` after writing to `peers`, or `given` if it was to `own`."""
         return self._accounts.get(worker)
 
     def accounts(self) -> list[Account]:
@@ -281,7 +295,8 @@ class Fleet:
             self._accounts[record.id] = account
         if same:
             for account in self._accounts.values():
-                self.changed(account)
+                if account.record.id in self._table.row:  # a draining worker has none
+                    self._table.reported(account)
         else:
             self._rebuild()
         for account in given:
@@ -289,10 +304,10 @@ class Fleet:
         return sorted(gone)
 
     def changed(self, account: Account) -> None:
-        """Somebody wrote to this account. One whose worker has left or was replaced is nobody's any more."""
+        """What routers gave is another. One whose worker has left or was replaced is nobody's any more."""
         name = account.record.id
-        if self._accounts.get(name) is account and name in self._table.row:  # a draining worker has no row
-            self._table.touch(account)
+        if self._accounts.get(name) is account and name in self._table.row:
+            self._table.given(account)
 
     def given(self, account: Account) -> None:
         """This router gave the worker something, or took it back."""

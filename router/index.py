@@ -13,7 +13,7 @@ Threads: the event plane's writes (`apply`, `store`, `remove`, `clear`), the eve
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +24,7 @@ from wire.events import MEDIA, AllBlocksCleared, BlockRemoved, BlockStored, Unre
 _TIERS = {"GPU": Tier.GPU, "CPU": Tier.CPU, "STORAGE": Tier.STORAGE}
 
 
-@dataclass(frozen=True, slots=True)
-class Matches:
+class Matches(NamedTuple):
     """One prompt against every worker, in pages.
 
     `found` is int32 [4, slots], a row per Tier: the first counts all leading pages that a worker holds, the

@@ -125,7 +125,9 @@ class Placer:
         self.fleet.given(decoder)
         if p is not None:
             self.fleet.given(prefiller)
-        self._expect(booking, ask.hashes, choice, now)
+        if picked.prefill is not None:
+            booking.expected.append(self._expect(ask.hashes, choice.prefill_side, picked.prefill, now))
+        booking.expected.append(self._expect(ask.hashes, choice.decode_side, picked.decode, now))
         self.policy.placed(ask, picked, choice.prefill_side, choice.decode_side)
         if ask.session:
             self._remember(_session(ask), booking)
@@ -175,18 +177,14 @@ class Placer:
         if len(self._sessions) > _SESSIONS:
             self._sessions.popitem(last=False)
 
-    def _expect(self, booking: Booking, hashes: Hashes, choice: Choice, now: float) -> None:
-        """The prompt's pages will be on both."""
-        sides = [(choice.decode_side, choice.picked.decode)]
-        if choice.picked.prefill is not None:
-            sides.insert(0, (choice.prefill_side, choice.picked.prefill))
-        for side, row in sides:
-            missing = hashes[side.held(row) // max(1, self.page_tokens) :]
-            expected = _Expected(now + self._expect_s, side.rows.slots.item(row), missing)
-            booking.expected.append(expected)
-            if len(missing):
-                self._index.expect(expected.slot, missing)
-                self._expected.append(expected)
+    def _expect(self, hashes: Hashes, side: Side, row: int, now: float) -> _Expected:
+        """The prompt's pages will be there."""
+        missing = hashes[side.held(row) // max(1, self.page_tokens) :]
+        expected = _Expected(now + self._expect_s, side.rows.slots.item(row), missing)
+        if len(missing):
+            self._index.expect(expected.slot, missing)
+            self._expected.append(expected)
+        return expected
 
     def _settle(self, expected: list[_Expected], now: float) -> None:
         for one in expected:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -19,9 +18,10 @@ from router.index import Matches
 from router.options import PolicyWeights
 from router.page_table import Hashes, Tier
 
+_ALL_PAGES = int(Tier.GPU)  # the row of `found`; a look-up in an enum takes longer than the one in the array
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+
+class Ask(NamedTuple):
     """What a policy may know of a room that wants workers."""
 
     prompt_tokens: int  # forced tokens of a restart included
@@ -42,7 +42,7 @@ class Side(NamedTuple):
 
     def held(self, row: int) -> int:
         """Prompt tokens that a worker holds, in any tier, on their way included."""
-        pages: int = self.matches.found.item(Tier.GPU, self.rows.slots.item(row))
+        pages: int = self.matches.found.item(_ALL_PAGES, self.rows.slots.item(row))
         return pages * self.page_tokens
 
     def table(self, **costs: Floats | None) -> list[dict[str, object]]:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -262,7 +261,7 @@ def test_a_session_meets_its_workers_again_while_they_are_not_much_busier() -> N
     booking = made.book(talk, choice, 0.0)
     made.close(booking, 0.0)
     assert {chosen(made.choose(talk, 0.0)) for _ in range(20)} == {(booking.prefill, booking.decode)}
-    others = {chosen(made.choose(replace(talk, session="another"), 0.0)) for _ in range(40)}
+    others = {chosen(made.choose(talk._replace(session="another"), 0.0)) for _ in range(40)}
     assert len(others) > 4
     queue = int(WEIGHTS.session) + 1
     made.update([replace_load(one, booking.prefill or "", queue) for one in workers], 1.0)
