@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from router.fleet import Account, _Table
 from router.index import GlobalIndex
@@ -18,6 +18,7 @@ reports = st.tuples(
 )  # tokens queued, tokens a second, when, tokens placed since
 
 
+@settings(deadline=None)
 @given(st.lists(reports, max_size=8), st.floats(0, 1e6))
 def test_both_melt_the_same(fleet: list[tuple[int, float, float, int]], now: float) -> None:
     accounts = []
