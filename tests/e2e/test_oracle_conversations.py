@@ -3,6 +3,9 @@
 A conversation has three turns, and half of them begin as a fork: they continue an earlier turn of another one
 in different words. Greedy means that every token is the likeliest after all before it: ONE forward of
 transformers over a whole conversation checks all its outputs. Every tenth is asked of `generate` besides.
+
+Among 10,000 tokens of a random model a few are ties but for rounding (MIN_MARGIN); there either is right, and
+what follows is judged after the one that was said.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.support.oracle import EVERY
-from tests.support.reference import draw_model, reference_generate, reference_likeliest
+from tests.support.reference import MIN_MARGIN, draw_model, reference_generate, reference_greedy
 from tools.local_stack import Stack, stack
 
 CONVERSATIONS = 200
@@ -74,12 +77,20 @@ class Conversation:
     def check(self, model: Path, with_generate: bool) -> None:
         """Every reply is transformers'."""
         last = self.turns[-1]
-        likeliest = reference_likeliest(model, [*last.prompt, *last.reply])
+        greedy = reference_greedy(model, [*last.prompt, *last.reply])
         for turn in self.turns:
             begin = len(turn.prompt)
-            assert turn.reply == likeliest[begin - 1 : begin - 1 + REPLY]
+            choices = greedy[begin - 1 : begin - 1 + REPLY]
+            assert len(turn.reply) == REPLY
+            wrong = [
+                (place, token, right)
+                for place, (token, right) in enumerate(zip(turn.reply, choices, strict=True))
+                if token not in right
+            ]
+            assert not wrong, f"after {begin} tokens: {wrong}"
             if with_generate:
-                assert turn.reply == reference_generate(model, turn.prompt, REPLY)[0]
+                said, margin = reference_generate(model, turn.prompt, REPLY)
+                assert turn.reply == said or margin < MIN_MARGIN
 
 
 def conversations(seed: str, served: Stack) -> list[Conversation]:

@@ -58,15 +58,19 @@ def reference_generate(path: Path, prompt_ids: Sequence[int], n: int) -> tuple[l
 
 @functools.lru_cache(maxsize=1024)
 @torch.inference_mode()
-def _likeliest(path: Path, stamp: int, ids: tuple[int, ...]) -> list[int]:
+def _greedy(path: Path, stamp: int, ids: tuple[int, ...]) -> list[set[int]]:
     model = reference_model(path, stamp)
-    found: list[int] = model(torch.tensor([ids]), use_cache=False).logits[0].argmax(-1).tolist()
-    return found
+    logits = model(torch.tensor([ids]), use_cache=False).logits[0].float()
+    worst = logits.amax(-1, keepdim=True) - MIN_MARGIN * logits.std(dim=-1, keepdim=True)
+    return [set(row.nonzero().flatten().tolist()) for row in logits >= worst]
 
 
-def reference_likeliest(path: Path, ids: Sequence[int]) -> list[int]:
-    """After each of `ids` and all before it, the likeliest token: one forward. Cached by content and ids."""
-    return _likeliest(path, (path / "model.safetensors").stat().st_mtime_ns, tuple(ids))
+def reference_greedy(path: Path, ids: Sequence[int]) -> list[set[int]]:
+    """After each of `ids` and all before it, the likeliest token, and others within MIN_MARGIN of it.
+
+    One forward. Cached by content and ids.
+    """
+    return _greedy(path, (path / "model.safetensors").stat().st_mtime_ns, tuple(ids))
 
 
 def draw_model(
