@@ -5,8 +5,8 @@
 Fake workers in processes of their own (bench/fake_worker, compiled) send one `Tokens` message per token; the
 router writes one event per token to a compiled load generator (bench/load_generator), which keeps 1, 16 or 64
 connections busy with prompts of 256 tokens, all different, and checks every answer. `bare` is `python -m
-router`; `serve` is the same router under Ray Serve, with HAProxy and the switches of deploy/cluster.yaml. The
-two are measured alternately; each figure is the median of the rounds.
+router --processes N`; `serve` is the same router under Ray Serve in N replicas, with HAProxy and the switches
+of deploy/cluster.yaml. The two are measured alternately; each figure is the median of the rounds.
 
 `values`: {bare, serve, url: {
     rps_1, rps_16, rps_64             requests/s at so many connections, 16 tokens each
@@ -15,13 +15,15 @@ two are measured alternately; each figure is the median of the rounds.
     router_cpu_us_per_request, _per_token   CPU time that the router costs, at 64 connections: a line
                                       through the answers of 1 and of 16 tokens; steadier than rps where
                                       cores are shared
-    load_cpu_share                    of a core, that the load generator used at most}}
+    load_cpu_share                    of a core, that the load generator used at most},
+    processes                         of each router}
 `ratios`: serve_vs_bare_rps_64, serve_vs_bare_added_ms_1.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import tempfile
 from contextlib import ExitStack
@@ -103,9 +105,9 @@ def _start(cleanup: ExitStack, given: argparse.Namespace) -> dict[str, Side]:
     write_prompts(prompts, given.model, given.prompts)
     ours = LoadGenerator(prompts, given.chat)
     sides = {}
-    routers = {"bare": bare_router(given.model, "m", scratch)}
+    routers = {"bare": bare_router(given.model, "m", scratch, given.processes)}
     if not given.bare_only:
-        routers["serve"] = served_router(given.model, "m", scratch, given.ingress)
+        routers["serve"] = served_router(given.model, "m", scratch, given.ingress, given.processes)
     for name, router in routers.items():
         at, directory = cleanup.enter_context(router)
         cleanup.enter_context(workers(at, directory, given.step_ms))
@@ -132,6 +134,7 @@ def main() -> None:
         "--extra", default='{"ignore_eos": true}', help="further fields of its requests, as JSON"
     )
     parser.add_argument("--chat", action="store_true", help="/v1/chat/completions instead of completions")
+    parser.add_argument("--processes", type=int, default=min(4, os.cpu_count() or 1), help="of each router")
     parser.add_argument("--model", type=Path, default=ROOT / "deploy/demo_model", help="whose tokenizer")
     parser.add_argument("--prompts", type=int, default=6000, help="how many different ones")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each shot")
@@ -152,7 +155,8 @@ def main() -> None:
                     print(
                         f"round {number + 1}/{given.rounds} {name} c{cell[0]} t{cell[1]}: {shot}", flush=True
                     )
-        values = {name: side.summary() for name, side in sides.items()}
+        values: dict[str, Any] = {name: side.summary() for name, side in sides.items()}
+        values["processes"] = given.processes
     ratios = {}
     if "serve" in values:
         for key in ("rps_64", "added_ms_1"):

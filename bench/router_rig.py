@@ -116,11 +116,12 @@ class LoadGenerator:
 
 
 @contextmanager
-def bare_router(model: Path, name: str, scratch: Path) -> Iterator[tuple[Endpoint, str]]:
-    """`python -m router` on a free port, and its directory's mailbox address."""
+def bare_router(model: Path, name: str, scratch: Path, processes: int = 1) -> Iterator[tuple[Endpoint, str]]:
+    """`python -m router --processes` on a free port, and its directory's mailbox address."""
     path = scratch / "router.json"
     path.write_text(json.dumps({"model": str(model), "served_model_name": name, "port": 0}))
-    with _process("router", "--options", str(path), stdout=subprocess.PIPE) as process:
+    words = ("--options", path, "--processes", processes)
+    with _process("router", *words, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         ready = json.loads(process.stdout.readline())
         host, _, port = ready["http"].removeprefix("http://").rpartition(":")
@@ -128,12 +129,14 @@ def bare_router(model: Path, name: str, scratch: Path) -> Iterator[tuple[Endpoin
 
 
 @contextmanager
-def served_router(model: Path, name: str, scratch: Path, ingress: str) -> Iterator[tuple[Endpoint, str]]:
+def served_router(
+    model: Path, name: str, scratch: Path, ingress: str, replicas: int
+) -> Iterator[tuple[Endpoint, str]]:
     """The same router under Ray Serve (bench/router_serve.py), and its directory's mailbox address."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = int(free.getsockname()[1])
     where = ("--port", port, "--scratch", scratch, "--ingress", ingress)
-    options = ("--model", model, "--served-model", name, *where)
+    options = ("--model", model, "--served-model", name, "--replicas", replicas, *where)
     with _process("bench.router_serve", *options, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         ready = json.loads(process.stdout.readline())

@@ -52,14 +52,15 @@ def _free_ports(count: int) -> list[int]:
     return ports
 
 
-def _serve(model: Path, name: str, port: int, scratch: Path) -> None:
+def _serve(model: Path, name: str, port: int, scratch: Path, replicas: int) -> None:
     """Ray is imported here: see the module's docstring."""
     from cluster.app import router_application
     from cluster.config import parse_config
     from cluster.directory_actor import DirectoryFinder
     from cluster.local import APP_NAME, LocalOptions, LocalServe, stop_on_signals
 
-    config = parse_config({"model": str(model), "served_model_name": name})
+    router = {"num_replicas": replicas}
+    config = parse_config({"model": str(model), "served_model_name": name, "router": router})
     options = LocalOptions(port=port, cpus=config.cpus(), shutdown_s=15.0, temp_dir=scratch / "ray")
     with LocalServe(options) as local:
         stop: threading.Event = stop_on_signals()
@@ -75,11 +76,12 @@ def main() -> None:
     parser.add_argument("--served-model", required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--ingress", choices=INGRESSES, default="haproxy", help="what is in front")
+    parser.add_argument("--replicas", type=int, default=1, help="of the router")
     parser.add_argument("--scratch", type=Path, required=True, help="a short path: sockets lie in it")
     given = parser.parse_args()
     (given.scratch / "haproxy").mkdir(parents=True, exist_ok=True)
     os.environ.update(ingress_environment(given.ingress, given.scratch))
-    _serve(given.model, given.served_model, given.port, given.scratch)
+    _serve(given.model, given.served_model, given.port, given.scratch, given.replicas)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`python -m router --options FILE.json`: a router process.
+"""`python -m router --options FILE.json [--processes N]`: a router, in one process or several on one port.
 
 Prints one line of JSON when it serves: {"ready": true, "http": ..., "mailbox": ...}. What cannot work is one
 line on stderr that names key and remedy, and exit code 2. Ends cleanly on SIGTERM and SIGINT.
@@ -24,6 +24,7 @@ import uvloop
 from router.app import build_app
 from router.options import RouterOptions
 from router.service import Router
+from router.siblings import Siblings
 from wire.errors import ConfigError
 from wire.options import exit_on_config_error, read_options
 
@@ -56,11 +57,25 @@ def main() -> None:
     """The process."""
     parser = argparse.ArgumentParser(prog="python -m router", description="Baton's router")
     parser.add_argument("--options", type=Path, required=True, help="a JSON file (router/options.py)")
+    parser.add_argument(
+        "--processes", type=int, default=1, metavar="N", help="that share the port; /metrics is one of them's"
+    )
+    parser.add_argument(
+        "--sibling", nargs=2, metavar=("DIRECTORY", "PORT"),
+        help="what --processes starts: ends with its stdin",
+    )  # fmt: skip
+    given = parser.parse_args()
     with exit_on_config_error("router"):
-        options = read_options(RouterOptions, parser.parse_args().options)
+        options = read_options(RouterOptions, given.options)
+        if given.processes < 1:
+            raise ConfigError("--processes", f"{given.processes} are none", "give at least 1")
+        if given.sibling is not None:
+            directory, port = given.sibling
+            options = options.model_copy(update={"directory": directory, "port": int(port)})
+        shared = given.sibling is not None or given.processes > 1
         router = Router(options)
-        with _listen(options) as listener:
-            uvloop.run(_serve(router, listener))
+        with _listen(options, shared) as listener:
+            uvloop.run(_serve(router, listener, given))
 
 
 def _calm_gc() -> None:
@@ -72,9 +87,11 @@ def _calm_gc() -> None:
     gc.set_threshold(5_000, 10, 10)
 
 
-def _listen(options: RouterOptions) -> socket.socket:
+def _listen(options: RouterOptions, shared: bool) -> socket.socket:
     listener = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind((options.host, options.port))
         listener.listen(2048)  # bind alone does not fail on every kind of occupied port
@@ -93,10 +110,13 @@ def _listen(options: RouterOptions) -> socket.socket:
     return listener
 
 
-async def _serve(router: Router, listener: socket.socket) -> None:
+async def _serve(router: Router, listener: socket.socket, given: argparse.Namespace) -> None:
     await router.start()
+    host, port = listener.getsockname()[:2]
+    directory = router.options.directory or router.mailbox_address
+    siblings = Siblings(("--options", str(given.options), "--sibling", directory, str(port)))
     try:
-        host, port = listener.getsockname()[:2]
+        await siblings.start(given.processes - 1)
         shown = f"[{host}]" if ":" in host else host
         ready = {"ready": True, "http": f"http://{shown}:{port}", "mailbox": router.mailbox_address}
         config = uvicorn.Config(
@@ -113,9 +133,19 @@ async def _serve(router: Router, listener: socket.socket) -> None:
             timeout_graceful_shutdown=_GRACE_S,
         )
         _calm_gc()
-        await _Server(config, json.dumps(ready)).serve(sockets=[listener])
+        server = _Server(config, json.dumps(ready))
+        if given.sibling is not None:
+            asyncio.get_running_loop().add_reader(sys.stdin, _end_with_stdin, server)
+        await server.serve(sockets=[listener])
     finally:
+        await siblings.close()
         await router.close()
+
+
+def _end_with_stdin(server: uvicorn.Server) -> None:
+    """Nobody writes there: whoever started this has closed it, or died."""
+    asyncio.get_running_loop().remove_reader(sys.stdin)
+    server.should_exit = True
 
 
 if __name__ == "__main__":

@@ -61,14 +61,15 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
         time.sleep(0.01)
 
 
-def start_router(directory: Path, model: Path, /, **options: object) -> RouterProcess:
+def start_router(directory: Path, model: Path, /, processes: int = 1, **options: object) -> RouterProcess:
     """A router on a free port."""
     path = directory / f"options-{time.monotonic_ns()}.json"
     base = {"model": str(model), "served_model_name": "tiny", "port": 0, "prefill_on_decode_tokens": 0}
     path.write_text(json.dumps({**base, **options}))
     process = subprocess.Popen(
-        [sys.executable, "-m", "router", "--options", str(path)], stdout=subprocess.PIPE, text=True, cwd=ROOT
-    )
+        [sys.executable, "-m", "router", "--options", str(path), "--processes", str(processes)],
+        stdout=subprocess.PIPE, text=True, cwd=ROOT,
+    )  # fmt: skip
     assert process.stdout is not None
     line = process.stdout.readline()
     process.stdout.close()
