@@ -44,13 +44,12 @@ class Siblings:
             process.stdin.close()
         for keeper in self._keepers:
             keeper.cancel()
-        waits = [asyncio.create_task(process.wait()) for process in ending]
-        if waits:
-            _, late = await asyncio.wait(waits, timeout=_CLOSE_S)
-            if late:
-                for process in self._running:
-                    process.kill()
-                await asyncio.wait(late)
+        ends = {asyncio.create_task(process.wait()): process for process in ending}
+        if ends:
+            _, late = await asyncio.wait(ends, timeout=_CLOSE_S)
+            for end in late:
+                ends[end].kill()
+                await end
 
     async def _spawn(self) -> Process:
         process = await asyncio.create_subprocess_exec(*self._command, stdin=PIPE, stdout=PIPE)
