@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from router.detokenize import Detokenizer
 from router.stop_strings import StopStrings
@@ -23,8 +24,7 @@ MOST_UNREAD = 1 << 20
 instead would keep its KV cache on a worker for as long as the client likes.)"""
 
 
-@dataclass(frozen=True, slots=True)
-class Submission:
+class Submission(msgspec.Struct, frozen=True):
     """A validated request: `n` choices for each prompt. Choice k of prompt j has index j * n + k."""
 
     request_id: str

@@ -35,6 +35,7 @@ from wire.stages import RequestStage, Stamp
 
 _TICK_S = 0.05
 _INSPECT_TIMEOUT_S = 10.0
+_NO_PAGES = as_hashes([])
 
 
 class Router:
@@ -218,7 +219,7 @@ class Router:
         plans = []
         for prompt in submission.prompts:
             packed = pack_tokens(prompt)
-            hashes: Hashes = as_hashes([])
+            hashes: Hashes = _NO_PAGES
             if page_tokens:
                 seed = self._seed
                 if submission.extra_key or submission.cache_salt:

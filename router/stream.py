@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
+import msgspec
+
 from router.options import RouterOptions
 from router.page_table import Hashes
 from wire.errors import BatonError, InvalidRequest, Overloaded, Unavailable
@@ -42,8 +44,7 @@ _LONGEST_SILENCE_S = 8.0  # between two Resends
 _FIRST_PAUSE_S = 0.1  # before a restart that no better worker can take at once
 
 
-@dataclass(frozen=True, slots=True)
-class RoomPlan:
+class RoomPlan(msgspec.Struct, frozen=True):  # a frozen dataclass of so many fields is slow to make
     """What a room is for; the same in every epoch."""
 
     request_id: str
