@@ -34,7 +34,7 @@ class GenerateBody(BaseModel):
 
     text: str | list[str] | None = None
     input_ids: list[TokenId] | list[list[TokenId]] | None = None
-    sampling_params: dict[str, Any] = {}
+    sampling_params: dict[str, Any] = Field(default_factory=dict)
     stream: bool = False
     return_logprob: bool = False
     top_logprobs_num: int = Field(0, ge=0, le=20)
@@ -55,7 +55,7 @@ class TokenizeBody(BaseModel):
     tools: list[dict[str, Any]] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
 class DetokenizeBody(BaseModel):

@@ -27,6 +27,7 @@ class StreamOptions(BaseModel):
 class SamplingBody(BaseModel):
     """What every way to ask for tokens has in common."""
 
+    # Empty collections come from factories: pydantic deep-copies a default, which took half of the parsing.
     model_config = ConfigDict(extra="forbid")
 
     temperature: float = Field(1.0, ge=0)
@@ -37,10 +38,10 @@ class SamplingBody(BaseModel):
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0)
-    logit_bias: dict[TokenId, float] = {}
+    logit_bias: dict[TokenId, float] = Field(default_factory=dict)
     min_tokens: int = Field(0, ge=0)
-    stop: str | list[str] = []
-    stop_token_ids: list[TokenId] = []
+    stop: str | list[str] = Field(default_factory=list)
+    stop_token_ids: list[TokenId] = Field(default_factory=list)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     n: int = Field(1, ge=1, le=128)
@@ -133,7 +134,7 @@ class ChatBody(OpenAIBody):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["auto", "none"] = "auto"
     response_format: dict[str, Any] | None = None
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_generation_prompt: bool = True
 
     @model_validator(mode="after")
