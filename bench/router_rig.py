@@ -130,7 +130,7 @@ def bare_router(model: Path, name: str, scratch: Path, processes: int = 1) -> It
 
 @contextmanager
 def served_router(
-    model: Path, name: str, scratch: Path, ingress: str, replicas: int
+    model: Path, name: str, scratch: Path, ingress: str, replicas: int = 1
 ) -> Iterator[tuple[Endpoint, str]]:
     """The same router under Ray Serve (bench/router_serve.py), and its directory's mailbox address."""
     with socket.create_server(("127.0.0.1", 0)) as free:

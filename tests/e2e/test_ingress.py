@@ -24,7 +24,7 @@ def test_haproxy_passes_streams_errors_and_a_client_that_leaves() -> None:
     with (
         TemporaryDirectory(prefix="b-", dir="/tmp") as scratch,  # short: sockets lie in it
         served_router(ROOT / "deploy/demo_model", "m", Path(scratch), "haproxy") as (at, directory),
-        workers(at, directory, "--step-ms", "20"),
+        workers(at, directory, step_ms=20.0),
         httpx.Client(base_url=at.url, timeout=30.0) as client,
     ):
         answer = client.post(
