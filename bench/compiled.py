@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+
+from wire.compile import BuildError, find_compiler
 
 _FOLDER = Path(__file__).parent
 
@@ -20,9 +21,10 @@ def compiled(name: str, *libraries: Path) -> Path:
     digest.update(repr(libraries).encode())
     binary = Path(tempfile.gettempdir()) / f"baton-{name}-{os.getuid()}-{digest.hexdigest()[:16]}"
     if not binary.exists():
-        compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-        if compiler is None:
-            raise SystemExit(f"bench/{name}: no C++ compiler is installed (g++ or clang++); install one")
+        try:
+            compiler = find_compiler()
+        except BuildError as error:
+            raise SystemExit(f"bench/{name}: {error}") from None
         half = binary.with_suffix(f".{os.getpid()}")
         linked = [word for path in libraries for word in (path, f"-Wl,-rpath,{path.parent}")]
         subprocess.run(

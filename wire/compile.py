@@ -45,7 +45,7 @@ def build(sources: Sources) -> Path:
 
     Safe with several processes at once: one compiles under a file lock, the others wait for it.
     """
-    compiler = _find_compiler()
+    compiler = find_compiler()
     target = _cache_dir() / f"{sources.name}-{_digest(sources, compiler)}.so"
     if target.exists():
         return target
@@ -68,8 +68,8 @@ def _cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "baton"
 
 
-def _find_compiler() -> str:
-    """$CXX, or g++, or clang++."""
+def find_compiler() -> str:
+    """$CXX, or g++, or clang++. Raises BuildError when none is installed."""
     for name in filter(None, (os.environ.get("CXX"), "g++", "clang++")):
         path = shutil.which(name)
         if path:

@@ -118,6 +118,7 @@ class Peers:
         if peer.messages and len(peer.frame) + len(payload) > _LONGEST_FRAME:
             self._send(peer)
         if not peer.messages:
+            peer.used_at = time.monotonic()  # now, so that it is not taken for idle with a frame to send
             self._unsent.append(peer)
             peer.frame += self._head
         peer.frame += len(payload).to_bytes(_LENGTH, "little")
@@ -140,7 +141,6 @@ class Peers:
     def _send(self, peer: _Peer) -> None:
         if not peer.messages:
             return  # sent when its frame was full, or forgotten
-        peer.used_at = time.monotonic()
         try:
             peer.socket.send(bytes(peer.frame), _NOW)
         except zmq.Again:
