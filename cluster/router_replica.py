@@ -18,6 +18,7 @@ from router.app import App, build_app
 from router.asgi import Receive, Scope, Send
 from router.options import RouterOptions
 from router.service import Router
+from wire.collector import calm_collector
 from wire.options import parse_options
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class RouterReplica:
             directory = await asyncio.to_thread(self._directory)
             self._router = Router(self._options.model_copy(update={"directory": directory}))
             await self._router.start()
+        calm_collector()
         self._following = asyncio.create_task(self._follow_directory())
 
     def __serve_build_asgi_app__(self) -> App:

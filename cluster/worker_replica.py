@@ -17,6 +17,7 @@ from cluster.model_files import model_directory
 from cluster.node import node_interface
 from cluster.refusal import readable_refusal
 from scheduler.options import WorkerOptions
+from wire.collector import calm_collector
 from wire.options import parse_options
 from wire.records import Role
 
@@ -43,6 +44,7 @@ class WorkerReplica:
             self._options = parse_options(WorkerOptions, given)
             self._worker = make_worker(Role(role), self._options, finder)
             self._worker.start()
+        calm_collector()
 
     async def check_health(self) -> None:
         """Serve's health check. Raises when the engine loop is dead or stuck; then Serve replaces us."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import errno
-import gc
 import json
 import signal
 import socket
@@ -25,6 +24,7 @@ from router.app import build_app
 from router.options import RouterOptions
 from router.service import Router
 from router.siblings import Siblings
+from wire.collector import calm_collector
 from wire.errors import ConfigError
 from wire.options import exit_on_config_error, read_options
 
@@ -78,15 +78,6 @@ def main() -> None:
             uvloop.run(_serve(router, listener, given))
 
 
-def _calm_gc() -> None:
-    """Collections stop every stream, so they are made seldom and small."""
-    gc.collect()
-    gc.freeze()  # what is there now stays: no collection need walk over it
-    # Requests in flight are many young objects, which their counts free soon: by default a collection walks
-    # over them once per few requests, and finds next to nothing.
-    gc.set_threshold(5_000, 10, 10)
-
-
 def _listen(options: RouterOptions, shared: bool) -> socket.socket:
     listener = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -132,7 +123,7 @@ async def _serve(router: Router, listener: socket.socket, given: argparse.Namesp
             proxy_headers=False,  # nobody here asks for the client's address
             timeout_graceful_shutdown=_GRACE_S,
         )
-        _calm_gc()
+        calm_collector()
         server = _Server(config, json.dumps(ready))
         if given.sibling is not None:
             asyncio.get_running_loop().add_reader(sys.stdin, _end_with_stdin, server)

@@ -118,7 +118,7 @@ async def generate(router: Router, request: HttpRequest) -> None:
                 await request.respond_json(answers if batch else answers[0])
     finally:
         watch.cancel()
-        generation.cancel()
+        generation.close()
 
 
 class _Events:

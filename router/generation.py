@@ -204,6 +204,18 @@ class Generation:
             self._stop("the client has gone")
             self._wake()
 
+    def close(self) -> None:
+        """Nobody reads on: stop what still runs, and let go of the rooms. Once; nothing may be asked after.
+
+        Rooms, choices and this object know each other. Left so, every request was garbage that only the
+        collector frees: its walks took a tenth of the router's time, and meanwhile no memory was used twice.
+        """
+        self.cancel()
+        for output in self.outputs:
+            output.room = None
+        self.outputs.clear()
+        self.answer = None
+
     def prompt_tokens(self) -> int:
         """Each prompt counts once, however many choices it has."""
         return sum(len(prompt) for prompt in self.submission.prompts)

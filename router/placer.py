@@ -11,6 +11,8 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
+
 from router.fleet import Account, Fleet, Floats, Rows
 from router.index import GlobalIndex
 from router.page_table import Hashes
@@ -40,8 +42,7 @@ class Choice(NamedTuple):
         return self.decode_side.held(self.picked.decode)
 
 
-@dataclass(slots=True)
-class _Expected:
+class _Expected(msgspec.Struct, gc=False):  # many thousands live; none is part of a cycle
     until: float
     slot: int  # should it be another worker's by then, that one is expected to have a little less
     hashes: Hashes

@@ -19,6 +19,7 @@ from typing import NoReturn
 
 from scheduler.options import WorkerOptions
 from scheduler.worker import Worker
+from wire.collector import calm_collector
 from wire.errors import WorkerLost
 from wire.options import exit_on_config_error, read_options
 
@@ -45,6 +46,7 @@ def run_worker(
 def _serve(worker: Worker) -> int:
     _on_signals(_leave)  # joining may take a minute, and there is nothing to finish yet
     record = worker.start()
+    calm_collector()
     # Not an Event: its set() waits for a lock that the interrupted wait() may hold. This put() never does.
     told: queue.SimpleQueue[int] = queue.SimpleQueue()
     _on_signals(lambda number, _: told.put(number))

@@ -56,8 +56,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     priority: int = 0  # greater runs first
 
 
-class Message(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind"):
-    """Base of everything that goes through a mailbox."""
+class Message(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", gc=False):
+    """Base of everything that goes through a mailbox. No part of a message can refer to the whole, so the
+    garbage collector need not look."""
 
 
 class RoomMessage(Message, frozen=True, omit_defaults=True):
@@ -152,14 +153,14 @@ class FinishReason(StrEnum):
     LENGTH = "length"
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Natural-log probability of the chosen token, and of the best ones, (token, logprob) best first."""
 
     logprob: float
     top: list[tuple[int, float]] = []
 
 
-class TokenRun(msgspec.Struct, frozen=True, omit_defaults=True):
+class TokenRun(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Tokens of one room from output position `start` on.
 
     `logprobs`, when asked for, is as long as `tokens`. `cached_tokens` counts prompt tokens that were not

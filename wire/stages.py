@@ -24,7 +24,7 @@ class RequestStage(StrEnum):
     DECODE_TRANSFERRED = "decode_transferred"
 
 
-class Stamp(msgspec.Struct, frozen=True, array_like=True):
+class Stamp(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A stage was entered at `at_ns` nanoseconds of the Unix clock (comparable between hosts, roughly)."""
 
     stage: RequestStage

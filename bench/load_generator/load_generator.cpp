@@ -200,6 +200,10 @@ class Load {
         if (options_.events ? reader.events() != options_.events : reader.events() == 0)
             fail("an answer had " + std::to_string(reader.events()) + " events, not " + std::to_string(options_.events));
         in_flight_--;
+        if (reader.closes()) {  // as a proxy does that is being replaced
+            close(connection.socket);
+            open(connection);
+        }
         if (at >= measure_from_ && at < measure_until_) completed_++;
         if (at < measure_until_) send_next(connection);
     }

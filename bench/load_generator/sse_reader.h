@@ -36,6 +36,7 @@ class SseReader {
 
     bool begun() const { return begun_; }          // the first byte of the body is here
     bool done() const { return state_ == State::kDone; }  // the answer is complete
+    bool closes() const { return closes_; }        // the server takes no further request on this connection
     bool said_done() const { return said_done_; }  // its last event was [DONE]
     int events() const { return events_; }         // before [DONE]
     std::string excerpt() const { return line_.substr(0, 400) + event_.substr(0, 400); }
@@ -56,6 +57,7 @@ class SseReader {
                 }
                 std::transform(line_.begin(), line_.end(), line_.begin(), [](unsigned char c) { return std::tolower(c); });
                 if (line_.rfind("transfer-encoding:", 0) == 0 && line_.find("chunked") != std::string::npos) chunked_ = true;
+                if (line_.rfind("connection:", 0) == 0 && line_.find("close") != std::string::npos) closes_ = true;
                 return nullptr;
             case State::kChunkSize:
                 left_ = std::strtoul(line_.c_str(), nullptr, 16);
@@ -93,6 +95,6 @@ class SseReader {
     State state_ = State::kStatus;
     size_t left_ = 0;  // of the chunk
     int events_ = 0;
-    bool chunked_ = false, begun_ = false, said_done_ = false;
+    bool chunked_ = false, closes_ = false, begun_ = false, said_done_ = false;
     std::string line_, event_;
 };

@@ -144,7 +144,7 @@ async def _answer(
             await _whole(router, request, generation, style)
     finally:
         watch.cancel()
-        generation.cancel()  # changes nothing when it has ended
+        generation.close()
 
 
 async def _whole(router: Router, request: HttpRequest, generation: Generation, style: Style) -> None:

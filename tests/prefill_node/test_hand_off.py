@@ -16,6 +16,7 @@ from engine.fake import fake_generate
 from kvtransfer.pages import as_pages
 from scheduler.worker import Worker
 from tests.support.hand_off import GROUPS, Pair, pair
+from tests.support.left_over import left_over
 from tools.local_stack import in_use
 from wire.codec import unpack_tokens
 from wire.messages import Decode, KVTarget
@@ -165,6 +166,26 @@ def test_what_a_writer_may_still_touch_is_quarantined_in_every_group(groups: tup
             assert report.groups[group].held == 0
         rooms.finish(grant, landed=False)
         both.run_dry()
+        settle(both)
+
+
+@every_model
+def test_requests_and_evicted_nodes_are_freed_by_their_counts(groups: tuple[str, ...]) -> None:
+    """calm_collector relies on it. The pool holds a few rooms, so later ones evict what earlier ones left."""
+
+    def serve(both: Pair, rooms: range) -> None:
+        for room in rooms:
+            both.ask(room, prompt_of(room // 2, 90), 9, split=room % 3 > 0)
+            if room % 4 == 3:
+                both.step(room)
+                both.abort(room)
+            both.run_dry()
+
+    with pair(groups) as both:
+        serve(both, range(6))  # what is made once
+        with left_over("scheduler", "kvcache", "prefill_node", "decode_node", "kvtransfer", "wire") as found:
+            serve(both, range(6, 30))
+        assert found == []
         settle(both)
 
 

@@ -31,8 +31,10 @@ DONE = b"data: [DONE]\n\n"
 
 
 @contextmanager
-def server(pieces: list[bytes], status: int = 200) -> Iterator[tuple[Endpoint, list[Any]]]:
-    """Answers every request with these chunks; with the bodies it was sent."""
+def server(
+    pieces: list[bytes], status: int = 200, closes: bool = False
+) -> Iterator[tuple[Endpoint, list[Any]]]:
+    """Answers every request with these chunks; with the bodies it was sent. `closes`: one per connection."""
     bodies: list[Any] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -42,6 +44,8 @@ def server(pieces: list[bytes], status: int = 200) -> Iterator[tuple[Endpoint, l
             bodies.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
             self.send_response(status)
             self.send_header("Transfer-Encoding", "chunked")
+            if closes:
+                self.send_header("Connection", "close")  # and closes it
             self.end_headers()
             for piece in [*pieces, b""]:
                 self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
@@ -76,6 +80,12 @@ def test_right_answers_are_counted_in_whatever_pieces_they_come(load: LoadGenera
     prompts = [body.pop("prompt") for body in bodies]
     assert sorted(prompts) == sorted(f'prompt "{number}"\n' for number in range(len(bodies)))
     assert bodies[0] == {"model": "m", "max_tokens": 3, "ignore_eos": True, "stream": True}
+
+
+def test_a_server_may_close_a_connection_when_it_says_so(load: LoadGenerator) -> None:
+    with server([EVENT, DONE], closes=True) as (at, bodies):
+        assert load.fire(at, 2, 1, 0.3).rps > 0
+    assert len(bodies) > 2
 
 
 @pytest.mark.parametrize(
