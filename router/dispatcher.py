@@ -67,9 +67,10 @@ class Dispatcher:
 
     def open(self, rooms: list[RoomStream], judged: Judged | None, now: float) -> None:
         """New rooms of one request, which admission has checked, and judged the first of them."""
-        for room in rooms:
+        for position, room in enumerate(rooms):
+            ask = judged.choice.ask if judged is not None and not position else self.ask(room.plan)
             self.waiting[room.plan.room] = room
-            self.admission.enqueue(room.plan.room, self.ask(room.plan), now)
+            self.admission.enqueue(room.plan.room, ask, now)
         if judged is not None:
             first = rooms[0].plan.room
             self._fresh = first, judged.choice
@@ -129,14 +130,14 @@ class Dispatcher:
     def place(self, room: RoomStream, avoid: set[str]) -> Placement | None:
         """See RoomHost."""
         plan, placer, now = room.plan, self.placer, time.monotonic()
-        ask = self.ask(plan, len(room.tokens))
         fresh, self._fresh = self._fresh, None
         if fresh is not None and fresh[0] == plan.room:
             choice: Choice | None = fresh[1]
         else:
-            choice = placer.choose(ask, now, frozenset(avoid))
+            choice = placer.choose(self.ask(plan, len(room.tokens)), now, frozenset(avoid))
         if choice is None:
             return None
+        ask = choice.ask
         if room.epoch == 0:
             self._expect_first(plan.room, ask, choice, now)
         booking = placer.book(ask, choice, now)

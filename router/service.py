@@ -49,6 +49,7 @@ class Router:
         self.traces = TraceStore()
         self.index = GlobalIndex()
         self.started_at = int(time.time())
+        self.context_limit: int | None = None  # the longest prompt + output that every live worker takes
         policy = make_policy(options.policy, options.weights, options.prefill_on_decode_tokens)
         self.placer = Placer(self.index, policy, options.expect_s)
         self._rooms_of_this_process = secrets.randbits(31) << 32  # P and D meet rooms of several routers
@@ -121,11 +122,6 @@ class Router:
             raise ModelNotFound(
                 f"the model {name!r} does not exist; this is {self.options.served_model_name!r}", "model"
             )
-
-    @property
-    def context_limit(self) -> int | None:
-        """The longest prompt + output that every live worker takes; None while none is there."""
-        return min((record.max_context_tokens for record in self.workers()), default=None)
 
     def room_for(self, prompt: list[int], wanted: int | None, param: str) -> int:
         """How many output tokens a prompt may have: `wanted`, or what the context leaves.
@@ -301,6 +297,7 @@ class Router:
         dispatcher = self._live()
         change = self._client.take(view, now)
         records = self.workers()
+        self.context_limit = min((record.max_context_tokens for record in records), default=None)
         self.placer.update(records, now)
         if self._peers is not None:
             self._peers.meet(view.routers)

@@ -5,6 +5,7 @@
 
 PyObject* make_page_table_type();
 PyObject* make_kv_prices_type();
+PyObject* make_word_table_type();
 
 namespace {
 
@@ -37,7 +38,9 @@ bool add(PyObject* module, const char* name, PyObject* type) {
 }
 
 int fill(PyObject* module) {
-  return add(module, "PageTable", make_page_table_type()) && add(module, "KVPrices", make_kv_prices_type()) ? 0 : -1;
+  const bool all = add(module, "PageTable", make_page_table_type()) && add(module, "KVPrices", make_kv_prices_type()) &&
+                   add(module, "WordTable", make_word_table_type());
+  return all ? 0 : -1;
 }
 
 PyModuleDef_Slot module_slots[] = {{Py_mod_exec, reinterpret_cast<void*>(fill)}, {0, nullptr}};

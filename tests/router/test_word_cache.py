@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 
-from router.word_cache import WordCache, ascii_pattern
+from router.native.build import native
+from router.split_pattern import split_steps
+from router.word_cache import PythonWordTable, WordCache, WordTable, ascii_pattern, make_word_table
 from tests.support.tokenizers import byte_fallback, byte_level
 
 _LLAMA_3 = (
@@ -50,9 +55,10 @@ def tokenizer(kind: str) -> Tokenizer:
 
 
 @cache
-def words(kind: str) -> WordCache:
-    made = WordCache.make(tokenizer(kind))
+def words(kind: str, compiled: bool = True) -> WordCache:
+    made = WordCache.make(tokenizer(kind), make_word_table if compiled else PythonWordTable)
     assert made is not None
+    assert isinstance(made._table, PythonWordTable) is not compiled
     return made
 
 
@@ -66,10 +72,11 @@ _TEXT = st.lists(
 ).map("".join)
 
 
+@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("kind", _KINDS)
 @given(text=_TEXT, special=st.booleans())
-def test_ids_are_the_librarys(kind: str, text: str, special: bool) -> None:
-    got = words(kind).encode(text, add_special_tokens=special)
+def test_ids_are_the_librarys(kind: str, compiled: bool, text: str, special: bool) -> None:
+    got = words(kind, compiled).encode(text, add_special_tokens=special)
     if got is not None:
         assert got == tokenizer(kind).encode(text, add_special_tokens=special).ids
     else:
@@ -81,9 +88,12 @@ def test_what_is_not_ascii_or_has_a_token_that_takes_spaces_is_left_to_the_libra
         assert words("gpt2").encode(text, add_special_tokens=True) is None
 
 
-def test_a_full_table_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("make_table", [make_word_table, lambda split: PythonWordTable(split, 3)])
+def test_a_full_table_starts_again(
+    monkeypatch: pytest.MonkeyPatch, make_table: Callable[[re.Pattern[str]], WordTable]
+) -> None:
     monkeypatch.setattr("router.word_cache._MOST_WORDS", 3)
-    made = WordCache.make(tokenizer("gpt2"))
+    made = WordCache.make(tokenizer("gpt2"), make_table)
     assert made is not None
     text = " ".join(f"word{'x' * number}" for number in range(20))
     assert made.encode(text, add_special_tokens=True) == tokenizer("gpt2").encode(text).ids
@@ -105,3 +115,68 @@ def test_a_tokenizer_that_does_not_work_word_by_word_has_no_table(tmp_path: Path
 )
 def test_a_pattern_that_may_mean_something_else_is_not_understood(pattern: str) -> None:
     assert ascii_pattern(pattern) is None
+
+
+def compiled_table(pattern: str, most_words: int = 1000) -> WordTable:
+    module, steps = native(), split_steps(pattern)
+    assert module is not None
+    assert steps is not None
+    made: WordTable = module.WordTable(steps, most_words, 8)
+    return made
+
+
+def spelled(word: str) -> list[int]:
+    return [1000 + len(word), *map(ord, word)]
+
+
+_CLASS = st.sampled_from(["[a-c]", "[^a]", "[ \\t]", "[\\t-\\r ]", "[b-]", "a", " ", "\\n", "'"])
+_STEP = st.builds(str.__add__, _CLASS, st.sampled_from(["", "?", "*", "+", "{1,2}", "{2}", "{2,}"]))
+_END = st.sampled_from(["", "(?!a)", "(?![^\\t-\\r ])", "(?i:'s|b)?"])
+_PATTERN = st.lists(
+    st.one_of(
+        st.builds(str.__add__, st.lists(_STEP, min_size=1, max_size=3).map("".join), _END),
+        st.just("(?i:'s|'bc)"),
+    ),
+    min_size=1,
+    max_size=4,
+).map("|".join)
+
+
+@given(pattern=_PATTERN, texts=st.lists(st.text("aAbBc s'\t\n", max_size=12), max_size=4))
+def test_text_is_cut_as_by_re(pattern: str, texts: list[str]) -> None:
+    """A word's ids are its letters and its length here; the table is soon full."""
+    steps = split_steps(pattern)
+    if steps is None:  # an alternative that may be empty
+        assert re.match(pattern, "", re.ASCII)
+        return
+    table, twin = compiled_table(pattern, most_words=2), PythonWordTable(re.compile(pattern, re.ASCII), 2, 8)
+    for text in texts:
+        assert table.encode(text, spelled) == twin.encode(text, spelled)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"a*", r"a|b?", r"(a)b", r"(?:ab)+", r"a+?", r"a++", r"a{0}b", r"a{2,1}b", r"\d+", r"a.b", r"(?=a)b",
+        r"a(?!b)c", r"(?i:'s)?a", r"[a", r"(?!ab)c", r"[\d]+", r"é+", "a\\", r"+a",
+    ],
+)  # fmt: skip
+def test_a_pattern_of_another_kind_is_left_to_re(pattern: str) -> None:
+    assert split_steps(pattern) is None
+
+
+def test_what_a_table_is_given_is_checked() -> None:
+    table = compiled_table("[a-z]+")
+    assert table.encode("ab 1", lambda _: [1]) is None
+    with pytest.raises(ValueError, match="not ASCII"):
+        table.encode("é", lambda _: [1])
+    with pytest.raises(KeyError):
+        table.encode("abc", lambda word: {}[word])
+    with pytest.raises(ValueError, match="a list"):
+        table.encode("abc", lambda _: "x")  # type: ignore[arg-type, return-value]
+    wrong: list[Callable[[str], Any]] = [lambda _: [-1], lambda _: [1 << 32], lambda _: ["x"]]
+    for learn in wrong:
+        with pytest.raises((ValueError, TypeError, OverflowError)):
+            table.encode("abc", learn)
+    assert table.encode("abc", lambda _: [7, 8]) == [7, 8]
+    assert table.encode("abc", lambda _: [9]) == [7, 8], "it is known now"
