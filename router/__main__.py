@@ -29,6 +29,9 @@ from wire.errors import ConfigError
 from wire.options import exit_on_config_error, read_options
 
 _GRACE_S = 5
+# Longer than clients and proxies keep an idle connection: httpx, and so OpenAI's client, 5 s; most others
+# 60 at most. With uvicorn's own 5 s a request may be lost on a connection that is just being closed.
+_KEEP_ALIVE_S = 75
 
 
 class _Server(uvicorn.Server):
@@ -121,6 +124,7 @@ async def _serve(router: Router, listener: socket.socket, given: argparse.Namesp
             server_header=False,
             date_header=False,
             proxy_headers=False,  # nobody here asks for the client's address
+            timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_GRACE_S,
         )
         calm_collector()

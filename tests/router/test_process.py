@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import signal
 import socket
@@ -10,6 +12,7 @@ import sys
 import urllib.request
 from pathlib import Path
 
+import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.routing import Mount
@@ -18,7 +21,7 @@ from starlette.testclient import TestClient
 from router.app import build_app
 from router.options import RouterOptions
 from router.service import Router
-from tests.router.conftest import ROOT
+from tests.router.conftest import ROOT, RouterProcess
 
 # Runs the real entry point; says at the end which modules it has loaded.
 _RUN = """
@@ -99,3 +102,15 @@ def test_mounted_in_another_application(model: Path) -> None:
             assert client.get("/llm/ready").status_code == 503
         finally:
             client.portal.call(router.close)
+
+
+def test_an_idle_connection_outlives_that_of_an_openai_client(router: RouterProcess) -> None:
+    """Else a request may go out on a connection that the router is just closing."""
+    kept_s = httpx.Limits().keepalive_expiry
+    assert kept_s is not None
+    connection = http.client.HTTPConnection(router.url.removeprefix("http://"), timeout=kept_s + 0.5)
+    with contextlib.closing(connection):
+        connection.request("GET", "/health")
+        assert connection.getresponse().read() == b'{"status":"ok"}'
+        with pytest.raises(TimeoutError):
+            connection.sock.recv(1)
