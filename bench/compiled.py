@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from wire.compile import BuildError, find_compiler
+from common.compile import BuildError, find_compiler
 
 _FOLDER = Path(__file__).parent
 

@@ -18,7 +18,7 @@ from kvcache.memory import build_memory
 from kvcache.pool import MHAKVCache
 from scheduler.config import SchedulerConfig
 from scheduler.metrics import SchedulerMetrics
-from scheduler.policy import AfterPrefill
+from scheduler.node_policy import AfterPrefill
 from scheduler.req import Req, RequestLimits
 from scheduler.scheduler import Scheduler
 from wire.messages import FinishReason, GenerateRequest, RejectKind, SamplingParams, TokenLogprobs

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 
 from bench.index_load import PAGE, Form, Load
 from bench.index_publisher import TIMEOUT_S, Remote
-from router.event_plane import EventPlane
-from router.index import GlobalIndex
+from router.events.event_plane import EventPlane
+from router.index.global_index import GlobalIndex
 from router.options import PolicyWeights
-from router.placer import Booking, Placer
-from router.policies import make_policy
-from router.policy import Ask
+from router.placement.placer import Booking, Placer
+from router.placement.policies import make_policy
+from router.placement.policy import Ask
 from wire.records import PageHashes, WorkerRecord
 
 OUTSTANDING = 64  # rooms at a time

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from bench.index_dynamo import DynamoTree, dynamo
 from bench.index_load import Form, Load, Shape
-from router.index import GlobalIndex
+from router.index.global_index import GlobalIndex
 
 SHAPE = Shape(
     sequences=6400, prefixes=160, held=416

@@ -191,7 +191,7 @@ def _serve(connection: Connection, shape: Shape, cores: set[int]) -> None:
 
 
 def _record(at: int, events: str, replay: str, page_hashes: PageHashes) -> WorkerRecord:
-    """Half of them prefill, half decode; eight to a host; no two are equally busy."""
+    """WorkerRole of them prefill, half decode; eight to a host; no two are equally busy."""
     load = WorkerLoad(
         queued_prefill_tokens=100 * at, running_requests=at % 7, free_tokens=1 << 21,
         headroom_tokens=1 << 20, headroom_rows=64, prefill_tokens_per_s=20_000.0, decode_step_s=0.02,

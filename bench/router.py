@@ -50,7 +50,7 @@ _CELLS = ((1, 16), (16, 16), (64, 16), (64, 4), (64, 1))
 Cell = tuple[int, int]
 
 
-class Side:
+class RoleCandidates:
     """One system under test, and what was seen of it in each cell."""
 
     def __init__(self, at: Endpoint, load: LoadGenerator, has_workers: bool) -> None:
@@ -97,7 +97,7 @@ class Side:
         return statistics.median(shot.router_us or 0.0 for shot in self._shots[cell])
 
 
-def _start(cleanup: ExitStack, given: argparse.Namespace) -> dict[str, Side]:
+def _start(cleanup: ExitStack, given: argparse.Namespace) -> dict[str, RoleCandidates]:
     """Every system under test, serving."""
     # Unix sockets of Ray and HAProxy lie below: the path must be short.
     scratch = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="bb-", dir="/tmp")))
@@ -111,12 +111,12 @@ def _start(cleanup: ExitStack, given: argparse.Namespace) -> dict[str, Side]:
     for name, router in routers.items():
         at, directory = cleanup.enter_context(router)
         cleanup.enter_context(workers(at, directory, given.step_ms))
-        sides[name] = Side(at, ours, has_workers=True)
+        sides[name] = RoleCandidates(at, ours, has_workers=True)
     if given.url:
         where = urlsplit(given.url)
         at = Endpoint(where.hostname or "127.0.0.1", where.port or 80, given.served_model)
         theirs = LoadGenerator(prompts, given.chat, exact=False, extra=given.extra)
-        sides["url"] = Side(at, theirs, has_workers=False)
+        sides["url"] = RoleCandidates(at, theirs, has_workers=False)
     return sides
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from bench.compiled import compiled
 from bench.router_worker import router_worker
-from router.tokenization import Tokenization
+from router.text.tokenization import Tokenization
 from wire.records import Role
 
 ROOT = Path(__file__).parents[1]

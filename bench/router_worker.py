@@ -16,8 +16,8 @@ import msgspec
 import zmq
 
 from bench.compiled import compiled
+from common.host import host_identity
 from wire.codec import encode
-from wire.host import host_identity
 from wire.messages import Announce, GroupTarget, TransferEndpoint
 from wire.records import GroupLayout, Role, WorkerLoad, WorkerRecord, layout_digest
 

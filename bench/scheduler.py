@@ -21,7 +21,7 @@ from engine.spec import ModelSpec
 from kvcache.config import CacheConfig
 from kvcache.memory import build_memory
 from scheduler.config import SchedulerConfig
-from scheduler.policy import AfterPrefill
+from scheduler.node_policy import AfterPrefill
 from scheduler.req import Req, RequestLimits
 from scheduler.scheduler import Scheduler
 from wire.messages import GenerateRequest, RejectKind, SamplingParams

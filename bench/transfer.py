@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from bench.common import alternate, medians, print_result
+from common.host import host_identity
 from kvcache.buffers import allocate_private, allocate_shared
 from kvtransfer.checksum import page_checksums
 from kvtransfer.mooncake_engine import MooncakeEngine
@@ -36,7 +37,6 @@ from kvtransfer.pages import PageIds, PageWrite, copy_pages
 from kvtransfer.receiver import PoolReceiver
 from kvtransfer.region import GroupRegion
 from kvtransfer.select import open_receiver, open_sender
-from wire.host import host_identity
 from wire.messages import TransferEndpoint
 
 HOST = "127.0.0.1"

@@ -36,9 +36,9 @@ from cluster.model_files import model_directory
 from cluster.replay import HELP as REPLAY_HELP
 from cluster.replay import add_replay
 from cluster.tree import TreeSource
+from common.errors import ConfigError, WorkerLost
+from common.options import exit_on_config_error
 from kvcache.eviction import POLICIES
-from wire.errors import ConfigError, WorkerLost
-from wire.options import exit_on_config_error
 
 DISTRIBUTION = "baton-serve"
 INTERRUPTED_EXIT = 130  # 128 + SIGINT, as shells have it

@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, Field, field_validator, model_validator
 
+from common.errors import ConfigError
+from common.options import Options, parse_options
 from kvcache.eviction import eviction_policy
 from router.options import RouterOptions
-from scheduler.options import WorkerOptions
-from wire.errors import ConfigError
-from wire.options import Options, parse_options
 from wire.records import Role
+from worker.options import WorkerOptions
 
 AGREED_OPTIONS = ("page_size", "dtype", "kv_cache_dtype")
 """Options whose difference between P and D makes every hand-off impossible."""

@@ -17,8 +17,8 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from cluster.node import node_interface
-from router.directory_server import DirectoryHost
-from wire.errors import Unavailable
+from common.errors import Unavailable
+from router.directory.server import DirectoryHost
 
 NAMESPACE = "baton"
 _ANSWER_S = 10.0

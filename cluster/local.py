@@ -26,7 +26,7 @@ from ray.serve import RunTarget
 from ray.serve.schema import ApplicationStatus
 
 from cluster.refusal import find_refusal
-from wire.errors import BatonError, ConfigError
+from common.errors import BatonError, ConfigError
 
 APP_NAME = "baton"
 ROUTER = "router"

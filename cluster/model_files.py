@@ -8,7 +8,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from wire.errors import ConfigError
+from common.errors import ConfigError
 
 TOKENIZER_FILES = ("*.json", "*.jinja")
 MODEL_FILES = (*TOKENIZER_FILES, "*.safetensors")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ray
 
-from wire.errors import ConfigError
+from common.errors import ConfigError
 
 AUTO = "auto"
 _LOOPBACK = ("127.", "::1", "localhost")

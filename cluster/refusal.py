@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from wire.errors import ConfigError
+from common.errors import ConfigError
 
 _MARK = "baton-config-error"
 _MARKED = re.compile(_MARK + r"(\{.*?\})" + _MARK)

@@ -1,4 +1,4 @@
-"""`baton replay`'s arguments. What it does is router/simulation, imported when it is wanted."""
+"""`baton replay`'s arguments. What it does is simulator, imported when it is wanted."""
 
 from __future__ import annotations
 
@@ -47,6 +47,6 @@ def add_replay(replay: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from router.simulation.replay import replay
+    from simulator.replay import replay
 
     return replay(arguments)

@@ -14,12 +14,12 @@ from cluster.directory_actor import DirectoryFinder
 from cluster.model_files import TOKENIZER_FILES, model_directory
 from cluster.node import node_interface
 from cluster.refusal import readable_refusal
-from router.app import App, build_app
-from router.asgi import Receive, Scope, Send
+from common.garbage import freeze_gc
+from common.options import parse_options
+from router.api.app import App, build_app
+from router.api.asgi import Receive, Scope, Send
 from router.options import RouterOptions
 from router.service import Router
-from wire.collector import calm_collector
-from wire.options import parse_options
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class RouterReplica:
             directory = await asyncio.to_thread(self._directory)
             self._router = Router(self._options.model_copy(update={"directory": directory}))
             await self._router.start()
-        calm_collector()
+        freeze_gc()
         self._following = asyncio.create_task(self._follow_directory())
 
     def __serve_build_asgi_app__(self) -> App:

@@ -14,7 +14,7 @@ import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
-from wire.errors import ConfigError, WorkerLost
+from common.errors import ConfigError, WorkerLost
 from wire.mailbox import Mailbox
 from wire.messages import Inspect, Inspected
 from wire.security import curve_for

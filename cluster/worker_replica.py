@@ -16,13 +16,13 @@ from cluster.load import load_share
 from cluster.model_files import model_directory
 from cluster.node import node_interface
 from cluster.refusal import readable_refusal
-from scheduler.options import WorkerOptions
-from wire.collector import calm_collector
-from wire.options import parse_options
+from common.garbage import freeze_gc
+from common.options import parse_options
 from wire.records import Role
+from worker.options import WorkerOptions
 
 if TYPE_CHECKING:
-    from scheduler.worker import Worker
+    from worker.loop import Worker
 
 _DIRECTORY_WAIT_S = 120.0
 
@@ -44,7 +44,7 @@ class WorkerReplica:
             self._options = parse_options(WorkerOptions, given)
             self._worker = make_worker(Role(role), self._options, finder)
             self._worker.start()
-        calm_collector()
+        freeze_gc()
 
     async def check_health(self) -> None:
         """Serve's health check. Raises when the engine loop is dead or stuck; then Serve replaces us."""

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvtransfer.receiver import KVReceiver
-from scheduler.half import Room
+from worker.role import Room
 
 
-class Hold(StrEnum):
+class DecodeHold(StrEnum):
     """Who has the request."""
 
     BOOTSTRAP = "bootstrap"  # waits for pages to be reserved; holds nothing
@@ -23,6 +23,6 @@ class DecodeRoom(Room):
 
     prefill: str | None
     deadline: float
-    hold: Hold
+    hold: DecodeHold
     receiver: KVReceiver | None = None
     kv_bytes: int = 0

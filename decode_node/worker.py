@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from decode_node.half import DecodeHalf
-from scheduler.options import WorkerOptions
-from scheduler.worker import Worker
+from decode_node.role import DecodeRole
+from worker.loop import Worker
+from worker.options import WorkerOptions
 
 
 class DecodeWorker(Worker):
@@ -14,4 +14,4 @@ class DecodeWorker(Worker):
 
     def __init__(self, options: WorkerOptions, resolve_directory: Callable[[], str] | None = None) -> None:
         """See Worker. `resolve_directory` finds a directory that may move; default: `options.directory`."""
-        super().__init__(options, DecodeHalf, resolve_directory)
+        super().__init__(options, DecodeRole, resolve_directory)

@@ -57,7 +57,7 @@ class ForwardBatch:
 
     input_ids: npt.NDArray[np.int64]  # [T]; UNKNOWN_TOKEN: the last token sampled for that row
     positions: npt.NDArray[np.int64]  # [T]
-    out_slots: npt.NDArray[np.int64]  # [T] slot of the deciding group that every new token is written to
+    out_slots: npt.NDArray[np.int64]  # [T] slot of the primary group that every new token is written to
     rows: npt.NDArray[np.int32]  # [S] req_to_token row of each sequence
     q_lens: npt.NDArray[np.int32]  # [S] new tokens of each sequence in this step, 1 for decode
     seq_lens: npt.NDArray[np.int32]  # [S] context length after this step, new tokens included

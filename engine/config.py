@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from common.errors import ConfigError
 from kvcache.quant import KVFormat
-from wire.errors import ConfigError
 
 CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),

@@ -8,7 +8,7 @@ wire.errors.BatonError
 
 from __future__ import annotations
 
-from wire.errors import BatonError, ConfigError
+from common.errors import BatonError, ConfigError
 
 
 class UnsupportedModel(ConfigError):

@@ -23,48 +23,15 @@ expanding needs a second attention path and a copy of the context 9 times as lar
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-if TYPE_CHECKING:
-    from engine.attention import PagedLayers
-    from engine.batch import ForwardBatch
+from engine.paged_layers import PagedLayers
 
 Rotate = Callable[[torch.Tensor, torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor]]
 """(q [1, heads, T, rope_dim], k [1, 1, T, rope_dim], the model's position embeddings) -> both rotated."""
-
-
-class LatentBackend(Protocol):
-    """Paged attention over one latent group.
-
-    A backend is built as `Backend(pool, heads, scale)`: `pool` a kvcache MLAKVCache, `scale` the factor on
-    scores. It is used from one thread.
-    """
-
-    def prepare(self, batch: ForwardBatch) -> None:
-        """Once per step, before the first layer: keep what every layer needs of the batch."""
-        ...
-
-    def forward(
-        self,
-        place: int,
-        q_latent: torch.Tensor,
-        q_rope: torch.Tensor,
-        latent_new: torch.Tensor,
-        rope_new: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None:
-        """Write the new tokens' rows to the batch's out_slots, THEN attend over each sequence's pages.
-
-        place: of the layer in a page (index into the group's layer_ids). q_latent [T, heads, kv_lora_rank],
-        q_rope [T, heads, rope_dim], latent_new [T, kv_lora_rank], rope_new [T, rope_dim]: the last dimension
-        is contiguous, the rest strided as the model left them. out [T, heads, kv_lora_rank], contiguous,
-        filled in place with the weighted sums of latents. Query i of a sequence sees its context up to and
-        including itself.
-        """
-        ...
 
 
 class LatentAttention(nn.Module):

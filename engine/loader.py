@@ -15,16 +15,16 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from common.errors import ConfigError
 from engine.attention import ATTENTION_NAME
 from engine.config import EngineConfig
 from engine.errors import UnsupportedModel
 from engine.families.base import Dtypes
 from engine.gate import check_model
+from engine.module_replacements import apply_replacements, swap_table
 from engine.spec import ModelSpec
-from engine.swaps import apply_swaps, swap_table
 from kvcache.layout import GroupSpec, stored_as
 from kvcache.quant import KVFormat
-from wire.errors import ConfigError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _FINGERPRINT_VALUES = 64  # of each weight
@@ -43,7 +43,7 @@ class AttentionLayer:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A transformers causal LM, its swaps applied, and what its runner must know."""
+    """A transformers causal LM, its replacements applied, and what its runner must know."""
 
     model: Any  # a transformers PreTrainedModel with a causal LM head
     spec: ModelSpec
@@ -83,7 +83,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         model_type=hf_config.model_type,
         dtype=dtype,
     )
-    swapped = apply_swaps(model, config, swap_table(config))
+    swapped = apply_replacements(model, config, swap_table(config))
     return LoadedModel(model, spec, attention, swapped)
 
 

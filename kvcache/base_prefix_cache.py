@@ -32,14 +32,14 @@ class MatchResult(NamedTuple):
     pages: Pages  # device_indices as page ids
     window_pages: Pages = NO_PAGES  # per page of the match, the window group's page id; 0: not held
     state_slot: int = 0  # slot of the state after the match; 0: none held there
-    branching_len: int = 0  # tokens, whole pages, that are cached by the deciding group alone
+    branching_len: int = 0  # tokens, whole pages, that are cached by the primary group alone
 
 
 NO_MATCH = MatchResult(NO_SLOTS, None, None, 0, NO_PAGES)
 
 
 class BasePrefixCache(ABC):
-    """A cache over one ReqToTokenPool and one allocator of the deciding group. Sizes are in its tokens.
+    """A cache over one ReqToTokenPool and one allocator of the primary group. Sizes are in its tokens.
 
     `swa` and `states` are what live requests hold of the window and the state group, where the model has one.
     """
@@ -70,7 +70,7 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def match_parts(self, key: RadixKey) -> MatchResult:
-        """What each group has of `key`: the longest prefix of the deciding group, whatever the others lack.
+        """What each group has of `key`: the longest prefix of the primary group, whatever the others lack.
 
         `window_pages` may have holes and `state_slot` is 0: who asks brings the state itself.
         """
@@ -152,7 +152,7 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def all_pages(self) -> Pages:
-        """Every cached page of the deciding group, in no order."""
+        """Every cached page of the primary group, in no order."""
 
     def all_parts(self) -> dict[str, Pages]:
         """Every cached page or slot of the other groups, by group name, in no order."""
@@ -175,7 +175,7 @@ class BasePrefixCache(ABC):
         return None
 
     def _release_parts(self, req: CachedRequest) -> None:
-        """Free and unlock what a request holds of the groups besides the deciding one."""
+        """Free and unlock what a request holds of the groups besides the primary one."""
         assert req.req_pool_idx is not None, "the request has no row"
         if self.swa is not None:
             self.swa.allocator.free_page_ids(self.swa.release(req.req_pool_idx))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from common.errors import ConfigError
 from kvcache.eviction import eviction_policy
-from wire.errors import ConfigError
 
 PREFIX_CACHES = ("radix", "none")
 MIN_STATE_SLOTS = 3  # one request's pair, and one to replace what the tree takes

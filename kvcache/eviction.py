@@ -12,8 +12,8 @@ import heapq
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from common.errors import ConfigError
 from kvcache.tree_node import TreeNode
-from wire.errors import ConfigError
 
 Policy = Callable[[TreeNode], int]
 

@@ -19,8 +19,8 @@ from math import prod
 
 import torch
 
+from common.errors import ConfigError
 from kvcache.quant import KVFormat
-from wire.errors import ConfigError
 from wire.records import GroupLayout
 
 SLOT_ALIGN = 64
@@ -252,7 +252,7 @@ def pages_in(
     window_ratio: float = 1.0,
     state_slots: int = 0,
 ) -> int:
-    """How many pages of the deciding group fit into `nbytes` beside the other groups' pools.
+    """How many pages of the primary group fit into `nbytes` beside the other groups' pools.
 
     A window group has `window_ratio` as many pages, a state group `state_slots` slots, and every group its
     scratch page.

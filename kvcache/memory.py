@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from common.errors import ConfigError
 from kvcache.allocator import BaseTokenToKVPoolAllocator, Pages, TokenToKVPoolAllocator, make_allocator
 from kvcache.base_prefix_cache import NO_PAGES, BasePrefixCache
 from kvcache.buffers import HostBuffer, SharedBuffer, allocate_private, allocate_shared
@@ -18,11 +19,10 @@ from kvcache.pool import KVCache, MambaPool, MHAKVCache, MLAKVCache, ReqToTokenP
 from kvcache.request import GroupPages as GroupPages
 from kvcache.state_slots import StateSlotPool
 from kvcache.swa_allocator import SWATokenToKVPoolAllocator
-from wire.errors import ConfigError
 from wire.records import GroupLayout
 
 OTHER_GROUPS: list[list[str]] = [[], ["window"], ["state"], ["window", "state"]]
-"""Kinds of groups that may come beside the deciding one, in order."""
+"""Kinds of groups that may come beside the primary one, in order."""
 
 
 @dataclass(frozen=True)
@@ -220,8 +220,8 @@ class Memory:
 def build_memory(config: CacheConfig, specs: Sequence[GroupSpec]) -> Memory:
     """Allocate and connect everything. Raises ConfigError for groups that this memory cannot hold."""
     kinds = [spec.kind for spec in specs]
-    deciding, others = kinds[:1], kinds[1:]
-    if deciding not in (["full"], ["latent"]) or others not in OTHER_GROUPS:
+    primary, others = kinds[:1], kinds[1:]
+    if primary not in (["full"], ["latent"]) or others not in OTHER_GROUPS:
         raise ConfigError(
             "model",
             f"its KV groups are: {', '.join(kinds) or 'none'}",

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from wire.errors import ConfigError
+from common.errors import ConfigError
 
 BLOCK = 16
 """Values of fp4_e2m1 that share a scale."""

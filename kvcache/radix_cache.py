@@ -52,7 +52,7 @@ class RadixCache(BasePrefixCache):
         swa: SWATokenToKVPoolAllocator | None = None,
         states: StateSlotPool | None = None,
     ) -> None:
-        """`components` are those of the groups besides the deciding one. `recorder` turns KV events on."""
+        """`components` are those of the groups besides the primary one. `recorder` turns KV events on."""
         super().__init__(req_to_token_pool, allocator, swa, states)
         self._full = FullComponent(allocator, policy)
         self._others: tuple[TreeComponent, ...] = (*components,)
@@ -115,7 +115,7 @@ class RadixCache(BasePrefixCache):
         return path
 
     def _result(self, path: list[TreeNode], cached: int) -> MatchResult:
-        """`cached`: length of what the deciding group has, which may be longer than `path`."""
+        """`cached`: length of what the primary group has, which may be longer than `path`."""
         if not path:
             return MatchResult(NO_SLOTS, self.root, self.root, 0, NO_PAGES, NO_PAGES, 0, cached)
         last = path[-1]

@@ -9,6 +9,7 @@ import threading
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
+from common.errors import TransferError
 from kvtransfer.frames import (
     Begin,
     Challenge,
@@ -27,7 +28,6 @@ from kvtransfer.frames import (
 from kvtransfer.pages import PageWrite
 from kvtransfer.region import GroupRegion, PoolRegion, check_pages
 from kvtransfer.transport import Bounds
-from wire.errors import TransferError
 from wire.messages import TransferEndpoint
 
 

@@ -16,7 +16,7 @@ import struct
 
 import msgspec
 
-from wire.errors import TransferError
+from common.errors import TransferError
 
 _LENGTH = struct.Struct("<I")
 _MAX_FRAME = 16 << 20  # page ids of the longest write: millions of pages

@@ -11,12 +11,12 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from common.errors import TransferError
 from kvtransfer.frames import Begin, End, PoolInfo, Pools, Refused, Silent, receive_frame, send_frame
 from kvtransfer.listener import Listener, greet
 from kvtransfer.region import GroupRegion, PoolRegion
 from kvtransfer.rooms import Grant, RoomTable
 from kvtransfer.transport import Bounds
-from wire.errors import TransferError
 from wire.messages import TransferEndpoint
 
 Session = TypeVar("Session")

@@ -12,9 +12,9 @@ import socket
 import threading
 from collections.abc import Callable
 
+from common.errors import TransferError
 from kvtransfer.frames import Challenge, Gone, bound, expect_hello, send_frame
 from kvtransfer.transport import Bounds
-from wire.errors import TransferError
 
 log = logging.getLogger(__name__)
 

@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 
 import numpy as np
 
+from common.errors import ConfigError, TransferError
 from kvtransfer.channel import GrantedWrite, PeerSender, Uncertain
 from kvtransfer.frames import End, Ended, Granted, Pools, Staged, receive_frame, send_frame
 from kvtransfer.granting import GrantingReceiver
@@ -33,7 +34,6 @@ from kvtransfer.region import GroupRegion, PoolRegion
 from kvtransfer.rooms import Grant, RoomTable
 from kvtransfer.tcp import connected_socket, listening_socket
 from kvtransfer.transport import Bounds
-from wire.errors import ConfigError, TransferError
 from wire.messages import TransferEndpoint
 
 __all__ = ["BACKEND", "MooncakeReceiver", "MooncakeSender", "has_rdma"]

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from wire.errors import ConfigError, TransferError
+from common.errors import ConfigError, TransferError
 
 _MAX_BATCH = 1024
 _INFINIBAND = Path("/sys/class/infiniband")

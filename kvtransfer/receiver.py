@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from common.errors import TransferError
 from kvtransfer.checksum import page_checksums
 from kvtransfer.pages import PageIds, as_pages
 from kvtransfer.poll import KVPoll
 from kvtransfer.region import PoolRegion, check_pages
 from kvtransfer.rooms import RoomTable
 from kvtransfer.transport import NOTHING_LANDED, Fence, Landed, ReceiverTransport
-from wire.errors import TransferError
 from wire.messages import GroupTarget, KVDone, TransferEndpoint
 
 

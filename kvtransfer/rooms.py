@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from common.errors import TransferError
 from kvtransfer.pages import PageIds, as_pages
 from kvtransfer.transport import NOTHING_LANDED, Fence, Landed
-from wire.errors import TransferError
 
 Key = tuple[int, int]
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from common.errors import ConfigError, TransferError
 from kvtransfer import mooncake, shm, tcp
 from kvtransfer.pages import PageWrite
 from kvtransfer.receiver import PoolReceiver
 from kvtransfer.region import PoolRegion
 from kvtransfer.rooms import RoomTable
 from kvtransfer.transport import Bounds, ReceiverTransport, SenderTransport
-from wire.errors import ConfigError, TransferError
 from wire.messages import KVTarget, TransferEndpoint
 
 AUTO = "auto"
@@ -57,7 +57,7 @@ class PoolSender:
     """SenderTransport over every backend this worker can use: each write goes by its endpoint's."""
 
     def __init__(self, transports: Mapping[str, SenderTransport], host: str) -> None:
-        """Owns the transports. `host` is `wire.host.host_identity()`."""
+        """Owns the transports. `host` is `common.host.host_identity()`."""
         self._transports = transports
         self._host = host
 

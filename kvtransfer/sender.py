@@ -10,12 +10,12 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from common.errors import TransferError
 from kvtransfer.checksum import page_checksums
 from kvtransfer.pages import PageIds, PageWrite, as_pages
 from kvtransfer.poll import KVPoll
 from kvtransfer.region import PoolRegion
 from kvtransfer.transport import SenderTransport
-from wire.errors import TransferError
 from wire.messages import GroupTarget, TransferEndpoint
 
 log = logging.getLogger(__name__)
@@ -54,9 +54,9 @@ class KVSender:
     """
 
     def __init__(
-        self, pool: SenderPool, room: int, epoch: int, page_size: int, deciding: str = "full"
+        self, pool: SenderPool, room: int, epoch: int, page_size: int, primary: str = "full"
     ) -> None:
-        """`deciding` is the name of the group that decides reuse; its pages may have no bytes and then be
+        """`primary` is the name of the group that decides reuse; its pages may have no bytes and then be
         no part of any target."""
         self.room = room
         self.epoch = epoch
@@ -64,7 +64,7 @@ class KVSender:
         self.tmp_end_idx: int | None = None
         self._pool = pool
         self._page_size = page_size
-        self._deciding = deciding
+        self._primary = primary
         self._endpoint: TransferEndpoint | None = None
         self._targets: dict[str, tuple[int, PageIds]] = {}  # group -> (first page, page ids)
         self._lock = threading.Lock()
@@ -76,14 +76,14 @@ class KVSender:
         self._checksums: dict[str, list[int]] = {}
 
     def init(self, endpoint: TransferEndpoint, groups: Mapping[str, GroupTarget]) -> None:
-        """The pages are known (KVTarget): tokens before the deciding group's first page are on the other side
+        """The pages are known (KVTarget): tokens before the primary group's first page are on the other side
         already."""
         with self._lock:
             if self._state is not KVPoll.BOOTSTRAPPING:
                 return  # a repeat, or aborted meanwhile
             self._endpoint = endpoint
             self._targets = {name: (t.first_page, as_pages(t.page_ids)) for name, t in groups.items()}
-            first, _ = self._targets.get(self._deciding, (0, None))
+            first, _ = self._targets.get(self._primary, (0, None))
             self.start_send_idx = first * self._page_size
             self._state = KVPoll.WAITING_FOR_INPUT
 
@@ -91,7 +91,7 @@ class KVSender:
         """Tokens up to `end` (default: tmp_end_idx) are computed; hand over what was not yet.
 
         `pages[group][i]` is logical page i of a group in my pool, cached prefix included, 0 where there is
-        none; a state has one page, its slot. Without `last` only the deciding group's count. `last` comes
+        none; a state has one page, its slot. Without `last` only the primary group's count. `last` comes
         once, at the end, with every group's up to the end, a partial page too. What is sent must neither
         change nor be freed before `Sent`.
         """
@@ -147,7 +147,7 @@ class KVSender:
                 raise TransferError(
                     f"the target wants pages {first} to {end} of group {group}, which ends elsewhere"
                 )
-            if group == self._deciding:
+            if group == self._primary:
                 low, high = max(begin_page, first), min(end_page, end)
             elif last:
                 low, high = first, end

@@ -22,6 +22,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
+from common.errors import ConfigError, TransferError
 from kvtransfer.channel import Channel, GrantedWrite, Peer, PeerSender
 from kvtransfer.frames import End, Ended, Gone, Granted, Pools, receive_frame, send_frame
 from kvtransfer.granting import GrantingReceiver
@@ -29,7 +30,6 @@ from kvtransfer.pages import copy_pages
 from kvtransfer.region import PoolRegion
 from kvtransfer.rooms import Grant, RoomTable
 from kvtransfer.transport import Bounds
-from wire.errors import ConfigError, TransferError
 from wire.messages import TransferEndpoint
 
 log = logging.getLogger(__name__)

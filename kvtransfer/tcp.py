@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
+from common.errors import ConfigError, TransferError
 from kvtransfer.channel import Channel, GrantedWrite, PeerSender
 from kvtransfer.frames import End, Ended, Granted, receive_frame, send_frame
 from kvtransfer.granting import GrantingReceiver
@@ -24,7 +25,6 @@ from kvtransfer.pages import stretches
 from kvtransfer.region import GroupRegion, HostPages, PoolRegion
 from kvtransfer.rooms import Grant, RoomTable
 from kvtransfer.transport import Bounds
-from wire.errors import ConfigError, TransferError
 from wire.messages import TransferEndpoint
 
 BACKEND = "tcp"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from prefill_node.worker import PrefillWorker
-from scheduler.main import run_worker
+from worker.main import run_worker
 
 if __name__ == "__main__":
     sys.exit(run_worker("prefill_node", PrefillWorker))

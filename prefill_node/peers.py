@@ -1,4 +1,4 @@
-"""Peers: decode workers that pages were sent to, so that a pool does not stay mapped after its owner left.
+"""MappedPeers: decode workers that pages were sent to: a pool does not stay mapped after its owner left.
 
 Prefill does not watch the directory; a decode worker that has been sent nothing for a while is let go, gone
 or not. One that lives only costs a new connection and a new mapping at its next room.
@@ -11,7 +11,7 @@ from wire.messages import TransferEndpoint
 IDLE_S = 60.0
 
 
-class Peers:
+class MappedPeers:
     """When each endpoint was last used. Engine loop only; time is passed in."""
 
     def __init__(self) -> None:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvtransfer.sender import KVSender
-from scheduler.half import Room
 from wire.messages import TokenLogprobs
+from worker.role import Room
 
 
-class Hold(StrEnum):
+class PrefillHold(StrEnum):
     """Who has the request."""
 
     SCHEDULER = "scheduler"  # it waits for, or is in, its prefill
@@ -24,7 +24,7 @@ class PrefillRoom(Room):
 
     decode: str  # mailbox address of the decode worker
     deadline: float
-    hold: Hold = Hold.SCHEDULER
+    hold: PrefillHold = PrefillHold.SCHEDULER
     sender: KVSender | None = None
     first_token: int | None = None
     first_logprobs: TokenLogprobs | None = None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from prefill_node.half import PrefillHalf
-from scheduler.options import WorkerOptions
-from scheduler.worker import Worker
+from prefill_node.role import PrefillRole
+from worker.loop import Worker
+from worker.options import WorkerOptions
 
 
 class PrefillWorker(Worker):
@@ -14,4 +14,4 @@ class PrefillWorker(Worker):
 
     def __init__(self, options: WorkerOptions, resolve_directory: Callable[[], str] | None = None) -> None:
         """See Worker. `resolve_directory` finds a directory that may move; default: `options.directory`."""
-        super().__init__(options, PrefillHalf, resolve_directory)
+        super().__init__(options, PrefillRole, resolve_directory)

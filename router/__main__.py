@@ -20,13 +20,13 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
-from router.app import build_app
+from common.errors import ConfigError
+from common.garbage import freeze_gc
+from common.options import exit_on_config_error, read_options
+from router.api.app import build_app
 from router.options import RouterOptions
+from router.processes import RouterProcesses
 from router.service import Router
-from router.siblings import Siblings
-from wire.collector import calm_collector
-from wire.errors import ConfigError
-from wire.options import exit_on_config_error, read_options
 
 _GRACE_S = 5
 # Longer than clients and proxies keep an idle connection: httpx, and so OpenAI's client, 5 s; most others
@@ -108,7 +108,7 @@ async def _serve(router: Router, listener: socket.socket, given: argparse.Namesp
     await router.start()
     host, port = listener.getsockname()[:2]
     directory = router.options.directory or router.mailbox_address
-    siblings = Siblings(("--options", str(given.options), "--sibling", directory, str(port)))
+    siblings = RouterProcesses(("--options", str(given.options), "--sibling", directory, str(port)))
     try:
         await siblings.start(given.processes - 1)
         shown = f"[{host}]" if ":" in host else host
@@ -127,7 +127,7 @@ async def _serve(router: Router, listener: socket.socket, given: argparse.Namesp
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_GRACE_S,
         )
-        calm_collector()
+        freeze_gc()
         server = _Server(config, json.dumps(ready))
         if given.sibling is not None:
             asyncio.get_running_loop().add_reader(sys.stdin, _end_with_stdin, server)

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from router.event_counters import EventCounters
+from router.events.counters import EventCounters
 from router.measures import Count, Distribution
 from wire.stages import Stamp
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from wire.options import Options
+from common.options import Options
 
 
 class PolicyWeights(Options):

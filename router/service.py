@@ -7,25 +7,25 @@ import secrets
 import time
 from itertools import count
 
-from router.directory import Directory
-from router.directory_client import DirectoryClient
-from router.directory_server import DirectoryServer
-from router.dispatcher import Dispatcher
-from router.event_plane import EventPlane
-from router.generation import ChoiceOutput, Generation, Submission
-from router.index import GlobalIndex, as_hashes, digest_hashes
+from common.errors import ContextTooLong, InvalidRequest, ModelNotFound, Unavailable
+from router.directory.client import DirectoryClient
+from router.directory.directory import Directory
+from router.directory.server import DirectoryServer
+from router.events.event_plane import EventPlane
+from router.index.global_index import GlobalIndex, as_hashes, digest_hashes
+from router.index.page_table import Hashes
 from router.metrics import RouterMetrics
 from router.options import RouterOptions
-from router.page_table import Hashes
-from router.peers import TELL_AFTER_S, Peers
-from router.placer import Choice, Placer
-from router.policies import make_policy
-from router.prediction import Prediction
-from router.stream import RoomPlan, RoomStream
-from router.tokenization import Tokenization
+from router.placement.peers import TELL_AFTER_S, RouterPeers
+from router.placement.placer import Choice, Placer
+from router.placement.policies import make_policy
+from router.placement.prediction import Prediction
+from router.streams.dispatcher import Dispatcher
+from router.streams.generation import ChoiceOutput, Generation, Submission
+from router.streams.stream import RoomPlan, RoomStream
+from router.text.tokenization import Tokenization
 from router.trace import RequestTrace, TraceStore
 from wire.codec import pack_tokens
-from wire.errors import ContextTooLong, InvalidRequest, ModelNotFound, Unavailable
 from wire.mailbox import Mail
 from wire.messages import Accounts, Inspect, SamplingParams, View
 from wire.page_hash import namespace_seed, page_digests
@@ -59,7 +59,7 @@ class Router:
         self._events: EventPlane | None = None
         self._server: DirectoryServer | None = None
         self._client: DirectoryClient | None = None
-        self._peers: Peers | None = None
+        self._peers: RouterPeers | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -71,7 +71,7 @@ class Router:
         self._loop = asyncio.get_running_loop()
         self._dispatcher = Dispatcher(options, self.placer, self.traces, self.metrics, self._on_other_mail)
         mailbox = self._dispatcher.mailbox
-        self._peers = Peers(
+        self._peers = RouterPeers(
             self.placer.fleet, mailbox.address, time.time_ns(), mailbox.send, self._tell_peers_soon
         )
         self._events = EventPlane(self.index, curve_for(options.cluster_secret))

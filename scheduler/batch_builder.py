@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.batch import ForwardBatch, SamplingRow, StateSlots, WindowPages
+from scheduler.batch_states import BatchStates
 from scheduler.chunker import Chunk
 from scheduler.running import RunningBatch
-from scheduler.state_lanes import StateLanes
 
 
 def _sampling_rows(running: RunningBatch) -> list[SamplingRow]:
@@ -72,7 +72,7 @@ def _window(batch: ForwardBatch, table: npt.NDArray[np.int32], page_size: int) -
     return WindowPages(pages, pages[owner, logical].astype(np.int64) * page_size + offsets)
 
 
-def _states(states: StateLanes, lanes: int, chunks: Sequence[Chunk]) -> StateSlots:
+def _states(states: BatchStates, lanes: int, chunks: Sequence[Chunk]) -> StateSlots:
     if not chunks:
         return StateSlots(states.reads[:lanes].copy(), states.writes[:lanes].copy())
     reads = [chunk.state_read for chunk in chunks]
@@ -93,7 +93,7 @@ def _build(
     decode = _decode_batch(running) if len(running) else None
     lanes = len(running)
     ends = [chunk.end for chunk in chunks]
-    sampled = [i for i, chunk in enumerate(chunks) if chunk.is_last and not chunk.req.is_bare]
+    sampled = [i for i, chunk in enumerate(chunks) if chunk.is_last and not chunk.req.is_kv_only]
 
     longest = -(-max(ends) // page_size)
     if decode is not None:

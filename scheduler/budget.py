@@ -5,16 +5,16 @@ from __future__ import annotations
 from scheduler.chunker import Chunk, chunk_end, first_cut
 from scheduler.config import Phase, SchedulerConfig
 from scheduler.metrics import SchedulerMetrics
-from scheduler.pages import Room
+from scheduler.pages import Capacity
 from scheduler.rates import Rates
 from scheduler.req import Req, ReqState
-from scheduler.roster import Roster
+from scheduler.request_table import RequestTable
 
 CLAIM_STEPS = 64
 """Steps for which a refused reservation keeps younger requests out, unless it is tried again."""
 
 
-class Admission:
+class BatchAdmission:
     """First come, first served within a priority: whoever does not fit stops all behind it.
 
     Letting smaller ones pass would keep the pool filled by them, and a large request could wait for ever. Two
@@ -23,11 +23,11 @@ class Admission:
     """
 
     def __init__(
-        self, config: SchedulerConfig, roster: Roster, metrics: SchedulerMetrics, rates: Rates
+        self, config: SchedulerConfig, requests: RequestTable, metrics: SchedulerMetrics, rates: Rates
     ) -> None:
         self._config = config
-        self._roster = roster
-        self._pages = roster.pages
+        self._requests = requests
+        self._pages = requests.pages
         self._metrics = metrics
         self._rates = rates
         self._step_tokens = config.step_tokens(self._pages.page_size)
@@ -64,19 +64,19 @@ class Admission:
         newest = max(self._pages.pages_of(chunk), 1)
         return min(self._pages.pages_of(window.window) + newest, self._pages.pages_of(length))
 
-    def promised(self) -> Room:
+    def promised(self) -> Capacity:
         """What must stay free for the growth of everybody admitted."""
         tokens = pages = 0
-        for req in self._roster.holders():
+        for req in self._requests.holders():
             tokens += self.growth(req)
             if self._pages.window is not None and req.state is not ReqState.HANDED_OFF:
                 peak = self.window_peak(req, self._later(req), req.state is ReqState.PREFILL)
                 pages += max(peak - self._pages.window_pages(req), 0)
-        return Room(tokens, pages)
+        return Capacity(tokens, pages)
 
     def headroom(self) -> int:
         """Tokens that a new reservation can take at once: none while an older one waits for memory."""
-        if self._claim is not None and not self._roster.is_alone():
+        if self._claim is not None and not self._requests.is_alone():
             return 0
         waiting = self._blocked.prefill_len if self._blocked else 0
         return max(self._pages.free_tokens() - self.promised().tokens - waiting, 0)
@@ -100,13 +100,13 @@ class Admission:
             f"and this worker has {window.allocator.num_pages}"
         )
 
-    def _spare(self, req: Req, prefills: bool = True) -> Room:
+    def _spare(self, req: Req, prefills: bool = True) -> Capacity:
         """What must be there beside the prefill's slots for the request to be admitted."""
         peak = self.window_peak(req, self._later(req), prefills)
-        if self._roster.is_alone():
-            return Room(0, peak)
+        if self._requests.is_alone():
+            return Capacity(0, peak)
         promised = self.promised()
-        return Room(promised.tokens + self.growth(req), promised.window_pages + peak)
+        return Capacity(promised.tokens + self.growth(req), promised.window_pages + peak)
 
     def _admitted(self, req: Req) -> bool:
         if not req.resumed:
@@ -117,8 +117,8 @@ class Admission:
     # -- reservations ------------------------------------------------------------------------------
 
     def reserve(self, req: Req) -> bool:
-        """Room for a prompt that comes by transfer: here the whole of it may be cached already."""
-        head = self._roster.waiting.head
+        """Capacity for a prompt that comes by transfer: here the whole of it may be cached already."""
+        head = self._requests.waiting.head
         outranked = head is not None and (head.resumed or (head is self._blocked and _before(head, req)))
         if not outranked and self._pages.reserve(req, self._spare(req, prefills=False)):
             self.withdraw(req)
@@ -136,10 +136,10 @@ class Admission:
 
     def _admit(self, req: Req) -> bool:
         claim = self._claim
-        if claim is not None and not req.resumed and _before(claim, req) and not self._roster.is_alone():
+        if claim is not None and not req.resumed and _before(claim, req) and not self._requests.is_alone():
             return False
         # The last token must be computed to sample the next, unless its successor is known.
-        match_len = req.prefill_len if req.is_bare else req.prefill_len - 1
+        match_len = req.prefill_len if req.is_kv_only else req.prefill_len - 1
         if self._pages.take(req, match_len, self._spare(req)):
             self._blocked = None
             self._rates.admitted(req.prefill_len, req.prefill_len - req.scheduled_len)
@@ -151,25 +151,25 @@ class Admission:
 
     def next_chunks(self) -> tuple[list[Chunk], list[Req]]:
         """The prefill chunks of this step, and readmitted requests that turned out to be cached entirely."""
-        roster = self._roster
+        requests = self._requests
         self._age_claim()
-        budget = max(self._step_tokens - len(roster.running), self._pages.page_size)
+        budget = max(self._step_tokens - len(requests.running), self._pages.page_size)
         chunks: list[Chunk] = []
         complete: list[Req] = []
         while budget > 0:
-            req = roster.chunked
+            req = requests.chunked
             if req is None:
-                if len(roster.running) + len(chunks) >= self._config.max_running_requests:
+                if len(requests.running) + len(chunks) >= self._config.max_running_requests:
                     break
-                req = roster.waiting.head
+                req = requests.waiting.head
                 if req is None or req.in_flight or not self._admit(req):
                     break
-                roster.waiting.pop()
+                requests.waiting.pop()
                 req.state = ReqState.PREFILL
                 if req.scheduled_len == req.prefill_len:
                     complete.append(req)
                     continue
-                roster.chunked = req
+                requests.chunked = req
             whole = self._end(req, budget, is_first=not chunks)
             end = first_cut(req.scheduled_len, whole, self._pages.cut_points(req, req.prefill_len))
             if end == req.scheduled_len or not self._pages.extend_window(req, end):
@@ -181,7 +181,7 @@ class Admission:
             chunks.append(chunk)
             if not chunk.is_last:
                 break
-            roster.chunked = None
+            requests.chunked = None
             budget -= end - chunk.start
         return chunks, complete
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from wire.errors import ConfigError
+from common.errors import ConfigError
 
 
 class Phase(StrEnum):

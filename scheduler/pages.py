@@ -27,10 +27,10 @@ STATE_PAIR = 2
 """State slots that every request owns: one is read while the other is written."""
 
 
-class Room(NamedTuple):
+class Capacity(NamedTuple):
     """An amount of memory that grows with requests' contexts."""
 
-    tokens: int  # of the deciding group, whole pages
+    tokens: int  # of the primary group, whole pages
     window_pages: int
 
 
@@ -43,7 +43,7 @@ class Pages:
         self.window = memory.swa
         self.states = memory.states
         self.deferred = DeferredFrees(memory)
-        self._deciding = memory.specs[0].name
+        self._primary = memory.specs[0].name
         self._pool = memory.req_to_token_pool
         self._req_to_token = memory.req_to_token_pool.req_to_token
 
@@ -73,17 +73,17 @@ class Pages:
 
     # -- taking ------------------------------------------------------------------------------------
 
-    def take(self, req: Req, match_len: int, spare: Room) -> bool:
+    def take(self, req: Req, match_len: int, spare: Capacity) -> bool:
         """Lock what is cached of the first `match_len` tokens and take what the prefill needs beside it.
 
         Takes nothing and says False unless there is a row, and `spare` stays free (or evictable) beyond all
-        that, where the request's own window pages are part of `spare`. The deciding group's slots come at
+        that, where the request's own window pages are part of `spare`. The primary group's slots come at
         once: a prompt that was admitted never stops half-way for want of them.
         """
         match = self.memory.cache.match_prefix(self._key(req, match_len))
         return self._take(req, match, len(match.device_indices), spare)
 
-    def reserve(self, req: Req, spare: Room) -> bool:
+    def reserve(self, req: Req, spare: Capacity) -> bool:
         """`take` for a prompt that comes by transfer: each group brings what it lacks, in `req.reserved`."""
         total = req.prefill_len
         match = self.memory.cache.match_parts(self._key(req, total))
@@ -92,7 +92,7 @@ class Pages:
         first = req.cache_protected_len
         slots = self.slots(req, total)[first :: self.page_size]
         missing = slots.astype(np.int64) // self.page_size
-        req.reserved = {self._deciding: ReservedPages(first // self.page_size, missing)}
+        req.reserved = {self._primary: ReservedPages(first // self.page_size, missing)}
         if self.window is not None:
             row = _row(req)
             assert self.window.extend(row, total), "window pages were counted, yet cannot be had"
@@ -106,7 +106,7 @@ class Pages:
     def _key(self, req: Req, length: int) -> RadixKey:
         return RadixKey(req.fill_ids[:length], req.namespace, req.tenant)
 
-    def _take(self, req: Req, match: MatchResult, starts_at: int, spare: Room) -> bool:
+    def _take(self, req: Req, match: MatchResult, starts_at: int, spare: Capacity) -> bool:
         """Take for a request whose first forward here has its first query at position `starts_at`."""
         cache, node = self.memory.cache, match.last_device_node
         # Locking moves what matched from evictable to protected, so room is counted after it.
@@ -141,7 +141,7 @@ class Pages:
         req.kv_allocated_len = end
         return True
 
-    def _fits(self, row: int, wanted: int, spare: Room) -> bool:
+    def _fits(self, row: int, wanted: int, spare: Capacity) -> bool:
         if self.free_tokens() < wanted + spare.tokens:
             return False
         window, states = self.window, self.states
@@ -249,7 +249,7 @@ class Pages:
         if row is None:
             return {}
         slots = self._req_to_token[row, req.cache_protected_len : req.kv_allocated_len]
-        pages: GroupPages = {self._deciding: np.unique(slots.astype(np.int64) // self.page_size)}
+        pages: GroupPages = {self._primary: np.unique(slots.astype(np.int64) // self.page_size)}
         if self.window is not None:
             pages["window"] = self.window.private_pages(row)
         if req.state_hold is not None:

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from common.errors import ContextTooLong, InvalidRequest, WireError
 from engine.sampling_state import SamplingState
 from kvcache.radix_key import Namespace
 from kvcache.request import StateHold
-from wire.errors import ContextTooLong, InvalidRequest, WireError
 from wire.messages import FinishReason, GenerateRequest
 from wire.stages import RequestStage, Stamp, stamp
 
@@ -69,7 +69,7 @@ class Req:
 
     __slots__ = (
         "_filled", "_tokens", "arrival", "cache_protected_len", "cached_tokens", "closing",
-        "emitted_len", "epoch", "finish", "in_flight", "is_bare", "kv_allocated_len", "kv_committed_len",
+        "emitted_len", "epoch", "finish", "in_flight", "is_kv_only", "kv_allocated_len", "kv_committed_len",
         "last_node", "limit_len", "namespace", "origin_input_ids", "output_ids", "prefill_len",
         "prefix_indices", "priority", "req_pool_idx", "request", "reserved", "resumed", "room",
         "running_index", "sampling", "scheduled_len", "stages_seen", "stamps", "start_send_idx", "state",
@@ -111,7 +111,7 @@ class Req:
         self.last_node: Any = None  # the tree's node that this request locks
         self.forget_memory()
         self.prefill_len = 0
-        self.is_bare = False
+        self.is_kv_only = False
         self.cached_tokens = 0  # prefix found in the tree when first admitted here
         self.in_flight = 0  # launched forwards whose results are out
         self.running_index = -1  # place in the decode batch
@@ -182,14 +182,14 @@ class Req:
         self._tokens[self._filled : total] = self.output_ids[first:]
         self._filled = total
 
-    def aim_prefill(self, bare: bool = False) -> None:
+    def aim_prefill(self, kv_only: bool = False) -> None:
         """Prefill everything known so far and sample the next position.
 
-        `bare` (a readmitted request whose first output is known): only bring back the KV that it had when it
-        was handed off, and sample nothing.
+        `kv_only` (a readmitted request whose first output is known): only bring back the KV that it had when
+        it was handed off, and sample nothing.
         """
-        self.is_bare = bare
-        self.prefill_len = self.prompt_len + len(self.output_ids) - (1 if bare else 0)
+        self.is_kv_only = kv_only
+        self.prefill_len = self.prompt_len + len(self.output_ids) - (1 if kv_only else 0)
 
     # -- stages ------------------------------------------------------------------------------------
 

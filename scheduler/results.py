@@ -8,9 +8,9 @@ from engine.batch import Pending
 from engine.errors import EngineError
 from scheduler.chunker import Chunk
 from scheduler.metrics import SchedulerMetrics
-from scheduler.policy import AfterPrefill, NodePolicy
+from scheduler.node_policy import AfterPrefill, NodePolicy
 from scheduler.req import Req, ReqState
-from scheduler.roster import Roster
+from scheduler.request_table import RequestTable
 from wire.messages import FinishReason, RejectKind, TokenLogprobs
 from wire.stages import RequestStage
 
@@ -22,7 +22,7 @@ class LaunchedStep:
     number: int  # grows by 1 with every launch
     decode: list[Req]
     chunks: list[Chunk]
-    bare: frozenset[int]  # indices of chunks that complete a prefill without sampling
+    kv_only: frozenset[int]  # indices of chunks that complete a prefill without sampling
     pending: Pending
 
 
@@ -42,8 +42,8 @@ def finish_reason(req: Req, token: int) -> FinishReason | None:
 class Results:
     """Takes results in launch order; the only caller of the policy's on_chunk, on_prefilled and on_tokens."""
 
-    def __init__(self, roster: Roster, policy: NodePolicy, metrics: SchedulerMetrics) -> None:
-        self._roster = roster
+    def __init__(self, requests: RequestTable, policy: NodePolicy, metrics: SchedulerMetrics) -> None:
+        self._requests = requests
         self._policy = policy
         self._metrics = metrics
         self.last_launch = 0  # number of the newest launched forward
@@ -59,13 +59,13 @@ class Results:
         except EngineError as error:
             if isinstance(error.__cause__, TimeoutError):
                 raise
-            self._roster.pages.deferred.landed(step.number)
+            self._requests.pages.deferred.landed(step.number)
             self._fail(step, str(error))
             return
-        self._roster.pages.deferred.landed(step.number)
+        self._requests.pages.deferred.landed(step.number)
         tokens, logprobs = result.tokens.tolist(), result.logprobs
         for i, req in enumerate(step.decode):
-            if self._roster.landed(req):
+            if self._requests.landed(req):
                 req.kv_committed_len += 1
                 self._output(req, tokens[i], logprobs[i])
             else:
@@ -74,20 +74,20 @@ class Results:
         for i, chunk in enumerate(step.chunks):
             if not chunk.is_last:
                 self._chunk(chunk)
-            elif i in step.bare:
+            elif i in step.kv_only:
                 self._brought_back(chunk)
             else:
                 self._last_chunk(chunk, tokens[sample], logprobs[sample])
                 sample += 1
 
     def _chunk(self, chunk: Chunk) -> None:
-        if self._roster.landed(chunk.req):
+        if self._requests.landed(chunk.req):
             self._commit(chunk.req, chunk.end, chunked=True)
             self._policy.on_chunk(chunk.req)
 
     def _last_chunk(self, chunk: Chunk, token: int, logprobs: TokenLogprobs | None) -> None:
         req = chunk.req
-        if self._roster.landed(req):
+        if self._requests.landed(req):
             req.kv_committed_len = chunk.end
             # The token first: nothing that can wait comes between it and its reader.
             self._output(req, token, logprobs)
@@ -96,15 +96,15 @@ class Results:
                 self.prefilled(req, chunk)
 
     def _brought_back(self, chunk: Chunk) -> None:
-        if self._roster.landed(chunk.req):
+        if self._requests.landed(chunk.req):
             self._commit(chunk.req, chunk.end)
             self.prefilled(chunk.req, chunk)
 
     def _commit(self, req: Req, end: int, chunked: bool = False) -> None:
         req.kv_committed_len = end
-        self._roster.pages.cache_prefix(req, self.last_launch, chunked)
+        self._requests.pages.cache_prefix(req, self.last_launch, chunked)
         if req.running_index >= 0:  # its pages may be another request's now
-            self._roster.running.set_pages(req, self._roster.pages.slots(req, end))
+            self._requests.running.set_pages(req, self._requests.pages.slots(req, end))
 
     def prefilled(self, req: Req, last: Chunk | None = None) -> None:
         """All of the request's prefill is valid and cached: ask the policy who goes on with it.
@@ -114,9 +114,9 @@ class Results:
         after = self._policy.on_prefilled(req)
         if req.state is ReqState.DONE:
             return
-        req.is_bare = False
+        req.is_kv_only = False
         if after is AfterPrefill.HAND_OFF:
-            self._roster.detach(req)
+            self._requests.detach(req)
             req.state = ReqState.HANDED_OFF
             if last is not None and req.state_hold is not None:  # a decode forward may have moved it on
                 req.state_hold.live, req.state_hold.live_len = last.state_write, last.end
@@ -124,12 +124,12 @@ class Results:
         req.stamp(RequestStage.DECODE_LOOP)
         if req.state is ReqState.PREFILL:  # not in the decode batch yet: readmitted with its token known
             req.state = ReqState.TRANSFERRED
-            self._roster.transferred.append(req)
+            self._requests.transferred.append(req)
 
     def _output(self, req: Req, token: int, logprobs: TokenLogprobs | None) -> None:
         req.output_ids.append(token)
         if req.running_index >= 0:
-            self._roster.running.learn(req, req.prompt_len + len(req.output_ids) - 1, token)
+            self._requests.running.learn(req, req.prompt_len + len(req.output_ids) - 1, token)
         self.report(req, None if logprobs is None else [logprobs])
 
     def report(self, req: Req, logprobs: list[TokenLogprobs] | None) -> None:
@@ -142,16 +142,16 @@ class Results:
         self._policy.on_tokens(req, start, outputs[start:], logprobs, req.finish)
         if req.finish is not None and req.state is not ReqState.DONE:
             self._metrics.finished += 1
-            self._roster.end(req)
+            self._requests.end(req)
 
     def _fail(self, step: LaunchedStep, message: str) -> None:
         """Nothing that the forward wrote is valid, so nothing of its requests enters the tree any more."""
         for req in (*step.decode, *(chunk.req for chunk in step.chunks)):
-            if self._roster.landed(req):
+            if self._requests.landed(req):
                 self.fail(req, RejectKind.FAILED, message)
 
     def fail(self, req: Req, why: RejectKind, message: str) -> None:
         """End the request without a result."""
         self._metrics.failed += 1
-        self._roster.end(req, is_insert=False)
+        self._requests.end(req, is_insert=False)
         self._policy.on_failed(req, why, message)

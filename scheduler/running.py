@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.batch import UNKNOWN_TOKEN
+from scheduler.batch_states import BatchStates
 from scheduler.req import Req
-from scheduler.state_lanes import StateLanes
 
 
 class RunningBatch:
@@ -28,7 +28,7 @@ class RunningBatch:
         self.limits = np.zeros(capacity, dtype=np.int64)  # limit_len
         self.next_ids = np.zeros(capacity, dtype=np.int64)  # input of the next step, or UNKNOWN_TOKEN
         self.page_table = np.zeros((capacity, -(-max_context_len // page_size)), dtype=np.int32)
-        self.states = StateLanes(capacity, track_interval) if track_interval else None
+        self.states = BatchStates(capacity, track_interval) if track_interval else None
         self._all_lanes = np.arange(capacity)
 
     def __len__(self) -> int:

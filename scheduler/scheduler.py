@@ -16,17 +16,17 @@ from collections.abc import Callable
 from engine.batch import Engine
 from kvcache.memory import GroupPages, Memory, MemoryReport
 from scheduler.batch_builder import build_batch
-from scheduler.budget import Admission
+from scheduler.budget import BatchAdmission
 from scheduler.chunker import Chunk
 from scheduler.config import Phase, SchedulerConfig
 from scheduler.metrics import SchedulerMetrics
+from scheduler.node_policy import AfterPrefill, NodePolicy
 from scheduler.pages import Pages
-from scheduler.policy import AfterPrefill, NodePolicy
 from scheduler.rates import Rates
 from scheduler.req import Req, ReqState
+from scheduler.request_table import RequestTable
 from scheduler.results import LaunchedStep, Results
 from scheduler.retraction import pick_victim
-from scheduler.roster import Roster
 from scheduler.running import RunningBatch
 from wire.messages import RejectKind, TokenLogprobs
 from wire.records import WorkerLoad
@@ -61,9 +61,9 @@ class Scheduler:
             memory.page_size,
             memory.config.mamba_track_interval if memory.states is not None else None,
         )
-        self._roster = Roster(self._pages, self._running)
-        self._admission = Admission(config, self._roster, self.metrics, self._rates)
-        self._results = Results(self._roster, policy, self.metrics)
+        self._requests = RequestTable(self._pages, self._running)
+        self._admission = BatchAdmission(config, self._requests, self.metrics, self._rates)
+        self._results = Results(self._requests, policy, self.metrics)
         self._in_flight: deque[LaunchedStep] = deque()
         self._ended_early: list[Req] = []  # in the queue too, until the next step answers them
 
@@ -72,8 +72,8 @@ class Scheduler:
     def add(self, req: Req) -> None:
         """Queue a request for prefill. One that can never run is answered in the next step."""
         req.stamp(RequestStage.PREFILL_WAITING)
-        self._roster.enrol(req)
-        self._roster.wait(req)
+        self._requests.enrol(req)
+        self._requests.wait(req)
         all_forced = bool(req.output_ids) and req.prompt_len + len(req.output_ids) >= req.limit_len
         if self._why_never(req) or all_forced:
             self._ended_early.append(req)
@@ -83,11 +83,11 @@ class Scheduler:
 
         That is: unknown, ended, reserved (cancel_reservation: a peer may be writing) or handed off (release).
         """
-        req = self._roster.live.get((room, epoch))
+        req = self._requests.live.get((room, epoch))
         if req is None or req.state in (ReqState.RESERVED, ReqState.HANDED_OFF):
             return False
         self._admission.withdraw(req)
-        self._roster.end(req)
+        self._requests.end(req)
         self.metrics.aborted += 1
         return True
 
@@ -130,10 +130,10 @@ class Scheduler:
         if why:
             self._results.fail(req, RejectKind.INVALID, why)
             return False
-        pre_allocated = self._roster.count(ReqState.RESERVED, ReqState.TRANSFERRED)
+        pre_allocated = self._requests.count(ReqState.RESERVED, ReqState.TRANSFERRED)
         if pre_allocated >= self._pre_alloc_rows or not self._admission.reserve(req):
             return False
-        self._roster.enrol(req)
+        self._requests.enrol(req)
         req.state = ReqState.RESERVED
         return True
 
@@ -144,7 +144,7 @@ class Scheduler:
         """
         assert req.state is ReqState.RESERVED, f"{req} is not reserved"
         pages = self._pages.split_reservation(req)
-        self._roster.end(req)
+        self._requests.end(req)
         return pages
 
     def add_transferred(self, req: Req, first_token: int, logprobs: TokenLogprobs | None = None) -> None:
@@ -160,7 +160,7 @@ class Scheduler:
         self._pages.cache_prefix(req, self._results.last_launch)
         req.output_ids.append(first_token)
         req.sampling.record(first_token)
-        self._roster.transferred.append(req)
+        self._requests.transferred.append(req)
         self._results.report(req, None if logprobs is None else [logprobs])
 
     # -- the hand-off: prefill's half ----------------------------------------------------------------
@@ -168,11 +168,11 @@ class Scheduler:
     def release(self, req: Req, is_insert: bool = True) -> None:
         """Prefill: the policy is done with a handed-off (or parked) request."""
         assert req.state in (ReqState.HANDED_OFF, ReqState.PARKED, ReqState.DONE), f"{req} is not handed off"
-        self._roster.end(req, is_insert)
+        self._requests.end(req, is_insert)
 
     def park(self, req: Req) -> None:
         """Prefill: hold nothing unevictable for a handed-off request until `readmit`."""
-        self._roster.park(req)
+        self._requests.park(req)
 
     def readmit(self, req: Req) -> None:
         """Prefill: bring a parked request's KV back, computing what is not cached any more.
@@ -180,8 +180,8 @@ class Scheduler:
         Ends in on_prefilled again; no token is reported again.
         """
         assert req.state is ReqState.PARKED, f"{req} is not parked"
-        self._roster.enrol(req)
-        self._roster.wait(req, bare=True)
+        self._requests.enrol(req)
+        self._requests.wait(req, kv_only=True)
 
     # -- the loop ------------------------------------------------------------------------------------
 
@@ -203,8 +203,8 @@ class Scheduler:
         return launched or taken or answered or bool(complete) or self._unblock()
 
     def _join_transferred(self) -> None:
-        queue = self._roster.transferred
-        busy = self._roster.chunked is not None
+        queue = self._requests.transferred
+        busy = self._requests.chunked is not None
         while queue and len(self._running) + busy < self.config.max_running_requests:
             req = queue.popleft()
             req.state = ReqState.RUNNING
@@ -213,7 +213,7 @@ class Scheduler:
 
     def _unblock(self) -> bool:
         """Nothing could be done. A chunk that waits for window pages may wait for a request like itself."""
-        chunked = self._roster.chunked
+        chunked = self._requests.chunked
         if chunked is None:
             return False
         self._retract(chunked)
@@ -225,11 +225,11 @@ class Scheduler:
             # A result that is out may end a request, and a retracted one must not be in a forward.
             if self._take_results(0):
                 continue
-            chunked = self._roster.chunked
+            chunked = self._requests.chunked
             self._retract(pick_victim([*self._running.reqs, *([chunked] if chunked else [])]))
 
     def _retract(self, victim: Req) -> None:
-        self._roster.retract(victim)
+        self._requests.retract(victim)
         self.metrics.retracted += 1
 
     def _launch(self, chunks: list[Chunk]) -> None:
@@ -248,8 +248,8 @@ class Scheduler:
         for chunk in chunks:
             self._chunk_launched(chunk)
         self._results.last_launch += 1
-        bare = frozenset(i for i, chunk in enumerate(chunks) if chunk.is_last and chunk.req.is_bare)
-        self._in_flight.append(LaunchedStep(self._results.last_launch, decode, chunks, bare, pending))
+        kv_only = frozenset(i for i, chunk in enumerate(chunks) if chunk.is_last and chunk.req.is_kv_only)
+        self._in_flight.append(LaunchedStep(self._results.last_launch, decode, chunks, kv_only, pending))
         self._count(len(decode), chunks)
 
     def _chunk_launched(self, chunk: Chunk) -> None:
@@ -260,7 +260,7 @@ class Scheduler:
             req.stamp(RequestStage.PREFILL_CHUNKED_FORWARD)
             return
         req.stamp(RequestStage.PREFILL_FORWARD)
-        if Phase.DECODE in self.config.phases and not req.is_bare and chunk.end + 1 < req.limit_len:
+        if Phase.DECODE in self.config.phases and not req.is_kv_only and chunk.end + 1 < req.limit_len:
             req.state = ReqState.RUNNING
             self._running.join(req, self._pages.slots(req, chunk.end))
 
@@ -287,21 +287,25 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """A step would do nothing. Reserved, handed-off and parked requests wait for others."""
-        roster = self._roster
+        requests = self._requests
         return not (
-            self._in_flight or roster.waiting or roster.transferred or roster.chunked or len(self._running)
+            self._in_flight
+            or requests.waiting
+            or requests.transferred
+            or requests.chunked
+            or len(self._running)
         )
 
     def load(self) -> WorkerLoad:
         """How busy this worker is."""
-        roster, waiting = self._roster, self._roster.waiting
-        chunked = roster.chunked
+        requests, waiting = self._requests, self._requests.waiting
+        chunked = requests.chunked
         left = chunked.prefill_len - chunked.scheduled_len if chunked else 0
-        pre_allocated = roster.count(ReqState.RESERVED, ReqState.TRANSFERRED)
+        pre_allocated = requests.count(ReqState.RESERVED, ReqState.TRANSFERRED)
         return WorkerLoad(
             queued_prefill_tokens=self._rates.to_compute(len(waiting), waiting.tokens()) + left,
-            running_requests=roster.count(ReqState.PREFILL, ReqState.RUNNING),
-            waiting_requests=len(waiting) + len(roster.transferred),
+            running_requests=requests.count(ReqState.PREFILL, ReqState.RUNNING),
+            waiting_requests=len(waiting) + len(requests.transferred),
             free_tokens=self._pages.free_tokens(),
             headroom_tokens=self._admission.headroom(),
             headroom_rows=max(min(self._pre_alloc_rows - pre_allocated, self._admission.more_requests()), 0),
@@ -311,4 +315,4 @@ class Scheduler:
 
     def check_memory(self) -> MemoryReport:
         """Balance every pool against everything this scheduler holds. Raises AssertionError on a leak."""
-        return self._memory.check_memory(self._roster.held_pages(), self._roster.held_rows())
+        return self._memory.check_memory(self._requests.held_pages(), self._requests.held_rows())

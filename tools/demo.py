@@ -30,8 +30,8 @@ from cluster.app import build
 from cluster.config import parse_config, read_config
 from cluster.local import DeployFailed, LocalOptions, LocalServe, stop_on_signals
 from cluster.model_files import model_directory
-from tools.leftovers import Run
-from wire.options import exit_on_config_error
+from common.options import exit_on_config_error
+from tests.harness.leftovers import Run
 
 ROOT = Path(__file__).resolve().parents[1]
 QUESTION = "How do I use os.path.join?"

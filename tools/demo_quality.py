@@ -150,7 +150,7 @@ def _is_right(want: str, question: str, answer: str) -> bool:
 def served(model: Path) -> Iterator[str]:
     """The URL of a router with one prefill and one decode worker for `model`, ended at the end."""
     # Imported here: whoever checks a server that runs already needs none of the stack's dependencies.
-    from tools.local_stack import stack
+    from tests.harness.local_stack import stack
 
     with tempfile.TemporaryDirectory() as directory, stack(model, Path(directory)) as running:
         yield str(running.router.ready["http"])

@@ -217,7 +217,7 @@ def measure(form: KVFormat, answers: Sequence[Text], docstrings: Sequence[Text])
 def ask(form: KVFormat, measured: Measured) -> None:
     """The 50 questions of `make demo-quality`, over workers that store their KV so."""
     # Imported here: it needs the whole stack.
-    from tools.local_stack import stack
+    from tests.harness.local_stack import stack
 
     expectations = load_expectations(QUALITY)
     with (

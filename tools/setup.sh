@@ -45,7 +45,7 @@ say "CPU kernels"
 .venv/bin/python -m engine.cpu.build || say "the kernels could not be built: plain torch takes over"
 
 say "the index's page table"
-.venv/bin/python -m router.native.build || say "it could not be built: the one in Python takes over"
+.venv/bin/python -m router.index.native.build || say "it could not be built: the one in Python takes over"
 
 rm -f .venv/.set-up-*
 touch "$stamp"

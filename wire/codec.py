@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from wire.errors import WireError
+from common.errors import WireError
 from wire.messages import AnyMessage
 
 _encoder = msgspec.msgpack.Encoder()

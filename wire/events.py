@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from wire.errors import WireError
+from common.errors import WireError
 
 Medium = Literal["GPU", "CPU", "STORAGE"]
 # What other engines call the same three tiers.
@@ -47,7 +47,7 @@ class BlockStored(KVEvent, frozen=True, tag="BlockStored", omit_defaults=True):
     lora_name: str | None
     extra_keys: list[Any] | None = None
     cache_salt: str | None = None
-    group_idx: int | None = None  # vLLM: which KV group of a hybrid model; we publish the deciding one only
+    group_idx: int | None = None  # vLLM: which KV group of a hybrid model; we publish the primary one only
     kv_cache_spec_kind: str | None = None  # vLLM: what that group is
 
 

@@ -16,7 +16,7 @@ import zmq
 
 from wire.messages import AnyMessage
 from wire.security import Curve
-from wire.sockets import Inbound, Mail, Peers
+from wire.sockets import Inbound, Mail, PeerSockets
 
 _AT_ONCE = 256  # messages read before the loop's other callbacks have a turn: a few milliseconds
 
@@ -36,7 +36,7 @@ class LoopMailbox:
         self._context = zmq.Context()
         self._inbound = Inbound(self._context, interface, curve)
         self.address = self._inbound.address
-        self._peers = Peers(self._context, self.address, curve)
+        self._peers = PeerSockets(self._context, self.address, curve)
         self._descriptor = int(self._inbound.socket.getsockopt(zmq.FD))
         self._closed = False
         self._flush_due = False

@@ -5,7 +5,7 @@ the form of a frame: wire/sockets.py.
 
 Threads: a mailbox owns one I/O thread, the only one that touches sockets. `send` may be called from any
 thread; `take` and `wait` belong to one consumer. Sending never blocks and never raises: a message that
-cannot be queued is counted in `dropped`, and repeated by whoever needs the answer (wire/repeater.py) or
+cannot be queued is counted in `dropped`, and repeated by whoever needs the answer (wire/retransmitter.py) or
 asked for again (Resend), because ZeroMQ promises neither delivery nor order across reconnects.
 """
 
@@ -19,7 +19,7 @@ import zmq
 
 from wire.messages import AnyMessage
 from wire.security import Curve
-from wire.sockets import Inbound, Mail, Peers
+from wire.sockets import Inbound, Mail, PeerSockets
 
 __all__ = ["Mail", "Mailbox"]
 
@@ -34,7 +34,7 @@ class Mailbox:
         self._context = zmq.Context()
         self._inbound = Inbound(self._context, interface, curve)
         self.address = self._inbound.address
-        self._peers = Peers(self._context, self.address, curve)
+        self._peers = PeerSockets(self._context, self.address, curve)
         self._outbox: deque[tuple[str, AnyMessage | None]] = deque()
         self._inbox: queue.SimpleQueue[Mail | None] = queue.SimpleQueue()
         wake_address = f"inproc://wake-{id(self)}"

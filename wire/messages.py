@@ -160,6 +160,19 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     top: list[tuple[int, float]] = []
 
 
+class OutputDelta(msgspec.Struct, frozen=True, gc=False):
+    """What a room's output has gained. Not a message: the form in which tokens pass within a process.
+
+    `logprobs`, when asked for, is as long as `tokens`. `finish` comes with the last tokens. `matched` is the
+    stop string or the stop token that ended the output, where one did and it is known.
+    """
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish: FinishReason | None = None
+    matched: str | int | None = None
+
+
 class TokenRun(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Tokens of one room from output position `start` on.
 
@@ -331,7 +344,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class AccountRow(msgspec.Struct, frozen=True, array_like=True):
-    """What a router has given one worker. Tokens unless said; the fields are explained in router/fleet.py."""
+    """What a router has given one worker, in tokens unless said (router/placement/fleet.py)."""
 
     worker: str
     incarnation: int

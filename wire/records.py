@@ -52,7 +52,7 @@ class WorkerLoad(msgspec.Struct, frozen=True):
 
 PageHashes = Literal["baton", "foreign"]
 """What the block hashes in a worker's KV events are. "baton": the page hash chain of wire/page_hash.py, and
-events of the deciding group alone. "foreign": what an adapter in front of another engine (vLLM, SGLang) says.
+events of the primary group alone. "foreign": what an adapter in front of another engine (vLLM, SGLang) says.
 Those hashes mean something to that engine only, and routers hash `token_ids` themselves, in pages of
 `groups[0].page_size`; the engine's block size may be a multiple or a divisor of that."""
 
@@ -70,7 +70,7 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     fingerprint: str  # digest of the weights' configuration: workers of one model must agree
     groups: tuple[GroupLayout, ...]
     max_context_tokens: int  # longest prompt + output
-    total_tokens: int  # KV capacity of the deciding group
+    total_tokens: int  # KV capacity of the primary group
     max_running_requests: int
     pid: int
     host: str  # identity of the host (boot id + namespace): equal means shared memory works

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import zmq
 
+from common.errors import WireError
 from wire.codec import decode, encode
-from wire.errors import WireError
 from wire.messages import AnyMessage
 from wire.security import Curve
 
@@ -97,7 +97,7 @@ class _Peer:
     messages: int = 0  # in it
 
 
-class Peers:
+class PeerSockets:
     """Connections to the mailboxes that were told something, closed when nothing was said for a while."""
 
     def __init__(

@@ -6,14 +6,13 @@ from collections.abc import Mapping
 
 import torch
 
-from engine.attention import AttentionBackend, PagedLayers
 from engine.backends.latent_choose import build_latent
 from engine.backends.pick import BackendUnavailable, pick
-from engine.backends.torch_twin import TorchAttention
+from engine.backends.torch_reference import TorchAttention
 from engine.config import EngineConfig
 from engine.errors import UnsupportedModel
-from engine.latent import LatentBackend
 from engine.loader import LoadedModel
+from engine.paged_layers import AttentionBackend, LatentBackend, PagedLayers
 from kvcache.pool import KVCache, MHAKVCache, MLAKVCache
 from kvcache.quant import KVFormat
 

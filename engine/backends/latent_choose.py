@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.backends.latent_flashinfer import WIDTHS, FlashInferLatentAttention
-from engine.backends.latent_twin import TorchLatentAttention
+from engine.backends.latent_reference import TorchLatentAttention
 from engine.backends.pick import BackendUnavailable, pick
 from kvcache.quant import KVFormat
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
-    from engine.latent import LatentBackend
     from engine.loader import AttentionLayer
+    from engine.paged_layers import LatentBackend
     from kvcache.pool import MLAKVCache
 
 

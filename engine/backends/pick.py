@@ -8,9 +8,9 @@ from typing import TypeVar
 
 import torch
 
+from common.errors import ConfigError
 from engine.config import EngineConfig
 from engine.cpu.op import KernelsUnavailable
-from wire.errors import ConfigError
 
 log = logging.getLogger(__name__)
 

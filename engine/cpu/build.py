@@ -13,8 +13,8 @@ import platform
 import sys
 from pathlib import Path
 
-from wire import compile as cxx
-from wire.compile import BuildError, Sources
+from common import compile as cxx
+from common.compile import BuildError, Sources
 
 SOURCE_DIR = Path(__file__).parent
 COMMON_FLAGS = [

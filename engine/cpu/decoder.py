@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from engine.attention import PagedLayers
 from engine.cpu.attention import MAX_HEAD_DIM, CpuAttention
 from engine.cpu.linear import Pack
 from engine.cpu.op import AttentionCall, kernels
+from engine.paged_layers import PagedLayers
 
 MODELS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
 """The transformers classes that this computes."""

@@ -12,10 +12,10 @@ import os
 
 import torch
 
+from common.compile import BuildError
+from common.errors import ConfigError
 from engine.cpu.build import build
 from kvcache.quant import KVFormat
-from wire.compile import BuildError
-from wire.errors import ConfigError
 
 ISA_NAMES = ("base", "avx2", "avx512", "amx")
 STORAGE = {torch.float32: 0, torch.bfloat16: 1}

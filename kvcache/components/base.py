@@ -1,6 +1,6 @@
 """TreeComponent: what the tree asks of each KV group.
 
-A node can lack what a group other than the deciding one would keep there: it is then a tombstone for that
+A node can lack what a group other than the primary one would keep there: it is then a tombstone for that
 group, and a match cannot end there. The tree keeps two rules with the help of these methods: a match ends
 where every group can continue, and no leaf is a tombstone (unless a lock keeps it from going).
 """

@@ -14,7 +14,7 @@ import pytest
 
 from cluster.cli import _parser, _share_machine, main, make_config
 from cluster.config import parse_config
-from wire.errors import ConfigError
+from common.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from cluster.config import json_schema, parse_config, read_config
-from scheduler.options import WorkerOptions
-from wire.errors import ConfigError
+from common.errors import ConfigError
 from wire.records import Role
+from worker.options import WorkerOptions
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cluster.model_files import model_directory
-from wire.errors import ConfigError
+from common.errors import ConfigError
 
 
 def test_a_directory_is_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import traceback
 import pytest
 
 from cluster.refusal import ReplicaRefused, find_refusal, readable_refusal
-from wire.errors import ConfigError
+from common.errors import ConfigError
 
 
 def test_a_config_error_is_found_again_in_a_traceback() -> None:

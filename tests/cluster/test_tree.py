@@ -12,7 +12,7 @@ import pytest
 from cluster import tree
 from cluster.cli import main
 from cluster.tree import TreeSource
-from wire.errors import ConfigError, WorkerLost
+from common.errors import ConfigError, WorkerLost
 from wire.mailbox import Mailbox
 from wire.messages import Inspect, Inspected
 from wire.security import curve_for

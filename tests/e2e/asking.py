@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tools.local_stack import Stack
+from tests.harness.local_stack import Stack
 from wire.codec import pack_tokens
 from wire.messages import Ack, Decode, GenerateRequest, SamplingParams, TokenLogprobs, Tokens
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import yaml
 
-from tools.leftovers import Run
+from tests.harness.leftovers import Run
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent

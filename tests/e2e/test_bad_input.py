@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from transformers import MistralConfig
 
+from tests.harness.processes import Child
 from tests.support.tiny_models import write_tiny
-from tools.processes import Child
 
 BOUND_S = 120.0
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.fake import fake_generate
-from tools.local_stack import stack
+from tests.harness.local_stack import stack
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.invariants)])

@@ -15,8 +15,8 @@ import pytest
 from openai import OpenAI
 
 from tests.e2e.asking import ask, timeline
+from tests.harness.local_stack import Stack, stack
 from tests.support.tiny_models import VOCAB_SIZE
-from tools.local_stack import Stack, stack
 
 EOS = 258
 PAIRS = range(259, VOCAB_SIZE)  # every one of these tokens is two letters

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from engine.fake import fake_generate
-from tools.local_stack import Stack, stack
-from tools.processes import Child
+from tests.harness.local_stack import Stack, stack
+from tests.harness.processes import Child
 from wire.mailbox import Mailbox
 
 OUTPUT_TOKENS = 60

@@ -17,9 +17,9 @@ import pytest
 
 from engine.fake import fake_generate
 from tests.e2e.test_failures import OPTIONS, OUTPUT_TOKENS, ROUTER, kill, prompts, take, wait_until_busy
+from tests.harness.local_stack import Stack, stack
+from tests.harness.processes import Child
 from tests.support.reference import draw_model
-from tools.local_stack import Stack, stack
-from tools.processes import Child
 
 GROUPS = ("window", "state")
 HYBRID: dict[str, Any] = {

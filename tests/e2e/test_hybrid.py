@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from engine.fake import fake_generate
+from tests.harness.local_stack import Stack, stack
+from tests.harness.processes import Child
 from tests.support.kv_events_reader import Page, Pages, ends_of, pages_of, replayed
 from tests.support.reference import draw_model
-from tools.local_stack import Stack, stack
-from tools.processes import Child
 
 PAGE_SIZE = 8
 GROUPS = ("window", "state")

@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.harness.local_stack import Stack, stack
 from tests.support.oracle import DENSE, EVERY, HYBRID, LATENT, WINDOWED, covering, pairs_of
 from tests.support.reference import draw_model
-from tools.local_stack import Stack, stack
 
 PATHS = ("colocated", "shm", "tcp", "mooncake")
 OUTPUT_TOKENS = 64

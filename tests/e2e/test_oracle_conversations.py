@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.harness.local_stack import Stack, stack
 from tests.support.oracle import EVERY
 from tests.support.reference import MIN_MARGIN, draw_model, reference_generate, reference_greedy
-from tools.local_stack import Stack, stack
 
 CONVERSATIONS = 200
 AT_ONCE = 8

@@ -19,15 +19,15 @@ from engine.runner import ModelRunner
 from kvcache.memory import Memory
 from kvcache.pool import MambaPool
 from kvcache.radix_cache import RadixCache
-from scheduler.build import build_engine, build_scheduler
 from scheduler.config import Phase
-from scheduler.options import WorkerOptions
 from scheduler.req import Req, RequestLimits
+from tests.harness.local_stack import stack
 from tests.scheduler.rig import Recorder
 from tests.support.oracle import EVERY, HYBRID, WINDOWED
 from tests.support.reference import draw_model, reference_generate
-from tools.local_stack import stack
 from wire.messages import GenerateRequest, SamplingParams
+from worker.build import build_engine, build_scheduler
+from worker.options import WorkerOptions
 
 CONTEXT = 256
 
@@ -171,7 +171,7 @@ def test_oracle_eviction(
     family: str, depth: int, page_size: int, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two long answers hold their locks while forty short requests, many of them cousins, push each other
-    out: pages of the deciding group first, then windows or states where there are any."""
+    out: pages of the primary group first, then windows or states where there are any."""
     rng = random.Random(6)
     shared = [tokens(rng, count) for count in (48, 33, 80)]
     long = [shared[0] + tokens(rng, 21), tokens(rng, 50)]

@@ -18,9 +18,9 @@ import zmq
 
 from engine.fake import fake_generate
 from tests.e2e.asking import ask, timeline
+from tests.harness.local_stack import Stack, stack
+from tests.harness.processes import Child
 from tests.support.kv_events_reader import Pages, pages_of, replayed, waiting
-from tools.local_stack import Stack, stack
-from tools.processes import Child
 
 PAGE_SIZE = 8
 LONG = 20 * PAGE_SIZE

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.asking import ask, timeline
-from tools.local_stack import stack
+from tests.harness.local_stack import stack
 
 PAGE_SIZE = 16
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 24}

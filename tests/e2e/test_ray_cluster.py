@@ -16,7 +16,7 @@ import pytest
 
 from tests.e2e.ray_cluster import ROOT, RayCluster, free_ports, ray_cluster
 from tests.e2e.served import Served, served
-from tools.leftovers import Run
+from tests.harness.leftovers import Run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

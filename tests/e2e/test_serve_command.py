@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.ray_cluster import ROOT, free_ports, ray_environment, short_temporary_directory
 from tests.e2e.served import Served, served
-from tools.leftovers import Run
+from tests.harness.leftovers import Run
 
 DEMO_MODEL = ROOT / "deploy" / "demo_model"
 QUESTION = "How do I use os.path.join to build the path of a file from its parts?"

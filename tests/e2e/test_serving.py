@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.e2e.asking import ask, one_choice, timeline
-from tools.local_stack import Stack, stack
+from tests.harness.local_stack import Stack, stack
 from wire.messages import SamplingParams, TokenLogprobs
 
 CHUNK = 32

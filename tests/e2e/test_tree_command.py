@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.local_stack import Stack, stack
 from tests.support.kv_events_reader import pages_of
-from tools.local_stack import Stack, stack
 
 ROOT = Path(__file__).parents[2]
 PAGE_SIZE = 8

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from engine.attention import PagedLayers
+from common.errors import ConfigError
 from engine.backends.choose import build_attention
 from engine.backends.flashinfer import FlashInferAttention
-from engine.backends.torch_twin import TorchAttention
+from engine.backends.torch_reference import TorchAttention
 from engine.config import EngineConfig
+from engine.paged_layers import PagedLayers
 from kvcache.layout import KVGroupSpec
 from kvcache.pool import MHAKVCache
 from tests.engine.conftest import PROMPTS, Drawn
 from tests.support.driver import Driver, open_pools
-from wire.errors import ConfigError
 
 
 class StandInWrapper:

@@ -23,12 +23,12 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from common.errors import ConfigError
 from engine.config import EngineConfig
 from engine.errors import UnsupportedModel
 from engine.gate import check_model
 from engine.loader import load_model
 from tests.support.tiny_models import FAMILIES, make_tiny
-from wire.errors import ConfigError
 
 
 def with_field(config: PretrainedConfig, **fields: Any) -> PretrainedConfig:

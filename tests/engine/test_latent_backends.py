@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from engine.attention import PagedLayers
+from common.errors import ConfigError
 from engine.backends.latent_choose import build_latent
 from engine.backends.latent_flashinfer import FlashInferLatentAttention
-from engine.backends.latent_twin import TorchLatentAttention
+from engine.backends.latent_reference import TorchLatentAttention
 from engine.config import EngineConfig
 from engine.loader import AttentionLayer, load_model
+from engine.paged_layers import PagedLayers
 from kvcache.layout import LatentGroupSpec
 from kvcache.pool import MLAKVCache
 from kvcache.quant import KVFormat
 from tests.engine.conftest import PROMPTS, Drawn
 from tests.support.driver import Driver, open_runner
-from wire.errors import ConfigError
 
 
 class StandInWrapper:

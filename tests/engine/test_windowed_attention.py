@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.backends import torch_twin
+from engine.backends import torch_reference
 from engine.backends.choose import build_attention
 from engine.batch import ForwardBatch
 from engine.config import EngineConfig
@@ -103,7 +103,7 @@ def test_a_query_sees_its_window_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Decode rows, a whole prompt, chunks that end inside and on page borders, a context of one token."""
-    monkeypatch.setattr(torch_twin, "QUERIES_AT_ONCE", 8)
+    monkeypatch.setattr(torch_reference, "QUERIES_AT_ONCE", 8)
     case = make_case([1, 1, 21, 8, 5, 1, 13], [30, 16, 21, 40, 37, 1, 64], window, page_size, spoilt)
     sinks = torch.tensor([-2.0, 0.0, 1.5, 4.0]) if with_sinks else None
     backend = build_attention(EngineConfig("m", attention=attention), case.pool, HEADS, SCALE, with_sinks)

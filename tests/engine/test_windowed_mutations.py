@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention import AttentionBackend, PagedLayers
 from engine.backends.choose import build_attention
 from engine.batch import ForwardBatch, Pending, WindowPages
 from engine.config import EngineConfig
+from engine.paged_layers import AttentionBackend, PagedLayers
 from engine.runner import ModelRunner
 from tests.support.driver import Driver, open_pools
 from tests.support.reference import draw_model

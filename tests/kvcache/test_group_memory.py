@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common.errors import ConfigError
 from kvcache.config import MIN_STATE_SLOTS, CacheConfig
 from kvcache.layout import GroupSpec, KVGroupSpec, LatentGroupSpec, pages_in
 from kvcache.memory import build_memory
@@ -15,7 +16,6 @@ from kvcache.pool import MambaPool, MLAKVCache
 from kvcache.request import MOVING, StateHold
 from tests.kvcache.driver import Driver
 from tests.kvcache.support import SPEC, groups, memory
-from wire.errors import ConfigError
 
 PAGE = 4
 A, B, C = ([name] * 8 for name in (1, 2, 3))

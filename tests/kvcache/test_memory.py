@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from common.errors import ConfigError
 from kvcache.buffers import SharedBuffer, allocate_private, allocate_shared
 from kvcache.chunk_cache import ChunkCache
 from kvcache.common import alloc_for_decode, alloc_for_extend, alloc_token_slots, release_kv_cache
@@ -18,7 +19,6 @@ from kvcache.memory import build_memory
 from kvcache.pool import MHAKVCache, ReqToTokenPool
 from kvcache.radix_key import Namespace
 from tests.kvcache.support import SPEC, matched, memory, put, request
-from wire.errors import ConfigError
 
 
 def test_a_shared_buffer_is_seen_through_its_descriptor_until_closed() -> None:

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from common.errors import ConfigError
 from kvcache.layout import GroupSpec, KVGroupSpec, LatentGroupSpec, StateGroupSpec, StateTensor, stored_as
 from kvcache.pool import MHAKVCache, MLAKVCache
 from kvcache.quant import BLOCK, KVFormat, QuantisedRows, from_fp4, to_fp4, to_fp8
-from wire.errors import ConfigError
 from wire.records import layout_digest
 
 FP8 = (KVFormat.FP8_E4M3, KVFormat.FP8_E5M2)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.errors import ConfigError
 from kvcache.components.base import TreeComponent
 from kvcache.config import CacheConfig, KVEventsConfig
 from kvcache.events import EventRecorder
@@ -28,7 +29,6 @@ from tests.kvcache.support import (
     request,
     tree_of,
 )
-from wire.errors import ConfigError
 
 A, B, C = [1] * 4, [2] * 4, [3] * 4
 

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from common.errors import TransferError
+from common.host import host_identity
 from kvcache.buffers import allocate_private, allocate_shared
 from kvtransfer.pages import PageIds, PageWrite
 from kvtransfer.receiver import PoolReceiver
 from kvtransfer.region import GroupRegion
 from kvtransfer.select import open_receiver, open_sender
 from kvtransfer.transport import Bounds
-from wire.errors import TransferError
-from wire.host import host_identity
 from wire.messages import TransferEndpoint
 
 SHORT = Bounds(connect_s=2.0, silence_s=2.0, write_s=20.0)

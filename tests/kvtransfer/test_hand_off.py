@@ -13,14 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.errors import TransferError
+from common.host import host_identity
 from kvtransfer.pages import PageIds, PageWrite, as_pages
 from kvtransfer.poll import KVPoll
 from kvtransfer.receiver import KVReceiver
 from kvtransfer.select import open_sender
 from kvtransfer.sender import KVSender, SenderPool, Sent
 from tests.kvtransfer.peers import SHORT, permuted, pool, pools, receiving, receiving_groups
-from wire.errors import TransferError
-from wire.host import host_identity
 from wire.messages import GroupTarget, KVDone, TransferEndpoint
 
 SIZE = 4  # tokens a page
@@ -121,7 +121,7 @@ def test_other_groups_leave_whole_after_the_last_chunk() -> None:
     with sending(transport) as (senders, sent):
         sender = KVSender(senders, 1, 0, SIZE)
         sender.init(NOWHERE, GROUPS)
-        assert sender.start_send_idx == SIZE, "what the deciding group lacks counts, whatever the others do"
+        assert sender.start_send_idx == SIZE, "what the primary group lacks counts, whatever the others do"
         sender.send({"full": source(2)}, 8)
         tails = {"window": as_pages([0, 0, 5]), "state": as_pages([9])}
         sender.send({"full": source(3), **tails}, 12, last=True)
@@ -135,7 +135,7 @@ def test_other_groups_leave_whole_after_the_last_chunk() -> None:
     ]
 
 
-def test_a_deciding_group_without_bytes_is_not_sent() -> None:
+def test_a_primary_group_without_bytes_is_not_sent() -> None:
     transport = Recorder()
     with sending(transport) as (senders, sent):
         sender = KVSender(senders, 1, 0, SIZE)
@@ -277,7 +277,7 @@ SHAPES = {"full": (40, 4096), "window": (20, 192), "state": (5, (1 << 20) + 64)}
 @pytest.mark.parametrize("staged", [False, True], ids=["in place", "staged"])
 @pytest.mark.parametrize("backend", ["shm", "tcp", "mooncake"])
 def test_a_hand_off_of_three_groups(backend: str, staged: bool) -> None:
-    """Deciding pages chunk by chunk, the window and the state at the end; every group is checked."""
+    """Primary pages chunk by chunk, the window and the state at the end; every group is checked."""
     tokens = 30
     with receiving_groups(backend, SHAPES, staged=staged and backend != "shm") as (receiver, theirs):
         regions = pools(SHAPES, seed=3, staged=staged)

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from common.errors import TransferError
 from kvtransfer.pages import PageWrite
 from kvtransfer.receiver import PoolReceiver
 from tests.kvtransfer.peers import SenderProcess, permuted, receiving, receiving_groups
-from wire.errors import TransferError
 
 PAGES, SMALL, LARGE = 96, 24 << 10, 512 << 10  # staged and direct for mooncake
 BACKENDS = ["shm", "tcp", "mooncake"]

@@ -30,7 +30,7 @@ def test_every_group_with_bytes_has_a_region_of_its_own() -> None:
         assert regions["latent"].page_bytes == 16 * 20 * 2
 
 
-def test_a_deciding_group_of_no_layers_has_none_and_shared_memory_still_works() -> None:
+def test_a_primary_group_of_no_layers_has_none_and_shared_memory_still_works() -> None:
     shared = CacheConfig(256, 128, 4, max_chunk_tokens=32, mamba_track_interval=16, shared=True)
     with build_memory(shared, (NO_LAYERS, WINDOW, STATE)) as memory:
         regions = pool_regions(memory)

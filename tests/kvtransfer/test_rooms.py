@@ -8,10 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from common.errors import TransferError
 from kvtransfer.pages import as_pages
 from kvtransfer.rooms import Grant, RoomTable
 from kvtransfer.transport import Fence
-from wire.errors import TransferError
 
 PAGES = as_pages([5, 3, 9])
 

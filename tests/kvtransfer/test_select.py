@@ -9,13 +9,13 @@ import msgspec
 import pytest
 import torch
 
+from common.errors import ConfigError, TransferError
 from kvcache.layout import KVGroupSpec, LatentGroupSpec, StateGroupSpec, StateTensor
 from kvcache.quant import KVFormat
 from kvtransfer import mooncake_engine
 from kvtransfer.mooncake_engine import _devices
 from kvtransfer.select import open_receiver, open_sender
 from tests.kvtransfer.peers import SHORT, pool, receiving
-from wire.errors import ConfigError, TransferError
 from wire.messages import KVTarget, TransferEndpoint
 from wire.records import layout_digest
 

@@ -12,13 +12,13 @@ import time
 import numpy as np
 import pytest
 
+from common.errors import TransferError
+from common.host import host_identity
 from kvtransfer.frames import Challenge, bound, receive_frame
 from kvtransfer.pages import PageWrite
 from kvtransfer.select import open_sender
 from kvtransfer.transport import Bounds
 from tests.kvtransfer.peers import pool, receiving
-from wire.errors import TransferError
-from wire.host import host_identity
 from wire.messages import TransferEndpoint
 
 QUICK = Bounds(connect_s=1.0, silence_s=0.5, write_s=5.0)

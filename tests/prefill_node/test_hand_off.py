@@ -14,12 +14,12 @@ import pytest
 
 from engine.fake import fake_generate
 from kvtransfer.pages import as_pages
-from scheduler.worker import Worker
+from tests.harness.local_stack import in_use
 from tests.support.hand_off import GROUPS, Pair, pair
 from tests.support.left_over import left_over
-from tools.local_stack import in_use
 from wire.codec import unpack_tokens
 from wire.messages import Decode, KVTarget
+from worker.loop import Worker
 
 PAGE_SIZE = 4
 SIDES = ("prefill", "decode")
@@ -154,7 +154,7 @@ def test_abort_at_every_stage_leaves_nothing(groups: tuple[str, ...]) -> None:
 def test_what_a_writer_may_still_touch_is_quarantined_in_every_group(groups: tuple[str, ...]) -> None:
     with pair(groups) as both:
         target = ask_and_see_target(both, 1, prompt_of(1, 50), 9)
-        rooms = both.decode._half._receivers._rooms
+        rooms = both.decode._role._receivers._rooms
         grant = rooms.begin(1, 1, "full", as_pages(target.groups["full"].page_ids[:1]), 1, "shm")
         both.abort(1)
         to_decode = [letter.to == both.decode.record().mailbox for letter in both.network.letters]
@@ -171,7 +171,7 @@ def test_what_a_writer_may_still_touch_is_quarantined_in_every_group(groups: tup
 
 @every_model
 def test_requests_and_evicted_nodes_are_freed_by_their_counts(groups: tuple[str, ...]) -> None:
-    """calm_collector relies on it. The pool holds a few rooms, so later ones evict what earlier ones left."""
+    """freeze_gc relies on it. The pool holds a few rooms, so later ones evict what earlier ones left."""
 
     def serve(both: Pair, rooms: range) -> None:
         for room in rooms:
@@ -192,7 +192,7 @@ def test_requests_and_evicted_nodes_are_freed_by_their_counts(groups: tuple[str,
 @pytest.mark.parametrize("side", SIDES)
 def test_workers_whose_pages_differ_refuse_each_other(side: str) -> None:
     with pair(("state",)) as both:
-        getattr(both, side)._half._layout = "of another dtype"
+        getattr(both, side)._role._layout = "of another dtype"
         both.ask(1, prompt_of(1, 30), 5)
         both.run_dry()
         rejected = both.outputs[1].rejected

@@ -14,8 +14,8 @@ import pytest
 
 from engine.fake import fake_generate
 from kvcache.eviction import POLICIES
+from tests.harness.local_stack import in_use
 from tests.support.hand_off import GROUPS, Pair, pair
-from tools.local_stack import in_use
 from wire.messages import KVDone, KVFailed, KVTarget, RejectKind, Release
 
 CONTROL = (KVTarget, KVDone, KVFailed, Release)

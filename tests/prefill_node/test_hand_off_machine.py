@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.fake import fake_generate
+from tests.harness.local_stack import in_use
 from tests.support.hand_off import Pair, pair
-from tools.local_stack import in_use
 from wire.codec import unpack_tokens
 
 

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from kvcache.quant import KVFormat
-from router.directory import Directory
-from scheduler.worker import Worker
+from router.directory.directory import Directory
+from tests.harness.local_stack import in_use
 from tests.support.hand_off import Pair, pair
 from tests.support.reference import draw_model
 from tests.support.tiny_models import FAMILIES, MIXED, make_tiny, write_tiny
-from tools.local_stack import in_use
 from wire.messages import Announce, Announced, AnnounceRefused
+from worker.loop import Worker
 
 FORMATS = [form.value for form in KVFormat if form is not KVFormat.AUTO]
 QUANTISED = ("qwen3", "gpt_oss", "mistral_window", "deepseek_v2", "qwen3_next")

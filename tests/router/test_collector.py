@@ -1,4 +1,4 @@
-"""Nothing that belongs to a request is left for the garbage collector: calm_collector relies on it."""
+"""Nothing that belongs to a request is left for the garbage collector: freeze_gc relies on it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from router.app import App, build_app
+from router.api.app import App, build_app
 from router.options import RouterOptions
 from router.service import Router
 from tests.support.fake_worker import FakeWorker

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.event_counters import EventCounters
+from router.events.counters import EventCounters
 from router.metrics import RouterMetrics
 from wire.stages import RequestStage, Stamp
 

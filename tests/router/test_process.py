@@ -18,7 +18,7 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.testclient import TestClient
 
-from router.app import build_app
+from router.api.app import build_app
 from router.options import RouterOptions
 from router.service import Router
 from tests.router.conftest import ROOT, RouterProcess

@@ -13,7 +13,7 @@ from engine.fake import FakeEngine, FakeTiming, fake_generate, fake_spec
 from engine.spec import ModelSpec
 from kvcache.config import MIN_STATE_SLOTS, CacheConfig
 from kvcache.memory import Memory, build_memory
-from scheduler.policy import AfterPrefill
+from scheduler.node_policy import AfterPrefill
 from scheduler.req import Req, RequestLimits
 from scheduler.scheduler import Scheduler, SchedulerConfig
 from wire.messages import FinishReason, GenerateRequest, RejectKind, SamplingParams, TokenLogprobs

@@ -56,7 +56,7 @@ def test_retracted_resume_before_others() -> None:
     while rig.scheduler.metrics.retracted == 0:
         rig.step()
     rig.add(range(80, 90), 2, priority=9)
-    head = rig.scheduler._roster.waiting.head
+    head = rig.scheduler._requests.waiting.head
     assert head is not None
     assert head.resumed
     rig.run()

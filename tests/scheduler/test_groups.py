@@ -180,7 +180,7 @@ def test_retraction_in_decode_loses_nothing(groups: tuple[str, ...], page_size: 
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_lanes_that_outgrow_the_window_pool_are_retracted(depth: int) -> None:
-    """Admission keeps no room for growth here, and every lane's window grows to its full size."""
+    """BatchAdmission keeps no room for growth here, and every lane's window grows to its full size."""
     config = replace(CONFIG, decode_reserve_tokens=0, overlap_depth=depth, max_running_requests=8)
     rig = Rig(16, pool_tokens=2048, groups=("window",), window=40, config=config, tight=True)
     for start in range(6):
@@ -257,11 +257,11 @@ def test_a_reservation_names_what_each_group_lacks(groups: tuple[str, ...]) -> N
         expected["window"] = (3, 4)  # a query at 100 sees 61..100; pages 3 to 6 hold them
     if "state" in groups:
         expected["state"] = (0, 1)
-    twin = decode.req(range(100), 6)
-    assert decode.scheduler.reserve(twin)
-    assert _reserved(twin) == expected
+    reference = decode.req(range(100), 6)
+    assert decode.scheduler.reserve(reference)
+    assert _reserved(reference) == expected
     decode.check()
-    pages = decode.scheduler.cancel_reservation(twin)
+    pages = decode.scheduler.cancel_reservation(reference)
     assert {name: len(ids) for name, ids in pages.items()} == {name: n for name, (_, n) in expected.items()}
     decode.memory.quarantine(pages, "room")
     decode.check()
@@ -283,15 +283,15 @@ def test_prefill_here_decode_there(groups: tuple[str, ...], page_size: int, leng
     prefill = prefill_rig(page_size, depth, groups=groups)
     decode = decode_rig(page_size, depth, groups=groups)
     for _ in range(2):
-        sent, twin = pair(prefill, decode, range(length), 50)
+        sent, reference = pair(prefill, decode, range(length), 50)
         prefill.scheduler.add(sent)
         prefill.run()
         prefill.scheduler.park(sent)
         prefill.scheduler.readmit(sent)
         prefill.run()
         assert sent.state is ReqState.HANDED_OFF
-        assert decode.scheduler.reserve(twin)
-        finish_transfer(prefill, sent, decode, twin)
+        assert decode.scheduler.reserve(reference)
+        finish_transfer(prefill, sent, decode, reference)
         decode.run()
     assert sent.cached_tokens == (length - 1) // page_size * page_size
     decode.assert_outputs()
@@ -304,7 +304,7 @@ def test_a_cached_state_is_handed_off_from_the_tree(depth: int) -> None:
     """All of a parked prompt is cached, its state too: no forward is run to bring it back."""
     groups = ("window", "state")
     prefill, decode = prefill_rig(16, depth, groups=groups), decode_rig(16, depth, groups=groups)
-    sent, twin = pair(prefill, decode, range(96), 20)
+    sent, reference = pair(prefill, decode, range(96), 20)
     prefill.scheduler.add(sent)
     prefill.run()
     prefill.scheduler.park(sent)
@@ -314,8 +314,8 @@ def test_a_cached_state_is_handed_off_from_the_tree(depth: int) -> None:
     assert prefill.engine.launches == launches
     assert sent.state_hold is not None
     assert sent.state_hold.live not in sent.state_hold.private
-    assert decode.scheduler.reserve(twin)
-    finish_transfer(prefill, sent, decode, twin)
+    assert decode.scheduler.reserve(reference)
+    finish_transfer(prefill, sent, decode, reference)
     decode.run()
     decode.assert_outputs()
     prefill.close()
@@ -326,12 +326,12 @@ def test_headroom_counts_every_group() -> None:
     config = replace(CONFIG, max_running_requests=2)
     rig = Rig(16, 1024, pre_alloc=8, groups=("window", "state"), config=config, tight=True)
     assert rig.scheduler.load().headroom_rows == 1
-    twin = rig.req(range(60), 2)
-    assert rig.scheduler.reserve(twin)
+    reference = rig.req(range(60), 2)
+    assert rig.scheduler.reserve(reference)
     assert rig.scheduler.load().headroom_rows == 0
     other = rig.req(range(30), 2)
     assert not rig.scheduler.reserve(other)
-    rig.memory.quarantine(rig.scheduler.cancel_reservation(twin), 1)
+    rig.memory.quarantine(rig.scheduler.cancel_reservation(reference), 1)
     rig.memory.release_quarantine(1)
     assert rig.scheduler.load().headroom_rows == 1
     rig.close()

@@ -15,7 +15,7 @@ import pytest
 
 from kvcache.eviction import POLICIES
 from scheduler.config import Phase, SchedulerConfig
-from scheduler.policy import AfterPrefill
+from scheduler.node_policy import AfterPrefill
 from scheduler.req import Req, ReqState
 from tests.scheduler.rig import EOS, GROUPS, Rig
 from tests.scheduler.test_hand_off import ship
@@ -93,15 +93,15 @@ class Fuzz:
     def ask_pair(self) -> None:
         prompt, max_new, more = self.shape()
         sent = self.prefill.req(prompt, max_new, **more)
-        twin = self.decode.req(prompt, max_new, **more)
-        assert sent.room == twin.room
-        self.pairs[sent.room] = (sent, twin)
+        reference = self.decode.req(prompt, max_new, **more)
+        assert sent.room == reference.room
+        self.pairs[sent.room] = (sent, reference)
         self.prefill.scheduler.add(sent)
 
     def reserve(self) -> None:
-        for sent, twin in self.pairs.values():
-            if twin.state is ReqState.NEW and sent.room not in self.prefill.policy.failed:
-                self.decode.scheduler.reserve(twin)
+        for sent, reference in self.pairs.values():
+            if reference.state is ReqState.NEW and sent.room not in self.prefill.policy.failed:
+                self.decode.scheduler.reserve(reference)
                 return
 
     def step(self) -> None:
@@ -122,12 +122,12 @@ class Fuzz:
 
     def transfer(self) -> None:
         for room in self.of_state(ReqState.HANDED_OFF):
-            sent, twin = self.pairs[room]
-            if twin.state is ReqState.RESERVED:
+            sent, reference = self.pairs[room]
+            if reference.state is ReqState.RESERVED:
                 del self.pairs[room]
-                ship(self.prefill, sent, self.decode, twin)
+                ship(self.prefill, sent, self.decode, reference)
                 self.prefill.scheduler.release(sent)
-                self.decode.scheduler.add_transferred(twin, sent.output_ids[-1])
+                self.decode.scheduler.add_transferred(reference, sent.output_ids[-1])
                 return
 
     def drop(self) -> None:
@@ -138,23 +138,23 @@ class Fuzz:
         self.end_pair(room)
 
     def end_pair(self, room: int) -> None:
-        sent, twin = self.pairs.pop(room)
+        sent, reference = self.pairs.pop(room)
         self.gone.add(room)
         if sent.state in (ReqState.HANDED_OFF, ReqState.PARKED):
             self.prefill.scheduler.release(sent, is_insert=self.rng.random() < 0.5)
         else:
             self.prefill.scheduler.abort(sent.room, sent.epoch)
-        if twin.state is ReqState.RESERVED:
-            pages = self.decode.scheduler.cancel_reservation(twin)
+        if reference.state is ReqState.RESERVED:
+            pages = self.decode.scheduler.cancel_reservation(reference)
             for name, ids in pages.items():
                 self.decode.memory.kv_caches[name].bytes[ids] = 5
             self.decode.memory.quarantine(pages, room)
             self.fenced.append(room)
-        elif twin.state is ReqState.NEW:
-            self.decode.scheduler._admission.withdraw(twin)
+        elif reference.state is ReqState.NEW:
+            self.decode.scheduler._admission.withdraw(reference)
 
     def abort(self) -> None:
-        running = [room for room, _ in self.decode.scheduler._roster.live if room not in self.pairs]
+        running = [room for room, _ in self.decode.scheduler._requests.live if room not in self.pairs]
         if running:
             room = self.rng.choice(running)
             if self.decode.scheduler.abort(room, 1):
@@ -202,7 +202,7 @@ class Fuzz:
                 rig.step()
             self.fence()
             self.reserve()
-            for room, (sent, twin) in list(self.pairs.items()):
+            for room, (sent, reference) in list(self.pairs.items()):
                 over = {
                     *self.prefill.policy.failed,
                     *self.prefill.policy.finished,
@@ -210,9 +210,9 @@ class Fuzz:
                 }
                 if room in over:
                     self.end_pair(room)
-                elif sent.state is ReqState.HANDED_OFF and twin.state is not ReqState.RESERVED:
+                elif sent.state is ReqState.HANDED_OFF and reference.state is not ReqState.RESERVED:
                     self.prefill.scheduler.park(sent)  # as a prefill worker does at once
-                elif sent.state is ReqState.PARKED and twin.state is ReqState.RESERVED:
+                elif sent.state is ReqState.PARKED and reference.state is ReqState.RESERVED:
                     self.prefill.scheduler.readmit(sent)
             self.transfer()
             idle = self.prefill.scheduler.idle and self.decode.scheduler.idle

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from scheduler.config import Phase, SchedulerConfig
-from scheduler.policy import AfterPrefill
+from scheduler.node_policy import AfterPrefill
 from scheduler.req import Req, ReqState
 from tests.scheduler.rig import GROUPS, Rig
 from wire.messages import RejectKind
@@ -51,15 +51,15 @@ def ship(source: Rig, sent: Req, target: Rig, reserved: Req) -> None:
 
 def pair(prefill: Rig, decode: Rig, prompt: Sequence[int], max_new: int, forced: int = 0) -> tuple[Req, Req]:
     """The same request for both workers."""
-    twin = decode.req(prompt, max_new, forced=forced)
+    reference = decode.req(prompt, max_new, forced=forced)
     sent = prefill.req(prompt, max_new, forced=forced)
-    return sent, twin
+    return sent, reference
 
 
-def finish_transfer(prefill: Rig, sent: Req, decode: Rig, twin: Req) -> None:
-    ship(prefill, sent, decode, twin)
+def finish_transfer(prefill: Rig, sent: Req, decode: Rig, reference: Req) -> None:
+    ship(prefill, sent, decode, reference)
     prefill.scheduler.release(sent)
-    decode.scheduler.add_transferred(twin, sent.output_ids[-1])
+    decode.scheduler.add_transferred(reference, sent.output_ids[-1])
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -68,14 +68,14 @@ def test_prefill_here_decode_there(page_size: int, depth: int) -> None:
     prefill, decode = prefill_rig(page_size, depth), decode_rig(page_size, depth)
     prompts = [range(70), range(64), range(40, 45), range(70), [*range(50), 9, 9]]
     for i, prompt in enumerate(prompts):
-        sent, twin = pair(prefill, decode, prompt, 12, forced=3 if i == 1 else 0)
-        assert decode.scheduler.reserve(twin)
+        sent, reference = pair(prefill, decode, prompt, 12, forced=3 if i == 1 else 0)
+        assert decode.scheduler.reserve(reference)
         prefill.scheduler.add(sent)
         prefill.run()
         assert sent.state is ReqState.HANDED_OFF
         decode.step()
-        finish_transfer(prefill, sent, decode, twin)
-    assert twin.cached_tokens == (50 if page_size == 1 else 48)
+        finish_transfer(prefill, sent, decode, reference)
+    assert reference.cached_tokens == (50 if page_size == 1 else 48)
     decode.run()
     decode.assert_outputs()
     prefill.close()
@@ -85,12 +85,12 @@ def test_prefill_here_decode_there(page_size: int, depth: int) -> None:
 def test_a_wholly_cached_prompt_needs_no_page() -> None:
     prefill, decode = prefill_rig(16, 0), decode_rig(16, 0)
     for expected_pages in (4, 0):
-        sent, twin = pair(prefill, decode, range(64), 6)
-        assert decode.scheduler.reserve(twin)
-        assert len(twin.reserved["full"].pages) == expected_pages
+        sent, reference = pair(prefill, decode, range(64), 6)
+        assert decode.scheduler.reserve(reference)
+        assert len(reference.reserved["full"].pages) == expected_pages
         prefill.scheduler.add(sent)
         prefill.run()
-        finish_transfer(prefill, sent, decode, twin)
+        finish_transfer(prefill, sent, decode, reference)
         decode.run()
     decode.assert_outputs()
     prefill.close()
@@ -99,20 +99,20 @@ def test_a_wholly_cached_prompt_needs_no_page() -> None:
 
 def test_a_reservation_counts_the_growth_of_others() -> None:
     prefill, decode = prefill_rig(16, 0), decode_rig(16, 1, pool_tokens=160)
-    twins = []
+    references = []
     for start in (0, 30):
-        sent, twin = pair(prefill, decode, range(start, start + 30), 90)
-        twins.append((sent, twin))
-    (sent_a, twin_a), (sent_b, twin_b) = twins
-    assert decode.scheduler.reserve(twin_a)
-    assert not decode.scheduler.reserve(twin_b)  # growth of the first is counted
+        sent, reference = pair(prefill, decode, range(start, start + 30), 90)
+        references.append((sent, reference))
+    (sent_a, reference_a), (sent_b, reference_b) = references
+    assert decode.scheduler.reserve(reference_a)
+    assert not decode.scheduler.reserve(reference_b)  # growth of the first is counted
     for sent in (sent_a, sent_b):
         prefill.scheduler.add(sent)
     prefill.run()
-    finish_transfer(prefill, sent_a, decode, twin_a)
+    finish_transfer(prefill, sent_a, decode, reference_a)
     decode.run()
-    assert decode.scheduler.reserve(twin_b)
-    finish_transfer(prefill, sent_b, decode, twin_b)
+    assert decode.scheduler.reserve(reference_b)
+    finish_transfer(prefill, sent_b, decode, reference_b)
     decode.run()
     decode.assert_outputs()
     prefill.close()
@@ -124,10 +124,10 @@ def test_cancelled_pages_stay_in_quarantine(depth: int) -> None:
     decode = decode_rig(16, depth)
     runner = decode.add(range(100, 120), 30)
     decode.step()
-    twin = decode.req(range(64), 6)
-    assert decode.scheduler.reserve(twin)
-    assert not decode.scheduler.abort(twin.room, twin.epoch)
-    pages = decode.scheduler.cancel_reservation(twin)
+    reference = decode.req(range(64), 6)
+    assert decode.scheduler.reserve(reference)
+    assert not decode.scheduler.abort(reference.room, reference.epoch)
+    pages = decode.scheduler.cancel_reservation(reference)
     assert {name: len(ids) for name, ids in pages.items()} == {"full": 4}
     decode.memory.quarantine(pages, "room")
     decode.check()
@@ -168,7 +168,7 @@ def test_a_reservation_that_can_never_fit_fails() -> None:
 @pytest.mark.parametrize("depth", [0, 1])
 def test_parked_holds_nothing_and_comes_back(page_size: int, length: int, evict: bool, depth: int) -> None:
     prefill, decode = prefill_rig(page_size, depth, pool_tokens=128), decode_rig(page_size, depth)
-    sent, twin = pair(prefill, decode, range(length), 10)
+    sent, reference = pair(prefill, decode, range(length), 10)
     prefill.scheduler.add(sent)
     prefill.run()
     prefill.scheduler.park(sent)
@@ -187,8 +187,8 @@ def test_parked_holds_nothing_and_comes_back(page_size: int, length: int, evict:
     assert len(prefill.policy.outputs[sent.room]) == 1
     if not evict and length % page_size == 0:
         assert prefill.engine.launches == launches  # nothing was missing
-    assert decode.scheduler.reserve(twin)
-    finish_transfer(prefill, sent, decode, twin)
+    assert decode.scheduler.reserve(reference)
+    finish_transfer(prefill, sent, decode, reference)
     decode.run()
     decode.assert_outputs()
     prefill.close()
@@ -233,7 +233,7 @@ def test_hand_off_of_a_request_that_is_decoding_ahead(page_size: int, groups: tu
     prefill = Rig(page_size, 512, config=config, after=AfterPrefill.HAND_OFF, groups=groups)
     decode = decode_rig(page_size, 1, groups=groups)
     for early in (True, False):
-        sent, twin = pair(prefill, decode, range(40), 9)
+        sent, reference = pair(prefill, decode, range(40), 9)
         prefill.scheduler.add(sent)
         while sent.state is not ReqState.HANDED_OFF:
             prefill.step()
@@ -244,8 +244,8 @@ def test_hand_off_of_a_request_that_is_decoding_ahead(page_size: int, groups: tu
             prefill.check()
         prefill.run()
         assert sent.state is ReqState.HANDED_OFF
-        assert decode.scheduler.reserve(twin)
-        finish_transfer(prefill, sent, decode, twin)
+        assert decode.scheduler.reserve(reference)
+        finish_transfer(prefill, sent, decode, reference)
         decode.run()
     assert prefill.scheduler.metrics.surplus_tokens == 2
     decode.assert_outputs()
@@ -259,15 +259,15 @@ def test_hand_off_without_a_prefix_cache() -> None:
     prefill = Rig(16, 512, config=configs[0], after=AfterPrefill.HAND_OFF, prefix_cache="none")
     decode = Rig(16, 512, pre_alloc=4, config=configs[1], prefix_cache="none")
     for _ in range(2):
-        sent, twin = pair(prefill, decode, range(70), 8)
+        sent, reference = pair(prefill, decode, range(70), 8)
         prefill.scheduler.add(sent)
         prefill.run()
         prefill.scheduler.park(sent)
         prefill.scheduler.readmit(sent)
         prefill.run()
-        assert decode.scheduler.reserve(twin)
-        assert len(twin.reserved["full"].pages) == 5
-        finish_transfer(prefill, sent, decode, twin)
+        assert decode.scheduler.reserve(reference)
+        assert len(reference.reserved["full"].pages) == 5
+        finish_transfer(prefill, sent, decode, reference)
         decode.run()
     decode.assert_outputs()
     prefill.close()

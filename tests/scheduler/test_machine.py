@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 )
 
 from scheduler.config import Phase, SchedulerConfig
-from scheduler.policy import AfterPrefill
+from scheduler.node_policy import AfterPrefill
 from scheduler.req import Req, ReqState
 from tests.scheduler.rig import EOS, GROUPS, Rig
 from tests.scheduler.test_hand_off import ship
@@ -100,14 +100,14 @@ class TwoWorkers(RuleBasedStateMachine):
         prompt = [(base * 31 + i) % 90 for i in range(length)]
         forced = min(forced, max_new - 1)
         sent = self.prefill.req(prompt, max_new, forced=forced)
-        twin = self.decode.req(prompt, max_new, forced=forced)
+        reference = self.decode.req(prompt, max_new, forced=forced)
         self.prefill.rooms = self.decode.rooms = max(self.prefill.rooms, self.decode.rooms)
-        twin.room = sent.room
-        self.pairs[sent.room] = (sent, twin)
+        reference.room = sent.room
+        self.pairs[sent.room] = (sent, reference)
         self.decode.expected[sent.room] = self.prefill.expected[sent.room]
         self.prefill.scheduler.add(sent)
         if reserve:
-            self.decode.scheduler.reserve(twin)
+            self.decode.scheduler.reserve(reference)
 
     @rule(shape=prompts, priority=st.integers(0, 1))
     def add_to_decode(self, shape: tuple[int, int, int, int], priority: int) -> None:
@@ -133,18 +133,18 @@ class TwoWorkers(RuleBasedStateMachine):
         for _ in range(steps):
             self.decode.step()
 
-    def _in(self, sent: ReqState | None = None, twin: ReqState | None = None) -> list[int]:
+    def _in(self, sent: ReqState | None = None, reference: ReqState | None = None) -> list[int]:
         """Rooms whose halves are in these states."""
         return [
             room
             for room, (a, b) in self.pairs.items()
-            if (sent is None or a.state is sent) and (twin is None or b.state is twin)
+            if (sent is None or a.state is sent) and (reference is None or b.state is reference)
         ]
 
-    @precondition(lambda self: self._in(twin=ReqState.NEW))
+    @precondition(lambda self: self._in(reference=ReqState.NEW))
     @rule(data=st.data())
     def reserve(self, data: st.DataObject) -> None:
-        room = data.draw(st.sampled_from(self._in(twin=ReqState.NEW)))
+        room = data.draw(st.sampled_from(self._in(reference=ReqState.NEW)))
         self.decode.scheduler.reserve(self.pairs[room][1])
 
     @precondition(lambda self: self._in(sent=ReqState.HANDED_OFF))
@@ -163,10 +163,10 @@ class TwoWorkers(RuleBasedStateMachine):
     @rule(data=st.data())
     def transfer(self, data: st.DataObject) -> None:
         room = data.draw(st.sampled_from(self._in(ReqState.HANDED_OFF, ReqState.RESERVED)))
-        sent, twin = self.pairs.pop(room)
-        ship(self.prefill, sent, self.decode, twin)
+        sent, reference = self.pairs.pop(room)
+        ship(self.prefill, sent, self.decode, reference)
         self.prefill.scheduler.release(sent)
-        self.decode.scheduler.add_transferred(twin, sent.output_ids[-1])
+        self.decode.scheduler.add_transferred(reference, sent.output_ids[-1])
 
     @precondition(lambda self: len(self.pairs) > 2)
     @rule(data=st.data())
@@ -174,13 +174,13 @@ class TwoWorkers(RuleBasedStateMachine):
         """The client is gone: both halves end, whatever they hold."""
         room = data.draw(st.sampled_from(self._in()))
         self.dropped.add(room)
-        sent, twin = self.pairs.pop(room)
+        sent, reference = self.pairs.pop(room)
         if sent.state in (ReqState.HANDED_OFF, ReqState.PARKED):
             self.prefill.scheduler.release(sent)
         else:
             self.prefill.scheduler.abort(sent.room, sent.epoch)
-        if twin.state is ReqState.RESERVED:
-            pages = self.decode.scheduler.cancel_reservation(twin)
+        if reference.state is ReqState.RESERVED:
+            pages = self.decode.scheduler.cancel_reservation(reference)
             for name, ids in pages.items():  # the peer writes on until the fence
                 self.decode.memory.kv_caches[name].bytes[ids] = 5
             self.decode.memory.quarantine(pages, room)
@@ -207,10 +207,10 @@ class TwoWorkers(RuleBasedStateMachine):
             return
         while self.fenced:
             self.fence_passes()
-        for sent, twin in self.pairs.values():
+        for sent, reference in self.pairs.values():
             self.dropped.add(sent.room)
-            if twin.state is ReqState.RESERVED:
-                self.decode.memory.quarantine(self.decode.scheduler.cancel_reservation(twin), sent.room)
+            if reference.state is ReqState.RESERVED:
+                self.decode.memory.quarantine(self.decode.scheduler.cancel_reservation(reference), sent.room)
                 self.decode.memory.release_quarantine(sent.room)
         self.decode.run()
         while not self.prefill.scheduler.idle:

@@ -11,14 +11,14 @@ import pytest
 
 from engine.batch import Engine, ForwardBatch, Pending
 from engine.spec import ModelSpec
-from scheduler.announcer import Announcer, has_moved
 from scheduler.config import SchedulerConfig
 from scheduler.rates import Rates
-from tests.router.test_directory import record
+from tests.router.directory.test_directory import record
 from tests.scheduler.rig import Rig
 from wire.mailbox import Mailbox
 from wire.messages import Announce, Withdraw
 from wire.records import WorkerLoad, WorkerRecord
+from worker.heartbeat import Heartbeat, has_moved
 
 CONFIG = SchedulerConfig(model="m", max_running_requests=8, chunked_prefill_size=32)
 
@@ -140,21 +140,21 @@ def test_a_load_that_moved_is_announced_long_before_the_renewal() -> None:
         def current() -> WorkerRecord:
             return record(load=load)
 
-        announcer = Announcer(worker, lambda: directory.address, current, interval_s=600.0)
+        heartbeat = Heartbeat(worker, lambda: directory.address, current, interval_s=600.0)
         thread = threading.Thread(target=_listen, args=(directory, heard, wanted), daemon=True)
         thread.start()
-        announcer._thread.start()
+        heartbeat._thread.start()
         first = heard.get(timeout=10)
         assert isinstance(first, Announce)
         for queued in (1000, 1010, 5000):
             load = WorkerLoad(queued_prefill_tokens=queued)
-            announcer.on_load(load)
+            heartbeat.on_load(load)
             if queued == 1010:  # no news: nothing is said of it but with the next
                 continue
             told = heard.get(timeout=10)
             assert isinstance(told, Announce)
             assert told.record.load == load
-        announcer.stop()
+        heartbeat.stop()
         assert isinstance(heard.get(timeout=10), Withdraw)
         wanted.set()
         thread.join(timeout=10)

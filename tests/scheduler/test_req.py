@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from common.errors import InvalidRequest
 from tests.scheduler.rig import VOCAB, Rig
-from wire.errors import InvalidRequest
 
 
 @pytest.mark.parametrize("bad", [-1, VOCAB, 1 << 63])

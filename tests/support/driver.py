@@ -53,7 +53,7 @@ def open_pools(
 
 
 def open_runner(*args: Any, **options: Any) -> tuple[ModelRunner, Any]:
-    """The same with the pool of the deciding group only."""
+    """The same with the pool of the primary group only."""
     runner, pools = open_pools(*args, **options)
     return runner, pools[runner.spec.groups[0].name]
 

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+from common.host import host_identity
 from wire.codec import unpack_tokens
-from wire.host import host_identity
 from wire.mailbox import Mail, Mailbox
 from wire.messages import (
     Abort,
@@ -49,7 +49,7 @@ from wire.messages import (
     Withdraw,
 )
 from wire.records import GroupLayout, Role, WorkerLoad, WorkerRecord, layout_digest
-from wire.repeater import Repeater, RepeatKey
+from wire.retransmitter import RetransmitKey, Retransmitter
 from wire.security import curve_for
 from wire.stages import RequestStage, Stamp, stamp
 
@@ -169,7 +169,7 @@ class FakeWorker:
         self._early: dict[tuple[int, int], Mail] = {}  # KVTarget or KVDone before Prefill or Decode
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self._repeater = Repeater(self._send, first_interval_s=0.05)
+        self._retransmitter = Retransmitter(self._send, first_interval_s=0.05)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=self.record.id, daemon=True)
         self._thread.start()
@@ -217,12 +217,12 @@ class FakeWorker:
             if now >= next_step:
                 next_step = now + self._step_s
                 self._step()
-            self._repeater.tick(now)
+            self._retransmitter.tick(now)
 
     def _wait_s(self) -> float:
         if any(room.ready for room in list(self._rooms.values())):
             return max(0.0005, self._step_s / 4)
-        return 0.005 if self._timers or len(self._repeater) else 0.02
+        return 0.005 if self._timers or len(self._retransmitter) else 0.02
 
     def _after(self, delay_s: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._order), action))
@@ -250,7 +250,7 @@ class FakeWorker:
             self._send(sender, Receipt(message.room, message.epoch, _kind(message)))
             self._peer_said(mail)
         elif isinstance(message, Receipt):
-            self._repeater.answered(RepeatKey(sender, message.room, message.epoch, message.of))
+            self._retransmitter.answered(RetransmitKey(sender, message.room, message.epoch, message.of))
         elif isinstance(message, Abort):
             self._send(sender, Receipt(message.room, message.epoch, "abort"))
             self.aborted.add((message.room, message.epoch))
@@ -398,8 +398,8 @@ class FakeWorker:
         self._send(router, Tokens(self.record.id, runs))
 
     def _say(self, to: str, kind: str, message: KVTarget | KVDone | Release) -> None:
-        key = RepeatKey(to, message.room, message.epoch, kind)
-        self._repeater.say(key, message, time.monotonic(), timeout_s=10.0)
+        key = RetransmitKey(to, message.room, message.epoch, kind)
+        self._retransmitter.say(key, message, time.monotonic(), timeout_s=10.0)
 
 
 def _kind(message: AnyMessage) -> str:

@@ -13,14 +13,10 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
-import scheduler.half
-import scheduler.worker
-from decode_node import half as decode_half
+from decode_node import role as decode_role
 from decode_node.worker import DecodeWorker
-from prefill_node import half as prefill_half
+from prefill_node import role as prefill_role
 from prefill_node.worker import PrefillWorker
-from scheduler.options import KVEventsOptions, WorkerOptions
-from scheduler.worker import Worker
 from wire.codec import decode, encode, pack_tokens
 from wire.mailbox import Mail
 from wire.messages import (
@@ -40,6 +36,9 @@ from wire.messages import (
     Tokens,
     kind_of,
 )
+from worker import loop, role
+from worker.loop import Worker
+from worker.options import KVEventsOptions, WorkerOptions
 
 ROUTER = "router"
 TRANSFER_S = 20.0
@@ -199,8 +198,8 @@ class Pair:
 
     def _moving(self) -> bool:
         """Is a transfer thread at work, even for an aborted room? Then give it the processor."""
-        sending = any(room.hold is prefill_half.Hold.HAND_OFF for room in self.prefill.rooms())
-        if sending or self.decode._half.busy:
+        sending = any(room.hold is prefill_role.PrefillHold.HAND_OFF for room in self.prefill.rooms())
+        if sending or self.decode._role.busy:
             time.sleep(0.001)
             return True
         return False
@@ -269,8 +268,8 @@ def pair(
     }
     prefill_options = WorkerOptions(**{**both, **(prefill_differs or {})})
     with ExitStack() as cleanup:
-        cleanup.enter_context(mock.patch.object(scheduler.worker, "Mailbox", mailbox))
-        for module in (scheduler.worker, scheduler.half, prefill_half, decode_half):
+        cleanup.enter_context(mock.patch.object(loop, "Mailbox", mailbox))
+        for module in (loop, role, prefill_role, decode_role):
             cleanup.enter_context(mock.patch.object(module, "time", fake_time))
         prefill, decode = PrefillWorker(prefill_options), DecodeWorker(WorkerOptions(**both))
         cleanup.callback(decode.close)

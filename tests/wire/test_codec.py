@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.errors import WireError
 from wire.codec import decode, encode, pack_tokens, unpack_tokens
-from wire.errors import WireError
 from wire.messages import (
     Abort,
     AnyMessage,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgpack
 import pytest
 
-from wire.errors import WireError
+from common.errors import WireError
 from wire.events import MEDIA, AllBlocksCleared, BlockRemoved, BlockStored, decode_batch, encode_batch
 
 STORED = BlockStored([-1, 5], None, [1, 2, 3, 4], 2, None, "GPU", None)

@@ -11,8 +11,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from engine.config import EngineConfig
 from engine.cpu.experts import PackedExperts
 from engine.cpu.linear import check_packable
+from engine.cpu.module_replacements import CpuReplacements
 from engine.cpu.op import KernelsUnavailable
-from engine.cpu.swaps import CpuSwaps
 
 try:
     check_packable()
@@ -57,7 +57,7 @@ def test_equals_transformers_experts(family, tokens):
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_what_cannot_be_packed_is_left_alone(family):
-    swaps, config = CpuSwaps(), EngineConfig("m")
-    assert swaps.experts(make_experts(torch.float32, family=family), config) is None
-    assert swaps.experts(make_experts(torch.bfloat16, 48, family), config) is None
-    assert isinstance(swaps.experts(make_experts(torch.bfloat16, 32, family), config), PackedExperts)
+    replacements, config = CpuReplacements(), EngineConfig("m")
+    assert replacements.experts(make_experts(torch.float32, family=family), config) is None
+    assert replacements.experts(make_experts(torch.bfloat16, 48, family), config) is None
+    assert isinstance(replacements.experts(make_experts(torch.bfloat16, 32, family), config), PackedExperts)

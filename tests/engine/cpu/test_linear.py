@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from common.errors import ConfigError
 from engine.config import EngineConfig
 from engine.cpu.linear import PackedLinear, check_packable
+from engine.cpu.module_replacements import CpuReplacements
 from engine.cpu.op import KernelsUnavailable, kernels, set_isa
-from engine.cpu.swaps import CpuSwaps
-from wire.errors import ConfigError
 
 try:
     check_packable()
@@ -51,17 +51,17 @@ def test_strided_input():
 
 
 def test_what_cannot_be_packed_is_left_alone():
-    swaps = CpuSwaps()
-    assert swaps.linear(nn.Linear(32, 16), EngineConfig("m")) is None  # float32
-    assert swaps.linear(nn.Linear(40, 16).bfloat16(), EngineConfig("m")) is None  # not whole tiles
-    assert swaps.linear(nn.Linear(32, 16).bfloat16(), EngineConfig("m", linear="torch")) is None
+    replacements = CpuReplacements()
+    assert replacements.linear(nn.Linear(32, 16), EngineConfig("m")) is None  # float32
+    assert replacements.linear(nn.Linear(40, 16).bfloat16(), EngineConfig("m")) is None  # not whole tiles
+    assert replacements.linear(nn.Linear(32, 16).bfloat16(), EngineConfig("m", linear="torch")) is None
 
 
 def test_insisting_on_packed_layers_where_the_cpu_has_none_is_refused():
     set_isa("avx2")
     try:
         with pytest.raises(ConfigError, match=r"engine.linear.*AVX512"):
-            CpuSwaps().linear(nn.Linear(32, 16).bfloat16(), EngineConfig("m", linear="packed"))
-        assert CpuSwaps().linear(nn.Linear(32, 16).bfloat16(), EngineConfig("m")) is None
+            CpuReplacements().linear(nn.Linear(32, 16).bfloat16(), EngineConfig("m", linear="packed"))
+        assert CpuReplacements().linear(nn.Linear(32, 16).bfloat16(), EngineConfig("m")) is None
     finally:
         set_isa("amx")

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine.backends.latent_twin import TorchLatentAttention
+from engine.backends.latent_reference import TorchLatentAttention
 from engine.batch import ForwardBatch
 from engine.cpu.mla import MAX_RANK, CpuLatentAttention, check_supported
 from engine.cpu.op import ISA_NAMES, KernelsUnavailable, kernels, set_isa
-from engine.latent import LatentBackend
+from engine.paged_layers import LatentBackend
 from kvcache.layout import LatentGroupSpec
 from kvcache.pool import MLAKVCache
 
@@ -136,7 +136,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.usefixtures("isa")
-def test_equals_the_twin(name: str, dtype: torch.dtype) -> None:
+def test_equals_the_reference(name: str, dtype: torch.dtype) -> None:
     case = make_case(**SHAPES[name], dtype=dtype)
     want, pool_after = case.run(TorchLatentAttention)
     got, pool = case.run(CpuLatentAttention)
@@ -148,7 +148,7 @@ def test_equals_the_twin(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", ["odd_widths", "mixed"])
-def test_the_twin_equals_attention_by_definition(name: str) -> None:
+def test_the_reference_equals_attention_by_definition(name: str) -> None:
     """One query and one head at a time, in float64."""
     case = make_case(**SHAPES[name])
     got, pool = case.run(TorchLatentAttention)

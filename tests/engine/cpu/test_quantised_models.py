@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from common.errors import ConfigError
+from common.options import parse_options
 from engine.backends.choose import build_attention
 from engine.backends.flashinfer import FlashInferAttention
 from engine.backends.latent_choose import build_latent
@@ -22,11 +24,9 @@ from engine.runner import ModelRunner
 from kvcache.layout import KVGroupSpec, LatentGroupSpec, StateGroupSpec
 from kvcache.pool import MambaPool, MHAKVCache, MLAKVCache
 from kvcache.quant import KVFormat
-from scheduler.options import WorkerOptions
 from tests.support.driver import STATE_SLOTS, Driver
 from tests.support.tiny_models import MIXED, make_tiny, write_tiny
-from wire.errors import ConfigError
-from wire.options import parse_options
+from worker.options import WorkerOptions
 
 FORMATS = [form for form in KVFormat if form is not KVFormat.AUTO]
 FAMILIES = ["qwen3", "gemma3_text", "gpt_oss", "deepseek_v2", "qwen3_next"]
@@ -97,11 +97,13 @@ def test_the_fused_decoder_runs_over_a_quantised_pool(form, tmp_path):
     path = make_tiny("qwen3", tmp_path, 0)
     fused, fused_pools = open_quantised(path, form, 40, dtype="bfloat16")
     assert isinstance(fused._decoder, FusedDecoder)
-    twin, twin_pools = open_quantised(path, form, 40, dtype="bfloat16", attention="torch", linear="torch")
+    reference, reference_pools = open_quantised(
+        path, form, 40, dtype="bfloat16", attention="torch", linear="torch"
+    )
     plain = logits_of(open_quantised(path, "auto", 40, dtype="float32")[0], CHUNKS["decode"])
-    errors = [(logits_of(runner, CHUNKS["decode"]) - plain).abs().mean() for runner in (fused, twin)]
+    errors = [(logits_of(runner, CHUNKS["decode"]) - plain).abs().mean() for runner in (fused, reference)]
     assert errors[0] < 1.3 * errors[1]
-    same = fused_pools["full"].bytes == twin_pools["full"].bytes
+    same = fused_pools["full"].bytes == reference_pools["full"].bytes
     assert same.float().mean() > 0.9, "it stored other values"
 
 
@@ -139,8 +141,11 @@ class LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "deepseek_v2"])
 @pytest.mark.parametrize("form", FORMATS)
 def test_no_copy_of_the_cache_is_made(form, family, attention, tmp_path):
-    """A chunk and a decode step of a short sequence in a large pool. The torch twin dequantises the pages of
-    one sequence and layer, at most 4 bytes a value; the C++ op none (its own memory: test_quantised.py)."""
+    """A chunk and a decode step of a short sequence in a large pool.
+
+    The torch reference dequantises the pages of one sequence and layer, at most 4 bytes a value; the C++ op
+    none (its own memory: test_quantised.py).
+    """
     path = make_model(family, tmp_path)
     runner, pools = open_quantised(path, form, 20_000, attention=attention)
     [layer_values] = {
@@ -159,7 +164,7 @@ def test_no_copy_of_the_cache_is_made(form, family, attention, tmp_path):
             with made:
                 runner.logits(batch, np.array([chunk - 1]))
     weights = max(weight.untyped_storage().nbytes() for weight in runner._decoder.parameters())
-    heads = 4  # latent attention: scores of every head, in the twin alone
+    heads = 4  # latent attention: scores of every head, in the reference alone
     allowed = max(weights, 4 * layer_values * 1216 * (heads if family == "deepseek_v2" else 1))
     if attention == "cpu":
         allowed = max(weights, 4 * 1201)

@@ -1,0 +1,1 @@
+"""What every folder uses: errors, options, host identity, the C++ builder. Never torch."""

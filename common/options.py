@@ -1,0 +1,65 @@
+"""Options at the edge: a mapping becomes a checked pydantic object, or one clear line and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from common.errors import ConfigError
+
+CONFIG_ERROR_EXIT = 2
+
+
+class Options(BaseModel):
+    """Base of every options object: immutable, and an unknown key is an error rather than a no-op."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+OptionsType = TypeVar("OptionsType", bound=BaseModel)
+
+
+def parse_options(kind: type[OptionsType], raw: Mapping[str, Any]) -> OptionsType:
+    """`raw` checked against `kind`. Raises ConfigError naming the first bad key and what to do."""
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"]) or "options"
+        if first["type"] == "extra_forbidden":
+            known = ", ".join(sorted(kind.model_fields)) if len(first["loc"]) == 1 else "the documented keys"
+            raise ConfigError(key, "unknown key", f"remove it, or use one of: {known}") from None
+        message = first["msg"].removeprefix("Value error, ")
+        raise ConfigError(key, message, "correct the value") from None
+
+
+def read_options(kind: type[OptionsType], path: Path) -> OptionsType:
+    """Options from a JSON file. Raises ConfigError for a missing, unreadable or wrong file."""
+    try:
+        raw = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(
+            "--options", f"cannot read {path}: {error.strerror}", "give a readable file"
+        ) from None
+    except ValueError as error:
+        raise ConfigError("--options", f"{path} is not JSON: {error}", "correct the file") from None
+    if not isinstance(raw, dict):
+        raise ConfigError("--options", f"{path} is not a JSON object", "correct the file")
+    return parse_options(kind, raw)
+
+
+@contextmanager
+def exit_on_config_error(program: str) -> Iterator[None]:
+    """A ConfigError inside becomes one line on stderr and exit code 2."""
+    try:
+        yield
+    except ConfigError as error:
+        line = " ".join(str(error).split())
+        sys.stderr.write(f"{program}: {line}\n")
+        raise SystemExit(CONFIG_ERROR_EXIT) from None

@@ -1,0 +1,1 @@
+"""HTTP: the OpenAI API, /generate, debug pages; errors become HTTP here."""

@@ -1,0 +1,86 @@
+"""The HTTP edge as an ASGI application: under uvicorn, or mounted inside another application."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from common.errors import BatonError
+from router.api import debug, native_endpoints
+from router.api.asgi import ClientLeft, HttpRequest, Receive, Scope, Send
+from router.api.http_errors import error_body, to_http
+from router.api.openai import endpoints
+from router.service import Router
+
+Handler = Callable[[Router, HttpRequest], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_ROUTES: dict[tuple[str, str], Handler] = {
+    ("POST", "/v1/chat/completions"): endpoints.chat_completions,
+    ("POST", "/v1/completions"): endpoints.completions,
+    ("GET", "/v1/models"): endpoints.models,
+    ("POST", "/generate"): native_endpoints.generate,
+    ("POST", "/tokenize"): native_endpoints.tokenize,
+    ("POST", "/detokenize"): native_endpoints.detokenize,
+    ("GET", "/health"): debug.health,
+    ("GET", "/ready"): debug.ready,
+    ("GET", "/version"): debug.version,
+    ("GET", "/metrics"): debug.metrics,
+    ("GET", "/debug/workers"): debug.workers,
+    ("GET", "/debug/route"): debug.route,
+    ("GET", "/debug/inspect"): debug.inspect,
+}
+_PREFIXES: dict[tuple[str, str], Handler] = {("GET", "/debug/trace/"): debug.trace}
+_PATHS = {path for _, path in _ROUTES}
+
+
+def build_app(router: Router) -> App:
+    """The application of a router that somebody else starts and closes."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+        elif scope["type"] == "http":
+            await _serve(router, HttpRequest(scope, receive, send))
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close"})
+
+    return app
+
+
+async def _serve(router: Router, request: HttpRequest) -> None:
+    handler = _ROUTES.get((request.method, request.path)) or _by_prefix(request)
+    try:
+        if handler is not None:
+            await handler(router, request)
+        else:
+            await _no_route(request)
+    except BatonError as error:
+        told = to_http(error)
+        await request.respond_json(told.body, told.status, told.headers)
+    except ClientLeft:
+        return
+    router.metrics.requests.inc(of=str(request.status))
+
+
+def _by_prefix(request: HttpRequest) -> Handler | None:
+    for (method, prefix), handler in _PREFIXES.items():
+        if request.method == method and request.path.startswith(prefix):
+            return handler
+    return None
+
+
+async def _no_route(request: HttpRequest) -> None:
+    if request.path in _PATHS:
+        body = error_body(f"{request.method} is not for {request.path}", "invalid_request_error")
+        await request.respond_json(body, 405)
+    else:
+        body = error_body(f"there is no {request.path}", "invalid_request_error")
+        await request.respond_json(body, 404)
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return

@@ -1,0 +1,106 @@
+"""Health, metrics and the windows into a running router."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
+
+import msgspec
+
+from common.errors import InvalidRequest, Unavailable
+from router.api.asgi import HttpRequest
+from router.api.http_errors import error_body
+from router.placement.policy import RoleCandidates
+from router.service import Router
+
+
+async def health(_: Router, request: HttpRequest) -> None:
+    """GET /health: the event loop turns."""
+    await request.respond_json({"status": "ok"})
+
+
+async def ready(router: Router, request: HttpRequest) -> None:
+    """GET /ready: 503 until a decode worker is there."""
+    if not router.ready:
+        raise Unavailable("no decode worker is there yet")
+    await request.respond_json({"status": "ready"})
+
+
+async def version(_: Router, request: HttpRequest) -> None:
+    """GET /version."""
+    try:
+        found = installed_version("baton-serve")
+    except PackageNotFoundError:
+        found = "unpackaged"  # run from a working directory (Ray's), not installed
+    await request.respond_json({"version": found})
+
+
+async def metrics(router: Router, request: HttpRequest) -> None:
+    """GET /metrics, for Prometheus."""
+    kind = b"text/plain; version=0.0.4; charset=utf-8"
+    await request.respond(200, router.metrics_text(), [(b"content-type", kind)])
+
+
+async def trace(router: Router, request: HttpRequest) -> None:
+    """GET /debug/trace/{request id}: its timeline, for chrome://tracing or Perfetto."""
+    request_id = request.path.rsplit("/", 1)[1]
+    found = router.traces.get(request_id)
+    if found is None:
+        body = error_body(f"no trace of request {request_id!r} is kept", "invalid_request_error")
+        await request.respond_json(body, 404)
+    else:
+        await request.respond_json(found.chrome())
+
+
+async def workers(router: Router, request: HttpRequest) -> None:
+    """GET /debug/workers: the directory's view, and what this router has given each."""
+    await request.respond_json({"workers": router.workers(), "accounts": router.accounts()})
+
+
+async def route(router: Router, request: HttpRequest) -> None:
+    """GET /debug/route?prompt=...: whom the policy would choose now, of whom, and what each would cost.
+
+    A candidate a line and a list per role. A cost that is null was not weighed: that worker was no candidate,
+    or the policy prices nothing. Also takes extra_key, cache_salt, session and tenant.
+    """
+    query = request.query()
+    if "prompt" not in query:
+        raise InvalidRequest("a prompt is needed", "prompt")
+    prompt = router.tokenization.encode(query["prompt"])
+    space = {key: query.get(key, "") for key in ("extra_key", "cache_salt", "session", "tenant")}
+    explained = router.explain(prompt, **space)
+    if explained is None:
+        raise Unavailable("no decode worker is there")
+    choice, prediction = explained
+    costs = router.placer.costs(choice)
+    await request.respond_json(
+        {
+            "policy": router.options.policy,
+            "prompt_tokens": len(prompt),
+            "predicted_ttft_s": prediction.ttft_s if prediction is not None else None,
+            "prefill": choice.prefill_side.table(cost=costs.get("prefill")),
+            "decode": choice.decode_side.table(cost=costs.get("decode"), alone_cost=costs.get("alone")),
+            "winner": {
+                "prefill": _winner(choice.prefill_side, choice.picked.prefill),
+                "decode": _winner(choice.decode_side, choice.picked.decode),
+            },
+        }
+    )
+
+
+def _winner(side: RoleCandidates, row: int | None) -> dict[str, object] | None:
+    return None if row is None else {"id": side.rows.names[row], "hit_tokens": side.held(row)}
+
+
+async def inspect(router: Router, request: HttpRequest) -> None:
+    """GET /debug/inspect?worker=ID&what=memory|tree|nodes|load|metrics|rooms: a worker's own report."""
+    query = request.query()
+    what = query.get("what", "memory")
+    try:
+        report = await router.inspect(query.get("worker", ""), what)
+    except TimeoutError:
+        raise Unavailable(f"worker {query.get('worker')!r} did not report in time") from None
+    if what != "tree":
+        await request.respond_json(msgspec.Raw(report.encode()))
+    else:
+        await request.respond(200, report.encode(), [(b"content-type", b"text/plain; charset=utf-8")])

@@ -1,0 +1,53 @@
+"""The tree of wire.errors, mapped to HTTP once, in OpenAI's shape."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import (
+    BatonError,
+    ContextTooLong,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    UserError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HttpError:
+    """A status, extra headers, and a body `{"error": {message, type, param, code}}`."""
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    body: dict[str, Any]
+
+
+# First match wins; what is not here is a peer's failure: 503, worth another try.
+_KINDS: tuple[tuple[type[BatonError], int, str, str | None], ...] = (
+    (ContextTooLong, 400, "invalid_request_error", "context_length_exceeded"),
+    (InvalidRequest, 400, "invalid_request_error", None),
+    (ModelNotFound, 404, "invalid_request_error", "model_not_found"),
+    (Overloaded, 429, "rate_limit_error", "overloaded"),
+    (UserError, 400, "invalid_request_error", None),
+    (BatonError, 503, "service_unavailable", None),
+)
+
+
+def to_http(error: BatonError) -> HttpError:
+    """How an error is told to the client."""
+    status, kind, code = next((s, k, c) for cls, s, k, c in _KINDS if isinstance(error, cls))
+    headers = []
+    if isinstance(error, Overloaded):
+        headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode()))
+    elif status == 503:
+        headers.append((b"retry-after", b"1"))
+    param = error.param if isinstance(error, UserError) else None
+    return HttpError(status, headers, error_body(str(error), kind, param, code))
+
+
+def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """OpenAI's error object."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

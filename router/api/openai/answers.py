@@ -1,0 +1,221 @@
+"""Answers: whole ones as objects, streamed ones as bytes around a prefix that is encoded once per choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from router.api.openai.logprobs import chat_logprobs, completion_logprobs
+from router.streams.generation import Generation
+from router.text.detokenize import DetokenizerFactory
+from wire.messages import FinishReason, TokenLogprobs
+
+_encode = msgspec.json.Encoder().encode
+DONE = b"data: [DONE]\n\n"
+
+
+def usage(generation: Generation) -> dict[str, Any]:
+    """OpenAI's usage object."""
+    prompt, completion = generation.prompt_tokens(), generation.completion_tokens()
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": generation.cached_tokens()},
+    }
+
+
+@dataclass(slots=True)
+class Collected:
+    """Everything one choice has said."""
+
+    texts: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: FinishReason | None = None
+    matched: str | int | None = None
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        return "".join(self.texts)
+
+
+class Collection:
+    """Everything every choice has said. Implements Answer for who does not stream."""
+
+    unread = 0
+
+    def __init__(self, choices: int) -> None:
+        self.choices = [Collected() for _ in range(choices)]
+
+    def add(
+        self,
+        index: int,
+        text: str,
+        tokens: list[int],
+        logprobs: list[TokenLogprobs] | None,
+        finish: FinishReason | None,
+        matched: str | int | None,
+    ) -> None:
+        """See Answer."""
+        choice = self.choices[index]
+        choice.texts.append(text)
+        choice.tokens += tokens
+        choice.logprobs += logprobs or []
+        choice.finish, choice.matched = finish, matched
+
+
+async def collect(generation: Generation) -> list[Collected]:
+    """Wait for every choice. [] when the client has gone. Raises what ended the request."""
+    collection = generation.answer = Collection(len(generation.outputs))
+    while await generation.more():
+        pass
+    return [] if generation.abandoned() else collection.choices
+
+
+class Style:
+    """What differs between chat and completions: object names and the inside of a choice."""
+
+    object_name: str
+    chunk_name: str
+    id_prefix: str
+    before_first: bytes  # between `"index":N` and the text of a choice's first chunk
+    before: bytes  # and of those that follow
+    after: bytes  # between the text and the value of "logprobs"
+
+    def __init__(self, detokenizers: DetokenizerFactory, with_logprobs: bool) -> None:
+        self._detokenizers = detokenizers
+        self.with_logprobs = with_logprobs
+        self._offsets: dict[int, int] = {}  # choice -> characters streamed so far
+
+    def choice(self, index: int, collected: Collected) -> dict[str, Any]:
+        """A whole choice."""
+        raise NotImplementedError
+
+    def logprobs(self, index: int, text: str, tokens: list[int], logprobs: list[TokenLogprobs]) -> Any:
+        """The log-probabilities of a chunk."""
+        raise NotImplementedError
+
+
+class ChatStyle(Style):
+    """chat.completion."""
+
+    object_name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
+    id_prefix = "chatcmpl-"
+    before_first = b',"delta":{"role":"assistant","content":'
+    before = b',"delta":{"content":'
+    after = b'},"logprobs":'
+
+    def choice(self, index: int, collected: Collected) -> dict[str, Any]:
+        """See Style."""
+        logprobs = None
+        if self.with_logprobs:
+            logprobs = chat_logprobs(self._detokenizers, collected.tokens, collected.logprobs)
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": collected.text, "refusal": None},
+            "logprobs": logprobs,
+            "finish_reason": collected.finish,
+        }
+
+    def logprobs(self, index: int, text: str, tokens: list[int], logprobs: list[TokenLogprobs]) -> Any:  # noqa: ARG002
+        """See Style."""
+        return chat_logprobs(self._detokenizers, tokens, logprobs)
+
+
+class CompletionStyle(Style):
+    """text_completion."""
+
+    object_name = "text_completion"
+    chunk_name = "text_completion"
+    id_prefix = "cmpl-"
+    before_first = b',"text":'
+    before = b',"text":'
+    after = b',"logprobs":'
+
+    def choice(self, index: int, collected: Collected) -> dict[str, Any]:
+        """See Style."""
+        logprobs = None
+        if self.with_logprobs:
+            logprobs = completion_logprobs(self._detokenizers, collected.tokens, collected.logprobs, 0)
+        return {
+            "index": index,
+            "text": collected.text,
+            "logprobs": logprobs,
+            "finish_reason": collected.finish,
+        }
+
+    def logprobs(self, index: int, text: str, tokens: list[int], logprobs: list[TokenLogprobs]) -> Any:
+        """See Style."""
+        offset = self._offsets.get(index, 0)
+        self._offsets[index] = offset + len(text)
+        return completion_logprobs(self._detokenizers, tokens, logprobs, offset)
+
+
+class SseWriter:
+    """One request's events, in order. Implements Answer. Everything but text and finish is encoded once."""
+
+    def __init__(self, style: Style, request_id: str, created: int, model: str, include_usage: bool) -> None:
+        head = {
+            "id": style.id_prefix + request_id,
+            "object": style.chunk_name,
+            "created": created,
+            "model": model,
+        }
+        self._head = b"data: " + _encode(head)[:-1]
+        self._end = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
+        self._running = style.after + b'null,"finish_reason":null' + self._end
+        self._style = style
+        self._before: dict[int, bytes] = {}  # choice -> what its events begin with, after the first
+        self._events: list[bytes] = []
+        self.unread = 0
+
+    def add(
+        self,
+        index: int,
+        text: str,
+        tokens: list[int],
+        logprobs: list[TokenLogprobs] | None,
+        finish: FinishReason | None,
+        matched: str | int | None,  # noqa: ARG002  OpenAI does not tell
+    ) -> None:
+        """One event. See Answer."""
+        before = self._before.get(index) or self._first(index)
+        if finish is None and (logprobs is None or not self._style.with_logprobs):
+            event = before + _encode(text) + self._running
+        else:
+            event = before + _encode(text) + self._rest(index, text, tokens, logprobs, finish)
+        self._events.append(event)
+        self.unread += len(event)
+
+    def take(self) -> bytes:
+        """The events that have not been taken yet."""
+        events, self._events = self._events, []
+        self.unread = 0
+        return events[0] if len(events) == 1 else b"".join(events)
+
+    def usage(self, generation: Generation) -> bytes:
+        """The last chunk when usage was asked for."""
+        return self._head + b',"choices":[],"usage":' + _encode(usage(generation)) + b"}\n\n"
+
+    def _first(self, index: int) -> bytes:
+        start = self._head + b',"choices":[{"index":' + str(index).encode()
+        self._before[index] = start + self._style.before
+        return start + self._style.before_first
+
+    def _rest(
+        self,
+        index: int,
+        text: str,
+        tokens: list[int],
+        logprobs: list[TokenLogprobs] | None,
+        finish: FinishReason | None,
+    ) -> bytes:
+        told = None
+        if logprobs is not None and self._style.with_logprobs:
+            told = self._style.logprobs(index, text, tokens, logprobs)
+        return self._style.after + _encode(told) + b',"finish_reason":' + _encode(finish) + self._end

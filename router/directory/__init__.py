@@ -1,0 +1,1 @@
+"""Who is there: worker records under leases, served over a mailbox."""

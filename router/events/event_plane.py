@@ -1,0 +1,151 @@
+"""Event plane: follows every worker's KV events and keeps the global index.
+
+One thread owns the sockets and is the index's only writer; a worker's part of it is a Feed (event_feed.py).
+`follow`, `forget` and `close` are told to it by one other thread. A worker that is started again has a new
+incarnation in its record, and loses its old pages at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+
+import zmq
+
+from router.events.counters import EventCounters
+from router.events.external_engine import ExternalHashes, ExternalReader
+from router.events.feed import Feed, Known, Reader
+from router.events.sockets import Sockets
+from router.index.global_index import GlobalIndex
+from wire.events import Unread
+from wire.records import WorkerRecord
+from wire.security import Curve
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 0.1
+_HURRIED_TICK_S = 0.02
+
+
+class EventPlane:
+    """Feeds an index from the workers that `follow` names. Close it."""
+
+    def __init__(self, index: GlobalIndex, curve: Curve | None) -> None:
+        self._index = index
+        self.counters = EventCounters()
+        self._context = zmq.Context()
+        self._sockets = Sockets(self._context, curve)
+        self._feeds: dict[str, Feed] = {}
+        self._commands: deque[tuple[str, WorkerRecord | None]] = deque()
+        self._wake_in = self._context.socket(zmq.PAIR)
+        self._wake_out = self._context.socket(zmq.PAIR)
+        address = f"inproc://events-{id(self)}"
+        self._wake_in.bind(address)
+        self._wake_out.connect(address)
+        self._sockets.watch(self._wake_in, self._take_commands)
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="events", daemon=True)
+        self._thread.start()
+
+    def follow(self, record: WorkerRecord) -> None:
+        """A worker (or a new incarnation of one) is there. One thread calls follow, forget and close."""
+        self._commands.append((record.id, record))
+        self._wake_out.send(b"")
+
+    def forget(self, worker: str) -> None:
+        """A worker is gone: drop its pages."""
+        self._commands.append((worker, None))
+        self._wake_out.send(b"")
+
+    def unsure(self) -> list[str]:
+        """Workers that may hold pages which the index does not know of (yet)."""
+        return [worker for worker, feed in list(self._feeds.items()) if feed.known is not Known.ALL]
+
+    @property
+    def bad_events(self) -> int:
+        """Events that could not be used; by kind in `counters`."""
+        return self.counters.bad_events_total
+
+    @property
+    def resets(self) -> int:
+        """Times that a worker's pages were forgotten because events were lost for good."""
+        return self.counters.resets
+
+    def close(self) -> None:
+        """Stop the thread and close the sockets."""
+        if self._closing:
+            return
+        self._closing = True
+        self._wake_out.send(b"")
+        self._thread.join(timeout=5.0)
+        self._context.destroy(linger=0)
+
+    # -- our thread --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            ticked_at = hurry_s = 0.0
+            while not self._closing:
+                self._sockets.poll(hurry_s)
+                now = time.monotonic()
+                if now - ticked_at >= hurry_s:
+                    ticked_at = now
+                    for feed in self._feeds.values():
+                        feed.tick(now)
+                hurried = any(feed.hurried for feed in self._feeds.values())
+                hurry_s = _HURRIED_TICK_S if hurried else _TICK_S
+        except BaseException:
+            log.exception("the event plane died: the index follows nobody any more")
+            raise
+
+    def _take_commands(self) -> None:
+        self._wake_in.recv()
+        now = time.monotonic()
+        while self._commands:
+            feed = self._obey(*self._commands.popleft())
+            if feed is not None:
+                feed.tick(now)
+
+    def _obey(self, worker: str, record: WorkerRecord | None) -> Feed | None:
+        """The new feed, where there is one."""
+        feed = self._feeds.get(worker)
+        if feed is not None and (record is None or record.incarnation != feed.record.incarnation):
+            feed.close()
+            del self._feeds[worker]
+            self.counters.forget(worker)
+            if record is None:
+                self._index.drop(worker)
+            else:
+                self._index.reset(worker)
+        if record is None or not record.events or worker in self._feeds:
+            return None
+        self._index.join(worker)
+        try:
+            feed = Feed(record, self._sockets, self._reader(record), self.counters)
+        except zmq.ZMQError as error:
+            log.error("worker %s: its events cannot be followed: %s", worker, error)
+            return None
+        self._feeds[worker] = feed
+        return feed
+
+    def _reader(self, record: WorkerRecord) -> Reader:
+        if record.page_hashes == "foreign":
+            hashes = ExternalHashes(record.model, record.groups[0].page_size)
+            return ExternalReader(self._index, record.id, hashes)
+        return _OwnReader(self._index, record.id)
+
+
+class _OwnReader:
+    """Applies a worker's batches whose hashes are ours."""
+
+    def __init__(self, index: GlobalIndex, worker: str) -> None:
+        self._index = index
+        self._worker = worker
+
+    def apply(self, payload: bytes) -> list[Unread]:
+        return self._index.apply(self._worker, payload)
+
+    def clear(self) -> None:
+        self._index.clear(self._worker)

@@ -1,0 +1,1 @@
+"""The global index: which worker holds which page, in which tier."""

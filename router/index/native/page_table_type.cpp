@@ -1,0 +1,165 @@
+// The Python face of PageTable: the class `baton_router.PageTable`, as router/index/page_table.py describes it.
+//
+// `apply`, `clear` and `held` give the GIL back while they work, so that a flood of events never holds up the event
+// loop. `find`, `store` and `remove` keep it: they take microseconds, and to get the GIL back from a busy thread
+// takes up to 5 ms. That is no deadlock, because nothing takes the GIL while it holds the table's mutex.
+#include "python_face.h"
+
+#include <random>
+
+#include "page_table.h"
+
+namespace {
+
+using baton::Buffer;
+using baton::WithoutGil;
+using baton::check;
+using baton::check_count;
+using baton::guarded;
+using baton::parse;
+
+struct Object {
+  PyObject_HEAD
+  baton::PageTable* table;
+};
+
+baton::PageTable& table_of(PyObject* self) { return *reinterpret_cast<Object*>(self)->table; }
+
+bool parse_slot(PyObject* argument, baton::Slot& slot) {
+  return parse(argument, baton::kMaxSlot, "a slot is a number from 0 to 2**28 - 1", slot);
+}
+
+bool check_hashes(const Buffer& hashes) {
+  return hashes && check(hashes->ndim == 1 && hashes->itemsize == 8, "hashes are int64, in one dimension");
+}
+
+using Write = void (baton::PageTable::*)(baton::Slot, baton::Tiers, const uint64_t*, size_t);
+
+PyObject* write(PyObject* self, PyObject* const* args, Py_ssize_t given, Write change) {
+  baton::Slot slot;
+  uint32_t tier;
+  if (!check_count(given, 3) || !parse_slot(args[0], slot)) return nullptr;
+  if (!parse(args[1], baton::kTiers - 1, "a tier is a number from 0 to 3", tier)) return nullptr;
+  const Buffer hashes(args[2], PyBUF_ND);
+  if (!check_hashes(hashes)) return nullptr;
+  return guarded([&] {
+    (table_of(self).*change)(slot, 1u << tier, static_cast<const uint64_t*>(hashes->buf), hashes->shape[0]);
+    return Py_None;
+  });
+}
+
+PyObject* store(PyObject* self, PyObject* const* args, Py_ssize_t given) {
+  return Py_XNewRef(write(self, args, given, &baton::PageTable::store));
+}
+
+PyObject* remove(PyObject* self, PyObject* const* args, Py_ssize_t given) {
+  return Py_XNewRef(write(self, args, given, &baton::PageTable::remove));
+}
+
+PyObject* clear(PyObject* self, PyObject* const* args, Py_ssize_t given) {
+  baton::Slot slot;
+  baton::Tiers tiers;
+  if (!check_count(given, 2) || !parse_slot(args[0], slot)) return nullptr;
+  if (!parse(args[1], baton::kAllTiers, "a mask of tiers is a number from 0 to 15", tiers)) return nullptr;
+  return Py_XNewRef(guarded([&] {
+    const WithoutGil released;
+    table_of(self).clear(slot, tiers);
+    return Py_None;
+  }));
+}
+
+PyObject* apply(PyObject* self, PyObject* const* args, Py_ssize_t given) {
+  baton::Slot slot;
+  if (!check_count(given, 2) || !parse_slot(args[0], slot)) return nullptr;
+  const Buffer payload(args[1], PyBUF_SIMPLE);
+  if (!payload) return nullptr;
+  return guarded([&] {
+    int64_t events;
+    {
+      const WithoutGil released;
+      events = table_of(self).apply(slot, static_cast<const uint8_t*>(payload->buf), payload->len);
+    }
+    return PyLong_FromLongLong(events);
+  });
+}
+
+PyObject* find(PyObject* self, PyObject* const* args, Py_ssize_t given) {
+  if (!check_count(given, 2)) return nullptr;
+  const Buffer hashes(args[0], PyBUF_ND);
+  if (!check_hashes(hashes)) return nullptr;
+  const Buffer found(args[1], PyBUF_ND | PyBUF_WRITABLE);
+  if (!found) return nullptr;
+  const bool rows = found->ndim == 2 && found->itemsize == 4 && found->shape[0] == baton::kTiers;
+  if (!check(rows, "found is int32 [4, slots]")) return nullptr;
+  return Py_XNewRef(guarded([&] {
+    table_of(self).find(static_cast<const uint64_t*>(hashes->buf), hashes->shape[0],
+                        static_cast<int32_t*>(found->buf), found->shape[1]);
+    return Py_None;
+  }));
+}
+
+PyObject* held(PyObject* self, PyObject* argument) {
+  baton::Slot slot;
+  if (!parse_slot(argument, slot)) return nullptr;
+  return guarded([&]() -> PyObject* {
+    std::vector<int64_t> pages;
+    {
+      const WithoutGil released;
+      pages = table_of(self).held(slot);
+    }
+    PyObject* list = PyList_New(static_cast<Py_ssize_t>(pages.size()));
+    for (size_t i = 0; list && i < pages.size(); ++i) {
+      PyObject* page = PyLong_FromLongLong(pages[i]);
+      if (!page) Py_CLEAR(list);
+      else PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), page);
+    }
+    return list;
+  });
+}
+
+PyObject* nbytes(PyObject* self, PyObject*) { return PyLong_FromSize_t(table_of(self).nbytes()); }
+
+Py_ssize_t length(PyObject* self) { return static_cast<Py_ssize_t>(table_of(self).size()); }
+
+PyObject* make(PyTypeObject* type, PyObject*, PyObject*) {
+  PyObject* self = type->tp_alloc(type, 0);
+  if (!self) return nullptr;
+  PyObject* made = guarded([&] {
+    std::random_device random;
+    const uint64_t seed = uint64_t{random()} << 32 | random();
+    reinterpret_cast<Object*>(self)->table = new baton::PageTable(seed);
+    return self;
+  });
+  if (!made) Py_DECREF(self);
+  return made;
+}
+
+void destroy(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  delete reinterpret_cast<Object*>(self)->table;
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+#define FAST(name) {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(name)), METH_FASTCALL, nullptr}
+PyMethodDef methods[] = {
+    FAST(store), FAST(remove), FAST(clear), FAST(apply), FAST(find),
+    {"held", held, METH_O, nullptr},
+    {"nbytes", nbytes, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+#undef FAST
+
+PyType_Slot type_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(make)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(destroy)},
+    {Py_tp_methods, methods},
+    {Py_sq_length, reinterpret_cast<void*>(length)},
+    {0, nullptr},
+};
+
+PyType_Spec type_spec = {"baton_router.PageTable", sizeof(Object), 0, Py_TPFLAGS_DEFAULT, type_slots};
+
+}  // namespace
+
+PyObject* make_page_table_type() { return PyType_FromSpec(&type_spec); }

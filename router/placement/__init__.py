@@ -1,0 +1,1 @@
+"""Who computes a request, and when: load, policies, placer, admission, prediction."""

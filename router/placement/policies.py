@@ -1,0 +1,29 @@
+"""Policies by name."""
+
+from __future__ import annotations
+
+import random
+
+from common.errors import ConfigError
+from router.options import PolicyWeights
+from router.placement.affinity_policy import PrefixAffinity
+from router.placement.kv_policy import KVPolicy
+from router.placement.policy import Policy
+from router.placement.simple_policies import LeastLoaded, Random, RoundRobin
+
+POLICIES: dict[str, type[Policy]] = {
+    "kv": KVPolicy,
+    "prefix-affinity": PrefixAffinity,
+    "least-loaded": LeastLoaded,
+    "round-robin": RoundRobin,
+    "random": Random,
+}
+
+
+def make_policy(
+    name: str, weights: PolicyWeights, alone_tokens: int, chance: random.Random | None = None
+) -> Policy:
+    """The policy of that name. Raises ConfigError listing the names there are."""
+    if name not in POLICIES:
+        raise ConfigError("policy", f"{name!r} is unknown", f"choose one of {', '.join(POLICIES)}")
+    return POLICIES[name](weights, alone_tokens, chance or random.Random())

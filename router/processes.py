@@ -1,0 +1,82 @@
+"""RouterProcesses: further processes of a router on one port. One process is one core of Python.
+
+Each is a whole router: it follows the same directory and the same events, and tells the others its accounts
+(peers.py), as routers on other hosts do. The kernel spreads connections over the processes (SO_REUSEPORT). A
+sibling lives as long as its stdin is open, so none outlives the process that started it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Sequence
+
+log = logging.getLogger(__name__)
+
+_READY_S = 60.0
+_CLOSE_S = 15.0
+_PAUSE_S = 1.0  # before one that has ended is started again
+
+
+class RouterProcesses:
+    """Starts them, starts those again that end, and ends them."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        """`python -m router ARGUMENTS` is a sibling."""
+        self._command = [sys.executable, "-m", "router", *arguments]
+        self._keepers: list[asyncio.Task[None]] = []
+        self._running: set[Process] = set()
+        self._closing = False
+
+    async def start(self, count: int) -> None:
+        """Returns when all serve. Raises RuntimeError when one does not."""
+        for process in await asyncio.gather(*(self._spawn() for _ in range(count))):
+            self._keepers.append(asyncio.create_task(self._keep(process)))
+
+    async def close(self) -> None:
+        """End them; one that does not end by itself is killed."""
+        self._closing = True
+        ending = [*self._running]
+        for process in ending:
+            assert process.stdin is not None
+            process.stdin.close()
+        for keeper in self._keepers:
+            keeper.cancel()
+        ends = {asyncio.create_task(process.wait()): process for process in ending}
+        if ends:
+            _, late = await asyncio.wait(ends, timeout=_CLOSE_S)
+            for end in late:
+                ends[end].kill()
+                await end
+
+    async def _spawn(self) -> Process:
+        process = await asyncio.create_subprocess_exec(*self._command, stdin=PIPE, stdout=PIPE)
+        self._running.add(process)
+        assert process.stdout is not None
+        try:
+            said = await asyncio.wait_for(process.stdout.readline(), _READY_S)
+        except TimeoutError:
+            said = b""
+        if not said:
+            self._running.discard(process)
+            if process.returncode is None:
+                process.kill()
+            raise RuntimeError("a further router process did not start")
+        return process
+
+    async def _keep(self, process: Process) -> None:
+        while not self._closing:
+            code = await process.wait()
+            self._running.discard(process)
+            log.warning("a router process has ended (%s); another takes its place", code)
+            process = await self._replacement()
+
+    async def _replacement(self) -> Process:
+        while True:
+            await asyncio.sleep(_PAUSE_S)
+            try:
+                return await self._spawn()
+            except RuntimeError as error:
+                log.warning("%s", error)

@@ -1,0 +1,1 @@
+"""Rooms and their messages: every message idempotent, every failure a new epoch."""

@@ -1,0 +1,133 @@
+"""RequestTable: every request the scheduler knows, and where it stands."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+
+from kvcache.memory import GroupPages
+from kvcache.request import NO_SLOTS
+from scheduler.pages import Pages
+from scheduler.queue import WaitingQueue
+from scheduler.req import Req, ReqState
+from scheduler.running import RunningBatch
+
+HOLDING = frozenset(
+    {ReqState.PREFILL, ReqState.RUNNING, ReqState.RESERVED, ReqState.TRANSFERRED, ReqState.HANDED_OFF}
+)
+"""States in which a request has a row and slots."""
+
+
+class RequestTable:
+    """The one place where a request changes hands, so that none is in two places or in none."""
+
+    def __init__(self, pages: Pages, running: RunningBatch) -> None:
+        self.pages = pages
+        self.running = running
+        self.waiting = WaitingQueue()
+        self.transferred: deque[Req] = deque()  # KV is here, no place in the decode batch yet
+        self.chunked: Req | None = None  # the one request whose prefill is under way, forwards left to launch
+        self.live: dict[tuple[int, int], Req] = {}  # (room, epoch) -> not DONE
+        self.leaving: dict[int, Req] = {}  # by id(): memory goes when their forwards have landed
+
+    # -- views -------------------------------------------------------------------------------------
+
+    def holders(self) -> Iterator[Req]:
+        """Live requests with memory."""
+        return (req for req in self.live.values() if req.state in HOLDING)
+
+    def is_alone(self) -> bool:
+        """Nobody holds memory that will be given back later: whoever waits now may have all there is."""
+        return not self.leaving and next(self.holders(), None) is None
+
+    def count(self, *states: ReqState) -> int:
+        """Live requests in one of these states."""
+        return sum(req.state in states for req in self.live.values())
+
+    def held_rows(self) -> set[int]:
+        """Rows in use."""
+        everyone = (*self.live.values(), *self.leaving.values())
+        return {req.req_pool_idx for req in everyone if req.req_pool_idx is not None}
+
+    def held_pages(self) -> GroupPages:
+        """By group: pages outside the tree that requests hold, or that wait for a forward to land."""
+        everyone = {id(req): req for req in (*self.live.values(), *self.leaving.values())}.values()
+        held = [*self.pages.deferred.pages(), *map(self.pages.private_pages, everyone)]
+        return {
+            name: np.concatenate([NO_SLOTS, *(pages[name] for pages in held if name in pages)])
+            for name in self.pages.memory.kv_caches
+        }
+
+    # -- changing hands ----------------------------------------------------------------------------
+
+    def enrol(self, req: Req) -> None:
+        """Get to know a new (or parked) request."""
+        key = (req.room, req.epoch)
+        assert req.state in (ReqState.NEW, ReqState.PARKED), f"{req} is known already"
+        assert key not in self.live, f"room {req.room}.{req.epoch} is live already"
+        self.live[key] = req
+
+    def wait(self, req: Req, kv_only: bool = False) -> None:
+        """Into the queue, to be prefilled as far as its tokens are known."""
+        req.aim_prefill(kv_only)
+        req.state = ReqState.WAITING
+        self.waiting.push(req)
+
+    def detach(self, req: Req) -> None:
+        """Out of whichever queue or batch the request is in."""
+        if req.running_index >= 0:
+            self.running.leave(req)
+        if req.state is ReqState.WAITING:
+            self.waiting.remove(req)
+        elif req.state is ReqState.TRANSFERRED and req in self.transferred:
+            self.transferred.remove(req)
+        if self.chunked is req:
+            self.chunked = None
+
+    def close(self, req: Req, is_insert: bool) -> None:
+        """Give the request's memory back, now or when the last forward with it has landed."""
+        if req.in_flight:
+            req.closing = is_insert
+            self.leaving[id(req)] = req
+        elif req.req_pool_idx is not None:
+            self.pages.release(req, is_insert)
+
+    def landed(self, req: Req) -> bool:
+        """One of its forwards has landed. Whether anybody is still interested in what it computed."""
+        req.in_flight -= 1
+        if req.closing is None:
+            return req.state is ReqState.PREFILL or req.state is ReqState.RUNNING
+        if req.in_flight == 0:
+            is_insert, req.closing = req.closing, None
+            del self.leaving[id(req)]
+            self.close(req, is_insert)
+        return False
+
+    def end(self, req: Req, is_insert: bool = True) -> None:
+        """The request is over; idempotent."""
+        if req.state is ReqState.DONE:
+            return
+        self.detach(req)
+        req.state = ReqState.DONE
+        if self.live.get((req.room, req.epoch)) is req:
+            del self.live[(req.room, req.epoch)]
+        self.close(req, is_insert)
+
+    def retract(self, req: Req) -> None:
+        """Take its memory away; it resumes before others. What is computed stays in the tree, evictable."""
+        assert req.in_flight == 0, f"{req} is in a launched forward"
+        kv_only = req.is_kv_only
+        self.detach(req)
+        self.close(req, is_insert=True)
+        req.resumed = True
+        self.wait(req, kv_only)
+
+    def park(self, req: Req) -> None:
+        """Forget a handed-off request; what is cached of it stays while nobody needs the room."""
+        assert req.state is ReqState.HANDED_OFF, f"{req} is not handed off"
+        del self.live[(req.room, req.epoch)]
+        self.close(req, is_insert=True)
+        req.state = ReqState.PARKED
+        req.resumed = True

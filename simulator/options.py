@@ -1,0 +1,71 @@
+"""What is simulated: the model of a worker, and the cluster."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import Field, model_validator
+
+from common.options import Options
+from router.options import AdmissionOptions, PolicyWeights
+
+
+class Schedule(StrEnum):
+    """What a worker with both prompts and running requests does next."""
+
+    PREFILL_FIRST = "prefill-first"  # a prompt chunk while there is one, else a decode step
+    DECODE_FIRST = "decode-first"  # a decode step while anything runs, else prompt chunks
+    MIXED = "mixed"  # both in one step
+
+
+class WorkerModel(Options):
+    """How fast a worker is and what it holds. The defaults are a 70B model with grouped-query attention on
+    eight H100; docs/routing.md has the arithmetic. One step takes
+
+        max(step_s, prompt tokens / prefill_tokens_per_s) + row_s rows + context_s context
+    """
+
+    prefill_tokens_per_s: float = Field(20_000.0, gt=0, description="prompt tokens computed in a second")
+    chunk_tokens: int = Field(8192, ge=1, description="prompt tokens of one step at most")
+    step_s: float = Field(0.010, ge=0, description="a step takes at least that: the weights are read once")
+    row_s: float = Field(50e-6, ge=0, description="for each request that decodes in the step")
+    context_s: float = Field(20e-9, ge=0, description="for each token of those requests' context")
+    kv_tokens: int = Field(1_000_000, ge=1, description="KV capacity")
+    max_running: int = Field(256, ge=1, description="requests that may be reserved or running on D")
+    kv_bytes_per_token: int = Field(327_680, ge=1, description="of all layers")
+    link_bytes_per_s: float = Field(100e9, gt=0, description="of a worker's network, each way")
+    page_tokens: int = Field(512, ge=1, description="a page; traces speak of blocks of that size")
+    schedule: Schedule = Schedule.MIXED
+
+
+class SimulationOptions(Options):
+    """A cluster, the objectives, and what reaches the router how late."""
+
+    policy: str = "kv"
+    weights: PolicyWeights = Field(default_factory=lambda: PolicyWeights.model_validate({}))
+    prefill_on_decode_tokens: int = Field(
+        512, ge=0, description="see RouterOptions; one page, as there, of the trace's size"
+    )
+    expect_s: float = Field(10.0, gt=0, description="see RouterOptions")
+    admission: AdmissionOptions = Field(default_factory=lambda: AdmissionOptions.model_validate({}))
+    prefill: int = Field(8, ge=0, description="prefill workers; 0: the others do everything")
+    decode: int = Field(8, ge=1, description="decode workers")
+    routers: int = Field(1, ge=1, description="router replicas; requests come to them in turn")
+    worker: WorkerModel = Field(default_factory=lambda: WorkerModel.model_validate({}))
+    slo_ttft_s: float = Field(2.0, gt=0, description="time to first token, at most")
+    slo_itl_s: float = Field(0.05, gt=0, description="a request's mean time between tokens, at most")
+    speed: float = Field(1.0, gt=0, description="arrivals come so many times faster than the trace says")
+    seed: int = 1
+    events: bool = Field(True, description="workers publish KV events")
+    event_delay_s: float = Field(0.005, ge=0, description="until a KV event is in the index")
+    report_interval_s: float = Field(1.0, gt=0, description="between a worker's reports of its load ...")
+    report_gap_s: float = Field(0.1, gt=0, description="... and at least, when it has moved")
+    view_interval_s: float = Field(0.1, gt=0, description="between the directory's Views")
+    message_s: float = Field(0.0005, ge=0, description="a message on its way")
+    lease_s: float = Field(5.0, gt=0, description="until a silent worker counts as lost")
+
+    @model_validator(mode="after")
+    def _leases_outlast_reports(self) -> SimulationOptions:
+        if self.lease_s <= self.report_interval_s + self.report_gap_s + self.view_interval_s:
+            raise ValueError("lease_s must be longer than the report's interval, gap and the View's interval")
+        return self

@@ -1,0 +1,164 @@
+"""`baton replay`: runs, tables, the comparison of all policies, the picture."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import yaml
+
+from common.errors import ConfigError
+from common.options import parse_options
+from router.placement.policies import POLICIES
+from simulator.options import SimulationOptions
+from simulator.summary import Summary
+from simulator.sweep import Pool, run_once
+from simulator.table import as_json, as_table
+from simulator.traces import read_trace
+
+HOT_TRACE = "hot:1"
+_SHARES_OF_ROUND_ROBIN = (0.5, 1.0, 1.5)
+_PROCESSES = 2
+
+
+def replay(arguments: argparse.Namespace) -> int:
+    """The command. Raises ConfigError for what cannot be run."""
+    options = make_options(arguments)
+    policies = list(POLICIES) if arguments.policy == "all" else arguments.policy.split(",")
+    for policy in policies:
+        if policy not in POLICIES:
+            known = ", ".join([*POLICIES, "all"])
+            raise ConfigError("--policy", f"{policy!r} is unknown", f"choose one of {known}")
+    if arguments.png is not None and not arguments.png.absolute().parent.is_dir():
+        raise ConfigError("--png", f"there is no directory {arguments.png.parent}", "make it first")
+    speeds = _speeds(arguments.speed)
+    read_trace(arguments.trace)  # so that a wrong one is told before anything starts
+    wanted = [
+        options.model_copy(update={"policy": policy, "speed": speed})
+        for policy in policies
+        for speed in speeds
+    ]
+    report = _Report(sys.stderr)
+    if arguments.policy == "all":
+        result = _compare(arguments.trace, options, policies, report)
+    elif len(wanted) == 1:
+        result = {"runs": [run_once(arguments.trace, wanted[0], report.share)]}
+    else:
+        with Pool(_processes(), report.finished) as pool:
+            result = {"runs": pool.all([(arguments.trace, one) for one in wanted])}
+    if arguments.png is not None:
+        from simulator.plot import draw  # matplotlib, for those who want a picture
+
+        draw(report.of(arguments.trace) or result["runs"], options.slo_ttft_s, arguments.png)
+    sys.stdout.write(as_json(result) if arguments.json else as_table(result, HOT_TRACE))
+    return 0
+
+
+def make_options(arguments: argparse.Namespace) -> SimulationOptions:
+    """What the flags say. `--set` wins."""
+    worker = {
+        "prefill_tokens_per_s": arguments.prefill_rate,
+        "kv_tokens": arguments.kv_tokens,
+        "schedule": arguments.schedule,
+    }
+    raw: dict[str, Any] = {
+        "prefill": 0 if arguments.colocated else arguments.prefill,
+        "decode": arguments.decode,
+        "routers": arguments.routers,
+        "slo_ttft_s": arguments.slo_ttft,
+        "slo_itl_s": arguments.slo_itl,
+        "seed": arguments.seed,
+        "worker": {key: value for key, value in worker.items() if value is not None},
+    }
+    for assignment in arguments.set:
+        path, equals, value = assignment.partition("=")
+        if not equals:
+            raise ConfigError("--set", f"{assignment!r} is not KEY=VALUE", "see baton replay --help")
+        *parents, last = path.split(".")
+        at = raw
+        for parent in parents:
+            at = at.setdefault(parent, {})
+            if not isinstance(at, dict):
+                raise ConfigError(path, f"{parent} is not a section", "see baton replay --help")
+        at[last] = yaml.safe_load(value)
+    return parse_options(SimulationOptions, raw)
+
+
+def _speeds(text: str) -> list[float]:
+    try:
+        speeds = [float(part) for part in text.split(",")]
+    except ValueError:
+        speeds = []
+    if not speeds or min(speeds) <= 0:
+        raise ConfigError("--speed", f"{text!r} is not a list of positive numbers", "for example 0.5,1,2")
+    return speeds
+
+
+def _compare(
+    trace: str, options: SimulationOptions, policies: Sequence[str], report: _Report
+) -> dict[str, Any]:
+    """Every policy's sustained rate, the runs at shares of round-robin's, and the hot trace."""
+    by_policy = [options.model_copy(update={"policy": policy}) for policy in policies]
+    hot = [one for one in by_policy if one.policy in ("kv", "prefix-affinity")]
+    with Pool(_processes(), report.finished) as pool:
+        searches = [(trace, one) for one in by_policy] + [(HOT_TRACE, one) for one in hot]
+        rates = pool.sustained(searches)
+        found = dict(zip(policies, rates, strict=False))
+        hot_found = dict(zip([one.policy for one in hot], rates[len(policies) :], strict=True))
+        base = found["round-robin"]
+        runs = pool.all(
+            [
+                (trace, one.model_copy(update={"speed": share * base}))
+                for share in _SHARES_OF_ROUND_ROBIN
+                for one in by_policy
+                if base
+            ]
+        )
+    ratios = {f"kv/{other}": _ratio(found["kv"], found[other]) for other in policies if other != "kv"}
+    ratios["hot"] = _ratio(hot_found["kv"], hot_found["prefix-affinity"])
+    return {"runs": runs, "sustained": found, "sustained_hot": hot_found, "ratios": ratios}
+
+
+def _ratio(ours: float, theirs: float) -> float:
+    return ours / theirs if theirs else float("inf")
+
+
+def _processes() -> int:
+    return max(1, min(_PROCESSES, os.cpu_count() or 1))
+
+
+class _Report:
+    """Progress on stderr, and every run that is over."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._lock = threading.Lock()
+        self._runs: list[tuple[str, Summary]] = []
+
+    def share(self, share: float) -> None:
+        """Of a single run."""
+        end = "\n" if share >= 1 else ""
+        if self._out.isatty():
+            self._out.write(f"\r{share:4.0%}{end}")
+        elif end:
+            self._out.write("100%\n")
+        self._out.flush()
+
+    def finished(self, trace: str, summary: Summary) -> None:
+        """One of many runs."""
+        with self._lock:
+            self._runs.append((trace, summary))
+            self._out.write(
+                f"run {len(self._runs):3d}  {Path(trace).name}  {summary.policy:<16} "
+                f"speed {summary.speed:7.3f}  met {summary.attainment:6.1%}\n"
+            )
+            self._out.flush()
+
+    def of(self, trace: str) -> list[Summary]:
+        """The runs of one trace."""
+        return [one for name, one in self._runs if name == trace]

@@ -1,0 +1,88 @@
+"""Summary: what a run was like, in figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from simulator.options import SimulationOptions
+from simulator.request import Request
+from simulator.simulation import Simulation
+from wire.records import Role
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Seconds unless said. Percentiles of ITL are over requests (each one's mean), of gaps over tokens."""
+
+    policy: str
+    speed: float
+    requests: int
+    attainment: float  # share of all requests that met both objectives
+    goodput: float  # of those, per second of the trace
+    ttft_p50: float
+    ttft_p90: float
+    ttft_p99: float
+    itl_p50: float
+    itl_p90: float
+    itl_p99: float
+    gap_p50: float
+    gap_p99: float
+    hit_rate: float  # prompt tokens that nobody computed
+    moved_rate: float  # prompt tokens that were sent to D
+    alone_rate: float  # requests that D did by itself
+    prefill_spread: float  # busiest worker's computed prompt tokens over the mean
+    decode_spread: float  # the same, of output tokens
+    restarts: int
+    rejected: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def summarise(simulation: Simulation, options: SimulationOptions) -> Summary:
+    """Of a run that is over."""
+    requests = simulation.requests
+    served = [one for one in requests if not one.rejected]
+    good = sum(met(one, options) for one in served)
+    span = max(requests[-1].arrived_at - requests[0].arrived_at, 1e-9)
+    ttft = np.array([one.ttft for one in served] or [0.0])
+    itl = np.array([one.itl for one in served] or [0.0])
+    prompt = max(1, sum(one.trace.prompt_tokens for one in served))
+    workers = simulation.all_workers
+    return Summary(
+        policy=options.policy,
+        speed=options.speed,
+        requests=len(requests),
+        attainment=good / len(requests),
+        goodput=good / span,
+        ttft_p50=float(np.quantile(ttft, 0.5)),
+        ttft_p90=float(np.quantile(ttft, 0.9)),
+        ttft_p99=float(np.quantile(ttft, 0.99)),
+        itl_p50=float(np.quantile(itl, 0.5)),
+        itl_p90=float(np.quantile(itl, 0.9)),
+        itl_p99=float(np.quantile(itl, 0.99)),
+        gap_p50=simulation.gaps.quantile(0.5),
+        gap_p99=simulation.gaps.quantile(0.99),
+        hit_rate=sum(one.cached_tokens for one in served) / prompt,
+        moved_rate=sum(one.moved_tokens for one in served) / prompt,
+        alone_rate=sum(one.prefill is None for one in served) / max(1, len(served)),
+        prefill_spread=_spread([one.prefilled_tokens for one in workers if one.record.role is Role.PREFILL]),
+        decode_spread=_spread([one.batch.tokens for one in workers if one.record.role is Role.DECODE]),
+        restarts=sum(one.tries - 1 for one in served),
+        rejected=len(requests) - len(served),
+    )
+
+
+def met(one: Request, options: SimulationOptions) -> bool:
+    """It met both objectives."""
+    return one.ttft <= options.slo_ttft_s and one.itl <= options.slo_itl_s
+
+
+def _spread(load: Sequence[int]) -> float:
+    total = sum(load)
+    return max(load) * len(load) / total if total else 1.0

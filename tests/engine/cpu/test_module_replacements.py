@@ -1,0 +1,41 @@
+"""Which modules of a model the CPU replacements replace."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.cpu.decoder import FusedDecoder
+from engine.cpu.linear import PackedLinear, check_packable
+from engine.cpu.op import KernelsUnavailable
+from engine.loader import load_model
+from tests.support.tiny_models import FAMILIES, make_tiny
+
+try:
+    check_packable()
+except KernelsUnavailable as error:
+    pytest.skip(f"no packed products: {error}", allow_module_level=True)
+FUSED = ("llama", "llama_yarn", "mistral", "qwen2", "qwen3")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_fused_and_packed_in_bfloat16(family, tmp_path):
+    """What comes out of it: tests/engine/test_oracle_bfloat16.py."""
+    loaded = load_model(EngineConfig(str(make_tiny(family, tmp_path, 3)), dtype="bfloat16"))
+    assert isinstance(loaded.model.model, FusedDecoder) == (family in FUSED)
+    assert isinstance(loaded.model.lm_head, PackedLinear)
+
+
+def test_float32_keeps_transformers_modules(tmp_path):
+    loaded = load_model(EngineConfig(str(make_tiny("qwen3", tmp_path, 0)), dtype="float32"))
+    assert loaded.swapped == {}
+
+
+@pytest.mark.parametrize(
+    "options", [{"attention": "torch"}, {"linear": "torch"}], ids=["torch_attention", "torch_linear"]
+)
+def test_the_fused_decoder_needs_both_cpu_backends(options, tmp_path):
+    path = str(make_tiny("qwen3", tmp_path, 0))
+    loaded = load_model(EngineConfig(path, dtype="bfloat16", **options))
+    assert not isinstance(loaded.model.model, FusedDecoder)
+    assert ("Linear" in loaded.swapped) == ("linear" not in options)

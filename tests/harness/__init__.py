@@ -1,0 +1,1 @@
+"""Whole Batons on one machine, for tests, benches and tools: processes, stacks, leftovers."""

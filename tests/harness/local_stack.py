@@ -1,0 +1,141 @@
+"""A whole Baton in plain processes on loopback, without Ray: a router, and prefill and decode workers.
+
+What tests and benches run; the same programs that cluster/ hosts.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.harness.processes import Child, ChildFailed
+from wire.mailbox import Mailbox
+from wire.messages import Inspect, Inspected
+from wire.security import curve_for
+
+SETTLE_S = 20.0
+
+
+@dataclass
+class Stack:
+    """A running stack. `http` is bounded; `mailbox` inspects the workers."""
+
+    router: Child
+    prefill: list[Child]
+    decode: list[Child]
+    http: httpx.Client
+    mailbox: Mailbox
+    _token: int = field(default=0)
+
+    @property
+    def url(self) -> str:
+        """Where the API answers."""
+        return str(self.router.ready["http"])
+
+    @property
+    def workers(self) -> list[Child]:
+        return [*self.prefill, *self.decode]
+
+    def inspect(self, worker: Child, what: str) -> Any:
+        """A worker's report."""
+        self._token += 1
+        self.mailbox.send(worker.ready["mailbox"], Inspect(what, self._token))
+        deadline = time.monotonic() + 10.0
+        while time.monotonic() < deadline:
+            for mail in self.mailbox.wait(1.0):
+                if isinstance(mail.message, Inspected) and mail.message.token == self._token:
+                    return mail.message.body if what == "tree" else json.loads(mail.message.body)
+        raise ChildFailed(f"{worker.module} does not answer Inspect:\n{worker.log.read_text()[-3000:]}")
+
+    def settle(self) -> None:
+        """Wait until no worker holds a room, then check that every pool balances and nothing is held."""
+        deadline = time.monotonic() + SETTLE_S
+        for worker in self.workers:
+            while held := self.inspect(worker, "rooms") or in_use(self.inspect(worker, "memory")):
+                if time.monotonic() >= deadline:
+                    raise ChildFailed(f"{worker.ready} still holds {held}")
+
+    def generate(self, prompt: list[int], max_new_tokens: int, **sampling: Any) -> dict[str, Any]:
+        """One /generate of token ids, greedy and without an end token unless told otherwise."""
+        params = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": max_new_tokens, **sampling}
+        answer = self.http.post("/generate", json={"input_ids": prompt, "sampling_params": params})
+        if answer.status_code != 200:
+            raise RuntimeError(f"/generate answered {answer.status_code}: {answer.text}")
+        return dict(answer.json())
+
+    def generate_all(self, prompts: list[list[int]], max_new_tokens: int) -> list[dict[str, Any]]:
+        """All at once."""
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(lambda prompt: self.generate(prompt, max_new_tokens), prompts))
+
+
+def in_use(report: dict[str, Any]) -> dict[str, Any]:
+    """What a memory report says is neither free nor an unlocked part of the cache, in any group."""
+    found = {name: value for name, value in report.items() if name in HELD and value}
+    for group, books in report["groups"].items():
+        found.update({f"{group}.{name}": books[name] for name in HELD_IN_GROUP if books[name]})
+    return found
+
+
+HELD = ("protected_pages", "held_pages", "quarantined_pages", "pending_pages", "held_rows")
+HELD_IN_GROUP = ("protected", "held", "quarantined", "pending")
+
+
+@contextmanager
+def stack(
+    model: Path,
+    directory: Path,
+    prefill: int = 1,
+    decode: int = 1,
+    router: dict[str, Any] | None = None,
+    runner: tuple[str, ...] = (),
+    **worker: Any,
+) -> Iterator[Stack]:
+    """Start a stack serving `model` as "m", and end it whatever happens. `runner` as in Child."""
+    with ExitStack() as cleanup:
+        front = cleanup.enter_context(
+            Child(
+                "router",
+                {"model": str(model), "served_model_name": "m", "port": 0, **(router or {})},
+                directory,
+                runner,
+            )
+        )
+        front.wait_ready()
+        options = {
+            "model": str(model),
+            "served_model_name": "m",
+            "directory": front.ready["mailbox"],
+            **worker,
+        }
+        nodes = {
+            role: [cleanup.enter_context(Child(role, options, directory, runner)) for _ in range(count)]
+            for role, count in (("prefill_node", prefill), ("decode_node", decode))
+        }
+        for node in (*nodes["prefill_node"], *nodes["decode_node"]):
+            node.wait_ready()
+        http = cleanup.enter_context(httpx.Client(base_url=front.ready["http"], timeout=120.0))
+        mailbox = cleanup.enter_context(Mailbox(curve=curve_for(worker.get("cluster_secret"))))
+        running = Stack(front, nodes["prefill_node"], nodes["decode_node"], http, mailbox)
+        wait_for_workers(running, prefill + decode)
+        try:
+            yield running
+        finally:
+            for node in running.workers:
+                node.ask_to_end()
+
+
+def wait_for_workers(running: Stack, count: int, timeout_s: float = 30.0) -> None:
+    """Until the router sees `count` workers."""
+    deadline = time.monotonic() + timeout_s
+    while len(running.http.get("/debug/workers").json()["workers"]) != count:
+        if time.monotonic() >= deadline:
+            raise ChildFailed("the router does not see all workers")

@@ -1,0 +1,261 @@
+"""The room's state machine with a fake host and no clock."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from common.errors import BatonError, InvalidRequest, Overloaded, Unavailable
+from router.options import RouterOptions
+from router.streams.stream import Placement, RoomPlan, RoomStream
+from tests.router.directory.test_directory import record
+from wire.messages import (
+    Abort,
+    AnyMessage,
+    Decode,
+    FinishReason,
+    Prefill,
+    Rejected,
+    RejectKind,
+    Resend,
+    SamplingParams,
+    TokenLogprobs,
+    TokenRun,
+)
+from wire.records import Role
+from wire.retransmitter import RetransmitKey
+
+P, D, E = record("p"), record("d", role=Role.DECODE), record("e", role=Role.DECODE)
+OPTIONS = RouterOptions(
+    model=Path("m"), served_model_name="m", silence_s=1, token_timeout_s=20, first_token_timeout_s=60,
+    worker_wait_s=5, hold_prefill_s=2, max_restarts=2,
+)  # fmt: skip
+
+
+class Host:
+    """Places rooms as told, and writes down what was said."""
+
+    def __init__(self, *placements: Placement | None) -> None:
+        self.placements = list(placements)
+        self.said: list[AnyMessage] = []
+        self.pending: dict[RetransmitKey, AnyMessage] = {}
+        self.avoided: list[set[str]] = []
+        self.booked = 0
+        self.closed_rooms = 0
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.finish: FinishReason | None = None
+        self.error: BatonError | None = None
+
+    def place(self, room: RoomStream, avoid: set[str]) -> Placement | None:
+        self.avoided.append(set(avoid))
+        placement = self.placements.pop(0) if len(self.placements) > 1 else self.placements[0]
+        self.booked += placement is not None
+        return placement
+
+    def unplace(self, room: RoomStream) -> None:
+        self.booked -= 1
+
+    def prefilled(self, room: RoomStream) -> None:
+        pass
+
+    def send(self, to: str, message: AnyMessage) -> None:
+        self.said.append(message)
+
+    def say(self, key: RetransmitKey, message: AnyMessage) -> None:
+        self.said.append(message)
+        self.pending[key] = message
+
+    def answered(self, key: RetransmitKey) -> None:
+        self.pending.pop(key, None)
+
+    def closed(self, room: RoomStream) -> None:
+        self.closed_rooms += 1
+
+    def on_tokens(
+        self, tokens: list[int], logprobs: list[TokenLogprobs] | None, finish: FinishReason | None
+    ) -> None:
+        self.tokens += tokens
+        self.logprobs += logprobs or []
+        self.finish = finish
+
+    def on_error(self, error: BatonError) -> None:
+        self.error = error
+
+    def of(self, kind: type) -> list[AnyMessage]:
+        return [message for message in self.said if isinstance(message, kind)]
+
+
+def started(*placements: Placement | None) -> tuple[Host, RoomStream]:
+    host = Host(*placements)
+    plan = RoomPlan("r", 1, b"\0\0\0\0", 1, [], SamplingParams(max_new_tokens=4), 0, "", "", "", 0)
+    room = RoomStream(plan, host, host, OPTIONS)
+    room.start(0.0)
+    return host, room
+
+
+PAIR = Placement(D, P, hold_prefill=False)
+HELD = Placement(D, P, hold_prefill=True)
+ALONE = Placement(D, None, hold_prefill=False)
+
+
+def run(start: int, *tokens: int, epoch: int = 0, finish: FinishReason | None = None) -> TokenRun:
+    return TokenRun(1, epoch, start, list(tokens), finish=finish)
+
+
+def test_both_are_told_at_once_and_the_first_token_is_forwarded_once() -> None:
+    host, room = started(PAIR)
+    (decode,), (prefill,) = host.of(Decode), host.of(Prefill)
+    assert isinstance(decode, Decode)
+    assert isinstance(prefill, Prefill)
+    assert (decode.prefill, prefill.decode) == (P.mailbox, D.mailbox)
+    assert room.on_run(P.mailbox, run(0, 5), 0.1) == 1
+    assert room.on_run(D.mailbox, run(0, 5, 6), 0.2) == 2
+    assert room.on_run(D.mailbox, run(0, 5, 6), 0.3) == 2
+    assert room.on_run(D.mailbox, run(2, 7, 8, finish=FinishReason.LENGTH), 0.4) == 4
+    assert host.tokens == [5, 6, 7, 8]
+    assert (room.done, host.booked, host.closed_rooms, host.of(Abort)) == (True, 0, 1, [])
+    assert host.pending == {}
+    room.on_run(D.mailbox, run(2, 7, 8, finish=FinishReason.LENGTH), 0.5)
+    assert (host.tokens, host.closed_rooms) == ([5, 6, 7, 8], 1)
+
+
+def test_a_prefill_held_back_goes_with_reserved_once() -> None:
+    host, room = started(HELD)
+    assert host.of(Prefill) == []
+    room.on_reserved(epoch=7)
+    assert host.of(Prefill) == []
+    room.on_reserved(0)
+    room.on_reserved(0)
+    assert len(host.of(Prefill)) == 1
+
+
+def test_a_prefill_held_back_goes_after_a_while_when_reserved_is_lost() -> None:
+    host, room = started(HELD)
+    room.tick(1.9)
+    assert host.of(Prefill) == []
+    room.tick(2.0)
+    assert len(host.of(Prefill)) == 1
+
+
+def test_a_gap_is_asked_for_and_not_forwarded() -> None:
+    host, room = started(ALONE)
+    room.on_run(D.mailbox, run(0, 5), 0.1)
+    assert room.on_run(D.mailbox, run(2, 7), 0.2) == 1
+    assert host.of(Resend) == [Resend(1, 0, 1)]
+    room.on_run(D.mailbox, run(1, 6, 7), 0.3)
+    assert host.tokens == [5, 6, 7]
+
+
+def test_silence_is_asked_about_at_intervals_that_double() -> None:
+    host, room = started(PAIR)
+    asked = []
+    for tenth in range(200):
+        before = len(host.of(Resend))
+        room.tick(tenth / 10)
+        if len(host.of(Resend)) > before:
+            asked.append(tenth / 10)
+    assert asked == [1.0, 3.0, 7.0, 15.0]
+    assert len(host.of(Resend)) == 8  # D and P, as long as no token came
+
+
+def test_logprobs_are_cut_with_their_tokens() -> None:
+    host, room = started(ALONE)
+    a, b = TokenLogprobs(-1.0), TokenLogprobs(-2.0)
+    room.on_run(D.mailbox, TokenRun(1, 0, 0, [5], [a]), 0.1)
+    room.on_run(D.mailbox, TokenRun(1, 0, 0, [5, 6], [a, b]), 0.2)
+    assert host.logprobs == [a, b]
+
+
+@pytest.mark.parametrize("why", [RejectKind.DRAINING, RejectKind.FAILED, RejectKind.UNKNOWN])
+def test_a_rejection_starts_again_with_what_was_forwarded(why: RejectKind) -> None:
+    host, room = started(PAIR, Placement(E, None, False))
+    room.on_run(D.mailbox, run(0, 5, 6), 0.1)
+    room.on_rejected(D.mailbox, Rejected(1, 0, why, "no"), 0.2)
+    room.on_rejected(D.mailbox, Rejected(1, 0, why, "no"), 0.2)
+    again = host.of(Decode)[-1]
+    assert isinstance(again, Decode)
+    assert (again.epoch, again.request.forced, again.prefill) == (1, (5, 6), None)
+    assert host.avoided == [set(), {"d"}]
+    assert {type(m) for m in host.pending.values()} == {Abort, Decode}
+    assert host.booked == 1
+    room.on_run(D.mailbox, run(2, 99), 0.3)  # the old epoch speaks on
+    room.on_run(E.mailbox, run(2, 7, 8, epoch=1, finish=FinishReason.LENGTH), 0.4)
+    assert host.tokens == [5, 6, 7, 8]
+
+
+def test_an_invalid_request_is_not_tried_again() -> None:
+    host, room = started(PAIR)
+    room.on_rejected(P.mailbox, Rejected(1, 0, RejectKind.INVALID, "no good"), 0.1)
+    assert isinstance(host.error, InvalidRequest)
+    assert (room.done, host.booked) == (True, 0)
+
+
+def test_overload_everywhere_becomes_the_clients_429() -> None:
+    host, room = started(PAIR)
+    for epoch in range(3):
+        room.tick(10.0 * epoch)
+        room.on_rejected(D.mailbox, Rejected(1, epoch, RejectKind.OVERLOADED, "full", 7.0), 10.0 * epoch)
+    assert isinstance(host.error, Overloaded)
+    assert host.error.retry_after_s == 7.0
+    assert len(host.of(Decode)) == 3
+
+
+def test_prefill_is_not_needed_any_more_once_decode_speaks() -> None:
+    _, room = started(PAIR)
+    room.on_run(P.mailbox, run(0, 5), 0.1)
+    room.on_run(D.mailbox, run(0, 5, 6), 0.2)
+    room.on_worker_lost(P, 0.3)
+    room.on_rejected(P.mailbox, Rejected(1, 0, RejectKind.UNKNOWN, "who?"), 0.3)
+    assert room.epoch == 0
+    room.on_worker_lost(D, 0.4)
+    assert room.epoch == 1
+
+
+def test_prefill_lost_before_decode_speaks_starts_again() -> None:
+    host, room = started(PAIR)
+    room.on_run(P.mailbox, run(0, 5), 0.1)
+    room.on_worker_lost(P, 0.2)
+    again = host.of(Decode)[-1]
+    assert isinstance(again, Decode)
+    assert again.request.forced == (5,)
+
+
+def test_a_worker_that_acknowledges_nothing_is_left() -> None:
+    _, room = started(PAIR)
+    room.on_given_up(RetransmitKey(P.mailbox, 1, 0, "prefill"), 5.0)
+    assert room.epoch == 1
+    room.on_given_up(RetransmitKey(P.mailbox, 1, 0, "prefill"), 5.1)
+    room.on_given_up(RetransmitKey(P.mailbox, 1, 1, "abort"), 5.1)
+    assert room.epoch == 1
+
+
+def test_no_token_in_time_starts_again_and_in_the_end_fails() -> None:
+    host, room = started(ALONE)
+    for now in range(0, 400, 1):
+        room.tick(float(now))
+    assert isinstance(host.error, Unavailable)
+    assert len(host.of(Decode)) == 3
+    assert host.booked == 0
+
+
+def test_a_worker_is_waited_for_but_not_for_ever() -> None:
+    host, room = started(None)
+    room.tick(4.9)
+    assert not room.done
+    room.tick(5.1)
+    assert isinstance(host.error, Unavailable)
+    host, room = started(None, PAIR)
+    room.tick(1.0)
+    assert len(host.of(Decode)) == 1
+
+
+def test_stop_tells_both_once() -> None:
+    host, room = started(PAIR)
+    room.on_run(P.mailbox, run(0, 5), 0.1)
+    room.stop("client gone")
+    room.stop("client gone")
+    assert host.of(Abort) == [Abort(1, 0, "client gone")] * 2
+    assert {key.to for key in host.pending} == {P.mailbox, D.mailbox}
+    assert (room.done, host.booked, host.closed_rooms, host.error) == (True, 0, 1, None)

@@ -1,0 +1,144 @@
+"""Token ids and rendered chats are transformers', for both kinds of tokenizers and each class name in use."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from common.errors import ConfigError, InvalidRequest
+from router.text.tokenization import Tokenization
+from tests.support.tiny_models import FAMILIES as TINY_FAMILIES
+from tests.support.tiny_models import make_tiny
+from tests.support.tokenizers import byte_fallback, byte_level
+
+DEMO_MODEL = Path(__file__).parents[3] / "deploy" / "demo_model"
+
+
+def _tiny(family: str, directory: Path) -> Path:
+    return make_tiny(family, directory, seed=1)
+
+
+FAMILIES: dict[str, Callable[[Path], Path]] = {
+    "qwen": lambda path: byte_level(path, tokenizer_class="Qwen2Tokenizer"),
+    "llama3": lambda path: byte_level(path, bos=True),
+    "llama2": lambda path: byte_fallback(path, tokenizer_class="LlamaTokenizer"),
+    "mistral": byte_fallback,
+    "demo": lambda _: DEMO_MODEL,
+    **{f"oracle-{family}": partial(_tiny, family) for family in TINY_FAMILIES},
+}
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "description": "a < b & 'c'", "parameters": {"type": "object"}},
+}
+CHATS: dict[str, list[dict[str, Any]]] = {
+    "one": [{"role": "user", "content": "Hello <b>world</b> & 東京 🙂"}],
+    "system": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " Hi "}],
+    "turns": [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "name": None},
+        {"role": "user", "content": "c <|im_end|> </s>"},
+    ],
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Tokenization, Any]:
+    path = FAMILIES[request.param](tmp_path_factory.mktemp(request.param))
+    return Tokenization(path), AutoTokenizer.from_pretrained(path)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "Hello, world!", "  two  spaces", "naïve 東京 🙂\n\n", "<s> <|im_end|> <extra>"]
+)
+def test_text(pair: tuple[Tokenization, Any], text: str) -> None:
+    ours, theirs = pair
+    assert ours.encode(text) == theirs(text)["input_ids"]
+    assert ours.encode(text, add_special_tokens=False) == theirs(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("name", CHATS)
+@pytest.mark.parametrize("prompted", [True, False])
+def test_chats(pair: tuple[Tokenization, Any], name: str, prompted: bool) -> None:
+    ours, theirs = pair
+    want = theirs.apply_chat_template(CHATS[name], tokenize=False, add_generation_prompt=prompted)
+    assert ours.render_chat(CHATS[name], add_generation_prompt=prompted) == want
+    ids = theirs.apply_chat_template(CHATS[name], add_generation_prompt=prompted)["input_ids"]
+    assert ours.encode_chat(CHATS[name], add_generation_prompt=prompted) == ids
+
+
+def test_tools_reasoning_and_template_arguments(tmp_path: Path) -> None:
+    path = byte_level(tmp_path)
+    ours, theirs = Tokenization(path), AutoTokenizer.from_pretrained(path)
+    chat: list[dict[str, Any]] = [
+        {"role": "user", "content": "add 1 and 2"},
+        {"role": "assistant", "content": None, "reasoning": "hm", "tool_calls": [{"é": "<1>", "b": [1, 2]}]},
+        {"role": "tool", "content": "3"},
+    ]
+    want = theirs.apply_chat_template(
+        chat, tools=[TOOL], tokenize=False, add_generation_prompt=True, enable_thinking=False
+    )
+    got = ours.render_chat(chat, [TOOL], template_kwargs={"enable_thinking": False})
+    assert got == want
+    assert "hm" in got
+    assert "<think>\n\n</think>" in got
+
+
+@pytest.mark.parametrize("family", ["qwen", "llama3", "llama2", "mistral"])
+def test_a_template_may_refuse_in_its_own_words(tmp_path: Path, family: str) -> None:
+    ours = Tokenization(FAMILIES[family](tmp_path))
+    with pytest.raises(InvalidRequest, match=r"unknown role|roles must alternate"):
+        ours.render_chat([{"role": "stranger", "content": "x"}])
+
+
+def rewritten(tmp_path: Path, template: str) -> Tokenization:
+    path = byte_level(tmp_path)
+    (path / "chat_template.jinja").write_text(template)
+    return Tokenization(path)
+
+
+def test_the_date_is_the_templates_to_format(tmp_path: Path) -> None:
+    from datetime import datetime
+
+    tokenization = rewritten(tmp_path, "{{ strftime_now('%Y') }}")
+    assert tokenization.render_chat([{"role": "user", "content": ""}]) == datetime.now().strftime("%Y")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+        "{{ messages.append(1) }}",
+        "{{ missing.attribute.of }}",
+    ],
+)
+def test_the_sandbox_holds(tmp_path: Path, template: str) -> None:
+    with pytest.raises(InvalidRequest, match="refused"):
+        rewritten(tmp_path, template).render_chat([{"role": "user", "content": "x"}])
+
+
+def test_a_model_directory_that_cannot_work_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model: .* no tokenizer\.json"):
+        Tokenization(tmp_path)
+    path = byte_level(tmp_path / "m")
+    (path / "chat_template.jinja").write_text("{% if %}")
+    with pytest.raises(ConfigError, match="does not compile"):
+        Tokenization(path)
+    (path / "tokenizer_config.json").write_text(json.dumps([]))
+    with pytest.raises(ConfigError, match="not a JSON object"):
+        Tokenization(path)
+
+
+def test_without_a_template_chat_is_refused(tmp_path: Path) -> None:
+    path = byte_level(tmp_path)
+    (path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        Tokenization(path).render_chat([{"role": "user", "content": "x"}])

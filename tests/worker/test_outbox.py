@@ -1,0 +1,82 @@
+"""Outbox: one message per step and router; nothing is forgotten before it is acknowledged."""
+
+from __future__ import annotations
+
+from wire.messages import AnyMessage, FinishReason, TokenLogprobs, TokenRun, Tokens
+from worker.outbox import Outbox, OutputKey
+
+A, B = OutputKey(1, 1), OutputKey(2, 1)
+
+
+class Wire:
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, list[TokenRun]]] = []
+
+    def __call__(self, to: str, message: AnyMessage) -> None:
+        assert isinstance(message, Tokens)
+        self.sent.append((to, message.runs))
+
+
+def outbox() -> tuple[Outbox, Wire]:
+    wire = Wire()
+    return Outbox("d-1", wire, lease_s=60.0), wire
+
+
+def push(
+    box: Outbox, key: OutputKey, start: int, tokens: list[int], finish: FinishReason | None = None
+) -> None:
+    logprobs = [TokenLogprobs(-float(token)) for token in tokens]
+    box.push(f"tcp://router-{key.room % 2}", key, start, tokens, logprobs, finish, 4)
+
+
+def test_one_message_per_flush_and_router() -> None:
+    box, wire = outbox()
+    push(box, A, 0, [10])
+    push(box, B, 0, [20])
+    push(box, OutputKey(3, 1), 0, [30])
+    box.flush()
+    assert sorted((to, [run.room for run in runs]) for to, runs in wire.sent) == [
+        ("tcp://router-0", [2]),
+        ("tcp://router-1", [1, 3]),
+    ]
+    box.flush()
+    assert len(wire.sent) == 2, "nothing new, nothing sent"
+
+
+def test_resend_repeats_what_is_not_acknowledged_with_its_end() -> None:
+    box, wire = outbox()
+    push(box, A, 3, [10, 11])
+    push(box, A, 5, [12], FinishReason.STOP)
+    box.flush()
+    box.ack([(1, 1, 4)])
+    assert box.resend(A, 0)
+    box.flush()
+    (_, (run,)) = wire.sent[-1]
+    assert (run.start, run.tokens, run.finish) == (4, [11, 12], FinishReason.STOP)
+    assert run.logprobs == [TokenLogprobs(-11.0), TokenLogprobs(-12.0)]
+    assert box.resend(A, 5)
+    box.flush()
+    assert wire.sent[-1][1][0].tokens == [12]
+
+
+def test_a_retired_room_goes_with_its_last_ack_or_with_its_lease() -> None:
+    box, _ = outbox()
+    push(box, A, 0, [10], FinishReason.LENGTH)
+    push(box, B, 0, [20], FinishReason.LENGTH)
+    box.retire(A, now=0.0)
+    box.retire(B, now=0.0)
+    box.flush()
+    box.ack([(1, 1, 1), (9, 9, 9)])
+    assert not box.resend(A, 0)
+    assert box.resend(B, 0)
+    box.sweep(59.0)
+    assert len(box) == 1
+    box.sweep(60.0)
+    assert len(box) == 0
+
+
+def test_a_discarded_room_is_unknown() -> None:
+    box, _ = outbox()
+    push(box, A, 0, [10])
+    box.discard(A)
+    assert not box.resend(A, 0)

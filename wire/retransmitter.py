@@ -1,0 +1,71 @@
+"""Retransmitter: keeps saying a message until it is answered, for a bounded time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from wire.messages import AnyMessage
+
+
+class RetransmitKey(NamedTuple):
+    """What an answer must name. `to` is a mailbox address: two routers may use the same room number."""
+
+    to: str
+    room: int
+    epoch: int
+    kind: str
+
+
+@dataclass(slots=True)
+class _Pending:
+    message: AnyMessage
+    next_at: float
+    deadline: float
+    interval: float
+
+
+class Retransmitter:
+    """Messages that await a Receipt. One owner, one thread; time is passed in, so tests need no clock.
+
+    Intervals double from `first_interval_s` up to 2 s: a lost datagram costs little, a slow peer is not
+    flooded.
+    """
+
+    def __init__(self, send: Callable[[str, AnyMessage], None], first_interval_s: float = 0.25) -> None:
+        self._send = send
+        self._first_interval_s = first_interval_s
+        self._pending: dict[RetransmitKey, _Pending] = {}
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def say(self, key: RetransmitKey, message: AnyMessage, now: float, timeout_s: float) -> None:
+        """Send now, and again until `answered` or `timeout_s` has passed."""
+        self._pending[key] = _Pending(
+            message, now + self._first_interval_s, now + timeout_s, self._first_interval_s
+        )
+        self._send(key.to, message)
+
+    def answered(self, key: RetransmitKey) -> bool:
+        """Stop repeating. False when nothing was pending (a repeated answer)."""
+        return self._pending.pop(key, None) is not None
+
+    def forget_room(self, room: int, epoch: int) -> None:
+        """Stop repeating everything about a room's epoch."""
+        for key in [key for key in self._pending if key.room == room and key.epoch == epoch]:
+            del self._pending[key]
+
+    def tick(self, now: float) -> list[RetransmitKey]:
+        """Send what is due. Returns the keys given up: their deadline passed without an answer."""
+        given_up = []
+        for key, pending in list(self._pending.items()):
+            if now >= pending.deadline:
+                del self._pending[key]
+                given_up.append(key)
+            elif now >= pending.next_at:
+                pending.interval = min(2.0, pending.interval * 2)
+                pending.next_at = now + pending.interval
+                self._send(key.to, pending.message)
+        return given_up

@@ -1,0 +1,81 @@
+"""A worker as a plain process: `python -m prefill_node --options FILE.json`.
+
+Prints one line of JSON when ready, drains on SIGTERM or SIGINT (leaves at once when it has not joined yet),
+exits 2 with one line on stderr when its options cannot work, and 1 when its engine loop has died.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import queue
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from common.errors import WorkerLost
+from common.garbage import freeze_gc
+from common.options import exit_on_config_error, read_options
+from worker.loop import Worker
+from worker.options import WorkerOptions
+
+_HEALTH_S = 1.0
+_DRAIN_S = 20.0
+
+
+def run_worker(
+    program: str, make: Callable[[WorkerOptions], Worker], arguments: Sequence[str] | None = None
+) -> int:
+    """Run a worker until it is told to stop. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog=program, description=make.__doc__)
+    parser.add_argument("--options", type=Path, required=True, help="JSON file of WorkerOptions")
+    options_file: Path = parser.parse_args(arguments).options
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    with exit_on_config_error(program):
+        worker = make(read_options(WorkerOptions, options_file))
+        try:
+            return _serve(worker)
+        finally:
+            worker.close()
+
+
+def _serve(worker: Worker) -> int:
+    _on_signals(_leave)  # joining may take a minute, and there is nothing to finish yet
+    record = worker.start()
+    freeze_gc()
+    # Not an Event: its set() waits for a lock that the interrupted wait() may hold. This put() never does.
+    told: queue.SimpleQueue[int] = queue.SimpleQueue()
+    _on_signals(lambda number, _: told.put(number))
+    ready = {"ready": True, "id": record.id, "mailbox": record.mailbox, "events": record.events}
+    sys.stdout.write(json.dumps(ready) + "\n")
+    sys.stdout.flush()
+    while not _wait(told, _HEALTH_S):
+        try:
+            worker.healthy()
+        except WorkerLost as error:
+            sys.stderr.write(f"{error}\n")
+            return 1
+    worker.drain(_DRAIN_S)
+    return 0
+
+
+def _on_signals(handler: Callable[[int, FrameType | None], None]) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handler)
+
+
+def _leave(*_: object) -> NoReturn:
+    raise SystemExit(0)
+
+
+def _wait(told: queue.SimpleQueue[int], timeout_s: float) -> bool:
+    """Whether a signal came within `timeout_s`."""
+    try:
+        told.get(timeout=timeout_s)
+    except queue.Empty:
+        return False
+    return True

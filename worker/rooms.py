@@ -1,0 +1,109 @@
+"""Rooms: which room runs on this worker in which epoch, which are over, and what came too early.
+
+    unknown --start--> active --end--> tombstone --lease--> unknown
+
+A tombstone refuses whatever comes late for its epoch or an older one, so a repeated or reordered message
+can never start a finished room again. A hand-off message for a room that is not here yet is parked under a
+lease: the router's two messages (to prefill and to decode) race with the workers' own.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Generic, Protocol, TypeVar
+
+from wire.messages import AnyMessage
+
+
+class StartVerdict(Enum):
+    """What a start message means to this worker."""
+
+    NEW = "new"
+    REPEATED = "repeated"
+    STALE = "stale"
+
+
+class HasEpoch(Protocol):
+    """What the registry needs of a room's state."""
+
+    @property
+    def room(self) -> int: ...
+    @property
+    def epoch(self) -> int: ...
+
+
+RoomState = TypeVar("RoomState", bound=HasEpoch)
+
+
+class Rooms(Generic[RoomState]):
+    """The registry. Used by the engine loop only; time is passed in."""
+
+    def __init__(self, tombstone_s: float, parking_s: float) -> None:
+        self._tombstone_s = tombstone_s
+        self._parking_s = parking_s
+        self._active: dict[int, RoomState] = {}
+        self._tombstones: dict[int, tuple[int, float]] = {}  # room -> (epoch, forgotten at)
+        self._parked: dict[tuple[int, int], tuple[str, AnyMessage, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._active)
+
+    def active(self) -> list[RoomState]:
+        """All active rooms, oldest first."""
+        return list(self._active.values())
+
+    def admission(self, room: int, epoch: int) -> StartVerdict:
+        """Is a start message for (room, epoch) new, a repeat, or too late?"""
+        if self._buried(room, epoch):
+            return StartVerdict.STALE
+        current = self._active.get(room)
+        if current is None or current.epoch < epoch:
+            return StartVerdict.NEW
+        return StartVerdict.REPEATED if current.epoch == epoch else StartVerdict.STALE
+
+    def start(self, state: RoomState) -> None:
+        """The room runs here from now on. An older epoch must have been ended before."""
+        assert self.admission(state.room, state.epoch) is StartVerdict.NEW
+        assert state.room not in self._active
+        self._active[state.room] = state
+
+    def get(self, room: int, epoch: int | None = None) -> RoomState | None:
+        """The active room, if it runs in that epoch (None: in any)."""
+        state = self._active.get(room)
+        return state if state is not None and epoch in (None, state.epoch) else None
+
+    def end(self, room: int, epoch: int, now: float) -> RoomState | None:
+        """Bury (room, epoch) and all before it. Returns the state if it was active."""
+        buried, _ = self._tombstones.get(room, (0, 0.0))
+        self._tombstones[room] = (max(buried, epoch), now + self._tombstone_s)
+        for key in [key for key in self._parked if key[0] == room and key[1] <= epoch]:
+            del self._parked[key]
+        state = self._active.get(room)
+        if state is None or state.epoch > epoch:
+            return None
+        return self._active.pop(room)
+
+    def park(self, room: int, epoch: int, sender: str, message: AnyMessage, now: float) -> bool:
+        """Keep a message for a room that has not started here. False when it is buried: refuse it."""
+        if self._buried(room, epoch):
+            return False
+        self._parked[room, epoch] = (sender, message, now + self._parking_s)
+        return True
+
+    def unpark(self, room: int, epoch: int) -> tuple[str, AnyMessage] | None:
+        """The (sender, message) parked for a room that starts now."""
+        parked = self._parked.pop((room, epoch), None)
+        return None if parked is None else parked[:2]
+
+    def sweep(self, now: float) -> None:
+        """Forget tombstones and parked messages whose lease is over."""
+        for room, (_, forgotten_at) in list(self._tombstones.items()):
+            if now >= forgotten_at:
+                del self._tombstones[room]
+        for key, (_, _, expires_at) in list(self._parked.items()):
+            if now >= expires_at:
+                del self._parked[key]
+
+    def _buried(self, room: int, epoch: int) -> bool:
+        tombstone = self._tombstones.get(room)
+        return tombstone is not None and epoch <= tombstone[0]
