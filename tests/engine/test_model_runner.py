@@ -101,17 +101,6 @@ def test_a_forward_launched_behind_a_failed_one_serves_its_other_rows(drawn: Dra
     assert tokens == expected[2][:2]
 
 
-def test_a_result_that_does_not_come_in_time_is_an_engine_error(drawn: Drawn) -> None:
-    path, _ = drawn("llama")
-    runner, _ = open_runner(path, 16, 40, overlap=True)
-    driver = Driver(runner, 40, 16)
-    launched = runner.launch(driver.batch([(driver.add(PROMPTS[2]), 64)]))
-    with pytest.raises(EngineError, match="no result"):
-        launched.result(0.0)
-    launched.result(60)
-    runner.close()
-
-
 @pytest.mark.parametrize(("dtype", "kind"), [("float32", "torch"), ("bfloat16", "auto")])
 def test_chunks_that_are_not_last_are_not_sampled(dtype: str, kind: str, drawn: Drawn) -> None:
     path, _ = drawn("llama")

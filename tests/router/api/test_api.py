@@ -226,9 +226,11 @@ def test_what_is_sent_to_the_workers(service: Service) -> None:
     assert (s.logit_bias, s.min_tokens, s.stop_token_ids, s.ignore_eos) == ({5: -100.0}, 1, (7,), True)
     assert next(m for m in p.seen if isinstance(m, Prefill) and m.request.request_id == "mine-1")
     seeds = set()
-    for _ in range(2):
-        router.http.post("/v1/completions", json={"prompt": [1], "max_tokens": 1})
-        seeds.add(next(m for m in reversed(d.seen) if isinstance(m, Decode)).request.sampling.seed)
+    for name in ("seed-1", "seed-2"):
+        sent = {"prompt": [1], "max_tokens": 2}  # the second token comes from D: it has seen the Decode
+        router.http.post("/v1/completions", json=sent, headers={"X-Request-Id": name})
+        decode = next(m for m in d.seen if isinstance(m, Decode) and m.request.request_id == name)
+        seeds.add(decode.request.sampling.seed)
     assert len(seeds) == 2
 
 
