@@ -21,7 +21,7 @@ from scheduler.metrics import SchedulerMetrics
 from scheduler.node_policy import AfterPrefill
 from scheduler.req import Req, RequestLimits
 from scheduler.scheduler import Scheduler
-from wire.messages import FinishReason, GenerateRequest, RejectKind, SamplingParams, TokenLogprobs
+from wire.messages import GenerateRequest, OutputDelta, RejectKind, SamplingParams
 
 Prompt = npt.NDArray[np.int32]
 
@@ -43,17 +43,10 @@ class CountingPolicy:
         """Decode here."""
         return AfterPrefill.DECODE
 
-    def on_tokens(
-        self,
-        req: Req,
-        start: int,
-        tokens: list[int],
-        _logprobs: list[TokenLogprobs] | None,
-        finish: FinishReason | None,
-    ) -> None:
+    def on_tokens(self, req: Req, start: int, delta: OutputDelta) -> None:
         """Count."""
-        self.tokens[req.room] = start + len(tokens)
-        if finish is not None:
+        self.tokens[req.room] = start + len(delta.tokens)
+        if delta.finish is not None:
             self.finished.add(req.room)
 
     def on_failed(self, _req: Req, why: RejectKind, message: str) -> None:

@@ -106,7 +106,7 @@ class DecodeRole(WorkerRole[DecodeRoom]):
         """Whether the room needs no further try: it is reserved, or over."""
         if self.rooms.get(room.room, room.epoch) is not room:
             return True
-        if not self.scheduler.reserve(room.req):
+        if not self.scheduler.hand_off.reserve(room.req):
             return self.rooms.get(room.room, room.epoch) is not room  # it may have failed for good
         groups = {
             name: GroupTarget(reserved.first_page, reserved.pages.tolist())
@@ -169,9 +169,7 @@ class DecodeRole(WorkerRole[DecodeRoom]):
             return
         room.hold = DecodeHold.SCHEDULER
         room.req.stamp(RequestStage.DECODE_TRANSFERRED)
-        # Not our own hit: what prefill computed again was saved nowhere.
-        room.req.cached_tokens = done.cached_tokens
-        self.scheduler.add_transferred(room.req, done.first_token, done.logprobs)
+        self.scheduler.hand_off.add_transferred(room.req, done.first_token, done.logprobs, done.cached_tokens)
 
     # -- the room ends -----------------------------------------------------------------------------
 
@@ -183,7 +181,7 @@ class DecodeRole(WorkerRole[DecodeRoom]):
 
     def _quarantine(self, room: DecodeRoom) -> None:
         assert room.receiver is not None
-        self.memory.quarantine(self.scheduler.cancel_reservation(room.req), room.key)
+        self.memory.quarantine(self.scheduler.hand_off.cancel_reservation(room.req), room.key)
         self._fences[room.key] = room.receiver.abort()
         self._lift_quarantine()
 

@@ -31,15 +31,14 @@ from scheduler.node_policy import AfterPrefill
 from scheduler.req import Req
 from wire.mailbox import Mail
 from wire.messages import (
-    FinishReason,
     KVDone,
     KVFailed,
     KVTarget,
+    OutputDelta,
     Prefill,
     Receipt,
     RejectKind,
     Release,
-    TokenLogprobs,
     kind_of,
 )
 from wire.records import Role, layout_digest
@@ -118,7 +117,7 @@ class PrefillRole(WorkerRole[PrefillRoom]):
         """The target came after the forward: bring the KV back if it was given up, or ship it."""
         if room.hold is PrefillHold.PARKED:
             room.hold = PrefillHold.SCHEDULER
-            self.scheduler.readmit(room.req)
+            self.scheduler.hand_off.readmit(room.req)
         elif room.hold is PrefillHold.HAND_OFF:
             self._send(room, _context_tokens(room.req), last=True)
 
@@ -150,23 +149,16 @@ class PrefillRole(WorkerRole[PrefillRoom]):
         assert room is not None
         self._ship_cached(room)
 
-    def on_tokens(
-        self,
-        req: Req,
-        start: int,
-        tokens: list[int],
-        logprobs: list[TokenLogprobs] | None,
-        finish: FinishReason | None,
-    ) -> None:
+    def on_tokens(self, req: Req, start: int, delta: OutputDelta) -> None:
         room = self.rooms.get(req.room, req.epoch)
         assert room is not None
-        assert len(tokens) == 1, "a prefill worker samples one token a room"
-        room.first_token = tokens[0]
-        room.first_logprobs = logprobs[0] if logprobs else None
-        if finish is not None:  # token 0 ended the request: decode gets Release instead of KV
+        assert len(delta.tokens) == 1, "a prefill worker samples one token per room"
+        room.first_token = delta.tokens[0]
+        room.first_logprobs = delta.logprobs[0] if delta.logprobs else None
+        if delta.finish is not None:  # token 0 ended the request: decode gets Release instead of KV
             self._stop_sender(room)
             self._say(room.decode, Release(room.room, room.epoch))
-        super().on_tokens(req, start, tokens, logprobs, finish)
+        super().on_tokens(req, start, delta)
 
     def on_prefilled(self, req: Req) -> AfterPrefill:
         room = self.rooms.get(req.room, req.epoch)
@@ -213,7 +205,7 @@ class PrefillRole(WorkerRole[PrefillRoom]):
             elif room.hold is PrefillHold.HAND_OFF and room.sender is None:
                 room.hold = PrefillHold.PARKED
                 room.deadline = self._deadline()
-                self.scheduler.park(room.req)
+                self.scheduler.hand_off.park(room.req)
         while not self._sent.empty():
             self._take_sent(self._sent.get())
 
@@ -232,7 +224,7 @@ class PrefillRole(WorkerRole[PrefillRoom]):
             self._fail_both(room, f"KV transfer failed: {sent.error}")
             return
         assert room.first_token is not None
-        self.scheduler.release(room.req)
+        self.scheduler.hand_off.release(room.req)
         self.end(room)
         done = KVDone(
             room.room,
@@ -251,7 +243,7 @@ class PrefillRole(WorkerRole[PrefillRoom]):
     def abandon(self, room: PrefillRoom) -> None:
         self._stop_sender(room)
         if room.hold is PrefillHold.HAND_OFF:
-            self.scheduler.release(room.req)
+            self.scheduler.hand_off.release(room.req)
         elif room.hold is PrefillHold.SCHEDULER:
             self.scheduler.abort(room.room, room.epoch)
 

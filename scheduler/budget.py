@@ -31,6 +31,7 @@ class BatchAdmission:
         self._metrics = metrics
         self._rates = rates
         self._step_tokens = config.step_tokens(self._pages.page_size)
+        self._capacity = self._pages.memory.config.max_context_len
         self._grows = Phase.DECODE in config.phases
         self._blocked: Req | None = None  # head of the queue that did not fit when last tried
         self._claim: Req | None = None  # oldest reservation that did not fit
@@ -90,8 +91,18 @@ class BatchAdmission:
             self._pages.pages_of(window.window) + 1, self.promised().window_pages
         )
 
+    def lower_limit(self, req: Req) -> None:
+        """Keep the request's output within the longest context that this worker can hold."""
+        req.limit_len = min(req.limit_len, self._capacity)
+
     def why_never(self, req: Req) -> str:
-        """Why the request's window KV cannot be held even if it is alone; "" when it can."""
+        """Why this worker cannot run the request even if it is alone; "" when it can."""
+        known = req.prompt_len + len(req.output_ids)
+        if known >= self._capacity:
+            return (
+                f"the prompt is {known} tokens long and this worker holds contexts of at most "
+                f"{self._capacity} tokens, output included"
+            )
         peak, window = self.window_peak(req, req.limit_len), self._pages.window
         if window is None or peak <= window.allocator.num_pages:
             return ""

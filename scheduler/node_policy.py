@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from scheduler.req import Req
-from wire.messages import FinishReason, RejectKind, TokenLogprobs
+from wire.messages import OutputDelta, RejectKind
 
 
 class AfterPrefill(StrEnum):
@@ -30,15 +30,9 @@ class NodePolicy(Protocol):
         """
         ...
 
-    def on_tokens(
-        self,
-        req: Req,
-        start: int,
-        tokens: list[int],
-        logprobs: list[TokenLogprobs] | None,
-        finish: FinishReason | None,
-    ) -> None:
-        """Output positions from `start` on, each reported once; with `finish`, the request's last call."""
+    def on_tokens(self, req: Req, start: int, delta: OutputDelta) -> None:
+        """Output from position `start` on. Each position is reported once, in order, and nothing follows
+        `delta.finish`."""
         ...
 
     def on_failed(self, req: Req, why: RejectKind, message: str) -> None:

@@ -11,7 +11,7 @@ from scheduler.metrics import SchedulerMetrics
 from scheduler.node_policy import AfterPrefill, NodePolicy
 from scheduler.req import Req, ReqState
 from scheduler.request_table import RequestTable
-from wire.messages import FinishReason, RejectKind, TokenLogprobs
+from wire.messages import FinishReason, OutputDelta, RejectKind, TokenLogprobs
 from wire.stages import RequestStage
 
 
@@ -139,7 +139,7 @@ class Results:
             req.finish = finish_reason(req, outputs[-1])
         req.emitted_len = len(outputs)
         self._metrics.output_tokens += len(outputs) - start
-        self._policy.on_tokens(req, start, outputs[start:], logprobs, req.finish)
+        self._policy.on_tokens(req, start, OutputDelta(outputs[start:], logprobs, req.finish))
         if req.finish is not None and req.state is not ReqState.DONE:
             self._metrics.finished += 1
             self._requests.end(req)

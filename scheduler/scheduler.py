@@ -14,13 +14,14 @@ from collections import deque
 from collections.abc import Callable
 
 from engine.batch import Engine
-from kvcache.memory import GroupPages, Memory, MemoryReport
+from kvcache.memory import Memory, MemoryReport
 from scheduler.batch_builder import build_batch
 from scheduler.budget import BatchAdmission
 from scheduler.chunker import Chunk
 from scheduler.config import Phase, SchedulerConfig
+from scheduler.hand_off import HandOff
 from scheduler.metrics import SchedulerMetrics
-from scheduler.node_policy import AfterPrefill, NodePolicy
+from scheduler.node_policy import NodePolicy
 from scheduler.pages import Pages
 from scheduler.rates import Rates
 from scheduler.req import Req, ReqState
@@ -28,11 +29,9 @@ from scheduler.request_table import RequestTable
 from scheduler.results import LaunchedStep, Results
 from scheduler.retraction import pick_victim
 from scheduler.running import RunningBatch
-from wire.messages import RejectKind, TokenLogprobs
+from wire.messages import RejectKind
 from wire.records import WorkerLoad
 from wire.stages import RequestStage
-
-__all__ = ["AfterPrefill", "NodePolicy", "Scheduler", "SchedulerConfig"]
 
 
 class Scheduler:
@@ -53,7 +52,6 @@ class Scheduler:
         self._engine = engine
         self._memory = memory
         self._pool = memory.req_to_token_pool
-        self._pre_alloc_rows = max(self._pool.size - config.max_running_requests, 0)
         self._pages = Pages(memory)
         self._running = RunningBatch(
             config.max_running_requests,
@@ -64,6 +62,8 @@ class Scheduler:
         self._requests = RequestTable(self._pages, self._running)
         self._admission = BatchAdmission(config, self._requests, self.metrics, self._rates)
         self._results = Results(self._requests, policy, self.metrics)
+        pre_alloc_rows = max(self._pool.size - config.max_running_requests, 0)
+        self.hand_off = HandOff(self._requests, self._admission, self._results, pre_alloc_rows)
         self._in_flight: deque[LaunchedStep] = deque()
         self._ended_early: list[Req] = []  # in the queue too, until the next step answers them
 
@@ -72,10 +72,11 @@ class Scheduler:
     def add(self, req: Req) -> None:
         """Queue a request for prefill. One that can never run is answered in the next step."""
         req.stamp(RequestStage.PREFILL_WAITING)
+        self._admission.lower_limit(req)
         self._requests.enrol(req)
         self._requests.wait(req)
         all_forced = bool(req.output_ids) and req.prompt_len + len(req.output_ids) >= req.limit_len
-        if self._why_never(req) or all_forced:
+        if self._admission.why_never(req) or all_forced:
             self._ended_early.append(req)
 
     def abort(self, room: int, epoch: int) -> bool:
@@ -91,24 +92,12 @@ class Scheduler:
         self.metrics.aborted += 1
         return True
 
-    def _why_never(self, req: Req) -> str:
-        """Why the request cannot run even alone on this worker; "" when it can, up to a limit it is given."""
-        capacity = min(self._pool.max_context_len, self._memory.total_tokens)
-        known = req.prompt_len + len(req.output_ids)
-        if known >= capacity:
-            return (
-                f"the prompt is {known} tokens long and this worker holds contexts of at most {capacity} "
-                "tokens, output included"
-            )
-        req.limit_len = min(req.limit_len, capacity)
-        return self._admission.why_never(req)
-
     def _answer_early(self) -> bool:
         """Answer requests that need no forward: too long, or all of their output was forced."""
         for req in self._ended_early:
             if req.state is ReqState.DONE:
                 continue
-            why = self._why_never(req)
+            why = self._admission.why_never(req)
             if why:
                 self._results.fail(req, RejectKind.INVALID, why)
             else:
@@ -116,72 +105,6 @@ class Scheduler:
         answered = bool(self._ended_early)
         self._ended_early.clear()
         return answered
-
-    # -- the hand-off: decode's half -----------------------------------------------------------------
-
-    def reserve(self, req: Req) -> bool:
-        """Decode: lock what is cached of the prompt; take row and pages for the rest of it.
-
-        After True `req.reserved` names what a transfer must bring, by group. False: try again after a step,
-        or (`req.state` is DONE) on_failed has been called. A request that stays away for long loses its turn.
-        """
-        req.aim_prefill()
-        why = self._why_never(req)
-        if why:
-            self._results.fail(req, RejectKind.INVALID, why)
-            return False
-        pre_allocated = self._requests.count(ReqState.RESERVED, ReqState.TRANSFERRED)
-        if pre_allocated >= self._pre_alloc_rows or not self._admission.reserve(req):
-            return False
-        self._requests.enrol(req)
-        req.state = ReqState.RESERVED
-        return True
-
-    def cancel_reservation(self, req: Req) -> GroupPages:
-        """Decode: the transfer is off. Row and locks are given back; `req.reserved` is returned, still taken.
-
-        A peer may still write there: it goes to `memory.quarantine` until the transport's fence has passed.
-        """
-        assert req.state is ReqState.RESERVED, f"{req} is not reserved"
-        pages = self._pages.split_reservation(req)
-        self._requests.end(req)
-        return pages
-
-    def add_transferred(self, req: Req, first_token: int, logprobs: TokenLogprobs | None = None) -> None:
-        """Decode: every reserved page has landed, and prefill sampled `first_token`.
-
-        The prompt enters this worker's tree; the first token is reported like any other; then the request
-        decodes, without a forward over its prompt.
-        """
-        assert req.state is ReqState.RESERVED, f"{req} is not reserved"
-        req.state = ReqState.TRANSFERRED
-        req.kv_committed_len = req.scheduled_len = req.prefill_len
-        req.reserved = {}
-        self._pages.cache_prefix(req, self._results.last_launch)
-        req.output_ids.append(first_token)
-        req.sampling.record(first_token)
-        self._requests.transferred.append(req)
-        self._results.report(req, None if logprobs is None else [logprobs])
-
-    # -- the hand-off: prefill's half ----------------------------------------------------------------
-
-    def release(self, req: Req, is_insert: bool = True) -> None:
-        """Prefill: the policy is done with a handed-off (or parked) request."""
-        assert req.state in (ReqState.HANDED_OFF, ReqState.PARKED, ReqState.DONE), f"{req} is not handed off"
-        self._requests.end(req, is_insert)
-
-    def park(self, req: Req) -> None:
-        """Prefill: hold nothing unevictable for a handed-off request until `readmit`."""
-        self._requests.park(req)
-
-    def readmit(self, req: Req) -> None:
-        """Prefill: bring a parked request's KV back, computing what is not cached any more.
-
-        Ends in on_prefilled again; no token is reported again.
-        """
-        assert req.state is ReqState.PARKED, f"{req} is not parked"
-        self._requests.enrol(req)
-        self._requests.wait(req, kv_only=True)
 
     # -- the loop ------------------------------------------------------------------------------------
 
@@ -301,14 +224,13 @@ class Scheduler:
         requests, waiting = self._requests, self._requests.waiting
         chunked = requests.chunked
         left = chunked.prefill_len - chunked.scheduled_len if chunked else 0
-        pre_allocated = requests.count(ReqState.RESERVED, ReqState.TRANSFERRED)
         return WorkerLoad(
             queued_prefill_tokens=self._rates.to_compute(len(waiting), waiting.tokens()) + left,
             running_requests=requests.count(ReqState.PREFILL, ReqState.RUNNING),
             waiting_requests=len(waiting) + len(requests.transferred),
             free_tokens=self._pages.free_tokens(),
             headroom_tokens=self._admission.headroom(),
-            headroom_rows=max(min(self._pre_alloc_rows - pre_allocated, self._admission.more_requests()), 0),
+            headroom_rows=self.hand_off.headroom_rows(),
             prefill_tokens_per_s=self._rates.prefill_tokens_per_s,
             decode_step_s=self._rates.decode_step_s,
         )

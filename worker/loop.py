@@ -122,11 +122,11 @@ class Worker:
                 self._retransmitter,
                 self._outbox,
                 self._rooms,
+                lambda policy: build_scheduler(options, self._memory, self._engine, policy, role.phases),
             )
         )
         owned.callback(self._role.close)
-        self._scheduler = build_scheduler(options, self._memory, self._engine, self._role, role.phases)
-        self._role.scheduler = self._scheduler
+        self._scheduler = self._role.scheduler
 
     # -- life, from other threads ------------------------------------------------------------------
 

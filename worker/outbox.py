@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from wire.messages import AnyMessage, FinishReason, TokenLogprobs, TokenRun, Tokens
+from wire.messages import AnyMessage, FinishReason, OutputDelta, TokenLogprobs, TokenRun, Tokens
 
 
 class OutputKey(NamedTuple):
@@ -58,26 +58,18 @@ class Outbox:
     def __len__(self) -> int:
         return len(self._outputs)
 
-    def push(
-        self,
-        router: str,
-        key: OutputKey,
-        start: int,
-        tokens: list[int],
-        logprobs: list[TokenLogprobs] | None,
-        finish: FinishReason | None,
-        cached_tokens: int,
-    ) -> None:
-        """Add tokens from position `start` on (contiguous with what the room has said) for the next flush."""
+    def push(self, router: str, key: OutputKey, start: int, delta: OutputDelta, cached_tokens: int) -> None:
+        """Queue output for the next flush. `start` is the position after the room's last token so far."""
         output = self._outputs.get(key)
         if output is None:
             output = self._outputs[key] = _Output(router, start, cached_tokens)
         assert start == output.base + len(output.tokens), "a room's output has no gaps and no repeats"
-        output.tokens += tokens
-        output.logprobs += logprobs or []
-        if finish is not None:
-            output.finish = finish
-        run = TokenRun(key.room, key.epoch, start, tokens, logprobs or None, finish, cached_tokens)
+        logprobs = delta.logprobs or None
+        output.tokens += delta.tokens
+        output.logprobs += logprobs or ()
+        if delta.finish is not None:
+            output.finish = delta.finish
+        run = TokenRun(key.room, key.epoch, start, delta.tokens, logprobs, delta.finish, cached_tokens)
         self._unsent.setdefault(router, []).append(run)
 
     def flush(self) -> None:

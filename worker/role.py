@@ -8,24 +8,24 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 from kvcache.memory import Memory
 from scheduler.config import Phase
-from scheduler.node_policy import AfterPrefill
+from scheduler.node_policy import AfterPrefill, NodePolicy
 from scheduler.req import Req
 from scheduler.scheduler import Scheduler
 from wire.mailbox import Mail, Mailbox
 from wire.messages import (
     Decode,
-    FinishReason,
+    OutputDelta,
     Prefill,
     Rejected,
     RejectKind,
     Reserved,
     Timeline,
-    TokenLogprobs,
     kind_of,
 )
 from wire.records import Role
@@ -72,6 +72,7 @@ class Services:
     retransmitter: Retransmitter
     outbox: Outbox
     rooms: Rooms[Any]
+    build_scheduler: Callable[[NodePolicy], Scheduler]  # over this worker's engine and memory
 
 
 class WorkerRole(ABC, Generic[RoomType]):
@@ -91,7 +92,7 @@ class WorkerRole(ABC, Generic[RoomType]):
         self.retransmitter = services.retransmitter
         self.outbox = services.outbox
         self.rooms: Rooms[RoomType] = services.rooms
-        self.scheduler: Scheduler
+        self.scheduler = services.build_scheduler(self)
 
     # -- what a role must say ----------------------------------------------------------------------
 
@@ -141,19 +142,12 @@ class WorkerRole(ABC, Generic[RoomType]):
     def on_chunk(self, req: Req) -> None:
         """NodePolicy: a chunk landed. Nothing to do unless a role ships it."""
 
-    def on_tokens(
-        self,
-        req: Req,
-        start: int,
-        tokens: list[int],
-        logprobs: list[TokenLogprobs] | None,
-        finish: FinishReason | None,
-    ) -> None:
-        """NodePolicy: tokens for the router; with `finish` the room is over here."""
+    def on_tokens(self, req: Req, start: int, delta: OutputDelta) -> None:
+        """NodePolicy: queue the output for the room's router. With `delta.finish` the room is over here."""
         room = self.rooms.get(req.room, req.epoch)
         assert room is not None, "the scheduler only runs rooms that are registered"
-        self.say_tokens(room, start, tokens, logprobs, finish)
-        if finish is not None:
+        self.outbox.push(room.router, room.key, start, delta, req.cached_tokens)
+        if delta.finish is not None:
             self.end(room)
 
     def on_failed(self, req: Req, why: RejectKind, message: str) -> None:
@@ -161,17 +155,6 @@ class WorkerRole(ABC, Generic[RoomType]):
         room = self.rooms.get(req.room, req.epoch)
         if room is not None:
             self.reject(room, why, message)
-
-    def say_tokens(
-        self,
-        room: RoomType,
-        start: int,
-        tokens: list[int],
-        logprobs: list[TokenLogprobs] | None,
-        finish: FinishReason | None,
-    ) -> None:
-        """Queue tokens for the room's router."""
-        self.outbox.push(room.router, room.key, start, tokens, logprobs, finish, room.req.cached_tokens)
 
     def end(self, room: RoomType) -> None:
         """The room's work here is done: bury it and send its part of the timeline."""

@@ -13,10 +13,18 @@ from engine.fake import FakeEngine, FakeTiming, fake_generate, fake_spec
 from engine.spec import ModelSpec
 from kvcache.config import MIN_STATE_SLOTS, CacheConfig
 from kvcache.memory import Memory, build_memory
+from scheduler.config import SchedulerConfig
 from scheduler.node_policy import AfterPrefill
 from scheduler.req import Req, RequestLimits
-from scheduler.scheduler import Scheduler, SchedulerConfig
-from wire.messages import FinishReason, GenerateRequest, RejectKind, SamplingParams, TokenLogprobs
+from scheduler.scheduler import Scheduler
+from wire.messages import (
+    FinishReason,
+    GenerateRequest,
+    OutputDelta,
+    RejectKind,
+    SamplingParams,
+    TokenLogprobs,
+)
 
 VOCAB = 499
 EOS = tuple(range(5, VOCAB, 12))
@@ -44,23 +52,16 @@ class Recorder:
         self.prefilled.append(req)
         return self.after
 
-    def on_tokens(
-        self,
-        req: Req,
-        start: int,
-        tokens: list[int],
-        logprobs: list[TokenLogprobs] | None,
-        finish: FinishReason | None,
-    ) -> None:
+    def on_tokens(self, req: Req, start: int, delta: OutputDelta) -> None:
         assert req.room not in self.finished, "tokens after the last"
         known = self.outputs.setdefault(req.room, list(req.request.forced))
         assert start == len(known), "a token was lost or came twice"
-        known.extend(tokens)
-        if logprobs is not None:
-            assert len(logprobs) == len(tokens)
-            self.logprobs.setdefault(req.room, []).extend(logprobs)
-        if finish is not None:
-            self.finished[req.room] = finish
+        known.extend(delta.tokens)
+        if delta.logprobs is not None:
+            assert len(delta.logprobs) == len(delta.tokens)
+            self.logprobs.setdefault(req.room, []).extend(delta.logprobs)
+        if delta.finish is not None:
+            self.finished[req.room] = delta.finish
 
     def on_failed(self, req: Req, why: RejectKind, message: str) -> None:
         assert req.room not in self.failed

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from scheduler.config import SchedulerConfig
 from scheduler.retraction import pick_victim
-from scheduler.scheduler import SchedulerConfig
 from tests.scheduler.rig import Rig
 
 CONFIG = SchedulerConfig(model="m", max_running_requests=8)
@@ -100,12 +100,12 @@ def test_a_refused_reservation_holds_back_younger_requests() -> None:
     rig.step()
     large = rig.req(range(200), 20)
     for step in range(60):
-        if rig.scheduler.reserve(large):
+        if rig.scheduler.hand_off.reserve(large):
             break
         rig.add([step % 90, *range(18)], 10)
         rig.step()
     assert large.req_pool_idx is not None
-    rig.memory.quarantine(rig.scheduler.cancel_reservation(large), "large")
+    rig.memory.quarantine(rig.scheduler.hand_off.cancel_reservation(large), "large")
     rig.memory.release_quarantine("large")
     rig.run()
     rig.assert_outputs(large.room)
@@ -132,11 +132,11 @@ def test_a_reservation_that_waits_leaves_no_headroom_to_later_ones() -> None:
     rig.step()
     assert rig.scheduler.load().headroom_tokens > 100
     large = rig.req([9] * 300, 10)
-    assert not rig.scheduler.reserve(large)
+    assert not rig.scheduler.hand_off.reserve(large)
     assert rig.scheduler.load().headroom_tokens == 0
     rig.run()
     assert rig.scheduler.load().headroom_tokens == 512  # its turn comes whatever it takes
-    assert rig.scheduler.reserve(large)
-    rig.memory.quarantine(rig.scheduler.cancel_reservation(large), "large")
+    assert rig.scheduler.hand_off.reserve(large)
+    rig.memory.quarantine(rig.scheduler.hand_off.cancel_reservation(large), "large")
     rig.memory.release_quarantine("large")
     rig.close()

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from engine.batch import UNKNOWN_TOKEN
-from scheduler.scheduler import SchedulerConfig
+from scheduler.config import SchedulerConfig
 from tests.scheduler.rig import Rig
 from wire.messages import FinishReason
 from wire.stages import RequestStage

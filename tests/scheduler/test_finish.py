@@ -6,7 +6,7 @@ import pytest
 
 from engine.errors import EngineError
 from engine.fake import FakeTiming
-from scheduler.scheduler import SchedulerConfig
+from scheduler.config import SchedulerConfig
 from tests.scheduler.rig import Rig
 from wire.messages import FinishReason, RejectKind
 

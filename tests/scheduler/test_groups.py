@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from kvcache.swa_allocator import SWATokenToKVPoolAllocator
+from scheduler.config import SchedulerConfig
 from scheduler.req import Req, ReqState
-from scheduler.scheduler import SchedulerConfig
 from tests.scheduler.rig import GROUPS, Rig
 from tests.scheduler.test_hand_off import decode_rig, finish_transfer, pair, prefill_rig
 from wire.messages import RejectKind
@@ -258,18 +258,18 @@ def test_a_reservation_names_what_each_group_lacks(groups: tuple[str, ...]) -> N
     if "state" in groups:
         expected["state"] = (0, 1)
     reference = decode.req(range(100), 6)
-    assert decode.scheduler.reserve(reference)
+    assert decode.scheduler.hand_off.reserve(reference)
     assert _reserved(reference) == expected
     decode.check()
-    pages = decode.scheduler.cancel_reservation(reference)
+    pages = decode.scheduler.hand_off.cancel_reservation(reference)
     assert {name: len(ids) for name, ids in pages.items()} == {name: n for name, (_, n) in expected.items()}
     decode.memory.quarantine(pages, "room")
     decode.check()
     again = decode.req(range(100), 6)
-    assert decode.scheduler.reserve(again)
+    assert decode.scheduler.hand_off.reserve(again)
     for name, ids in pages.items():
         assert not set(ids.tolist()) & set(again.reserved[name].pages.tolist())
-    decode.memory.quarantine(decode.scheduler.cancel_reservation(again), "room")
+    decode.memory.quarantine(decode.scheduler.hand_off.cancel_reservation(again), "room")
     decode.memory.release_quarantine("room")
     decode.close()
 
@@ -286,11 +286,11 @@ def test_prefill_here_decode_there(groups: tuple[str, ...], page_size: int, leng
         sent, reference = pair(prefill, decode, range(length), 50)
         prefill.scheduler.add(sent)
         prefill.run()
-        prefill.scheduler.park(sent)
-        prefill.scheduler.readmit(sent)
+        prefill.scheduler.hand_off.park(sent)
+        prefill.scheduler.hand_off.readmit(sent)
         prefill.run()
         assert sent.state is ReqState.HANDED_OFF
-        assert decode.scheduler.reserve(reference)
+        assert decode.scheduler.hand_off.reserve(reference)
         finish_transfer(prefill, sent, decode, reference)
         decode.run()
     assert sent.cached_tokens == (length - 1) // page_size * page_size
@@ -307,14 +307,14 @@ def test_a_cached_state_is_handed_off_from_the_tree(depth: int) -> None:
     sent, reference = pair(prefill, decode, range(96), 20)
     prefill.scheduler.add(sent)
     prefill.run()
-    prefill.scheduler.park(sent)
+    prefill.scheduler.hand_off.park(sent)
     launches = prefill.engine.launches
-    prefill.scheduler.readmit(sent)
+    prefill.scheduler.hand_off.readmit(sent)
     prefill.run()
     assert prefill.engine.launches == launches
     assert sent.state_hold is not None
     assert sent.state_hold.live not in sent.state_hold.private
-    assert decode.scheduler.reserve(reference)
+    assert decode.scheduler.hand_off.reserve(reference)
     finish_transfer(prefill, sent, decode, reference)
     decode.run()
     decode.assert_outputs()
@@ -327,11 +327,11 @@ def test_headroom_counts_every_group() -> None:
     rig = Rig(16, 1024, pre_alloc=8, groups=("window", "state"), config=config, tight=True)
     assert rig.scheduler.load().headroom_rows == 1
     reference = rig.req(range(60), 2)
-    assert rig.scheduler.reserve(reference)
+    assert rig.scheduler.hand_off.reserve(reference)
     assert rig.scheduler.load().headroom_rows == 0
     other = rig.req(range(30), 2)
-    assert not rig.scheduler.reserve(other)
-    rig.memory.quarantine(rig.scheduler.cancel_reservation(reference), 1)
+    assert not rig.scheduler.hand_off.reserve(other)
+    rig.memory.quarantine(rig.scheduler.hand_off.cancel_reservation(reference), 1)
     rig.memory.release_quarantine(1)
     assert rig.scheduler.load().headroom_rows == 1
     rig.close()

@@ -101,7 +101,7 @@ class Fuzz:
     def reserve(self) -> None:
         for sent, reference in self.pairs.values():
             if reference.state is ReqState.NEW and sent.room not in self.prefill.policy.failed:
-                self.decode.scheduler.reserve(reference)
+                self.decode.scheduler.hand_off.reserve(reference)
                 return
 
     def step(self) -> None:
@@ -114,11 +114,11 @@ class Fuzz:
 
     def park(self) -> None:
         for room in self.of_state(ReqState.HANDED_OFF)[:1]:
-            self.prefill.scheduler.park(self.pairs[room][0])
+            self.prefill.scheduler.hand_off.park(self.pairs[room][0])
 
     def readmit(self) -> None:
         for room in self.of_state(ReqState.PARKED)[:1]:
-            self.prefill.scheduler.readmit(self.pairs[room][0])
+            self.prefill.scheduler.hand_off.readmit(self.pairs[room][0])
 
     def transfer(self) -> None:
         for room in self.of_state(ReqState.HANDED_OFF):
@@ -126,8 +126,10 @@ class Fuzz:
             if reference.state is ReqState.RESERVED:
                 del self.pairs[room]
                 ship(self.prefill, sent, self.decode, reference)
-                self.prefill.scheduler.release(sent)
-                self.decode.scheduler.add_transferred(reference, sent.output_ids[-1])
+                self.prefill.scheduler.hand_off.release(sent)
+                self.decode.scheduler.hand_off.add_transferred(
+                    reference, sent.output_ids[-1], None, sent.cached_tokens
+                )
                 return
 
     def drop(self) -> None:
@@ -141,11 +143,11 @@ class Fuzz:
         sent, reference = self.pairs.pop(room)
         self.gone.add(room)
         if sent.state in (ReqState.HANDED_OFF, ReqState.PARKED):
-            self.prefill.scheduler.release(sent, is_insert=self.rng.random() < 0.5)
+            self.prefill.scheduler.hand_off.release(sent, is_insert=self.rng.random() < 0.5)
         else:
             self.prefill.scheduler.abort(sent.room, sent.epoch)
         if reference.state is ReqState.RESERVED:
-            pages = self.decode.scheduler.cancel_reservation(reference)
+            pages = self.decode.scheduler.hand_off.cancel_reservation(reference)
             for name, ids in pages.items():
                 self.decode.memory.kv_caches[name].bytes[ids] = 5
             self.decode.memory.quarantine(pages, room)
@@ -211,9 +213,9 @@ class Fuzz:
                 if room in over:
                     self.end_pair(room)
                 elif sent.state is ReqState.HANDED_OFF and reference.state is not ReqState.RESERVED:
-                    self.prefill.scheduler.park(sent)  # as a prefill worker does at once
+                    self.prefill.scheduler.hand_off.park(sent)  # as a prefill worker does at once
                 elif sent.state is ReqState.PARKED and reference.state is ReqState.RESERVED:
-                    self.prefill.scheduler.readmit(sent)
+                    self.prefill.scheduler.hand_off.readmit(sent)
             self.transfer()
             idle = self.prefill.scheduler.idle and self.decode.scheduler.idle
             if idle and not self.pairs and not self.fenced:

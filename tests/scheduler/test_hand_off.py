@@ -58,8 +58,8 @@ def pair(prefill: Rig, decode: Rig, prompt: Sequence[int], max_new: int, forced:
 
 def finish_transfer(prefill: Rig, sent: Req, decode: Rig, reference: Req) -> None:
     ship(prefill, sent, decode, reference)
-    prefill.scheduler.release(sent)
-    decode.scheduler.add_transferred(reference, sent.output_ids[-1])
+    prefill.scheduler.hand_off.release(sent)
+    decode.scheduler.hand_off.add_transferred(reference, sent.output_ids[-1], None, sent.cached_tokens)
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -69,13 +69,15 @@ def test_prefill_here_decode_there(page_size: int, depth: int) -> None:
     prompts = [range(70), range(64), range(40, 45), range(70), [*range(50), 9, 9]]
     for i, prompt in enumerate(prompts):
         sent, reference = pair(prefill, decode, prompt, 12, forced=3 if i == 1 else 0)
-        assert decode.scheduler.reserve(reference)
+        assert decode.scheduler.hand_off.reserve(reference)
+        found = reference.cached_tokens
         prefill.scheduler.add(sent)
         prefill.run()
         assert sent.state is ReqState.HANDED_OFF
         decode.step()
         finish_transfer(prefill, sent, decode, reference)
-    assert reference.cached_tokens == (50 if page_size == 1 else 48)
+        assert reference.cached_tokens == sent.cached_tokens, "what prefill computed again saved nothing"
+    assert found == (50 if page_size == 1 else 48)
     decode.run()
     decode.assert_outputs()
     prefill.close()
@@ -86,7 +88,7 @@ def test_a_wholly_cached_prompt_needs_no_page() -> None:
     prefill, decode = prefill_rig(16, 0), decode_rig(16, 0)
     for expected_pages in (4, 0):
         sent, reference = pair(prefill, decode, range(64), 6)
-        assert decode.scheduler.reserve(reference)
+        assert decode.scheduler.hand_off.reserve(reference)
         assert len(reference.reserved["full"].pages) == expected_pages
         prefill.scheduler.add(sent)
         prefill.run()
@@ -104,14 +106,14 @@ def test_a_reservation_counts_the_growth_of_others() -> None:
         sent, reference = pair(prefill, decode, range(start, start + 30), 90)
         references.append((sent, reference))
     (sent_a, reference_a), (sent_b, reference_b) = references
-    assert decode.scheduler.reserve(reference_a)
-    assert not decode.scheduler.reserve(reference_b)  # growth of the first is counted
+    assert decode.scheduler.hand_off.reserve(reference_a)
+    assert not decode.scheduler.hand_off.reserve(reference_b)  # growth of the first is counted
     for sent in (sent_a, sent_b):
         prefill.scheduler.add(sent)
     prefill.run()
     finish_transfer(prefill, sent_a, decode, reference_a)
     decode.run()
-    assert decode.scheduler.reserve(reference_b)
+    assert decode.scheduler.hand_off.reserve(reference_b)
     finish_transfer(prefill, sent_b, decode, reference_b)
     decode.run()
     decode.assert_outputs()
@@ -125,16 +127,16 @@ def test_cancelled_pages_stay_in_quarantine(depth: int) -> None:
     runner = decode.add(range(100, 120), 30)
     decode.step()
     reference = decode.req(range(64), 6)
-    assert decode.scheduler.reserve(reference)
+    assert decode.scheduler.hand_off.reserve(reference)
     assert not decode.scheduler.abort(reference.room, reference.epoch)
-    pages = decode.scheduler.cancel_reservation(reference)
+    pages = decode.scheduler.hand_off.cancel_reservation(reference)
     assert {name: len(ids) for name, ids in pages.items()} == {"full": 4}
     decode.memory.quarantine(pages, "room")
     decode.check()
     again = decode.req(range(64), 6)
-    assert decode.scheduler.reserve(again)
+    assert decode.scheduler.hand_off.reserve(again)
     assert not set(pages["full"].tolist()) & set(again.reserved["full"].pages.tolist())
-    decode.memory.quarantine(decode.scheduler.cancel_reservation(again), "again")
+    decode.memory.quarantine(decode.scheduler.hand_off.cancel_reservation(again), "again")
     assert decode.memory.release_quarantine("room") == decode.memory.release_quarantine("again") == 4
     decode.run()
     assert decode.policy.outputs[runner.room] == decode.expected[runner.room]
@@ -144,10 +146,10 @@ def test_cancelled_pages_stay_in_quarantine(depth: int) -> None:
 def test_reservations_are_bounded_by_their_rows() -> None:
     decode = decode_rig(16, 0, pool_tokens=4096)
     reqs = [decode.req(range(i, i + 20), 2) for i in range(5)]
-    assert [decode.scheduler.reserve(req) for req in reqs] == [True] * 4 + [False]
+    assert [decode.scheduler.hand_off.reserve(req) for req in reqs] == [True] * 4 + [False]
     assert decode.scheduler.load().headroom_rows == 0
     for req in reqs[:4]:
-        decode.memory.quarantine(decode.scheduler.cancel_reservation(req), req.room)
+        decode.memory.quarantine(decode.scheduler.hand_off.cancel_reservation(req), req.room)
         decode.memory.release_quarantine(req.room)
     assert decode.scheduler.load().headroom_rows == 4
     decode.close()
@@ -156,7 +158,7 @@ def test_reservations_are_bounded_by_their_rows() -> None:
 def test_a_reservation_that_can_never_fit_fails() -> None:
     decode = decode_rig(16, 0, pool_tokens=64)
     req = decode.req(range(70), 2)
-    assert not decode.scheduler.reserve(req)
+    assert not decode.scheduler.hand_off.reserve(req)
     assert req.state is ReqState.DONE
     assert decode.policy.failed[req.room][0] is RejectKind.INVALID
     decode.close()
@@ -171,15 +173,15 @@ def test_parked_holds_nothing_and_comes_back(page_size: int, length: int, evict:
     sent, reference = pair(prefill, decode, range(length), 10)
     prefill.scheduler.add(sent)
     prefill.run()
-    prefill.scheduler.park(sent)
+    prefill.scheduler.hand_off.park(sent)
     prefill.run()
     assert prefill.scheduler.load().headroom_tokens == 128
     if evict:
         other = prefill.add([7] * 120, 2)
         prefill.run()
-        prefill.scheduler.release(other)
+        prefill.scheduler.hand_off.release(other)
     launches = prefill.engine.launches
-    prefill.scheduler.readmit(sent)
+    prefill.scheduler.hand_off.readmit(sent)
     assert not prefill.scheduler.idle
     prefill.run()
     assert sent.state is ReqState.HANDED_OFF
@@ -187,7 +189,7 @@ def test_parked_holds_nothing_and_comes_back(page_size: int, length: int, evict:
     assert len(prefill.policy.outputs[sent.room]) == 1
     if not evict and length % page_size == 0:
         assert prefill.engine.launches == launches  # nothing was missing
-    assert decode.scheduler.reserve(reference)
+    assert decode.scheduler.hand_off.reserve(reference)
     finish_transfer(prefill, sent, decode, reference)
     decode.run()
     decode.assert_outputs()
@@ -201,13 +203,13 @@ def test_parked_rooms_never_refuse_a_room_with_a_target() -> None:
     for start in range(12):
         req = prefill.add(range(start, start + 70), 4)
         prefill.run()
-        prefill.scheduler.park(req)
+        prefill.scheduler.hand_off.park(req)
         parked.append(req)
     for req in parked:
-        prefill.scheduler.readmit(req)
+        prefill.scheduler.hand_off.readmit(req)
         prefill.run()
         assert req.state is ReqState.HANDED_OFF
-        prefill.scheduler.release(req)
+        prefill.scheduler.hand_off.release(req)
     prefill.close()
 
 
@@ -216,9 +218,9 @@ def test_a_parked_request_may_be_released_or_aborted_while_it_waits() -> None:
     reqs = [prefill.add(range(i, i + 40), 4) for i in range(2)]
     prefill.run()
     for req in reqs:
-        prefill.scheduler.park(req)
-    prefill.scheduler.release(reqs[0])
-    prefill.scheduler.readmit(reqs[1])
+        prefill.scheduler.hand_off.park(req)
+    prefill.scheduler.hand_off.release(reqs[0])
+    prefill.scheduler.hand_off.readmit(reqs[1])
     assert prefill.scheduler.abort(reqs[1].room, reqs[1].epoch)
     prefill.run()
     assert all(req.state is ReqState.DONE for req in reqs)
@@ -239,12 +241,12 @@ def test_hand_off_of_a_request_that_is_decoding_ahead(page_size: int, groups: tu
             prefill.step()
         assert sent.in_flight == 1
         if early:  # parked and wanted again before that forward has landed
-            prefill.scheduler.park(sent)
-            prefill.scheduler.readmit(sent)
+            prefill.scheduler.hand_off.park(sent)
+            prefill.scheduler.hand_off.readmit(sent)
             prefill.check()
         prefill.run()
         assert sent.state is ReqState.HANDED_OFF
-        assert decode.scheduler.reserve(reference)
+        assert decode.scheduler.hand_off.reserve(reference)
         finish_transfer(prefill, sent, decode, reference)
         decode.run()
     assert prefill.scheduler.metrics.surplus_tokens == 2
@@ -262,10 +264,10 @@ def test_hand_off_without_a_prefix_cache() -> None:
         sent, reference = pair(prefill, decode, range(70), 8)
         prefill.scheduler.add(sent)
         prefill.run()
-        prefill.scheduler.park(sent)
-        prefill.scheduler.readmit(sent)
+        prefill.scheduler.hand_off.park(sent)
+        prefill.scheduler.hand_off.readmit(sent)
         prefill.run()
-        assert decode.scheduler.reserve(reference)
+        assert decode.scheduler.hand_off.reserve(reference)
         assert len(reference.reserved["full"].pages) == 5
         finish_transfer(prefill, sent, decode, reference)
         decode.run()

@@ -107,7 +107,7 @@ class TwoWorkers(RuleBasedStateMachine):
         self.decode.expected[sent.room] = self.prefill.expected[sent.room]
         self.prefill.scheduler.add(sent)
         if reserve:
-            self.decode.scheduler.reserve(reference)
+            self.decode.scheduler.hand_off.reserve(reference)
 
     @rule(shape=prompts, priority=st.integers(0, 1))
     def add_to_decode(self, shape: tuple[int, int, int, int], priority: int) -> None:
@@ -145,19 +145,19 @@ class TwoWorkers(RuleBasedStateMachine):
     @rule(data=st.data())
     def reserve(self, data: st.DataObject) -> None:
         room = data.draw(st.sampled_from(self._in(reference=ReqState.NEW)))
-        self.decode.scheduler.reserve(self.pairs[room][1])
+        self.decode.scheduler.hand_off.reserve(self.pairs[room][1])
 
     @precondition(lambda self: self._in(sent=ReqState.HANDED_OFF))
     @rule(data=st.data())
     def park(self, data: st.DataObject) -> None:
         room = data.draw(st.sampled_from(self._in(sent=ReqState.HANDED_OFF)))
-        self.prefill.scheduler.park(self.pairs[room][0])
+        self.prefill.scheduler.hand_off.park(self.pairs[room][0])
 
     @precondition(lambda self: self._in(sent=ReqState.PARKED))
     @rule(data=st.data())
     def readmit(self, data: st.DataObject) -> None:
         room = data.draw(st.sampled_from(self._in(sent=ReqState.PARKED)))
-        self.prefill.scheduler.readmit(self.pairs[room][0])
+        self.prefill.scheduler.hand_off.readmit(self.pairs[room][0])
 
     @precondition(lambda self: self._in(ReqState.HANDED_OFF, ReqState.RESERVED))
     @rule(data=st.data())
@@ -165,8 +165,10 @@ class TwoWorkers(RuleBasedStateMachine):
         room = data.draw(st.sampled_from(self._in(ReqState.HANDED_OFF, ReqState.RESERVED)))
         sent, reference = self.pairs.pop(room)
         ship(self.prefill, sent, self.decode, reference)
-        self.prefill.scheduler.release(sent)
-        self.decode.scheduler.add_transferred(reference, sent.output_ids[-1])
+        self.prefill.scheduler.hand_off.release(sent)
+        self.decode.scheduler.hand_off.add_transferred(
+            reference, sent.output_ids[-1], None, sent.cached_tokens
+        )
 
     @precondition(lambda self: len(self.pairs) > 2)
     @rule(data=st.data())
@@ -176,11 +178,11 @@ class TwoWorkers(RuleBasedStateMachine):
         self.dropped.add(room)
         sent, reference = self.pairs.pop(room)
         if sent.state in (ReqState.HANDED_OFF, ReqState.PARKED):
-            self.prefill.scheduler.release(sent)
+            self.prefill.scheduler.hand_off.release(sent)
         else:
             self.prefill.scheduler.abort(sent.room, sent.epoch)
         if reference.state is ReqState.RESERVED:
-            pages = self.decode.scheduler.cancel_reservation(reference)
+            pages = self.decode.scheduler.hand_off.cancel_reservation(reference)
             for name, ids in pages.items():  # the peer writes on until the fence
                 self.decode.memory.kv_caches[name].bytes[ids] = 5
             self.decode.memory.quarantine(pages, room)
@@ -210,7 +212,9 @@ class TwoWorkers(RuleBasedStateMachine):
         for sent, reference in self.pairs.values():
             self.dropped.add(sent.room)
             if reference.state is ReqState.RESERVED:
-                self.decode.memory.quarantine(self.decode.scheduler.cancel_reservation(reference), sent.room)
+                self.decode.memory.quarantine(
+                    self.decode.scheduler.hand_off.cancel_reservation(reference), sent.room
+                )
                 self.decode.memory.release_quarantine(sent.room)
         self.decode.run()
         while not self.prefill.scheduler.idle:
@@ -218,10 +222,10 @@ class TwoWorkers(RuleBasedStateMachine):
                 handed = [sent for sent, _ in self.pairs.values() if sent.state is ReqState.HANDED_OFF]
                 assert handed, "a step did nothing though nobody holds memory"
                 for sent in handed:
-                    self.prefill.scheduler.release(sent)
+                    self.prefill.scheduler.hand_off.release(sent)
         for sent, _ in self.pairs.values():
             if sent.state in (ReqState.HANDED_OFF, ReqState.PARKED):
-                self.prefill.scheduler.release(sent)
+                self.prefill.scheduler.hand_off.release(sent)
         self.decode.assert_outputs(*self.dropped)
         for rig in (self.prefill, self.decode):
             assert not rig.policy.failed

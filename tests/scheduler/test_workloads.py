@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from scheduler.config import SchedulerConfig
 from scheduler.req import Req
-from scheduler.scheduler import SchedulerConfig
 from tests.scheduler.rig import EOS, GROUPS, VOCAB, Rig
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from wire.messages import AnyMessage, FinishReason, TokenLogprobs, TokenRun, Tokens
+from wire.messages import AnyMessage, FinishReason, OutputDelta, TokenLogprobs, TokenRun, Tokens
 from worker.outbox import Outbox, OutputKey
 
 A, B = OutputKey(1, 1), OutputKey(2, 1)
@@ -26,7 +26,7 @@ def push(
     box: Outbox, key: OutputKey, start: int, tokens: list[int], finish: FinishReason | None = None
 ) -> None:
     logprobs = [TokenLogprobs(-float(token)) for token in tokens]
-    box.push(f"tcp://router-{key.room % 2}", key, start, tokens, logprobs, finish, 4)
+    box.push(f"tcp://router-{key.room % 2}", key, start, OutputDelta(tokens, logprobs, finish), 4)
 
 
 def test_one_message_per_flush_and_router() -> None:

@@ -1,0 +1,106 @@
+"""HandOff: a request passes from a prefill worker's scheduler to a decode worker's.
+
+decode worker     reserve ─> add_transferred, or cancel_reservation
+prefill worker    (on_prefilled answers HAND_OFF) ─> release, or park ─> readmit ─> on_prefilled again
+"""
+
+from __future__ import annotations
+
+from kvcache.memory import GroupPages
+from scheduler.budget import BatchAdmission
+from scheduler.req import Req, ReqState
+from scheduler.request_table import RequestTable
+from scheduler.results import Results
+from wire.messages import RejectKind, TokenLogprobs
+
+
+class HandOff:
+    """The operations of both sides of a transfer. Called on the scheduler's thread."""
+
+    def __init__(
+        self, requests: RequestTable, admission: BatchAdmission, results: Results, pre_alloc_rows: int
+    ) -> None:
+        """At most `pre_alloc_rows` requests are reserved, or have their KV and do not run yet, at a time."""
+        self._requests = requests
+        self._admission = admission
+        self._results = results
+        self._pre_alloc_rows = pre_alloc_rows
+
+    # -- on the decode worker ------------------------------------------------------------------------
+
+    def reserve(self, req: Req) -> bool:
+        """Lock what is cached of the prompt, and take a row and pages for the rest.
+
+        After True, `req.reserved` names the pages that a transfer must fill, by group. After False, try again
+        after a step, unless `req.state` is DONE: then the request can never fit, and on_failed has been
+        called. A request that is not tried again for `budget.CLAIM_STEPS` steps loses its place in the order.
+        """
+        req.aim_prefill()
+        self._admission.lower_limit(req)
+        why = self._admission.why_never(req)
+        if why:
+            self._results.fail(req, RejectKind.INVALID, why)
+            return False
+        if self._free_rows() <= 0 or not self._admission.reserve(req):
+            return False
+        self._requests.enrol(req)
+        req.state = ReqState.RESERVED
+        return True
+
+    def cancel_reservation(self, req: Req) -> GroupPages:
+        """Give back the row and the locks of a reservation. Returns its pages, which are still allocated.
+
+        A peer may still write to them: they belong in `memory.quarantine` until the transport's fence has
+        passed.
+        """
+        assert req.state is ReqState.RESERVED, f"{req} is not reserved"
+        pages = self._requests.pages.split_reservation(req)
+        self._requests.end(req)
+        return pages
+
+    def add_transferred(
+        self, req: Req, first_token: int, logprobs: TokenLogprobs | None, cached_tokens: int
+    ) -> None:
+        """Every reserved page has arrived, and the prefill worker sampled `first_token`.
+
+        The prompt enters this worker's tree, the first token is reported like any other, and the request
+        decodes without a forward over its prompt. `cached_tokens` is how much of the prompt the prefill
+        worker had cached: what it computed again, this worker's cache did not save.
+        """
+        assert req.state is ReqState.RESERVED, f"{req} is not reserved"
+        req.state = ReqState.TRANSFERRED
+        req.kv_committed_len = req.scheduled_len = req.prefill_len
+        req.cached_tokens = cached_tokens
+        req.reserved = {}
+        self._requests.pages.cache_prefix(req, self._results.last_launch)
+        req.output_ids.append(first_token)
+        req.sampling.record(first_token)
+        self._requests.transferred.append(req)
+        self._results.report(req, None if logprobs is None else [logprobs])
+
+    def headroom_rows(self) -> int:
+        """How many more requests can be reserved, as far as rows, state slots and window pages go."""
+        return max(min(self._free_rows(), self._admission.more_requests()), 0)
+
+    def _free_rows(self) -> int:
+        return self._pre_alloc_rows - self._requests.count(ReqState.RESERVED, ReqState.TRANSFERRED)
+
+    # -- on the prefill worker -----------------------------------------------------------------------
+
+    def release(self, req: Req, is_insert: bool = True) -> None:
+        """End a request that is handed off or parked. `is_insert`: its KV may stay in the tree."""
+        assert req.state in (ReqState.HANDED_OFF, ReqState.PARKED, ReqState.DONE), f"{req} is not handed off"
+        self._requests.end(req, is_insert)
+
+    def park(self, req: Req) -> None:
+        """Hold nothing unevictable for a handed-off request until `readmit`."""
+        self._requests.park(req)
+
+    def readmit(self, req: Req) -> None:
+        """Queue a parked request to bring its KV back: what is no longer cached is computed again.
+
+        It ends in another call of on_prefilled. No token is reported again.
+        """
+        assert req.state is ReqState.PARKED, f"{req} is not parked"
+        self._requests.enrol(req)
+        self._requests.wait(req, kv_only=True)
