@@ -140,6 +140,18 @@ def decode_batch(payload: bytes | memoryview) -> ReadBatch:
     return ReadBatch(envelope.ts, events, unread)
 
 
+def begins_with_clear(payload: bytes | memoryview) -> bool:
+    """Whether the first event of a batch is AllBlocksCleared: the batch says all that its worker holds.
+
+    A snapshot begins so (docs/kv-events.md). Only the first event is decoded. False for what is no batch.
+    """
+    try:
+        first = _envelope.decode(payload).events[:1]
+        return any(isinstance(_read_event(event), AllBlocksCleared) for event in first)
+    except _MALFORMED:
+        return False
+
+
 _POSITIONAL = {
     "BlockStored": (
         "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name",

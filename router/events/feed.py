@@ -21,7 +21,7 @@ from common.errors import WireError
 from router.events.counters import EventCounters
 from router.events.ordering import EventOrdering, OrderingStep, Verdict
 from router.events.sockets import Sockets
-from wire.events import Unread
+from wire.events import Unread, begins_with_clear
 from wire.records import WorkerRecord
 
 log = logging.getLogger("router.events.event_plane")
@@ -199,8 +199,8 @@ class Feed:
         self._apply(step.ready)
 
     def _replace(self, first: bytes) -> None:
-        """A reply begins later than asked. If it begins with a clear it says all there is."""
-        if b"AllBlocksCleared" in first[:64]:
+        """A reply begins later than asked. It says all that there is if its first event is a clear."""
+        if begins_with_clear(first):
             self._counters.snapshots += 1
             self._reader.clear()
             self.known = Known.ALL

@@ -6,7 +6,15 @@ import msgpack
 import pytest
 
 from common.errors import WireError
-from wire.events import MEDIA, AllBlocksCleared, BlockRemoved, BlockStored, decode_batch, encode_batch
+from wire.events import (
+    MEDIA,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    begins_with_clear,
+    decode_batch,
+    encode_batch,
+)
 
 STORED = BlockStored([-1, 5], None, [1, 2, 3, 4], 2, None, "GPU", None)
 
@@ -131,3 +139,16 @@ def test_text_that_is_no_text_costs_its_event_only() -> None:
 def test_a_broken_envelope_is_a_wire_error(payload: bytes) -> None:
     with pytest.raises(WireError):
         decode_batch(payload)
+
+
+def test_a_batch_that_begins_with_a_clear_is_told_by_its_first_event() -> None:
+    removed = BlockRemoved([1], "GPU")
+    assert begins_with_clear(encode_batch(0.0, [AllBlocksCleared(), removed]))
+    assert begins_with_clear(msgpack.packb([0.0, [["AllBlocksCleared"], {"type": "later"}]])), (
+        "the older form"
+    )
+    assert not begins_with_clear(encode_batch(0.0, [removed, AllBlocksCleared()]))
+    named = BlockStored([1], None, [0] * 4, 4, None, None, "AllBlocksCleared")
+    assert not begins_with_clear(encode_batch(0.0, [named])), "its name is not its type"
+    for payload in (b"", b"AllBlocksCleared", msgpack.packb([0.0, []]), msgpack.packb([0.0, [{}]])):
+        assert not begins_with_clear(payload)
