@@ -32,9 +32,12 @@ _SHUTDOWN_POLL_S = 0.2
 
 def build(args: dict[str, Any]) -> serve.Application:
     """The application for a configuration (cluster/config.py). Raises ConfigError when it cannot work."""
-    config = parse_config(args)
-    roles = [Role.DECODE] if config.colocated else [Role.PREFILL, Role.DECODE]
-    return router_application(config, *(_bind_worker(config, role) for role in roles))
+    return application(parse_config(args))
+
+
+def application(config: ServeConfig) -> serve.Application:
+    """The application for a configuration that has been checked."""
+    return router_application(config, *(_bind_worker(config, role) for role in config.worker_sections()))
 
 
 def router_application(config: ServeConfig, *workers: serve.Application) -> serve.Application:
@@ -46,7 +49,7 @@ def router_application(config: ServeConfig, *workers: serve.Application) -> serv
 def _bind_worker(config: ServeConfig, role: Role) -> serve.Application:
     section = config.section(role)
     deployment = serve.deployment(name=str(role), **_worker_settings(section))(WorkerReplica)
-    return deployment.bind(str(role), config.worker_options(role), section.drain_s)
+    return deployment.bind(role, config.worker_options(role), section.drain_s)
 
 
 def _router_settings(section: RouterDeployment) -> dict[str, Any]:

@@ -15,15 +15,13 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from cluster.app import build
-from cluster.config import json_schema, most_replicas, parse_config, read_config
+from cluster.app import application
+from cluster.config import ServeConfig, most_replicas, parse_config, read_config
 from cluster.local import (
     DeployFailed,
     LocalOptions,
@@ -36,28 +34,31 @@ from cluster.model_files import model_directory
 from cluster.replay import HELP as REPLAY_HELP
 from cluster.replay import add_replay
 from cluster.tree import TreeSource
-from common.errors import ConfigError, WorkerLost
+from common.errors import WorkerLost
+from common.host import HTTP_PORT, LOOPBACK
 from common.options import exit_on_config_error
-from kvcache.eviction import POLICIES
+from common.settings import assign, parse_value, put
+from worker.options import WorkerSettings
 
 DISTRIBUTION = "baton-serve"
 INTERRUPTED_EXIT = 130  # 128 + SIGINT, as shells have it
 _READY_TIMEOUT_S = 1800.0  # a large model takes its time to load
-_WORKER_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "page_size": (int, "tokens of a KV page, a power of two"),
-    "max_total_tokens": (int, "KV capacity of a worker in tokens"),
-    "swa_full_tokens_ratio": (float, "capacity for sliding-window layers, as a share of max_total_tokens"),
-    "max_mamba_cache_size": (int, "states of linear attention or Mamba that a worker keeps"),
-    "mamba_track_interval": (int, "tokens between the states that decode keeps"),
-    "max_context_tokens": (int, "longest prompt + output"),
-    "chunked_prefill_size": (int, "tokens of a prefill chunk"),
-    "dtype": (str, "auto, float32 or bfloat16"),
-    "kv_cache_dtype": (str, "how KV is stored: auto, fp8_e4m3, fp8_e5m2 or fp4_e2m1"),
-    "eviction_policy": (str, "which cached prefix goes first: " + ", ".join(POLICIES)),
-    "threads": (int, "compute threads of a worker"),
-    "kv_transfer_backend": (str, "auto, shm, tcp or mooncake"),
-    "kv_events_config": (yaml.safe_load, "KV events as JSON or YAML, for example '{enable: false}'"),
-}
+_WORKER_FLAGS = (
+    "page_size",
+    "max_total_tokens",
+    "swa_full_tokens_ratio",
+    "max_mamba_cache_size",
+    "mamba_track_interval",
+    "max_context_tokens",
+    "chunked_prefill_size",
+    "dtype",
+    "kv_cache_dtype",
+    "eviction_policy",
+    "threads",
+    "kv_transfer_backend",
+    "kv_events_config",
+)
+"""Worker options that have a flag of their own; every other needs `--set worker.KEY=VALUE`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,14 +78,21 @@ def make_config(arguments: argparse.Namespace) -> dict[str, Any]:
         "served_model_name": arguments.served_model_name,
         "prefill.num_replicas": arguments.num_prefill,
         "decode.num_replicas": arguments.num_decode,
-        **{f"worker.{key}": getattr(arguments, key) for key in _WORKER_FLAGS},
     }
     for path, value in flags.items():
         if value is not None:
-            _put(raw, path, value)
+            put(raw, path, value)
+    for key in _WORKER_FLAGS:
+        text = getattr(arguments, key)
+        if text is not None:
+            put(raw, f"worker.{key}", parse_value(_flag(key), text))
     for assignment in arguments.set:
-        _assign(raw, assignment)
+        assign(raw, assignment)
     return raw
+
+
+def _flag(key: str) -> str:
+    return f"--{key.replace('_', '-')}"
 
 
 def _base_config(target: str) -> dict[str, Any]:
@@ -93,39 +101,13 @@ def _base_config(target: str) -> dict[str, Any]:
     return {"model": target}
 
 
-def _assign(raw: dict[str, Any], assignment: str) -> None:
-    """`a.b.c=value` into nested mappings; the value is YAML."""
-    path, equals, value = assignment.partition("=")
-    if not equals or not path:
-        raise ConfigError("--set", f"{assignment!r} is not KEY=VALUE", "for example --set decode.drain_s=30")
-    try:
-        _put(raw, path, yaml.safe_load(value))
-    except yaml.YAMLError as error:
-        raise ConfigError(path, f"{value!r} is not YAML: {error}", "correct the value") from None
-
-
-def _put(raw: dict[str, Any], path: str, value: Any) -> None:
-    """Set a dotted key, making the sections on the way."""
-    *parents, last = path.split(".")
-    at = raw
-    for parent in parents:
-        if at.get(parent) is None:
-            at[parent] = {}
-        at = at[parent]
-        if not isinstance(at, dict):
-            raise ConfigError(path, f"{parent} is not a section", "see `baton config --schema`")
-    at[last] = value
-
-
 def _serve(arguments: argparse.Namespace) -> int:
-    raw = make_config(arguments)
-    config = parse_config(raw)
+    config = parse_config(make_config(arguments))
     address = arguments.ray_address or running_ray()
     if address is None:  # our own Ray on this machine: what can be checked here is checked before it starts
         check_port_free(arguments.host, arguments.port)
-        raw = {**raw, "model": str(model_directory(config.model)), "served_model_name": config.name}
-        _share_machine(raw)
-        config = parse_config(raw)
+        found = {"model": str(model_directory(config.model)), "served_model_name": config.model_name}
+        config = share_machine(config.model_copy(update=found))
     options = LocalOptions(
         host=arguments.host,
         port=arguments.port,
@@ -134,42 +116,39 @@ def _serve(arguments: argparse.Namespace) -> int:
         shutdown_s=config.shutdown_s(),
         worker_logs=arguments.worker_logs,
     )
-    print(f"starting {config.name} on {'a local Ray' if address is None else f'Ray at {address}'} ...")
+    print(f"starting {config.model_name} on {'a local Ray' if address is None else f'Ray at {address}'} ...")
     with LocalServe(options) as local:
         stop = stop_on_signals()
         try:
-            local.deploy(build(raw), _READY_TIMEOUT_S, stop)
+            local.deploy(application(config), _READY_TIMEOUT_S, stop)
         except DeployFailed as failure:
             print(f"baton: {failure}", file=sys.stderr)
             return 1
         if not stop.is_set():
-            print(f"ready: {options.url}/v1  (model {config.name}; Ctrl-C to stop)", flush=True)
+            print(f"ready: {options.url}/v1  (model {config.model_name}; Ctrl-C to stop)", flush=True)
             stop.wait()
         print("draining and shutting down ...", flush=True)
     print("stopped")
     return 0
 
 
-def _share_machine(raw: dict[str, Any]) -> None:
-    """Give the workers of this machine its cores and GPUs, unless the configuration says otherwise.
+def share_machine(config: ServeConfig) -> ServeConfig:
+    """The configuration, with this machine's cores and GPUs shared among its workers where it says nothing.
 
     Ray hides the GPUs from a replica that has not asked for any.
     """
-    config = parse_config(raw)
-    sections = (
-        {"decode": config.decode}
-        if config.colocated
-        else {"prefill": config.prefill, "decode": config.decode}
-    )
+    sections = config.worker_sections()
     workers = sum(most_replicas(section) for section in sections.values())
-    if not any(
-        "threads" in options for options in (config.worker, config.prefill.options, config.decode.options)
-    ):
-        _put(raw, "worker.threads", max(1, (os.cpu_count() or 1) // workers))
+    changes: dict[str, Any] = {}
+    said = (config.worker, config.prefill.options, config.decode.options)
+    if not any("threads" in options.model_fields_set for options in said):
+        threads = max(1, (os.cpu_count() or 1) // workers)
+        changes["worker"] = config.worker.model_copy(update={"threads": threads})
     gpus = _gpus()
     if gpus and not any(section.num_gpus for section in sections.values()):
-        for name in sections:
-            _put(raw, f"{name}.num_gpus", min(1.0, gpus / workers))
+        share = {"num_gpus": min(1.0, gpus / workers)}
+        changes |= {str(role): section.model_copy(update=share) for role, section in sections.items()}
+    return config.model_copy(update=changes)
 
 
 def _gpus() -> int:
@@ -181,7 +160,7 @@ def _config(arguments: argparse.Namespace) -> int:
         parse_config(read_config(arguments.check))
         print(f"{arguments.check}: ok")
     else:
-        print(json.dumps(json_schema(), indent=2))
+        print(json.dumps(ServeConfig.model_json_schema(), indent=2))
     return 0
 
 
@@ -237,11 +216,12 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
         "--num-prefill", type=int, metavar="N", help="prefill workers; 0: colocated (default 1)"
     )
     serve.add_argument("--num-decode", type=int, metavar="N", help="decode workers (default 1)")
-    serve.add_argument("--host", default="127.0.0.1", help="where HTTP listens (default %(default)s)")
-    serve.add_argument("--port", type=int, default=8000, help="where HTTP listens (default %(default)s)")
+    serve.add_argument("--host", default=LOOPBACK, help="where HTTP listens (default %(default)s)")
+    serve.add_argument("--port", type=int, default=HTTP_PORT, help="where HTTP listens (default %(default)s)")
     serve.add_argument("--served-model-name", metavar="NAME", help="name in the API (default: from MODEL)")
-    for key, (kind, text) in _WORKER_FLAGS.items():
-        serve.add_argument(f"--{key.replace('_', '-')}", type=kind, metavar="X", help=f"{text} (both roles)")
+    for key in _WORKER_FLAGS:
+        description = WorkerSettings.model_fields[key].description
+        serve.add_argument(_flag(key), metavar="X", help=f"{description} (both roles)")
     serve.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="any configuration key, dotted"
     )
@@ -264,12 +244,12 @@ _TREE_HELP = (
 def _add_tree(tree: argparse.ArgumentParser) -> None:
     tree.add_argument("workers", metavar="WORKER", nargs="*", help="default: every worker of the router")
     tree.add_argument(
-        "--url", default="http://127.0.0.1:8000", help="the router's HTTP address (default %(default)s)"
+        "--url", default=LocalOptions().url, help="the router's HTTP address (default %(default)s)"
     )
     tree.add_argument("--json", action="store_true", help="print the nodes as JSON, with all their tokens")
-    tree.add_argument("--cluster-secret", metavar="SECRET", help="the cluster's, to ask an address")
+    tree.add_argument("--cluster-secret", metavar="SECRET", help="needed to ask a worker by its address")
     tree.add_argument(
-        "--interface", default="127.0.0.1", help="where an address reaches us back (default %(default)s)"
+        "--interface", default=LOOPBACK, help="local address that the worker answers to (default %(default)s)"
     )
     tree.set_defaults(run=_tree)
 

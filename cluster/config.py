@@ -1,25 +1,25 @@
 """The configuration of one served model: what `baton serve` and `serve run` are told, checked at the edge.
 
 One file describes the router, the prefill and the decode workers. `worker` holds what both kinds of worker
-share; `prefill.options` and `decode.options` override it. Where P and D must agree (AGREED_OPTIONS) and do
-not, they are refused here, before any process starts; the directory refuses it again for workers that join
-by themselves.
+share; `prefill.options` and `decode.options` override it. P and D must agree in AGREED_OPTIONS: a difference
+is refused here, before any process starts, and by the directory for workers that join by themselves.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from common.errors import ConfigError
+from common.host import LOOPBACK
 from common.options import Options, parse_options
-from kvcache.eviction import eviction_policy
-from router.options import RouterOptions
+from router.options import RouterOptions, RouterSettings
+from wire.options import ServedModel, SocketOptions
 from wire.records import Role
-from worker.options import WorkerOptions
+from worker.options import WorkerOptions, WorkerSettings
 
 AGREED_OPTIONS = ("page_size", "dtype", "kv_cache_dtype")
 """Options whose difference between P and D makes every hand-off impossible."""
@@ -88,7 +88,7 @@ class RouterDeployment(Deployment):
     max_ongoing_requests: int = Field(
         default=10_000, ge=1, description="requests in flight per replica, then 503"
     )
-    options: dict[str, Any] = Field(default={}, description="keys of the router's own options")
+    options: RouterSettings = Field(default_factory=RouterSettings, description="the router's own options")
 
 
 class WorkerDeployment(Deployment):
@@ -100,7 +100,9 @@ class WorkerDeployment(Deployment):
         ge=1,
         description="Serve-visible calls; requests for tokens come over ZeroMQ and are not counted",
     )
-    options: dict[str, Any] = Field(default={}, description="worker options that differ from `worker`")
+    options: WorkerSettings = Field(
+        default_factory=WorkerSettings, description="worker options that differ from `worker`"
+    )
 
 
 class PrefillDeployment(WorkerDeployment):
@@ -111,59 +113,50 @@ class PrefillDeployment(WorkerDeployment):
     )
 
 
-class ServeConfig(Options):
+class ServeConfig(ServedModel, SocketOptions):
     """One model, served by one router deployment, one of prefill workers and one of decode workers."""
 
-    model: str = Field(description="directory or Hugging Face id of the model")
-    served_model_name: str | None = Field(
-        default=None, description="name in the API; default: the model's last path part"
-    )
     interface: str = Field(
-        default="127.0.0.1",
-        description="address sockets bind to and peers reach; auto: each node's own address",
+        default=LOOPBACK,
+        description="address that sockets bind to and peers reach; auto: each node's own address",
     )
-    cluster_secret: str | None = Field(default=None, description="when set, every socket speaks CURVE")
-    worker: dict[str, Any] = Field(default={}, description="worker options that prefill and decode share")
+    worker: WorkerSettings = Field(
+        default_factory=WorkerSettings, description="worker options that prefill and decode share"
+    )
     router: RouterDeployment = RouterDeployment()
     prefill: PrefillDeployment = PrefillDeployment()
     decode: WorkerDeployment = WorkerDeployment()
-
-    @field_validator("served_model_name")
-    @classmethod
-    def _named(cls, value: str | None) -> str | None:
-        if value is not None and not value.strip():
-            raise ValueError("an empty name cannot be asked for: remove it or give one")
-        return value
 
     @property
     def colocated(self) -> bool:
         """True when there are no prefill workers."""
         return self.prefill.num_replicas == 0 and self.prefill.autoscaling_config is None
 
-    @property
-    def name(self) -> str:
-        """The model's name in the API."""
-        return self.served_model_name or Path(self.model).name
-
     def section(self, role: Role) -> WorkerDeployment:
         """The deployment of that kind of worker."""
         return self.prefill if role is Role.PREFILL else self.decode
 
-    def worker_options(self, role: Role) -> dict[str, Any]:
-        """Options of one kind of worker, as its WorkerOptions will read them (no directory yet)."""
+    def worker_sections(self) -> dict[Role, WorkerDeployment]:
+        """The deployments of workers that run."""
+        roles = (Role.DECODE,) if self.colocated else (Role.PREFILL, Role.DECODE)
+        return {role: self.section(role) for role in roles}
+
+    def worker_options(self, role: Role) -> WorkerOptions:
+        """Options of one kind of worker, without a directory."""
         section = self.section(role)
         # A replica computes with what it reserved: a fraction of a core is one thread.
         default = {"threads": max(1, int(section.num_cpus))}
-        return {**default, **self.worker, **section.options, **self._identity()}
+        return WorkerOptions(
+            **{**default, **self.worker.given(), **section.options.given()}, **self._identity()
+        )
 
-    def router_options(self) -> dict[str, Any]:
-        """Options of the router, as its RouterOptions will read them (no directory yet)."""
-        return {**self.router.options, **self._identity()}
+    def router_options(self) -> RouterOptions:
+        """Options of the router, without a directory."""
+        return RouterOptions(**self.router.options.given(), **self._identity())
 
     def cpus(self) -> float:
         """CPUs that the whole application reserves at its largest."""
-        workers = [self.decode] if self.colocated else [self.decode, self.prefill]
-        sections: list[RouterDeployment | WorkerDeployment] = [self.router, *workers]
+        sections: list[RouterDeployment | WorkerDeployment] = [self.router, *self.worker_sections().values()]
         return sum(most_replicas(section) * section.num_cpus for section in sections)
 
     def shutdown_s(self) -> float:
@@ -174,7 +167,7 @@ class ServeConfig(Options):
     def _identity(self) -> dict[str, Any]:
         return {
             "model": self.model,
-            "served_model_name": self.name,
+            "served_model_name": self.model_name,
             "interface": self.interface,
             "cluster_secret": self.cluster_secret,
         }
@@ -187,13 +180,10 @@ def most_replicas(section: RouterDeployment | WorkerDeployment) -> int:
 
 
 def parse_config(raw: dict[str, Any]) -> ServeConfig:
-    """A checked configuration. Raises ConfigError naming the first wrong key, nested options included."""
+    """A checked configuration. Raises ConfigError naming the first wrong key."""
     config = parse_options(ServeConfig, raw)
-    _parse_nested(RouterOptions, config.router_options(), "router.options")
-    options = {}
+    options = {role: config.worker_options(role) for role in Role}
     for role in Role:
-        options[role] = _parse_nested(WorkerOptions, config.worker_options(role), f"{role}.options")
-        _check_eviction(options[role], role)
         _check_context(options[role], role)
     if not config.colocated:
         _check_agreement(options[Role.PREFILL], options[Role.DECODE])
@@ -213,55 +203,6 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ConfigError("config", f"{path} is not a mapping", "see `baton config --schema`")
     return raw
-
-
-def json_schema() -> dict[str, Any]:
-    """JSON schema of the configuration, with the options of workers and router in their places."""
-    schema = ServeConfig.model_json_schema()
-    definitions: dict[str, Any] = schema["$defs"]
-    for options in (WorkerOptions, RouterOptions):
-        nested = options.model_json_schema()
-        definitions.update(nested.pop("$defs", {}))
-        nested["properties"] = {
-            key: value for key, value in nested["properties"].items() if key not in _SET_BY_CONFIG
-        }
-        nested["required"] = [key for key in nested.get("required", []) if key not in _SET_BY_CONFIG]
-        definitions[options.__name__] = nested
-    schema["properties"]["worker"] = {"$ref": "#/$defs/WorkerOptions"}
-    for section in ("WorkerDeployment", "PrefillDeployment"):
-        definitions[section]["properties"]["options"] = {"$ref": "#/$defs/WorkerOptions"}
-    definitions["RouterDeployment"]["properties"]["options"] = {"$ref": "#/$defs/RouterOptions"}
-    return schema
-
-
-_SET_BY_CONFIG = frozenset(
-    {"model", "served_model_name", "interface", "cluster_secret", "directory", "worker_id"}
-)
-
-
-NestedType = TypeVar("NestedType", bound=BaseModel)
-
-
-def _parse_nested(kind: type[NestedType], raw: dict[str, Any], where: str) -> NestedType:
-    """Options inside the configuration; an error names the key with the section it stands in."""
-    try:
-        return parse_options(kind, raw)
-    except ConfigError as error:
-        raise _within(error, where) from None
-
-
-def _check_eviction(options: WorkerOptions, role: Role) -> None:
-    """The worker would refuse it too, but only after its process has started."""
-    try:
-        eviction_policy(options.eviction_policy)
-    except ConfigError as error:
-        raise _within(error, f"{role}.options") from None
-
-
-def _within(error: ConfigError, where: str) -> ConfigError:
-    """The same, its key named with the section it stands in."""
-    problem = str(error).removeprefix(f"{error.key}: ").removesuffix(f"; {error.remedy}")
-    return ConfigError(f"{where}.{error.key}", problem, error.remedy)
 
 
 def _check_context(options: WorkerOptions, role: Role) -> None:

@@ -27,6 +27,7 @@ from ray.serve.schema import ApplicationStatus
 
 from cluster.refusal import find_refusal
 from common.errors import BatonError, ConfigError
+from common.host import HTTP_PORT, LOOPBACK
 
 APP_NAME = "baton"
 ROUTER = "router"
@@ -43,8 +44,8 @@ class DeployFailed(BatonError):
 class LocalOptions:
     """Where Serve listens and which Ray it runs on. No port 0: Serve does not say which port it got."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000
+    host: str = LOOPBACK
+    port: int = HTTP_PORT
     ray_address: str | None = None  # None: a Ray of our own
     shutdown_s: float = 90.0  # for the replicas to drain and end
     cpus: float = 0.0  # that the application reserves; our own Ray offers at least as many
@@ -54,7 +55,7 @@ class LocalOptions:
     @property
     def url(self) -> str:
         """Where the API answers."""
-        return f"http://{self.host if self.host != '0.0.0.0' else '127.0.0.1'}:{self.port}"
+        return f"http://{self.host if self.host != '0.0.0.0' else LOOPBACK}:{self.port}"
 
 
 class LocalServe:

@@ -1,7 +1,7 @@
 """A ConfigError on its way from a replica's constructor to the terminal.
 
-Serve hands a failed constructor on as text: the traceback, inside the deployment's status message. So the
-replica marks the one line that matters, and whoever reads the status finds it again.
+Serve reports a failed constructor as text: the traceback, inside the deployment's status message. The replica
+marks the ConfigError in that text, and `find_refusal` reads it back.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ def readable_refusal() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        problem = str(error).removeprefix(f"{error.key}: ").removesuffix(f"; {error.remedy}")
-        packed = json.dumps({"key": error.key, "problem": problem, "remedy": error.remedy})
+        packed = json.dumps({"key": error.key, "problem": error.problem, "remedy": error.remedy})
         raise ReplicaRefused(f"{_MARK}{packed}{_MARK}") from error
 
 

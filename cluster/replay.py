@@ -1,42 +1,44 @@
-"""`baton replay`'s arguments. What it does is simulator, imported when it is wanted."""
+"""The arguments of `baton replay`. The simulator itself is imported when the command runs."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
+from simulator.options import Schedule, SimulationOptions, WorkerModel
+
 HELP = """Replay TRACE in virtual time: the product's router over modelled workers. TRACE is a file in
 Mooncake's format (timestamp in ms, input_length, output_length, hash_ids of 512-token blocks) or a generated
 one: chat:SEED, hot:SEED, agents:SEED, long:SEED. `--policy all` compares every policy: the sustained rate of
 each is the highest speed-up at which 90% of requests meet both objectives. docs/routing.md has the model."""
+_DEFAULTS = SimulationOptions()
 
 
 def add_replay(replay: argparse.ArgumentParser) -> None:
-    """Its flags."""
+    """Add the flags of `baton replay`; a flag that is not given leaves the option at its default."""
     replay.add_argument("trace", metavar="TRACE", help="a file, or KIND:SEED of a generated one")
-    replay.add_argument("--policy", default="kv", metavar="NAME[,...]", help="or all (default %(default)s)")
-    replay.add_argument("--prefill", type=int, default=8, metavar="N", help="prefill workers (default 8)")
-    replay.add_argument("--decode", type=int, default=8, metavar="N", help="decode workers (default 8)")
+    replay.add_argument(
+        "--policy", default=_DEFAULTS.policy, metavar="NAME[,...]", help="or all (default %(default)s)"
+    )
+    _add_count(replay, "--prefill", "prefill workers", _DEFAULTS.prefill)
+    _add_count(replay, "--decode", "decode workers", _DEFAULTS.decode)
     replay.add_argument(
         "--colocated", action="store_true", help="no prefill workers: the decode workers do everything"
     )
     replay.add_argument(
-        "--schedule", choices=("prefill-first", "decode-first", "mixed"), help="of a worker (default mixed)"
+        "--schedule",
+        choices=tuple(Schedule),
+        help=f"what a worker computes first (default {_DEFAULTS.worker.schedule})",
     )
-    replay.add_argument("--routers", type=int, default=1, metavar="N", help="router replicas (default 1)")
+    _add_count(replay, "--routers", "router replicas", _DEFAULTS.routers)
+    _add_seconds(replay, "--slo-ttft", "time to first token, at most", _DEFAULTS.slo_ttft_s)
+    _add_seconds(replay, "--slo-itl", "a request's mean time between tokens, at most", _DEFAULTS.slo_itl_s)
     replay.add_argument(
-        "--slo-ttft", type=float, default=2.0, metavar="S", help="time to first token, at most (default 2)"
+        "--speed", default="1", metavar="X[,...]", help="arrivals so many times faster (default %(default)s)"
     )
-    replay.add_argument(
-        "--slo-itl", type=float, default=0.05, metavar="S",
-        help="a request's mean time between tokens, at most (default 0.05)",
-    )  # fmt: skip
-    replay.add_argument(
-        "--speed", default="1", metavar="X[,...]", help="arrivals so many times faster (default 1)"
-    )
-    replay.add_argument("--seed", type=int, default=1, help="of the policies' chance (default 1)")
-    replay.add_argument("--prefill-rate", type=float, metavar="N", help="tokens/s of P (default 20000)")
-    replay.add_argument("--kv-tokens", type=int, metavar="N", help="of a worker (default 1000000)")
+    _add_count(replay, "--seed", "seed of the policies' random choices", _DEFAULTS.seed)
+    _add_count(replay, "--prefill-rate", "prompt tokens/s of a worker", WorkerModel().prefill_tokens_per_s)
+    _add_count(replay, "--kv-tokens", "KV capacity of a worker", WorkerModel().kv_tokens)
     replay.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE",
         help="any option of the simulation, dotted: worker.chunk_tokens=2048, weights.temperature=100",
@@ -44,6 +46,14 @@ def add_replay(replay: argparse.ArgumentParser) -> None:
     replay.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     replay.add_argument("--png", type=Path, metavar="FILE", help="draw the curves over the speed")
     replay.set_defaults(run=_run)
+
+
+def _add_count(replay: argparse.ArgumentParser, flag: str, text: str, default: float) -> None:
+    replay.add_argument(flag, type=type(default), metavar="N", help=f"{text} (default {default:.12g})")
+
+
+def _add_seconds(replay: argparse.ArgumentParser, flag: str, text: str, default: float) -> None:
+    replay.add_argument(flag, type=float, metavar="S", help=f"{text} (default {default:g})")
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -15,7 +15,6 @@ from cluster.model_files import TOKENIZER_FILES, model_directory
 from cluster.node import node_interface
 from cluster.refusal import readable_refusal
 from common.garbage import freeze_gc
-from common.options import parse_options
 from router.api.app import App, build_app
 from router.api.asgi import Receive, Scope, Send
 from router.options import RouterOptions
@@ -30,14 +29,15 @@ class RouterReplica:
     """Owns one router for as long as Serve keeps the replica."""
 
     # Serve awaits the constructor: the router must start on the event loop that will serve its requests.
-    async def __init__(self, options: dict[str, Any], *_workers: Any) -> None:  # type: ignore[misc]
+    async def __init__(self, options: RouterOptions, *_workers: Any) -> None:  # type: ignore[misc]
         """Create or find the directory, start the router. `_workers` are only tied to the application."""
         self._finder = DirectoryFinder(serve.get_replica_context().app_name)
-        self._interface: str = options["interface"]
+        self._interface = options.interface
         with readable_refusal():
-            model = await asyncio.to_thread(model_directory, options["model"], TOKENIZER_FILES)
-            given = {**options, "model": model, "interface": node_interface(self._interface)}
-            self._options = parse_options(RouterOptions, given)
+            model = await asyncio.to_thread(model_directory, str(options.model), TOKENIZER_FILES)
+            self._options = options.model_copy(
+                update={"model": model, "interface": node_interface(options.interface)}
+            )
             directory = await asyncio.to_thread(self._directory)
             self._router = Router(self._options.model_copy(update={"directory": directory}))
             await self._router.start()

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import ConfigError, WorkerLost
+from common.host import LOOPBACK
 from wire.mailbox import Mailbox
 from wire.messages import Inspect, Inspected
 from wire.security import curve_for
@@ -29,7 +30,7 @@ class TreeSource:
 
     url: str
     cluster_secret: str | None = None
-    interface: str = "127.0.0.1"
+    interface: str = LOOPBACK
 
     def report(self, workers: list[str], what: str) -> dict[str, str]:
         """Worker -> its report `what`; of all workers of the router when none is named.

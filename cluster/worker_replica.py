@@ -6,7 +6,7 @@ Ray places it, watches it and ends it; requests, tokens and pages never pass thr
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ray import serve
 
@@ -17,7 +17,6 @@ from cluster.model_files import model_directory
 from cluster.node import node_interface
 from cluster.refusal import readable_refusal
 from common.garbage import freeze_gc
-from common.options import parse_options
 from wire.records import Role
 from worker.options import WorkerOptions
 
@@ -30,19 +29,19 @@ _DIRECTORY_WAIT_S = 120.0
 class WorkerReplica:
     """Owns one worker for as long as Serve keeps the replica."""
 
-    def __init__(self, role: str, options: dict[str, Any], drain_s: float) -> None:
-        """Load the model and join the directory. A configuration that cannot work is raised readably."""
+    def __init__(self, role: Role, options: WorkerOptions, drain_s: float) -> None:
+        """Load the model and join the directory. Raises ReplicaRefused for options that cannot work."""
         self._drain_s = drain_s
         finder = DirectoryFinder(serve.get_replica_context().app_name)
         with readable_refusal():
-            given = {
-                **options,
-                "model": str(model_directory(options["model"])),
-                "interface": node_interface(options["interface"]),
-                "directory": finder.wait(_DIRECTORY_WAIT_S),
-            }
-            self._options = parse_options(WorkerOptions, given)
-            self._worker = make_worker(Role(role), self._options, finder)
+            self._options = options.model_copy(
+                update={
+                    "model": str(model_directory(options.model)),
+                    "interface": node_interface(options.interface),
+                    "directory": finder.wait(_DIRECTORY_WAIT_S),
+                }
+            )
+            self._worker = make_worker(role, self._options, finder)
             self._worker.start()
         freeze_gc()
 

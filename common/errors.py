@@ -84,9 +84,10 @@ class WorkerLost(PeerError):
 
 
 class ConfigError(BatonError):
-    """A configuration that cannot work. `key` is what to change, `remedy` is how."""
+    """A configuration that cannot work: `key` is what to change, `problem` why, `remedy` how."""
 
     def __init__(self, key: str, problem: str, remedy: str) -> None:
         super().__init__(f"{key}: {problem}; {remedy}")
         self.key = key
+        self.problem = problem
         self.remedy = remedy

@@ -1,12 +1,19 @@
-"""Which host a process is on: equal strings mean shared memory and Unix sockets work between the two."""
+"""This host: default addresses, and its identity among hosts."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+LOOPBACK = "127.0.0.1"
+HTTP_PORT = 8000  # where the API listens unless told
+
 
 def host_identity() -> str:
-    """Boot id, network namespace (abstract Unix sockets live in it) and PID namespace (pidfd needs it)."""
+    """Names the host; between two processes of equal identity, shared memory and Unix sockets work.
+
+    Made of the boot id, the network namespace (abstract Unix sockets live in it) and the PID namespace
+    (pidfd needs it).
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.readlink('/proc/self/ns/net')}/{os.readlink('/proc/self/ns/pid')}"

@@ -1,13 +1,13 @@
-"""Options at the edge: a mapping becomes a checked pydantic object, or one clear line and exit code 2."""
+"""Options at the edge: a mapping becomes a checked pydantic object, or a ConfigError and exit code 2."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -17,9 +17,13 @@ CONFIG_ERROR_EXIT = 2
 
 
 class Options(BaseModel):
-    """Base of every options object: immutable, and an unknown key is an error rather than a no-op."""
+    """Base of every options object: immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def given(self) -> dict[str, Any]:
+        """The fields that were set, without those that have their default."""
+        return {name: getattr(self, name) for name in self.model_fields_set}
 
 
 OptionsType = TypeVar("OptionsType", bound=BaseModel)
@@ -31,12 +35,22 @@ def parse_options(kind: type[OptionsType], raw: Mapping[str, Any]) -> OptionsTyp
         return kind.model_validate(raw)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"]) or "options"
+        path = first["loc"]
+        key = ".".join(str(part) for part in path) or "options"
         if first["type"] == "extra_forbidden":
-            known = ", ".join(sorted(kind.model_fields)) if len(first["loc"]) == 1 else "the documented keys"
+            known = ", ".join(sorted(_section(kind, path[:-1]).model_fields))
             raise ConfigError(key, "unknown key", f"remove it, or use one of: {known}") from None
         message = first["msg"].removeprefix("Value error, ")
         raise ConfigError(key, message, "correct the value") from None
+
+
+def _section(kind: type[BaseModel], path: Sequence[str | int]) -> type[BaseModel]:
+    """The model that describes the section at `path`."""
+    for part in path:
+        annotation: Any = kind.model_fields[str(part)].annotation
+        kinds = (annotation, *get_args(annotation))  # a section, or a section or None
+        kind = next(one for one in kinds if isinstance(one, type) and issubclass(one, BaseModel))
+    return kind
 
 
 def read_options(kind: type[OptionsType], path: Path) -> OptionsType:
@@ -56,7 +70,7 @@ def read_options(kind: type[OptionsType], path: Path) -> OptionsType:
 
 @contextmanager
 def exit_on_config_error(program: str) -> Iterator[None]:
-    """A ConfigError inside becomes one line on stderr and exit code 2."""
+    """Turn a ConfigError inside into one line on stderr and exit code 2."""
     try:
         yield
     except ConfigError as error:

@@ -7,7 +7,9 @@ from typing import Annotated
 
 from pydantic import Field
 
+from common.host import HTTP_PORT, LOOPBACK
 from common.options import Options
+from wire.options import SocketOptions
 
 
 class PolicyWeights(Options):
@@ -64,34 +66,26 @@ class AdmissionOptions(Options):
         description="429 at arrival when the first token is predicted to take longer; null: never for that",
     )  # fmt: skip
     tenant_weights: dict[str, Annotated[float, Field(gt=0)]] = Field(
-        default_factory=dict, description="share of service by tenant when there is a queue; others have 1"
+        {}, description="share of service by tenant when there is a queue; others have 1"
     )
     retry_after_s: float = Field(1.0, gt=0, description="told with a 429 that predicts nothing better")
 
 
-class RouterOptions(AdmissionOptions):
-    """Everything a router can be told."""
-
-    model: Path = Field(
-        description="directory with tokenizer.json, tokenizer_config.json, chat_template.jinja"
-    )
-    served_model_name: str = Field(min_length=1)
-    host: str = "127.0.0.1"
-    port: int = Field(8000, ge=0, le=65535, description="0: any free port")
-    interface: str = Field("127.0.0.1", description="where ZeroMQ sockets bind")
-    directory: str | None = Field(None, description="the directory's mailbox; null: this router hosts it")
-    lease_s: float = Field(5.0, gt=0, description="of a worker, when this router hosts the directory")
-    cluster_secret: str | None = None
+class PlacementOptions(Options):
+    """Which workers a room gets (docs/routing.md)."""
 
     policy: str = "kv"
-    weights: PolicyWeights = Field(default_factory=lambda: PolicyWeights.model_validate({}))
+    weights: PolicyWeights = PolicyWeights()
     prefill_on_decode_tokens: int = Field(
         16, ge=0, description="when at most this many prompt tokens are left to compute, D does it alone"
     )
-
     expect_s: float = Field(
         10.0, gt=0, description="pages of a prompt on its way count as held at most this long"
     )
+
+
+class StreamOptions(Options):
+    """Bounds on what a room waits for."""
 
     worker_wait_s: float = Field(10.0, gt=0, description="for a worker to appear; then 503")
     hold_prefill_s: float = Field(2.0, gt=0, description="Prefill waits for Reserved at most this long")
@@ -102,3 +96,25 @@ class RouterOptions(AdmissionOptions):
     token_timeout_s: float = Field(30.0, gt=0, description="between tokens; then the room starts again")
     silence_s: float = Field(1.0, gt=0, description="before the router asks for a Resend")
     max_restarts: int = Field(3, ge=0, description="of a room, whatever the reason")
+
+
+class LeaseOptions(Options):
+    """The directory that a router hosts."""
+
+    lease_s: float = Field(5.0, gt=0, description="a worker that is silent for longer counts as lost")
+
+
+class RouterSettings(PlacementOptions, AdmissionOptions, StreamOptions, LeaseOptions):
+    """Router options."""
+
+
+class RouterOptions(RouterSettings, SocketOptions):
+    """Options of one router process. `host` and `port` are for a router without Serve in front."""
+
+    model: Path = Field(
+        description="directory with tokenizer.json, tokenizer_config.json, chat_template.jinja"
+    )
+    served_model_name: str = Field(min_length=1)
+    host: str = LOOPBACK
+    port: int = Field(HTTP_PORT, ge=0, le=65535, description="0: any free port")
+    directory: str | None = Field(None, description="the directory's mailbox; null: this router hosts it")

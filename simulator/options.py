@@ -7,7 +7,7 @@ from enum import StrEnum
 from pydantic import Field, model_validator
 
 from common.options import Options
-from router.options import AdmissionOptions, PolicyWeights
+from router.options import AdmissionOptions, LeaseOptions, PlacementOptions
 
 
 class Schedule(StrEnum):
@@ -38,20 +38,17 @@ class WorkerModel(Options):
     schedule: Schedule = Schedule.MIXED
 
 
-class SimulationOptions(Options):
+class SimulationOptions(PlacementOptions, LeaseOptions):
     """A cluster, the objectives, and what reaches the router how late."""
 
-    policy: str = "kv"
-    weights: PolicyWeights = Field(default_factory=lambda: PolicyWeights.model_validate({}))
     prefill_on_decode_tokens: int = Field(
-        512, ge=0, description="see RouterOptions; one page, as there, of the trace's size"
+        512, ge=0, description="as the router's: one page, which is larger in a trace"
     )
-    expect_s: float = Field(10.0, gt=0, description="see RouterOptions")
-    admission: AdmissionOptions = Field(default_factory=lambda: AdmissionOptions.model_validate({}))
+    admission: AdmissionOptions = AdmissionOptions()
     prefill: int = Field(8, ge=0, description="prefill workers; 0: the others do everything")
     decode: int = Field(8, ge=1, description="decode workers")
     routers: int = Field(1, ge=1, description="router replicas; requests come to them in turn")
-    worker: WorkerModel = Field(default_factory=lambda: WorkerModel.model_validate({}))
+    worker: WorkerModel = WorkerModel()
     slo_ttft_s: float = Field(2.0, gt=0, description="time to first token, at most")
     slo_itl_s: float = Field(0.05, gt=0, description="a request's mean time between tokens, at most")
     speed: float = Field(1.0, gt=0, description="arrivals come so many times faster than the trace says")
@@ -62,7 +59,6 @@ class SimulationOptions(Options):
     report_gap_s: float = Field(0.1, gt=0, description="... and at least, when it has moved")
     view_interval_s: float = Field(0.1, gt=0, description="between the directory's Views")
     message_s: float = Field(0.0005, ge=0, description="a message on its way")
-    lease_s: float = Field(5.0, gt=0, description="until a silent worker counts as lost")
 
     @model_validator(mode="after")
     def _leases_outlast_reports(self) -> SimulationOptions:

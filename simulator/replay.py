@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-import yaml
-
 from common.errors import ConfigError
 from common.options import parse_options
+from common.settings import assign, put
 from router.placement.policies import POLICIES
 from simulator.options import SimulationOptions
 from simulator.summary import Summary
@@ -59,33 +58,31 @@ def replay(arguments: argparse.Namespace) -> int:
     return 0
 
 
+_FLAGS = {
+    "prefill": "prefill",
+    "decode": "decode",
+    "routers": "routers",
+    "schedule": "worker.schedule",
+    "slo_ttft": "slo_ttft_s",
+    "slo_itl": "slo_itl_s",
+    "seed": "seed",
+    "prefill_rate": "worker.prefill_tokens_per_s",
+    "kv_tokens": "worker.kv_tokens",
+}
+"""The option that a flag sets."""
+
+
 def make_options(arguments: argparse.Namespace) -> SimulationOptions:
     """What the flags say. `--set` wins."""
-    worker = {
-        "prefill_tokens_per_s": arguments.prefill_rate,
-        "kv_tokens": arguments.kv_tokens,
-        "schedule": arguments.schedule,
-    }
-    raw: dict[str, Any] = {
-        "prefill": 0 if arguments.colocated else arguments.prefill,
-        "decode": arguments.decode,
-        "routers": arguments.routers,
-        "slo_ttft_s": arguments.slo_ttft,
-        "slo_itl_s": arguments.slo_itl,
-        "seed": arguments.seed,
-        "worker": {key: value for key, value in worker.items() if value is not None},
-    }
+    raw: dict[str, Any] = {}
+    for flag, path in _FLAGS.items():
+        value = getattr(arguments, flag)
+        if value is not None:
+            put(raw, path, value)
+    if arguments.colocated:
+        put(raw, "prefill", 0)
     for assignment in arguments.set:
-        path, equals, value = assignment.partition("=")
-        if not equals:
-            raise ConfigError("--set", f"{assignment!r} is not KEY=VALUE", "see baton replay --help")
-        *parents, last = path.split(".")
-        at = raw
-        for parent in parents:
-            at = at.setdefault(parent, {})
-            if not isinstance(at, dict):
-                raise ConfigError(path, f"{parent} is not a section", "see baton replay --help")
-        at[last] = yaml.safe_load(value)
+        assign(raw, assignment)
     return parse_options(SimulationOptions, raw)
 
 

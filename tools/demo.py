@@ -91,13 +91,15 @@ def _demo(run: Run, temporary: Path, keep: bool) -> Served:
     options = LocalOptions(
         port=free_port(), cpus=config.cpus(), shutdown_s=config.shutdown_s(), temp_dir=temporary
     )
-    print(f"starting Ray and {config.name}: 1 router, 1 prefill worker, 1 decode worker ...", flush=True)
+    print(
+        f"starting Ray and {config.model_name}: 1 router, 1 prefill worker, 1 decode worker ...", flush=True
+    )
     started = time.monotonic()
     with LocalServe(options) as local:
         local.deploy(build(raw), _START_S)
         print(f"ready after {time.monotonic() - started:.1f} s at {options.url}\n\n> {QUESTION}", flush=True)
         request_id = f"demo-{secrets.token_hex(4)}"
-        _chat(options, config.name, request_id)
+        _chat(options, config.model_name, request_id)
         served = _served(options, request_id)
         _check_workers(options, served)
         run.look()

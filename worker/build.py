@@ -94,8 +94,17 @@ def _device(options: WorkerOptions) -> str:
 
 
 def _cache_config(options: WorkerOptions, spec: ModelSpec, shared_pool: bool, device: str) -> CacheConfig:
+    """The memory's configuration, with sizes that the options leave open taken from the machine and model."""
+    config = _chosen(options, shared_pool, device)
+    config = replace(config, state_slots=_state_slots(config, spec, options.kv_memory_fraction))
+    total = options.max_total_tokens or _affordable_tokens(config, spec, options.kv_memory_fraction)
+    return replace(config, total_tokens=total, max_context_len=_context_tokens(options, spec, total))
+
+
+def _chosen(options: WorkerOptions, shared_pool: bool, device: str) -> CacheConfig:
+    """What the options say, for a pool of one page."""
     chunk = options.chunked_prefill_size
-    config = CacheConfig(
+    return CacheConfig(
         total_tokens=options.page_size,
         max_context_len=1,
         max_running_requests=options.max_running_requests,
@@ -110,25 +119,31 @@ def _cache_config(options: WorkerOptions, spec: ModelSpec, shared_pool: bool, de
         max_chunk_tokens=chunk and max(min(chunk, options.max_prefill_tokens), options.page_size),
         state_slots=options.max_mamba_cache_size,
         mamba_track_interval=options.mamba_track_interval,
-        events=KVEventsConfig(
-            enable=options.kv_events_config.enable,
-            topic=options.kv_events_config.topic,
-            interface=options.interface,
-            buffer_batches=options.kv_events_config.buffer_batches,
-        ),
+        events=_events_config(options),
     )
-    config = replace(config, state_slots=_state_slots(config, spec, options.kv_memory_fraction))
-    total = options.max_total_tokens or _affordable_tokens(config, spec, options.kv_memory_fraction)
-    wanted = options.max_context_tokens or min(
-        spec.max_position, total // options.page_size * options.page_size
+
+
+def _events_config(options: WorkerOptions) -> KVEventsConfig:
+    events = options.kv_events_config
+    return KVEventsConfig(
+        enable=events.enable,
+        topic=events.topic,
+        interface=options.interface,
+        buffer_batches=events.buffer_batches,
     )
+
+
+def _context_tokens(options: WorkerOptions, spec: ModelSpec, total_tokens: int) -> int:
+    """The longest prompt + output: as wanted, else as long as the model and the pool allow."""
+    whole_pages = total_tokens // options.page_size * options.page_size
+    wanted = options.max_context_tokens or min(spec.max_position, whole_pages)
     if wanted > spec.max_position:
         raise ConfigError(
             "max_context_tokens",
             f"{wanted} is more than the model's {spec.max_position} positions",
             f"use at most {spec.max_position}",
         )
-    return replace(config, total_tokens=total, max_context_len=wanted)
+    return wanted
 
 
 def _state_slots(config: CacheConfig, spec: ModelSpec, fraction: float) -> int:

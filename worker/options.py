@@ -1,4 +1,7 @@
-"""WorkerOptions: everything a prefill or decode worker can be told, checked at the edge."""
+"""WorkerOptions: everything that a prefill or decode worker can be told, checked at the edge.
+
+There is a class per concern; all keys are on one level. Defaults that a room has as well are the room's.
+"""
 
 from __future__ import annotations
 
@@ -6,105 +9,81 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
+from common.errors import ConfigError
 from common.options import Options
+from kvcache.config import CacheConfig, KVEventsConfig
+from kvcache.eviction import eviction_policy
+from scheduler.config import SchedulerConfig
+from wire.options import ServedModel, SocketOptions
 
 
-class KVEventsOptions(Options):
-    """`kv_events_config`: whether and how KV placement is published."""
+class EngineOptions(Options):
+    """How the model is computed."""
 
-    enable: bool = True
-    topic: str = "kv-events"
-    buffer_batches: int = Field(10_000, ge=1, description="batches kept for replay")
-
-
-class WorkerOptions(Options):
-    """Options of one worker process. The role is the program's (prefill_node or decode_node)."""
-
-    # who it is
-    model: str = Field(description="directory or Hugging Face id of the model")
-    served_model_name: str | None = Field(
-        None, description="name in the API; default: the model's last path part"
-    )
-    worker_id: str | None = Field(None, description="default: role and a random suffix")
-    directory: str | None = Field(
-        None, description="mailbox address of the directory; None: announce to nobody"
-    )
-    interface: str = Field("127.0.0.1", description="address that sockets bind to and peers reach")
-    cluster_secret: str | None = Field(None, description="when set, every socket speaks CURVE")
-
-    # the engine
     engine: Literal["transformers", "fake"] = "transformers"
     fake_step_s: float = Field(0.0, ge=0, description="fake engine: seconds a forward takes")
     fake_groups: tuple[Literal["window", "state"], ...] = Field(
         (), description="fake engine: kinds of layers beside full attention"
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto, float32 or bfloat16")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     attention_backend: Literal["auto", "cpu", "torch", "flashinfer"] = "auto"
     linear_backend: Literal["auto", "packed", "torch"] = "auto"
     kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1"] = Field(
-        "auto", description="how keys, values and latents are stored; auto: in dtype"
+        "auto",
+        description="how KV is stored: auto (in dtype), fp8_e4m3, fp8_e5m2 or fp4_e2m1",
     )
     threads: int | None = Field(None, ge=1, description="compute threads; None: half the cores, at least 1")
     overlap_depth: Literal[0, 1] = Field(
         0, description="1: a step is launched before the last one's result is known"
     )
 
-    # memory
-    page_size: int = Field(16, description="tokens of a page, a power of two")
-    max_total_tokens: int | None = Field(None, ge=1, description="KV capacity; None: from kv_memory_fraction")
+
+class KVEventsOptions(Options):
+    """`kv_events_config`: whether and how KV placement is published."""
+
+    enable: bool = True
+    topic: str = KVEventsConfig.topic
+    buffer_batches: int = Field(KVEventsConfig.buffer_batches, ge=1, description="batches kept for replay")
+
+
+class MemoryOptions(Options):
+    """KV memory: its size, its page, what is cached and what is published of it."""
+
+    page_size: int = Field(CacheConfig.page_size, description="tokens of a KV page, a power of two")
+    max_total_tokens: int | None = Field(
+        None, ge=1, description="KV capacity of a worker in tokens; None: from kv_memory_fraction"
+    )
     kv_memory_fraction: float = Field(
-        0.2, gt=0, lt=1, description="share of free memory for KV when not given"
+        0.2, gt=0, lt=1, description="share of free memory for KV when max_total_tokens is not given"
     )
     swa_full_tokens_ratio: float = Field(
-        0.8, gt=0, le=1, description="capacity for sliding-window layers, as a share of max_total_tokens"
+        CacheConfig.swa_full_tokens_ratio,
+        gt=0,
+        le=1,
+        description="capacity for sliding-window layers, as a share of max_total_tokens",
     )
     max_mamba_cache_size: int | None = Field(
-        None, ge=1, description="states of linear attention or Mamba kept at once; None: from the requests"
+        None,
+        ge=1,
+        description="states of linear attention or Mamba that a worker keeps; None: from the requests",
     )
     mamba_track_interval: int = Field(
-        256, ge=1, description="tokens between the states that decode keeps; a multiple of page_size"
+        CacheConfig.mamba_track_interval,
+        ge=1,
+        description="tokens between the states that decode keeps; a multiple of page_size",
     )
     max_context_tokens: int | None = Field(
         None, ge=1, description="longest prompt + output; None: the model's"
     )
-    max_running_requests: int = Field(64, ge=1)
     prefix_cache: Literal["radix", "none"] = "radix"
-    eviction_policy: str = "lru"
-    kv_events_config: KVEventsOptions = KVEventsOptions()
-
-    # scheduling
-    chunked_prefill_size: int | None = Field(
-        512, ge=1, description="tokens of a prefill chunk; None: unlimited"
+    eviction_policy: str = Field(
+        CacheConfig.eviction_policy,
+        description="which cached prefix goes first: lru, mru, lfu, fifo, filo, priority or slru",
     )
-    max_prefill_tokens: int = Field(8192, ge=1, description="prefill tokens of one step over all requests")
-    last_chunk_tokens: int = Field(
-        0,
-        ge=0,
-        description="0: no limit; else a cut prompt ends with a chunk this small, to ship less at once",
+    kv_events_config: KVEventsOptions = Field(
+        KVEventsOptions(), description="KV events, for example {enable: false}"
     )
-    decode_reserve_tokens: int = Field(512, ge=0, description="growth that admission keeps free per request")
-
-    # the hand-off
-    kv_transfer_backend: Literal["auto", "shm", "tcp", "mooncake"] = "auto"
-    kv_checksums: bool = Field(False, description="CRC-32 of every page, verified by the receiver")
-    transfer_timeout_s: float = Field(60.0, gt=0, description="bound on one chunk's transfer")
-    hand_off_timeout_s: float = Field(
-        120.0, gt=0, description="bound on waiting for the other half of a room"
-    )
-
-    # liveness
-    join_timeout_s: float = Field(60.0, gt=0, description="bound on the directory's first answer")
-    announce_interval_s: float = Field(1.0, gt=0)
-    output_lease_s: float = Field(
-        60.0, gt=0, description="how long finished output waits for the router's Ack"
-    )
-    stuck_after_s: float = Field(120.0, gt=0, description="an engine loop silent for longer is unhealthy")
-
-    @property
-    def model_name(self) -> str:
-        """The model's name in the API and in the page hash."""
-        return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
 
     @field_validator("page_size")
     @classmethod
@@ -112,3 +91,71 @@ class WorkerOptions(Options):
         if value < 1 or value & (value - 1):
             raise ValueError(f"{value} is not a power of two: use 1, 2, 4, 8, 16, 32 or 64")
         return value
+
+    @field_validator("eviction_policy")
+    @classmethod
+    def _known_policy(cls, value: str) -> str:
+        try:
+            eviction_policy(value)
+        except ConfigError as error:
+            raise ValueError(f"{error.problem}: {error.remedy}") from None
+        return value
+
+
+class SchedulingOptions(Options):
+    """Admission, chunks and batches."""
+
+    max_running_requests: int = Field(SchedulerConfig.max_running_requests, ge=1)
+    chunked_prefill_size: int | None = Field(
+        SchedulerConfig.chunked_prefill_size, ge=1, description="tokens of a prefill chunk; None: unlimited"
+    )
+    max_prefill_tokens: int = Field(
+        SchedulerConfig.max_prefill_tokens, ge=1, description="prefill tokens of one step over all requests"
+    )
+    last_chunk_tokens: int = Field(
+        SchedulerConfig.last_chunk_tokens,
+        ge=0,
+        description="0: no limit; else a cut prompt ends with a chunk this small, to ship less at once",
+    )
+    decode_reserve_tokens: int = Field(
+        SchedulerConfig.decode_reserve_tokens,
+        ge=0,
+        description="growth that admission keeps free per request",
+    )
+
+
+class HandOffOptions(Options):
+    """KV from prefill to decode."""
+
+    kv_transfer_backend: Literal["auto", "shm", "tcp", "mooncake"] = Field(
+        "auto", description="auto, shm, tcp or mooncake"
+    )
+    kv_checksums: bool = Field(False, description="CRC-32 of every page, verified by the receiver")
+    transfer_timeout_s: float = Field(60.0, gt=0, description="bound on one chunk's transfer")
+    hand_off_timeout_s: float = Field(
+        120.0, gt=0, description="bound on waiting for the other worker of a room"
+    )
+
+
+class LivenessOptions(Options):
+    """Leases and bounds on silence."""
+
+    join_timeout_s: float = Field(60.0, gt=0, description="bound on the directory's first answer")
+    announce_interval_s: float = Field(1.0, gt=0)
+    output_lease_s: float = Field(
+        60.0, gt=0, description="how long finished output waits for the router's Ack"
+    )
+    stuck_after_s: float = Field(120.0, gt=0, description="an engine loop silent for longer is unhealthy")
+
+
+class WorkerSettings(EngineOptions, MemoryOptions, SchedulingOptions, HandOffOptions, LivenessOptions):
+    """Worker options."""
+
+
+class WorkerOptions(WorkerSettings, ServedModel, SocketOptions):
+    """Options of one worker process. The role is the program's (prefill_node or decode_node)."""
+
+    worker_id: str | None = Field(None, description="default: role and a random suffix")
+    directory: str | None = Field(
+        None, description="mailbox address of the directory; None: announce to nobody"
+    )

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cluster.cli import _parser, _share_machine, main, make_config
+from cluster.cli import _parser, main, make_config, share_machine
 from cluster.config import parse_config
 from common.errors import ConfigError
 
@@ -47,7 +47,7 @@ def _assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--page-size", "12"), ("options.page_size", "power of two")),
+        (("--page-size", "12"), ("worker.page_size", "power of two")),
         (("--max-context-tokens", "4096", "--max-total-tokens", "64"), ("max_context_tokens", "raise")),
         (("--set", "decode.options.page_size=32"), ("decode.options.page_size", "under worker")),
         (("--set", "decode.options.dtype=float32"), ("decode.options.dtype", "under worker")),
@@ -57,16 +57,16 @@ def _assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None
         ),
         (
             ("--kv-cache-dtype", "int3"),
-            ("options.kv_cache_dtype", "'auto', 'fp8_e4m3', 'fp8_e5m2' or 'fp4_e2m1'"),
+            ("worker.kv_cache_dtype", "'auto', 'fp8_e4m3', 'fp8_e5m2' or 'fp4_e2m1'"),
         ),
         (
             ("--set", "prefill.options.kv_cache_dtype=fp8_e4m3"),
             ("decode.options.kv_cache_dtype: prefill has fp8_e4m3 and decode has auto", "under worker"),
         ),
         (("--eviction-policy", "oldest"), ("eviction_policy: 'oldest' is unknown", "lfu", "slru")),
-        (("--dtype", "float8"), ("options.dtype", "'auto', 'float32' or 'bfloat16'")),
+        (("--dtype", "float8"), ("worker.dtype", "'auto', 'float32' or 'bfloat16'")),
         (("--kv-transfer-backend", "smoke"), ("kv_transfer_backend", "'auto', 'shm', 'tcp' or 'mooncake'")),
-        (("--set", "worker.evict=lru"), ("options.evict: unknown key", "one of:", "eviction_policy")),
+        (("--set", "worker.evict=lru"), ("worker.evict: unknown key", "one of:", "eviction_policy")),
     ],
 )
 def test_serve_refuses_bad_values_in_one_line(
@@ -120,9 +120,9 @@ def test_flags_win_over_the_file() -> None:
     )
     config = parse_config(make_config(arguments))
     assert config.colocated
-    assert config.worker["page_size"] == 32
-    assert config.worker["max_total_tokens"] == 16384
-    assert config.worker["kv_events_config"] == {"enable": False}
+    assert config.worker.page_size == 32
+    assert config.worker.max_total_tokens == 16384
+    assert not config.worker.kv_events_config.enable
     assert config.decode.drain_s == 5
 
 
@@ -166,7 +166,6 @@ def test_workers_share_the_machine(
 ) -> None:
     monkeypatch.setattr("cluster.cli.os.cpu_count", lambda: 8)
     monkeypatch.setattr("cluster.cli._gpus", lambda: 2)
-    raw = {"model": "m", **raw}
-    _share_machine(raw)
-    assert raw["worker"]["threads"] == threads
-    assert raw["decode"]["num_gpus"] == gpus
+    config = share_machine(parse_config({"model": "m", **raw}))
+    assert config.worker.threads == threads
+    assert config.decode.num_gpus == gpus

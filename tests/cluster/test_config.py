@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from cluster.config import json_schema, parse_config, read_config
+from cluster.config import ServeConfig, parse_config, read_config
 from common.errors import ConfigError
 from wire.records import Role
-from worker.options import WorkerOptions
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
@@ -19,8 +18,8 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
     ("change", "key", "says"),
     [
         ({"modle": "x"}, "modle", "unknown key"),
-        ({"worker": {"page_siz": 16}}, "prefill.options.page_siz", "unknown key"),
-        ({"worker": {"page_size": 12}}, "prefill.options.page_size", "not a power of two"),
+        ({"worker": {"page_siz": 16}}, "worker.page_siz", "use one of: .*page_size"),
+        ({"worker": {"page_size": 12}}, "worker.page_size", "not a power of two"),
         ({"decode": {"options": {"page_size": 32}}}, "decode.options.page_size", "their pages differ"),
         ({"prefill": {"options": {"dtype": "float32"}}}, "decode.options.dtype", "their pages differ"),
         (
@@ -60,8 +59,8 @@ def test_worker_options_are_shared_then_overridden() -> None:
             "decode": {"num_cpus": 2.5, "options": {"max_running_requests": 8}},
         }
     )
-    prefill = WorkerOptions(**config.worker_options(Role.PREFILL))
-    decode = WorkerOptions(**config.worker_options(Role.DECODE))
+    prefill = config.worker_options(Role.PREFILL)
+    decode = config.worker_options(Role.DECODE)
     assert (prefill.max_running_requests, decode.max_running_requests) == (4, 8)
     assert prefill.max_total_tokens == decode.max_total_tokens == 1024
     assert (prefill.threads, decode.threads) == (1, 2)  # what the replica reserves
@@ -104,11 +103,11 @@ def test_unreadable_files_are_named(tmp_path: Path, text: str | None, says: str)
 
 
 def test_schema_describes_nested_options_in_their_places() -> None:
-    schema = json_schema()
+    schema = ServeConfig.model_json_schema()
     definitions = schema["$defs"]
-    assert schema["properties"]["worker"] == {"$ref": "#/$defs/WorkerOptions"}
-    assert "page_size" in definitions["WorkerOptions"]["properties"]
-    assert "directory" not in definitions["WorkerOptions"]["properties"]
+    assert schema["properties"]["worker"]["$ref"] == "#/$defs/WorkerSettings"
+    assert "page_size" in definitions["WorkerSettings"]["properties"]
+    assert "directory" not in definitions["WorkerSettings"]["properties"]
     assert definitions["PrefillDeployment"]["additionalProperties"] is False
     for reference in _references(schema):
         assert reference.removeprefix("#/$defs/") in definitions
