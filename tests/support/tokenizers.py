@@ -1,4 +1,4 @@
-"""Tiny tokenizers of the families' two kinds, with chat templates, written as model directories."""
+"""Tiny tokenizers of the families' two kinds, with chat templates, and larger ones, as model directories."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from tokenizers import (
     AddedToken,
+    Regex,
     Tokenizer,
     decoders,
     models,
@@ -23,6 +24,25 @@ _CORPUS = [
     "Grüße aus München – naïve café, 東京 and Ελλάδα 🙂",
     "user assistant system tool 0123456789",
 ]
+
+# More scripts than the documents have, for tokenizers that are trained on these.
+_SCRIPTS = [
+    "Съешь же ещё этих мягких французских булок, да выпей чаю.",
+    "東京都は日本の首都です。中文分词很难，１２３。한국어도 있다.",
+    "مرحبا بالعالم ١٢٣، नमस्ते दुनिया १२३। ภาษาไทย",
+    "🙂🙃👩‍👩‍👧 🇩🇪 ❤️ cafe\u0301 ﬁ",
+    "\n".join(" " * depth + "if x:\r\n\n" for depth in range(24)),
+]
+
+LLAMA_3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+O200K_SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 CHATML = """{%- if tools %}
 {{- '<|im_start|>system\\n' }}
@@ -88,6 +108,47 @@ def byte_level(path: Path, bos: bool = False, tokenizer_class: str = "PreTrained
         )
     template = ("{{ bos_token }}" if bos else "") + CHATML
     return _write(path, tokenizer, {**config, "chat_template": template, "tokenizer_class": tokenizer_class})
+
+
+def trained(path: Path, split: str, ignore_merges: bool) -> Path:
+    """A byte-level tokenizer of 3,000 tokens, trained on this repository's documents.
+
+    With `ignore_merges` as Llama 3's: its list of merges has every two tokens that join to a token, and
+    merges do not reach all tokens.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(split), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=3000, initial_alphabet=alphabet, show_progress=False)
+    pages = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
+    tokenizer.train_from_iterator([*(page.read_text() for page in pages), *_SCRIPTS * 20], trainer)
+    if ignore_merges:
+        tokenizer.model = _take_words_whole(json.loads(tokenizer.to_str())["model"]["vocab"])
+    specials = ["<|begin|>", "<|im_start|>", "<|im_end|>"]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
+    start = tokenizer.token_to_id("<|begin|>")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|begin|> $A", pair="<|begin|> $A $B", special_tokens=[("<|begin|>", start)]
+    )
+    return _write(path, tokenizer, {"bos_token": "<|begin|>", "eos_token": "<|im_end|>"})
+
+
+def _take_words_whole(vocab: dict[str, int]) -> models.BPE:
+    whole = ["ĠbatonXYZ", "Thatthe", "ÐŁÑĢÐ¸Ð²ÐµÑĤÑĤ", "ĠĠĠĠĠĠĠĠĠĠĠĠĠĠĠĠĠĠĠĠĠĠĠĠĠĠĠĠĠĠĠĠĠĠ"]
+    vocab = vocab | {name: len(vocab) + at for at, name in enumerate(whole)}
+    merges = [
+        (name[:cut], name[cut:])
+        for name in sorted(vocab, key=vocab.__getitem__)
+        for cut in range(1, len(name))
+        if name[:cut] in vocab and name[cut:] in vocab
+    ]
+    return models.BPE(vocab, merges, ignore_merges=True)
 
 
 def byte_fallback(path: Path, tokenizer_class: str = "PreTrainedTokenizerFast") -> Path:

@@ -91,7 +91,7 @@ def as_batch(prompt: Any) -> list[str | list[int]]:
 async def encode(router: Router, text: str, add_special_tokens: bool) -> list[int]:
     """Token ids of a text."""
     if len(text) > _LONG_TEXT:
-        return await asyncio.to_thread(router.tokenization.encode_long, text, add_special_tokens)
+        return await asyncio.to_thread(router.tokenization.encode, text, add_special_tokens)
     return router.tokenization.encode(text, add_special_tokens)
 
 

@@ -5,7 +5,6 @@
 
 PyObject* make_page_table_type();
 PyObject* make_kv_prices_type();
-PyObject* make_word_table_type();
 
 namespace {
 
@@ -38,8 +37,7 @@ bool add(PyObject* module, const char* name, PyObject* type) {
 }
 
 int fill(PyObject* module) {
-  const bool all = add(module, "PageTable", make_page_table_type()) && add(module, "KVPrices", make_kv_prices_type()) &&
-                   add(module, "WordTable", make_word_table_type());
+  const bool all = add(module, "PageTable", make_page_table_type()) && add(module, "KVPrices", make_kv_prices_type());
   return all ? 0 : -1;
 }
 
