@@ -1,1 +1,1 @@
-"""One forward pass of a Hugging Face decoder, on CPU or GPU, and sampling."""
+"""Runs one forward pass of a Hugging Face decoder on a CPU or GPU, and samples tokens from its logits."""

@@ -1,10 +1,10 @@
-"""The seam to transformers: one attention function that hands every layer to a paged backend.
+"""The attention function that transformers calls. It passes each layer to a paged backend.
 
 A transformers attention layer calls `PagedCache.update` and then the function registered here. The
-PagedLayers travel through the model as the keyword `paged`, which every decoder in the gate's table passes
-down to its attention function. No mask function is registered under our name: transformers then builds no
-mask at all, and a paged backend is causal within each sequence by itself. (A registered mask function would
-be handed a `[T, T]` mask of the whole pack to fill, for nothing.)
+PagedLayers object reaches this function as the keyword argument `paged`, which every decoder in the gate's
+table passes down. No mask function is registered under this name, so transformers builds no mask: a paged
+backend applies causal masking within each sequence itself. (transformers would give a registered mask
+function a `[T, T]` mask of the whole pack to fill, and nothing would read it.)
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def paged_attention(
     s_aux: torch.Tensor | None = None,
     **_kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The registered function. query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq, D].
+    """Attend over pages. query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq, D].
 
-    `s_aux` are attention sinks, [Hq] logits that join each softmax and carry no value (gpt-oss). Options of
-    other attention functions (dropout, scaling, sliding window) are in `_kwargs`: the loader has read them
-    from the modules once, and the backends were built with them.
+    `s_aux` holds attention sinks (gpt-oss): [Hq] logits that join each softmax and carry no value. `_kwargs`
+    holds the options of other attention functions (dropout, scaling, sliding window). They are not read here:
+    the loader reads them from the modules once, and the backends are built with them.
     """
     assert attention_mask is None
     assert query.shape[0] == 1

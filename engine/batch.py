@@ -1,4 +1,4 @@
-"""One forward pass: what goes in, what comes out, and who computes it."""
+"""One forward pass: its input, its result, and the interface of the engine that computes it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from engine.sampling_state import SamplingState
 
 UNKNOWN_TOKEN = -1
-"""In `input_ids`: the token that the row's last sampling gave, not known yet when the batch was built."""
+"""In `input_ids`: the token last sampled for this row, which was not known when the batch was built."""
 
 
 @dataclass(slots=True)
@@ -28,9 +28,9 @@ class SamplingRow:
 
 @dataclass(frozen=True, slots=True)
 class WindowPages:
-    """The page table of the sliding-window group, indexed like the batch's own by logical page.
+    """The page table of the sliding-window group. Like the batch's own it is indexed by logical page.
 
-    Pages that no query of this step sees may be 0: they may have been given away.
+    Entries of pages that no query of this step sees may be 0, because the request may have freed the pages.
     """
 
     page_table: npt.NDArray[np.int32]  # [S, max_pages]
@@ -39,42 +39,44 @@ class WindowPages:
 
 @dataclass(frozen=True, slots=True)
 class StateSlots:
-    """Slots of the state group. A forward reads the state before its first new token from one slot and leaves
-    the state after its last in another; they may be the same. A slot that is only read is never written:
-    that is how a cached state is picked up without a copy.
+    """Slots of the state group.
+
+    A forward reads the state before its first new token from one slot and writes the state after its last
+    new token to another slot or to the same one. A slot that is only read is never written, so a forward can
+    start from a cached state without copying it.
     """
 
-    reads: npt.NDArray[np.int32]  # [S]; 0: the sequence starts here, from no state
+    reads: npt.NDArray[np.int32]  # [S]; 0: the sequence starts here, without a state
     writes: npt.NDArray[np.int32]  # [S]; 0 for a padding sequence
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """S sequences with T new tokens in all, packed one after the other; N of them are sampled.
+    """S sequences with T new tokens in total, packed one after the other. N of the sequences are sampled.
 
-    A padding sequence is row 0 with page table 0 and out_slots in page 0: it computes nothing anyone reads.
+    A padding sequence has row 0, page table 0 and out_slots in page 0. Its results are not used.
     """
 
     input_ids: npt.NDArray[np.int64]  # [T]; UNKNOWN_TOKEN: the last token sampled for that row
     positions: npt.NDArray[np.int64]  # [T]
-    out_slots: npt.NDArray[np.int64]  # [T] slot of the primary group that every new token is written to
+    out_slots: npt.NDArray[np.int64]  # [T] slot in the primary group that each new token is written to
     rows: npt.NDArray[np.int32]  # [S] req_to_token row of each sequence
     q_lens: npt.NDArray[np.int32]  # [S] new tokens of each sequence in this step, 1 for decode
     seq_lens: npt.NDArray[np.int32]  # [S] context length after this step, new tokens included
     page_table: npt.NDArray[np.int32]  # [S, max_pages] page ids, 0-padded
-    sampled: npt.NDArray[np.int32]  # [N] indices into S: whose last token's logits are sampled
+    sampled: npt.NDArray[np.int32]  # [N] indices into S: the sequences to sample after their last token
     sampling: list[SamplingRow]  # N
-    window: WindowPages | None = None  # where the model has a window group
-    state: StateSlots | None = None  # where the model has a state group
+    window: WindowPages | None = None  # set if the model has a window group
+    state: StateSlots | None = None  # set if the model has a state group
 
     def starts(self) -> npt.NDArray[np.int64]:
-        """[S + 1]: sequence i's new tokens are packed at [starts[i], starts[i + 1])."""
+        """[S + 1]: the new tokens of sequence i are at [starts[i], starts[i + 1]) of the pack."""
         starts = np.zeros(len(self.q_lens) + 1, dtype=np.int64)
         np.cumsum(self.q_lens, out=starts[1:])
         return starts
 
     def for_window(self) -> ForwardBatch:
-        """This batch as the window group's attention sees it."""
+        """This batch with the page table and the slots of the window group."""
         assert self.window is not None, "the batch was built without window pages"
         return replace(self, page_table=self.window.page_table, out_slots=self.window.out_slots)
 
@@ -91,19 +93,19 @@ class Pending(Protocol):
     """A launched forward."""
 
     def result(self, timeout_s: float) -> BatchResult:
-        """Wait for it. Raises EngineError when the forward failed or takes longer than `timeout_s`."""
+        """Wait for the result. Raises EngineError if the forward failed or takes longer than `timeout_s`."""
         ...
 
 
 class Engine(Protocol):
-    """Runs forwards in the order of their launches."""
+    """Runs forwards in the order in which they are launched."""
 
     spec: ModelSpec
 
     def launch(self, batch: ForwardBatch) -> Pending:
-        """Queue one forward behind those launched before; never waits for a result."""
+        """Queue one forward behind those launched before. Never waits for a result."""
         ...
 
     def close(self) -> None:
-        """Finish what is launched and free the engine's threads. Idempotent."""
+        """Finish the launched forwards and end the engine's threads. Idempotent."""
         ...

@@ -1,4 +1,4 @@
-"""How one engine runs its model."""
+"""The options of an engine."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The engine's options. Raises ConfigError (key `engine.<field>`) for a value that cannot work."""
+    """The engine's options. Raises ConfigError (key `engine.<field>`) for an invalid value."""
 
     model: str  # a directory with config.json and safetensors, or a hub id
-    dtype: str = "auto"  # of weights and KV; "auto" is what config.json says
-    kv_cache_dtype: str = "auto"  # how KV is stored (kvcache.quant); "auto": in `dtype`
+    dtype: str = "auto"  # of weights and KV; "auto": the dtype in config.json
+    kv_cache_dtype: str = "auto"  # storage format of KV (kvcache.quant); "auto": `dtype`
     device: str = "cpu"  # a torch device
     attention: str = "auto"  # "auto": flashinfer on CUDA, the C++ op on CPU, else the torch reference
     linear: str = "auto"  # "packed": weights rearranged once for the CPU; "auto": packed in bfloat16 on CPU
-    threads: int = 1  # torch's intra-op threads in this process; 0 leaves torch's own default
-    overlap: bool = True  # forwards run on an executor thread; off: inline in launch()
+    threads: int = 1  # torch's intra-op threads in this process; 0: torch's own default
+    overlap: bool = True  # True: forwards run on an executor thread; False: inside launch()
 
     def __post_init__(self) -> None:
         if not self.model:

@@ -1,12 +1,12 @@
-"""A deterministic engine without a model, honest about memory.
+"""A deterministic engine without a model. Its output depends on the memory that it reads.
 
-    full     every token's id and position are written to its KV slot; all of them are read back
-    window   the same in the window group's slots; the last `window` of them are read back
-    state    a running hash of the sequence, and how many tokens it has seen
+    full     writes the id and position of every token to its KV slot, and reads all of them back
+    window   does the same in the window group's slots, and reads the last `window` of them back
+    state    keeps a running hash of the sequence, and the number of tokens seen
 
-The next token is a hash of all that as READ BACK, in page-table order. So a page or state that was lost,
-swapped, stale or shared by mistake changes the output, just as it would with a model, at no cost;
-`fake_generate` is the pure oracle.
+The next token is a hash of everything that was READ BACK, in page-table order. A page or state that was
+lost, exchanged, stale or shared by mistake changes the output, as it would with a model. `fake_generate`
+computes the expected tokens without using any memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvcache.pool import KVCache, MambaPool, MHAKVCache
 from wire.messages import TokenLogprobs
 
 FAKE_WINDOW = 40
-"""Tokens a windowed fake layer sees: more than a page and no multiple of most page sizes."""
+"""Tokens that a windowed fake layer sees: more than a page, and not a multiple of most page sizes."""
 
 _MULTIPLIERS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9], dtype=np.uint64)
 _STATE_LAYER, _STATE_TENSOR = 2, "seen"
@@ -39,7 +39,7 @@ Tokens = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]  # ids, positions
 
 @dataclass(frozen=True)
 class FakeTiming:
-    """How long a forward pretends to compute, in seconds."""
+    """How long a forward sleeps to simulate computing, in seconds."""
 
     per_step_s: float = 0.0
     per_prefill_token_s: float = 0.0  # tokens of sequences with more than one new token
@@ -52,9 +52,9 @@ def fake_spec(
     groups: Sequence[str] = (),
     window: int = FAKE_WINDOW,
 ) -> ModelSpec:
-    """The fake model: one full-attention layer, one head; float32, exact for ids below 2**24.
+    """The fake model: one full-attention layer with one head, in float32, exact for ids below 2**24.
 
-    `groups` adds layers of other kinds: "window" (which sees `window` tokens), "state".
+    `groups` adds layers of other kinds: "window" (sees `window` tokens) and "state".
     """
     assert set(groups) <= {"window", "state"}, f"the fake model has no such groups: {groups}"
     specs: list[GroupSpec] = [KVGroupSpec(layer_ids=(0,), kv_heads=1, head_dim=2, dtype=torch.float32)]
@@ -75,7 +75,7 @@ def fake_spec(
 
 
 def _mixed(ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], first: int = 0) -> Hashes:
-    """A number per token that depends on its place (from `first` on), id and position."""
+    """A hash per token of its place in the sequence (counted from `first`), its id and its position."""
     index = np.arange(first, first + len(ids)).astype(np.uint64)
     mixed: Hashes = (index + np.uint64(1)) * _MULTIPLIERS[0]
     mixed ^= (ids.astype(np.uint64) + np.uint64(1)) * _MULTIPLIERS[1]
@@ -87,7 +87,7 @@ def _mixed(ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], first: 
 
 
 def _absorbed(state: npt.NDArray[np.int64], tokens: Tokens) -> npt.NDArray[np.int64]:
-    """The state `[hash, tokens seen]` after `tokens`, whose order matters."""
+    """The state `[hash, tokens seen]` after `tokens`. The hash depends on their order."""
     ids, positions = tokens
     powers = np.full(len(ids) + 1, _MULTIPLIERS[1])
     powers[0] = 1
@@ -99,7 +99,7 @@ def _absorbed(state: npt.NDArray[np.int64], tokens: Tokens) -> npt.NDArray[np.in
 def _next_token(
     full: Tokens, window: Tokens | None, state: npt.NDArray[np.int64] | None, vocab_size: int
 ) -> int:
-    """The token after a context, from what each group has of it."""
+    """The token after a context, computed from what each group holds of the context."""
     total = np.bitwise_xor.reduce(_mixed(*full), keepdims=True)
     if window is not None:
         total += np.bitwise_xor.reduce(_mixed(*window), keepdims=True) * _MULTIPLIERS[1]
@@ -116,7 +116,7 @@ def fake_generate(
     groups: Sequence[str] = (),
     window: int = FAKE_WINDOW,
 ) -> list[int]:
-    """The n tokens that a FakeEngine over correct memory gives after `prompt`."""
+    """The n tokens that a FakeEngine generates after `prompt` if its memory is correct."""
     context = list(prompt)
     state = _absorbed(
         np.zeros(2, dtype=np.int64), (np.array(context[:-1], np.int64), np.arange(len(prompt) - 1))
@@ -130,8 +130,11 @@ def fake_generate(
 
 
 class FakeEngine:
-    """An Engine (engine/batch.py) over the pools of `fake_spec`'s groups, by name. Sampling parameters change
-    nothing but logprobs, which are made up yet deterministic."""
+    """An Engine (engine/batch.py) over the pools of `fake_spec`'s groups, given by name.
+
+    The only sampling parameter that has an effect is `top_logprobs`; the log-probabilities are made up but
+    deterministic.
+    """
 
     def __init__(
         self,
@@ -154,15 +157,13 @@ class FakeEngine:
         self._queue = LaunchQueue(overlap, "fake-engine")
 
     def launch(self, batch: ForwardBatch) -> Launched:
-        """See Engine."""
         return self._queue.launch(lambda: self._forward(batch))
 
     def close(self) -> None:
-        """See Engine."""
         self._queue.close()
 
     def _forward(self, batch: ForwardBatch) -> BatchResult:
-        with self._last_tokens.owed(batch):
+        with self._last_tokens.placeholders_on_failure(batch):
             return self._compute(batch)
 
     def _compute(self, batch: ForwardBatch) -> BatchResult:
@@ -183,8 +184,12 @@ class FakeEngine:
         return BatchResult(tokens, logprobs)
 
     def _seen_positions(self, batch: ForwardBatch) -> npt.NDArray[np.int64]:
-        """The positions to write: wrong ones for a chunk whose first token does not see in its window what
-        the full group has there. Only the last token's view is hashed; this is where an earlier one shows."""
+        """The positions to write. They are wrong for a chunk whose first token sees other tokens in the
+        window group than in the full group.
+
+        Only the last token's view is hashed. Wrong positions make an error in an earlier token's window
+        visible in the output too.
+        """
         if self._window is None:
             return batch.positions
         positions = batch.positions.copy()
@@ -200,7 +205,7 @@ class FakeEngine:
     def _advance_states(
         self, ids: npt.NDArray[np.int64], batch: ForwardBatch
     ) -> list[npt.NDArray[np.int64]] | None:
-        """Each sequence's state after this step, written to its slot."""
+        """Compute each sequence's state after this step, and write it to its slot."""
         if self._states is None:
             return None
         assert batch.state is not None, "the batch was built without state slots"
@@ -226,7 +231,7 @@ class FakeEngine:
         prefilled = int(batch.q_lens[batch.q_lens > 1].sum())
         seconds = self._timing.per_step_s + prefilled * self._timing.per_prefill_token_s
         if seconds:
-            time.sleep(seconds)  # stands for computing: there is no event to await
+            time.sleep(seconds)
 
     def _logprobs(self, row: SamplingRow, token: int) -> TokenLogprobs | None:
         count = row.state.params.top_logprobs
@@ -237,7 +242,7 @@ class FakeEngine:
 
 
 class _Layer:
-    """A layer that keeps a token's id as its key and its position as its value."""
+    """A layer whose key is the token's id and whose value is the token's position."""
 
     def __init__(self, pool: KVCache) -> None:
         assert isinstance(pool, MHAKVCache)
@@ -252,7 +257,7 @@ class _Layer:
             self._data[pages, side, offsets] = torch.from_numpy(values).to(self._data.dtype)[:, None]
 
     def read(self, table: npt.NDArray[np.int32], start: int, end: int) -> Tokens:
-        """What tokens [start, end) of a sequence have in the pages of its table."""
+        """Ids and positions of tokens [start, end) of a sequence, read from the pages of its table."""
         first = start // self._page_size
         pages = torch.from_numpy(table[first : -(-end // self._page_size)].astype(np.int64))
         both = self._data[pages][..., 0].permute(1, 0, 2).reshape(2, -1).numpy().astype(np.int64)

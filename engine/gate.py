@@ -1,8 +1,8 @@
-"""Accepts or refuses a checkpoint at load, by name.
+"""Accepts or refuses a checkpoint at load.
 
-An attention function sees no mask, and a pack holds several sequences: a feature that changes what a query
-sees, or that looks at the whole input as if it were one sequence, would be computed WRONGLY without any
-error. So a checkpoint runs only when every such feature of its config is one this engine computes.
+An attention function sees no mask, and a pack holds several sequences. A feature that changes which tokens a
+query sees, or that treats the whole input as one sequence, would be computed WRONGLY without an error. So a
+checkpoint is accepted only if the engine computes every such feature of its config.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ FAMILIES: dict[str, Family] = {
     **latent.FAMILIES,
     **windowed.FAMILIES,
 }
-"""model_type -> what is tested token by token against transformers.generate."""
+"""model_type -> its family. Each is tested token by token against transformers.generate."""
 
 ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
-"""Fixed functions of a token's own position. "dynamic" and "longrope" rescale by the longest position in the
-input, which in a pack is another sequence's."""
+"""Types that depend only on a token's own position. "dynamic" and "longrope" scale by the longest position in
+the input, which in a pack may belong to another sequence."""
 
 _MUST_BE_OFF = {
-    "attn_logit_softcapping": "soft-capped attention scores are not computed by the paged backends",
-    "final_logit_softcapping": "soft-capped logits are not computed by the sampler",
+    "attn_logit_softcapping": "the paged backends do not compute soft-capped attention scores",
+    "final_logit_softcapping": "the sampler does not compute soft-capped logits",
     "attention_chunk_size": "chunked attention hides tokens that the paged backends would show",
-    "alibi": "ALiBi adds a bias to scores that the paged backends do not know",
-    "num_kv_shared_layers": "layers that share another layer's KV are not in the page layout",
+    "alibi": "the paged backends do not add ALiBi's bias to scores",
+    "num_kv_shared_layers": "the page layout has no layers that share another layer's KV",
     "kv_lora_rank": "latent attention (MLA) needs a page layout of its own",
     "index_topk": "sparse attention keeps a second cache for its indexer",
     "cross_attention_layers": "cross attention needs an encoder's KV",
     "quantization_config": "packed and absorbed layers read weights as they are stored",
 }
-"""config.json key -> why any value but null, false, 0 or an empty list is refused."""
+"""config.json key -> why any value other than null, false, 0 or an empty list is refused."""
 
 
 _NOT_SERVED = {
-    "jamba": "transformers' scan of several tokens ignores the state that it is handed",
-    "nemotron_h": "its time step is clamped in prompts and not in decode",
+    "jamba": "transformers' scan of several tokens ignores the state that is passed to it",
+    "nemotron_h": "transformers clamps its time step in prompts but not in decode",
 }
-"""model_type -> why its layers cannot be run a chunk at a time as transformers computes them."""
+"""model_type -> why transformers does not compute the model exactly if a prompt is cut into chunks."""
 
 
 def check_model(config: Any) -> Family:
-    """The family of a transformers config. Raises UnsupportedModel where the engine would not be exact."""
+    """The family of a transformers config. Raises UnsupportedModel if the engine would not be exact."""
     family = _family(config)
     for key, why in _MUST_BE_OFF.items():
         value = getattr(config, key, None)

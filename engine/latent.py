@@ -1,23 +1,19 @@
-"""Multi-head latent attention, absorbed (DeepSeek-V2, arXiv 2405.04434).
+"""Multi-head latent attention in absorbed form (DeepSeek-V2, arXiv 2405.04434).
 
-A token's keys and values of all heads are linear in one short vector, its latent c, beside a rotated key part
-k_rope that the heads share:
+The keys and values of all heads are linear functions of one short vector per token, the latent c. The keys
+also have a rotated part k_rope, which all heads share:
 
     k_h = [W_uk[h] c | k_rope]        v_h = W_uv[h] c
 
-transformers expands them from the latents of the whole context in every step. Here the latent is what the
-pages hold, and the two matrices move to the side of the new tokens, where there are few:
+transformers computes keys and values from the latents of the whole context in every step (it expands them).
+Here the pages hold the latents, and the two matrices are applied to the queries and results of the new
+tokens, which are few:
 
     q_h . k_h  =  (W_uk[h]^T q_nope_h) . c  +  q_rope_h . k_rope
     sum_j p_j v_h[j]  =  W_uv[h] (sum_j p_j c[j])
 
-So to a backend all heads attend to ONE key per token, [c | k_rope], whose first part is the value too.
-
-Prefill is absorbed as well. On paper expanding is ahead from chunks of 170 tokens on: with the widths of
-DeepSeek-V2-Lite a pair of tokens costs 1,088 multiplications a head absorbed and 320 expanded, and expanding
-131,072 for every token of the context, in every chunk. But on one core 512 new tokens at a context of 1,024
-take 0.12 s a layer absorbed (engine/cpu/mla.py) and 0.29 s expanded with torch's attention, in bfloat16; and
-expanding needs a second attention path and a copy of the context 9 times as large as its latents.
+So for a backend all heads attend to ONE key per token, [c | k_rope], and the first part of the key is also
+its value. Prefill uses the same form; docs/decisions/0009 has the measurement.
 """
 
 from __future__ import annotations
@@ -35,22 +31,22 @@ Rotate = Callable[[torch.Tensor, torch.Tensor, Any], tuple[torch.Tensor, torch.T
 
 
 class LatentAttention(nn.Module):
-    """Replaces DeepseekV2Attention and DeepseekV3Attention after loading, and keeps their projections.
+    """Replaces DeepseekV2Attention and DeepseekV3Attention after loading.
 
-    Only kv_b_proj goes: its weight becomes W_uk and W_uv, each in the order in which its product reads it.
-    (Views of the one weight would do, but a bfloat16 product on CPU takes 7 times as long with a transposed
-    weight.)
+    It keeps their projections except kv_b_proj, whose weight becomes W_uk and W_uv. Each is copied into the
+    order in which its product reads it: with views of the one weight, a bfloat16 product on CPU takes 7 times
+    as long, because the weight is transposed.
     """
 
     def __init__(self, attention: Any, rotate: Rotate) -> None:
         super().__init__()
         self.layer_idx: int = attention.layer_idx
-        self.scaling: float = attention.scaling  # on scores; yarn's factor is in it
+        self.scaling: float = attention.scaling  # factor on scores; includes yarn's factor
         self._rope_dim: int = attention.qk_rope_head_dim
         self._nope_dim: int = attention.qk_nope_head_dim
         self._rank: int = attention.kv_lora_rank
         self._rotate = rotate
-        self.q_proj = attention.q_proj  # None where queries have a low rank of their own
+        self.q_proj = attention.q_proj  # None if queries are projected through a low rank
         self.q_a_proj = attention.q_a_proj
         self.q_a_layernorm = attention.q_a_layernorm
         self.q_b_proj = attention.q_b_proj
@@ -66,7 +62,7 @@ class LatentAttention(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: Any, paged: PagedLayers, **_: Any
     ) -> tuple[torch.Tensor, None]:
-        """hidden_states [1, T, hidden] -> the same shape, as the module replaced."""
+        """hidden_states [1, T, hidden] -> the same shape, as in the replaced module."""
         q_nope, q_rope = self._queries(hidden_states)
         latent, k_rope = self.kv_a_proj_with_mqa(hidden_states).split((self._rank, self._rope_dim), dim=-1)
         latent = self.kv_a_layernorm(latent)[0]
@@ -79,7 +75,7 @@ class LatentAttention(nn.Module):
         return self.o_proj(values.transpose(0, 1).flatten(1)[None]), None
 
     def _queries(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[1, heads, T, nope_dim] and [1, heads, T, rope_dim], not yet rotated."""
+        """Queries before rotation: [1, heads, T, nope_dim] and [1, heads, T, rope_dim]."""
         if self.q_proj is not None:
             queries = self.q_proj(hidden_states)
         else:

@@ -1,4 +1,4 @@
-"""FIFO launches: on one executor thread, or inline."""
+"""Runs forwards in the order in which they are launched, on one executor thread or inline."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Launched:
     future: Future[BatchResult]
 
     def result(self, timeout_s: float) -> BatchResult:
-        """See engine.batch.Pending. The forward's own exception is the cause of the EngineError."""
+        """Wait for the result. Raises EngineError, whose cause is the exception that the forward raised."""
         try:
             return self.future.result(timeout_s)
         except TimeoutError as error:
@@ -27,23 +27,23 @@ class Launched:
 
 
 class LaunchQueue:
-    """Runs functions one after the other in the order given."""
+    """Runs functions one after the other, in the order in which they are launched."""
 
     def __init__(self, overlap: bool, name: str = "engine") -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=name) if overlap else None
 
     def launch(self, forward: Callable[[], BatchResult]) -> Launched:
-        """Queue `forward`; without overlap run it before returning. Errors surface in result()."""
+        """Queue `forward`, or run it at once if there is no overlap. result() raises its errors."""
         if self._executor is not None:
             return Launched(self._executor.submit(forward))
         future: Future[BatchResult] = Future()
         try:
             future.set_result(forward())
-        except Exception as error:  # noqa: BLE001  it is raised again, as EngineError, by result()
+        except Exception as error:  # noqa: BLE001  result() raises it as EngineError
             future.set_exception(error)
         return Launched(future)
 
     def close(self) -> None:
-        """Run what is queued, then end the thread. Idempotent."""
+        """Run the queued functions, then end the thread. Idempotent."""
         if self._executor is not None:
             self._executor.shutdown(wait=True)

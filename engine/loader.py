@@ -1,4 +1,4 @@
-"""From a checkpoint to a model that runs on our seam."""
+"""Loads a checkpoint into a transformers model that uses the paged cache and the paged attention function."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from engine.config import EngineConfig
 from engine.errors import UnsupportedModel
 from engine.families.base import Dtypes
 from engine.gate import check_model
-from engine.module_replacements import apply_replacements, swap_table
+from engine.module_replacements import apply_replacements, replacement_table
 from engine.spec import ModelSpec
 from kvcache.layout import GroupSpec, stored_as
 from kvcache.quant import KVFormat
@@ -32,32 +32,32 @@ _FINGERPRINT_VALUES = 64  # of each weight
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """What an attention backend must know of one layer, read from the module that computes it."""
+    """The properties of one attention layer that its backend needs, read from the layer's module."""
 
     layer: int
     query_heads: int
-    scale: float  # on q.k
+    scale: float  # factor on q.k
     window: int | None  # keys that a query sees, itself included; None: all
     sinks: bool = False  # whether a learned logit per head joins each softmax
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A transformers causal LM, its replacements applied, and what its runner must know."""
+    """A transformers causal LM with its slow modules replaced, and what its runner needs to know of it."""
 
     model: Any  # a transformers PreTrainedModel with a causal LM head
     spec: ModelSpec
     attention: tuple[AttentionLayer, ...]  # one per layer that attends, in order
-    swapped: dict[str, int]  # class name -> modules replaced
+    replaced: dict[str, int]  # class name -> number of modules replaced
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
     """Load `config.model`, a directory or a hub id.
 
-    A directory is never looked up anywhere else. Raises ConfigError when it does not hold a model and
-    UnsupportedModel when the gate refuses it (before any weight is read).
+    A directory is not looked up on the hub. Raises ConfigError if there is no usable model there, and
+    UnsupportedModel, before any weight is read, if the gate refuses the model.
     """
-    # A worker's stderr is for the one line that says what is wrong; bars would bury it.
+    # When a worker fails to start, the last line of its stderr is the error. Progress bars would hide it.
     transformers_logging.disable_progress_bar()
     local = _is_directory(config.model)
     try:
@@ -83,8 +83,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
         model_type=hf_config.model_type,
         dtype=dtype,
     )
-    swapped = apply_replacements(model, config, swap_table(config))
-    return LoadedModel(model, spec, attention, swapped)
+    replaced = apply_replacements(model, config, replacement_table(config))
+    return LoadedModel(model, spec, attention, replaced)
 
 
 def _read(config: EngineConfig, hf_config: Any, dtype: torch.dtype, local: bool) -> Any:
@@ -98,9 +98,9 @@ def _read(config: EngineConfig, hf_config: Any, dtype: torch.dtype, local: bool)
             use_safetensors=True,
             output_loading_info=True,
         )
-    except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: a weight of another shape
+    except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: a weight has another shape
         raise _unreadable(config.model, error) from error
-    if report["missing_keys"]:  # transformers would make them up
+    if report["missing_keys"]:  # transformers initialises them at random
         missing = ", ".join(sorted(report["missing_keys"])[:3])
         raise _unreadable(config.model, ValueError(f"no weights for {missing}"))
     return model
@@ -110,7 +110,7 @@ def _is_directory(model: str) -> bool:
     if Path(model).is_dir():
         if not (Path(model) / "config.json").is_file():
             raise ConfigError(
-                "model", f"{model} holds no config.json", "name a directory that save_pretrained wrote"
+                "model", f"{model} contains no config.json", "name a directory that save_pretrained wrote"
             )
         return True
     if not _HUB_ID.fullmatch(model):
@@ -135,7 +135,7 @@ def _dtype(config: EngineConfig, hf_config: Any) -> torch.dtype:
 
 
 def _attention_layers(model: nn.Module, hf_config: Any) -> tuple[AttentionLayer, ...]:
-    """Every module that attends, in layer order. Read from the modules, which are what computes."""
+    """Every attention module, in layer order. The modules are read, not the config, because they compute."""
     modules: Any = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling")]
     heads = hf_config.num_attention_heads
     return tuple(
@@ -145,14 +145,14 @@ def _attention_layers(model: nn.Module, hf_config: Any) -> tuple[AttentionLayer,
 
 
 def _window(attention: Any) -> int | None:
-    """The window that a module passes on to its attention function; Mistral's reads it from the config."""
+    """The window that a module passes to its attention function. Mistral's reads it from the config."""
     config = getattr(attention, "config", None)
     window: int | None = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
     return window
 
 
 def _check_layers(groups: tuple[GroupSpec, ...], attention: tuple[AttentionLayer, ...]) -> None:
-    """Refuse a model whose modules disagree with the groups that its family laid out for them."""
+    """Refuse a model whose modules do not match the groups that its family derived from the config."""
     windows = {
         layer: getattr(group, "window", None)
         for group in groups
@@ -161,7 +161,7 @@ def _check_layers(groups: tuple[GroupSpec, ...], attention: tuple[AttentionLayer
     }
     if {facts.layer: facts.window for facts in attention} != windows:
         raise UnsupportedModel(
-            "its attention layers or windows are not those that its config.json names", "use a plain decoder"
+            "its attention layers or windows differ from those in its config.json", "use another checkpoint"
         )
 
 
@@ -178,8 +178,8 @@ def _eos_token_ids(model: nn.Module, hf_config: Any) -> tuple[int, ...]:
 def _fingerprint(model: nn.Module, hf_config: Any, dtype: torch.dtype) -> str:
     """Digest of the configuration and of evenly spaced values of every weight.
 
-    Values, not only shapes: two fine-tunes of one model have equal shapes and must not exchange KV. Not all
-    of them: hashing gigabytes would double the load time.
+    It includes values because two fine-tunes of one model have equal shapes and must not exchange KV. It does
+    not include all of them because hashing gigabytes would double the load time.
     """
     settings = hf_config.to_diff_dict()
     for incidental in ("_name_or_path", "transformers_version", "dtype", "attn_implementation"):

@@ -1,8 +1,8 @@
-"""Layer replacements: slow modules replaced after loading by faster ones that compute the same.
+"""Replaces slow modules after loading with faster modules that compute the same.
 
-The table maps a module's class name (as transformers spells it) to a function that returns its replacement,
-or None to leave this instance alone. engine/cpu fills it. In float32 no swap may change a greedy token; each
-one has an equality test next to where it is registered.
+The table maps the class name of a transformers module to a function that returns its replacement, or None to
+keep this instance. engine/cpu fills the table. In float32 no replacement may change a greedy token. Each
+replacement has a test that compares it with the original module.
 """
 
 from __future__ import annotations
@@ -14,35 +14,37 @@ from torch import nn
 
 from engine.config import EngineConfig
 
-Swap = Callable[[nn.Module, EngineConfig], nn.Module | None]
-SwapTable = dict[str, Swap]
+Replace = Callable[[nn.Module, EngineConfig], nn.Module | None]
+ReplacementTable = dict[str, Replace]
 
 
-def apply_replacements(model: nn.Module, config: EngineConfig, table: SwapTable) -> dict[str, int]:
-    """Replace modules in place, outermost first; what replaced a module is not searched again.
+def apply_replacements(model: nn.Module, config: EngineConfig, table: ReplacementTable) -> dict[str, int]:
+    """Replace modules in place, outermost first. The children of a replacement are not searched.
 
-    Returns how many of each class were replaced, for the start-up log.
+    Returns the number of modules replaced, by class name.
     """
     done: dict[str, int] = {}
-    _swap_children(model, config, table, done)
+    _replace_children(model, config, table, done)
     return done
 
 
-def _swap_children(module: nn.Module, config: EngineConfig, table: SwapTable, done: dict[str, int]) -> None:
+def _replace_children(
+    module: nn.Module, config: EngineConfig, table: ReplacementTable, done: dict[str, int]
+) -> None:
     for name, child in list(module.named_children()):
         kind = type(child).__name__
-        swap = table.get(kind)
-        replacement = swap(child, config) if swap else None
+        replace = table.get(kind)
+        replacement = replace(child, config) if replace else None
         if replacement is None:
-            _swap_children(child, config, table, done)
+            _replace_children(child, config, table, done)
             continue
         setattr(module, name, replacement)
         done[kind] = done.get(kind, 0) + 1
 
 
-def swap_table(config: EngineConfig) -> SwapTable:
-    """The replacements for `config.device`: engine/cpu's on a CPU, none elsewhere yet."""
-    table: SwapTable = {}
+def replacement_table(config: EngineConfig) -> ReplacementTable:
+    """The replacements for `config.device`: those of engine/cpu on a CPU, none on other devices."""
+    table: ReplacementTable = {}
     if torch.device(config.device).type == "cpu":
         from engine.cpu.module_replacements import register
 

@@ -1,10 +1,10 @@
 """Sampling noise as a pure function of (seed, choice, position, token id).
 
-No generator state: whoever samples a position, in whatever batch, on whatever worker, after whatever restart,
-draws the same noise. A counter hash in 32-bit arithmetic (two rounds of a multiply-xorshift finaliser, the
-key injected before each) stands in for a generator; int32 tensors wrap like unsigned ones, so one version
-runs on any device. Per-token keys are hashed, not sequential draws, so noise for a few candidates costs only
-as much as the candidates.
+There is no generator state, so a position gets the same noise in any batch, on any worker and after any
+restart. The noise is a counter-based hash in 32-bit arithmetic: two rounds of a multiply-xorshift finaliser,
+with half of the key injected before each. int32 tensors wrap around like unsigned ones, so one version runs
+on every device. Each token's noise is hashed by itself, so the cost grows with the number of candidates and
+not with the vocabulary.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _MASK64 = (1 << 64) - 1
 
 
 def _signed(value: int) -> int:
-    """An unsigned 32-bit value as the int32 of the same bits."""
+    """The int32 with the same bits as an unsigned 32-bit value."""
     value &= 0xFFFFFFFF
     return value - (1 << 32) if value >= 1 << 31 else value
 
@@ -28,7 +28,7 @@ def _splitmix(value: int) -> int:
 
 
 def noise_key(seed: int, choice: int, position: int) -> int:
-    """The 64-bit key of one sampled position. Any Python int is a seed."""
+    """The 64-bit key of one sampled position. Any Python int is a valid seed."""
     key = _splitmix(seed & _MASK64)
     key = _splitmix(key ^ (choice & _MASK64))
     return _splitmix(key ^ (position & _MASK64))
@@ -58,8 +58,8 @@ def hash_bits(key: int, token_ids: torch.Tensor) -> torch.Tensor:
 def gumbel(key: int, token_ids: torch.Tensor) -> torch.Tensor:
     """float32 [n] standard Gumbel noise: argmax(logits + noise) is a draw from softmax(logits)."""
     uniform = hash_bits(key, token_ids).to(torch.float32)
-    # (bits + 2^31 + 1/2) / 2^32 in (0, 1); float32 is fine near 0, where the largest noise comes from, and
-    # the clamp keeps values that round to 1 finite
+    # (bits + 2^31 + 1/2) / 2^32 is in (0, 1). float32 is precise near 0, where the largest noise comes from.
+    # The clamp keeps the noise finite where the value rounds to 1.
     uniform.add_(2.0**31).add_(0.5).mul_(2.0**-32).clamp_(min=2.0**-33, max=1 - 2.0**-24)
     exponential = torch.log1p(uniform.neg_()).neg_()
     return exponential.log_().neg_()

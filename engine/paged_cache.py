@@ -1,4 +1,4 @@
-"""The transformers cache that keeps nothing: K/V live in our pages, written by the attention backend."""
+"""The cache object passed to transformers. It stores nothing: the attention backend writes K/V to pages."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from engine.states import PackedStates
 
 
 class PagedCache(Cache):  # type: ignore[misc]
-    """Handed to a model as `past_key_values`.
+    """Passed to a model as `past_key_values`.
 
-    `update` returns only the new tokens, never gathered context: the attention function that follows writes
+    `update` returns only the new tokens, never gathered context. The attention function that follows writes
     them to their slots and reads the context from the pages in one call (engine/attention.py), so a step
-    never copies a context. Nothing here may be asked how long a sequence is: positions come with the batch.
-    `states` is for layers that keep a state instead (engine/states.py); None where the model has none.
+    never copies a context. The cache does not know sequence lengths; positions come with the batch. `states`
+    serves layers that keep a state (engine/states.py). It is None if the model has no such layers.
     """
 
     def __init__(self, states: PackedStates | None = None) -> None:
@@ -26,5 +26,5 @@ class PagedCache(Cache):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The new keys and values themselves, [1, Hkv, T, D]."""
+        """Return the new keys and values unchanged, [1, Hkv, T, D]."""
         return key_states, value_states

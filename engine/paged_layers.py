@@ -1,4 +1,4 @@
-"""What attention needs of a backend, and which backend serves which layer of a model."""
+"""The interfaces of attention backends, and the assignment of backends to a model's layers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvcache.layout import GroupSpec
 class AttentionBackend(Protocol):
     """Paged attention over one KV group of keys and values.
 
-    A backend is built as `Backend(pool, query_heads, scale)`: `pool` a kvcache MHAKVCache, `scale` the
-    factor on q.k; `pool.spec.window` says how far back a query sees. It is used from one thread.
+    A backend is built as `Backend(pool, query_heads, scale)`, where `pool` is an MHAKVCache and `scale` is
+    the factor on q.k. `pool.spec.window` says how far back a query sees. A backend is used from one thread.
     """
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """Once per step, before the first layer: keep what every layer needs of the batch."""
+        """Store what every layer needs of the batch. Called once per step, before the first layer."""
         ...
 
     def forward(
@@ -33,12 +33,12 @@ class AttentionBackend(Protocol):
     ) -> None:
         """Write the new tokens' K and V to the batch's out_slots, THEN attend over each sequence's pages.
 
-        place: of the layer in a page (index into the group's layer_ids). q: [T, query
-        heads, head_dim]; k_new, v_new: [T, KV heads, head_dim]; their last dimension is contiguous, the rest
-        strided as the model left them. out: [T, query heads, head_dim], contiguous, filled in place. Query i
-        of a sequence sees its context up to and including itself, or the window that ends there. sinks:
-        [query heads] logits, one more in each softmax, that carry no value. Writing and attending are one
-        call, so that a backend can make them one op.
+        place: the layer's index in the group's layer_ids. q: [T, query heads, head_dim]. k_new, v_new: [T, KV
+        heads, head_dim]. The last dimension of these is contiguous; the others have the model's strides. out:
+        [T, query heads, head_dim], contiguous, filled in place. Query i of a sequence sees its context up to
+        and including itself, or the window that ends there. sinks: [query heads] logits that join each
+        softmax and carry no value. Writing and attending are one call so that a backend can do both in one
+        op.
         """
         ...
 
@@ -46,12 +46,12 @@ class AttentionBackend(Protocol):
 class LatentBackend(Protocol):
     """Paged attention over one latent group.
 
-    A backend is built as `Backend(pool, heads, scale)`: `pool` a kvcache MLAKVCache, `scale` the factor on
-    scores. It is used from one thread.
+    A backend is built as `Backend(pool, heads, scale)`, where `pool` is an MLAKVCache and `scale` is the
+    factor on scores. A backend is used from one thread.
     """
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """Once per step, before the first layer: keep what every layer needs of the batch."""
+        """Store what every layer needs of the batch. Called once per step, before the first layer."""
         ...
 
     def forward(
@@ -65,17 +65,17 @@ class LatentBackend(Protocol):
     ) -> None:
         """Write the new tokens' rows to the batch's out_slots, THEN attend over each sequence's pages.
 
-        place: of the layer in a page (index into the group's layer_ids). q_latent [T, heads, kv_lora_rank],
-        q_rope [T, heads, rope_dim], latent_new [T, kv_lora_rank], rope_new [T, rope_dim]: the last dimension
-        is contiguous, the rest strided as the model left them. out [T, heads, kv_lora_rank], contiguous,
-        filled in place with the weighted sums of latents. Query i of a sequence sees its context up to and
-        including itself.
+        place: the layer's index in the group's layer_ids. q_latent: [T, heads, kv_lora_rank]. q_rope: [T,
+        heads, rope_dim]. latent_new: [T, kv_lora_rank]. rope_new: [T, rope_dim]. The last dimension of these
+        is contiguous; the others have the model's strides. out: [T, heads, kv_lora_rank], contiguous, filled
+        in place with the weighted sums of latents. Query i of a sequence sees its context up to and including
+        itself.
         """
         ...
 
 
 class PagedLayers:
-    """A model's attention backends, one per KV group, and which layer is whose."""
+    """A model's attention backends, one per KV group, and the backend of each layer."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class PagedLayers:
         }
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """Once per step, before the first layer."""
+        """Prepare every backend. Called once per step, before the first layer."""
         if self.full is not None:
             self.full.prepare(batch)
         if self.window is not None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -22,25 +20,13 @@ from engine.states import PackedStates
 from kvcache.pool import KVCache, MambaPool
 
 
-@dataclass(slots=True)
-class RunnerCounters:
-    """What the runner has done since it started; written by the thread that runs forwards."""
-
-    steps: int = 0
-    tokens: int = 0  # new tokens computed
-    sampled: int = 0
-    model_s: float = 0.0  # preparing, the decoder and lm_head
-    sample_s: float = 0.0
-
-
 class ModelRunner:
-    """See engine.batch.Engine. `pools` holds every group of the model's spec, by name."""
+    """An Engine over a transformers model. `pools` holds a pool for each group of the model, by name."""
 
     def __init__(self, loaded: LoadedModel, pools: Mapping[str, KVCache], config: EngineConfig) -> None:
         if config.threads:
             torch.set_num_threads(config.threads)
         self.spec = loaded.spec
-        self.counters = RunnerCounters()
         self.attention = build_layers(config, loaded, pools)
         self._decoder = getattr(loaded.model, loaded.model.base_model_prefix)
         self._lm_head = loaded.model.lm_head
@@ -52,33 +38,23 @@ class ModelRunner:
         self._queue = LaunchQueue(config.overlap)
 
     def launch(self, batch: ForwardBatch) -> Launched:
-        """See Engine."""
         return self._queue.launch(lambda: self._run(batch))
 
     def close(self) -> None:
-        """See Engine."""
         self._queue.close()
 
     def _run(self, batch: ForwardBatch) -> BatchResult:
-        started = time.perf_counter()
-        with torch.inference_mode(), self._last_tokens.owed(batch):
+        with torch.inference_mode(), self._last_tokens.placeholders_on_failure(batch):
             logits = self.logits(batch, batch.starts()[1:][batch.sampled] - 1)
-            computed = time.perf_counter()
             result = sampler.sample(logits, batch.sampling)
         self._last_tokens.record(batch, result.tokens)
-        counters = self.counters
-        counters.steps += 1
-        counters.tokens += len(batch.input_ids)
-        counters.sampled += len(result.tokens)
-        counters.model_s += computed - started
-        counters.sample_s += time.perf_counter() - computed
         return result
 
     def logits(self, batch: ForwardBatch, places: npt.NDArray[np.int64]) -> torch.Tensor:
-        """The forward itself: [len(places), vocab] after the new tokens at `places` of the pack.
+        """Run the model. Returns logits [len(places), vocab] after the new tokens at `places` of the pack.
 
-        No other token goes through lm_head. For the thread that runs forwards, or for a runner that has
-        nothing launched.
+        No other token goes through lm_head. Call it on the thread that runs forwards, or while nothing is
+        launched.
         """
         input_ids = self._to_device(self._last_tokens.resolve(batch))
         self.attention.prepare(batch)

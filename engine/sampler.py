@@ -1,13 +1,13 @@
-"""From logits to tokens.
+"""Samples tokens from logits.
 
-The order is transformers': logit bias, repetition penalty (prompt and output tokens), then frequency and
-presence penalties (output tokens only, which transformers lacks: OpenAI's definition), ids that would stop
-the request while it has fewer than `min_tokens`, temperature, top-k, top-p, min-p. Reported log-probabilities
-are of the model's own distribution, before any of these, as in OpenAI's API.
+The steps have the order of transformers: logit bias, repetition penalty (prompt and output tokens), frequency
+and presence penalties (output tokens only; transformers lacks them, OpenAI's definition applies), suppression
+of ids that would stop a request before `min_tokens`, temperature, top-k, top-p, min-p. Reported
+log-probabilities are those of the model before any of these steps, as in OpenAI's API.
 
-Truncation works on (candidate ids, scores) rather than on a masked vocabulary: after top-k everything that
-follows, the noise included, costs as much as the candidates. transformers' rules on ties are kept (all that
-tie with the k-th stay).
+Truncation works on (candidate ids, scores) instead of a masked vocabulary, so the cost of every step after
+top-k, the noise included, depends only on the number of candidates. Ties are treated as in transformers: all
+tokens that tie with the k-th stay.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from engine.sampling_state import SamplingState
 from wire.messages import SamplingParams, TokenLogprobs
 
 LOWEST_TEMPERATURE = 1e-6
-"""Lower ones sample like this one: the best token, unless another is within rounding of it."""
+"""Lower temperatures sample like this one: the best token, or one whose score is within rounding of it."""
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> BatchResult:
     """Sample one token per row of `logits` [N, vocab], any float dtype, and record it in the rows' states."""
     for row in rows:
         row.state.rewind(row.position)
-    tokens = logits.argmax(-1).tolist()  # all there is to do for plain greedy rows
+    tokens = logits.argmax(-1).tolist()  # the result for plain greedy rows
     logprobs: list[TokenLogprobs | None] = [None] * len(rows)
     for i, row in enumerate(rows):
         if not row.state.plain_greedy:
@@ -53,7 +53,7 @@ def sample_row(logits: torch.Tensor, state: SamplingState) -> int:
 
 
 def process(logits: torch.Tensor, state: SamplingState) -> torch.Tensor:
-    """Everything that changes scores before temperature. float32 [vocab] -> a new float32 [vocab]."""
+    """Apply every step before the temperature. float32 [vocab] -> a new float32 [vocab]."""
     params = state.params
     scores = logits.clone()
     if params.logit_bias:
@@ -74,7 +74,7 @@ def process(logits: torch.Tensor, state: SamplingState) -> torch.Tensor:
 
 
 def warp(scores: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Temperature, top-k, top-p, min-p of float32 [vocab] scores: the ids that stay, and their scores.
+    """Apply temperature, top-k, top-p and min-p to float32 [vocab] scores. Returns remaining ids and scores.
 
     Scores are relative to the best one (0), so that no temperature above 0 overflows.
     """
@@ -96,14 +96,15 @@ def warp(scores: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, to
 def _top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:
     """Indices that stay: all but the least likely ones whose probabilities add up to at most 1 - top_p.
 
-    Scores below a bound that no kept one can be under (n of them could not fill 1 - top_p) are summed, not
-    sorted: sorting a vocabulary of 150,000 takes longer than the model's own last layer.
+    A probability of at most (1 - top_p) / n never stays, because n of them add up to at most 1 - top_p. Such
+    probabilities are summed, not sorted: sorting a vocabulary of 150,000 takes longer than the model's last
+    layer.
     """
     probabilities = scores.softmax(-1)
     may_stay = torch.nonzero(probabilities > (1 - top_p) / len(scores))[:, 0]
-    if not len(may_stay):  # only by rounding, in a uniform distribution with top_p of about 0
+    if not len(may_stay):  # happens only by rounding, in a uniform distribution with a top_p of about 0
         return scores.argmax()[None]
-    candidates = probabilities[may_stay].double()  # in float32 the sum of a long tail is off by 1e-5
+    candidates = probabilities[may_stay].double()  # in float32 the sum of a long tail has an error of 1e-5
     ordered, order = candidates.sort()
     dropped = 1 - candidates.sum() if len(may_stay) < len(scores) else 0.0
     kept = ordered.cumsum(-1) + dropped > 1 - top_p
@@ -112,7 +113,7 @@ def _top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def token_logprobs(logits: torch.Tensor, token: int, count: int | None) -> TokenLogprobs | None:
-    """Log-probabilities of `token` and the `count` best under float32 [vocab] logits; None if not asked."""
+    """Log-probabilities of `token` and of the `count` best under float32 [vocab] logits; None if count is."""
     if count is None:
         return None
     logprobs = logits.log_softmax(-1)

@@ -1,4 +1,4 @@
-"""What sampling one sequence's next token depends on, besides its logits."""
+"""What the next token of a sequence depends on besides its logits."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from wire.messages import SamplingParams
 
 
 class SamplingState:
-    """One sequence's sampling parameters and the tokens that its penalties look at.
+    """One sequence's sampling parameters, and the tokens that its penalties depend on.
 
-    `outputs` are the output tokens sampled (or forced) so far; `output_counts` how often each occurs. Once
-    the request is queued only the thread that samples touches it.
+    `outputs` are the output tokens sampled or forced so far; `output_counts` is how often each occurs. After
+    the request is queued, only the thread that samples uses this object.
     """
 
     __slots__ = ("choice", "eos_token_ids", "output_counts", "outputs", "params", "prompt_ids")
@@ -36,7 +36,7 @@ class SamplingState:
         self.output_counts = Counter(self.outputs)
 
     def rewind(self, position: int) -> None:
-        """Forget outputs from `position` on: what was dropped is sampled again, not counted twice."""
+        """Forget the outputs from `position` on. They are sampled again and must not be counted twice."""
         assert position <= len(self.outputs), "an output position was skipped"
         for token in self.outputs[position:]:
             self.output_counts[token] -= 1
@@ -45,13 +45,13 @@ class SamplingState:
         del self.outputs[position:]
 
     def record(self, token: int) -> None:
-        """`token` is the next output."""
+        """Append `token` as the next output."""
         self.outputs.append(token)
         self.output_counts[token] += 1
 
     @property
     def suppressed(self) -> tuple[int, ...]:
-        """Ids that may not be sampled while fewer than `min_tokens` are out: those that would stop it."""
+        """Ids that may not be sampled now: those that would stop a request before `min_tokens` outputs."""
         if len(self.outputs) >= self.params.min_tokens:
             return ()
         eos = () if self.params.ignore_eos else self.eos_token_ids
@@ -59,7 +59,7 @@ class SamplingState:
 
     @property
     def plain_greedy(self) -> bool:
-        """The next token is the argmax of the raw logits and nothing else is asked for."""
+        """Whether the next token is the argmax of the raw logits and no log-probabilities are requested."""
         p = self.params
         return (
             p.temperature == 0

@@ -1,4 +1,4 @@
-"""What the rest of a worker needs to know of a model."""
+"""The properties of a model that the rest of a worker needs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A loaded model's facts. Two workers exchange KV only if their `fingerprint`s are equal."""
+    """A loaded model's properties. Two workers exchange KV only if their `fingerprint`s are equal."""
 
-    groups: tuple[GroupSpec, ...]  # one pool each; the first decides reuse
+    groups: tuple[GroupSpec, ...]  # one pool each; the first is the primary group
     vocab_size: int  # of the logits: token ids are in [0, vocab_size)
-    max_position: int  # longest context, tokens
+    max_position: int  # longest context in tokens
     eos_token_ids: tuple[int, ...]
     fingerprint: str
     model_type: str

@@ -1,13 +1,13 @@
-"""The seam to layers that keep a state: linear attention, Mamba-2 and short convolutions.
+"""Runs layers that keep a state: linear attention, Mamba-2 and short convolutions.
 
-A transformers mixer of this kind takes a batch of equally long sequences and a cache; our forward is a pack
-of sequences of any length. So each mixer is wrapped, after loading, in a PackedMixer that cuts the pack: all
-sequences with one new token run as one batch, every longer chunk by itself. The mixer inside is transformers'
-own, called as `generate` calls it, and SequenceStates is the cache it meets.
+A transformers mixer of this kind takes a batch of equally long sequences and a cache. A forward here is a
+pack of sequences of any length. So after loading each mixer is wrapped in a PackedMixer, which cuts the pack:
+all sequences with one new token run as one batch, and every longer chunk runs by itself. The mixer inside is
+transformers' own and is called as `generate` calls it, with a SequenceStates object as its cache.
 
-A forward reads a state from one slot of the pool and leaves the new one in another (or the same). Decode
-kernels update states in place, hence they are given a gathered copy, and a slot that is only read stays as it
-was.
+A forward reads a state from one slot of the pool and writes the new state to another slot or the same one.
+transformers' decode kernels update a state in place, so they get a gathered copy, and a slot that is only
+read does not change.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ if TYPE_CHECKING:
     from engine.batch import ForwardBatch
 
 CONV, RECURRENT = "conv", "recurrent"
-"""Names of a layer's tensors in the state group. A short convolution has only the first."""
+"""Names of a layer's tensors in the state group. A short convolution has only CONV."""
 
 
 class SequenceStates:
-    """What a mixer asks of a transformers Cache, for the sequences of one call and for one layer.
+    """The methods of a transformers Cache that a mixer calls, for one layer and the sequences of one call.
 
-    `tensors` by name, empty before the first token: CONV [B, channels, kernel], the last inputs of the
-    convolution with zeros for those before the start; RECURRENT [B, ...]. The mixer may write into them.
+    `tensors` holds the states by name and is empty before the first token. CONV is [B, channels, kernel]: the
+    last inputs of the convolution, with zeros for those before the start. RECURRENT is [B, ...]. The mixer
+    may write into them.
     """
 
     def __init__(self, kernel: int, tensors: dict[str, torch.Tensor]) -> None:
@@ -51,14 +52,14 @@ class SequenceStates:
         return self.tensors.get(RECURRENT)
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Recording is for undoing tokens, which a slot per checkpoint does here."""
+        """False. transformers records states in order to undo tokens; Baton keeps states in slots instead."""
         del layer_idx
         return False
 
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
     ) -> torch.Tensor:
-        """Append inputs [B, channels, L]. Returns what the convolution needs for those L outputs."""
+        """Append inputs [B, channels, L]. Returns the inputs that the convolution needs for L outputs."""
         del layer_idx
         if CONV in self.tensors:
             seen = torch.cat([self.tensors[CONV], conv_states], dim=-1)
@@ -78,20 +79,20 @@ class SequenceStates:
 
 
 class _Call(NamedTuple):
-    """Sequences of equal length that go through a mixer together."""
+    """Sequences with equally many new tokens, which go through a mixer together."""
 
-    tokens: slice | torch.Tensor  # of the pack: B x L of them
+    tokens: slice | torch.Tensor  # the B x L tokens of the pack
     length: int  # L
     reads: torch.Tensor | None  # [B] slots; None: the sequences start here
     writes: torch.Tensor  # [B] slots
 
 
 Mixer = Callable[[torch.Tensor, SequenceStates], torch.Tensor]
-"""[B, L, hidden] and the states before it -> [B, L, hidden], the states after it left in the cache."""
+"""[B, L, hidden] and the states before it -> [B, L, hidden]. The states after it are in the cache."""
 
 
 class PackedStates:
-    """The state group of a model: its pool, and how the step at hand is cut. Used from one thread."""
+    """The state group's pool, and the calls into which the current step is cut. Used from one thread."""
 
     def __init__(self, pool: MambaPool) -> None:
         self._pool = pool
@@ -103,7 +104,7 @@ class PackedStates:
         self._calls: list[_Call] = []
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """Once per step, before the first layer."""
+        """Cut the batch into calls. Called once per step, before the first layer."""
         assert batch.state is not None, "the batch was built without state slots"
         starts, reads, writes = batch.starts(), batch.state.reads, batch.state.writes
         single, fresh = batch.q_lens == 1, reads == 0
@@ -119,7 +120,7 @@ class PackedStates:
             self._calls.append(self._call(tokens, length, reads[row : row + 1], writes[row : row + 1]))
 
     def run(self, layer: int, mixer: Mixer, hidden: torch.Tensor) -> torch.Tensor:
-        """One layer over the whole pack: hidden [1, T, hidden] -> the same shape."""
+        """Run one layer over the whole pack: hidden [1, T, hidden] -> the same shape."""
         if len(self._calls) == 1:
             return self._run(layer, mixer, hidden[0], self._calls[0])[None]
         out = torch.empty_like(hidden)
@@ -128,7 +129,7 @@ class PackedStates:
         return out
 
     def _run(self, layer: int, mixer: Mixer, hidden: torch.Tensor, call: _Call) -> torch.Tensor:
-        """hidden [B x L, hidden] -> the same shape; the new states are in the pool."""
+        """hidden [B x L, hidden] -> the same shape. Writes the new states to the pool."""
         pool, gathered = self._pool, {}
         if call.reads is not None:
             gathered = {name: pool.tensor(layer, name)[call.reads] for name in self._names[layer]}
@@ -152,10 +153,10 @@ class PackedStates:
 
 
 class PackedMixer(nn.Module):
-    """Stands where a transformers mixer stood, and takes a pack in its place.
+    """Replaces a transformers mixer with one that takes a pack.
 
-    `cache_name` is the keyword under which the mixer is handed its cache. The decoder hands over our
-    PagedCache under that name, and it knows the states of the step.
+    `cache_name` is the keyword argument in which the mixer expects its cache. The decoder passes the
+    PagedCache in it, which holds the states of the step.
     """
 
     def __init__(self, mixer: nn.Module, cache_name: str) -> None:
@@ -168,9 +169,9 @@ class PackedMixer(nn.Module):
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any
     ) -> torch.Tensor:
         """[1, T, hidden] -> the same shape."""
-        assert attention_mask is None  # of padding, and a pack has none
+        assert attention_mask is None  # it would mask padding, and a pack has none
         states: PackedStates | None = kwargs[self._cache_name].states
-        assert states is not None, "the runner was given no pool of states"
+        assert states is not None, "the runner has no pool for the state group"
         return states.run(self._layer, self._mix, hidden_states)
 
     def _mix(self, hidden: torch.Tensor, states: SequenceStates) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""Attention backends (engine/attention.py: AttentionBackend)."""
+"""Attention backends (engine/paged_layers.py: AttentionBackend, LatentBackend)."""

@@ -1,4 +1,4 @@
-"""Which attention backend runs, decided once at load."""
+"""Chooses the attention backends of a model, once at load."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvcache.quant import KVFormat
 
 
 def build_layers(config: EngineConfig, loaded: LoadedModel, pools: Mapping[str, KVCache]) -> PagedLayers:
-    """A backend for each group that holds keys and values. Raises ConfigError as build_attention does."""
+    """Build a backend for each group that attends. Raises ConfigError like build_attention."""
     built: dict[str, AttentionBackend] = {}
     latent: LatentBackend | None = None
     for group in loaded.spec.groups:
@@ -30,7 +30,7 @@ def build_layers(config: EngineConfig, loaded: LoadedModel, pools: Mapping[str, 
             scales, heads = {facts.scale for facts in layers}, {facts.query_heads for facts in layers}
             if len(scales) != 1 or len(heads) != 1:
                 raise UnsupportedModel(
-                    f"its {group.kind} layers scale attention differently ({scales})", "use a plain decoder"
+                    f"its {group.kind} layers scale attention differently ({scales})", "use another model"
                 )
             sinks = any(facts.sinks for facts in layers)
             built[group.kind] = build_attention(config, pool, heads.pop(), scales.pop(), sinks)
@@ -40,10 +40,10 @@ def build_layers(config: EngineConfig, loaded: LoadedModel, pools: Mapping[str, 
 def build_attention(
     config: EngineConfig, pool: MHAKVCache, query_heads: int, scale: float, sinks: bool = False
 ) -> AttentionBackend:
-    """The backend that `config.attention` names; "auto" takes the fastest that the device has.
+    """The backend that `config.attention` names. "auto" takes the fastest one that the device has.
 
-    `sinks`: whether its layers have attention sinks.
-    Raises ConfigError when a backend that was named cannot run. "auto" then takes plain torch and logs why.
+    `sinks` says whether the layers have attention sinks. If the backend cannot run, "auto" takes plain torch
+    and logs the reason; for a backend given by name, ConfigError is raised.
     """
 
     def cpu() -> AttentionBackend:
@@ -58,7 +58,7 @@ def build_attention(
             problem = f"FlashInfer attends in float16 and bfloat16, not {pool.spec.dtype}"
             raise BackendUnavailable(problem)
         if pool.spec.stored is KVFormat.FP4_E2M1 or (sinks and pool.spec.stored is not KVFormat.AUTO):
-            problem = f"FlashInfer reads no {pool.spec.stored} pages{' with sinks' if sinks else ''}"
+            problem = f"FlashInfer does not read {pool.spec.stored} pages{' with sinks' if sinks else ''}"
             raise BackendUnavailable(problem)
         return FlashInferAttention(pool, query_heads, scale, sinks)
 

@@ -1,4 +1,4 @@
-"""Paged attention by FlashInfer, on CUDA. Our plain tiles are its HND layout, used in place."""
+"""Paged attention with FlashInfer, on CUDA. Plain tiles are FlashInfer's HND layout and are used in place."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ WORKSPACE_BYTES = 256 << 20
 
 
 class FlashInferAttention:
-    """An AttentionBackend. One plan per step serves every layer, prefill chunks and decode rows alike.
+    """An AttentionBackend. One plan per step serves all layers, for prefill chunks and decode rows.
 
-    One prefill wrapper for mixed batches rather than one for prefill and one for decode: a row with one new
-    token is a prefill of length one, and a second plan with a split of the batch would cost a copy of q and
-    out in every layer.
+    One prefill wrapper serves mixed batches, because a row with one new token is a prefill of length one.
+    Separate wrappers for prefill and decode would split the batch, which costs a copy of q and out in every
+    layer.
     """
 
     def __init__(self, pool: MHAKVCache, query_heads: int, scale: float, sinks: bool = False) -> None:
-        """`sinks`: whether forward() is called with them. Raises ImportError when FlashInfer is not installed
-        or knows no sinks."""
+        """`sinks` says whether forward() is called with sinks. Raises ImportError if FlashInfer is not
+        installed, or has no kernel for sinks that are needed."""
         import flashinfer
 
         self._pool = pool
@@ -31,7 +31,7 @@ class FlashInferAttention:
         self._scale = scale
         self._device = pool.data.device
         self._window = pool.spec.window
-        # FlashInfer counts the keys to the left of a query, we those that it sees
+        # FlashInfer counts the keys to the left of a query; ours includes the query's own
         self._window_left = -1 if self._window is None else self._window - 1
         self._sinks = sinks
         workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
@@ -43,13 +43,12 @@ class FlashInferAttention:
         self._slots = torch.empty(0, dtype=torch.int64)
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """See AttentionBackend."""
         page_size = self._pool.page_size
         ends = -(-batch.seq_lens // page_size)  # [S] pages
         firsts = np.zeros_like(ends)
         if self._window is not None:
-            # pages before are not held. Without them a context is shorter and begins on a page border; what
-            # FlashInfer hides is counted from its end
+            # Earlier pages may be freed already. Without them the context is shorter and begins on a page
+            # border. FlashInfer counts its window from the end of the context, so it needs no correction.
             unseen = batch.seq_lens - batch.q_lens + 1 - self._window
             firsts = np.maximum(unseen, 0) // page_size
         kv_starts = np.zeros(len(ends) + 1, dtype=np.int32)
@@ -82,8 +81,7 @@ class FlashInferAttention:
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """See AttentionBackend."""
-        assert (sinks is not None) == self._sinks, "a layer's sinks are not what the loader found"
+        assert (sinks is not None) == self._sinks, "a layer's sinks differ from what the loader found"
         self._pool.set_kv_buffer(self._pool.spec.layer_ids[place], self._slots, k_new, v_new)
         of_layer = self._pool.data[:, place]  # [page, 2, head, page_size, head_dim], page-strided
         with_sinks = () if sinks is None else (sinks.float(), self._scale)
@@ -97,7 +95,7 @@ def _wrapper_with_sinks(flashinfer: Any, workspace: torch.Tensor, pool: MHAKVCac
     """FlashInfer's variant whose run() takes the sinks, float32 [query heads], and the scale once more."""
     variant = getattr(flashinfer, "BatchAttentionWithAttentionSinkWrapper", None)
     if variant is None:
-        raise ImportError("this FlashInfer knows no attention sinks")
+        raise ImportError("this FlashInfer has no attention sinks")
     return variant(
         workspace,
         kv_layout="HND",

@@ -1,4 +1,4 @@
-"""Which latent attention backend runs, decided once at load."""
+"""Chooses the latent attention backend of a model, once at load."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 def build_latent(
     config: EngineConfig, pool: MLAKVCache, attention: Sequence[AttentionLayer]
 ) -> LatentBackend:
-    """The backend that `config.attention` names, for layers that are all alike; "auto" takes the fastest.
+    """The backend that `config.attention` names. "auto" takes the fastest one that the device has.
 
-    Raises ConfigError when a backend that was named cannot run. "auto" then takes plain torch and logs why.
+    If the backend cannot run, "auto" takes plain torch and logs the reason; for a backend given by name,
+    ConfigError is raised.
     """
-    [(heads, scale)] = {(layer.query_heads, layer.scale) for layer in attention}  # one class of module
+    [(heads, scale)] = {(layer.query_heads, layer.scale) for layer in attention}  # equal in all layers
 
     def cpu() -> LatentBackend:
         from engine.cpu.mla import CpuLatentAttention
@@ -39,7 +40,7 @@ def build_latent(
             problem = f"FlashInfer attends in float16 and bfloat16, not {pool.spec.dtype}"
             raise BackendUnavailable(problem)
         if pool.spec.stored is not KVFormat.AUTO:
-            raise BackendUnavailable(f"FlashInfer reads no {pool.spec.stored} latents")
+            raise BackendUnavailable(f"FlashInfer does not read {pool.spec.stored} latents")
         if widths != WIDTHS:
             problem = f"FlashInfer attends to latents of {WIDTHS[0]} + {WIDTHS[1]} values, not {widths}"
             raise BackendUnavailable(problem)

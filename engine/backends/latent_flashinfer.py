@@ -1,4 +1,4 @@
-"""Latent attention by FlashInfer, on CUDA. The two parts of our rows are used in place, as strided views."""
+"""Latent attention with FlashInfer, on CUDA. The two parts of a row are used in place, as strided views."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from engine.batch import ForwardBatch
 from kvcache.pool import MLAKVCache
 
 WIDTHS = (512, 64)
-"""kv_lora_rank and rope_dim for which FlashInfer has kernels: those of every published DeepSeek."""
+"""The kv_lora_rank and rope_dim for which FlashInfer has kernels. Every published DeepSeek model has them."""
 
 
 class FlashInferLatentAttention:
-    """A LatentBackend. One plan per step serves every layer, prefill chunks and decode rows alike."""
+    """A LatentBackend. One plan per step serves all layers, for prefill chunks and decode rows."""
 
     def __init__(self, pool: MLAKVCache, heads: int, scale: float) -> None:
-        """Raises ImportError when FlashInfer is not installed."""
+        """Raises ImportError if FlashInfer is not installed."""
         import flashinfer.mla
 
         self._pool = pool
@@ -31,7 +31,6 @@ class FlashInferLatentAttention:
         self._slots = torch.empty(0, dtype=torch.int64)
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """See LatentBackend."""
         pages = -(-batch.seq_lens // self._pool.page_size)  # [S] in use
         kv_starts = np.zeros(len(pages) + 1, dtype=np.int32)
         np.cumsum(pages, out=kv_starts[1:])
@@ -61,7 +60,6 @@ class FlashInferLatentAttention:
         rope_new: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """See LatentBackend."""
         spec = self._pool.spec
         self._pool.set_mla_kv_buffer(spec.layer_ids[place], self._slots, latent_new, rope_new)
         of_layer = self._pool.data[:, place]  # [page, offset, rank + rope_dim], page-strided

@@ -1,4 +1,4 @@
-"""Latent attention in plain torch: the reference the others are tested against, and the fallback."""
+"""Latent attention in plain torch: the reference for tests of other backends, and the fallback."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from engine.batch import ForwardBatch
 from kvcache.pool import MLAKVCache
 
-_BLOCK = 64  # new tokens whose scores are in memory at once
+_BLOCK = 64  # new tokens whose scores are in memory at the same time
 
 
 class _Sequence(NamedTuple):
@@ -19,21 +19,20 @@ class _Sequence(NamedTuple):
 
 
 class TorchLatentAttention:
-    """A LatentBackend: gathers each sequence's rows and attends in float32, one sequence after the other.
+    """A LatentBackend that gathers each sequence's rows and attends in float32, one sequence after the other.
 
-    float32 also where rows are bfloat16: a score sums kv_lora_rank + rope_dim products, several times more
-    than a head of the expanded form has.
+    It uses float32 even if the rows are bfloat16, because a score sums kv_lora_rank + rope_dim products,
+    several times as many as a head of the expanded form.
     """
 
     def __init__(self, pool: MLAKVCache, heads: int, scale: float) -> None:
-        del heads  # every one attends to the same rows
+        del heads  # all heads attend to the same rows
         self._pool = pool
         self._scale = scale
         self._slots = torch.empty(0, dtype=torch.int64)
         self._sequences: list[_Sequence] = []
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """See LatentBackend."""
         device = self._pool.data.device
         self._slots = torch.from_numpy(batch.out_slots).to(device)
         table = torch.from_numpy(batch.page_table).to(device, torch.int64)
@@ -52,7 +51,6 @@ class TorchLatentAttention:
         rope_new: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """See LatentBackend."""
         layer = self._pool.spec.layer_ids[place]
         self._pool.set_mla_kv_buffer(layer, self._slots, latent_new, rope_new)
         queries = torch.cat((q_latent, q_rope), dim=-1).float() * self._scale
@@ -60,7 +58,7 @@ class TorchLatentAttention:
             rows = self._pool.get_rows(layer, slots).float()  # [context, rank + rope_dim]
             for first in range(start, end, _BLOCK):
                 last = min(first + _BLOCK, end)
-                seen = len(slots) - end + last  # of the block's last token
+                seen = len(slots) - end + last  # context tokens that the block's last token sees
                 out[first:last] = _attend(queries[first:last], rows[:seen], out.shape[-1])
 
     def _slots_of(self, pages: torch.Tensor, length: int) -> torch.Tensor:
@@ -69,7 +67,7 @@ class TorchLatentAttention:
 
 
 def _attend(queries: torch.Tensor, rows: torch.Tensor, rank: int) -> torch.Tensor:
-    """queries [n, heads, row] of the last n tokens of a context with these rows -> [n, heads, rank]."""
+    """queries [n, heads, row] of the last n tokens of a context, rows [context, row] -> [n, heads, rank]."""
     n = len(queries)
     later = torch.ones(n, n, dtype=torch.bool, device=rows.device).triu(1)
     scores = queries @ rows.T  # [n, heads, context]

@@ -1,4 +1,4 @@
-"""One backend for one group: the one that was named, or the fastest that runs."""
+"""Picks the backend of one group: the one given by name, or the fastest that can run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Backend = TypeVar("Backend")
 
 
 class BackendUnavailable(RuntimeError):
-    """This backend cannot serve this group; the message says why. Plain torch can."""
+    """The backend cannot serve this group; the message gives the reason. Plain torch can serve it."""
 
 
 def pick(
@@ -27,10 +27,10 @@ def pick(
     cpu: Callable[[], Backend],
     flashinfer: Callable[[], Backend],
 ) -> Backend:
-    """The backend that `config.attention` names; "auto" takes the fastest that the device has.
+    """The backend that `config.attention` names. "auto" takes the fastest one that the device has.
 
-    `cpu` and `flashinfer` raise KernelsUnavailable, BackendUnavailable or ImportError where they cannot run.
-    For a backend that was named that becomes a ConfigError; "auto" takes plain torch and logs why.
+    `cpu` and `flashinfer` raise KernelsUnavailable, BackendUnavailable or ImportError if they cannot run.
+    "auto" then takes plain torch and logs the reason; for a backend given by name, ConfigError is raised.
     """
     on_cpu = torch.device(config.device).type == "cpu"
     wanted = config.attention
@@ -47,5 +47,5 @@ def pick(
         if config.attention != "auto":
             problem = f"{wanted!r} cannot run: {error}"
             raise ConfigError("engine.attention", problem, "use auto or torch") from error
-        log.warning("attention: %s cannot run (%s); plain torch attends instead, more slowly", wanted, error)
+        log.warning("attention: %s cannot run (%s); using plain torch, which is slower", wanted, error)
         return plain()

@@ -1,4 +1,4 @@
-"""Paged attention in plain torch: the reference the others are tested against, and the fallback."""
+"""Paged attention in plain torch: the reference for tests of other backends, and the fallback."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from engine.batch import ForwardBatch
 from kvcache.pool import MHAKVCache
 
 QUERIES_AT_ONCE = 256
-"""Of a chunk with sinks: its scores are held, float32 [query heads, queries, keys], as SDPA need not."""
+"""Queries of a chunk with sinks that are computed together. Their scores, float32 [query heads, queries,
+keys], are held in memory, which SDPA avoids."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sequence:
     start: int  # its new tokens are [start, end) of the pack
     end: int
-    pages: torch.Tensor  # int64: those that hold a key some new token sees
+    pages: torch.Tensor  # int64: the pages with a key that some new token sees
     keys: slice  # of the tokens on these pages: from the first that is seen to the last new one
-    mask: torch.Tensor | None  # bool [new tokens, keys], None where is_causal or one query says it all
+    mask: torch.Tensor | None  # bool [new tokens, keys]; None if is_causal, or if one query sees all keys
     is_causal: bool
 
 
 class TorchAttention:
-    """An AttentionBackend: gathers each sequence's pages and calls SDPA on them, one sequence at a time.
+    """An AttentionBackend that gathers each sequence's pages and calls SDPA, one sequence at a time.
 
-    A page that no new token sees is not gathered, whatever its table entry says.
+    It does not gather pages that no new token sees, so their table entries may have any value.
     """
 
     def __init__(self, pool: MHAKVCache, query_heads: int, scale: float) -> None:
@@ -40,7 +41,6 @@ class TorchAttention:
         self._sequences: list[_Sequence] = []
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """See AttentionBackend."""
         device = self._pool.data.device
         self._slots = torch.from_numpy(batch.out_slots).to(device)
         table = torch.from_numpy(batch.page_table).to(device, torch.int64)
@@ -59,7 +59,6 @@ class TorchAttention:
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """See AttentionBackend."""
         self._pool.set_kv_buffer(self._pool.spec.layer_ids[place], self._slots, k_new, v_new)
         for sequence in self._sequences:
             # [pages, 2, Hkv, page_size, D] -> [2, Hkv, keys, D]
@@ -88,7 +87,7 @@ class TorchAttention:
     def _attend_with_sinks(
         self, q: torch.Tensor, kv: torch.Tensor, sequence: _Sequence, sinks: torch.Tensor
     ) -> torch.Tensor:
-        """A sink is one more score of its head: it takes its share of the softmax and adds no value."""
+        """A sink is an additional score of its head. It takes part in the softmax and adds no value."""
         heads, new, _ = q.shape
         k, v = kv.float().repeat_interleave(heads // kv.shape[1], dim=1)
         mask = sequence.mask
@@ -111,7 +110,7 @@ class TorchAttention:
         page = first // self._page_size
         keys = length - first
         mask = None
-        slides = self._window is not None and keys > self._window  # for another query than the first
+        slides = self._window is not None and keys > self._window  # the window moves between the queries
         if new > 1 and (new < keys or slides):
             mask = torch.ones(new, keys, dtype=torch.bool, device=pages.device).tril(keys - new)
             if self._window is not None:

@@ -1,1 +1,1 @@
-"""The CPU backend: our own attention, packed weights and fused layers."""
+"""The CPU backend: attention in C++, packed weights and fused layers."""

@@ -1,4 +1,4 @@
-// Small C entry points; the larger ones are beside what they call.
+// Small C entry points. The larger ones are in the files of the functions that they call.
 #include "attention.h"
 #include "isa.h"
 #include "pool.h"
@@ -12,8 +12,8 @@ void baton_set_isa(int isa) { baton::set_isa(static_cast<baton::Isa>(isa)); }
 // The caller's mirror of the struct must have this size.
 int baton_attention_call_bytes() { return sizeof(baton::AttentionCall); }
 
-// Reads every byte once, as fast as `threads` threads can, and returns their sum in 8-byte words: what bench.floor
-// takes as the machine's read bandwidth.
+// Reads every byte once, as fast as `threads` threads can, and returns the sum of the 8-byte words. bench.floor uses it
+// to measure the machine's read bandwidth.
 uint64_t baton_read(const uint64_t* words, int64_t bytes, int threads) {
   std::atomic<uint64_t> total{0};
   auto body = [&](baton::Team& team) {

@@ -1,4 +1,4 @@
-// Paged attention: what one call reads and writes. Plain C: mirrored by a ctypes.Structure in op.py.
+// Paged attention: the arguments of one call. A plain C struct, mirrored by a ctypes.Structure in op.py.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -58,27 +58,29 @@ inline int context_length(const AttentionCall& call, int seq) {
 }
 
 constexpr int kTile = 64;         // context tokens per softmax step
-constexpr int kSplit = 256;       // context tokens per work item of a decode row. Fixed, so that a row's sums are
-                                  // taken in the same order whatever the batch and the number of threads
+constexpr int kSplit = 256;       // context tokens per work item of a decode row. Fixed, so that the order of a row's
+                                  // sums does not depend on the batch or the number of threads
 constexpr int kQueryBlock = 16;   // new tokens per work item of a prefill chunk
 constexpr int kContextTile = 512;  // context tokens per softmax step of attention by products
 constexpr int kProductRows = 128;  // (token, head) rows that share one dequantised context tile
 constexpr int kProductTokens = 8;  // new tokens of a sequence from which attention goes by products
 constexpr int kMaxHeadDim = 256;
-constexpr float kUnseen = -1e36f;  // a score of weight 0, also where a row has seen nothing yet (top -1e30)
+constexpr float kUnseen = -1e36f;  // the score of a token that a row does not see. Its weight is 0, even if the row's
+                                   // maximum is still -1e30
 
 // One work item: the query heads of one KV head, for new tokens [first, last) of a sequence, over context
-// [from, to). With `partial`, un-normalised sums and (max, sum) go there for the merge; else the result to `out`.
+// [from, to). If `partial` is set, un-normalised sums and (max, sum) are written there for the merge; else the result
+// is written to `out`.
 struct AttentionItem {
   int32_t seq, kv_head;
   int32_t first, last;
   int32_t from, to;
   float* partial;
-  int64_t packed;  // where this sequence's packed context is, or one of these
+  int64_t packed;  // offset of this sequence's packed context, or one of the constants below
 };
 
-constexpr int64_t kReadPages = -1;  // row by row
-constexpr int64_t kPackTiles = -2;  // by products, of tiles that the item packs for itself
+constexpr int64_t kReadPages = -1;  // read K and V row by row
+constexpr int64_t kPackTiles = -2;  // compute by products, with tiles that the item packs itself
 
 using AttendItem = void (*)(const AttentionCall& call, const AttentionItem& item);
 struct AttentionKernels {
@@ -93,23 +95,23 @@ extern const AttentionKernels attention_avx2;
 extern const AttentionKernels attention_avx512;  // with AVX512-BF16
 #endif
 
-// Attention of many new tokens as matrix products (bfloat16 with AVX512-BF16 or AMX). K and V of the context are
-// brought into the form of packed weights first: K as [tokens, head_dim], V, for each kContextTile tokens, as
+// Attention of many new tokens as matrix products (bfloat16 with AVX512-BF16 or AMX). K and V of the context are first
+// converted to the format of packed weights: K as [tokens, head_dim], V, for each kContextTile tokens, as
 // [head_dim, tokens]. Both are padded with zeros to a multiple of 32 tokens. Tokens count from context_start. A
-// quantised context is never there as a whole: an item packs one tile at a time, into memory of fixed size, and shares
-// it among kProductRows rows; `k` and `v` are then null.
+// quantised context is never converted as a whole: an item packs one tile at a time, into memory of fixed size, and
+// shares it among kProductRows rows; `k` and `v` are then null.
 void pack_context(const AttentionCall& call, int seq, int kv_head, int tile, bf16* k, bf16* v);  // k, v: of the tile
 void attend_by_products(const AttentionCall& call, const AttentionItem& item, const bf16* k, const bf16* v);
 
 inline int64_t padded(int64_t tokens) { return (tokens + 31) / 32 * 32; }
 
-// Where the packed context of a sequence is: kv_heads blocks of padded(context_length) * head_dim elements.
+// The packed context of a sequence: kv_heads blocks of padded(context_length) * head_dim elements from `offset` on.
 struct PackedContext {
   int32_t seq;
   int64_t offset;
 };
 
-// A decode row whose context was split: `count` partial results from `first` on.
+// A decode row whose context is split: `count` partial results from `first` on.
 struct Partials {
   int32_t seq, kv_head;
   int64_t first, count;
@@ -120,7 +122,7 @@ class AttentionPlan {
  public:
   explicit AttentionPlan(const AttentionCall& shape);
 
-  // Writes K and V, then attends; every thread of the team calls it. Ends with a barrier; the caller's next
+  // Writes K and V, then attends. Every thread of the team calls it. It ends with a barrier. The caller's next
   // barrier (or the end of the region) must come before the plan is run again.
   void run(Team& team, const AttentionCall& call);
 

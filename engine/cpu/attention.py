@@ -1,4 +1,4 @@
-"""The CPU attention backend: writing new K/V and attending over pages is one C++ call a layer."""
+"""The CPU attention backend. One C++ call per layer writes new K/V and attends over pages."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ MAX_HEAD_DIM = 256
 
 
 def check_supported(spec: KVGroupSpec) -> None:
-    """Raises KernelsUnavailable, with the reason, for a KV group that the C++ op cannot serve."""
+    """Raises KernelsUnavailable, with the reason, if the C++ op cannot serve this KV group."""
     if spec.dtype not in STORAGE:
         raise KernelsUnavailable(f"the CPU attention op attends in float32 or bfloat16, not {spec.dtype}")
     if spec.head_dim % 16 or spec.head_dim > MAX_HEAD_DIM or spec.v_head_dim not in (None, spec.head_dim):
         raise KernelsUnavailable(
-            f"the CPU attention op takes heads of a multiple of 16 up to {MAX_HEAD_DIM} and V as wide as K, "
-            f"not {spec.head_dim} and {spec.v_head_dim}"
+            f"the CPU attention op takes head widths that are multiples of 16 up to {MAX_HEAD_DIM}, and V as "
+            f"wide as K, not {spec.head_dim} and {spec.v_head_dim}"
         )
     if spec.tile_order != "plain":
         raise KernelsUnavailable(f"the CPU attention op reads plain tiles, not {spec.tile_order!r}")
@@ -33,20 +33,19 @@ def check_supported(spec: KVGroupSpec) -> None:
 
 
 class CpuAttention:
-    """An engine.attention.AttentionBackend over one pool of `plain` tiles, quantised or not.
+    """An AttentionBackend (engine/paged_layers.py) over one pool of `plain` tiles, quantised or not.
 
     Sums are float32. A row's result does not depend on the batch or on the number of threads.
     """
 
     def __init__(self, pool: MHAKVCache, query_heads: int, scale: float) -> None:
-        """Raises KernelsUnavailable when the op cannot serve `pool`."""
+        """Raises KernelsUnavailable if the op cannot serve `pool`."""
         spec = pool.spec
         check_supported(spec)
         self._library = kernels()
         self._pool = pool.data  # keeps the memory alive behind the pointers
         _, _, _, kv_heads, page_size, row = pool.data.shape
         assert pool.data.stride()[-2:] == (row, 1), "tiles must be contiguous"
-        self._kv_heads = kv_heads
         self._base = pool.data.data_ptr()
         self._layer_bytes = pool.data.stride(1) * pool.data.element_size()
         self._v_bytes = pool.data.stride(2) * pool.data.element_size()
@@ -66,16 +65,15 @@ class CpuAttention:
 
     @property
     def call(self) -> AttentionCall:
-        """The prepared batch and the pool's shape, without a layer: what a fused decoder starts from."""
+        """The prepared batch and the pool's shape, without a layer. A fused decoder starts from it."""
         return self._call
 
     @property
     def tiles(self) -> tuple[int, int, int]:
-        """Address of page 0's first K tile; bytes from a layer to the next; bytes from K to V tiles."""
+        """The address of page 0's first K tile, the bytes between two layers, the bytes from K to V tiles."""
         return self._base, self._layer_bytes, self._v_bytes
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """See AttentionBackend."""
         self._arrays.fill(self._call, batch)
 
     def forward(
@@ -87,9 +85,8 @@ class CpuAttention:
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """See AttentionBackend."""
         call = self._call
-        joined = None if sinks is None else sinks.float().contiguous()  # the model's dtype; kept for the call
+        joined = None if sinks is None else sinks.float().contiguous()  # kept alive until the call returns
         call.sinks = None if joined is None else joined.data_ptr()
         call.q, call.q_token, call.q_head = q.data_ptr(), q.stride(0), q.stride(1)
         call.k_new, call.k_token, call.k_head = k_new.data_ptr(), k_new.stride(0), k_new.stride(1)

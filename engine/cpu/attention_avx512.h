@@ -16,7 +16,7 @@ inline __m512 sum_each(__m512* v) {
   return _mm512_add_ps(_mm512_shuffle_f32x4(v[0], v[1], 0x88), _mm512_shuffle_f32x4(v[0], v[1], 0xdd));
 }
 
-// The lines of a row that comes next; scattered pages are beyond the hardware prefetcher.
+// Prefetches a row that is read next. The hardware prefetcher does not follow scattered pages.
 inline void prefetch_row(const bf16* row, int dim) {
   for (int d = 0; d < dim; d += 32) _mm_prefetch(reinterpret_cast<const char*>(row + d), _MM_HINT_T0);
 }

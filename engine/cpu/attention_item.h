@@ -1,5 +1,5 @@
 // One attention work item, compiled once per instruction set (BATON_KERNELS names the table it fills).
-// Loops are plain C++ for the vectoriser; AVX512-BF16 replaces the two that read K and V.
+// Loops are plain C++ that the compiler vectorises. With AVX512-BF16 the two that read K and V are replaced.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -24,7 +24,7 @@ struct Rows {
   alignas(64) float acc[kRows][kMaxHeadDim];
 };
 
-// What a quantised pool holds, as values: of the tiles of K that are in use, and of V.
+// Dequantised tiles of a quantised pool: two of K (the current one and the next) and one of V.
 template <typename T>
 struct Dequantised {
   alignas(64) T k[2][kTile * kMaxHeadDim];
@@ -51,8 +51,8 @@ void score_tile(Rows<T>& rows, const T* const* keys, const T* const*, int n, int
   }
 }
 
-// The last pointers are rows to fetch meanwhile (here and in score_tile), as many as are read.
-// acc[r] += sum_j scores[r][j] * values[j]
+// acc[r] += sum_j scores[r][j] * values[j]. The last array of pointers (here and in score_tile) holds rows to prefetch,
+// as many as are read.
 template <typename T>
 void add_values(Rows<T>& rows, const T* const* values, const T* const*, int n, int dim) {
   for (int r = 0; r < rows.count; ++r) {
@@ -99,7 +99,7 @@ void softmax_step(Rows<T>& rows, int from, int n, int dim) {
   }
 }
 
-// What a row's sums are multiplied with. `sink`: a logit that joins the denominator, or null.
+// The factor that normalises a row's sums. `sink`: a logit that joins the denominator, or null.
 inline float share(float top, float sum, const float* sink) {
   if (sink == nullptr) return 1.0f / sum;
   const float most = std::max(top, *sink), keep = fast_exp(top - most);

@@ -20,9 +20,9 @@ inline __m512 power_of_two(__m512 x) {
   return _mm512_scalef_ps(p, n);
 }
 
-// Softmax step of one row: weights (bfloat16) of scores [first, seen) of `n` to `to`, 0 for the others. `scale`
-// includes log2(e); `top` is of scaled scores. Returns the factor for what was summed before. Scores before `first`
-// are overwritten.
+// Softmax step of one row. Writes the weights (bfloat16) of scores [first, seen) of `n` to `to`, and 0 for the others.
+// `scale` includes log2(e); `top` is the maximum of the scaled scores. Returns the factor for earlier sums. Scores
+// before `first` are overwritten.
 float weigh(float* scores, int first, int seen, int n, float scale, float& top, float& sum, bf16* to) {
   for (int j = 0; j < first; ++j) scores[j] = kUnseen;
   const int whole = seen & ~15;
@@ -52,15 +52,15 @@ float weigh(float* scores, int first, int seen, int n, float scale, float& top, 
   return keep;
 }
 
-// What a row's sums are multiplied with; `top` is of scores times log2(e). `sink`: a logit that joins the denominator,
-// or null.
+// The factor that normalises a row's sums. `top` is the maximum of the scores times log2(e). `sink`: a logit that joins
+// the denominator, or null.
 float share_of(float top, float sum, const float* sink) {
   if (sink == nullptr) return 1.0f / sum;
   const float logit = *sink * 1.44269504f, most = std::max(top, logit), keep = std::exp2(top - most);
   return keep / (sum * keep + std::exp2(logit - most));
 }
 
-// What a thread works on; too large for a small stack.
+// The working memory of a thread, which is too large for a small stack.
 struct Memory {
   alignas(64) bf16 q[kProductRows * kMaxHeadDim];
   alignas(64) float acc[kProductRows * kMaxHeadDim];
@@ -121,7 +121,7 @@ class Products {
   int token(int r) const { return item_.first + (done_ + r) / group_; }
   int head(int r) const { return item_.kv_head * group_ + (done_ + r) % group_; }
   int first(int r) const { return first_seen(call_, origin_ + before_ + token(r)) - origin_; }
-  int unseen(int r) const { return first(r) / 32 * 32; }  // neither this row nor a later one sees what is before
+  int unseen(int r) const { return first(r) / 32 * 32; }  // this row and later rows do not see tokens before this one
 
   void add_tile(int row, int count, int tile, const bf16* k, const bf16* v) {
     const int from = std::max(tile, unseen(row)), end = std::min(tile + kContextTile, visible(row + count - 1));

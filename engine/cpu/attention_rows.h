@@ -1,5 +1,5 @@
-// Where the K and V rows of a context are, as values: in the pages, or dequantised from them into a caller's memory.
-// Included by files that are compiled per instruction set.
+// Gives access to the K and V rows of a context: in the pages, or dequantised into the caller's memory. Included by
+// files that are compiled once per instruction set.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -11,14 +11,14 @@
 namespace baton {
 namespace {
 
-// The lines of a quantised tile that comes next; scattered pages are beyond the hardware prefetcher.
+// Prefetches a quantised tile that is read next. The hardware prefetcher does not follow scattered pages.
 inline void prefetch_tile(const uint8_t* tile, const AttentionCall& call) {
   const int64_t bytes = stored_bytes(static_cast<Format>(call.format), int64_t{call.page_size} * call.head_dim);
   for (int64_t at = 0; at < std::min<int64_t>(bytes, 2048); at += 64) __builtin_prefetch(tile + at);
 }
 
-// Pointers to the K (or V) rows of context tokens [from, from + n) of a sequence and KV head. Those of a quantised pool
-// point into `values`, which has room for n rows.
+// Sets `rows` to the K (or V) rows of context tokens [from, from + n) of a sequence and KV head. Rows of a quantised
+// pool are dequantised into `values`, which has room for n rows.
 template <bool Quantised, typename T>
 void context_rows(const AttentionCall& call, const void* base, int seq, int kv_head, int from, int n, T* values,
                   const T** rows) {

@@ -1,4 +1,4 @@
-"""What both attention ops read of a batch: its arrays, by address."""
+"""Passes the arrays of a batch to the C++ attention ops."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 class BatchArrays:
-    """Fills a call struct with the addresses of a batch's arrays, and keeps them alive for its forwards."""
+    """Puts the addresses of a batch's arrays into a call struct, and keeps the arrays alive meanwhile."""
 
     def __init__(self) -> None:
         self._kept: tuple[np.ndarray[Any, Any], ...] = ()
 
     def fill(self, call: ctypes.Structure | Any, batch: ForwardBatch) -> None:
-        """Page table, starts, lengths and slots, in the types that the kernels read."""
+        """Set page table, starts, lengths and slots, in the types that the kernels read."""
         table = np.ascontiguousarray(batch.page_table, dtype=np.int32)
         starts = batch.starts()
         lens = np.ascontiguousarray(batch.seq_lens, dtype=np.int32)

@@ -1,4 +1,4 @@
-// A whole decoder forward in one call: what it is given. Plain C, mirrored by ctypes in decoder.py.
+// The arguments of a whole decoder forward in one call. Plain C structs, mirrored by ctypes in decoder.py.
 #pragma once
 #include <cstdint>
 
@@ -8,7 +8,7 @@
 namespace baton {
 
 struct LayerWeights {
-  const bf16* qkv;      // packs; q, k and v are one
+  const bf16* qkv;      // this and the next three are packs; q, k and v are one pack
   const bf16* out;
   const bf16* gate_up;  // groups of 16 gate and 16 up outputs alternate
   const bf16* down;
@@ -20,7 +20,8 @@ struct LayerWeights {
   const float* out_bias;  // [hidden], or null
 };
 
-// Parts of a step whose time can be counted. A norm that every thread does for itself counts for what follows it.
+// Parts of a step whose time can be counted. The time of a norm that every thread computes for itself is counted in the
+// part that follows.
 enum Part { kQkv, kRope, kAttention, kOut, kGateUp, kDown, kNorm, kParts };
 
 struct DecoderCall {
@@ -30,8 +31,8 @@ struct DecoderCall {
   bf16* result;             // [tokens, hidden]: normed hidden states
   const float* cos;         // [tokens, head_dim / 2]
   const float* sin;
-  char* scratch;            // decoder_scratch_bytes
-  const AttentionCall* attention;  // batch and shapes; tensors are set here
+  char* scratch;            // baton_decoder_scratch_bytes() bytes, aligned to 64
+  const AttentionCall* attention;  // batch and shapes; the decoder sets the tensors in its own copy
   int64_t layer_bytes;      // from one layer's tiles to the next
   int64_t v_bytes;          // from K's to V's tiles
   char* tiles;              // K tile of page 0, layer 0, head 0

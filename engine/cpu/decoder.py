@@ -1,7 +1,7 @@
 """A dense Llama-shaped decoder whose whole forward is one C++ call (decoder_avx512.cpp).
 
-Python's share of a step was milliseconds for 28 layers of transformers modules; here it is the embedding
-look-up, the rotary angles and this call.
+Python computes only the embedding look-up and the rotary angles. With transformers modules, the Python code
+of 28 layers takes milliseconds per step.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from engine.cpu.op import AttentionCall, kernels
 from engine.paged_layers import PagedLayers
 
 MODELS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
-"""The transformers classes that this computes."""
-
+"""The transformers classes that FusedDecoder computes."""
 
 PARTS = ("qkv", "rope", "attention", "out", "gate_up", "down", "norm")
-"""Of a step, in the order in which the C++ call counts their time (decoder.h: Part)."""
+"""The parts of a step, in the order in which the C++ call counts their time (decoder.h: Part)."""
 
 
 class LayerWeights(ctypes.Structure):
@@ -54,7 +53,7 @@ class DecoderCall(ctypes.Structure):
 
 
 def fusible(model: nn.Module) -> bool:
-    """Whether FusedDecoder computes exactly what this transformers decoder does."""
+    """Whether FusedDecoder computes the same as this transformers decoder."""
     config: Any = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return (
@@ -72,14 +71,14 @@ def fusible(model: nn.Module) -> bool:
 
 
 class FusedDecoder(nn.Module):
-    """Replaces a `fusible` model; keeps its embedding and its rotary frequencies, packs the rest."""
+    """Replaces a `fusible` model. Keeps its embedding and rotary frequencies, and packs its other weights."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.embed_tokens = model.embed_tokens
         self._frequencies = model.rotary_emb.inv_freq.float()
         self._rotary_scale = float(model.rotary_emb.attention_scaling)
-        self._kept: list[Any] = []  # packs and float32 vectors behind the pointers below
+        self._kept: list[Any] = []  # packs and float32 vectors to which the pointers below point
         self._library = kernels()
         assert self._library.baton_decoder_call_bytes() == ctypes.sizeof(DecoderCall)
         assert self._library.baton_layer_weights_bytes() == ctypes.sizeof(LayerWeights)
@@ -87,7 +86,7 @@ class FusedDecoder(nn.Module):
         self._layers = (LayerWeights * len(layers))()
         for i, layer in enumerate(layers):
             self._fill(self._layers[i], layer)
-            model.layers[i] = nn.Identity()  # its weights are packed: give the originals back now
+            model.layers[i] = nn.Identity()  # frees the original weights, which are packed now
         self._call = DecoderCall(
             layers=ctypes.addressof(self._layers),
             final_norm=self._vector(model.norm.weight),
@@ -102,7 +101,7 @@ class FusedDecoder(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, paged: PagedLayers, **_: Any
     ) -> BaseModelOutputWithPast:
-        """input_ids, position_ids [1, T] -> last_hidden_state bfloat16 [1, T, hidden], normed."""
+        """input_ids, position_ids [1, T] -> last_hidden_state bfloat16 [1, T, hidden], normalised."""
         residual = self.embed_tokens(input_ids[0]).float()
         angles = position_ids[0].float()[:, None] * self._frequencies
         cos, sin = angles.cos() * self._rotary_scale, angles.sin() * self._rotary_scale
@@ -112,7 +111,7 @@ class FusedDecoder(nn.Module):
         call.residual, call.result = residual.data_ptr(), result.data_ptr()
         call.cos, call.sin = cos.data_ptr(), sin.data_ptr()
         attention = paged.full
-        assert isinstance(attention, CpuAttention), "a decoder is fused only where the CPU op attends"
+        assert isinstance(attention, CpuAttention), "a fused decoder needs the CPU attention backend"
         call.attention = ctypes.pointer(attention.call)
         call.tiles, call.layer_bytes, call.v_bytes = attention.tiles
         needed = self._library.baton_decoder_scratch_bytes(ctypes.byref(call))
@@ -123,12 +122,12 @@ class FusedDecoder(nn.Module):
         return BaseModelOutputWithPast(last_hidden_state=result[None])
 
     def start_profile(self) -> None:
-        """Count from now on where the time goes, from zero."""
+        """Start to measure the time of each part of a step, from zero."""
         self._parts = (ctypes.c_double * len(PARTS))()
         self._call.part_seconds = ctypes.addressof(self._parts)
 
     def take_profile(self) -> list[float]:
-        """Seconds of each of PARTS since start_profile; counting stops."""
+        """Stop measuring. Returns the seconds spent in each of PARTS since start_profile."""
         self._call.part_seconds = None
         return list(self._parts)
 

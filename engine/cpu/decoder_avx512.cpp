@@ -1,7 +1,8 @@
-// Llama-shaped dense decoders (norm, q/k/v, rope, paged attention, gated MLP) as one parallel region a step.
+// Llama-shaped dense decoders (norm, q/k/v, rope, paged attention, gated MLP) as one parallel region per step.
 //
-// The residual is float32; what enters a product is bfloat16, rounded once. All threads run the whole program and
-// meet at barriers: five a layer. Few rows are normed by every thread for itself, which is cheaper than a barrier.
+// The residual is float32; the inputs of products are rounded to bfloat16 once. All threads run the whole program and
+// synchronise at five barriers per layer. If there are few rows, every thread computes the norms of all rows itself,
+// which is cheaper than a barrier.
 #include "decoder.h"
 
 #include <immintrin.h>
@@ -29,7 +30,7 @@ struct Shape {
         q(int64_t{call.attention->heads} * call.attention->head_dim) {}
 };
 
-// Hands out the scratch memory; counts only when it starts at null.
+// Hands out scratch memory. If the base is null, it only counts the bytes.
 class Arena {
  public:
   explicit Arena(char* base) : base_(base) {}
@@ -72,7 +73,7 @@ float mean_square(const float* x, int64_t n) {
   return _mm512_reduce_add_ps(sum) / static_cast<float>(n);
 }
 
-// `step`: elements from 32 outputs to the next 32, 32 unless they go into tiles.
+// `step`: elements from 32 outputs to the next 32; 32, unless the outputs go into tiles.
 void norm_row(const float* x, const float* weight, int64_t n, float eps, bf16* to, int64_t step = 32) {
   const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(mean_square(x, n) + eps));
   for (int64_t i = 0; i < n; i += 16)
@@ -80,7 +81,7 @@ void norm_row(const float* x, const float* weight, int64_t n, float eps, bf16* t
                _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x + i), scale), _mm512_loadu_ps(weight + i)));
 }
 
-// One head in place: bias, norm (where the model has them) and rotation, then rounded to `to`.
+// Applies bias, norm (each may be null) and rotation to one head in place, and rounds the result to `to`.
 void finish_head(float* x, const float* bias, const float* norm, const float* cos, const float* sin, int dim, float eps,
                  bf16* to) {
   if (bias != nullptr)
@@ -162,13 +163,13 @@ class Decoder {
     for (int64_t t = first; t < last; ++t) f(t);
   }
 
-  // Where column `column` of row `t` of a product's [tokens, k] left side is.
+  // The index of column `column` of row `t` in the left side [tokens, k] of a product.
   int64_t place(int64_t t, int64_t column, int64_t k) const {
     if (!tiled_) return t * k + column;
     return (t / 16 * (k / 32) + column / 32) * 512 + t % 16 * 32 + column % 32;
   }
 
-  // Attention's result as the next product reads it.
+  // Returns attention's result in the format that the next product reads.
   const bf16* retile(Team& team) const {
     if (!tiled_) return buffers_.attended;
     each_row(team, [&](int64_t t) {
@@ -179,7 +180,7 @@ class Decoder {
     return buffers_.retiled;
   }
 
-  // Normed rows for the next product: this thread's own copy when they are few, else a shared one.
+  // Returns normed rows for the next product: this thread's own copy if there are few, else a shared one.
   const bf16* norm(Team& team, const float* weight) const {
     const int64_t n = shape_.hidden;
     if (few_) {

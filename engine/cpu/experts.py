@@ -1,4 +1,4 @@
-"""A mixture of experts that reads only the experts its tokens chose."""
+"""A mixture of experts that reads only the weights of the experts that its tokens selected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODELS = ("Qwen3MoeExperts", "Qwen3NextExperts", "DeepseekV2Experts", "DeepseekV
 
 
 def fusible(experts: Any) -> bool:
-    """Whether this module's weights can be packed and its activation is the one computed here."""
+    """Whether this module's weights can be packed and its activation function is computed here."""
     gate_up, down = _weights(experts)
     return (
         packable(gate_up[0])
@@ -29,7 +29,7 @@ def fusible(experts: Any) -> bool:
 
 
 class PackedExperts(nn.Module):
-    """All experts in two packs, one expert after the other; sums are float32 until the last."""
+    """All experts in two packs, one expert after the other. Sums are float32 up to the final result."""
 
     def __init__(self, experts: Any) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class PackedExperts(nn.Module):
 
 
 def _weights(experts: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """[experts, 2 x inner, hidden] and [experts, hidden, inner], whichever way round they are stored."""
+    """The weights as [experts, 2 x inner, hidden] and [experts, hidden, inner], for both storage orders."""
     gate_up, down = experts.gate_up_proj, experts.down_proj
     return (gate_up.transpose(1, 2), down.transpose(1, 2)) if experts.is_transposed else (gate_up, down)
 
@@ -75,12 +75,12 @@ def _pack(weights: torch.Tensor) -> Pack:
 
 
 def _swiglu(both: torch.Tensor) -> torch.Tensor:
-    """[T, gates and then ups] -> [T, inner]."""
+    """[T, 2 x inner], the gates before the ups -> [T, inner]."""
     gate, up = both.chunk(2, dim=-1)
     return nn.functional.silu(gate) * up
 
 
 def _clamped_swiglu(both: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-    """gpt-oss: gates and ups alternate, neither may be large, and an up counts from -1."""
+    """gpt-oss: gates and ups alternate, both are clamped, and 1 is added to an up."""
     gate, up = both[:, ::2].clamp(max=limit), both[:, 1::2].clamp(-limit, limit)
     return gate * torch.sigmoid(gate * alpha) * (up + 1)

@@ -12,7 +12,8 @@ namespace baton {
 namespace {
 
 #if defined(__x86_64__)
-// AMX-BF16 is there and the kernel lets this process use tile data (asked for once; threads inherit it).
+// Whether the CPU has AMX-BF16 and the kernel permits this process to use tile data. The permission is requested once;
+// threads inherit it.
 bool amx_allowed() {
   unsigned a, b, c, d;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;

@@ -1,4 +1,4 @@
-// Which instruction sets this process uses: the best this CPU has, or what BATON_CPU_ISA asks for.
+// The instruction set that this process uses: the best one of this CPU, or less if BATON_CPU_ISA says so.
 #pragma once
 
 namespace baton {

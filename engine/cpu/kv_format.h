@@ -1,12 +1,12 @@
-// How a quantised pool stores values, and the conversions: the same in every file that reads or writes one.
+// How a quantised pool stores values, and the conversions. Every file that reads or writes a pool uses them.
 //
-// A tile holds the rows of one page, head and side (K or V), or of one page of latents: `page_size` rows of `dim`
-// values. Of fp8 a value is one byte. Of fp4 a tile is [data | scales]: dim / 2 bytes a row (the even value of a byte
-// in its low half), then dim / 16 scales a row, each an e4m3 number that its 16 values are multiplied with.
+// A tile holds the rows of K or of V of one page and head, or the latents of one page: `page_size` rows of `dim`
+// values. In fp8 a value is one byte. In fp4 a tile is [data | scales]: dim / 2 bytes per row (the even value of a byte
+// in its low half), then dim / 16 scales per row, each an e4m3 number by which its 16 values are multiplied.
 //
-// Everything stored is exact in bfloat16. Writing rounds to the nearest value, ties to even, and what is too large
-// becomes the largest; a NaN stays a NaN. Everything is of internal linkage: each file compiles it for its own
-// instruction set.
+// Every stored number is exact in bfloat16. Writing rounds to the nearest number, ties to even. A value that is too
+// large becomes the largest number; a NaN stays a NaN. All functions have internal linkage, so that each file compiles
+// them for its own instruction set.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -24,7 +24,7 @@ enum Format : int32_t { kPlain = 0, kE4M3 = 1, kE5M2 = 2, kE2M1 = 3 };
 
 constexpr int kScaleBlock = 16;  // values of fp4 that share a scale
 
-// Bytes of `n` values, scales included.
+// The bytes of `n` values, scales included.
 inline int64_t stored_bytes(Format format, int64_t n) { return format == kE2M1 ? n / 2 + n / kScaleBlock : n; }
 
 namespace format {
@@ -46,7 +46,7 @@ template <int M, int Bias, int Most>
 struct Small {
   static uint8_t encode(float x) {
     const uint32_t bits = bits_of(x), magnitude = bits & 0x7fffffffu;
-    // Adding 2^(24 - M - Bias), whose last bit is worth the smallest number, rounds what is below the normal numbers.
+    // Adding 2^(24 - M - Bias), whose last bit is worth the smallest number, rounds subnormal numbers.
     const uint32_t magic = static_cast<uint32_t>(24 - M - Bias + 127) << 23;
     const uint32_t tiny = bits_of(from_bits(magnitude) + from_bits(magic)) - magic;
     const uint32_t odd = (magnitude >> (23 - M)) & 1u;
@@ -59,7 +59,7 @@ struct Small {
   }
 
  private:
-  // The largest number, in units of its float32 bits without what is rounded: from it on everything is Most.
+  // The float32 bits of the largest number, without the bits that are rounded away. From here on the code is Most.
   static constexpr uint32_t kLimit = Most + (static_cast<uint32_t>(127 - Bias) << M);
 };
 using E4M3 = Small<3, 7, 0x7e>;
@@ -72,7 +72,7 @@ constexpr float power(int exponent) {
   return x;
 }
 
-// Numbers by code, of the low 7 bits; the sign is the 8th.
+// The number of a code: the magnitude is in the low 7 bits, the sign is the 8th.
 template <int M, int Bias>
 constexpr float decode(int code) {
   const int exponent = (code & 0x7f) >> M, mantissa = code & ((1 << M) - 1);
@@ -101,7 +101,7 @@ inline uint32_t encode_e2m1(float x, float divisor) {
   return code | (bits_of(x) >> 28 & 8u);
 }
 
-// 16 values and their scale. The scale maps the largest magnitude to 6, the largest e2m1 number; it is never 0.
+// Stores 16 values and their scale. The scale maps the largest magnitude to 6, the largest e2m1 number; it is never 0.
 template <typename T>
 void store_block(const T* from, uint8_t* data, uint8_t* scale) {
   float x[kScaleBlock];
@@ -128,8 +128,8 @@ inline void put(bf16* to, __m512 x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(high));
 }
 
-// 32 codes of 8 bits to bfloat16, by integers: exponents are moved to bfloat16's bias, numbers below the normal ones
-// are looked up.
+// Converts 32 codes of 8 bits to bfloat16 with integer operations: exponents are moved to bfloat16's bias, and
+// subnormal numbers are looked up.
 template <int M, int Bias>
 __m512i widen(__m256i codes) {
   alignas(64) static constexpr uint16_t kTiny[2][32] = {{0, 0x3780, 0x3800, 0x3840},  // e5m2: multiples of 2^-16
@@ -138,7 +138,7 @@ __m512i widen(__m256i codes) {
   __m512i x = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 7 - M), _mm512_set1_epi16((127 - Bias) << 7));
   const __mmask32 tiny = _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(1 << M));
   x = _mm512_mask_permutexvar_epi16(x, tiny, magnitude, _mm512_load_si512(kTiny[M == 3]));
-  // Codes that are no numbers: of e4m3 0x7f only, of e5m2 those of the highest exponent.
+  // Infinities and NaNs: in e4m3 the code 0x7f only, in e5m2 the codes with the highest exponent.
   const __mmask32 special = _mm512_cmpge_epu16_mask(magnitude, _mm512_set1_epi16(M == 3 ? 0x7f : 0x7c));
   x = _mm512_mask_add_epi16(x, special, x, _mm512_set1_epi16(M == 3 ? 0x7fc0 - 0x43f0 : 0x7f80 - 0x4780));
   return _mm512_or_si512(x, _mm512_slli_epi16(_mm512_xor_si512(code, magnitude), 8));
@@ -168,7 +168,7 @@ void load_block(const uint8_t* data, uint8_t scale, T* to) {
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
   int64_t codes;
   std::memcpy(&codes, data, sizeof codes);
-  // Every 64-bit lane has all 16 codes and turns its own two to bits 0 and 32. Looking up ignores the other bits.
+  // Every 64-bit lane has all 16 codes and rotates its own two to bits 0 and 32. The look-up ignores the other bits.
   const __m512i all = _mm512_set1_epi64(codes);
   const __m512i even = _mm512_rorv_epi64(all, _mm512_setr_epi64(0, 8, 16, 24, 32, 40, 48, 56));
   const __m512i odd = _mm512_rorv_epi64(all, _mm512_setr_epi64(36, 44, 52, 60, 4, 12, 20, 28));
@@ -187,7 +187,7 @@ void load_block(const uint8_t* data, uint8_t scale, T* to) {
 
 namespace {
 
-// `rows` rows of a tile from row `offset` on, one after the other, to float or bf16. Not for kPlain.
+// Reads `rows` rows of a tile from row `offset` on into `to`, as float or bf16. Not for kPlain.
 template <typename T>
 void load_rows(Format stored, const void* tile, int page_size, int offset, int rows, int dim, T* to) {
   const uint8_t* bytes = static_cast<const uint8_t*>(tile);
@@ -199,7 +199,7 @@ void load_rows(Format stored, const void* tile, int page_size, int offset, int r
     format::load_block(bytes + i / 2, scales[i / kScaleBlock], to + i - first);
 }
 
-// One row of float or bf16 to row `offset` of a tile. Not for kPlain.
+// Writes one row of float or bf16 to row `offset` of a tile. Not for kPlain.
 template <typename T>
 void store_row(Format stored, const T* from, void* tile, int page_size, int offset, int dim) {
   uint8_t* bytes = static_cast<uint8_t*>(tile);

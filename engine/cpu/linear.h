@@ -1,8 +1,9 @@
 // Matrix products with bfloat16 weights packed once at load.
 //
-// Pack of a [n, k] weight: [n / 16][k / 2][16][2]. A 64-byte line holds two neighbouring k of 16 outputs, the operand
-// of one AVX512-BF16 dot product; 16 lines in a row are one AMX tile. A thread that computes some outputs reads ONE
-// linear stream, so one copy of the weights serves decode (bandwidth) and prefill (arithmetic).
+// The pack of a [n, k] weight is [n / 16][k / 2][16][2]. A 64-byte line holds two neighbouring k of 16 outputs and is
+// the operand of one AVX512-BF16 dot product; 16 consecutive lines are one AMX tile. A thread that computes some
+// outputs reads ONE linear stream, so one copy of the weights serves decode, which is bound by memory bandwidth, and
+// prefill, which is bound by arithmetic.
 #pragma once
 #include <cstdint>
 
@@ -11,10 +12,10 @@
 
 namespace baton {
 
-constexpr int kGroup = 16;   // outputs of a line
+constexpr int kGroup = 16;   // outputs in a line
 constexpr int kUnit = 2;     // groups that a large product computes together
 constexpr int kRowBlock = 32;  // rows of one kernel call in a large product
-constexpr int kFewRows = 8;    // up to here a product is bound by reading the weights
+constexpr int kFewRows = 8;    // up to this many rows, a product is bound by reading the weights
 
 // c[m, groups * 16] = a[m, k] * the first k inputs of a pack of `depth` inputs; m <= kRowBlock, k a multiple of 32.
 using Gemm = void (*)(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t depth, int64_t k, int groups, float* c,
@@ -24,10 +25,10 @@ void gemm_avx512(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t de
                  int64_t ldc);
 void gemm_amx(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t depth, int64_t k, int groups, float* c,
                  int64_t ldc);
-// The same for rows in tiles: [rows / 16][k / 32][16][32], as AMX loads them; lda is not used.
+// The same for rows in tiles, [rows / 16][k / 32][16][32], the format that AMX loads.
 void gemm_amx_tiled(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t depth, int64_t k, int groups,
                     float* c, int64_t ldc);
-Gemm gemm_for();  // AMX for any number of rows where there is AMX: a row's sums then do not depend on the batch
+Gemm gemm_for();  // AMX for any number of rows if it is available, so that a row's sums do not depend on the batch
 
 // The left side of a product.
 struct Input {
@@ -36,8 +37,8 @@ struct Input {
   bool tiled;
 };
 
-// This thread's part of a product with n = 16 * groups outputs. `done(c, ldc, row, rows, group, groups)` gets each
-// finished block of float32 sums while it is in the cache. No barrier.
+// Computes this thread's part of a product with n = 16 * groups outputs. `done(c, ldc, row, rows, group, groups)` gets
+// each finished block of float32 sums while it is in the cache. There is no barrier.
 template <typename Done>
 void matmul(const Team& team, Input a, int64_t m, const bf16* pack, int64_t k, int64_t groups, Done done) {
   alignas(64) float c[kRowBlock * kUnit * kGroup];

@@ -1,4 +1,4 @@
-"""Linear layers whose bfloat16 weights are packed once for the CPU (linear.h says how)."""
+"""Linear layers whose bfloat16 weights are packed once for the CPU. linear.h describes the format."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from engine.cpu.op import ISA_NAMES, KernelsUnavailable, kernels
 from kvcache.buffers import allocate_private
 
 GROUP = 16
-"""Outputs in one line of a pack."""
+"""The number of outputs in one line of a pack."""
 
 
 def check_packable() -> None:
-    """Raises KernelsUnavailable, with the reason, when this CPU has no packed products."""
+    """Raises KernelsUnavailable, with the reason, if this CPU cannot compute packed products."""
     if ISA_NAMES[kernels().baton_current_isa()] not in ("avx512", "amx"):
         raise KernelsUnavailable("packed linear layers need a CPU with AVX512-BF16")
 
@@ -24,7 +24,7 @@ def packable(weight: torch.Tensor) -> bool:
 
 
 class Pack:
-    """One packed weight, of `rows` outputs from `inputs` inputs, in huge pages of its own."""
+    """A packed weight with `rows` outputs and `inputs` inputs, in huge pages of its own."""
 
     def __init__(self, rows: int, inputs: int) -> None:
         self.rows = rows
@@ -34,7 +34,7 @@ class Pack:
 
     @property
     def address(self) -> int:
-        """Of its first line."""
+        """The address of the first line."""
         return self._buffer.tensor.data_ptr()
 
     def put(self, weight: torch.Tensor, group: int = 0, step: int = 1) -> None:
@@ -72,7 +72,7 @@ class Pack:
 
 
 class PackedLinear(nn.Module):
-    """nn.Linear with bfloat16 weights and input, and float32 sums that are rounded to `out_dtype`."""
+    """Replaces an nn.Linear. Weights and input are bfloat16; sums are float32 and rounded to `out_dtype`."""
 
     def __init__(self, linear: nn.Linear, out_dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-// Packed products on AMX tiles: 16 lines of the pack are one tile as they are.
+// Packed products with AMX. 16 lines of a pack are one tile.
 #include "linear.h"
 
 #include <immintrin.h>
@@ -25,7 +25,7 @@ void configure(int upper, int lower) {
 
 template <bool Tiled, bool Lower, bool Second>
 void tiles(const bf16* a, int64_t lda, const bf16* pack, int64_t depth, int64_t k, float* c, int64_t ldc) {
-  const bf16* below = a + 16 * lda;  // in tiles lda is the depth of a row: 16 rows further as well
+  const bf16* below = a + 16 * lda;  // 16 rows further; for rows in tiles too, where lda is k
   const bf16* second = pack + depth * kGroup;
   const int64_t a_stride = Tiled ? 64 : lda * sizeof(bf16), a_step = Tiled ? 16 : 1, c_stride = ldc * sizeof(float);
   _tile_zero(0);
@@ -55,7 +55,7 @@ void tiles(const bf16* a, int64_t lda, const bf16* pack, int64_t depth, int64_t 
 template <bool Tiled>
 void gemm(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t depth, int64_t k, int groups, float* c,
           int64_t ldc) {
-  // Configured for each call: other code on this thread (oneDNN) configures tiles too.
+  // The tiles are configured in each call, because other code on this thread (oneDNN) configures them too.
   configure(m < 16 ? m : 16, m > 16 ? m - 16 : 0);
   for (int g = 0; g < groups; g += 2) {
     const bf16* lines = pack + g * depth * kGroup;

@@ -1,4 +1,4 @@
-// Packed products with AVX512-BF16, packing, and the one-matrix entry point.
+// Packed products with AVX512-BF16, packing, and the entry point for a single product.
 #include "linear.h"
 
 #include <immintrin.h>
@@ -11,7 +11,7 @@
 namespace baton {
 namespace {
 
-constexpr int kAhead = 2048;  // bytes: the hardware prefetcher restarts at each 4 KiB of the stream
+constexpr int kAhead = 2048;  // bytes to prefetch ahead: the hardware prefetcher restarts at each 4 KiB of the stream
 
 inline __m512bh pair(const bf16* p) {
   int32_t both;
@@ -19,7 +19,7 @@ inline __m512bh pair(const bf16* p) {
   return (__m512bh)_mm512_set1_epi32(both);
 }
 
-// M rows x G groups of outputs, sums in registers over the whole of k.
+// Computes M rows x G groups of outputs. The sums stay in registers over the whole of k.
 template <int M, int G>
 void block(const bf16* a, int64_t lda, const bf16* pack, int64_t depth, int64_t k, float* c, int64_t ldc) {
   constexpr int kParts = M * G >= 8 ? 1 : 8 / (M * G);  // independent sums, to cover the latency of a dot product
@@ -86,8 +86,8 @@ using baton::kGroup;
 
 extern "C" {
 
-// Packs outputs of a row-major [n, k] weight into `pack` at group `group`, and every `step`-th group from there.
-// Missing outputs of the last group become zero.
+// Packs the outputs of a row-major [n, k] weight into group `group` of `pack` and every `step`-th group after it.
+// Missing outputs of the last group are zero.
 void baton_pack(const bf16* weight, int64_t n, int64_t k, bf16* pack, int64_t group, int64_t step, int threads) {
   auto body = [&](baton::Team& team) {
     int64_t first, last;

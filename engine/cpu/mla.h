@@ -1,5 +1,5 @@
-// Paged latent attention (absorbed MLA): what one call reads and writes. Plain C: mirrored by a ctypes.Structure
-// in mla.py. All heads attend to one row per token, [latent | rope]; its latent is the value too.
+// Paged latent attention (absorbed MLA): the arguments of one call. A plain C struct, mirrored by a ctypes.Structure in
+// mla.py. All heads attend to one row per token, [latent | rope]; the latent is also the value.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace baton::mla {
 
-// Strides count elements, except in the pool; of a quantised one kv_format.h says where a row is.
+// Strides count elements, except in the pool. kv_format.h describes the rows of a quantised pool.
 struct Call {
   const void* q_latent;    // [T, heads, rank]
   const void* q_rope;      // [T, heads, rope_dim]
@@ -24,7 +24,7 @@ struct Call {
   const int64_t* slots;       // [T] where each new token's row goes
   int64_t table_stride;
   int64_t page_bytes;  // from one page to the next
-  int64_t row_bytes;   // from one token to the next, where it is not quantised
+  int64_t row_bytes;   // from one token to the next, if the pool is not quantised
   int64_t q_latent_token, q_latent_head;
   int64_t q_rope_token, q_rope_head;
   int64_t latent_token, rope_token;
@@ -43,13 +43,14 @@ struct Call {
 
 constexpr int kRows = 32;   // queries (token, head) of a work item; they share each context row that is read
 constexpr int kTile = 32;   // context tokens per softmax step
-constexpr int kSplit = 256;  // context tokens per work item of a decode token. Fixed, so that a query's sums are taken
-                             // in the same order whatever the batch and the number of threads
+constexpr int kSplit = 256;  // context tokens per work item of a decode token. Fixed, so that the order of a query's
+                             // sums does not depend on the batch or the number of threads
 constexpr int kMaxRank = 512;
 constexpr int kMaxRow = 640;  // latent and rope
 
 // One work item: `heads` heads from `head` on, for new tokens [first, last) of a sequence, over context [from, to).
-// With `partial`, un-normalised sums and (max, sum) of each head go there for the merge; else the result to `out`.
+// If `partial` is set, un-normalised sums and (max, sum) of each head are written there for the merge; else the result
+// is written to `out`.
 struct Item {
   int32_t seq, head, heads;
   int32_t first, last;
@@ -64,7 +65,7 @@ extern const Attend mla_avx2;
 extern const Attend mla_avx512;
 #endif
 
-// A decode token whose context was split: `count` parts of [heads][rank + 2] from `sums` on.
+// A decode token whose context is split: `count` parts of [heads][rank + 2] from `sums` on.
 struct Partials {
   int32_t seq;
   int64_t count;
@@ -76,7 +77,7 @@ class Plan {
  public:
   explicit Plan(const Call& call);
 
-  // Writes the new rows, then attends; every thread of the team calls it.
+  // Writes the new rows, then attends. Every thread of the team calls it.
   void run(Team& team, const Call& call);
 
  private:

@@ -1,4 +1,4 @@
-"""The CPU latent attention backend: writing new rows and attending over pages is one C++ call a layer."""
+"""The CPU latent attention backend. One C++ call per layer writes new rows and attends over pages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class MlaCall(ctypes.Structure):
 
 
 def check_supported(spec: LatentGroupSpec) -> None:
-    """Raises KernelsUnavailable, with the reason, for a latent group that the C++ op cannot serve."""
+    """Raises KernelsUnavailable, with the reason, if the C++ op cannot serve this latent group."""
     if spec.dtype not in STORAGE:
         raise KernelsUnavailable(
             f"the CPU latent attention op attends in float32 or bfloat16, not {spec.dtype}"
@@ -53,13 +53,13 @@ def check_supported(spec: LatentGroupSpec) -> None:
 
 
 class CpuLatentAttention:
-    """An engine.latent.LatentBackend over one pool, quantised or not.
+    """A LatentBackend (engine/paged_layers.py) over one pool, quantised or not.
 
     Sums are float32. A query's result does not depend on the batch or on the number of threads.
     """
 
     def __init__(self, pool: MLAKVCache, heads: int, scale: float) -> None:
-        """Raises KernelsUnavailable when the op cannot serve `pool`."""
+        """Raises KernelsUnavailable if the op cannot serve `pool`."""
         spec = pool.spec
         check_supported(spec)
         self._run = kernels().baton_mla
@@ -83,7 +83,6 @@ class CpuLatentAttention:
         )
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """See LatentBackend."""
         self._arrays.fill(self._call, batch)
 
     def forward(
@@ -95,7 +94,6 @@ class CpuLatentAttention:
         rope_new: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """See LatentBackend."""
         assert {x.dtype for x in (q_latent, q_rope, latent_new, rope_new, out)} == {self._dtype}
         assert all(x.stride(-1) == 1 for x in (q_latent, q_rope, latent_new, rope_new))
         call = self._call

@@ -1,5 +1,5 @@
 // One work item of latent attention, compiled once per instruction set (BATON_KERNELS names the function it defines).
-// Products are blocked by hand over the compiler's vector type, which every target has.
+// Products are blocked by hand, with the compiler's vector type, which exists on every target.
 #include <algorithm>
 #include <cstring>
 
@@ -17,7 +17,7 @@ constexpr int kLanes = 8;
 #else
 constexpr int kLanes = 4;
 #endif
-constexpr int kWide = kLanes == 16 ? 4 : 2;  // 4 x kWide vectors of sums fit into registers, with what they are made of
+constexpr int kWide = kLanes == 16 ? 4 : 2;  // 4 x kWide vectors of sums and their operands fit into registers
 constexpr int kDeep = 4;
 static_assert(kTile % (4 * kWide) == 0 && kRows % 16 == 0, "blocks of scores stay inside their array");
 
@@ -27,8 +27,9 @@ inline const Vec& at(const float* p) { return *reinterpret_cast<const Vec*>(p); 
 inline Vec& at(float* p) { return *reinterpret_cast<Vec*>(p); }
 inline int padded(int n) { return (n + 15) / 16 * 16; }
 
-// What a thread works on; too large for a small stack. Queries lie side by side, so that scores, maxima and weights
-// are computed for a vector of queries at a time; rows of the tile are `width` floats apart, rows of acc `rank`.
+// The working memory of a thread, which is too large for a small stack. Queries lie side by side, so that scores,
+// maxima and weights are computed for a vector of queries at a time. Rows of the tile are `width` floats apart, rows of
+// acc `rank`.
 struct Block {
   alignas(64) float q[kMaxRow][kRows];
   alignas(64) float tile[kTile * kMaxRow];
@@ -37,12 +38,12 @@ struct Block {
   alignas(64) int visible[kRows];  // context tokens a query may see; 0 where there is no query
   alignas(64) float top[kRows];    // running maximum of its scores
   alignas(64) float sum[kRows];
-  alignas(64) float keep[kRows];  // what earlier sums are multiplied with in this step
-  int rows, lanes;                // queries; the same, padded to whole vectors
-  int dim, width, rank;           // of a row; the same, and the latent, padded to whole vectors
+  alignas(64) float keep[kRows];  // factor for earlier sums in this step
+  int rows, lanes;                // number of queries; the same, padded to whole vectors
+  int dim, width, rank;           // values of a row; the same, padded to whole vectors; those of the latent, padded
 };
 
-// Scores of W vectors of queries with J context rows.
+// Computes the scores of W vectors of queries with J context rows.
 template <int J, int W>
 inline void score_block(Block& b, int j0, int r0, float scale) {
   Vec sums[J][W] = {};
@@ -79,7 +80,7 @@ inline void add_block(Block& b, int r0, int d0, int n) {
 }
 
 void score_tile(Block& b, int n, float scale) {
-  int r = 0;  // past n the tile holds old rows; nobody reads those scores
+  int r = 0;  // past n the tile holds old rows, whose scores are not used
   for (; r + 2 * kLanes <= b.lanes; r += 2 * kLanes)
     for (int j = 0; j < n; j += kWide * 2) score_block<kWide * 2, 2>(b, j, r, scale);
   for (; r < b.lanes; r += kLanes)
@@ -127,7 +128,7 @@ void weigh_tile(Block& b, int from, int n) {
       for (int d = 0; d < b.rank; d += kLanes) at(b.acc + r * b.rank + d) *= b.keep[r];
 }
 
-// The queries of an item, token after token. Returns how many context tokens the last of them sees.
+// Loads the queries of an item, ordered by token. Returns how many context tokens the last of them sees.
 int begin(Block& b, const Call& call, const Item& item) {
   const int64_t start = call.starts[item.seq];
   const int before = call.seq_lens[item.seq] - static_cast<int>(call.starts[item.seq + 1] - start);

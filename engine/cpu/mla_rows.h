@@ -1,6 +1,6 @@
-// How vectors are stored: the only code of latent attention that knows. All sums are taken in float32, on rows
-// brought to float32 a tile at a time, which costs a few hundredths of the attention they are read for: kRows
-// queries share each.
+// Reads and writes stored vectors; no other code of latent attention depends on their format. All sums are taken in
+// float32, on rows that are converted to float32 one tile at a time. kRows queries share each converted row, so the
+// conversion takes a few hundredths of the attention's time.
 #pragma once
 #include <cstring>
 
@@ -25,7 +25,7 @@ void narrow(const float* from, int n, void* to) {
   for (int i = 0; i < n; ++i) store_float(values[i], from[i]);
 }
 
-// The row of a sequence's context token `token`, [rank + rope_dim] values, to float32.
+// Reads the row of context token `token` of a sequence, [rank + rope_dim] values, as float32.
 inline void read_row(const Call& call, int seq, int token, float* to) {
   const int64_t page = call.page_table[seq * call.table_stride + token / call.page_size];
   const char* tile = static_cast<const char*>(call.rows) + page * call.page_bytes;
@@ -37,7 +37,7 @@ inline void read_row(const Call& call, int seq, int token, float* to) {
   else widen<bf16>(row, n, to);
 }
 
-// A new token's latent and rope part, in the type of the activations, to its row of the pool.
+// Writes a new token's latent and rope part, which have the type of the activations, to its row of the pool.
 inline void write_row(const Call& call, const char* latent, const char* rope, int64_t slot) {
   char* tile = static_cast<char*>(call.rows) + slot / call.page_size * call.page_bytes;
   const int offset = static_cast<int>(slot % call.page_size);
@@ -58,14 +58,14 @@ inline int64_t activation_bytes(const Call& call) {
   return call.activations == kFloat32 ? sizeof(float) : sizeof(bf16);
 }
 
-// `n` activations from element `at` of `base`, to float32.
+// Reads `n` activations from element `at` of `base` as float32.
 inline void read_activations(const Call& call, const void* base, int64_t at, int n, float* to) {
   const char* from = static_cast<const char*>(base) + at * activation_bytes(call);
   if (call.activations == kFloat32) widen<float>(from, n, to);
   else widen<bf16>(from, n, to);
 }
 
-// The result of one query to `out`.
+// Writes the result of one query to `out`.
 inline void write_out(const Call& call, int64_t token, int head, const float* values) {
   const int64_t at = token * call.out_token + int64_t{head} * call.rank;
   char* to = static_cast<char*>(call.out) + at * activation_bytes(call);

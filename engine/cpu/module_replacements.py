@@ -1,7 +1,7 @@
-"""Which transformers modules the CPU kernels replace (engine/module_replacements.py: apply_replacements).
+"""The transformers modules that the CPU kernels replace (engine/module_replacements.py: apply_replacements).
 
-In bfloat16 only: in float32 transformers' own modules stay, so that greedy tokens are exactly theirs, and the
-attention op alone is ours.
+They replace modules in bfloat16 only. In float32 transformers' own modules stay and only the attention is
+ours, so that greedy tokens equal those of transformers.
 """
 
 from __future__ import annotations
@@ -33,27 +33,30 @@ def register(table: dict[str, Callable[[nn.Module, EngineConfig], nn.Module | No
 
 
 class CpuReplacements:
-    """The replacements of one model, in the order in which apply_replacements meets its modules."""
+    """The replacements of one model. apply_replacements calls the methods for outer modules first."""
 
     def __init__(self) -> None:
         self._fused = False
 
     def decoder(self, model: nn.Module, config: EngineConfig) -> nn.Module | None:
-        """The whole decoder, where the C++ attention op can serve it."""
+        """Replace the whole decoder, if the C++ attention op can serve it."""
         if not _packs(config) or config.attention not in ("auto", "cpu") or not fusible(model):
             return None
         self._fused = True
         return FusedDecoder(model)
 
     def experts(self, module: nn.Module, config: EngineConfig) -> nn.Module | None:
-        """The experts of one mixture."""
+        """Replace the experts of one mixture."""
         if not _packs(config) or not experts.fusible(module):
             return None
         return experts.PackedExperts(module)
 
     def linear(self, linear: nn.Module, config: EngineConfig) -> nn.Module | None:
-        """A linear layer that the decoder's swap left. Behind a fused decoder that is the one onto the
-        vocabulary, and its sums stay float32: rounding logits to bfloat16 makes ties."""
+        """Replace a linear layer outside a fused decoder.
+
+        After a fused decoder this is the projection onto the vocabulary. Its sums stay float32, because
+        rounding logits to bfloat16 makes ties.
+        """
         assert isinstance(linear, nn.Linear)
         if not packable(linear.weight) or not _packs(config):
             return None
@@ -61,7 +64,7 @@ class CpuReplacements:
 
 
 def _packs(config: EngineConfig) -> bool:
-    """Whether weights are packed at all. Raises ConfigError if the config insists and this CPU cannot."""
+    """Whether weights are packed. Raises ConfigError if the config requires it and this CPU cannot do it."""
     if config.linear == "torch":
         return False
     try:

@@ -1,7 +1,7 @@
 """Loads the compiled kernels and mirrors their C structs.
 
-`kernels()` gives the library or raises KernelsUnavailable with the reason; the caller then uses plain torch.
-BATON_CPU_ISA (base, avx2, avx512 or amx) makes the process use no more than that instruction set.
+`kernels()` returns the library, or raises KernelsUnavailable with the reason; the caller then uses plain
+torch. BATON_CPU_ISA (base, avx2, avx512 or amx) limits the process to that instruction set.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from kvcache.quant import KVFormat
 
 ISA_NAMES = ("base", "avx2", "avx512", "amx")
 STORAGE = {torch.float32: 0, torch.bfloat16: 1}
-"""The element types that the kernels know, by their number there."""
+"""The element types of the kernels, and their numbers there (attention.h: Storage)."""
 FORMATS = {KVFormat.AUTO: 0, KVFormat.FP8_E4M3: 1, KVFormat.FP8_E5M2: 2, KVFormat.FP4_E2M1: 3}
-"""How a pool may be stored, by its number in the kernels (kv_format.h: Format)."""
+"""The storage formats of a pool, and their numbers in the kernels (kv_format.h: Format)."""
 
 
 class KernelsUnavailable(RuntimeError):
-    """The compiled kernels cannot serve this; the message says why. Plain torch can."""
+    """The compiled kernels cannot be used; the message gives the reason. Plain torch can be used instead."""
 
 
 class AttentionCall(ctypes.Structure):
@@ -48,7 +48,7 @@ class AttentionCall(ctypes.Structure):
 
 @functools.cache
 def kernels() -> ctypes.CDLL:
-    """The kernels, compiled first if the cache lacks them. Calls into the library release the GIL.
+    """The kernels, which are compiled first if they are not in the cache. Calls into them release the GIL.
 
     Raises KernelsUnavailable, and ConfigError for a BATON_CPU_ISA that does not exist.
     """
@@ -82,13 +82,8 @@ def _declare_packed(library: ctypes.CDLL) -> None:
     library.baton_decoder.restype = None
 
 
-def isa() -> str:
-    """The instruction set in use, one of ISA_NAMES."""
-    return ISA_NAMES[kernels().baton_current_isa()]
-
-
 def set_isa(name: str) -> None:
-    """Use no more than instruction set `name` from now on in this process. Raises ConfigError."""
+    """Limit this process to instruction set `name` from now on. Raises ConfigError for an unknown name."""
     kernels().baton_set_isa(_isa_number(name))
 
 

@@ -99,8 +99,8 @@ struct Pool {
   }
 };
 
-// Never destroyed: helpers outlive static destructors, and the process's end takes them. A forked child gets a
-// new pool, because threads do not survive fork.
+// The pool is never destroyed, because its threads run until the process ends. A forked child gets a new pool, because
+// threads do not survive a fork.
 Pool* pool = nullptr;
 
 Pool& the_pool() {

@@ -1,11 +1,11 @@
-// One set of threads that all run the same function: the caller is thread 0.
+// A set of threads that all run the same function. The caller is thread 0.
 #pragma once
 #include <atomic>
 #include <cstdint>
 
 namespace baton {
 
-// What a thread sees of the region it runs in.
+// One thread's view of the region that it runs in.
 class Team {
  public:
   Team(int index, int size) : index(index), size(size) {}
@@ -19,7 +19,7 @@ class Team {
   // Hands out 0, 1, 2, ... over all threads of the region, in any order; `counter` starts at 0.
   static int64_t next(std::atomic<int64_t>& counter) { return counter.fetch_add(1, std::memory_order_relaxed); }
 
-  // This thread's part of [0, n): parts differ by at most one.
+  // This thread's part of [0, n). The sizes of the parts differ by at most one.
   void split(int64_t n, int64_t& begin, int64_t& end) const {
     begin = n * index / size;
     end = n * (index + 1) / size;

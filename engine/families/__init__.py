@@ -1,1 +1,1 @@
-"""Model families, one module per kind of memory. engine/gate.py merges their tables."""
+"""Model families, one module per kind of memory. engine/gate.py merges the tables of these modules."""

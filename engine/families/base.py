@@ -1,4 +1,4 @@
-"""Family: what the engine must know of a model type before it may run it."""
+"""Family: what the engine needs to know of a model type to run it."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from kvcache.layout import GroupSpec
 
 
 class Dtypes(NamedTuple):
-    """What a checkpoint is served in."""
+    """The dtypes in which a checkpoint is served."""
 
     model: torch.dtype  # weights, activations and states
     kv: torch.dtype  # keys and values, or latents, as stored
 
 
 def no_further_check(config: Any) -> None:
-    """The gate's common table is enough."""
+    """For families that need no checks beside those of the gate."""
     del config
 
 
 def no_preparation(model: nn.Module) -> None:
-    """The modules run as transformers wrote them."""
+    """For families whose modules run unchanged."""
     del model
 
 
 @dataclass(frozen=True)
 class Family:
-    """One model_type. `config` is always the transformers config of the text model."""
+    """One model_type. The callables get the transformers config of the text model."""
 
     architecture: str  # the class that is tested token by token against transformers.generate
-    groups: Callable[[Any, Dtypes], tuple[GroupSpec, ...]]  # of a config; the first decides reuse
-    layer_types: frozenset[str] = frozenset({"full_attention"})  # what config.layer_types may hold
-    allows: frozenset[str] = frozenset()  # keys of the gate's table that this family computes after all
+    groups: Callable[[Any, Dtypes], tuple[GroupSpec, ...]]  # the groups of a config, the primary group first
+    layer_types: frozenset[str] = frozenset({"full_attention"})  # values allowed in config.layer_types
+    allows: frozenset[str] = frozenset()  # keys of the gate's table that this family does compute
     check: Callable[[Any], None] = no_further_check  # raises UnsupportedModel
-    prepare: Callable[[nn.Module], None] = no_preparation  # replaces modules that cannot run a pack
+    prepare: Callable[[nn.Module], None] = no_preparation  # replaces modules that cannot take a pack

@@ -10,7 +10,7 @@ from kvcache.layout import KVGroupSpec
 
 
 def head_dim(config: Any) -> int:
-    """Width of a head; most configs leave it to be derived."""
+    """Width of a head. It is derived if the config does not give it."""
     given = getattr(config, "head_dim", None)
     return int(given or config.hidden_size // config.num_attention_heads)
 

@@ -1,8 +1,8 @@
-"""Families with layers that keep a state of fixed size beside layers that attend.
+"""Families in which some layers keep a state of fixed size and some attend.
 
-Two more are not in the table because in transformers the same tokens leave another state when they are cut
-into other chunks, and then no cached state can be exact: Jamba's scan of several tokens starts from nothing
-whatever state it is handed, and Nemotron-H bounds the time step in a prompt but not in decode.
+Jamba and Nemotron-H are not in the table. In transformers their state depends on how the tokens are cut into
+chunks, so a cached state cannot be exact: Jamba's scan of several tokens ignores the state passed to it, and
+Nemotron-H bounds the time step in a prompt but not in decode.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _MIXERS = {
     "FalconH1Mixer": "cache_params",
     "Lfm2ShortConv": "past_key_values",
 }
-"""transformers class -> the keyword under which it takes its cache."""
+"""transformers class -> the keyword argument in which it takes its cache."""
 
-_RECURRENT_DTYPE = torch.float32  # whatever the model's: transformers keeps recurrent states in float32
+_RECURRENT_DTYPE = torch.float32  # transformers keeps recurrent states in float32 in every model
 
 Shapes = dict[str, tuple[int, ...]]
-"""Of the tensors of one layer's state, by name."""
+"""Shapes of the tensors of one layer's state, by name."""
 
 
 def _groups(shapes_of: Callable[[Any], Shapes]) -> Callable[[Any, Dtypes], tuple[GroupSpec, ...]]:
@@ -80,7 +80,7 @@ def _unbounded_time_step(config: Any) -> None:
 
 
 class ScaledHead(nn.Module):
-    """A projection onto the vocabulary whose logits are multiplied."""
+    """A projection onto the vocabulary whose logits are multiplied by a factor."""
 
     def __init__(self, head: nn.Module, factor: float) -> None:
         super().__init__()
@@ -94,14 +94,14 @@ class ScaledHead(nn.Module):
 
 
 def _pack_mixers(model: Any) -> None:
-    """Let every layer that keeps a state take a pack."""
+    """Wrap the mixer of every layer that keeps a state in a PackedMixer."""
     packed = 0
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if cache_name := _MIXERS.get(type(child).__name__):
                 setattr(module, name, PackedMixer(child, cache_name))
                 packed += 1
-    assert packed == sum(kind in _KEEP_STATE for kind in model.config.layer_types), "a mixer was missed"
+    assert packed == sum(kind in _KEEP_STATE for kind in model.config.layer_types), "a mixer was not found"
 
 
 def _prepare_falcon(model: Any) -> None:

@@ -21,14 +21,14 @@ def _groups(config: Any, dtypes: Dtypes) -> tuple[LatentGroupSpec, ...]:
 
 
 def _check(config: Any) -> None:
-    """Raises UnsupportedModel for what these architectures may have and the engine does not compute.
+    """Raises UnsupportedModel for a config without a latent.
 
-    Layers that predict further tokens (num_nextn_predict_layers) are no such thing: transformers leaves them
-    out of a forward too.
+    Layers that predict further tokens (num_nextn_predict_layers) are not checked: transformers does not
+    compute them in a forward either.
     """
     if not config.kv_lora_rank:
         raise UnsupportedModel(
-            f"kv_lora_rank is {config.kv_lora_rank!r} in config.json: there is no latent to keep",
+            f"kv_lora_rank is {config.kv_lora_rank!r} in config.json: the model has no latent",
             "use a checkpoint with latent attention",
         )
 
@@ -37,7 +37,7 @@ def _check_v2(config: Any) -> None:
     _check(config)
     if config.topk_method not in _V2_ROUTING:
         raise UnsupportedModel(
-            f"topk_method is {config.topk_method!r} in config.json: tokens cannot be routed that way",
+            f"topk_method is {config.topk_method!r} in config.json: this routing is not computed",
             f"use a model with {' or '.join(_V2_ROUTING)}",
         )
 
@@ -64,7 +64,7 @@ def _rotate_v3_halves(q: torch.Tensor, k: torch.Tensor, angles: Any) -> tuple[to
 
 
 def _absorb(model: nn.Module, rotate: Rotate) -> None:
-    """Put a LatentAttention in the place of every layer's attention."""
+    """Replace the attention of every layer with a LatentAttention."""
     decoder: Any = model.model
     for layer in decoder.layers:
         layer.self_attn = LatentAttention(layer.self_attn, rotate)

@@ -1,4 +1,4 @@
-"""Families in which some layers, or all, look back only a window: their KV is a group of its own."""
+"""Families in which some or all layers see only a window of tokens. These layers form their own group."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Sliding = Callable[[Any], tuple[int, ...]]
 
 
 def _named(config: Any) -> tuple[int, ...]:
-    """The layers that layer_types says are sliding."""
+    """The layers that layer_types marks as sliding."""
     return tuple(i for i, kind in enumerate(config.layer_types) if kind == "sliding_attention")
 
 
 def _every(config: Any) -> tuple[int, ...]:
-    """All layers if there is a window at all: these families do not look at layer_types."""
+    """All layers if the config has a window, else none. These families do not read layer_types."""
     return () if config.sliding_window is None else tuple(range(config.num_hidden_layers))
 
 
 def _groups_of(sliding: Sliding) -> Callable[[Any, Dtypes], tuple[KVGroupSpec, ...]]:
-    """Full layers first, even if there are none: their page ids name the token pages."""
+    """The full group comes first even if it has no layers, because its page ids name the token pages."""
 
     def groups(config: Any, dtypes: Dtypes) -> tuple[KVGroupSpec, ...]:
         windowed = sliding(config)
@@ -40,13 +40,13 @@ def _groups_of(sliding: Sliding) -> Callable[[Any, Dtypes], tuple[KVGroupSpec, .
 
 
 def _check_named(config: Any) -> None:
-    """Sliding layers have a window to slide."""
+    """If there are sliding layers, sliding_window must be valid."""
     if _named(config):
         _check_window(config)
 
 
 def _check_every(config: Any) -> None:
-    """layer_types, if a config has it, says of every layer what the model computes."""
+    """layer_types, if a config has it, must match what the model computes in every layer."""
     window = config.sliding_window
     if window is not None:
         _check_window(config)
@@ -62,18 +62,18 @@ def _check_window(config: Any) -> None:
     window = config.sliding_window
     if not isinstance(window, int) or window < 1:
         raise UnsupportedModel(
-            f"sliding_window is {window} in config.json, and layers slide",
-            "use a checkpoint that says how many tokens they see",
+            f"sliding_window is {window} in config.json, but there are sliding layers",
+            "use a checkpoint whose sliding_window is a positive number",
         )
 
 
 def _by_layer_type(architecture: str) -> Family:
-    """A family in which layer_types says which layers sliding_window is for; it may name none."""
+    """A family in which layer_types names the layers that have sliding_window. It may name none."""
     return Family(architecture, _groups_of(_named), _LAYER_TYPES, check=_check_named)
 
 
 def _all_alike(architecture: str) -> Family:
-    """A family in which sliding_window, unless null, is for every layer."""
+    """A family in which sliding_window, unless null, applies to every layer."""
     return Family(architecture, _groups_of(_every), _LAYER_TYPES, check=_check_every)
 
 

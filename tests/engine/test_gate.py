@@ -122,7 +122,7 @@ def test_the_gate_stands_before_the_weights(tmp_path: Path) -> None:
     ("make", "problem"),
     [
         (lambda path: path / "nowhere", "there is no directory"),
-        (lambda path: path, "holds no config.json"),
+        (lambda path: path, "contains no config.json"),
     ],
 )
 def test_a_directory_without_a_model_is_a_config_error(make: Any, problem: str, tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ def hits_and_logits(path: Path) -> tuple[dict[str, set[int]], torch.Tensor]:
     """Which experts each router chose for a token, and its logits, with packed weights in bfloat16."""
     config = EngineConfig(str(path), dtype="bfloat16", linear="packed", overlap=False)
     loaded = load_model(config)
-    assert any(name.endswith("Experts") for name in loaded.swapped)
+    assert any(name.endswith("Experts") for name in loaded.replaced)
     hits: dict[str, set[int]] = {}
 
     def note(name: str) -> Callable[[Any, Any, Any], None]:

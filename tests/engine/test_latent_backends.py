@@ -97,7 +97,7 @@ def test_auto_falls_back_to_torch_and_says_why(caplog: pytest.LogCaptureFixture)
     assert "latents of 512 + 64 values, not (256, 64)" in caplog.text
     quantised = pool_of(512, torch.bfloat16, KVFormat.FP8_E4M3)
     assert isinstance(build_latent(on_cuda, quantised, LAYER), TorchLatentAttention)
-    assert "no fp8_e4m3 latents" in caplog.text
+    assert "does not read fp8_e4m3 latents" in caplog.text
 
 
 @pytest.mark.parametrize(

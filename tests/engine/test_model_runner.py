@@ -55,8 +55,6 @@ def test_launching_ahead_with_unknown_tokens_changes_nothing(overlap: bool, draw
     tokens = np.stack([launched.result(60).tokens for launched in pending], axis=1)
     runner.close()
     assert tokens.tolist() == [answer[:21] for answer in expected]
-    assert runner.counters.steps == 21
-    assert runner.counters.tokens == sum(map(len, PROMPTS)) + 20 * len(PROMPTS)
 
 
 def test_padding_rows_change_nothing_and_touch_only_page_0(drawn: Drawn) -> None:

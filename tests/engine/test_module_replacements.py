@@ -1,11 +1,11 @@
-"""The swap mechanism: by class name, outermost first, in place."""
+"""Module replacement: by class name, outermost first, in place."""
 
 from __future__ import annotations
 
 from torch import nn
 
 from engine.config import EngineConfig
-from engine.module_replacements import SwapTable, apply_replacements
+from engine.module_replacements import ReplacementTable, apply_replacements
 
 CONFIG = EngineConfig("m")
 
@@ -22,37 +22,37 @@ def model() -> nn.Sequential:
 
 
 def test_every_module_of_the_class_is_replaced_and_counted() -> None:
-    swapped = model()
-    table: SwapTable = {"Linear": lambda _module, _config: nn.Identity()}
-    assert apply_replacements(swapped, CONFIG, table) == {"Linear": 3}
-    assert not any(isinstance(module, nn.Linear) for module in swapped.modules())
+    replaced = model()
+    table: ReplacementTable = {"Linear": lambda _module, _config: nn.Identity()}
+    assert apply_replacements(replaced, CONFIG, table) == {"Linear": 3}
+    assert not any(isinstance(module, nn.Linear) for module in replaced.modules())
 
 
 def test_what_replaced_an_outer_module_is_not_searched() -> None:
-    swapped = model()
+    replaced = model()
     replacement = nn.Sequential(nn.Linear(2, 2))
-    table: SwapTable = {
+    table: ReplacementTable = {
         "Block": lambda _module, _config: replacement,
         "Linear": lambda _module, _config: nn.Identity(),
     }
-    assert apply_replacements(swapped, CONFIG, table) == {"Block": 2, "Linear": 1}
+    assert apply_replacements(replaced, CONFIG, table) == {"Block": 2, "Linear": 1}
     assert isinstance(replacement[0], nn.Linear)
 
 
 def test_none_leaves_a_module_and_goes_on_inside() -> None:
-    swapped = model()
-    table: SwapTable = {
+    replaced = model()
+    table: ReplacementTable = {
         "Block": lambda _module, _config: None,
         "Linear": lambda module, _config: nn.Identity() if module.in_features == 2 else None,
     }
-    assert apply_replacements(swapped, CONFIG, table) == {"Linear": 2}
+    assert apply_replacements(replaced, CONFIG, table) == {"Linear": 2}
 
 
-def test_a_swap_sees_the_configuration() -> None:
+def test_a_replacement_function_gets_the_configuration() -> None:
     seen: list[EngineConfig] = []
 
-    def swap(_module: nn.Module, config: EngineConfig) -> None:
+    def keep(_module: nn.Module, config: EngineConfig) -> None:
         seen.append(config)
 
-    apply_replacements(model(), CONFIG, {"ReLU": swap})
+    apply_replacements(model(), CONFIG, {"ReLU": keep})
     assert seen == [CONFIG, CONFIG]

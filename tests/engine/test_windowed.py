@@ -163,9 +163,9 @@ def test_a_windowed_decoder_is_not_fused(tmp_path: Path) -> None:
     """The C++ decoder has one page table and sees all of it."""
     for name, window in (("sliding", WINDOW), ("full", None)):
         write_tiny(MistralConfig(**ONE_LAYER, sliding_window=window), tmp_path / name, 0)
-    swapped = {
-        name: load_model(EngineConfig(str(tmp_path / name), dtype="bfloat16")).swapped
+    replaced = {
+        name: load_model(EngineConfig(str(tmp_path / name), dtype="bfloat16")).replaced
         for name in ("sliding", "full")
     }
-    assert "MistralModel" not in swapped["sliding"]
-    assert set(swapped["full"]) in ({"MistralModel", "Linear"}, set())  # nothing where nothing can be packed
+    assert "MistralModel" not in replaced["sliding"]
+    assert set(replaced["full"]) in ({"MistralModel", "Linear"}, set())  # nothing where nothing can be packed

@@ -28,7 +28,7 @@ def test_what_is_fused_and_packed_in_bfloat16(family, tmp_path):
 
 def test_float32_keeps_transformers_modules(tmp_path):
     loaded = load_model(EngineConfig(str(make_tiny("qwen3", tmp_path, 0)), dtype="float32"))
-    assert loaded.swapped == {}
+    assert loaded.replaced == {}
 
 
 @pytest.mark.parametrize(
@@ -38,4 +38,4 @@ def test_the_fused_decoder_needs_both_cpu_backends(options, tmp_path):
     path = str(make_tiny("qwen3", tmp_path, 0))
     loaded = load_model(EngineConfig(path, dtype="bfloat16", **options))
     assert not isinstance(loaded.model.model, FusedDecoder)
-    assert ("Linear" in loaded.swapped) == ("linear" not in options)
+    assert ("Linear" in loaded.replaced) == ("linear" not in options)

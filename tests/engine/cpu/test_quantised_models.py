@@ -193,12 +193,12 @@ def pool_of(form, kind=KVGroupSpec):
 
 def test_what_flashinfer_cannot_read_is_refused_by_name():
     config = EngineConfig("m", device="cuda", attention="flashinfer")
-    with pytest.raises(ConfigError, match="FlashInfer reads no fp4_e2m1 pages"):
+    with pytest.raises(ConfigError, match="FlashInfer does not read fp4_e2m1 pages"):
         build_attention(config, pool_of("fp4_e2m1"), 4, 1.0)
-    with pytest.raises(ConfigError, match="FlashInfer reads no fp8_e4m3 pages with sinks"):
+    with pytest.raises(ConfigError, match="FlashInfer does not read fp8_e4m3 pages with sinks"):
         build_attention(config, pool_of("fp8_e4m3"), 4, 1.0, sinks=True)
     layer = AttentionLayer(0, 4, 1.0, None)
-    with pytest.raises(ConfigError, match="FlashInfer reads no fp8_e5m2 latents"):
+    with pytest.raises(ConfigError, match="FlashInfer does not read fp8_e5m2 latents"):
         build_latent(config, pool_of("fp8_e5m2", LatentGroupSpec), [layer])
 
 
