@@ -1,4 +1,4 @@
-"""Group specs: the shape of each KV group, from which the bytes of its pages follow (DESIGN section 3).
+"""Group specs: the shape of each KV group, from which the bytes of its pages follow (docs/decisions/0014).
 
     GroupSpec
       TokenGroupSpec

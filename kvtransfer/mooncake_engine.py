@@ -1,6 +1,6 @@
 """The seam to Mooncake's TransferEngine: import, environment, protocol, registration, batched writes, end.
 
-Known of it (measured on 0.3; DESIGN section 10): dropping the last reference stops its threads and closes its
+Properties of Mooncake 0.3, measured: dropping the last reference stops its threads and closes its
 sockets, so nothing is stored by it afterwards; a batch takes at most 1,024 entries; a write that returned 0
 has been applied at the receiver; one that failed may still be partly under way; an engine inherited through
 fork hangs; `initialize` returning 0 does not mean RDMA.

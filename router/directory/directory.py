@@ -1,4 +1,4 @@
-"""Directory: who is there, under leases (DESIGN section 7). Pure: time is passed in, nothing is sent.
+"""Directory: the live workers, under leases (docs/decisions/0016). Pure: time is passed in, nothing is sent.
 
 It decides who may join: workers of one model exchange pages, so a record whose weights or page layout differ
 from a live worker of the same model is refused, naming the configuration key to change.
