@@ -114,8 +114,7 @@ class DecodeRole(WorkerRole[DecodeRoom]):
             if name in self._receivers.regions  # a full group of no layers has no bytes to send
         }
         context_tokens = room.req.prompt_len + len(room.req.output_ids)
-        room.receiver = KVReceiver(self._receivers, room.room, room.epoch, context_tokens)
-        room.receiver.pre_alloc(groups)
+        room.receiver = KVReceiver(self._receivers, room.room, room.epoch, context_tokens, groups)
         room.hold = DecodeHold.WAITING
         room.deadline = now + self.options.hand_off_timeout_s
         room.req.stamp(RequestStage.DECODE_WAITING)

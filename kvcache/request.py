@@ -93,9 +93,11 @@ class CachedRequest(Protocol):
     last_node: TreeNode | None  # locked on behalf of this request
     state_hold: StateHold | None  # None where the model has no state group
     namespace: Namespace
-    tenant: str
-    priority: int
 
+    @property
+    def tenant(self) -> str: ...
+    @property
+    def priority(self) -> int: ...
     @property
     def fill_ids(self) -> npt.NDArray[np.int32]:
         """Prompt and outputs so far."""

@@ -7,16 +7,14 @@ from collections.abc import Mapping, Sequence
 from common.errors import TransferError
 from kvtransfer.checksum import page_checksums
 from kvtransfer.pages import PageIds, as_pages
-from kvtransfer.poll import KVPoll
 from kvtransfer.region import PoolRegion, check_pages
 from kvtransfer.rooms import RoomTable
-from kvtransfer.transport import NOTHING_LANDED, Fence, Landed, ReceiverTransport
+from kvtransfer.transport import Fence, Landed, ReceiverTransport
 from wire.messages import GroupTarget, KVDone, TransferEndpoint
 
 
 class PoolReceiver:
-    """This worker's pools, open to writers over one or more backends. `kvtransfer.select.open_receiver`
-    builds it."""
+    """This worker's pools, open to writers over one or more backends. See `select.open_receiver`."""
 
     def __init__(
         self, regions: PoolRegion, rooms: RoomTable, transports: Sequence[ReceiverTransport]
@@ -28,7 +26,7 @@ class PoolReceiver:
 
     @property
     def endpoints(self) -> list[TransferEndpoint]:
-        """Every way in, best first (KVTarget.endpoints). May change; ask for each target."""
+        """Every way into the pools, best first. They may change: read them anew for each KVTarget."""
         return [transport.endpoint for transport in self._transports]
 
     @property
@@ -37,7 +35,7 @@ class PoolReceiver:
         return tuple(endpoint.backend for endpoint in self.endpoints)
 
     def open(self, room: int, epoch: int, pages: Mapping[str, PageIds]) -> None:
-        """From now on these pages may be written for this room and epoch, by whoever has an endpoint."""
+        """Let every peer that has an endpoint write these pages, for this room and epoch."""
         for group, ids in pages.items():
             assert check_pages(self.regions[group], ids), f"pages outside the pool of group {group}"
         self._rooms.open(room, epoch, pages)
@@ -47,7 +45,7 @@ class PoolReceiver:
         return self._rooms.landed(room, epoch)
 
     def close_room(self, room: int, epoch: int) -> Fence:
-        """No new write of this room and epoch begins; the fence tells when none is in progress either."""
+        """Grant no new write of this room and epoch. The fence passes when no write is in progress."""
         return self._rooms.close_room(room, epoch)
 
     def close(self) -> None:
@@ -57,66 +55,57 @@ class PoolReceiver:
 
 
 class KVReceiver:
-    """One room in one epoch: reserved pages that fill up until `commit` or `abort`. Owner's thread only."""
+    """One room in one epoch: pages that a sender fills, until `commit` or `abort`. Owner's thread only."""
 
-    def __init__(self, pool: PoolReceiver, room: int, epoch: int, context_tokens: int) -> None:
-        """`context_tokens` is how many tokens (prompt and forced) the pages are to hold."""
+    def __init__(
+        self,
+        pool: PoolReceiver,
+        room: int,
+        epoch: int,
+        context_tokens: int,
+        groups: Mapping[str, GroupTarget],
+    ) -> None:
+        """Open the pages of a KVTarget. They are to hold `context_tokens` tokens, prompt and forced."""
         self.room = room
         self.epoch = epoch
         self.context_tokens = context_tokens
         self._pool = pool
-        self._pages: dict[str, PageIds] = {}
-        self._state = KVPoll.BOOTSTRAPPING
-        self._final = NOTHING_LANDED
-
-    def pre_alloc(self, groups: Mapping[str, GroupTarget]) -> None:
-        """Open the pages of a KVTarget that is about to be sent."""
-        assert self._state is KVPoll.BOOTSTRAPPING, "a receiver is opened once"
         self._pages = {name: as_pages(target.page_ids) for name, target in groups.items()}
-        self._pool.open(self.room, self.epoch, self._pages)
-        self._state = KVPoll.WAITING_FOR_INPUT
-
-    def poll(self) -> KVPoll:
-        """Where it stands."""
-        if self._state is KVPoll.WAITING_FOR_INPUT and self.landed.total:
-            self._state = KVPoll.TRANSFERRING
-        return self._state
+        self._committed = False
+        self._final: Landed | None = None  # set by commit and abort
+        pool.open(room, epoch, self._pages)
 
     @property
     def landed(self) -> Landed:
         """Bytes that have arrived, and over which backend; final after commit or abort."""
-        if self._state in (KVPoll.WAITING_FOR_INPUT, KVPoll.TRANSFERRING):
-            return self._pool.landed(self.room, self.epoch)
-        return self._final
+        return self._pool.landed(self.room, self.epoch) if self._final is None else self._final
 
     def commit(self, done: KVDone, verify: bool = False) -> int:
-        """The sender says that all is there: check it, close the room, return the bytes.
+        """The sender says that every page has landed: check that, close the room, return the bytes.
 
-        With `verify` the message must carry checksums and they are compared, on this thread. Raises
-        TransferError when the message is of another room or epoch (nothing changes: it is not for us) or
-        when something is missing or different (`abort` is what remains to be done).
+        With `verify` the message must carry checksums, and they are compared on this thread. Raises
+        TransferError when the message is of another room or epoch (then nothing has changed), or when
+        something is missing or different (then the caller must `abort`).
         """
         if (done.room, done.epoch) != (self.room, self.epoch):
             raise TransferError(
                 f"metadata of room {done.room} epoch {done.epoch} for room {self.room} epoch {self.epoch}"
             )
-        if self._state is KVPoll.SUCCESS:
-            return self._final.total  # a repeat
-        if self.poll() not in (KVPoll.WAITING_FOR_INPUT, KVPoll.TRANSFERRING):
-            raise TransferError(f"room {self.room} epoch {self.epoch} takes no pages: {self._state.name}")
         landed = self.landed
+        if self._committed:
+            return landed.total  # a repeat
+        if self._final is not None:
+            raise TransferError(f"room {self.room} epoch {self.epoch} takes no pages: it was aborted")
         problem = self._problem(done, landed, verify)
         if problem is not None:
             raise TransferError(f"room {self.room} epoch {self.epoch}: {problem}")
         self._final = landed
-        self._state = KVPoll.SUCCESS
+        self._committed = True
         return landed.total
 
     def abort(self) -> Fence:
-        """Take nothing more. The pages may be given away once the fence has passed; may be called again."""
-        if self._state is not KVPoll.SUCCESS:
-            self._final = self.landed
-            self._state = KVPoll.FAILED
+        """Take nothing more. The pages may be reused once the fence has passed. May be called again."""
+        self._final = self.landed
         return self._pool.close_room(self.room, self.epoch)
 
     def _problem(self, done: KVDone, landed: Landed, verify: bool) -> str | None:
@@ -126,7 +115,7 @@ class KVReceiver:
             missing = ", ".join(f"{count} of group {group}" for group, count in landed.missing.items())
             return f"missing pages: {missing or 'none'}; {landed.total} of {done.kv_bytes} bytes arrived"
         if not self._pool.close_room(self.room, self.epoch).passed:
-            return "somebody is still writing to its pages"
+            return "a peer is still writing to its pages"
         if verify:
             for group, pages in self._pages.items():
                 if done.checksums.get(group) != page_checksums(self._pool.regions[group], pages):

@@ -1,5 +1,7 @@
-"""The prefill side of a hand-off: KVSender (one per room and epoch), and the SenderPool whose threads move
-the bytes, so that the engine loop never waits for a transfer."""
+"""The prefill side of a hand-off: a KVSender per room and epoch, and the SenderPool that moves the bytes.
+
+The pool has threads of its own, so the engine loop never waits for a transfer.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,6 @@ from dataclasses import dataclass, field
 from common.errors import TransferError
 from kvtransfer.checksum import page_checksums
 from kvtransfer.pages import PageIds, PageWrite, as_pages
-from kvtransfer.poll import KVPoll
 from kvtransfer.region import PoolRegion
 from kvtransfer.transport import SenderTransport
 from wire.messages import GroupTarget, TransferEndpoint
@@ -25,8 +26,11 @@ _JOIN_S = 5.0
 
 @dataclass(frozen=True)
 class Sent:
-    """The end of a room's sending, posted once: no source page is read after it. `error` is None when every
-    page has landed; `checksums` are per group in target order (empty when switched off)."""
+    """A room's sending is over: no source page is read after this. Posted once per KVSender.
+
+    `error` is None when every page has landed. `checksums` are by group, in the target's order of pages, and
+    empty when checksums are off.
+    """
 
     room: int
     epoch: int
@@ -42,61 +46,53 @@ class _Job:
 
 
 class KVSender:
-    """One room in one epoch: ships pages as chunks are computed, each page once.
+    """One room in one epoch: sends pages while chunks are computed, each page once.
 
-    The pages of the group that decides reuse leave in order, as soon as they are whole. `start_send_idx` is
-    the first of its tokens not yet handed over; it stays on a page border until the last chunk, which takes
-    the partial page along. `tmp_end_idx` is where the chunk ends that has been launched but whose result is
-    not in yet. The other groups (the pages of a window, the slot of a state) are what they must be only at
-    the end of the prompt, so they leave whole, after the rest of the last chunk.
+    The pages of the primary group leave in order, as soon as they are whole. `start_send_idx` is the first
+    of its tokens that has not been sent; it stays on a page border until the last chunk, which includes the
+    partial page. The other groups (the pages of a window, the slot of a state) have their final content only
+    at the end of the prompt, so all of them leave after the primary group's last page.
 
-    Indices belong to the owner's thread; the sending itself to one pool thread at a time.
+    `start_send_idx` belongs to the owner's thread. Bytes are moved by one pool thread at a time.
     """
 
     def __init__(
-        self, pool: SenderPool, room: int, epoch: int, page_size: int, primary: str = "full"
+        self,
+        pool: SenderPool,
+        room: int,
+        epoch: int,
+        page_size: int,
+        endpoint: TransferEndpoint,
+        groups: Mapping[str, GroupTarget],
+        primary: str = "full",
     ) -> None:
-        """`primary` is the name of the group that decides reuse; its pages may have no bytes and then be
-        no part of any target."""
+        """`endpoint` and `groups` are a KVTarget's. The tokens before the first page of `primary`, the
+        primary group, are on the other side already. A primary group without bytes is in no target."""
         self.room = room
         self.epoch = epoch
-        self.start_send_idx = 0
-        self.tmp_end_idx: int | None = None
         self._pool = pool
         self._page_size = page_size
         self._primary = primary
-        self._endpoint: TransferEndpoint | None = None
-        self._targets: dict[str, tuple[int, PageIds]] = {}  # group -> (first page, page ids)
+        self._endpoint = endpoint
+        self._targets = {name: (t.first_page, as_pages(t.page_ids)) for name, t in groups.items()}
+        first, _ = self._targets.get(primary, (0, None))
+        self.start_send_idx = first * page_size
         self._lock = threading.Lock()
         self._jobs: deque[_Job] = deque()
         self._busy = False  # queued in the pool, or in one of its threads
-        self._state = KVPoll.BOOTSTRAPPING
+        self._over = False  # Sent is posted, or about to be
         self._error: str | None = None
         self._bytes = 0
         self._checksums: dict[str, list[int]] = {}
 
-    def init(self, endpoint: TransferEndpoint, groups: Mapping[str, GroupTarget]) -> None:
-        """The pages are known (KVTarget): tokens before the primary group's first page are on the other side
-        already."""
-        with self._lock:
-            if self._state is not KVPoll.BOOTSTRAPPING:
-                return  # a repeat, or aborted meanwhile
-            self._endpoint = endpoint
-            self._targets = {name: (t.first_page, as_pages(t.page_ids)) for name, t in groups.items()}
-            first, _ = self._targets.get(self._primary, (0, None))
-            self.start_send_idx = first * self._page_size
-            self._state = KVPoll.WAITING_FOR_INPUT
+    def send(self, pages: Mapping[str, PageIds], end: int, last: bool = False) -> None:
+        """The KV of tokens [0, end) is computed: send what has not been sent.
 
-    def send(self, pages: Mapping[str, PageIds], end: int | None = None, last: bool = False) -> None:
-        """Tokens up to `end` (default: tmp_end_idx) are computed; hand over what was not yet.
-
-        `pages[group][i]` is logical page i of a group in my pool, cached prefix included, 0 where there is
-        none; a state has one page, its slot. Without `last` only the primary group's count. `last` comes
-        once, at the end, with every group's up to the end, a partial page too. What is sent must neither
-        change nor be freed before `Sent`.
+        `pages[group][i]` is logical page i of a group in this worker's pool, cached prefix included, 0 where
+        there is none; a state group has one page, its slot. Without `last` only whole pages of the primary
+        group are sent. `last` is given once, at the end of the prompt, with the pages of every group. What is
+        sent must neither change nor be freed before `Sent`. After an abort or a failure nothing is sent.
         """
-        end = self.tmp_end_idx if end is None else end
-        assert end is not None, "no end was given and none was recorded"
         size = self._page_size
         begin_page = self.start_send_idx // size
         end_page = -(-end // size) if last else end // size
@@ -108,38 +104,30 @@ class KVSender:
         except TransferError as error:
             problem = str(error)
         self.start_send_idx = end if last else end_page * size
-        self.tmp_end_idx = None
         with self._lock:
-            if self._state is KVPoll.FAILED:
+            if self._error is not None:
                 return
-            assert self._state in (KVPoll.WAITING_FOR_INPUT, KVPoll.TRANSFERRING), (
-                "not between init and the end"
-            )
+            assert not self._over, f"room {self.room} has been sent already"
             if problem is not None:
                 self._error, last = problem, True
                 self._jobs.clear()
             self._jobs.append(_Job(writes, last))
-            self._state = KVPoll.TRANSFERRING
             self._queue()
 
     def abort(self, reason: str) -> None:
         """Send nothing more. `Sent` is posted when the write in progress, if any, is over."""
         with self._lock:
-            if self._state in (KVPoll.SUCCESS, KVPoll.FAILED):
+            if self._over:
                 return
             self._error = self._error or reason
             self._jobs.clear()
             self._jobs.append(_Job([], last=True))
             self._queue()
 
-    def poll(self) -> KVPoll:
-        """Where it stands."""
-        return self._state
-
     def _writes(
         self, pages: Mapping[str, PageIds], begin_page: int, end_page: int, last: bool
     ) -> list[PageWrite]:
-        """Raises TransferError when the target wants what is not there."""
+        """The writes of pages [begin_page, end_page). Raises TransferError for a target that does not fit."""
         writes = []
         for group, (first, ids) in self._targets.items():
             end = first + len(ids)
@@ -155,19 +143,19 @@ class KVSender:
                 continue
             low = min(low, high)
             src = as_pages(pages[group][low:high]).copy()
-            if not src.all():  # page 0 is scratch: nobody's
+            if not src.all():  # page 0 is scratch
                 raise TransferError(f"this worker does not hold pages {low} to {high} of group {group}")
             writes.append(PageWrite(self.room, self.epoch, group, src, ids[low - first : high - first]))
         return writes
 
     def _queue(self) -> None:
-        """Under the lock."""
+        """Queue this sender in the pool unless it is there. The caller holds the lock."""
         if not self._busy:
             self._busy = True
             self._pool.queue(self)
 
     def run_one(self) -> None:
-        """On a pool thread: the next job. Nobody else runs one of this sender's meanwhile."""
+        """Carry out the next job, on a pool thread. No other thread runs a job of this sender meanwhile."""
         with self._lock:
             job = self._jobs.popleft()
         try:
@@ -179,10 +167,9 @@ class KVSender:
             log.exception("a bug while sending room %d", self.room)
             self._error = f"internal error: {error}"
         with self._lock:
-            over = job.last or self._error is not None
+            over = self._over = job.last or self._error is not None
             if over:
                 self._jobs.clear()
-                self._state = KVPoll.FAILED if self._error is not None else KVPoll.SUCCESS
             self._busy = False
             if self._jobs:
                 self._queue()
@@ -190,7 +177,6 @@ class KVSender:
             self._pool.post(Sent(self.room, self.epoch, self._bytes, self._error, self._checksums))
 
     def _carry_out(self, job: _Job) -> None:
-        assert self._endpoint is not None, "a job follows init"
         for write in job.writes:
             if self._pool.checksums:
                 sums = page_checksums(self._pool.regions[write.group], write.src_pages)
@@ -200,7 +186,7 @@ class KVSender:
 
 
 class SenderPool:
-    """A worker's transfer threads. Rooms take turns, a chunk each; the chunks of one room go in order."""
+    """A worker's transfer threads. Rooms take turns, one chunk each; a room's chunks are sent in order."""
 
     def __init__(
         self,
@@ -210,7 +196,7 @@ class SenderPool:
         threads: int = 2,
         checksums: bool = False,
     ) -> None:
-        """`on_sent` is called on a transfer thread and must only post. The transport stays the caller's."""
+        """`on_sent` is called on a transfer thread and must not block. The caller closes the transport."""
         self.transport = transport
         self.regions = regions
         self.checksums = checksums
@@ -224,11 +210,11 @@ class SenderPool:
             thread.start()
 
     def queue(self, sender: KVSender) -> None:
-        """`sender` has a job and is not queued (KVSender sees to that)."""
+        """`sender` has a job and is not queued yet."""
         self._ready.put(sender)
 
     def post(self, sent: Sent) -> None:
-        """A room is over."""
+        """A room's sending is over."""
         self._on_sent(sent)
 
     def close(self) -> None:

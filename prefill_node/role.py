@@ -136,10 +136,10 @@ class PrefillRole(WorkerRole[PrefillRoom]):
         except TransferError as error:
             self._fail_both(room, str(error))
             return False
-        room.sender = KVSender(self._senders, room.room, room.epoch, self._page_size, self._primary)
-        room.sender.init(endpoint, target.groups)
+        room.sender = KVSender(
+            self._senders, room.room, room.epoch, self._page_size, endpoint, target.groups, self._primary
+        )
         self._peers.used(endpoint, time.monotonic())
-        room.req.start_send_idx = room.sender.start_send_idx
         return True
 
     # -- NodePolicy --------------------------------------------------------------------------------
@@ -185,7 +185,6 @@ class PrefillRole(WorkerRole[PrefillRoom]):
         if last:
             pages.update(self._tails(room.req, end))
         room.sender.send(pages, end, last)
-        room.req.start_send_idx = room.sender.start_send_idx
 
     def _tails(self, req: Req, end: int) -> dict[str, PageIds]:
         """What a query at position `end` needs of the groups that do not decide reuse, by logical page."""

@@ -14,7 +14,7 @@ from common.errors import ContextTooLong, InvalidRequest, WireError
 from engine.sampling_state import SamplingState
 from kvcache.radix_key import Namespace
 from kvcache.request import StateHold
-from wire.messages import FinishReason, GenerateRequest
+from wire.messages import GenerateRequest
 from wire.stages import RequestStage, Stamp, stamp
 
 _arrivals = itertools.count()
@@ -68,12 +68,11 @@ class Req:
     """
 
     __slots__ = (
-        "_filled", "_tokens", "arrival", "cache_protected_len", "cached_tokens", "closing",
-        "emitted_len", "epoch", "finish", "in_flight", "is_kv_only", "kv_allocated_len", "kv_committed_len",
-        "last_node", "limit_len", "namespace", "origin_input_ids", "output_ids", "prefill_len",
-        "prefix_indices", "priority", "req_pool_idx", "request", "reserved", "resumed", "room",
-        "running_index", "sampling", "scheduled_len", "stages_seen", "stamps", "start_send_idx", "state",
-        "state_hold", "tenant", "tmp_end_idx",
+        "_filled", "_tokens", "arrival", "cache_protected_len", "cached_tokens", "closing", "emitted_len",
+        "in_flight", "is_kv_only", "kv_allocated_len", "kv_committed_len", "last_node", "limit_len",
+        "namespace", "origin_input_ids", "output_ids", "prefill_len", "prefix_indices", "req_pool_idx",
+        "request", "reserved", "resumed", "running_index", "sampling", "scheduled_len", "stages_seen",
+        "stamps", "state", "state_hold",
     )  # fmt: skip
 
     def __init__(
@@ -83,54 +82,47 @@ class Req:
         prompt: npt.NDArray[np.int32],
         eos_token_ids: tuple[int, ...] = (),
     ) -> None:
+        """`prompt` is `request.prompt` decoded, `namespace` what decides which cached KV it may share."""
         self.request = request
-        self.room = request.room
-        self.epoch = request.epoch
-        self.tenant = request.tenant
-        self.priority = request.priority
         self.namespace = namespace
         self.arrival = next(_arrivals)
         self.state = ReqState.NEW
-        self.resumed = False  # has held memory before: goes first
-        self.closing: bool | None = None  # memory goes when in_flight is 0; whether its KV enters the tree
+        self.resumed = False  # has held memory before: it is admitted before requests that have not
+        self.closing: bool | None = None  # set: memory is released when in_flight is 0, into the tree if True
 
         self.origin_input_ids = prompt
         self.output_ids: list[int] = list(request.forced)
         self.emitted_len = len(self.output_ids)  # outputs that on_tokens has reported, or that were forced
         self.sampling = SamplingState(
-            request.sampling, self.origin_input_ids, eos_token_ids, request.choice, self.output_ids
+            request.sampling, prompt, eos_token_ids, request.choice, self.output_ids
         )
-        self.finish: FinishReason | None = None
-        self.limit_len = (
-            len(self.origin_input_ids) + request.sampling.max_new_tokens
-        )  # the worker may lower it
-        self._tokens: npt.NDArray[np.int32] = np.empty(len(self.origin_input_ids) + 64, dtype=np.int32)
-        self._tokens[: len(self.origin_input_ids)] = self.origin_input_ids
-        self._filled = len(self.origin_input_ids)
+        self.limit_len = len(prompt) + request.sampling.max_new_tokens  # longest context; a worker lowers it
+        self._tokens: npt.NDArray[np.int32] = np.empty(len(prompt) + 64, dtype=np.int32)  # see fill_ids
+        self._tokens[: len(prompt)] = prompt
+        self._filled = len(prompt)
 
-        self.last_node: Any = None  # the tree's node that this request locks
         self.forget_memory()
         self.prefill_len = 0
         self.is_kv_only = False
         self.cached_tokens = 0  # prefix found in the tree when first admitted here
-        self.in_flight = 0  # launched forwards whose results are out
-        self.running_index = -1  # place in the decode batch
-
-        self.start_send_idx = 0  # hand-off: tokens [0, this) are sent
-        self.tmp_end_idx = -1  # hand-off: end recorded at schedule time, sent when the result lands
+        self.in_flight = 0  # launched forwards whose results have not been taken
+        self.running_index = -1  # its index in the decode batch, -1 outside
         self.stamps: list[Stamp] = []
         self.stages_seen: set[RequestStage] = set()
 
     @classmethod
     def from_request(cls, request: GenerateRequest, model: str, limits: RequestLimits) -> Req:
-        """The Req of a message, checked. Raises WireError, InvalidRequest or ContextTooLong."""
+        """A Req for a request that came in a message, which is checked here.
+
+        Raises WireError, InvalidRequest or ContextTooLong.
+        """
         if not request.prompt or len(request.prompt) % 4:
             raise WireError(f"a prompt of {len(request.prompt)} bytes is not a sequence of int32 token ids")
         prompt = np.frombuffer(request.prompt, dtype="<i4").astype(np.int32)
         known = len(prompt) + len(request.forced)
         if known >= limits.max_context_tokens:
             raise ContextTooLong(known + 1, limits.max_context_tokens, "messages")
-        # All of them index arrays of the batch that the request joins: one bad id would fail every other.
+        # All of these ids index arrays of the whole batch: one bad id would fail every request in it.
         sampling = request.sampling
         for name, given in (
             ("prompt", prompt),
@@ -154,9 +146,29 @@ class Req:
         self.kv_committed_len = 0
         self.kv_allocated_len = 0
         self.scheduled_len = 0
-        self.last_node = None
+        self.last_node: Any = None  # the tree's node that this request locks
         self.state_hold: StateHold | None = None  # its slots, where the model has a state group
         self.reserved: dict[str, ReservedPages] = {}  # decode: by group, what a transfer must bring
+
+    # -- what was asked ----------------------------------------------------------------------------
+
+    @property
+    def room(self) -> int:
+        return self.request.room
+
+    @property
+    def epoch(self) -> int:
+        return self.request.epoch
+
+    @property
+    def tenant(self) -> str:
+        """On whose behalf the request runs."""
+        return self.request.tenant
+
+    @property
+    def priority(self) -> int:
+        """The greater runs first."""
+        return self.request.priority
 
     # -- tokens ------------------------------------------------------------------------------------
 
@@ -167,8 +179,8 @@ class Req:
 
     @property
     def fill_ids(self) -> npt.NDArray[np.int32]:
-        """int32 [prompt + outputs so far], a view that the next output may replace."""
-        total = len(self.origin_input_ids) + len(self.output_ids)
+        """int32 [prompt + outputs so far], a view of an array that a later call may replace."""
+        total = self.prompt_len + len(self.output_ids)
         if total != self._filled:
             self._append(total)
         return self._tokens[:total]
@@ -178,7 +190,7 @@ class Req:
             grown = np.empty(max(total, 2 * len(self._tokens)), dtype=np.int32)
             grown[: self._filled] = self._tokens[: self._filled]
             self._tokens = grown
-        first = self._filled - len(self.origin_input_ids)
+        first = self._filled - self.prompt_len
         self._tokens[self._filled : total] = self.output_ids[first:]
         self._filled = total
 

@@ -135,12 +135,11 @@ class Results:
     def report(self, req: Req, logprobs: list[TokenLogprobs] | None) -> None:
         """Tell the policy of the outputs it has not heard of, and end the request if the last one does."""
         start, outputs = req.emitted_len, req.output_ids
-        if outputs:
-            req.finish = finish_reason(req, outputs[-1])
+        finish = finish_reason(req, outputs[-1]) if outputs else None
         req.emitted_len = len(outputs)
         self._metrics.output_tokens += len(outputs) - start
-        self._policy.on_tokens(req, start, OutputDelta(outputs[start:], logprobs, req.finish))
-        if req.finish is not None and req.state is not ReqState.DONE:
+        self._policy.on_tokens(req, start, OutputDelta(outputs[start:], logprobs, finish))
+        if finish is not None and req.state is not ReqState.DONE:
             self._metrics.finished += 1
             self._requests.end(req)
 

@@ -101,8 +101,7 @@ class TwoWorkers(RuleBasedStateMachine):
         forced = min(forced, max_new - 1)
         sent = self.prefill.req(prompt, max_new, forced=forced)
         reference = self.decode.req(prompt, max_new, forced=forced)
-        self.prefill.rooms = self.decode.rooms = max(self.prefill.rooms, self.decode.rooms)
-        reference.room = sent.room
+        assert sent.room == reference.room
         self.pairs[sent.room] = (sent, reference)
         self.decode.expected[sent.room] = self.prefill.expected[sent.room]
         self.prefill.scheduler.add(sent)
