@@ -5,7 +5,7 @@
                              writable by P)
 
 A reservation that ends without its KV cannot be freed at once: prefill may still be writing. Its pages are
-quarantined until the transport's fence has passed (DESIGN section 7).
+quarantined until the transport's fence has passed (docs/decisions/0004).
 """
 
 from __future__ import annotations

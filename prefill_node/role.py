@@ -9,7 +9,7 @@ A room's life here, with what it holds:
                  parked (nothing unevictable)
 
 A room without a target must hold nothing unevictable after its forward, else prefill full of rooms without
-targets and decode full of reservations without prefill wait for each other for ever (DESIGN section 6.3).
+targets and decode full of reservations without prefill wait for each other forever (docs/decisions/0016).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Every message about a room is idempotent: it is keyed (room, epoch, kind), its sender repeats it until a
 `Receipt` (or the thing asked for) comes back, and its receiver answers a repeat like the first. A room is
 one choice of one request; its epoch grows each time the router starts it again, and a message of an older
-epoch is stale. DESIGN sections 2, 6 and 7.
+epoch is stale (docs/decisions/0015).
 """
 
 from __future__ import annotations
@@ -267,8 +267,7 @@ class KVTarget(RoomMessage, frozen=True, tag="kv_target"):
 class KVDone(RoomMessage, frozen=True, tag="kv_done", omit_defaults=True):
     """Prefill -> decode: every page of the room has landed. Repeated until a Receipt.
 
-    The metadata of DESIGN section 6.3. `checksums`, when enabled, holds a CRC-32 per page per group in
-    target order.
+    `checksums`, when enabled, holds a CRC-32 per page per group in target order.
     """
 
     context_tokens: int  # prompt + forced: what the pages hold

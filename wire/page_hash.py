@@ -1,4 +1,4 @@
-"""The page hash: a SHA-256 chain over tokens, seeded by the namespace (DESIGN section 3).
+"""The page hash: a SHA-256 chain over tokens, seeded by the namespace.
 
     digest(page) = SHA-256(digest(previous page) || tokens of the page, int32 little-endian)
     digest(no page) = SHA-256 of the namespace (model, extra_key, cache salt, is_bigram)

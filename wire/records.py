@@ -1,4 +1,4 @@
-"""WorkerRecord: what the directory knows of a worker (DESIGN section 7)."""
+"""WorkerRecord: what the directory knows of a worker."""
 
 from __future__ import annotations
 
