@@ -13,9 +13,10 @@ from bench.index_publisher import TIMEOUT_S, Remote
 from router.events.event_plane import EventPlane
 from router.index.global_index import GlobalIndex
 from router.options import PolicyWeights
-from router.placement.placer import Booking, Placer
+from router.placement.placement import Placement
+from router.placement.placer import Placer
 from router.placement.policies import make_policy
-from router.placement.policy import Ask
+from router.placement.policy import PlacementRequest
 from wire.records import PageHashes, WorkerRecord
 
 OUTSTANDING = 64  # rooms at a time
@@ -91,29 +92,29 @@ def filled(load: Load, remote: Remote) -> Iterator[BatonIndex]:
 
 
 class Selector:
-    """Chooses and books, with a fixed number of rooms under way. Only choice and booking are timed."""
+    """Chooses and places, with a fixed number of rooms under way. Only choose and place are timed."""
 
     def __init__(self, load: Load, filled: BatonIndex) -> None:
         weights = PolicyWeights.model_validate({})
         policy = make_policy("kv", weights, alone_tokens=16, chance=random.Random(1))
         self._placer = Placer(filled.index, policy, expect_s=10.0)
         self._placer.update(filled.records, time.monotonic())
-        self._asks = [
-            Ask(prompt_tokens=load.shape.pages * PAGE + 8, hashes=hashes, output_tokens=256.0)
-            for hashes in load.hashes
+        prompt_tokens = load.shape.pages * PAGE + 8
+        self._requests = [
+            PlacementRequest(prompt_tokens, hashes, output_tokens=256.0) for hashes in load.hashes
         ]
-        self._rooms: deque[Booking] = deque()
+        self._rooms: deque[Placement] = deque()
 
     def select(self, sequence: int) -> float:
-        """Seconds of one choice of (P, D), reserved."""
-        placer, ask = self._placer, self._asks[sequence]
+        """Seconds of one choice of (P, D) and its placement."""
+        placer, request = self._placer, self._requests[sequence]
         started = time.perf_counter()
         now = time.monotonic()
-        choice = placer.choose(ask, now)
+        choice = placer.choose(request, now)
         assert choice is not None
-        booking = placer.book(ask, choice, now)
+        placement = placer.place(choice, now)
         took = time.perf_counter() - started
-        self._rooms.append(booking)
+        self._rooms.append(placement)
         if len(self._rooms) > OUTSTANDING:
             placer.close(self._rooms.popleft(), now)
         placer.tick(now)

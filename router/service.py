@@ -16,9 +16,11 @@ from router.index.global_index import GlobalIndex, as_hashes, digest_hashes
 from router.index.page_table import Hashes
 from router.metrics import RouterMetrics
 from router.options import RouterOptions
+from router.placement.load_estimate import WorkerLoadEstimate
 from router.placement.peers import TELL_AFTER_S, RouterPeers
-from router.placement.placer import Choice, Placer
+from router.placement.placer import Placer
 from router.placement.policies import make_policy
+from router.placement.policy import Choice
 from router.placement.prediction import Prediction
 from router.streams.dispatcher import Dispatcher
 from router.streams.generation import ChoiceOutput, Generation, Submission
@@ -27,7 +29,7 @@ from router.text.tokenization import Tokenization
 from router.trace import RequestTrace, TraceStore
 from wire.codec import pack_tokens
 from wire.mailbox import Mail
-from wire.messages import Accounts, Inspect, SamplingParams, View
+from wire.messages import AssignedLoads, Inspect, SamplingParams, View
 from wire.page_hash import namespace_seed, page_digests
 from wire.records import Role, WorkerRecord
 from wire.security import curve_for
@@ -51,7 +53,7 @@ class Router:
         self.started_at = int(time.time())
         self.context_limit: int | None = None  # the longest prompt + output that every live worker takes
         policy = make_policy(options.policy, options.weights, options.prefill_on_decode_tokens)
-        self.placer = Placer(self.index, policy, options.expect_s)
+        self.placer = Placer(self.index, policy, options.expect_s, self._on_assigned)
         self._rooms_of_this_process = secrets.randbits(31) << 32  # P and D meet rooms of several routers
         self._numbers = count(1)
         self._seed = namespace_seed(options.served_model_name)  # of most requests
@@ -145,7 +147,7 @@ class Router:
         admission, now = dispatcher.admission, time.monotonic()
         admission.check(len(submission.prompts) * submission.n)
         plans = self._plans(submission)
-        judged = admission.judge(dispatcher.ask(plans[0]), now)
+        judged = admission.judge(dispatcher.placement_request(plans[0]), now)
         generation = Generation(submission, self._on_first, self._on_end)
         trace = RequestTrace(submission.request_id, [plan.room for plan in plans], submission.arrived_ns)
         trace.router_stamps = [*stamps, Stamp(RequestStage.TOKENIZER_DISPATCH, time.time_ns())]
@@ -174,9 +176,9 @@ class Router:
             tenant=tenant, session=session,
         )  # fmt: skip
         dispatcher = self._live()
-        ask = dispatcher.ask(self._plans(submission)[0])
-        choice = self.placer.choose(ask, time.monotonic())
-        return None if choice is None else (choice, dispatcher.admission.predict(ask, choice))
+        request = dispatcher.placement_request(self._plans(submission)[0])
+        choice = self.placer.choose(request, time.monotonic())
+        return None if choice is None else (choice, dispatcher.admission.predict(choice))
 
     async def inspect(self, worker_id: str, what: str) -> str:
         """A worker's own report. Raises InvalidRequest for a stranger, TimeoutError for a silent one."""
@@ -188,10 +190,9 @@ class Router:
         return await self._live().inspect(record, token, Inspect(what, token), _INSPECT_TIMEOUT_S)
 
     def accounts(self) -> list[dict[str, object]]:
-        """What this router and the others have given each worker to do."""
-        return [
-            {"id": one.record.id, "own": one.own, "peers": one.peers} for one in self.placer.fleet.accounts()
-        ]
+        """The load that this router and the others have assigned to each worker."""
+        estimates = self.placer.fleet.estimates()
+        return [{"id": one.record.id, "own": one.own, "peers": one.peers} for one in estimates]
 
     def metrics_text(self) -> bytes:
         """The Prometheus exposition, with what is measured on demand."""
@@ -275,6 +276,10 @@ class Router:
         if self._peers is not None:
             self._peers.tick(now)
 
+    def _on_assigned(self, estimate: WorkerLoadEstimate) -> None:
+        if self._peers is not None:
+            self._peers.assigned(estimate)
+
     def _tell_peers_soon(self) -> None:
         assert self._loop is not None
         self._loop.call_later(TELL_AFTER_S, self._tell_peers)
@@ -288,7 +293,7 @@ class Router:
             return
         if isinstance(mail.message, View):
             self._on_view(mail.message, now)
-        elif isinstance(mail.message, Accounts) and self._peers is not None:
+        elif isinstance(mail.message, AssignedLoads) and self._peers is not None:
             self._peers.take(mail.sender, mail.message, now)
 
     def _on_view(self, view: View, now: float) -> None:

@@ -15,14 +15,14 @@ from router.directory.client import DirectoryClient
 from router.index.global_index import GlobalIndex
 from router.placement.admission import Admission
 from router.placement.peers import TELL_AFTER_S, RouterPeers
-from router.placement.placer import Choice, Placer
+from router.placement.placer import Placer
 from router.placement.policies import make_policy
-from router.placement.policy import Ask
+from router.placement.policy import Choice, PlacementRequest
 from simulator.clock import Clock
 from simulator.options import SimulationOptions
 from simulator.request import Attempt, Request
 from simulator.worker import ModelledWorker
-from wire.messages import Accounts, View
+from wire.messages import AssignedLoads, View
 from wire.records import WorkerRecord
 
 
@@ -32,7 +32,7 @@ class FrontendHost(Protocol):
     def worker(self, record: WorkerRecord) -> ModelledWorker:
         """The life that this record speaks of."""
 
-    def send(self, sender: str, to: str, message: Accounts) -> None:
+    def send(self, sender: str, to: str, message: AssignedLoads) -> None:
         """A word to another router."""
 
     def ended(self, request: Request) -> None:
@@ -47,7 +47,9 @@ class Frontend:
         self.address = f"router{number}"
         chance = random.Random(f"{options.seed} {self.address}")
         policy = make_policy(options.policy, options.weights, options.prefill_on_decode_tokens, chance)
-        self.placer = Placer(self.index, policy, options.expect_s)
+        self.placer = Placer(
+            self.index, policy, options.expect_s, lambda estimate: self.peers.assigned(estimate)
+        )
         self.admission = Admission(options.admission, self.placer)
         self.peers = RouterPeers(
             self.placer.fleet, self.address, 0,
@@ -68,16 +70,16 @@ class Frontend:
 
     def arrive(self, request: Request) -> None:
         """A request comes in: it is refused, or waits for its turn, which may be now."""
-        now, ask = self._clock.now, self._ask(request)
+        now, wanted = self._clock.now, self._placement_request(request)
         try:
             self.admission.check(1)
-            judged = self.admission.judge(ask, now)
+            judged = self.admission.judge(wanted, now)
         except Overloaded:
             self._refuse(request)
             return
         self._waiting[request.number] = request
-        self.admission.enqueue(request.number, ask, now)
-        self._admit(request.number, judged.choice if judged is not None else None)
+        self.admission.enqueue(request.number, wanted, now)
+        self._admit(request.number, judged[0] if judged is not None else None)
 
     def tick(self) -> None:
         """Time passes."""
@@ -97,10 +99,10 @@ class Frontend:
         while (number := self.admission.admit(self._clock.now)) is not None:
             self._place(self._waiting.pop(number), choice if number == fresh else None)
 
-    def _ask(self, request: Request) -> Ask:
+    def _placement_request(self, request: Request) -> PlacementRequest:
         trace = request.trace
         output = self.placer.output_tokens(trace.output_tokens - request.forwarded)
-        return Ask(
+        return PlacementRequest(
             trace.prompt_tokens + request.forwarded, trace.hashes, output,
             trace.session, trace.tenant, trace.priority,
         )  # fmt: skip
@@ -108,34 +110,35 @@ class Frontend:
     def _place(
         self, request: Request, choice: Choice | None = None, avoid: frozenset[str] = frozenset()
     ) -> None:
-        ask, now = self._ask(request), self._clock.now
-        choice = choice or self.placer.choose(ask, now, avoid)
+        now = self._clock.now
+        choice = choice or self.placer.choose(self._placement_request(request), now, avoid)
         if choice is None:
             self._unplaced.append(request)
             return
-        booking = self.placer.book(ask, choice, now)
-        self.admission.placed(request.number, booking.prefill_tokens)
-        prefill = self._host.worker(choice.prefill) if choice.prefill is not None else None
-        decode = self._host.worker(choice.decode)
+        placement = self.placer.place(choice, now)
+        self.admission.placed(request.number, placement.prefill_tokens)
+        prefill = self._host.worker(placement.prefill) if placement.prefill is not None else None
+        decode = self._host.worker(placement.decode)
         one = Attempt(
-            request, booking, prefill, decode, ask.prompt_tokens,
-            request.trace.output_tokens - request.forwarded, ask.hashes,
+            request, placement, prefill, decode, choice.request.prompt_tokens,
+            request.trace.output_tokens - request.forwarded, request.trace.hashes,
         )  # fmt: skip
         if prefill is None:
             one.at_prefill = one.at_decode
         request.tries += 1
-        request.prefill, request.decode = booking.prefill, booking.decode
-        request.predicted_tokens = booking.hit_tokens
+        request.prefill = placement.prefill.id if placement.prefill is not None else None
+        request.decode = placement.decode.id
+        request.predicted_tokens = placement.hit_tokens
         self._tries[request.number] = one
         self._clock.after(self._options.message_s, decode.decode, one)
-        if prefill is not None and booking.fits:
+        if prefill is not None and not placement.hold_prefill:
             self._clock.after(self._options.message_s, prefill.prefill, one)
 
     # -- what workers say ------------------------------------------------------------------------------
 
     def reserved(self, one: Attempt) -> None:
         """D has reserved: a prompt that had to wait for it goes out."""
-        if not one.over and one.prefill is not None and not one.booking.fits:
+        if not one.over and one.prefill is not None and one.placement.hold_prefill:
             self._clock.after(self._options.message_s, one.prefill.prefill, one)
 
     def first_token(self, one: Attempt) -> None:
@@ -143,7 +146,7 @@ class Frontend:
         if one.lost:
             return
         request = one.request
-        self.placer.prefilled(one.booking, self._clock.now)
+        self.placer.prefilled(one.placement, self._clock.now)
         request.forwarded += 1
         if request.first_at < 0:
             request.first_at = self._clock.now
@@ -161,7 +164,7 @@ class Frontend:
         one.over = True
         request.last_at = self._clock.now
         del self._tries[request.number]
-        self.placer.close(one.booking, self._clock.now)
+        self.placer.close(one.placement, self._clock.now)
         self.placer.answered(request.forwarded)
         self.admission.produced(request.number, request.forwarded)
         self.admission.leave(request.number)
@@ -202,7 +205,7 @@ class Frontend:
         for one in [one for one in self._tries.values() if self._needs(one, record)]:
             one.over = one.lost = True
             del self._tries[one.request.number]
-            self.placer.close(one.booking, self._clock.now)
+            self.placer.close(one.placement, self._clock.now)
             for other in (one.prefill, one.decode):
                 if other is not None:
                     self._clock.after(self._options.message_s, other.abort, one)

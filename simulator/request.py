@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from router.index.page_table import Hashes
-from router.placement.placer import Booking
+from router.placement.placement import Placement
 from simulator.link import Link
 
 
@@ -87,7 +87,7 @@ class Attempt:
     """One epoch of a request: a placement, and how far it got. Without a prefill worker D does it alone."""
 
     request: Request
-    booking: Booking
+    placement: Placement
     prefill: AttemptWorker | None
     decode: AttemptWorker
     prompt: int  # tokens, forced ones of an earlier try included

@@ -13,7 +13,7 @@ from simulator.frontend import Frontend
 from simulator.options import SimulationOptions
 from simulator.request import Attempt, Request, TraceRequest
 from simulator.worker import ModelledWorker
-from wire.messages import Accounts, Announce, View
+from wire.messages import Announce, AssignedLoads, View
 from wire.records import GroupLayout, Role, WorkerLoad, WorkerRecord
 
 _PROGRESS_EVERY = 0.05
@@ -78,7 +78,7 @@ class Simulation:
         """See FrontendHost."""
         return self._lives[record.id, record.incarnation]
 
-    def send(self, sender: str, to: str, message: Accounts) -> None:
+    def send(self, sender: str, to: str, message: AssignedLoads) -> None:
         """See FrontendHost."""
         receiver = next(router for router in self.routers if router.address == to)
         self.clock.after(self.options.message_s, self._tell, receiver, sender, message)
@@ -118,7 +118,7 @@ class Simulation:
     def _router(self, one: Attempt) -> Frontend:
         return self.routers[one.request.number % len(self.routers)]
 
-    def _tell(self, receiver: Frontend, sender: str, message: Accounts) -> None:
+    def _tell(self, receiver: Frontend, sender: str, message: AssignedLoads) -> None:
         receiver.peers.take(sender, message, self.clock.now)
 
     def _arrive(self, number: int, one: TraceRequest) -> None:

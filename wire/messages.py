@@ -342,8 +342,8 @@ class View(Message, frozen=True, tag="view", omit_defaults=True):
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class AccountRow(msgspec.Struct, frozen=True, array_like=True):
-    """What a router has given one worker, in tokens unless said (router/placement/fleet.py)."""
+class AssignedLoadRow(msgspec.Struct, frozen=True, array_like=True):
+    """What a router has assigned to one worker (router/placement/load_estimate.py: AssignedLoad)."""
 
     worker: str
     incarnation: int
@@ -356,21 +356,21 @@ class AccountRow(msgspec.Struct, frozen=True, array_like=True):
     promised_rooms: _Count
 
 
-class Accounts(Message, frozen=True, tag="accounts"):
-    """What a router has given workers, in absolute values. Never answered; all of it once a second.
+class AssignedLoads(Message, frozen=True, tag="accounts"):
+    """What a router has assigned to workers, in absolute values. Never answered; sent whole once a second.
 
-    `incarnation` is the router's. `number` grows with every message of it, and a row is newer than one of a
-    smaller number. `whole`: workers that are not listed have nothing.
+    `incarnation` is the router's. `number` grows with each of its messages; a row is newer than one with a
+    smaller number. `whole`: nothing is assigned to workers that are not listed.
     """
 
     incarnation: int
     number: int
     whole: bool
-    rows: list[AccountRow]
+    rows: list[AssignedLoadRow]
 
 
 AnyMessage = (
     Receipt | Prefill | Decode | Abort | Ack | Resend | Inspect | Inspected | Tokens | Timeline | Reserved
     | Rejected | KVTarget | KVDone | KVFailed | Release | Announce | Announced | AnnounceRefused | Withdraw
-    | Watch | View | Accounts
+    | Watch | View | AssignedLoads
 )  # fmt: skip

@@ -53,7 +53,7 @@ async def trace(router: Router, request: HttpRequest) -> None:
 
 
 async def workers(router: Router, request: HttpRequest) -> None:
-    """GET /debug/workers: the directory's view, and what this router has given each."""
+    """GET /debug/workers: the directory's view, and the load that routers have assigned to each worker."""
     await request.respond_json({"workers": router.workers(), "accounts": router.accounts()})
 
 
@@ -78,18 +78,20 @@ async def route(router: Router, request: HttpRequest) -> None:
             "policy": router.options.policy,
             "prompt_tokens": len(prompt),
             "predicted_ttft_s": prediction.ttft_s if prediction is not None else None,
-            "prefill": choice.prefill_side.table(cost=costs.get("prefill")),
-            "decode": choice.decode_side.table(cost=costs.get("decode"), alone_cost=costs.get("alone")),
+            "prefill": choice.prefill.table(cost=costs.get("prefill")),
+            "decode": choice.decode.table(cost=costs.get("decode"), alone_cost=costs.get("alone")),
             "winner": {
-                "prefill": _winner(choice.prefill_side, choice.picked.prefill),
-                "decode": _winner(choice.decode_side, choice.picked.decode),
+                "prefill": _winner(choice.prefill, choice.prefill_row),
+                "decode": _winner(choice.decode, choice.decode_row),
             },
         }
     )
 
 
-def _winner(side: RoleCandidates, row: int | None) -> dict[str, object] | None:
-    return None if row is None else {"id": side.rows.names[row], "hit_tokens": side.held(row)}
+def _winner(candidates: RoleCandidates, row: int | None) -> dict[str, object] | None:
+    if row is None:
+        return None
+    return {"id": candidates.workers.names[row], "hit_tokens": candidates.held(row)}
 
 
 async def inspect(router: Router, request: HttpRequest) -> None:

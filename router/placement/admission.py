@@ -1,12 +1,13 @@
-"""Admission: who may have workers now, who waits in the router, and who is told to come back later.
+"""Admission: decides which rooms may have workers now, which wait in the router, and which are refused.
 
-    arrives ──offer──> waits ──admit──> runs ──leave──> over
-       |                 |
-       | Overloaded      +── overdue (Overloaded), leave (the client has gone)
+    arrives ──enqueue──> waits ──admit──> runs ──leave──> over
+       |                   |
+       | Overloaded        +── overdue (Overloaded), leave (the client has gone)
 
-At most `max_in_flight` rooms run; at most `max_queued` wait for that, or for a fleet that is saturated.
-Their turns are fair between tenants (fair_queue.py). What would miss `max_ttft_s` is refused at arrival,
-where it has cost nothing yet (prediction.py). All of it follows from the loads of now: nothing latches.
+At most `max_in_flight` rooms run. At most `max_queued` wait, for a place among those or while the fleet is
+saturated. Turns are fair between tenants (fair_queue.py). A request that would miss `max_ttft_s` is refused
+at arrival, before it has cost anything (prediction.py). Every decision follows from the current loads:
+nothing latches.
 
 A room that starts again after a worker's failure is still running here: it never queues again and is never
 refused. Pure: time is passed in (seconds, any origin), so the router and the simulator share it. Belongs to
@@ -20,23 +21,13 @@ from dataclasses import dataclass
 from common.errors import InvalidRequest, Overloaded
 from router.options import AdmissionOptions
 from router.placement.fair_queue import Ahead, FairQueue
-from router.placement.fleet import Account
-from router.placement.placer import Choice, Placer
-from router.placement.policy import Ask
+from router.placement.placer import Placer
+from router.placement.policy import Choice, PlacementRequest
 from router.placement.prediction import Prediction, Predictor
-from wire.records import Role, WorkerLoad
+from wire.records import Role
 
 _LONGEST_RETRY_S = 60.0
 _NOBODY = Ahead(0.0, 0.0)
-_SILENT = WorkerLoad()
-
-
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """Why a request was not refused: what was predicted for the workers that it would get now."""
-
-    choice: Choice
-    prediction: Prediction
 
 
 @dataclass(slots=True)
@@ -54,9 +45,8 @@ class Admission:
         self._placer = placer
         self._predictor = Predictor(placer)
         self._queue = FairQueue(options.tenant_weights)
-        self._asks: dict[int, Ask] = {}  # of rooms that wait
+        self._requests: dict[int, PlacementRequest] = {}  # of rooms that wait
         self._running: dict[int, _Running] = {}
-        self._had_memory = ""  # the last decode worker that had some
 
     @property
     def queued(self) -> int:
@@ -71,9 +61,9 @@ class Admission:
     # -- at arrival ----------------------------------------------------------------------------
 
     def check(self, rooms: int) -> None:
-        """Is there a place for so many rooms of one request? Cheap: done before a prompt is hashed.
+        """Check that there is a place for this many rooms of one request, before its prompt is hashed.
 
-        Raises InvalidRequest when there never is, Overloaded when there is none now.
+        Raises InvalidRequest when there can never be one, Overloaded when there is none now.
         """
         options, running, queued = self._options, len(self._running), len(self._queue)
         most = min(options.max_in_flight, options.max_queued) if self._gated else options.max_in_flight
@@ -87,17 +77,19 @@ class Admission:
                 f"{running} of {options.max_in_flight} places {where}are taken", self._until_served()
             )
 
-    def judge(self, ask: Ask, now: float) -> Judged | None:
-        """Would a request, the first room of it, have its first token in time?
+    def judge(self, request: PlacementRequest, now: float) -> tuple[Choice, Prediction] | None:
+        """Predict the time to first token of a request's first room.
 
-        Raises Overloaded when not, with the time after which it would. None: nobody can tell, or wants to.
-        A prompt that takes longer than `max_ttft_s` on an idle worker is judged by its wait alone.
+        Returns the workers that it would get now and the prediction for them, or None when there is no limit
+        or no prediction. Raises Overloaded when the prediction is beyond the limit, with the time after which
+        it would not be. A prompt that takes longer than `max_ttft_s` on an idle worker is judged by its wait
+        alone.
         """
         limit = self._options.max_ttft_s
         if limit is None:
             return None
-        choice = self._placer.choose(ask, now)
-        prediction = self.predict(ask, choice) if choice is not None else None
+        choice = self._placer.choose(request, now)
+        prediction = self.predict(choice) if choice is not None else None
         if choice is None or prediction is None:
             return None
         own_s = prediction.compute_s if prediction.compute_s <= limit else 0.0
@@ -107,48 +99,45 @@ class Admission:
                 f"the first token is expected after {prediction.ttft_s:.1f} s, and {limit:g} s are allowed",
                 min(late_s, _LONGEST_RETRY_S),
             )
-        return Judged(choice, prediction)
+        return choice, prediction
 
-    def enqueue(self, room: int, ask: Ask, now: float) -> None:
-        """A new room waits for its turn, which may be now: `admit` says."""
+    def enqueue(self, room: int, request: PlacementRequest, now: float) -> None:
+        """Queue a new room. `admit` returns it when its turn comes, which may be now."""
         until = now + self._options.max_queue_s
-        self._queue.push(room, ask.tenant, ask.priority, ask.prompt_tokens, until)
-        self._asks[room] = ask
+        self._queue.push(room, request.tenant, request.priority, request.prompt_tokens, until)
+        self._requests[room] = request
 
-    def offer(self, room: int, ask: Ask, now: float) -> Judged | None:
-        """All three for a request of one room."""
-        self.check(1)
-        judged = self.judge(ask, now)
-        self.enqueue(room, ask, now)
-        return judged
+    def predict(self, choice: Choice, admitted: bool = False) -> Prediction | None:
+        """Predict the time to first token of a prompt that arrives now, or that was `admitted` now.
 
-    def predict(self, ask: Ask, choice: Choice, admitted: bool = False) -> Prediction | None:
-        """The time to first token of a prompt that arrives, or was admitted, now; None: nobody can tell."""
+        Returns None while the worker that would prefill has not reported its rate.
+        """
         if admitted:
-            return self._predictor.predict(ask, choice, _NOBODY, 0.0)
-        ahead = self._queue.ahead(ask.tenant, ask.priority)
-        return self._predictor.predict(ask, choice, ahead, self._rooms_to_end(ahead.rooms, ask))
+            return self._predictor.predict(choice, _NOBODY, 0.0)
+        request = choice.request
+        ahead = self._queue.ahead(request.tenant, request.priority)
+        return self._predictor.predict(choice, ahead, self._rooms_to_end(ahead.rooms, request))
 
     # -- turns ---------------------------------------------------------------------------------
 
     def admit(self, now: float) -> int | None:
-        """The room that may have workers now. Place it before asking for the next one."""
+        """Return the room that may have workers now. Place it before you ask for the next one."""
         head = self._queue.head()
         if head is None or len(self._running) >= self._options.max_in_flight:
             return None
-        if self._gated and self._saturated(self._asks[head.room], now):
+        if self._gated and self._saturated(self._requests[head.room], now):
             return None
         waiting = self._queue.pop()
-        del self._asks[waiting.room]
+        del self._requests[waiting.room]
         self._running[waiting.room] = _Running(waiting.tenant, waiting.tokens)
         return waiting.room
 
     def overdue(self, now: float) -> list[tuple[int, Overloaded]]:
-        """Rooms that have waited too long. They are over."""
+        """End the rooms that have waited too long, and return them with their errors."""
         late = []
         for waiting in self._queue:
             if waiting.until > now:
-                break  # they came in this order
+                break  # rooms are in the order of arrival
             late.append(waiting.room)
         for room in late:
             self.leave(room)
@@ -156,76 +145,64 @@ class Admission:
         return [(room, Overloaded(message, self._until_served())) for room in late]
 
     def placed(self, room: int, prefill_tokens: int) -> None:
-        """An admitted room's prompt costs its workers only so much: the rest was cached."""
+        """An admitted room's prompt has only this many tokens to compute; the rest is cached."""
         running = self._running.get(room)
         if running is not None and prefill_tokens < running.input_tokens:
             self._queue.charge(running.tenant, prefill_tokens - running.input_tokens, 0)
             running.input_tokens = prefill_tokens
 
     def produced(self, room: int, tokens: int) -> None:
-        """A room has so much output by now. May be said as seldom as at its end."""
+        """A room has this much output now. May be called as rarely as once, at its end."""
         running = self._running.get(room)
         if running is not None and tokens > running.output_tokens:
             self._queue.charge(running.tenant, 0, tokens - running.output_tokens)
             running.output_tokens = tokens
 
     def leave(self, room: int) -> None:
-        """The room is over, whether it waited or ran. Repeats change nothing."""
+        """The room is over, whether it waited or ran. Repeated calls change nothing."""
         running = self._running.pop(room, None)
         if running is not None:
             self._queue.over(running.tenant)
         elif room in self._queue:
             self._queue.remove(room)
-            del self._asks[room]
+            del self._requests[room]
 
     # -- inside --------------------------------------------------------------------------------
 
     @property
     def _gated(self) -> bool:
-        """Does a saturated fleet make rooms wait here?"""
+        """Whether rooms wait here while the fleet is saturated."""
         options = self._options
         return options.max_queued > 0 and (
             options.queue_prefill_tokens is not None or options.queue_decode_full
         )
 
-    def _saturated(self, ask: Ask, now: float) -> bool:
-        fleet, most = self._placer.fleet, self._options.queue_prefill_tokens
+    def _saturated(self, request: PlacementRequest, now: float) -> bool:
+        most = self._options.queue_prefill_tokens
         if most is not None:
-            candidates = fleet.candidates(now)
-            rows = candidates.prefill if len(candidates.prefill) else candidates.decode
-            if len(rows) and rows.queued.min() > most:
+            prefill, decode = self._placer.fleet.candidates(now)
+            workers = prefill if len(prefill) else decode
+            if len(workers) and workers.queued.min() > most:
                 return True
-        return self._options.queue_decode_full and self._decode_full(ask)
+        return self._options.queue_decode_full and self._decode_full(request)
 
-    def _decode_full(self, ask: Ask | None) -> bool:
-        """No decode worker has memory and a row for the room."""
-        need = ask.prompt_tokens + int(ask.output_tokens) if ask is not None else 1
-        last = self._placer.fleet.account(self._had_memory)
-        if last is not None and _has_memory(last, need):  # as often: the others need not be asked
-            return False
-        full = False
-        for one in self._placer.fleet.accounts():
-            if one.record.role is Role.DECODE and not one.record.draining:
-                if _has_memory(one, need):
-                    self._had_memory = one.record.id
-                    return False
-                full = True
-        return full
+    def _decode_full(self, request: PlacementRequest | None) -> bool:
+        """Whether there are decode workers and none has memory and a row for the room."""
+        need = request.prompt_tokens + int(request.output_tokens) if request is not None else 1
+        decoding = [
+            one
+            for one in self._placer.fleet.estimates()
+            if one.record.role is Role.DECODE and not one.record.draining
+        ]
+        return bool(decoding) and not any(one.can_start(need) for one in decoding)
 
-    def _rooms_to_end(self, ahead: float, ask: Ask | None) -> float:
-        """How many rooms must end before one with so many ahead of it may run."""
-        if self._options.max_queued and self._options.queue_decode_full and self._decode_full(ask):
+    def _rooms_to_end(self, ahead: float, request: PlacementRequest | None) -> float:
+        """How many rooms must end before a room with this many ahead of it may run."""
+        if self._options.max_queued and self._options.queue_decode_full and self._decode_full(request):
             return ahead + 1
         return max(0.0, len(self._running) + ahead + 1 - self._options.max_in_flight)
 
     def _until_served(self) -> float:
-        """When a room at the end of the queue would have its turn."""
+        """Seconds until a room at the end of the queue would have its turn."""
         seconds = self._predictor.queue_s(self._queue.tokens, self._rooms_to_end(len(self._queue), None))
         return min(max(seconds, self._options.retry_after_s), _LONGEST_RETRY_S)
-
-
-def _has_memory(decode: Account, need: int) -> bool:
-    """One that is idle has, whatever it last said."""
-    if decode.record.draining:
-        return False
-    return decode.record.load == _SILENT or decode.requests() == 0 or decode.fits(need)

@@ -1,11 +1,11 @@
 """Policy `prefix-affinity`: follows prefixes without any event, by remembering its own choices.
 
-What a router of workers that publish nothing can do, and the baseline that `kv` is measured against. Each
-worker is taken to hold what was sent to it last, as much as its memory has room for: an approximate prefix
-tree. A prompt follows the longest match when that is more than half of it, to the least loaded of those that
-have it; it leaves the match when that worker's load exceeds the smallest by more than the objective
-(weights.queue_objective prefill tokens, weights.requests_objective decode requests). Else it goes to the
-least loaded. P and D are picked apart, each by its own tree.
+This is the policy for workers that publish no events, and the baseline that `kv` is measured against. Each
+worker is assumed to hold what was sent to it last, as much as its memory has room for: an approximate prefix
+tree. If the longest match is more than half of the prompt, the prompt goes to the least loaded worker that
+has it, unless that worker's load exceeds the smallest load by more than the objective
+(weights.queue_objective prefill tokens, weights.requests_objective decode requests). Otherwise it goes to the
+least loaded worker. P and D are chosen separately, each by its own tree.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from router.options import PolicyWeights
-from router.placement.fleet import Floats
-from router.placement.policy import Ask, Picked, Policy, RoleCandidates
+from router.placement.fleet_table import Floats
+from router.placement.policy import Choice, PlacementRequest, Policy, RoleCandidates
 
 _FOLLOWED = 0.5  # of the prompt: a match must be longer
 
 
 @dataclass(slots=True)
 class _Holder:
-    """What one worker is taken to hold: page hashes, the one used longest ago first."""
+    """What one worker is assumed to hold: page hashes, least recently used first."""
 
     bit: int
     pages: OrderedDict[int, None] = field(default_factory=OrderedDict)
@@ -34,9 +34,9 @@ class _Holder:
 class PrefixTrees:
     """The approximate prefix trees of one role's workers.
 
-    A page hash names its whole prefix, so a tree is a set of hashes. A prompt's pages are used last page
-    first; so a page is never older than what follows it, eviction takes leaves, and every set stays closed
-    under prefixes. Therefore the longest match is found by bisection, in one table for all workers.
+    A page hash names its whole prefix, so a tree is a set of hashes. A prompt's pages are touched from the
+    last to the first. So a page is never older than the pages after it, eviction takes leaves, and every set
+    stays closed under prefixes. Therefore bisection finds the longest match, in one table for all workers.
     """
 
     def __init__(self) -> None:
@@ -44,11 +44,11 @@ class PrefixTrees:
         self._holders: dict[int, int] = {}  # page hash -> mask of the workers' bits
 
     def __len__(self) -> int:
-        """Different pages known."""
+        """The number of different pages."""
         return len(self._holders)
 
     def longest(self, hashes: list[int]) -> tuple[int, int]:
-        """Leading pages that some worker holds, and the mask of the workers that hold all of them."""
+        """The number of leading pages that some worker holds, and a mask of the workers that hold all."""
         low, high = 0, len(hashes)
         while low < high:
             middle = (low + high + 1) // 2
@@ -59,19 +59,19 @@ class PrefixTrees:
         return low, self._holders[hashes[low - 1]] if low else 0
 
     def held(self, worker: str, hashes: list[int]) -> int:
-        """Leading pages that this worker holds."""
+        """The number of leading pages that this worker holds."""
         holder = self._workers.get(worker)
         if holder is None:
             return 0
         return next((n for n, page in enumerate(hashes) if page not in holder.pages), len(hashes))
 
     def holds(self, worker: str, mask: int) -> bool:
-        """The worker's bit is in the mask."""
+        """Whether the mask has the worker's bit."""
         holder = self._workers.get(worker)
         return holder is not None and bool(mask & holder.bit)
 
     def add(self, worker: str, hashes: list[int], capacity: int) -> None:
-        """The worker holds these pages now, at the cost of its oldest beyond `capacity` pages."""
+        """The worker holds these pages now. Beyond `capacity` pages its oldest are dropped."""
         holder = self._workers.get(worker)
         if holder is None:
             holder = self._workers[worker] = _Holder(self._free_bit())
@@ -86,7 +86,7 @@ class PrefixTrees:
             self._take(pages.popitem(last=False)[0], holder.bit)
 
     def forget(self, worker: str) -> None:
-        """The worker holds nothing."""
+        """The worker holds nothing any more."""
         holder = self._workers.pop(worker, None)
         if holder is not None:
             for page in holder.pages:
@@ -107,62 +107,59 @@ class PrefixTrees:
 
 
 class PrefixAffinity(Policy):
-    """See the module."""
+    """Follows prefixes by its own earlier choices."""
 
     def __init__(self, weights: PolicyWeights, alone_tokens: int, chance: random.Random) -> None:
         super().__init__(weights, alone_tokens, chance)
         self.prefill_trees = PrefixTrees()
         self.decode_trees = PrefixTrees()
 
-    def pick(self, ask: Ask, prefill: RoleCandidates, decode: RoleCandidates) -> Picked:
-        """See Policy."""
-        hashes: list[int] = ask.hashes.tolist()
-        weights = self.weights
+    def choose(self, request: PlacementRequest, prefill: RoleCandidates, decode: RoleCandidates) -> Choice:
+        prompt: list[int] = request.hashes.tolist()
+        tokens, weights = request.prompt_tokens, self.weights
         d = self._follow(
-            self.decode_trees, ask, hashes, decode, decode.rows.requests, weights.requests_objective
+            self.decode_trees, prompt, tokens, decode, decode.workers.requests, weights.requests_objective
         )
-        held = self.decode_trees.held(decode.rows.names[d], hashes) * decode.page_tokens
-        if len(prefill.rows) == 0 or max(1, ask.prompt_tokens - held) <= self.alone_tokens:
-            return Picked(d, None)
+        held = self.decode_trees.held(decode.workers.names[d], prompt) * decode.page_tokens
+        if len(prefill.workers) == 0 or max(1, tokens - held) <= self.alone_tokens:
+            return Choice(request, prefill, decode, None, d)
         p = self._follow(
-            self.prefill_trees, ask, hashes, prefill, prefill.rows.queued, weights.queue_objective
+            self.prefill_trees, prompt, tokens, prefill, prefill.workers.queued, weights.queue_objective
         )
-        return Picked(d, p)
+        return Choice(request, prefill, decode, p, d)
 
-    def costs(self, ask: Ask, prefill: RoleCandidates, decode: RoleCandidates) -> dict[str, Floats]:  # noqa: ARG002
-        """See Policy."""
-        return {"decode": decode.rows.requests, "prefill": prefill.rows.queued}
+    def costs(self, choice: Choice) -> dict[str, Floats]:
+        return {"decode": choice.decode.workers.requests, "prefill": choice.prefill.workers.queued}
 
-    def placed(self, ask: Ask, picked: Picked, prefill: RoleCandidates, decode: RoleCandidates) -> None:
-        """See Policy."""
-        hashes: list[int] = ask.hashes.tolist()
-        sides = [(self.decode_trees, decode, picked.decode)]
-        if picked.prefill is not None:
-            sides.append((self.prefill_trees, prefill, picked.prefill))
-        for trees, side, row in sides:
-            capacity = int(side.rows.capacity[row]) // max(1, side.page_tokens)
-            trees.add(side.rows.names[row], hashes, capacity)
+    def placed(self, choice: Choice) -> None:
+        prompt: list[int] = choice.request.hashes.tolist()
+        self._add(self.decode_trees, choice.decode, choice.decode_row, prompt)
+        if choice.prefill_row is not None:
+            self._add(self.prefill_trees, choice.prefill, choice.prefill_row, prompt)
 
     def forget(self, worker: str) -> None:
-        """See Policy."""
         self.prefill_trees.forget(worker)
         self.decode_trees.forget(worker)
+
+    def _add(self, trees: PrefixTrees, candidates: RoleCandidates, row: int, prompt: list[int]) -> None:
+        capacity = int(candidates.workers.capacity[row]) // max(1, candidates.page_tokens)
+        trees.add(candidates.workers.names[row], prompt, capacity)
 
     def _follow(
         self,
         trees: PrefixTrees,
-        ask: Ask,
-        hashes: list[int],
-        side: RoleCandidates,
+        prompt: list[int],
+        prompt_tokens: int,
+        candidates: RoleCandidates,
         load: Floats,
         objective: float,
     ) -> int:
-        """The row of one role's worker."""
-        pages, mask = trees.longest(hashes)
-        if pages * side.page_tokens <= _FOLLOWED * ask.prompt_tokens:
+        """The row to choose among one role's workers, for a prompt given as page hashes."""
+        pages, mask = trees.longest(prompt)
+        if pages * candidates.page_tokens <= _FOLLOWED * prompt_tokens:
             return self.cheapest(load)
-        rows = [row for row, name in enumerate(side.rows.names) if trees.holds(name, mask)]
-        if not rows:  # its holders are draining, or to be avoided
+        rows = [row for row, name in enumerate(candidates.workers.names) if trees.holds(name, mask)]
+        if not rows:  # the holders are draining, or to be avoided
             return self.cheapest(load)
         row = rows[self.cheapest(load[np.array(rows)])]
         return row if load[row] - load.min() <= objective else self.cheapest(load)

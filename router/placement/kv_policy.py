@@ -34,8 +34,8 @@ import numpy.typing as npt
 
 from router.index.native.build import native
 from router.options import PolicyWeights
-from router.placement.fleet import Floats, Rows
-from router.placement.policy import Ask, Picked, Policy, RoleCandidates
+from router.placement.fleet_table import Floats, WorkerArrays
+from router.placement.policy import Choice, PlacementRequest, Policy, RoleCandidates
 
 _Integers = npt.NDArray[np.int64]
 
@@ -48,48 +48,52 @@ class KVPolicy(Policy):
         self._compiled = _compiled(weights, alone_tokens)
         self._neighbours: _Neighbours | None = None
 
-    def pick(self, ask: Ask, prefill: RoleCandidates, decode: RoleCandidates) -> Picked:
-        """See Policy."""
+    def choose(self, ask: PlacementRequest, prefill: RoleCandidates, decode: RoleCandidates) -> Choice:
         if self._compiled is None:
-            return self._pick(ask, prefill, decode)
-        p, d = prefill.rows, decode.rows
+            return self._choose(ask, prefill, decode)
+        p, d = prefill.workers, decode.workers
         decoder, prefiller = self._compiled.pick(
             ask.prompt_tokens, ask.output_tokens, decode.page_tokens, decode.matches.found,
             p.figures, p.slots, p.hosts, prefill.last, d.figures, d.slots, d.hosts, decode.last,
             self.chance.randrange,
         )  # fmt: skip
-        return Picked(decoder, prefiller)
+        return Choice(ask, prefill, decode, prefiller, decoder)
 
-    def costs(self, ask: Ask, prefill: RoleCandidates, decode: RoleCandidates) -> dict[str, Floats]:
-        """See Policy. `alone` is there when one may, infinite for the others; `decode` is with the move."""
+    def costs(self, choice: Choice) -> dict[str, Floats]:
+        return self._costs(choice.request, choice.prefill, choice.decode)
+
+    def _costs(
+        self, ask: PlacementRequest, prefill: RoleCandidates, decode: RoleCandidates
+    ) -> dict[str, Floats]:
+        """`alone` is there when one may, infinite for the others; `decode` is with the move."""
         load = self._load(ask, decode)
         costs = {"load": load}
-        if (alone := self._alone(ask, decode, load, must=len(prefill.rows) == 0)) is not None:
+        if (alone := self._alone(ask, decode, load, must=len(prefill.workers) == 0)) is not None:
             costs["alone"] = alone
-        if len(prefill.rows):
-            held = decode.matches.pages.take(decode.rows.slots) * np.float64(decode.page_tokens)
+        if len(prefill.workers):
+            held = decode.matches.pages.take(decode.workers.slots) * np.float64(decode.page_tokens)
             costs["move"] = (ask.prompt_tokens - held) * self.weights.transfer
             costs["decode"] = load + costs["move"]
             costs["prefill"] = self._prefill(ask, prefill)
         return costs
 
-    def _pick(self, ask: Ask, prefill: RoleCandidates, decode: RoleCandidates) -> Picked:
+    def _choose(self, ask: PlacementRequest, prefill: RoleCandidates, decode: RoleCandidates) -> Choice:
         """The reference."""
-        costs = self.costs(ask, prefill, decode)
+        costs = self._costs(ask, prefill, decode)
         alone = self.cheapest(costs["alone"]) if "alone" in costs else None
         if "prefill" not in costs:
             assert alone is not None
-            return Picked(alone, None)
+            return Choice(ask, prefill, decode, None, alone)
         p, d, cost = self._best_pair(
-            prefill.rows, decode.rows, costs["prefill"], costs["decode"], costs["move"]
+            prefill.workers, decode.workers, costs["prefill"], costs["decode"], costs["move"]
         )
         if alone is not None and costs["alone"][alone] <= cost:
-            return Picked(alone, None)
-        return Picked(d, p)
+            return Choice(ask, prefill, decode, None, alone)
+        return Choice(ask, prefill, decode, p, d)
 
-    def _prefill(self, ask: Ask, prefill: RoleCandidates) -> Floats:
+    def _prefill(self, ask: PlacementRequest, prefill: RoleCandidates) -> Floats:
         """cost_P by row."""
-        weights, queued = self.weights, prefill.rows.queued
+        weights, queued = self.weights, prefill.workers.queued
         cost: Floats = queued - queued.min()
         cost *= cost / weights.queue_objective
         cost += queued
@@ -99,9 +103,9 @@ class KVPolicy(Policy):
             cost[prefill.last] -= weights.session
         return cost
 
-    def _load(self, ask: Ask, decode: RoleCandidates) -> Floats:
+    def _load(self, ask: PlacementRequest, decode: RoleCandidates) -> Floats:
         """load_D by row."""
-        weights, rows = self.weights, decode.rows
+        weights, rows = self.weights, decode.workers
         load = rows.requests * weights.decode_load
         load += rows.context * weights.decode_context
         need, spare = ask.prompt_tokens + ask.output_tokens, rows.capacity - rows.context
@@ -110,18 +114,20 @@ class KVPolicy(Policy):
             load[decode.last] -= weights.session
         return load
 
-    def _alone(self, ask: Ask, decode: RoleCandidates, load: Floats, must: bool) -> Floats | None:
+    def _alone(
+        self, ask: PlacementRequest, decode: RoleCandidates, load: Floats, must: bool
+    ) -> Floats | None:
         """`alone` by row; None when none may."""
         left, weights = self.left(ask, decode), self.weights
         if not must and left.min() > self.alone_tokens:
             return None
-        alone = load + weights.prefill_queue * decode.rows.queued + weights.decode_prefill * left
+        alone = load + weights.prefill_queue * decode.workers.queued + weights.decode_prefill * left
         if not must:
             alone[left > self.alone_tokens] = np.inf
         return alone
 
     def _best_pair(
-        self, prefill: Rows, decode: Rows, cost_p: Floats, cost_d: Floats, move: Floats
+        self, prefill: WorkerArrays, decode: WorkerArrays, cost_p: Floats, cost_d: Floats, move: Floats
     ) -> tuple[int, int, float]:
         """The cheapest (P row, D row), and what they cost.
 
@@ -189,7 +195,7 @@ class _Compiled(Protocol):
         draw: Callable[[int], int],
         /,
     ) -> tuple[int, int | None]:
-        """Rows of D and P. `draw(n)` is a number below n, called when n cost the same."""
+        """WorkerArrays of D and P. `draw(n)` is a number below n, called when n cost the same."""
 
 
 def _compiled(weights: PolicyWeights, alone_tokens: int) -> _Compiled | None:

@@ -1,13 +1,14 @@
-"""RouterPeers: what routers of one directory tell each other, lest two send one burst to one worker.
+"""RouterPeers: routers of one directory tell each other what they have assigned to each worker.
 
-A router says what it has given to each worker (`fleet.Given`), in absolute values: what changed within
-`TELL_AFTER_S`, and all of it once a second and to a router that is new. So nothing has to be answered, a
-message that comes twice changes nothing, and one that is lost is repaired within a second. Messages are
-numbered, and every row remembers the number it came with: one that comes late changes nothing that is newer.
-A peer that says nothing for `SILENT_S` has given nobody anything; what it really had is in the workers' own
-reports by then.
+Otherwise two routers would send one burst to one worker. A router sends its AssignedLoad of each worker in
+absolute values: changes within `TELL_AFTER_S`, and everything once a second and to a new router. So no
+message needs an answer, a repeated message changes nothing, and a lost one is made good within a second.
+Messages are numbered, and every row keeps the number that it came with, so a late message does not undo a
+newer one. A peer that is silent for `SILENT_S` counts as having assigned nothing; what it had assigned is in
+the workers' own reports by then.
 
-Sums of the rows are each Account's `peers`. Pure but for `send` and `wake`; belongs to the event loop.
+The sum of the peers' rows is `peers` of each WorkerLoadEstimate. Pure but for `send` and `wake`; belongs to
+the event loop.
 """
 
 from __future__ import annotations
@@ -15,66 +16,66 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from router.placement.fleet import Account, Fleet, Given
-from wire.messages import AccountRow, Accounts
+from router.placement.fleet import Fleet
+from router.placement.load_estimate import AssignedLoad, WorkerLoadEstimate
+from wire.messages import AssignedLoadRow, AssignedLoads
 
-TELL_AFTER_S = 0.002  # a burst is a few messages, and the others know of it before their next choices
+TELL_AFTER_S = 0.002  # a burst becomes a few messages, and peers know of it before their next choices
 WHOLE_EVERY_S = 1.0
 SILENT_S = 3.0
-_NOTHING = Given()
+_NOTHING = AssignedLoad()
 
 
 @dataclass(slots=True)
 class _Peer:
-    """What one other router has said."""
+    """What one other router has sent."""
 
     incarnation: int
     heard_at: float
-    whole_number: int = -1  # of the last message that said everything
-    rows: dict[str, tuple[int, AccountRow]] = field(default_factory=dict)  # by worker, with their number
+    whole_number: int = -1  # the number of its last whole message
+    rows: dict[str, tuple[int, AssignedLoadRow]] = field(default_factory=dict)  # by worker, with a number
 
 
 class RouterPeers:
-    """One router's end of the talk."""
+    """One router's view of its peers, and what they are told."""
 
     def __init__(
         self,
         fleet: Fleet,
         address: str,
         incarnation: int,
-        send: Callable[[str, Accounts], None],
+        send: Callable[[str, AssignedLoads], None],
         wake: Callable[[], None],
     ) -> None:
-        """`address` is this router's mailbox. `wake` asks for a `flush` in TELL_AFTER_S; it is called once
-        until then. `incarnation` is greater than that of any earlier router at the same address."""
+        """`address` is this router's mailbox. `wake` schedules a `flush` after TELL_AFTER_S, and is called
+        once per flush. `incarnation` is greater than that of any earlier router at the same address."""
         self._fleet = fleet
         self._address = address
         self._incarnation = incarnation
         self._send = send
         self._wake = wake
         self._others: set[str] = set()  # mailboxes of the directory's other routers
-        self._peers: dict[str, _Peer] = {}  # those that have spoken
-        self._unsaid: set[str] = set()  # workers
+        self._peers: dict[str, _Peer] = {}  # those that have sent something
+        self._unsent: set[str] = set()  # workers whose assigned load has changed
         self._number = 0
         self._whole_at = 0.0
-        fleet.on_given = self._given
 
     def __len__(self) -> int:
-        """Routers whose accounts are known."""
+        """The number of routers whose assigned load is counted."""
         return len(self._peers)
 
     def meet(self, routers: Iterable[str]) -> None:
-        """A new View: these routers are there, and perhaps workers that peers have spoken of already."""
+        """Take a new View's routers. Its workers may be some that peers have told of already."""
         others = set(routers) - {self._address}
         new, self._others = others - self._others, others
         if new:
             self._tell(new, self._all_rows(), whole=True)
         if self._peers:
-            for account in self._fleet.accounts():
-                self._sum(account.record.id)
+            for estimate in self._fleet.estimates():
+                self._sum(estimate.record.id)
 
-    def take(self, sender: str, message: Accounts, now: float) -> None:
-        """A peer has spoken."""
+    def take(self, sender: str, message: AssignedLoads, now: float) -> None:
+        """Take a peer's message."""
         peer = self._peers.get(sender)
         if peer is None or peer.incarnation < message.incarnation:
             touched = set(peer.rows) if peer is not None else set()
@@ -93,21 +94,29 @@ class RouterPeers:
                 touched.add(row.worker)
         if message.whole:
             peer.whole_number = message.number
-            over = [worker for worker, (number, _) in peer.rows.items() if number < message.number]
-            for worker in over:
+            ended = [worker for worker, (number, _) in peer.rows.items() if number < message.number]
+            for worker in ended:
                 del peer.rows[worker]
-            touched.update(over)
+            touched.update(ended)
         for worker in touched:
             self._sum(worker)
 
+    def assigned(self, estimate: WorkerLoadEstimate) -> None:
+        """This router's assigned load of a worker has changed. The peers are told soon."""
+        if not self._others:
+            return
+        if not self._unsent:
+            self._wake()
+        self._unsent.add(estimate.record.id)
+
     def flush(self) -> None:
-        """Say what has changed."""
-        accounts = [self._fleet.account(worker) for worker in self._unsaid]
-        self._unsaid.clear()
-        self._tell(self._others, [_row(one) for one in accounts if one is not None], whole=False)
+        """Send what has changed."""
+        estimates = [self._fleet.estimate(worker) for worker in self._unsent]
+        self._unsent.clear()
+        self._tell(self._others, [_row(one) for one in estimates if one is not None], whole=False)
 
     def tick(self, now: float) -> None:
-        """Say everything when it is due; drop who is silent."""
+        """Send everything when it is due, and drop silent peers."""
         if now >= self._whole_at:
             self._whole_at = now + WHOLE_EVERY_S
             self._tell(self._others, self._all_rows(), whole=True)
@@ -117,46 +126,39 @@ class RouterPeers:
                 for worker in peer.rows:
                     self._sum(worker)
 
-    def _given(self, account: Account) -> None:
-        if not self._others:
-            return
-        if not self._unsaid:
-            self._wake()
-        self._unsaid.add(account.record.id)
+    def _all_rows(self) -> list[AssignedLoadRow]:
+        return [_row(one) for one in self._fleet.estimates() if one.own != _NOTHING]
 
-    def _all_rows(self) -> list[AccountRow]:
-        return [_row(one) for one in self._fleet.accounts() if one.own != _NOTHING]
-
-    def _tell(self, to: Iterable[str], rows: list[AccountRow], whole: bool) -> None:
+    def _tell(self, to: Iterable[str], rows: list[AssignedLoadRow], whole: bool) -> None:
         self._number += 1
-        message = Accounts(self._incarnation, self._number, whole, rows)
+        message = AssignedLoads(self._incarnation, self._number, whole, rows)
         for address in to:
             self._send(address, message)
 
     def _sum(self, worker: str) -> None:
-        """What the peers together have given a worker."""
-        account = self._fleet.account(worker)
-        if account is None:
+        """Add up what the peers have assigned to a worker."""
+        estimate = self._fleet.estimate(worker)
+        if estimate is None:
             return
-        total = Given()
+        total = AssignedLoad()
         for peer in self._peers.values():
             _, row = peer.rows.get(worker, (0, None))
-            if row is not None and row.incarnation == account.record.incarnation:
+            if row is not None and row.incarnation == estimate.record.incarnation:
                 _add(total, row)
-        if total != account.peers:
-            account.peers = total
-            self._fleet.changed(account)
+        if total != estimate.peers:
+            estimate.peers = total
+            self._fleet.peers_changed(estimate)
 
 
-def _row(account: Account) -> AccountRow:
-    own, record = account.own, account.record
-    return AccountRow(
+def _row(estimate: WorkerLoadEstimate) -> AssignedLoadRow:
+    own, record = estimate.own, estimate.record
+    return AssignedLoadRow(
         record.id, record.incarnation, own.requests, own.prefills, own.prefill_tokens, own.context_tokens,
         own.since_tokens, own.promised_tokens, own.promised_rooms,
     )  # fmt: skip
 
 
-def _add(total: Given, row: AccountRow) -> None:
+def _add(total: AssignedLoad, row: AssignedLoadRow) -> None:
     total.requests += row.requests
     total.prefills += row.prefills
     total.prefill_tokens += row.prefill_tokens

@@ -1,206 +1,140 @@
-"""Placer: one decision after the other. Index, fleet and policy composed, with what each decision costs.
+"""Placer: chooses workers for rooms, and keeps the load estimates and the index up to date with its choices.
 
-A placement is booked on its workers, and the prompt's pages are expected there, until the room is over. It
-knows no sockets and no clock: `now` is passed in (seconds, any origin), so the router and the simulator share
-it. Belongs to one thread.
+A placement counts on its workers' estimates, and the prompt's pages are expected there, until the room is
+over. The placer knows no sockets and no clock: `now` is passed in (seconds, any origin), so the router and
+the simulator share it. Belongs to one thread.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from dataclasses import dataclass, field
-from typing import NamedTuple
-
-import msgspec
+from collections import OrderedDict
+from collections.abc import Callable
 
 from router.index.global_index import GlobalIndex
 from router.index.page_table import Hashes
-from router.placement.fleet import Account, Fleet, Floats, Rows
-from router.placement.policy import Ask, Picked, Policy, RoleCandidates
+from router.placement.expected_pages import Expectation, ExpectedPages
+from router.placement.fleet import Fleet
+from router.placement.fleet_table import Floats
+from router.placement.load_estimate import WorkerLoadEstimate
+from router.placement.placement import Placement
+from router.placement.policy import Choice, PlacementRequest, Policy, RoleCandidates
 from wire.records import WorkerRecord
 
-_EVENT_S = 1.0  # how long after a page is there its event may take
-_MEAN_OVER = 64  # requests whose output length counts
-_SESSIONS = 1 << 16  # that are remembered
-
-
-class Choice(NamedTuple):
-    """Whom the policy chose, and everything that it weighed."""
-
-    ask: Ask
-    picked: Picked
-    prefill_side: RoleCandidates
-    decode_side: RoleCandidates
-    decode: WorkerRecord
-    prefill: WorkerRecord | None
-
-    @property
-    def hit_tokens(self) -> int:
-        """Prompt tokens that the worker which prefills holds."""
-        if self.picked.prefill is not None:
-            return self.prefill_side.held(self.picked.prefill)
-        return self.decode_side.held(self.picked.decode)
-
-
-class _Expected(msgspec.Struct, gc=False):  # many thousands live; none is part of a cycle
-    until: float
-    slot: int  # should it be another worker's by then, that one is expected to have a little less
-    hashes: Hashes
-    over: bool = False
-
-
-@dataclass(slots=True)
-class Booking:
-    """One epoch of one room on its workers' accounts."""
-
-    decode: str
-    prefill: str | None
-    decoder: Account
-    prefiller: Account  # of P, or of D alone
-    prefill_tokens: int  # to compute, by what the index said
-    context_tokens: int  # prompt and expected output, on D
-    hit_tokens: int  # prompt tokens that need not be computed, by what the index said
-    fits: bool  # D has room for it at once, as far as one can tell
-    ticket: int  # of the prefiller's account
-    report_number: int  # of the decoder's account, when it was placed
-    prefilled: bool = False
-    expected: list[_Expected] = field(default_factory=list)  # P's first, where there is a P
+_MEAN_OVER = 64  # requests over which the mean output is taken
+_SESSIONS = 1 << 16  # sessions that are remembered
 
 
 class Placer:
-    """Chooses, books, and takes off the books again."""
+    """Chooses, places, and undoes what it placed."""
 
-    def __init__(self, index: GlobalIndex, policy: Policy, expect_s: float) -> None:
-        """Pages that were expected and have not come within `expect_s` are given up."""
-        self.fleet = Fleet(index)
+    def __init__(
+        self,
+        index: GlobalIndex,
+        policy: Policy,
+        expect_s: float,
+        on_assigned: Callable[[WorkerLoadEstimate], None] = lambda _: None,
+    ) -> None:
+        """Pages that are expected for longer than `expect_s` are given up. `on_assigned`: see Fleet."""
+        self.fleet = Fleet(index, on_assigned)
         self.policy = policy
-        self.page_tokens = 0  # page size of the model's workers; 0: nobody has said yet
+        self.page_tokens = 0  # page size of the model's workers; 0: no worker has been seen yet
         self.mean_output = 0.0  # tokens of recent answers; 0: none yet
         self._index = index
-        self._expect_s = expect_s
-        self._expected: deque[_Expected] = deque()
-        self._settling: deque[tuple[float, _Expected]] = deque()  # there, but their event may be on its way
-        # Their last (P, D). By a hash: clients choose the names, and with them how long they are.
+        self._expected = ExpectedPages(index, expect_s)
+        # The last (P, D) of each session. By a hash: clients choose the names, and with them their length.
         self._sessions: OrderedDict[int, tuple[str | None, str]] = OrderedDict()
 
     def update(self, records: list[WorkerRecord], now: float) -> None:
-        """A new View of the model's workers."""
+        """Take a new View of the model's workers."""
         for worker in self.fleet.update(records, now):
             self.policy.forget(worker)
         if records:
             self.page_tokens = records[0].groups[0].page_size
 
-    def choose(self, ask: Ask, now: float, avoid: frozenset[str] = frozenset()) -> Choice | None:
-        """The policy's choice now, or None when no decode worker is there. Nothing is booked."""
-        prefills, decodes = self.fleet.candidates(now, avoid)
-        if len(decodes) == 0:
+    def choose(
+        self, request: PlacementRequest, now: float, avoid: frozenset[str] = frozenset()
+    ) -> Choice | None:
+        """Ask the policy. Returns None when no decode worker is there. Changes no load."""
+        prefill, decode = self.fleet.candidates(now, avoid)
+        if len(decode) == 0:
             return None
-        matches = self._index.find(ask.hashes)
-        p, d = self._sessions.get(_session(ask), (None, None)) if ask.session else (None, None)
-        prefill = RoleCandidates(prefills, matches, self.page_tokens, _row(prefills, p))
-        decode = RoleCandidates(decodes, matches, self.page_tokens, _row(decodes, d))
-        picked = self.policy.pick(ask, prefill, decode)
-        first = self._account(prefill, picked.prefill).record if picked.prefill is not None else None
-        return Choice(ask, picked, prefill, decode, self._account(decode, picked.decode).record, first)
+        matches = self._index.find(request.hashes)
+        p, d = self._sessions.get(_session(request), (None, None)) if request.session else (None, None)
+        return self.policy.choose(
+            request,
+            RoleCandidates(prefill, matches, self.page_tokens, prefill.row(p)),
+            RoleCandidates(decode, matches, self.page_tokens, decode.row(d)),
+        )
 
     def costs(self, choice: Choice) -> dict[str, Floats]:
-        """What the policy weighed, by row; before anything else happens to the fleet."""
-        return self.policy.costs(choice.ask, choice.prefill_side, choice.decode_side)
+        """The costs that led to a choice, by row. Valid until the fleet changes."""
+        return self.policy.costs(choice)
 
-    def book(self, ask: Ask, choice: Choice, now: float) -> Booking:
-        """The choice is taken."""
-        picked = choice.picked
-        decoder = prefiller = self._account(choice.decode_side, picked.decode)
-        p = None
-        if picked.prefill is not None:
-            prefiller = self._account(choice.prefill_side, picked.prefill)
-            p = prefiller.record.id
-        hit = min(choice.hit_tokens, ask.prompt_tokens - 1)  # the last token is always computed ...
+    def place(self, choice: Choice, now: float) -> Placement:
+        """Count a choice on its workers' estimates, and expect the prompt's pages there."""
+        request, p, d = choice.request, choice.prefill_worker, choice.decode_worker
+        hit = min(choice.hit_tokens, request.prompt_tokens - 1)  # the last token is always computed ...
         hit -= hit % max(1, self.page_tokens)  # ... and with it its page
-        left = ask.prompt_tokens - hit
-        context = ask.prompt_tokens + int(ask.output_tokens)
-        booking = Booking(
-            decoder.record.id, p, decoder, prefiller, left, context, hit, decoder.fits(context),
-            prefiller.prefill(left, now), decoder.decode(context),
-        )  # fmt: skip
-        self.fleet.given(decoder)
+        left = request.prompt_tokens - hit
+        context = request.prompt_tokens + int(request.output_tokens)
+        fits, prefill_load = d.fits(context), d if p is None else p
+        ticket, report_number = prefill_load.prefill(left, now), d.decode(context)
+        self.fleet.own_changed(d)
         if p is not None:
-            self.fleet.given(prefiller)
-        if picked.prefill is not None:
-            booking.expected.append(self._expect(ask.hashes, choice.prefill_side, picked.prefill, now))
-        booking.expected.append(self._expect(ask.hashes, choice.decode_side, picked.decode, now))
-        self.policy.placed(ask, picked, choice.prefill_side, choice.decode_side)
-        if ask.session:
-            self._remember(_session(ask), booking)
-        return booking
+            self.fleet.own_changed(p)
+        expected = []
+        if choice.prefill_row is not None:
+            expected.append(self._expect(request.hashes, choice.prefill, choice.prefill_row, now))
+        expected.append(self._expect(request.hashes, choice.decode, choice.decode_row, now))
+        self.policy.placed(choice)
+        if request.session:
+            self._remember(choice)
+        return Placement(
+            d.record, None if p is None else p.record, not fits, hit, left, context, d, prefill_load,
+            ticket, report_number, expected,
+        )  # fmt: skip
 
-    def prefilled(self, booking: Booking, now: float) -> None:
-        """The first token came. Repeats change nothing."""
-        if booking.prefilled:
+    def prefilled(self, placement: Placement, now: float) -> None:
+        """The first token came. Repeated calls change nothing."""
+        if placement.prefilled:
             return
-        booking.prefilled = True
-        booking.prefiller.prefilled(booking.ticket)
-        self.fleet.given(booking.prefiller)
-        if booking.prefill is not None:
-            self._settle(booking.expected[:1], now)
+        placement.prefilled = True
+        placement.prefill_load.prefilled(placement.ticket)
+        self.fleet.own_changed(placement.prefill_load)
+        if placement.prefill is not None:
+            self._expected.arrived(placement.expected[:1], now)
 
-    def close(self, booking: Booking, now: float) -> None:
-        """The epoch is over. Once."""
-        self.prefilled(booking, now)
-        self._settle(booking.expected, now)
-        booking.decoder.decoded(booking.context_tokens, booking.report_number)
-        self.fleet.given(booking.decoder)
+    def close(self, placement: Placement, now: float) -> None:
+        """The epoch is over. Call it once."""
+        self.prefilled(placement, now)
+        self._expected.arrived(placement.expected, now)
+        placement.decode_load.decoded(placement.context_tokens, placement.report_number)
+        self.fleet.own_changed(placement.decode_load)
 
     def answered(self, output_tokens: int) -> None:
-        """A room ended by itself with so much output: what to expect of the next."""
+        """A room ended by itself with this many output tokens. They count in the mean output."""
         share = 1 / _MEAN_OVER if self.mean_output else 1.0
         self.mean_output += share * (output_tokens - self.mean_output)
 
     def output_tokens(self, max_new_tokens: int) -> float:
-        """What to expect of a room that may have so much output."""
+        """The output to expect of a room that may have at most `max_new_tokens`."""
         return min(float(max_new_tokens), self.mean_output or float(max_new_tokens))
 
     def tick(self, now: float) -> None:
-        """Give up what was expected and has come or will not."""
-        while self._settling and self._settling[0][0] <= now:
-            self._unexpect(self._settling.popleft()[1])
-        while self._expected and self._expected[0].until <= now:
-            self._unexpect(self._expected.popleft())
+        """Give up pages that were expected and have come or will not."""
+        self._expected.tick(now)
 
-    def _account(self, side: RoleCandidates, row: int) -> Account:
-        account = self.fleet.account(side.rows.names[row])
-        assert account is not None, "rows are of live workers"
-        return account
-
-    def _remember(self, session: int, booking: Booking) -> None:
-        self._sessions[session] = (booking.prefill, booking.decode)
+    def _remember(self, choice: Choice) -> None:
+        session, p = _session(choice.request), choice.prefill_worker
+        self._sessions[session] = (None if p is None else p.record.id, choice.decode_worker.record.id)
         self._sessions.move_to_end(session)
         if len(self._sessions) > _SESSIONS:
             self._sessions.popitem(last=False)
 
-    def _expect(self, hashes: Hashes, side: RoleCandidates, row: int, now: float) -> _Expected:
-        """The prompt's pages will be there."""
-        missing = hashes[side.held(row) // max(1, self.page_tokens) :]
-        expected = _Expected(now + self._expect_s, side.rows.slots.item(row), missing)
-        if len(missing):
-            self._index.expect(expected.slot, missing)
-            self._expected.append(expected)
-        return expected
-
-    def _settle(self, expected: list[_Expected], now: float) -> None:
-        for one in expected:
-            if len(one.hashes) and not one.over:
-                self._settling.append((now + _EVENT_S, one))
-
-    def _unexpect(self, expected: _Expected) -> None:
-        if not expected.over:
-            expected.over = True
-            self._index.unexpect(expected.slot, expected.hashes)
+    def _expect(self, hashes: Hashes, candidates: RoleCandidates, row: int, now: float) -> Expectation:
+        missing = hashes[candidates.held(row) // max(1, self.page_tokens) :]
+        return self._expected.expect(candidates.workers.slots.item(row), missing, now)
 
 
-def _session(ask: Ask) -> int:
-    return hash((ask.tenant, ask.session))
-
-
-def _row(rows: Rows, worker: str | None) -> int | None:
-    return rows.names.index(worker) if worker is not None and worker in rows.names else None
+def _session(request: PlacementRequest) -> int:
+    return hash((request.tenant, request.session))

@@ -1,8 +1,8 @@
-"""The choice of (P, D), or of D alone: what a policy is told, what it answers, and what each costs.
+"""Policy: chooses (P, D), or D alone, for a room.
 
-A policy sees the fleet as arrays (fleet.py) and the prompt's matches by worker; it knows no sockets, no rooms
-and no clock, so the router and the simulator run the same one. Policies: kv_policy.py, affinity_policy.py,
-simple_policies.py.
+A policy sees the fleet as arrays (fleet_table.py) and the prompt's matches by worker. It knows no sockets, no
+rooms and no clock, so the router and the simulator run the same one. Policies: kv_policy.py,
+affinity_policy.py, simple_policies.py.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ import numpy as np
 from router.index.global_index import Matches
 from router.index.page_table import Hashes, Tier
 from router.options import PolicyWeights
-from router.placement.fleet import Floats, Rows
+from router.placement.fleet_table import Floats, WorkerArrays
+from router.placement.load_estimate import WorkerLoadEstimate
 
 _ALL_PAGES = int(Tier.GPU)  # the row of `found`; a look-up in an enum takes longer than the one in the array
 
 
-class Ask(NamedTuple):
-    """What a policy may know of a room that wants workers."""
+class PlacementRequest(NamedTuple):
+    """What a policy is told of a room that needs workers."""
 
     prompt_tokens: int  # forced tokens of a restart included
     hashes: Hashes  # of the prompt's whole pages
     output_tokens: float  # to be expected
-    session: str = ""  # a hint: requests of one session like to meet again
+    session: str = ""  # a hint: requests of one session prefer the same workers
     tenant: str = ""
     priority: int = 0
 
@@ -35,21 +36,21 @@ class Ask(NamedTuple):
 class RoleCandidates(NamedTuple):
     """One role's workers, and what they hold of the prompt."""
 
-    rows: Rows
+    workers: WorkerArrays
     matches: Matches  # of every worker: by slot, not by row
     page_tokens: int
     last: int | None = None  # the row that the session's last request went to
 
     def held(self, row: int) -> int:
-        """Prompt tokens that a worker holds, in any tier, on their way included."""
-        pages: int = self.matches.found.item(_ALL_PAGES, self.rows.slots.item(row))
+        """Prompt tokens that a worker holds in any tier, those on their way included."""
+        pages: int = self.matches.found.item(_ALL_PAGES, self.workers.slots.item(row))
         return pages * self.page_tokens
 
     def table(self, **costs: Floats | None) -> list[dict[str, object]]:
-        """A worker a line, for who asks why; with its costs, where the policy has any."""
-        rows, found = self.rows, self.matches
+        """One dict per worker for /debug/route: what it holds, its load, and each of `costs` (by row)."""
+        workers, found = self.workers, self.matches
         lines: list[dict[str, object]] = []
-        for row, (name, slot) in enumerate(zip(rows.names, rows.slots.tolist(), strict=True)):
+        for row, (name, slot) in enumerate(zip(workers.names, workers.slots.tolist(), strict=True)):
             slower = {tier: int(getattr(found, tier)[slot]) for tier in ("host", "storage", "expected")}
             device = int(found.pages[slot]) - sum(slower.values())
             lines.append(
@@ -59,9 +60,9 @@ class RoleCandidates(NamedTuple):
                         tier: pages * self.page_tokens
                         for tier, pages in ({"device": device} | slower).items()
                     },
-                    "queued_prefill_tokens": int(rows.queued[row]),
-                    "requests": int(rows.requests[row]),
-                    "context_tokens": int(rows.context[row]),
+                    "queued_prefill_tokens": int(workers.queued[row]),
+                    "requests": int(workers.requests[row]),
+                    "context_tokens": int(workers.context[row]),
                     "session": row == self.last,
                     **{key: None if cost is None else float(cost[row]) for key, cost in costs.items()},
                 }
@@ -69,48 +70,68 @@ class RoleCandidates(NamedTuple):
         return lines
 
 
-class Picked(NamedTuple):
-    """A policy's answer, in rows. `prefill` is None when D does it alone."""
+class Choice(NamedTuple):
+    """The workers that a policy chose for a request, and the candidates that it chose from."""
 
-    decode: int
-    prefill: int | None
+    request: PlacementRequest
+    prefill: RoleCandidates
+    decode: RoleCandidates
+    prefill_row: int | None  # None: D computes the prompt, too
+    decode_row: int
+
+    @property
+    def prefill_worker(self) -> WorkerLoadEstimate | None:
+        """P, or None when D computes the prompt, too."""
+        return None if self.prefill_row is None else self.prefill.workers.estimates[self.prefill_row]
+
+    @property
+    def decode_worker(self) -> WorkerLoadEstimate:
+        """D."""
+        return self.decode.workers.estimates[self.decode_row]
+
+    @property
+    def hit_tokens(self) -> int:
+        """Prompt tokens that the worker which computes the prompt holds."""
+        if self.prefill_row is not None:
+            return self.prefill.held(self.prefill_row)
+        return self.decode.held(self.decode_row)
 
 
 class Policy(ABC):
-    """Chooses among workers. One per router; may remember what it chose."""
+    """Chooses among workers. One per router; it may remember what was chosen."""
 
     def __init__(self, weights: PolicyWeights, alone_tokens: int, chance: random.Random) -> None:
-        """D may go alone when at most `alone_tokens` are left to compute. `chance` breaks ties."""
+        """D may do a request alone when at most `alone_tokens` are left to compute. `chance` breaks ties."""
         self.weights = weights
         self.alone_tokens = alone_tokens
         self.chance = chance
 
     @abstractmethod
-    def pick(self, ask: Ask, prefill: RoleCandidates, decode: RoleCandidates) -> Picked:
-        """The choice. There is at least one decode worker."""
+    def choose(self, request: PlacementRequest, prefill: RoleCandidates, decode: RoleCandidates) -> Choice:
+        """Choose. There is at least one decode worker."""
 
-    def costs(self, ask: Ask, prefill: RoleCandidates, decode: RoleCandidates) -> dict[str, Floats]:  # noqa: ARG002
-        """What explains the choice, by row: {} where the policy weighs nothing. Not asked for by `pick`."""
+    def costs(self, choice: Choice) -> dict[str, Floats]:  # noqa: ARG002
+        """The costs that led to a choice, by row; {} for a policy without costs. For /debug/route."""
         return {}
 
-    def placed(self, ask: Ask, picked: Picked, prefill: RoleCandidates, decode: RoleCandidates) -> None:  # noqa: B027
+    def placed(self, choice: Choice) -> None:  # noqa: B027
         """The choice was taken. Most policies remember nothing."""
 
     def forget(self, worker: str) -> None:  # noqa: B027  as above
         """A worker has left, or was replaced by one that holds nothing."""
 
-    def left(self, ask: Ask, side: RoleCandidates) -> Floats:
-        """Prompt tokens to compute, by row: what slower tiers hold is weighted. The last token always is."""
+    def left(self, request: PlacementRequest, candidates: RoleCandidates) -> Floats:
+        """Prompt tokens to compute, by row, at least 1. What slower tiers hold is weighted."""
         credits = self.weights.host_credit, self.weights.storage_credit, self.weights.expected_credit
-        pages = side.matches.found.take(side.rows.slots, 1)
-        saved = pages[Tier.GPU] * float(side.page_tokens)
+        pages = candidates.matches.found.take(candidates.workers.slots, 1)
+        saved = pages[Tier.GPU] * float(candidates.page_tokens)
         for tier, credit in zip((Tier.CPU, Tier.STORAGE, Tier.EXPECTED), credits, strict=True):
-            saved += pages[tier] * ((credit - 1.0) * side.page_tokens)
-        left: Floats = np.maximum(1.0, ask.prompt_tokens - saved)
+            saved += pages[tier] * ((credit - 1.0) * candidates.page_tokens)
+        left: Floats = np.maximum(1.0, request.prompt_tokens - saved)
         return left
 
     def cheapest(self, costs: Floats) -> int:
-        """The row that costs least; equals take turns by chance. With a temperature, nearly so."""
+        """The row that costs least; equal rows take turns by chance. With a temperature, one by its odds."""
         best = int(costs.argmin())
         if self.weights.temperature > 0:
             odds = np.exp((costs[best] - costs) / self.weights.temperature).cumsum()

@@ -1,67 +1,63 @@
-"""Policies that ignore what workers hold: P and D are picked apart, by one rule."""
+"""Policies that ignore what workers hold: P and D are chosen apart, by one rule."""
 
 from __future__ import annotations
 
+import random
 from abc import abstractmethod
+from itertools import count
 
-from router.placement.policy import Ask, Picked, Policy, RoleCandidates
+from router.options import PolicyWeights
+from router.placement.policy import Choice, PlacementRequest, Policy, RoleCandidates
 
 
 class SimplePolicy(Policy):
-    """Base: D first; it goes alone when there is no P, or when little is left to compute on it."""
+    """D first. It does the request alone when there is no P, or when little is left to compute on it."""
 
-    def pick(self, ask: Ask, prefill: RoleCandidates, decode: RoleCandidates) -> Picked:
-        """See Policy."""
-        d = self.pick_decode(decode)
-        if len(prefill.rows) == 0 or self.left(ask, decode)[d] <= self.alone_tokens:
-            return Picked(d, None)
-        return Picked(d, self.pick_prefill(prefill))
-
-    @abstractmethod
-    def pick_prefill(self, side: RoleCandidates) -> int:
-        """A row."""
+    def choose(self, request: PlacementRequest, prefill: RoleCandidates, decode: RoleCandidates) -> Choice:
+        d = self.choose_decode(decode)
+        if len(prefill.workers) == 0 or self.left(request, decode)[d] <= self.alone_tokens:
+            return Choice(request, prefill, decode, None, d)
+        return Choice(request, prefill, decode, self.choose_prefill(prefill), d)
 
     @abstractmethod
-    def pick_decode(self, side: RoleCandidates) -> int:
-        """A row."""
+    def choose_prefill(self, candidates: RoleCandidates) -> int:
+        """Returns a row."""
+
+    @abstractmethod
+    def choose_decode(self, candidates: RoleCandidates) -> int:
+        """Returns a row."""
 
 
 class RoundRobin(SimplePolicy):
-    """Each in turn."""
+    """Each worker in turn."""
 
-    _next_prefill = 0
-    _next_decode = 0
+    def __init__(self, weights: PolicyWeights, alone_tokens: int, chance: random.Random) -> None:
+        super().__init__(weights, alone_tokens, chance)
+        self._prefill_turns = count()
+        self._decode_turns = count()
 
-    def pick_prefill(self, side: RoleCandidates) -> int:
-        """See SimplePolicy."""
-        self._next_prefill += 1
-        return (self._next_prefill - 1) % len(side.rows)
+    def choose_prefill(self, candidates: RoleCandidates) -> int:
+        return next(self._prefill_turns) % len(candidates.workers)
 
-    def pick_decode(self, side: RoleCandidates) -> int:
-        """See SimplePolicy."""
-        self._next_decode += 1
-        return (self._next_decode - 1) % len(side.rows)
+    def choose_decode(self, candidates: RoleCandidates) -> int:
+        return next(self._decode_turns) % len(candidates.workers)
 
 
 class LeastLoaded(SimplePolicy):
     """The P with the fewest queued prefill tokens, the D with the fewest requests."""
 
-    def pick_prefill(self, side: RoleCandidates) -> int:
-        """See SimplePolicy."""
-        return self.cheapest(side.rows.queued)
+    def choose_prefill(self, candidates: RoleCandidates) -> int:
+        return self.cheapest(candidates.workers.queued)
 
-    def pick_decode(self, side: RoleCandidates) -> int:
-        """See SimplePolicy."""
-        return self.cheapest(side.rows.requests)
+    def choose_decode(self, candidates: RoleCandidates) -> int:
+        return self.cheapest(candidates.workers.requests)
 
 
 class Random(SimplePolicy):
-    """Any one."""
+    """Any worker."""
 
-    def pick_prefill(self, side: RoleCandidates) -> int:
-        """See SimplePolicy."""
-        return self.chance.randrange(len(side.rows))
+    def choose_prefill(self, candidates: RoleCandidates) -> int:
+        return self.chance.randrange(len(candidates.workers))
 
-    def pick_decode(self, side: RoleCandidates) -> int:
-        """See SimplePolicy."""
-        return self.chance.randrange(len(side.rows))
+    def choose_decode(self, candidates: RoleCandidates) -> int:
+        return self.chance.randrange(len(candidates.workers))

@@ -11,10 +11,12 @@ from collections.abc import Callable
 
 from router.metrics import RouterMetrics
 from router.options import RouterOptions
-from router.placement.admission import Admission, Judged
-from router.placement.placer import Booking, Choice, Placer
-from router.placement.policy import Ask
-from router.streams.stream import Placement, RoomPlan, RoomStream
+from router.placement.admission import Admission
+from router.placement.placement import Placement
+from router.placement.placer import Placer
+from router.placement.policy import Choice, PlacementRequest
+from router.placement.prediction import Prediction
+from router.streams.stream import RoomPlan, RoomStream
 from router.trace import TraceStore
 from wire.loop_mailbox import LoopMailbox
 from wire.messages import (
@@ -55,7 +57,7 @@ class Dispatcher:
         self._traces = traces
         self._metrics = metrics
         self._on_other = on_other
-        self._bookings: dict[int, Booking] = {}  # by room
+        self._placements: dict[int, Placement] = {}  # by room
         self._fresh: tuple[int, Choice] | None = None  # made for a room at its arrival, not booked yet
         self._first_expected: dict[int, float] = {}  # when a room's first token was predicted to come
         self._acks: dict[str, dict[tuple[int, int], int]] = {}
@@ -65,16 +67,16 @@ class Dispatcher:
         self.mailbox = LoopMailbox(options.interface, curve_for(options.cluster_secret), self._on_mail)
         self._retransmitter = Retransmitter(self.mailbox.send)
 
-    def open(self, rooms: list[RoomStream], judged: Judged | None, now: float) -> None:
-        """New rooms of one request, which admission has checked, and judged the first of them."""
-        for position, room in enumerate(rooms):
-            ask = judged.choice.ask if judged is not None and not position else self.ask(room.plan)
+    def open(self, rooms: list[RoomStream], judged: tuple[Choice, Prediction] | None, now: float) -> None:
+        """Open the rooms of one request. `judged` is what admission returned for the first of them."""
+        for room in rooms:
             self.waiting[room.plan.room] = room
-            self.admission.enqueue(room.plan.room, ask, now)
+            self.admission.enqueue(room.plan.room, self.placement_request(room.plan), now)
         if judged is not None:
+            choice, prediction = judged
             first = rooms[0].plan.room
-            self._fresh = first, judged.choice
-            self._first_expected[first] = now + judged.prediction.ttft_s
+            self._fresh = first, choice
+            self._first_expected[first] = now + prediction.ttft_s
         self.admit(now)
 
     def admit(self, now: float) -> None:
@@ -134,23 +136,23 @@ class Dispatcher:
         if fresh is not None and fresh[0] == plan.room:
             choice: Choice | None = fresh[1]
         else:
-            choice = placer.choose(self.ask(plan, len(room.tokens)), now, frozenset(avoid))
+            request = self.placement_request(plan, len(room.tokens))
+            choice = placer.choose(request, now, frozenset(avoid))
         if choice is None:
             return None
-        ask = choice.ask
         if room.epoch == 0:
-            self._expect_first(plan.room, ask, choice, now)
-        booking = placer.book(ask, choice, now)
-        self._bookings[plan.room] = booking
-        self.admission.placed(plan.room, booking.prefill_tokens)
-        self._traces.placed(plan.room, room.epoch, booking.prefill, booking.decode)
-        self._metrics.placements.inc(of="pair" if booking.prefill else "alone")
-        return Placement(choice.decode, choice.prefill, not booking.fits)
+            self._expect_first(plan.room, choice, now)
+        placement = self._placements[plan.room] = placer.place(choice, now)
+        self.admission.placed(plan.room, placement.prefill_tokens)
+        prefill = placement.prefill.id if placement.prefill is not None else None
+        self._traces.placed(plan.room, room.epoch, prefill, placement.decode.id)
+        self._metrics.placements.inc(of="pair" if prefill is not None else "alone")
+        return placement
 
-    def ask(self, plan: RoomPlan, forwarded: int = 0) -> Ask:
-        """What the policy is told of a room that has so much output already."""
+    def placement_request(self, plan: RoomPlan, forwarded: int = 0) -> PlacementRequest:
+        """What the policy is told of a room that has this many output tokens already."""
         left = plan.sampling.max_new_tokens - forwarded
-        return Ask(
+        return PlacementRequest(
             plan.prompt_tokens + forwarded, plan.page_hashes, self.placer.output_tokens(left),
             session=plan.session, tenant=plan.tenant, priority=plan.priority,
         )  # fmt: skip
@@ -158,17 +160,17 @@ class Dispatcher:
     def unplace(self, room: RoomStream) -> None:
         """See RoomHost."""
         self._first_expected.pop(room.plan.room, None)  # what a restart costs was not to be predicted
-        booking = self._bookings.pop(room.plan.room, None)
-        if booking is not None:
-            self.placer.close(booking, time.monotonic())
+        placement = self._placements.pop(room.plan.room, None)
+        if placement is not None:
+            self.placer.close(placement, time.monotonic())
 
     def prefilled(self, room: RoomStream) -> None:
         """See RoomHost."""
         number, now = room.plan.room, time.monotonic()
-        booking = self._bookings[number]
-        self.placer.prefilled(booking, now)
+        placement = self._placements[number]
+        self.placer.prefilled(placement, now)
         if room.restarts == 0:  # later epochs have output among what is said to be cached
-            self._metrics.observe_index(booking.hit_tokens, room.cached_tokens)
+            self._metrics.observe_index(placement.hit_tokens, room.cached_tokens)
         expected = self._first_expected.pop(number, None)
         if expected is not None:
             self._metrics.ttft_error.observe(expected - now)
@@ -201,10 +203,10 @@ class Dispatcher:
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _expect_first(self, number: int, ask: Ask, choice: Choice, now: float) -> None:
+    def _expect_first(self, number: int, choice: Choice, now: float) -> None:
         """Predict when the first token comes, unless that was done at arrival."""
         if number not in self._first_expected:
-            prediction = self.admission.predict(ask, choice, admitted=True)
+            prediction = self.admission.predict(choice, admitted=True)
             if prediction is not None:
                 self._first_expected[number] = now + prediction.ttft_s
 

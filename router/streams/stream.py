@@ -14,7 +14,6 @@ Pure but for `RoomHost`: time is passed in, so tests need no clock.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
@@ -23,6 +22,7 @@ import msgspec
 from common.errors import BatonError, InvalidRequest, Overloaded, Unavailable
 from router.index.page_table import Hashes
 from router.options import RouterOptions
+from router.placement.placement import Placement
 from wire.messages import (
     Abort,
     AnyMessage,
@@ -59,15 +59,6 @@ class RoomPlan(msgspec.Struct, frozen=True):  # a frozen dataclass of so many fi
     tenant: str
     priority: int
     session: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """The workers of one epoch. `hold_prefill`: D may lack room, so P hears of it after D's Reserved."""
-
-    decode: WorkerRecord
-    prefill: WorkerRecord | None
-    hold_prefill: bool
 
 
 class RoomSink(Protocol):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from cluster.cli import main
 from common.errors import ConfigError
-from router.placement.placer import Booking
+from router.placement.placement import Placement
 from simulator.batch import ItlHistogram
 from simulator.cache import PrefixCache
 from simulator.clock import Clock
@@ -55,8 +55,8 @@ def check(simulation: Simulation) -> None:
             held = set(router.index.held(worker.record.id))
             assert held == worker.cache.pages(), worker.record.id
     for router in simulation.routers:
-        for account in router.placer.fleet.accounts():
-            assert account.own == dataclasses.replace(account.own, requests=0, prefills=0, context_tokens=0)
+        for estimate in router.placer.fleet.estimates():
+            assert estimate.own == dataclasses.replace(estimate.own, requests=0, prefills=0, context_tokens=0)
         assert (router.admission.queued, router.admission.in_flight) == (0, 0)
 
 
@@ -188,7 +188,7 @@ def a_try(
 ) -> Attempt:
     hashes = np.arange(first_page, first_page + prompt // PAGE, dtype=np.int64)
     request = Request(0, TraceRequest(0.0, prompt, output, hashes), 0.0)
-    return Attempt(request, cast("Booking", None), prefill, decode, prompt, output, hashes)
+    return Attempt(request, cast("Placement", None), prefill, decode, prompt, output, hashes)
 
 
 @pytest.mark.parametrize("load", [0.5, 0.8])

@@ -22,9 +22,10 @@ from common.errors import InvalidRequest, Overloaded
 from router.index.global_index import GlobalIndex, as_hashes
 from router.options import AdmissionOptions, PolicyWeights
 from router.placement.admission import Admission
-from router.placement.placer import Booking, Placer
+from router.placement.placement import Placement
+from router.placement.placer import Placer
 from router.placement.policies import make_policy
-from router.placement.policy import Ask
+from router.placement.policy import PlacementRequest
 from router.placement.prediction import Prediction
 from tests.router.directory.test_directory import record
 from wire.records import Role, WorkerLoad, WorkerRecord
@@ -33,8 +34,8 @@ WEIGHTS = PolicyWeights.model_validate({})
 ROOMY = WorkerLoad(free_tokens=100_000, headroom_tokens=100_000, headroom_rows=100)
 
 
-def ask(prompt: int = 100, output: float = 10, tenant: str = "", priority: int = 0) -> Ask:
-    return Ask(prompt, as_hashes([]), output, tenant=tenant, priority=priority)
+def ask(prompt: int = 100, output: float = 10, tenant: str = "", priority: int = 0) -> PlacementRequest:
+    return PlacementRequest(prompt, as_hashes([]), output, tenant=tenant, priority=priority)
 
 
 def prefill(name: str = "p", **load: Any) -> WorkerRecord:
@@ -54,13 +55,15 @@ class House:
         self.placer = Placer(GlobalIndex(), policy, 10.0)
         self.placer.update(list(workers) or [prefill(), decode()], 0.0)
         self.admission = Admission(AdmissionOptions.model_validate(options), self.placer)
-        self.asks: dict[int, Ask] = {}
-        self.bookings: dict[int, Booking] = {}
+        self.asks: dict[int, PlacementRequest] = {}
+        self.placements: dict[int, Placement] = {}
 
-    def offer(self, room: int, one: Ask | None = None, now: float = 0.0) -> list[int]:
+    def offer(self, room: int, one: PlacementRequest | None = None, now: float = 0.0) -> list[int]:
         """The rooms that may run by it."""
         self.asks[room] = one or ask()
-        self.admission.offer(room, self.asks[room], now)
+        self.admission.check(1)
+        self.admission.judge(self.asks[room], now)
+        self.admission.enqueue(room, self.asks[room], now)
         return self.admit(now)
 
     def admit(self, now: float = 0.0) -> list[int]:
@@ -68,21 +71,21 @@ class House:
         while (room := self.admission.admit(now)) is not None:
             choice = self.placer.choose(self.asks[room], now)
             if choice is not None:
-                self.bookings[room] = self.placer.book(self.asks[room], choice, now)
-                self.admission.placed(room, self.bookings[room].prefill_tokens)
+                self.placements[room] = self.placer.place(choice, now)
+                self.admission.placed(room, self.placements[room].prefill_tokens)
             admitted.append(room)
         return admitted
 
     def end(self, room: int, now: float = 0.0) -> list[int]:
-        if room in self.bookings:
-            self.placer.close(self.bookings.pop(room), now)
+        if room in self.placements:
+            self.placer.close(self.placements.pop(room), now)
         self.admission.leave(room)
         return self.admit(now)
 
-    def predict(self, one: Ask) -> Prediction | None:
+    def predict(self, one: PlacementRequest) -> Prediction | None:
         choice = self.placer.choose(one, 0.0)
         assert choice is not None
-        return self.admission.predict(one, choice)
+        return self.admission.predict(choice)
 
 
 def test_without_a_queue_what_exceeds_the_places_is_refused() -> None:

@@ -11,21 +11,22 @@ from msgspec.structs import replace
 
 from router.index.global_index import as_hashes
 from router.placement.affinity_policy import PrefixTrees
-from router.placement.placer import Booking, Placer
-from router.placement.policy import Ask
-from tests.router.placement.test_policy import PAGE, decode, placer, prefill
+from router.placement.placement import Placement
+from router.placement.placer import Placer
+from router.placement.policy import PlacementRequest
+from tests.router.placement.test_policy import PAGE, decode, names, placer, prefill
 from wire.records import WorkerRecord
 
 
-def prompt(*pages: int, tail: int = 0) -> Ask:
+def prompt(*pages: int, tail: int = 0) -> PlacementRequest:
     """A prompt of these pages; their numbers stand for chained hashes."""
-    return Ask(len(pages) * PAGE + tail, as_hashes(pages), 16)
+    return PlacementRequest(len(pages) * PAGE + tail, as_hashes(pages), 16)
 
 
-def place(made: Placer, ask: Ask, now: float = 0.0) -> Booking:
+def place(made: Placer, ask: PlacementRequest, now: float = 0.0) -> Placement:
     choice = made.choose(ask, now)
     assert choice is not None
-    return made.book(ask, choice, now)
+    return made.place(choice, now)
 
 
 def affine(*workers: str, **more: int) -> Placer:
@@ -38,76 +39,76 @@ def test_a_match_above_half_is_followed_without_any_event() -> None:
     first = place(made, prompt(*range(10)))
     for tail in range(20):
         again = place(made, prompt(*range(10), *range(100 + 9 * tail, 109 + 9 * tail)))
-        assert (again.prefill, again.decode) == (first.prefill, first.decode)
+        assert names(again) == names(first)
 
 
 def test_a_match_of_half_or_less_is_not() -> None:
     made = affine("a", "b", "d", "e")
     first = place(made, prompt(*range(10)))
     other = place(made, prompt(*range(10), *range(100, 110)))  # exactly half
-    assert first.prefill != other.prefill
-    assert first.decode != other.decode
+    assert names(first)[0] != other.prefill
+    assert names(first)[1] != other.decode
 
 
 def test_a_queue_beyond_the_objective_is_left() -> None:
     made = affine("a", "b", "d")
     first = place(made, prompt(*range(100)))
-    busy, idle = (first.prefill or ""), ({"a", "b"} - {first.prefill}).pop()
+    busy, idle = (names(first)[0] or ""), ({"a", "b"} - {names(first)[0]}).pop()
     made.close(first, 0.0)
     objective = int(made.policy.weights.queue_objective)
     made.update([prefill(busy, queued=objective), prefill(idle), decode("d")], 1.0)
-    assert place(made, prompt(*range(100)), 1.0).prefill == busy
+    assert names(place(made, prompt(*range(100)), 1.0))[0] == busy
     made.update([prefill(busy, queued=objective + 1), prefill(idle), decode("d")], 2.0)
-    assert place(made, prompt(*range(100)), 2.0).prefill == idle
+    assert names(place(made, prompt(*range(100)), 2.0))[0] == idle
 
 
 def test_of_two_holders_the_less_loaded_takes_it() -> None:
     made = affine("a", "b", "d")
     first = place(made, prompt(*range(100)))
-    made.update([prefill(first.prefill or "", queued=1 << 20), *made_others(first), decode("d")], 1.0)
+    made.update([prefill(names(first)[0] or "", queued=1 << 20), *made_others(first), decode("d")], 1.0)
     second = place(made, prompt(*range(100)), 1.0)
-    assert second.prefill != first.prefill
+    assert names(second)[0] != names(first)[0]
     made.close(first, 1.0)
     made.close(second, 1.0)
     made.update([prefill("a"), prefill("b", queued=100), decode("d")], 2.0)
-    assert place(made, prompt(*range(100)), 2.0).prefill == "a"
+    assert names(place(made, prompt(*range(100)), 2.0))[0] == "a"
 
 
-def made_others(booking: Booking) -> list[WorkerRecord]:
-    return [prefill(({"a", "b"} - {booking.prefill}).pop())]
+def made_others(placement: Placement) -> list[WorkerRecord]:
+    return [prefill(({"a", "b"} - {names(placement)[0]}).pop())]
 
 
 def test_decode_is_left_by_requests() -> None:
     made = affine("a", "d", "e")
     first = place(made, prompt(*range(100)))
-    others = {"d", "e"} - {first.decode}
+    others = {"d", "e"} - {names(first)[1]}
     made.close(first, 0.0)
-    busy = [decode(first.decode, requests=32), decode(others.copy().pop()), prefill("a")]
+    busy = [decode(names(first)[1], requests=32), decode(others.copy().pop()), prefill("a")]
     made.update(busy, 1.0)
     followed = place(made, prompt(*range(100)), 1.0)
-    assert followed.decode == first.decode
-    made.update([decode(first.decode, requests=33), *busy[1:]], 2.0)
-    assert place(made, prompt(*range(100)), 2.0).decode in others
+    assert names(followed)[1] == names(first)[1]
+    made.update([decode(names(first)[1], requests=33), *busy[1:]], 2.0)
+    assert names(place(made, prompt(*range(100)), 2.0))[1] in others
 
 
 def test_decode_goes_alone_by_its_own_tree() -> None:
     made = affine("a", "d", alone_tokens=16)
-    assert place(made, prompt(*range(10))).prefill == "a"
-    assert place(made, prompt(*range(10), tail=16)).prefill is None
-    assert place(made, prompt(*range(10), tail=17)).prefill == "a"
+    assert names(place(made, prompt(*range(10))))[0] == "a"
+    assert names(place(made, prompt(*range(10), tail=16)))[0] is None
+    assert names(place(made, prompt(*range(10), tail=17)))[0] == "a"
 
 
 def test_a_worker_that_left_or_restarted_holds_nothing() -> None:
     made = affine("a", "b", "d")
     first = place(made, prompt(*range(100)))
-    restarted = replace(prefill(first.prefill or ""), incarnation=99)
+    restarted = replace(prefill(names(first)[0] or ""), incarnation=99)
     made.update([restarted, *made_others(first), decode("d")], 1.0)
     seen = set()
     for _ in range(20):
-        booking = place(made, prompt(*range(100)), 1.0)
-        seen.add(booking.prefill)
-        made.close(booking, 1.0)
-        made.policy.forget(booking.prefill or "")
+        placement = place(made, prompt(*range(100)), 1.0)
+        seen.add(names(placement)[0])
+        made.close(placement, 1.0)
+        made.policy.forget(names(placement)[0] or "")
     assert seen == {"a", "b"}
 
 

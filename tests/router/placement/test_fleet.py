@@ -9,7 +9,8 @@ from hypothesis import given, settings
 
 from router.index.global_index import GlobalIndex
 from router.index.native.build import native
-from router.placement.fleet import Account, _Table
+from router.placement.fleet_table import FleetTable
+from router.placement.load_estimate import WorkerLoadEstimate
 from tests.router.directory.test_directory import record
 from wire.records import WorkerLoad
 
@@ -21,14 +22,14 @@ reports = st.tuples(
 @settings(deadline=None)
 @given(st.lists(reports, max_size=8), st.floats(0, 1e6))
 def test_both_project_the_same(fleet: list[tuple[int, float, float, int]], now: float) -> None:
-    accounts = []
+    estimates = []
     for number, (queued, rate, at, since) in enumerate(fleet):
         load = WorkerLoad(queued_prefill_tokens=queued, prefill_tokens_per_s=rate)
-        account = Account(record(f"w{number}", load=load), at)
-        account.prefill(since, at)
-        accounts.append(account)
-    table = _Table(accounts, GlobalIndex())
-    compiled = table.candidates(now).prefill.queued.copy()
+        estimate = WorkerLoadEstimate(record(f"w{number}", load=load), at)
+        estimate.prefill(since, at)
+        estimates.append(estimate)
+    table = FleetTable(estimates, GlobalIndex())
+    compiled = table.project(now)[0].queued.copy()
     table._project(now)
     assert compiled.tolist() == table._queued.tolist()
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 
 from router.index.global_index import Matches, as_hashes
 from router.options import PolicyWeights
-from router.placement.fleet import Floats, Rows
+from router.placement.fleet_table import Floats, WorkerArrays
 from router.placement.kv_policy import KVPolicy
-from router.placement.policy import Ask, Picked, RoleCandidates
+from router.placement.policy import PlacementRequest, RoleCandidates
 
 SPARE_SLOTS = 2  # of workers that are draining
 few = st.integers(0, 3)  # so that many cost the same
@@ -46,7 +46,7 @@ def sides(draw: st.DrawFn) -> tuple[RoleCandidates, RoleCandidates]:
     names, matches, page = [f"w{slot}" for slot in slots], Matches(found), draw(st.sampled_from([0, 1, 16]))
 
     def side(part: slice) -> RoleCandidates:
-        rows = Rows(names[part], slots[part], hosts[part], figures[:, part])
+        rows = WorkerArrays([], names[part], slots[part], hosts[part], figures[:, part])
         last = draw(st.none() | st.integers(0, len(rows) - 1)) if len(rows) else None
         return RoleCandidates(rows, matches, page, last)
 
@@ -54,13 +54,14 @@ def sides(draw: st.DrawFn) -> tuple[RoleCandidates, RoleCandidates]:
 
 
 def both(
-    policy: KVPolicy, ask: Ask, prefill: RoleCandidates, decode: RoleCandidates
-) -> list[tuple[Picked, object]]:
+    policy: KVPolicy, ask: PlacementRequest, prefill: RoleCandidates, decode: RoleCandidates
+) -> list[tuple[int | None, int, object]]:
     """What each picks from the same state of chance, and the state it leaves."""
-    before, told = policy.chance.getstate(), list[tuple[Picked, object]]()
-    for pick in (policy.pick, policy._pick):
+    before, told = policy.chance.getstate(), list[tuple[int | None, int, object]]()
+    for choose in (policy.choose, policy._choose):
         policy.chance.setstate(before)
-        told.append((pick(ask, prefill, decode), policy.chance.getstate()))
+        choice = choose(ask, prefill, decode)
+        told.append((choice.prefill_row, choice.decode_row, policy.chance.getstate()))
     return told
 
 
@@ -76,13 +77,13 @@ def test_both_pick_the_same_by_the_same_chance(
 ) -> None:
     policy = KVPolicy(weighed, alone, random.Random(seed))
     assert policy._compiled is not None
-    compiled, reference = both(policy, Ask(prompt, as_hashes([]), output), *fleet)
+    compiled, reference = both(policy, PlacementRequest(prompt, as_hashes([]), output), *fleet)
     assert compiled == reference
 
 
 def one_each() -> tuple[RoleCandidates, RoleCandidates]:
     def side(row: int) -> RoleCandidates:
-        here = Rows([f"w{row}"], np.array([row]), np.array([row]), np.zeros((4, 1)))
+        here = WorkerArrays([], [f"w{row}"], np.array([row]), np.array([row]), np.zeros((4, 1)))
         return RoleCandidates(here, Matches(np.zeros((4, 2), np.int32)), 16)
 
     return side(0), side(1)
@@ -96,7 +97,8 @@ def test_with_a_temperature_or_without_a_compiler_numpy_picks(
     monkeypatch.setattr("router.placement.kv_policy.native", lambda: None)
     policy = KVPolicy(PolicyWeights.model_validate({}), 0, random.Random(1))
     assert policy._compiled is None
-    assert policy.pick(Ask(100, as_hashes([]), 1.0), *one_each()) == Picked(0, 0)
+    choice = policy.choose(PlacementRequest(100, as_hashes([]), 1.0), *one_each())
+    assert (choice.prefill_row, choice.decode_row) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +118,7 @@ def test_what_does_not_fit_together_is_refused(at: int, wrong: object, rule: str
     policy = KVPolicy(PolicyWeights.model_validate({}), 0, random.Random(1))
     assert policy._compiled is not None
     prefill, decode = one_each()
-    p, d = prefill.rows, decode.rows
+    p, d = prefill.workers, decode.workers
     arguments: list[object] = [
         100, 1.0, 16, decode.matches.found,
         p.figures, p.slots, p.hosts, None, d.figures, d.slots, d.hosts, None, max,
@@ -129,11 +131,13 @@ def test_what_does_not_fit_together_is_refused(at: int, wrong: object, rule: str
 def test_a_draw_that_fails_fails_the_pick() -> None:
     policy = KVPolicy(PolicyWeights.model_validate({}), 0, random.Random(1))
     prefill, decode = one_each()
-    twice = Rows(["a", "b"], np.array([0, 1]), np.array([3, 4]), np.zeros((4, 2)))
+    twice = WorkerArrays([], ["a", "b"], np.array([0, 1]), np.array([3, 4]), np.zeros((4, 2)))
 
     def draw(equals: int) -> int:
         raise LookupError(f"{equals} equals")
 
     policy.chance.randrange = draw  # type: ignore[assignment,method-assign]
     with pytest.raises(LookupError, match="2 equals"):
-        policy.pick(Ask(100, as_hashes([]), 1.0), prefill, RoleCandidates(twice, decode.matches, 16))
+        policy.choose(
+            PlacementRequest(100, as_hashes([]), 1.0), prefill, RoleCandidates(twice, decode.matches, 16)
+        )

@@ -11,13 +11,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from msgspec.structs import replace
 
 from router.index.global_index import GlobalIndex, as_hashes
-from router.placement.fleet import Given
+from router.placement.load_estimate import AssignedLoad
 from router.placement.peers import SILENT_S, WHOLE_EVERY_S, RouterPeers
-from router.placement.placer import Booking, Placer
+from router.placement.placement import Placement
+from router.placement.placer import Placer
 from router.placement.policies import make_policy
-from router.placement.policy import Ask
-from tests.router.placement.test_policy import PAGE, WEIGHTS, decode, prefill
-from wire.messages import Accounts
+from router.placement.policy import PlacementRequest
+from tests.router.placement.test_policy import PAGE, WEIGHTS, decode, names, prefill
+from wire.messages import AssignedLoads
 from wire.records import WorkerLoad, WorkerRecord
 
 
@@ -27,17 +28,17 @@ class Node:
 
     name: str
     policy: str = "least-loaded"
-    sent: list[tuple[str, Accounts]] = field(default_factory=list)
+    sent: list[tuple[str, AssignedLoads]] = field(default_factory=list)
     wakes: int = 0
-    bookings: list[Booking] = field(default_factory=list)
+    placements: list[Placement] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         policy = make_policy(self.policy, WEIGHTS, 0, random.Random(self.name))
-        self.placer = Placer(GlobalIndex(), policy, 10.0)
+        self.placer = Placer(GlobalIndex(), policy, 10.0, lambda estimate: self.peers.assigned(estimate))
         self.placer.page_tokens = PAGE
         self.peers = RouterPeers(self.placer.fleet, self.name, 1, self.send, self.wake)
 
-    def send(self, to: str, message: Accounts) -> None:
+    def send(self, to: str, message: AssignedLoads) -> None:
         self.sent.append((to, message))
 
     def wake(self) -> None:
@@ -48,22 +49,22 @@ class Node:
         self.placer.page_tokens = PAGE
         self.peers.meet(routers)
 
-    def place(self, pages: int = 10, now: float = 0.0) -> Booking:
-        ask = Ask(pages * PAGE, as_hashes([]), 16)
+    def place(self, pages: int = 10, now: float = 0.0) -> Placement:
+        ask = PlacementRequest(pages * PAGE, as_hashes([]), 16)
         choice = self.placer.choose(ask, now)
         assert choice is not None
-        booking = self.placer.book(ask, choice, now)
-        self.bookings.append(booking)
-        return booking
+        placement = self.placer.place(choice, now)
+        self.placements.append(placement)
+        return placement
 
     def end(self, index: int, now: float = 0.0) -> None:
-        self.placer.close(self.bookings.pop(index), now)
+        self.placer.close(self.placements.pop(index), now)
 
-    def own(self) -> dict[str, Given]:
-        return {one.record.id: one.own for one in self.placer.fleet.accounts()}
+    def own(self) -> dict[str, AssignedLoad]:
+        return {one.record.id: one.own for one in self.placer.fleet.estimates()}
 
-    def of_peers(self) -> dict[str, Given]:
-        return {one.record.id: one.peers for one in self.placer.fleet.accounts()}
+    def of_peers(self) -> dict[str, AssignedLoad]:
+        return {one.record.id: one.peers for one in self.placer.fleet.estimates()}
 
 
 WORKERS = [prefill("p"), prefill("q"), decode("d"), decode("e")]
@@ -88,13 +89,13 @@ def exchange(*nodes: Node) -> None:
 
 def test_a_router_counts_what_others_have_given() -> None:
     a, b = pair()
-    booking = a.place()
+    placement = a.place()
     a.peers.flush()
     exchange(a, b)
     assert b.of_peers() == a.own()
-    assert a.of_peers() == b.own() == dict.fromkeys(a.own(), Given())
+    assert a.of_peers() == b.own() == dict.fromkeys(a.own(), AssignedLoad())
     other = b.place()
-    assert (other.prefill, other.decode) != (booking.prefill, booking.decode)
+    assert names(other) != names(placement)
     a.end(0)
     a.peers.flush()
     exchange(a, b)
@@ -110,10 +111,10 @@ def test_a_burst_over_two_routers_is_spread_as_over_one() -> None:
             node.peers.flush()
             exchange(a, b)
     for worker in WORKERS:
-        account = a.placer.fleet.account(worker.id)
-        assert account is not None
-        assert account.own.prefills + account.peers.prefills in (0, 16)
-        assert account.own.requests + account.peers.requests in (0, 16)
+        estimate = a.placer.fleet.estimate(worker.id)
+        assert estimate is not None
+        assert estimate.own.prefills + estimate.peers.prefills in (0, 16)
+        assert estimate.own.requests + estimate.peers.requests in (0, 16)
 
 
 def test_promises_of_others_count_against_the_headroom() -> None:
@@ -122,11 +123,11 @@ def test_promises_of_others_count_against_the_headroom() -> None:
     for node in (a, b):
         node.update([prefill("p"), roomy], ["a", "b"])
     for _ in range(8):
-        assert a.place().fits
-    assert b.place().fits
+        assert not a.place().hold_prefill
+    assert not b.place().hold_prefill
     a.peers.flush()
     exchange(a, b)
-    assert not b.place().fits
+    assert b.place().hold_prefill
 
 
 def test_changes_are_said_together_and_once() -> None:
@@ -165,19 +166,19 @@ def test_a_new_router_is_told_everything_even_before_it_knows_the_workers() -> N
     assert new.of_peers() == a.own()
 
 
-def test_an_account_of_a_silent_router_or_of_an_earlier_worker_is_dropped() -> None:
+def test_the_load_of_a_silent_router_or_of_an_earlier_worker_is_dropped() -> None:
     a, b = pair()
     a.place()
     a.peers.flush()
     exchange(a, b)
     restarted = [replace(one, incarnation=99) for one in WORKERS]
     b.update(restarted, ["a", "b"])
-    assert set(map(str, b.of_peers().values())) == {str(Given())}
+    assert set(map(str, b.of_peers().values())) == {str(AssignedLoad())}
     b.update(WORKERS, ["a", "b"])
     assert b.of_peers() == a.own()
     b.peers.tick(SILENT_S)
     assert len(b.peers) == 0
-    assert set(map(str, b.of_peers().values())) == {str(Given())}
+    assert set(map(str, b.of_peers().values())) == {str(AssignedLoad())}
 
 
 def test_a_restarted_router_at_the_same_address_starts_afresh() -> None:
@@ -186,16 +187,16 @@ def test_a_restarted_router_at_the_same_address_starts_afresh() -> None:
     a.peers.flush()
     (_, old) = a.sent[-1]
     exchange(a, b)
-    b.peers.take("a", Accounts(2, 0, True, []), 0.0)
-    assert set(map(str, b.of_peers().values())) == {str(Given())}
-    b.peers.take("a", Accounts(1, old.number + 5, False, old.rows), 0.0)
-    assert set(map(str, b.of_peers().values())) == {str(Given())}
+    b.peers.take("a", AssignedLoads(2, 0, True, []), 0.0)
+    assert set(map(str, b.of_peers().values())) == {str(AssignedLoad())}
+    b.peers.take("a", AssignedLoads(1, old.number + 5, False, old.rows), 0.0)
+    assert set(map(str, b.of_peers().values())) == {str(AssignedLoad())}
 
 
 def test_what_was_given_to_an_earlier_incarnation_is_not_taken_off_its_successor() -> None:
     a, _ = pair()
-    booking = a.place()
-    records = [one for one in WORKERS if one.id != booking.decode]
+    placement = a.place()
+    records = [one for one in WORKERS if one.id != names(placement)[1]]
     a.update(records, ["a", "b"])
     a.update(WORKERS, ["a", "b"])
     a.end(0)
@@ -212,7 +213,7 @@ class BadWire(RuleBasedStateMachine):
         self.nodes = (Node("a"), Node("b"))
         for node in self.nodes:
             node.update(WORKERS, ["a", "b"])
-        self.under_way: list[tuple[str, str, Accounts]] = []
+        self.under_way: list[tuple[str, str, AssignedLoads]] = []
 
     def collect(self) -> None:
         for node in self.nodes:
@@ -225,15 +226,15 @@ class BadWire(RuleBasedStateMachine):
 
     @rule(node=st.integers(0, 1), index=st.integers(0, 100))
     def end(self, node: int, index: int) -> None:
-        bookings = self.nodes[node].bookings
-        if bookings:
-            self.nodes[node].end(index % len(bookings), self.now)
+        placements = self.nodes[node].placements
+        if placements:
+            self.nodes[node].end(index % len(placements), self.now)
 
     @rule(node=st.integers(0, 1), index=st.integers(0, 100))
     def prefilled(self, node: int, index: int) -> None:
-        bookings = self.nodes[node].bookings
-        if bookings:
-            self.nodes[node].placer.prefilled(bookings[index % len(bookings)], self.now)
+        placements = self.nodes[node].placements
+        if placements:
+            self.nodes[node].placer.prefilled(placements[index % len(placements)], self.now)
 
     @rule(node=st.integers(0, 1), worker=st.integers(0, 3), busy=st.integers(0, 1000))
     def report(self, node: int, worker: int, busy: int) -> None:
@@ -275,9 +276,9 @@ class BadWire(RuleBasedStateMachine):
     @invariant()
     def books_are_the_bookings(self) -> None:
         for node in self.nodes:
-            assert sum(given.requests for given in node.own().values()) == len(node.bookings)
+            assert sum(given.requests for given in node.own().values()) == len(node.placements)
             assert sum(given.context_tokens for given in node.own().values()) == sum(
-                booking.context_tokens for booking in node.bookings
+                placement.context_tokens for placement in node.placements
             )
 
     def teardown(self) -> None:

@@ -10,11 +10,22 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from msgspec.structs import replace
 
 from router.index.global_index import GlobalIndex, as_hashes
-from router.placement.fleet import Given
-from router.placement.placer import Booking, Placer
+from router.placement.load_estimate import AssignedLoad
+from router.placement.placement import Placement
+from router.placement.placer import Placer
 from router.placement.policies import make_policy
-from router.placement.policy import Ask
-from tests.router.placement.test_policy import PAGE, WEIGHTS, ask, chosen, decode, hold, placer, prefill
+from router.placement.policy import PlacementRequest
+from tests.router.placement.test_policy import (
+    PAGE,
+    WEIGHTS,
+    ask,
+    chosen,
+    decode,
+    hold,
+    names,
+    placer,
+    prefill,
+)
 from wire.records import Role, WorkerRecord
 
 
@@ -22,40 +33,40 @@ def test_what_was_placed_counts_before_any_report_and_until_it_is_over() -> None
     made = placer("kv", [prefill("p"), prefill("q"), decode("d")])
     first = made.choose(ask(60), 0.0)
     assert first is not None
-    booking = made.book(ask(60), first, 0.0)
-    other = Ask(960, as_hashes(range(1000, 1060)), 16)
-    assert chosen(made.choose(other, 0.0))[0] != booking.prefill
-    made.prefilled(booking, 0.1)
-    made.prefilled(booking, 0.1)
-    account = made.fleet.account(booking.prefill or "")
-    assert account is not None
-    assert (account.own.prefill_tokens, account.own.prefills, account.own.since_tokens) == (0, 0, 0)
-    made.close(booking, 0.2)
-    account = made.fleet.account("d")
-    assert account is not None
-    assert (account.own.requests, account.own.context_tokens) == (0, 0)
+    placement = made.place(first, 0.0)
+    other = PlacementRequest(960, as_hashes(range(1000, 1060)), 16)
+    assert chosen(made.choose(other, 0.0))[0] != names(placement)[0]
+    made.prefilled(placement, 0.1)
+    made.prefilled(placement, 0.1)
+    estimate = made.fleet.estimate(names(placement)[0] or "")
+    assert estimate is not None
+    assert (estimate.own.prefill_tokens, estimate.own.prefills, estimate.own.since_tokens) == (0, 0, 0)
+    made.close(placement, 0.2)
+    estimate = made.fleet.estimate("d")
+    assert estimate is not None
+    assert (estimate.own.requests, estimate.own.context_tokens) == (0, 0)
 
 
 def test_headroom_is_what_decode_said_less_what_was_promised_since() -> None:
     made = placer("kv", [prefill("p"), decode("d")])
-    bookings = []
+    placements = []
     for _ in range(3):
         choice = made.choose(ask(300), 0.0)
         assert choice is not None
-        bookings.append(made.book(ask(300), choice, 0.0))
-    assert [one.fits for one in bookings] == [True, True, False]
-    for one in bookings:  # over before any report counted them
+        placements.append(made.place(choice, 0.0))
+    assert [one.hold_prefill for one in placements] == [False, False, True]
+    for one in placements:  # over before any report counted them
         made.close(one, 0.1)
     choice = made.choose(ask(300), 0.1)
     assert choice is not None
-    assert made.book(ask(300), choice, 0.1).fits
+    assert not made.place(choice, 0.1).hold_prefill
 
 
 def test_pages_on_their_way_draw_the_next_request_of_the_same_prompt_until_they_are_too_old() -> None:
     made = placer("kv", [prefill("p"), prefill("q", queued=300), decode("d")])
     choice = made.choose(ask(60), 0.0)
     assert choice is not None
-    booking = made.book(ask(60), choice, 0.0)
+    placement = made.place(choice, 0.0)
     again = made.choose(ask(60), 0.0)
     assert again is not None
     assert again.hit_tokens == 960
@@ -63,24 +74,24 @@ def test_pages_on_their_way_draw_the_next_request_of_the_same_prompt_until_they_
     late = made.choose(ask(60), 11.0)
     assert late is not None
     assert late.hit_tokens == 0
-    made.close(booking, 11.0)
+    made.close(placement, 11.0)
 
 
 def test_what_was_placed_just_before_a_report_is_not_taken_to_be_in_it() -> None:
     made = placer("kv", [prefill("p"), decode("d")])
-    bookings = []
+    placements = []
     for at in (0.0, 0.98):
         choice = made.choose(ask(60), at)
         assert choice is not None
-        bookings.append(made.book(ask(60), choice, at))
+        placements.append(made.place(choice, at))
     made.update([prefill("p", queued=500), decode("d")], 1.0)
-    account = made.fleet.account("p")
-    assert account is not None
-    assert account.own.since_tokens == bookings[1].prefill_tokens
-    assert made.fleet.candidates(1.0).prefill.queued.tolist() == [500 + bookings[1].prefill_tokens]
-    for booking in bookings:
-        made.prefilled(booking, 1.1)
-    assert made.fleet.candidates(1.1).prefill.queued.tolist() == [500]
+    estimate = made.fleet.estimate("p")
+    assert estimate is not None
+    assert estimate.own.since_tokens == placements[1].prefill_tokens
+    assert made.fleet.candidates(1.0)[0].queued.tolist() == [500 + placements[1].prefill_tokens]
+    for placement in placements:
+        made.prefilled(placement, 1.1)
+    assert made.fleet.candidates(1.1)[0].queued.tolist() == [500]
 
 
 def test_what_is_said_to_be_cached_is_what_a_worker_can_use() -> None:
@@ -88,12 +99,12 @@ def test_what_is_said_to_be_cached_is_what_a_worker_can_use() -> None:
     made = placer("kv", [prefill("p"), decode("d")])
     hold(made, "p", 6)
     for tokens, said in ((96, 80), (97, 96), (200, 96), (40, 32)):
-        prompt = Ask(tokens, as_hashes(range(tokens // PAGE)), 16)
+        prompt = PlacementRequest(tokens, as_hashes(range(tokens // PAGE)), 16)
         choice = made.choose(prompt, 0.0)
         assert choice is not None
-        booking = made.book(prompt, choice, 0.0)
-        assert (booking.hit_tokens, booking.prefill_tokens) == (said, tokens - said)
-        made.close(booking, 0.0)
+        placement = made.place(choice, 0.0)
+        assert (placement.hit_tokens, placement.prefill_tokens) == (said, tokens - said)
+        made.close(placement, 0.0)
 
 
 NAMES = ("p", "q", "d", "e")
@@ -108,7 +119,7 @@ class Books(RuleBasedStateMachine):
         self.index = GlobalIndex()
         made = make_policy(policy, WEIGHTS, 16, random.Random(2))
         self.placer = Placer(self.index, made, expect_s=3.0)
-        self.bookings: list[Booking] = []
+        self.placements: list[Placement] = []
         self.records: dict[str, WorkerRecord] = {}
         for name in NAMES:
             self.records[name] = prefill(name) if name in "pq" else decode(name)
@@ -122,22 +133,24 @@ class Books(RuleBasedStateMachine):
         first=st.integers(0, 3), pages=st.integers(0, 12), tail=st.integers(1, 20), name=st.text(max_size=1)
     )
     def book(self, first: int, pages: int, tail: int, name: str) -> None:
-        prompt = Ask(pages * PAGE + tail, as_hashes(range(100 * first, 100 * first + pages)), 8, name)
+        prompt = PlacementRequest(
+            pages * PAGE + tail, as_hashes(range(100 * first, 100 * first + pages)), 8, name
+        )
         choice = self.placer.choose(prompt, self.now)
         if choice is None:
             assert not any(one.role is Role.DECODE for one in self.records.values())
         else:
-            self.bookings.append(self.placer.book(prompt, choice, self.now))
+            self.placements.append(self.placer.place(choice, self.now))
 
     @rule(index=st.integers(0, 100))
     def first_token(self, index: int) -> None:
-        if self.bookings:
-            self.placer.prefilled(self.bookings[index % len(self.bookings)], self.now)
+        if self.placements:
+            self.placer.prefilled(self.placements[index % len(self.placements)], self.now)
 
     @rule(index=st.integers(0, 100))
     def close(self, index: int) -> None:
-        if self.bookings:
-            self.placer.close(self.bookings.pop(index % len(self.bookings)), self.now)
+        if self.placements:
+            self.placer.close(self.placements.pop(index % len(self.placements)), self.now)
 
     @rule(name=st.sampled_from(NAMES), busy=st.integers(0, 1000))
     def report(self, name: str, busy: int) -> None:
@@ -167,11 +180,13 @@ class Books(RuleBasedStateMachine):
         self.placer.tick(self.now)
 
     @invariant()
-    def accounts_are_the_sums_of_what_is_booked(self) -> None:
-        for account in self.placer.fleet.accounts():
-            decoding = [one for one in self.bookings if one.decoder is account]
-            prefilling = [one for one in self.bookings if one.prefiller is account and not one.prefilled]
-            own = account.own
+    def estimates_are_the_sums_of_the_placements(self) -> None:
+        for estimate in self.placer.fleet.estimates():
+            decoding = [one for one in self.placements if one.decode_load is estimate]
+            prefilling = [
+                one for one in self.placements if one.prefill_load is estimate and not one.prefilled
+            ]
+            own = estimate.own
             assert own.requests == len(decoding)
             assert own.context_tokens == sum(one.context_tokens for one in decoding)
             assert own.prefills == len(prefilling)
@@ -180,27 +195,27 @@ class Books(RuleBasedStateMachine):
             assert 0 <= own.promised_rooms <= own.requests
 
     @invariant()
-    def rows_are_the_accounts(self) -> None:
-        candidates = self.placer.fleet.candidates(self.now)
-        assert sorted([*candidates.prefill.names, *candidates.decode.names]) == sorted(self.records)
-        for rows in (candidates.prefill, candidates.decode):
+    def rows_are_the_estimates(self) -> None:
+        roles = self.placer.fleet.candidates(self.now)
+        assert sorted([*roles[0].names, *roles[1].names]) == sorted(self.records)
+        for rows in roles:
             for row, name in enumerate(rows.names):
-                account = self.placer.fleet.account(name)
-                assert account is not None
-                assert rows.requests[row] == account.requests()
+                estimate = self.placer.fleet.estimate(name)
+                assert estimate is not None
+                assert rows.requests[row] == estimate.requests()
                 assert (
-                    rows.queued[row] == account.record.load.queued_prefill_tokens + account.own.since_tokens
+                    rows.queued[row] == estimate.record.load.queued_prefill_tokens + estimate.own.since_tokens
                 )
 
     def teardown(self) -> None:
-        """Nothing is left in the end: neither on an account nor in the index, to which no event came."""
+        """Nothing is left in the end: neither on an estimate nor in the index, to which no event came."""
         if not hasattr(self, "placer"):
             return
-        while self.bookings:
-            self.placer.close(self.bookings.pop(), self.now)
-        for account in self.placer.fleet.accounts():
-            own = account.own
-            assert own == Given()
+        while self.placements:
+            self.placer.close(self.placements.pop(), self.now)
+        for estimate in self.placer.fleet.estimates():
+            own = estimate.own
+            assert own == AssignedLoad()
         self.placer.tick(self.now + 10.0)
         assert len(self.index) == 0
 

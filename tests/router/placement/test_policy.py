@@ -15,9 +15,10 @@ from common.errors import ConfigError
 from router.index.global_index import GlobalIndex, as_hashes
 from router.options import PolicyWeights
 from router.placement import kv_policy
-from router.placement.placer import Booking, Choice, Placer
+from router.placement.placement import Placement
+from router.placement.placer import Placer
 from router.placement.policies import POLICIES, make_policy
-from router.placement.policy import Ask
+from router.placement.policy import Choice, PlacementRequest
 from tests.router.directory.test_directory import record
 from wire.records import Role, WorkerLoad, WorkerRecord
 
@@ -29,8 +30,8 @@ DEFAULTS = PolicyWeights.model_validate({})
 PAGE = 16
 
 
-def ask(pages: int, output: float = 16) -> Ask:
-    return Ask(pages * PAGE, as_hashes(range(pages)), output)
+def ask(pages: int, output: float = 16) -> PlacementRequest:
+    return PlacementRequest(pages * PAGE, as_hashes(range(pages)), output)
 
 
 def placer(
@@ -55,7 +56,12 @@ def decode(name: str, requests: int = 0, host: str = "") -> WorkerRecord:
 
 def chosen(choice: Choice | None) -> tuple[str | None, str]:
     assert choice is not None
-    return choice.prefill.id if choice.prefill is not None else None, choice.decode.id
+    p = choice.prefill_worker
+    return p.record.id if p is not None else None, choice.decode_worker.record.id
+
+
+def names(placement: Placement) -> tuple[str | None, str]:
+    return placement.prefill.id if placement.prefill is not None else None, placement.decode.id
 
 
 def hold(made: Placer, worker: str, pages: int, medium: str = "GPU") -> None:
@@ -171,7 +177,7 @@ def test_the_choice_is_the_formulas_minimum(
             workers.append(msgspec.structs.replace(worker, host=f"h{host}"))
             held[name] = min(pages, tokens // PAGE) * PAGE
     made = placer("kv", workers, alone_tokens, w)
-    prompt = Ask(tokens, as_hashes(range(tokens // PAGE)), 16)
+    prompt = PlacementRequest(tokens, as_hashes(range(tokens // PAGE)), 16)
     for name, count in held.items():
         hold(made, name, count // PAGE)
 
@@ -198,26 +204,26 @@ def test_a_hot_prefix_stays_where_it_is_until_a_burst_of_it_comes(weights: Polic
     workers = [*(prefill(name) for name in "pqrs"), *(decode(name) for name in "defg")]
     made = placer("kv", workers, weights=weights)
 
-    def place(number: int, now: float) -> Booking:
+    def place(number: int, now: float) -> Placement:
         """2,000 tokens that are hot, and 112 that nobody else has."""
         pages = [*range(125), *range(1000 + 7 * number, 1007 + 7 * number)]
-        prompt = Ask(len(pages) * PAGE, as_hashes(pages), 16)
+        prompt = PlacementRequest(len(pages) * PAGE, as_hashes(pages), 16)
         choice = made.choose(prompt, now)
         assert choice is not None
-        return made.book(prompt, choice, now)
+        return made.place(choice, now)
 
     places = []
     for number in range(3):  # one after the other
-        booking = place(number, number)
-        hold(made, booking.prefill or "", 125)
-        made.close(booking, number)
-        places.append(booking.prefill)
+        placement = place(number, number)
+        hold(made, names(placement)[0] or "", 125)
+        made.close(placement, number)
+        places.append(names(placement)[0])
     assert len(set(places)) == 1
     burst = [place(number, 9.0) for number in range(200)]  # at once
-    prefills = Counter(one.prefill for one in burst)
+    prefills = Counter(names(one)[0] for one in burst)
     assert prefills[places[0]] == max(prefills.values())
     assert len(prefills) > 1
-    assert max(Counter(one.decode for one in burst).values()) <= 100
+    assert max(Counter(names(one)[1] for one in burst).values()) <= 100
 
 
 def test_a_long_queue_of_one_prefix_gives_it_a_second_holder() -> None:
@@ -255,19 +261,19 @@ def test_temperature_spreads_pairs_wherever_they_are(same_host: bool) -> None:
 def test_a_session_meets_its_workers_again_while_they_are_not_much_busier() -> None:
     workers = [*(prefill(name) for name in "pqrs"), *(decode(name) for name in "defg")]
     made = placer("kv", workers)
-    talk = Ask(96, as_hashes([]), 16, session="talk")
+    talk = PlacementRequest(96, as_hashes([]), 16, session="talk")
     choice = made.choose(talk, 0.0)
     assert choice is not None
-    booking = made.book(talk, choice, 0.0)
-    made.close(booking, 0.0)
-    assert {chosen(made.choose(talk, 0.0)) for _ in range(20)} == {(booking.prefill, booking.decode)}
+    placement = made.place(choice, 0.0)
+    made.close(placement, 0.0)
+    assert {chosen(made.choose(talk, 0.0)) for _ in range(20)} == {names(placement)}
     others = {chosen(made.choose(talk._replace(session="another"), 0.0)) for _ in range(40)}
     assert len(others) > 4
     queue = int(WEIGHTS.session) + 1
-    made.update([replace_load(one, booking.prefill or "", queue) for one in workers], 1.0)
-    assert chosen(made.choose(talk, 1.0))[0] != booking.prefill
-    made.update([one for one in workers if one.id != booking.decode], 2.0)
-    assert chosen(made.choose(talk, 2.0))[1] != booking.decode
+    made.update([replace_load(one, names(placement)[0] or "", queue) for one in workers], 1.0)
+    assert chosen(made.choose(talk, 1.0))[0] != names(placement)[0]
+    made.update([one for one in workers if one.id != names(placement)[1]], 2.0)
+    assert chosen(made.choose(talk, 2.0))[1] != names(placement)[1]
 
 
 def replace_load(worker: WorkerRecord, busy: str, queued: int) -> WorkerRecord:

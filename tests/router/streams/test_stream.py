@@ -8,7 +8,9 @@ import pytest
 
 from common.errors import BatonError, InvalidRequest, Overloaded, Unavailable
 from router.options import RouterOptions
-from router.streams.stream import Placement, RoomPlan, RoomStream
+from router.placement.load_estimate import WorkerLoadEstimate
+from router.placement.placement import Placement
+from router.streams.stream import RoomPlan, RoomStream
 from tests.router.directory.test_directory import record
 from wire.messages import (
     Abort,
@@ -23,7 +25,7 @@ from wire.messages import (
     TokenLogprobs,
     TokenRun,
 )
-from wire.records import Role
+from wire.records import Role, WorkerRecord
 from wire.retransmitter import RetransmitKey
 
 P, D, E = record("p"), record("d", role=Role.DECODE), record("e", role=Role.DECODE)
@@ -95,9 +97,15 @@ def started(*placements: Placement | None) -> tuple[Host, RoomStream]:
     return host, room
 
 
-PAIR = Placement(D, P, hold_prefill=False)
-HELD = Placement(D, P, hold_prefill=True)
-ALONE = Placement(D, None, hold_prefill=False)
+def placed(decode: WorkerRecord, prefill: WorkerRecord | None, hold_prefill: bool = False) -> Placement:
+    """Workers, with a load that nobody counts."""
+    load = WorkerLoadEstimate(decode, 0.0)
+    return Placement(decode, prefill, hold_prefill, 0, 1, 1, load, load, 1, 0, [])
+
+
+PAIR = placed(D, P)
+HELD = placed(D, P, hold_prefill=True)
+ALONE = placed(D, None)
 
 
 def run(start: int, *tokens: int, epoch: int = 0, finish: FinishReason | None = None) -> TokenRun:
@@ -170,7 +178,7 @@ def test_logprobs_are_cut_with_their_tokens() -> None:
 
 @pytest.mark.parametrize("why", [RejectKind.DRAINING, RejectKind.FAILED, RejectKind.UNKNOWN])
 def test_a_rejection_starts_again_with_what_was_forwarded(why: RejectKind) -> None:
-    host, room = started(PAIR, Placement(E, None, False))
+    host, room = started(PAIR, placed(E, None))
     room.on_run(D.mailbox, run(0, 5, 6), 0.1)
     room.on_rejected(D.mailbox, Rejected(1, 0, why, "no"), 0.2)
     room.on_rejected(D.mailbox, Rejected(1, 0, why, "no"), 0.2)

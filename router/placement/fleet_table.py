@@ -1,0 +1,131 @@
+"""FleetTable: the load estimates of all workers as arrays, so that a policy prices a thousand in a few calls.
+
+A worker has one column. Prefill workers come first, so that each role is one slice of every array. When a
+worker's estimate changes, its column is rewritten and nothing is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from router.index.global_index import GlobalIndex
+from router.index.native.build import native
+from router.placement.load_estimate import WorkerLoadEstimate
+from wire.records import Role
+
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerArrays:
+    """Workers of one role that take new work. Arrays have one entry per worker.
+
+    They are views of the table's arrays, and valid until the fleet changes.
+    """
+
+    estimates: list[WorkerLoadEstimate]
+    names: list[str]
+    slots: Integers  # the worker's column in the index's matches
+    hosts: Integers  # equal numbers, over both roles: the same host
+    figures: Floats  # [4, workers]: queued, requests, context, capacity
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @property
+    def queued(self) -> Floats:
+        """Prefill tokens ahead of a new prompt."""
+        return self.figures[0, :]
+
+    @property
+    def requests(self) -> Floats:
+        """Requests that run on the worker, or wait to."""
+        return self.figures[1, :]
+
+    @property
+    def context(self) -> Floats:
+        """KV tokens that requests hold, or will hold."""
+        return self.figures[2, :]
+
+    @property
+    def capacity(self) -> Floats:
+        """KV tokens."""
+        return self.figures[3, :]
+
+    def row(self, worker: str | None) -> int | None:
+        """The row of that worker, or None if it is not here."""
+        return self.names.index(worker) if worker is not None and worker in self.names else None
+
+    def without(self, avoid: frozenset[str]) -> WorkerArrays:
+        """The workers that are not in `avoid`, or all of them if nobody else is there."""
+        kept = [row for row, name in enumerate(self.names) if name not in avoid]
+        if not kept or len(kept) == len(self):
+            return self
+        estimates, names = [self.estimates[row] for row in kept], [self.names[row] for row in kept]
+        return WorkerArrays(estimates, names, self.slots[kept], self.hosts[kept], self.figures[:, kept])
+
+
+class FleetTable:
+    """The arrays of one set of workers. A worker that joins or leaves needs a new table."""
+
+    def __init__(self, estimates: Sequence[WorkerLoadEstimate], index: GlobalIndex) -> None:
+        """Every worker has joined `index`."""
+        estimates = sorted(estimates, key=lambda one: one.record.role is Role.DECODE)
+        self.index_version = index.version
+        self._rows = {one.record.id: row for row, one in enumerate(estimates)}
+        hosts: dict[str, int] = {}
+        host = np.array([hosts.setdefault(one.record.host, len(hosts)) for one in estimates], np.int64)
+        slots = np.array([index.join(name) for name in self._rows], np.int64)
+        # The first four rows are those of WorkerArrays. A reported queue is base - rate * now, at least 0.
+        self._figures = figures = np.zeros((7, len(estimates)))
+        self._queued, self._requests, self._context, self._capacity = figures[:4]
+        self._base, self._rate, self._since = figures[4:]
+        self._compiled = native()
+        for one in estimates:
+            self.reported(one)
+        names, split = list(self._rows), sum(one.record.role is Role.PREFILL for one in estimates)
+
+        def arrays(part: slice) -> WorkerArrays:
+            return WorkerArrays(estimates[part], names[part], slots[part], host[part], figures[:4, part])
+
+        self._prefill, self._decode = arrays(slice(split)), arrays(slice(split, None))
+
+    def __contains__(self, worker: str) -> bool:
+        return worker in self._rows
+
+    def reported(self, estimate: WorkerLoadEstimate) -> None:
+        """Rewrite a worker's column after a report."""
+        row, load = self._rows[estimate.record.id], estimate.record.load
+        rate = load.prefill_tokens_per_s
+        self._base[row] = load.queued_prefill_tokens + rate * estimate.reported_at
+        self._rate[row] = rate
+        self._capacity[row] = estimate.record.total_tokens
+        self.assigned(estimate)
+
+    def assigned(self, estimate: WorkerLoadEstimate) -> None:
+        """Rewrite what depends on the load that routers have assigned to a worker."""
+        row = self._rows[estimate.record.id]
+        self._since[row] = estimate.own.since_tokens + estimate.peers.since_tokens
+        self._requests[row] = estimate.requests()
+        self._context[row] = estimate.context()
+
+    def project(self, now: float) -> tuple[WorkerArrays, WorkerArrays]:
+        """Prefill and decode workers, with their queues as they are expected to be now."""
+        if self._compiled is not None:
+            self._compiled.project(self._figures, now)
+        else:
+            self._project(now)
+        return self._prefill, self._decode
+
+    def _project(self, now: float) -> None:
+        """The same in numpy."""
+        queued = self._queued
+        np.multiply(self._rate, now, out=queued)
+        np.subtract(self._base, queued, out=queued)
+        np.maximum(queued, 0.0, out=queued)
+        np.add(queued, self._since, out=queued)

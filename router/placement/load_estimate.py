@@ -1,0 +1,153 @@
+"""WorkerLoadEstimate: how busy one worker is, from its last report and from what routers have assigned to it.
+
+Three sources are combined, because none is enough alone:
+
+    report   the worker's own, sent with every renewal of its lease. Complete, but a fraction of a second old.
+    own      what this router has assigned and has not seen finished.
+    peers    what the other routers have assigned (peers.py).
+
+Queued prefill tokens are the last report, less what the worker has computed since at its own rate, plus what
+all routers have assigned since the report and have not seen finished. A prompt that was assigned before the
+report is not subtracted when it finishes: the report may have counted only a part of it. A decode worker
+keeps a request until its end, so its requests and context are the greater of the report and of the routers'
+sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from wire.records import WorkerLoad, WorkerRecord
+
+NO_REPORT = WorkerLoad()
+"""The load of a worker that has not reported any."""
+_UNREPORTED_S = 0.05  # a prompt assigned this long before a report may not have reached the worker by then
+
+
+@dataclass(slots=True)
+class AssignedLoad:
+    """What one router, or several together, have assigned to one worker. In tokens unless stated."""
+
+    requests: int = 0  # rooms that decode on the worker, or wait to
+    prefills: int = 0  # rooms whose first token has not come yet
+    prefill_tokens: int = 0  # of those rooms: prompt tokens to compute
+    context_tokens: int = 0  # of the rooms that decode on the worker: prompt and expected output
+    since_tokens: int = 0  # the part of prefill_tokens that was assigned since the worker's last report
+    promised_tokens: int = 0  # taken from decode's headroom since the report
+    promised_rooms: int = 0  # rows taken from decode's headroom since the report
+
+
+@dataclass(slots=True)
+class WorkerLoadEstimate:
+    """One incarnation of one worker."""
+
+    record: WorkerRecord
+    reported_at: float
+    report_number: int = 0
+    own: AssignedLoad = field(default_factory=AssignedLoad)
+    peers: AssignedLoad = field(default_factory=AssignedLoad)
+    _prefilling: dict[int, tuple[float, int]] = field(default_factory=dict)  # ticket -> (time, tokens)
+    _tickets: int = 0
+
+    def report(self, record: WorkerRecord, now: float) -> bool:
+        """Take the record of a new View. A record with the same load as before is not a new report.
+
+        Returns whether `own` has changed.
+        """
+        before = self.record.load
+        self.record = record
+        if record.load == before:
+            return False
+        self.reported_at = now
+        self.report_number += 1
+        unreported = 0
+        for assigned_at, tokens in reversed(self._prefilling.values()):
+            if not self._is_unreported(assigned_at):
+                break
+            unreported += tokens
+        own = self.own
+        changed = own.promised_rooms > 0 or own.since_tokens != unreported
+        own.since_tokens = unreported
+        # Promises made before the report are assumed to be in it. If one is not, a Prefill is sent early, and
+        # the pages that P keeps for it can be evicted.
+        own.promised_tokens = own.promised_rooms = 0
+        return changed
+
+    def prefill(self, tokens: int, now: float) -> int:
+        """Assign a prompt with this many tokens to compute. Returns a ticket for `prefilled`."""
+        own = self.own
+        own.prefills += 1
+        own.prefill_tokens += tokens
+        own.since_tokens += tokens
+        self._tickets += 1
+        self._prefilling[self._tickets] = (now, tokens)
+        return self._tickets
+
+    def prefilled(self, ticket: int) -> None:
+        """The prompt is computed, or will not be. Call it once per ticket."""
+        assigned_at, tokens = self._prefilling.pop(ticket)
+        own = self.own
+        own.prefills -= 1
+        own.prefill_tokens -= tokens
+        if self._is_unreported(assigned_at):
+            own.since_tokens -= tokens
+
+    def decode(self, context_tokens: int) -> int:
+        """Assign a request whose prompt and expected output have this many tokens.
+
+        Returns the number of the last report, for `decoded`.
+        """
+        own = self.own
+        own.requests += 1
+        own.context_tokens += context_tokens
+        own.promised_tokens += context_tokens
+        own.promised_rooms += 1
+        return self.report_number
+
+    def decoded(self, context_tokens: int, report_number: int) -> None:
+        """The request is over. Call it once. A short request may never have been in a report."""
+        own = self.own
+        own.requests -= 1
+        own.context_tokens -= context_tokens
+        if report_number == self.report_number:
+            own.promised_tokens -= context_tokens
+            own.promised_rooms -= 1
+
+    def _is_unreported(self, assigned_at: float) -> bool:
+        """Whether the last report may not have counted what was assigned at that time."""
+        return self.reported_at - assigned_at < _UNREPORTED_S
+
+    def requests(self) -> int:
+        """Requests that run on a decode worker, or wait to."""
+        load = self.record.load
+        return max(load.running_requests + load.waiting_requests, self.own.requests + self.peers.requests)
+
+    def context(self) -> int:
+        """KV tokens that requests on a decode worker hold, or will hold."""
+        load, record = self.record.load, self.record
+        assigned = self.own.context_tokens + self.peers.context_tokens
+        return max(record.total_tokens - load.free_tokens if load != NO_REPORT else 0, assigned)
+
+    def fits(self, context_tokens: int) -> bool:
+        """Whether a decode worker has headroom for one more request of this many tokens."""
+        load = self.record.load
+        return (
+            context_tokens <= load.headroom_tokens - self.promised_tokens
+            and self.promised_rooms < load.headroom_rows
+        )
+
+    def can_start(self, context_tokens: int) -> bool:
+        """Whether a decode worker could start one more request at once. An idle worker always can."""
+        if self.record.draining:
+            return False
+        return self.record.load == NO_REPORT or self.requests() == 0 or self.fits(context_tokens)
+
+    @property
+    def promised_tokens(self) -> int:
+        """Tokens of the last reported headroom that all routers have promised."""
+        return self.own.promised_tokens + self.peers.promised_tokens
+
+    @property
+    def promised_rooms(self) -> int:
+        """Rows of the last reported headroom that all routers have promised."""
+        return self.own.promised_rooms + self.peers.promised_rooms
