@@ -191,7 +191,10 @@ def parse_config(raw: dict[str, Any]) -> ServeConfig:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file. Serve config files are accepted too: their first application's `args`."""
+    """The mapping in a YAML file. Serve config files are accepted too: their first application's `args`.
+
+    A `model` directory may be named relative to the current directory or to the file's.
+    """
     try:
         raw = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -202,6 +205,9 @@ def read_config(path: Path) -> dict[str, Any]:
         raw = raw["applications"][0].get("args", {})
     if not isinstance(raw, dict):
         raise ConfigError("config", f"{path} is not a mapping", "see `baton config --schema`")
+    model = raw.get("model")
+    if isinstance(model, str) and not Path(model).is_dir() and (path.parent / model).is_dir():
+        return {**raw, "model": str((path.parent / model).absolute())}
     return raw
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
 import threading
@@ -33,8 +34,8 @@ def replay(arguments: argparse.Namespace) -> int:
         if policy not in POLICIES:
             known = ", ".join([*POLICIES, "all"])
             raise ConfigError("--policy", f"{policy!r} is unknown", f"choose one of {known}")
-    if arguments.png is not None and not arguments.png.absolute().parent.is_dir():
-        raise ConfigError("--png", f"there is no directory {arguments.png.parent}", "make it first")
+    if arguments.png is not None:
+        _check_picture(arguments.png)
     speeds = _speeds(arguments.speed)
     read_trace(arguments.trace)  # so that a wrong one is told before anything starts
     wanted = [
@@ -51,7 +52,7 @@ def replay(arguments: argparse.Namespace) -> int:
         with Pool(_processes(), report.finished) as pool:
             result = {"runs": pool.all([(arguments.trace, one) for one in wanted])}
     if arguments.png is not None:
-        from simulator.plot import draw  # matplotlib, for those who want a picture
+        from simulator.plot import draw  # imports matplotlib, which is optional
 
         draw(report.of(arguments.trace) or result["runs"], options.slo_ttft_s, arguments.png)
     sys.stdout.write(as_json(result) if arguments.json else as_table(result, HOT_TRACE))
@@ -84,6 +85,14 @@ def make_options(arguments: argparse.Namespace) -> SimulationOptions:
     for assignment in arguments.set:
         assign(raw, assignment)
     return parse_options(SimulationOptions, raw)
+
+
+def _check_picture(path: Path) -> None:
+    """Raises ConfigError when no picture can be drawn there."""
+    if not path.absolute().parent.is_dir():
+        raise ConfigError("--png", f"there is no directory {path.parent}", "make it first")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--png", "matplotlib is not installed", "pip install 'baton-serve[plot]'")
 
 
 def _speeds(text: str) -> list[float]:

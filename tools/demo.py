@@ -29,7 +29,6 @@ from typing import Any, TypeVar
 from cluster.app import build
 from cluster.config import parse_config, read_config
 from cluster.local import DeployFailed, LocalOptions, LocalServe, stop_on_signals
-from cluster.model_files import model_directory
 from common.options import exit_on_config_error
 from tests.harness.leftovers import Run
 
@@ -86,7 +85,6 @@ def main() -> int:
 
 def _demo(run: Run, temporary: Path, keep: bool) -> Served:
     raw = read_config(ROOT / "deploy" / "demo.yaml")
-    raw["model"] = str(model_directory(str(ROOT / raw["model"])))
     config = parse_config(raw)
     options = LocalOptions(
         port=free_port(), cpus=config.cpus(), shutdown_s=config.shutdown_s(), temp_dir=temporary

@@ -91,6 +91,15 @@ def test_the_configurations_in_deploy_are_valid(name: str) -> None:
     assert parse_config(read_config(DEPLOY / name)).model
 
 
+def test_a_model_may_be_named_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "m").mkdir()
+    path = tmp_path / "config.yaml"
+    path.write_text("model: m")
+    assert read_config(path)["model"] == str(tmp_path / "m")
+    monkeypatch.chdir(tmp_path)
+    assert read_config(path)["model"] == "m"  # relative to the current directory
+
+
 @pytest.mark.parametrize(
     ("text", "says"), [("a: [", "not YAML"), ("- 1", "not a mapping"), (None, "No such file")]
 )
