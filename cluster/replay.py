@@ -44,7 +44,9 @@ def add_replay(replay: argparse.ArgumentParser) -> None:
         help="any option of the simulation, dotted: worker.chunk_tokens=2048, weights.temperature=100",
     )  # fmt: skip
     replay.add_argument("--json", action="store_true", help="one JSON object instead of the table")
-    replay.add_argument("--png", type=Path, metavar="FILE", help="draw the curves over the speed (needs matplotlib)")
+    replay.add_argument(
+        "--png", type=Path, metavar="FILE", help="draw the curves over the speed (needs matplotlib)"
+    )
     replay.set_defaults(run=_run)
 
 

@@ -1,1 +1,1 @@
-"""What every folder uses: errors, options, host identity, the C++ builder. Never torch."""
+"""What every folder uses: errors, options, settings, host identity, the C++ builder. Never imports torch."""

@@ -1,8 +1,8 @@
 """Compile C++ into the user's cache, on first use: the engine's kernels, the router's index.
 
-A library is named by everything it is made of (sources, flags, compiler, machine), so a cache never holds a
-stale one and several checkouts share it. What cannot be compiled raises BuildError, and its user goes on in
-Python: a compiler is never required.
+The name of a library contains a digest of its sources, flags, compiler and machine. So a stale library is
+never loaded, and several checkouts share one cache. What cannot be compiled raises BuildError, and its users
+fall back to Python: a compiler is not required.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class BuildError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What a library is made of. `headers` are only looked at to tell whether it has changed."""
+    """What a library is made of. `headers` only count in the digest."""
 
     name: str
     units: Sequence[Path]
     headers: Sequence[Path]
     flags: Sequence[str]
     unit_flags: Mapping[str, Sequence[str]]
-    """More flags for some units, by the last word of a file's name (`attention_avx2.cpp`: avx2)."""
+    """Further flags for some units, by the last word of a file's name (`attention_avx2.cpp`: avx2)."""
 
     def flags_of(self, unit: Path) -> list[str]:
         """All flags that a unit is compiled with."""
@@ -41,9 +41,9 @@ class Sources:
 
 
 def build(sources: Sources) -> Path:
-    """The shared library's path, compiled now if it is not in the cache. Raises BuildError.
+    """The path of the shared library, which is compiled if it is not in the cache. Raises BuildError.
 
-    Safe with several processes at once: one compiles under a file lock, the others wait for it.
+    Several processes may call it at once: one compiles under a file lock, and the others wait for it.
     """
     compiler = find_compiler()
     target = _cache_dir() / f"{sources.name}-{_digest(sources, compiler)}.so"
@@ -88,7 +88,7 @@ def _digest(sources: Sources, compiler: str) -> str:
 
 
 def _compile(sources: Sources, compiler: str, target: Path) -> None:
-    """Compile and link in a private directory, then rename: a reader sees a whole library or none."""
+    """Compile and link in a private directory, then rename: no process can load an unfinished library."""
     with tempfile.TemporaryDirectory(dir=target.parent) as work:
 
         def compile_unit(unit: Path) -> str:

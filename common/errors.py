@@ -1,31 +1,31 @@
 """Every error a user or a peer can cause. The router maps the tree to HTTP once (router/api/http_errors.py).
 
 BatonError
-├── UserError               the caller's mistake; nothing is lost by it
+├── UserError                    the caller's mistake; other requests are not affected
 │   ├── InvalidRequest      400  a field is wrong, unknown or unsupported
 │   ├── ContextTooLong      400  prompt (+ output) does not fit the model or the pool
 │   ├── ModelNotFound       404  no worker serves that model
-│   ├── SlowClient          400  its stream waits unread (told in the stream: the status is out)
-│   └── Overloaded          429  come back after `retry_after_s`
+│   ├── SlowClient          400  its stream waits unread; sent in the stream, after status 200
+│   └── Overloaded          429  try again after `retry_after_s`
 ├── Unavailable             503  no worker can take the request within its bound
-├── PeerError                    another process spoke wrongly or went away
-│   ├── WireError                a frame does not decode, or decodes to nonsense
+├── PeerError                    another process sent something wrong, or is gone
+│   ├── WireError                a frame does not decode, or its values are impossible
 │   ├── TransferError            KV pages did not arrive
 │   └── WorkerLost               a lease ended or a process died
-└── ConfigError                  exit code 2: names the key and the remedy
+└── ConfigError                  exit code 2: names the key, the problem and the remedy
 
-A bug of ours is an `assert`, never one of these.
+A bug in Baton is an `assert`, never one of these.
 """
 
 from __future__ import annotations
 
 
 class BatonError(Exception):
-    """Root of everything that is somebody else's mistake or misfortune."""
+    """Root of all errors that users or other processes cause."""
 
 
 class UserError(BatonError):
-    """The caller's mistake; `param` names the request field when one is to blame."""
+    """The caller's mistake. `param` is the field of the request that is wrong, if it is one."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -52,7 +52,7 @@ class ModelNotFound(UserError):
 
 
 class SlowClient(UserError):
-    """Too much of a stream waits for its client to read."""
+    """A client does not read its stream: too much of it waits."""
 
 
 class Overloaded(UserError):
@@ -68,11 +68,11 @@ class Unavailable(BatonError):
 
 
 class PeerError(BatonError):
-    """Another process spoke wrongly or went away."""
+    """Another process sent something wrong, or is gone."""
 
 
 class WireError(PeerError):
-    """A frame does not decode, or decodes to nonsense."""
+    """A frame does not decode, or its values are impossible."""
 
 
 class TransferError(PeerError):

@@ -1,1 +1,1 @@
-"""The decode worker: a scheduler that admits decode, and the receiving half of the hand-off."""
+"""The decode worker: a scheduler that admits decode, and the receiving side of the hand-off."""

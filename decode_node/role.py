@@ -45,7 +45,7 @@ from worker.role import Services, WorkerRole
 
 
 class DecodeRole(WorkerRole[DecodeRoom]):
-    """The receiving half of the hand-off."""
+    """The receiving side of the hand-off."""
 
     name = Role.DECODE
     accepts = Decode

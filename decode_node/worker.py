@@ -1,4 +1,4 @@
-"""The decode worker: a scheduler loop with the decode half of the hand-off."""
+"""The decode worker: a scheduler loop with the decode role of the hand-off."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The prefill worker: a scheduler that admits prefill, and the sending half of the hand-off."""
+"""The prefill worker: a scheduler that admits prefill, and the sending side of the hand-off."""

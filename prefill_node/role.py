@@ -48,7 +48,7 @@ from worker.role import Services, WorkerRole
 
 
 class PrefillRole(WorkerRole[PrefillRoom]):
-    """The sending half of the hand-off."""
+    """The sending side of the hand-off."""
 
     name = Role.PREFILL
     accepts = Prefill

@@ -1,4 +1,4 @@
-"""The prefill worker: a scheduler loop with the prefill half of the hand-off."""
+"""The prefill worker: a scheduler loop with the prefill role of the hand-off."""
 
 from __future__ import annotations
 

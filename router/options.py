@@ -84,7 +84,7 @@ class PlacementOptions(Options):
     )
 
 
-class StreamOptions(Options):
+class RoomOptions(Options):
     """Bounds on what a room waits for."""
 
     worker_wait_s: float = Field(10.0, gt=0, description="for a worker to appear; then 503")
@@ -104,7 +104,7 @@ class LeaseOptions(Options):
     lease_s: float = Field(5.0, gt=0, description="a worker that is silent for longer counts as lost")
 
 
-class RouterSettings(PlacementOptions, AdmissionOptions, StreamOptions, LeaseOptions):
+class RouterSettings(PlacementOptions, AdmissionOptions, RoomOptions, LeaseOptions):
     """Router options."""
 
 

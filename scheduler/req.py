@@ -14,6 +14,7 @@ from common.errors import ContextTooLong, InvalidRequest, WireError
 from engine.sampling_state import SamplingState
 from kvcache.radix_key import Namespace
 from kvcache.request import StateHold
+from wire.codec import unpack_tokens
 from wire.messages import GenerateRequest
 from wire.stages import RequestStage, Stamp, stamp
 
@@ -116,9 +117,9 @@ class Req:
 
         Raises WireError, InvalidRequest or ContextTooLong.
         """
-        if not request.prompt or len(request.prompt) % 4:
-            raise WireError(f"a prompt of {len(request.prompt)} bytes is not a sequence of int32 token ids")
-        prompt = np.frombuffer(request.prompt, dtype="<i4").astype(np.int32)
+        if not request.prompt:
+            raise WireError("the prompt is empty")
+        prompt = unpack_tokens(request.prompt).astype(np.int32)
         known = len(prompt) + len(request.forced)
         if known >= limits.max_context_tokens:
             raise ContextTooLong(known + 1, limits.max_context_tokens, "messages")

@@ -1,9 +1,9 @@
 """`make wheel`: build a wheel, install it in a clean virtual environment, and run what users run from it.
 
-Everything happens in a temporary directory. The wheel is built with `python -m build` from the files that git
-knows. It must hold the shipped packages with their C++ sources, and no tests, benches or tools. It is installed
-with dependencies as in requirements.lock. Then, outside the checkout: the help of every command, `baton config`,
-`baton replay chat:1`, and one chat through `baton serve` with the checkout's deploy/demo.yaml.
+Everything happens in a temporary directory. The wheel is built with `python -m build` from the files that
+git knows. It must hold the shipped packages with their C++ sources, and no tests, benches or tools. It is
+installed with dependencies as in requirements.lock. Then, outside the checkout: the help of every command,
+`baton config`, `baton replay chat:1`, and one chat through `baton serve` with deploy/demo.yaml.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Messages of the request, KV-control and event planes; page hashes; mailboxes. Never torch."""
+"""Messages of the request, KV-control and event planes; page hashes; mailboxes. Never imports torch."""

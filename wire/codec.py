@@ -1,4 +1,4 @@
-"""MessagePack in, MessagePack out: typed, validated on decode, nothing ever unpickled."""
+"""Messages as MessagePack: typed, validated on decode. Nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def encode(message: AnyMessage) -> bytes:
 
 
 def decode(frame: bytes | memoryview) -> AnyMessage:
-    """The message in a frame. Raises WireError when it is not one of ours."""
+    """The message in a frame. Raises WireError when it is none of AnyMessage."""
     try:
         return _decoder.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -36,7 +36,7 @@ def pack_tokens(tokens: npt.ArrayLike) -> bytes:
 
 
 def unpack_tokens(packed: bytes) -> npt.NDArray[np.int32]:
-    """The inverse of pack_tokens, a read-only view. Raises WireError on a torn array."""
+    """The token ids in `packed`, as a read-only view. Raises WireError for a torn array."""
     if len(packed) % 4:
         raise WireError(f"a token array of {len(packed)} bytes is not a whole number of int32")
     return np.frombuffer(packed, dtype="<i4")

@@ -1,10 +1,10 @@
-"""KV events: what a worker says it holds, in the form vLLM, SGLang and Dynamo publish and read.
+"""KV events: which pages a worker stores and removes, in the format of vLLM, SGLang and Dynamo.
 
 A batch is the MessagePack array `[ts, events, dp_rank]`; an event is a map tagged by `type`. Frames on the
-PUB socket: topic, 8-byte big-endian sequence number from 0, batch. Reading is lenient where the field is
-not uniform: older engines send positional arrays; hashes are signed, unsigned or bytes; fields and even
-event types may be unknown. A bad event never drops its batch: it is returned as `Unread`, with the reason.
-Source: what vLLM 0.33 and SGLang 0.5.23 publish and Dynamo 1.6.1 reads (docs/decisions/0003).
+PUB socket: topic, 8-byte big-endian sequence number from 0, batch. Reading is lenient where engines differ:
+older ones send positional arrays; hashes are signed, unsigned or bytes; fields and event types may be
+unknown. A bad event does not drop its batch: it is returned as `Unread`, with the reason. Source: what vLLM
+0.33 and SGLang 0.5.23 publish and Dynamo 1.6.1 reads (docs/decisions/0003-kv-events.md).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 from common.errors import WireError
 
 Medium = Literal["GPU", "CPU", "STORAGE"]
-# What other engines call the same three tiers.
+# Names of the three tiers, those of other engines included.
 MEDIA: dict[str, Medium] = {
     "GPU": "GPU",
     "CPU": "CPU",
@@ -77,13 +77,13 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True):
 UnreadKind = Literal[
     "batch", "malformed", "unknown_type", "medium", "other_group", "orphan", "block_size", "frames"
 ]
-"""Why something was not used: the whole batch or its frames are broken; an event lacks or mistypes a field,
-has an unknown tag or a tier nobody knows, is of a KV group that does not decide reuse, continues a block that
-is unknown, or has a block size that pages cannot be made of."""
+"""Why something was not used. Of a batch: it, or its frames, are broken. Of an event: a field is
+missing or has the wrong type; the type or the tier is unknown; it is about a KV group other than the
+primary one; its parent block is unknown; pages cannot be made of its block size."""
 
 
 class _RawBatch(msgspec.Struct, frozen=True, array_like=True):
-    """Any engine's; what is wrong with one event stays in it."""
+    """A batch of any engine. Events are decoded one by one, so that a bad one does not spoil the others."""
 
     ts: float
     events: list[msgspec.Raw]
@@ -92,7 +92,7 @@ class _RawBatch(msgspec.Struct, frozen=True, array_like=True):
 class Unread(NamedTuple):
     """An event that could not be used, and why."""
 
-    raw: Any  # its bytes, or the event
+    raw: Any  # the event, or its bytes
     reason: str
     kind: UnreadKind = "malformed"
 
@@ -162,7 +162,7 @@ _POSITIONAL = {
 }  # fmt: skip
 
 
-# What some engines leave out when there is nothing to say.
+# Fields that some engines leave out instead of sending nil.
 _ABSENT = {"parent_block_hash": None, "lora_id": None, "medium": None, "lora_name": None}
 
 
@@ -198,7 +198,7 @@ def _read_event(payload: msgspec.Raw) -> AnyEvent:
 
 
 def _hash(value: Any) -> int:
-    """Engines name blocks by signed or unsigned 64-bit ints or by digests; all become signed 64-bit."""
+    """A block hash, given as a signed or unsigned 64-bit int or as a digest, as a signed 64-bit int."""
     if isinstance(value, bytes) and value:
         return int.from_bytes(value[:8], "big", signed=True)
     if not isinstance(value, int):

@@ -1,10 +1,11 @@
-"""LoopMailbox: a mailbox whose sockets belong to an asyncio event loop. For the router, whose work is there.
+"""LoopMailbox: a mailbox whose sockets belong to an asyncio event loop, for the router.
 
-A mailbox with a thread (wire/mailbox.py) hands its mail over to the loop and wakes it; the two take turns at
-the interpreter's lock, and that cost the router a fifth of its time. Here the loop watches ZeroMQ's own
-descriptor and reads when it says so; nothing changes hands.
+A mailbox with a thread (wire/mailbox.py) would pass its mail to the loop and wake it; the two threads would
+compete for the interpreter's lock, which cost the router a fifth of its time. Here the loop watches ZeroMQ's
+own descriptor and reads the socket itself.
 
-ZeroMQ's descriptor tells of a change, once: whoever is woken must read until nothing is left, or come back.
+ZeroMQ's descriptor signals a change only once: the reader must read until nothing is left, or be
+called again.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from wire.messages import AnyMessage
 from wire.security import Curve
 from wire.sockets import Inbound, Mail, PeerSockets
 
-_AT_ONCE = 256  # messages read before the loop's other callbacks have a turn: a few milliseconds
+_AT_ONCE = 256  # messages read before the loop's other callbacks run: a few milliseconds
 
 
 class LoopMailbox:
@@ -30,7 +31,8 @@ class LoopMailbox:
         curve: Curve | None,
         on_mail: Callable[[list[Mail]], None],
     ) -> None:
-        """Bind a fresh port on `interface`. `on_mail` gets what has arrived, in order, on the loop."""
+        """Bind a fresh port on `interface`. `on_mail` is called on the loop with mail, in order of
+        arrival."""
         self._loop = asyncio.get_running_loop()
         self._on_mail = on_mail
         self._context = zmq.Context()
@@ -41,7 +43,7 @@ class LoopMailbox:
         self._closed = False
         self._flush_due = False
         self._loop.add_reader(self._descriptor, self._read)
-        self._loop.call_soon(self._read)  # what came before the loop watched is told by no change
+        self._loop.call_soon(self._read)  # for mail that came before the loop watched the descriptor
 
     @property
     def dropped(self) -> int:
@@ -50,13 +52,14 @@ class LoopMailbox:
 
     @property
     def rejected_messages(self) -> int:
-        """Messages that were not ours."""
+        """Messages that did not decode."""
         return self._inbound.rejected_messages
 
     def send(self, to: str, message: AnyMessage) -> None:
         """Queue a message for the mailbox at `to`. Never blocks; delivery is not promised.
 
-        It goes when the loop has run what is due now, with all else that was said to `to` meanwhile.
+        It leaves when the loop has run the callbacks that are due now, in one frame with everything else that
+        they send to `to`.
         """
         self._peers.send(to, message)
         if not self._flush_due:
@@ -64,7 +67,7 @@ class LoopMailbox:
             self._loop.call_soon(self._flush)
 
     def forget(self, peer: str) -> None:
-        """Drop the connection to a peer that is gone, with whatever is queued for it."""
+        """Drop the connection to a peer that is gone, and what is queued for it."""
         self._peers.forget(peer)
 
     def close(self) -> None:

@@ -1,12 +1,13 @@
 """Mailbox: a process's address for typed messages, with an I/O thread of its own.
 
-Every process has exactly one (the router's lives on its event loop: wire/loop_mailbox.py). The sockets and
-the form of a frame: wire/sockets.py.
+Every process has exactly one. The router's runs on its event loop (wire/loop_mailbox.py). The sockets and the
+form of a frame are in wire/sockets.py.
 
-Threads: a mailbox owns one I/O thread, the only one that touches sockets. `send` may be called from any
-thread; `take` and `wait` belong to one consumer. Sending never blocks and never raises: a message that
-cannot be queued is counted in `dropped`, and repeated by whoever needs the answer (wire/retransmitter.py) or
-asked for again (Resend), because ZeroMQ promises neither delivery nor order across reconnects.
+A mailbox owns one I/O thread, the only one that uses the sockets. `send` may be called from any thread;
+`take` and `wait` are for one consumer. Sending never blocks and never raises: a message that cannot be
+queued is counted in `dropped`. ZeroMQ promises neither delivery nor order across reconnects, so a sender
+that needs an answer repeats its message (wire/retransmitter.py), and a receiver asks again for what it
+misses (Resend).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from wire.sockets import Inbound, Mail, PeerSockets
 
 __all__ = ["Mail", "Mailbox"]
 
-_AT_ONCE = 1000  # messages read before what we have to say has a turn
+_AT_ONCE = 1000  # messages read before pending ones are sent
 
 
 class Mailbox:
@@ -55,7 +56,7 @@ class Mailbox:
 
     @property
     def rejected_messages(self) -> int:
-        """Messages that were not ours."""
+        """Messages that did not decode."""
         return self._inbound.rejected_messages
 
     def send(self, to: str, message: AnyMessage) -> None:
@@ -64,12 +65,12 @@ class Mailbox:
         self._wake()
 
     def forget(self, peer: str) -> None:
-        """Drop the connection to a peer that is gone, with whatever is queued for it."""
+        """Drop the connection to a peer that is gone, and what is queued for it."""
         self._outbox.append((peer, None))
         self._wake()
 
     def take(self) -> list[Mail]:
-        """All mail that is there, without waiting."""
+        """All mail that has arrived, without waiting."""
         mail: list[Mail] = []
         while True:
             try:
@@ -80,9 +81,9 @@ class Mailbox:
                 mail.append(piece)
 
     def wait(self, timeout_s: float) -> list[Mail]:
-        """All mail that is there; if there is none, what arrives first within `timeout_s`, or nothing.
+        """All mail that has arrived; if there is none, what arrives first within `timeout_s`, or nothing.
 
-        Returns early, perhaps empty-handed, after a `nudge`.
+        Returns early, perhaps with nothing, after a `nudge`.
         """
         try:
             first = self._inbox.get(timeout=timeout_s)
@@ -91,7 +92,7 @@ class Mailbox:
         return [first, *self.take()] if first is not None else self.take()
 
     def nudge(self) -> None:
-        """Make a `wait` in progress (or the next one) return: something other than mail has happened."""
+        """Make a `wait` in progress, or the next one, return: something other than mail needs attention."""
         self._inbox.put(None)
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What both sides need to know of one choice of one request.
+    """One choice of one request, as prefill and decode workers get it.
 
     `prompt` is int32 little-endian token ids. `forced` are the output tokens the router has already
     forwarded (a restarted or migrated request): they are input, and the next position is sampled.
@@ -57,8 +57,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", gc=False):
-    """Base of everything that goes through a mailbox. No part of a message can refer to the whole, so the
-    garbage collector need not look."""
+    """Base of everything that goes through a mailbox. A message cannot be part of a reference cycle, so the
+    garbage collector does not track it."""
 
 
 class RoomMessage(Message, frozen=True, omit_defaults=True):
@@ -111,19 +111,19 @@ class Decode(StartMessage, frozen=True, tag="decode", omit_defaults=True):
 
 
 class Abort(RoomMessage, frozen=True, tag="abort", omit_defaults=True):
-    """Nobody wants this room's output any more. Leaves a tombstone on the worker."""
+    """The client is gone, or the room has ended elsewhere. Leaves a tombstone on the worker."""
 
     reason: str = ""
 
 
 class Ack(Message, frozen=True, tag="ack"):
-    """The router holds every token below `upto` of these (room, epoch, upto); never repeated."""
+    """The router holds every token below position `upto` of these (room, epoch, upto). Never repeated."""
 
     items: list[tuple[int, int, int]]
 
 
 class Resend(RoomMessage, frozen=True, tag="resend"):
-    """Send the room's tokens again from position `start` on (a gap, or silence)."""
+    """Send the room's tokens again from position `start` on: some were lost, or none came for a while."""
 
     start: int
 
@@ -161,7 +161,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class OutputDelta(msgspec.Struct, frozen=True, gc=False):
-    """What a room's output has gained. Not a message: the form in which tokens pass within a process.
+    """New output of a room, as it is passed within a process. Not a message.
 
     `logprobs`, when asked for, is as long as `tokens`. `finish` comes with the last tokens. `matched` is the
     stop string or the stop token that ended the output, where one did and it is known.
@@ -197,7 +197,7 @@ class Tokens(Message, frozen=True, tag="tokens"):
 
 
 class Timeline(RoomMessage, frozen=True, tag="timeline", omit_defaults=True):
-    """A worker's half of a room is over: its stamps, and the KV bytes it received (decode) and how.
+    """A worker has ended its part in a room: its stamps, and the KV bytes it received (decode) and how.
 
     Repeated until a Receipt, like Reserved and Rejected.
     """
@@ -215,11 +215,11 @@ class Reserved(RoomMessage, frozen=True, tag="reserved"):
 class RejectKind(StrEnum):
     """What the router should make of a rejection."""
 
-    INVALID = "invalid"  # the request's own fault: a 400
+    INVALID = "invalid"  # the request is wrong: a 400
     OVERLOADED = "overloaded"  # a 429, or another worker
-    DRAINING = "draining"  # start again elsewhere
-    FAILED = "failed"  # transfer or engine failed: start again, anywhere
-    UNKNOWN = "unknown"  # Resend for a room this worker has never heard of: start again
+    DRAINING = "draining"  # start again on another worker
+    FAILED = "failed"  # transfer or engine failed: start again, on any worker
+    UNKNOWN = "unknown"  # Resend for a room that this worker does not know: start again
 
 
 class Rejected(RoomMessage, frozen=True, tag="rejected", omit_defaults=True):
@@ -251,9 +251,9 @@ class TransferEndpoint(msgspec.Struct, frozen=True):
 class KVTarget(RoomMessage, frozen=True, tag="kv_target"):
     """Decode -> prefill: write the room's pages here. Repeated until a Receipt.
 
-    Every way into the pool is offered, best first, and prefill takes the first that works for it: only the
-    two together know whether they share a host or a fabric. `layout` is the digest of decode's page layouts
-    (`wire.records.layout_digest`): prefill refuses a target whose layout is not its own.
+    `endpoints` are all ways into the pool, best first. Prefill takes the first that works for it: whether the
+    two share a host or a fabric depends on both. `layout` is the digest of decode's page layouts
+    (`wire.records.layout_digest`): prefill refuses a target whose layout differs from its own.
     """
 
     decode: str  # decode worker id
@@ -279,7 +279,7 @@ class KVDone(RoomMessage, frozen=True, tag="kv_done", omit_defaults=True):
 
 
 class KVFailed(RoomMessage, frozen=True, tag="kv_failed"):
-    """Prefill -> decode: the pages will not come in this epoch. Repeated until a Receipt."""
+    """Prefill -> decode: the pages of this epoch will not come. Repeated until a Receipt."""
 
     reason: str
 
@@ -306,7 +306,7 @@ class Announced(Message, frozen=True, tag="announced"):
 
 
 class AnnounceRefused(Message, frozen=True, tag="announce_refused"):
-    """This record cannot join; `key` is the configuration key to change, `remedy` says how."""
+    """This record cannot join: the parts of a ConfigError (common/errors.py)."""
 
     worker: str
     incarnation: int
@@ -323,7 +323,8 @@ class Withdraw(Message, frozen=True, tag="withdraw"):
 
 
 class Watch(Message, frozen=True, tag="watch"):
-    """A router wants every View for the next few seconds, and to be in them (repeated: it is a lease too)."""
+    """A router asks for every View of the next few seconds, and to be listed in them. It repeats the message
+    to renew both."""
 
 
 class View(Message, frozen=True, tag="view", omit_defaults=True):

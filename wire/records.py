@@ -10,14 +10,15 @@ import msgspec
 
 
 class Role(StrEnum):
-    """Which requests the router sends. A decode worker can also prefill; alone it is "colocated"."""
+    """Which requests the router sends. A decode worker can also prefill; without prefill workers it is
+    "colocated"."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 class GroupLayout(msgspec.Struct, frozen=True):
-    """The bytes of one page of one KV group. Two workers exchange pages only if theirs are equal.
+    """The bytes of one page of one KV group. Two workers exchange pages only if their layouts are equal.
 
     `shape` is the page's shape as stored, e.g. `[layer, 2, head, page_size, head_dim]`; `tile_order` names
     the order inside a `[page_size, head_dim]` tile ("plain" or "dot_pairs").
@@ -33,14 +34,14 @@ class GroupLayout(msgspec.Struct, frozen=True):
 
 
 def layout_digest(groups: tuple[GroupLayout, ...]) -> str:
-    """A short name for a set of layouts: equal digests may exchange pages."""
+    """A short name of a set of layouts. Workers with equal digests may exchange pages."""
     return hashlib.sha256(msgspec.msgpack.encode(groups)).hexdigest()[:16]
 
 
 class WorkerLoad(msgspec.Struct, frozen=True):
     """A worker's own view of how busy it is, sent with every lease renewal. Tokens unless said."""
 
-    queued_prefill_tokens: int = 0  # to compute for what waits, cached as much as prompts were lately
+    queued_prefill_tokens: int = 0  # to compute for waiting prompts, at the hit rate of the latest ones
     running_requests: int = 0
     waiting_requests: int = 0
     free_tokens: int = 0  # available + evictable
@@ -52,9 +53,9 @@ class WorkerLoad(msgspec.Struct, frozen=True):
 
 PageHashes = Literal["baton", "foreign"]
 """What the block hashes in a worker's KV events are. "baton": the page hash chain of wire/page_hash.py, and
-events of the primary group alone. "foreign": what an adapter in front of another engine (vLLM, SGLang) says.
-Those hashes mean something to that engine only, and routers hash `token_ids` themselves, in pages of
-`groups[0].page_size`; the engine's block size may be a multiple or a divisor of that."""
+events of the primary group alone. "foreign": hashes of another engine (vLLM, SGLang) behind an adapter; they
+are valid within that engine only, and routers hash `token_ids` themselves, in pages of `groups[0].page_size`.
+The engine's block size may be a multiple or a divisor of that."""
 
 
 class WorkerRecord(msgspec.Struct, frozen=True):
@@ -77,4 +78,4 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     transfer_backends: tuple[str, ...]
     load: WorkerLoad = WorkerLoad()
     draining: bool = False
-    page_hashes: PageHashes = "baton"  # who names the pages in its KV events
+    page_hashes: PageHashes = "baton"  # which hashes name the pages in its KV events

@@ -1,4 +1,4 @@
-"""Retransmitter: keeps saying a message until it is answered, for a bounded time."""
+"""Retransmitter: repeats a message until it is answered, for a bounded time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from wire.messages import AnyMessage
 
 
 class RetransmitKey(NamedTuple):
-    """What an answer must name. `to` is a mailbox address: two routers may use the same room number."""
+    """What an answer names. `to`, a mailbox address, is part of it: routers may use equal room numbers."""
 
     to: str
     room: int
@@ -29,8 +29,8 @@ class _Pending:
 class Retransmitter:
     """Messages that await a Receipt. One owner, one thread; time is passed in, so tests need no clock.
 
-    Intervals double from `first_interval_s` up to 2 s: a lost datagram costs little, a slow peer is not
-    flooded.
+    Intervals double from `first_interval_s` up to 2 s: a lost message is soon repeated, and a slow peer is
+    not flooded.
     """
 
     def __init__(self, send: Callable[[str, AnyMessage], None], first_interval_s: float = 0.25) -> None:

@@ -11,8 +11,8 @@ from zmq.utils import z85
 class Curve:
     """One key pair derived from the cluster secret, used at both ends.
 
-    Who knows the secret is a member; there are no finer roles. The private key is SHA-256 of the secret,
-    clamped by libsodium itself.
+    A process that knows the secret is a member, with all rights. The private key is the SHA-256 of the
+    secret; libsodium clamps it.
     """
 
     def __init__(self, secret: str) -> None:
@@ -20,13 +20,13 @@ class Curve:
         self._public = zmq.curve_public(self._private)
 
     def serve(self, socket: zmq.Socket[bytes]) -> None:
-        """Make a socket that will bind accept members only."""
+        """Make a socket accept members only. Call it before `bind`."""
         socket.curve_secretkey = self._private
         socket.curve_publickey = self._public
         socket.curve_server = True
 
     def connect(self, socket: zmq.Socket[bytes]) -> None:
-        """Make a socket that will connect talk to members only."""
+        """Make a socket connect to members only. Call it before `connect`."""
         socket.curve_secretkey = self._private
         socket.curve_publickey = self._public
         socket.curve_serverkey = self._public

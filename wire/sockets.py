@@ -1,10 +1,11 @@
-"""The sockets under both kinds of mailbox: one bound to be told things, one connected per peer to tell them.
+"""The sockets of both kinds of mailbox: one bound to receive, and one connected per peer to send.
 
-A frame is a byte with the length of the sender's mailbox address, that address, then messages, each after its
-length in four bytes, lowest first: all that the sender had for this peer at one moment. (A ZeroMQ message per
-message, and a ZeroMQ frame per part, cost reader and writer several times as much.) A receiver answers by
-sending to that address; nothing depends on ZeroMQ's routing ids, which change with every reconnect, so the
-sockets are PULL and PUSH, which have none. Both classes belong to one thread at a time.
+A frame is a byte with the length of the sender's mailbox address, that address, then messages, each after
+its length in four bytes, little-endian: all that the sender had for this peer at one moment. (One ZeroMQ
+message per message, or one ZeroMQ frame per part, cost reader and writer several times as much.) A receiver
+answers by sending to that address. Nothing depends on ZeroMQ's routing ids, which change with every
+reconnect; the sockets are PULL and PUSH, which have none. Objects of both classes are used by one thread at
+a time.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 
 _NOW = int(zmq.NOBLOCK)  # a plain int: pyzmq's flags are enums, which cost more than the work itself
 _QUEUED_PER_PEER = 100_000  # frames
-_LONGEST_FRAME = 1 << 20  # bytes, but for a message that is longer by itself
+_LONGEST_FRAME = 1 << 20  # bytes; a longer message has a frame of its own
 _LENGTH = 4
 _IDLE_PEER_S = 300.0
 
@@ -54,7 +55,7 @@ class Inbound:
     def receive(self, most: int) -> tuple[list[Mail], bool]:
         """About `most` messages of what has arrived, without waiting, and whether nothing is left.
 
-        A message that is not ours is counted and named, and costs nothing else.
+        A message that does not decode is counted, logged and left out.
         """
         mail: list[Mail] = []
         receive = self.socket.recv
@@ -98,7 +99,7 @@ class _Peer:
 
 
 class PeerSockets:
-    """Connections to the mailboxes that were told something, closed when nothing was said for a while."""
+    """Connections to the mailboxes that were sent something. Idle ones are closed."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], reply_address: str, curve: Curve | None
@@ -112,13 +113,13 @@ class PeerSockets:
         self.dropped = 0  # messages
 
     def send(self, to: str, message: AnyMessage) -> None:
-        """Say it with the next `flush`."""
+        """Add the message to what the next `flush` sends to `to`."""
         peer = self._peers.get(to) or self._connect(to)
         payload = encode(message)
         if peer.messages and len(peer.frame) + len(payload) > _LONGEST_FRAME:
             self._send(peer)
         if not peer.messages:
-            peer.used_at = time.monotonic()  # now, so that it is not taken for idle with a frame to send
+            peer.used_at = time.monotonic()  # not idle: it has a frame to send
             self._unsent.append(peer)
             peer.frame += self._head
         peer.frame += len(payload).to_bytes(_LENGTH, "little")
@@ -126,13 +127,13 @@ class PeerSockets:
         peer.messages += 1
 
     def flush(self) -> None:
-        """Hand what was said to ZeroMQ. Never blocks: what cannot be queued is counted in `dropped`."""
+        """Hand all frames to ZeroMQ. Never blocks: what cannot be queued is counted in `dropped`."""
         unsent, self._unsent = self._unsent, []
         for peer in unsent:
             self._send(peer)
 
     def forget(self, address: str) -> None:
-        """Drop the connection to a peer that is gone, with whatever is queued for it."""
+        """Drop the connection to a peer that is gone, and what is queued for it."""
         peer = self._peers.pop(address, None)
         if peer is not None:
             peer.messages = 0

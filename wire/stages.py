@@ -9,7 +9,7 @@ import msgspec
 
 
 class RequestStage(StrEnum):
-    """Each is stamped once when entered, except PREFILL_CHUNKED_FORWARD, once per chunk before the last."""
+    """Each is stamped once, when entered; PREFILL_CHUNKED_FORWARD once per chunk before the last."""
 
     TOKENIZE = "tokenize"
     TOKENIZER_DISPATCH = "tokenizer_dispatch"
@@ -25,7 +25,7 @@ class RequestStage(StrEnum):
 
 
 class Stamp(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A stage was entered at `at_ns` nanoseconds of the Unix clock (comparable between hosts, roughly)."""
+    """A stage was entered at `at_ns` nanoseconds of the Unix clock. Clocks of hosts may differ."""
 
     stage: RequestStage
     at_ns: int
