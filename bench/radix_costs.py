@@ -120,9 +120,10 @@ class Load:
                 before, started = scheduler.metrics.cached_tokens, time.process_time()
             tokens = np.asarray(prompt, "<i4").tobytes()
             sampling = SamplingParams(max_new_tokens=OUTPUTS)
-            scheduler.add(
-                Req.from_request(GenerateRequest(str(room), room, 1, tokens, sampling), "m", limits)
+            request = GenerateRequest(
+                request_id=str(room), room=room, epoch=1, prompt=tokens, sampling=sampling
             )
+            scheduler.add(Req.from_request(request, "m", limits))
             while room - scheduler.metrics.finished > 2 * RUNNING:
                 scheduler.step()
         self._until_idle(scheduler)

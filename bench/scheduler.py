@@ -90,7 +90,8 @@ def decoding(lanes: int, depth: int) -> Scheduler:
     limits = RequestLimits(context, spec.vocab_size, ())
     for room in range(lanes):
         prompt = (np.arange(CONTEXT) + room).astype("<i4").tobytes()
-        request = GenerateRequest(str(room), room, 1, prompt, SamplingParams(max_new_tokens=outputs))
+        sampling = SamplingParams(max_new_tokens=outputs)
+        request = GenerateRequest(request_id=str(room), room=room, epoch=1, prompt=prompt, sampling=sampling)
         scheduler.add(Req.from_request(request, "m", limits))
     while scheduler.load().queued_prefill_tokens:
         scheduler.step()

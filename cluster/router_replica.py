@@ -40,7 +40,6 @@ class RouterReplica:
             )
             directory = await asyncio.to_thread(self._directory)
             self._router = Router(self._options.model_copy(update={"directory": directory}))
-            await self._router.start()
         freeze_gc()
         self._following = asyncio.create_task(self._follow_directory())
 
@@ -52,7 +51,7 @@ class RouterReplica:
         """Serve awaits this after the requests that it counts have ended."""
         if hasattr(self, "_following"):
             self._following.cancel()
-            await self._router.close()
+            self._router.close()
 
     def _directory(self) -> str:
         options = self._options
@@ -63,7 +62,7 @@ class RouterReplica:
         while True:
             await asyncio.sleep(_FOLLOW_S)
             try:
-                self._router.follow_directory(await asyncio.to_thread(self._directory))
+                self._router.membership.move_directory(await asyncio.to_thread(self._directory))
             except RayError as error:
                 log.warning("the directory cannot be reached, trying again: %s", error)
 

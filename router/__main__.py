@@ -76,9 +76,8 @@ def main() -> None:
             directory, port = given.sibling
             options = options.model_copy(update={"directory": directory, "port": int(port)})
         shared = given.sibling is not None or given.processes > 1
-        router = Router(options)
         with _listen(options, shared) as listener:
-            uvloop.run(_serve(router, listener, given))
+            uvloop.run(_serve(options, listener, given))
 
 
 def _listen(options: RouterOptions, shared: bool) -> socket.socket:
@@ -104,10 +103,10 @@ def _listen(options: RouterOptions, shared: bool) -> socket.socket:
     return listener
 
 
-async def _serve(router: Router, listener: socket.socket, given: argparse.Namespace) -> None:
-    await router.start()
+async def _serve(options: RouterOptions, listener: socket.socket, given: argparse.Namespace) -> None:
+    router = Router(options)
     host, port = listener.getsockname()[:2]
-    directory = router.options.directory or router.mailbox_address
+    directory = options.directory or router.mailbox_address
     siblings = RouterProcesses(("--options", str(given.options), "--sibling", directory, str(port)))
     try:
         await siblings.start(given.processes - 1)
@@ -134,7 +133,7 @@ async def _serve(router: Router, listener: socket.socket, given: argparse.Namesp
         await server.serve(sockets=[listener])
     finally:
         await siblings.close()
-        await router.close()
+        router.close()
 
 
 def _end_with_stdin(server: uvicorn.Server) -> None:

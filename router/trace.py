@@ -19,9 +19,9 @@ class RequestTrace:
     request_id: str
     rooms: list[int]
     arrived_ns: int
+    router_stamps: list[Stamp]
     first_token_ns: int = 0
     finished_ns: int = 0
-    router_stamps: list[Stamp] = field(default_factory=list)
     # By (room, epoch, worker id): a message that comes twice adds nothing.
     timelines: dict[tuple[int, int, str], Timeline] = field(default_factory=dict)
     placements: list[dict[str, Any]] = field(default_factory=list)

@@ -36,24 +36,29 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     top_logprobs: int | None = None  # None: no logprobs; k: the chosen token's and the k best
 
 
-class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+class RequestCore(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """What the router and the workers both need of a request. Extended by what each of them adds."""
+
+    request_id: str
+    sampling: SamplingParams
+    extra_key: str = ""
+    cache_salt: str = ""
+    tenant: str = ""
+    priority: int = 0  # greater runs first
+
+
+class GenerateRequest(RequestCore, frozen=True, omit_defaults=True, kw_only=True):
     """One choice of one request, as prefill and decode workers get it.
 
     `prompt` is int32 little-endian token ids. `forced` are the output tokens the router has already
     forwarded (a restarted or migrated request): they are input, and the next position is sampled.
     """
 
-    request_id: str
     room: int
     epoch: int
     prompt: bytes
-    sampling: SamplingParams
     choice: int = 0
     forced: tuple[int, ...] = ()
-    extra_key: str = ""
-    cache_salt: str = ""
-    tenant: str = ""
-    priority: int = 0  # greater runs first
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", gc=False):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 from urllib.parse import parse_qsl
@@ -46,6 +47,7 @@ class HttpRequest:
         self._scope = scope
         self._receive = receive
         self._send = send
+        self.arrived_ns = time.time_ns()
         self.request_id = self._request_id()
         self.status = 0  # of the answer, once it has begun
 

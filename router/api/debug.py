@@ -12,6 +12,8 @@ from router.api.asgi import HttpRequest
 from router.api.http_errors import error_body
 from router.placement.policy import RoleCandidates
 from router.service import Router
+from router.streams.generation import Submission
+from wire.messages import SamplingParams
 
 
 async def health(_: Router, request: HttpRequest) -> None:
@@ -21,7 +23,7 @@ async def health(_: Router, request: HttpRequest) -> None:
 
 async def ready(router: Router, request: HttpRequest) -> None:
     """GET /ready: 503 until a decode worker is there."""
-    if not router.ready:
+    if not router.membership.ready:
         raise Unavailable("no decode worker is there yet")
     await request.respond_json({"status": "ready"})
 
@@ -54,7 +56,7 @@ async def trace(router: Router, request: HttpRequest) -> None:
 
 async def workers(router: Router, request: HttpRequest) -> None:
     """GET /debug/workers: the directory's view, and the load that routers have assigned to each worker."""
-    await request.respond_json({"workers": router.workers(), "accounts": router.accounts()})
+    await request.respond_json({"workers": router.membership.workers, "accounts": router.accounts()})
 
 
 async def route(router: Router, request: HttpRequest) -> None:
@@ -67,8 +69,12 @@ async def route(router: Router, request: HttpRequest) -> None:
     if "prompt" not in query:
         raise InvalidRequest("a prompt is needed", "prompt")
     prompt = router.tokenization.encode(query["prompt"])
-    space = {key: query.get(key, "") for key in ("extra_key", "cache_salt", "session", "tenant")}
-    explained = router.explain(prompt, **space)
+    submission = Submission(
+        request_id=request.request_id, prompts=[prompt], sampling=SamplingParams(),
+        extra_key=query.get("extra_key", ""), cache_salt=query.get("cache_salt", ""),
+        session=query.get("session", ""), tenant=query.get("tenant", ""),
+    )  # fmt: skip
+    explained = router.explain(submission)
     if explained is None:
         raise Unavailable("no decode worker is there")
     choice, prediction = explained

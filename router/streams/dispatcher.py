@@ -1,13 +1,10 @@
-"""Dispatcher: between the mailbox and the rooms. Both live on the event loop, so nothing here needs a lock.
-
-Acknowledgements are cumulative, so they are gathered and sent with the next tick.
-"""
+"""Dispatcher: between the mailbox and the rooms. Both belong to the event loop, so there is no lock."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from router.metrics import RouterMetrics
 from router.options import RouterOptions
@@ -16,13 +13,11 @@ from router.placement.placement import Placement
 from router.placement.placer import Placer
 from router.placement.policy import Choice, PlacementRequest
 from router.placement.prediction import Prediction
-from router.streams.stream import RoomPlan, RoomStream
+from router.streams.stream import RoomStream
+from router.streams.worker_mail import WorkerMail
 from router.trace import TraceStore
-from wire.loop_mailbox import LoopMailbox
 from wire.messages import (
-    Ack,
     AnyMessage,
-    Inspected,
     Receipt,
     Rejected,
     Reserved,
@@ -32,13 +27,12 @@ from wire.messages import (
     kind_of,
 )
 from wire.records import WorkerRecord
-from wire.retransmitter import RetransmitKey, Retransmitter
-from wire.security import curve_for
+from wire.retransmitter import RetransmitKey
 from wire.sockets import Mail
 
 
 class Dispatcher:
-    """All rooms of a router, and its mailbox. Implements RoomHost. Belongs to one event loop."""
+    """All rooms of a router. Implements RoomHost. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -46,162 +40,128 @@ class Dispatcher:
         placer: Placer,
         traces: TraceStore,
         metrics: RouterMetrics,
-        on_other: Callable[[Mail, float], None],
+        send: Callable[[str, AnyMessage], None],
     ) -> None:
-        """`on_other` gets the mail that is about no room (the directory's)."""
-        self.placer = placer
         self.admission = Admission(options, placer)
         self.rooms: dict[int, RoomStream] = {}  # admitted
         self.waiting: dict[int, RoomStream] = {}  # in admission's queue
-        self._options = options
+        self.mail = WorkerMail(send, options.receipt_timeout_s)
+        self._placer = placer
         self._traces = traces
         self._metrics = metrics
-        self._on_other = on_other
-        self._placements: dict[int, Placement] = {}  # by room
-        self._fresh: tuple[int, Choice] | None = None  # made for a room at its arrival, not booked yet
         self._first_expected: dict[int, float] = {}  # when a room's first token was predicted to come
-        self._acks: dict[str, dict[tuple[int, int], int]] = {}
-        self._inspections: dict[int, asyncio.Future[str]] = {}
         self._loop = asyncio.get_running_loop()
         self._admit_due = False
-        self.mailbox = LoopMailbox(options.interface, curve_for(options.cluster_secret), self._on_mail)
-        self._retransmitter = Retransmitter(self.mailbox.send)
 
     def open(self, rooms: list[RoomStream], judged: tuple[Choice, Prediction] | None, now: float) -> None:
         """Open the rooms of one request. `judged` is what admission returned for the first of them."""
         for room in rooms:
-            self.waiting[room.plan.room] = room
-            self.admission.enqueue(room.plan.room, self.placement_request(room.plan), now)
-        if judged is not None:
+            self.waiting[room.number] = room
+            self.admission.enqueue(room.number, room.placement_request, now)
+        if judged is None:
+            self.admit(now)
+        else:
             choice, prediction = judged
-            first = rooms[0].plan.room
-            self._fresh = first, choice
-            self._first_expected[first] = now + prediction.ttft_s
-        self.admit(now)
+            self._first_expected[rooms[0].number] = now + prediction.ttft_s
+            self.admit(now, (rooms[0].number, choice))
 
-    def admit(self, now: float) -> None:
-        """Give workers to the rooms whose turn it is."""
+    def admit(self, now: float, chosen: tuple[int, Choice] | None = None) -> None:
+        """Give workers to the rooms whose turn it is. `chosen`: a choice made just now for one of them.
+
+        That room gets them if its turn is the first: later, another choice may be better.
+        """
         while (number := self.admission.admit(now)) is not None:
             room = self.rooms[number] = self.waiting.pop(number)
-            room.start(now)
-        self._fresh = None  # by its turn, if that comes later, another choice may be better
+            room.start(now, chosen[1] if chosen is not None and chosen[0] == number else None)
+            chosen = None
+
+    def stop(self, rooms: Iterable[int], reason: str) -> None:
+        """End rooms of which no more output is wanted."""
+        for number in rooms:
+            room = self.rooms.get(number) or self.waiting.get(number)
+            if room is not None:
+                room.stop(reason)
 
     def tick(self, now: float) -> None:
         """Repeat what is unanswered, wake rooms that are due, acknowledge."""
-        for key in self._retransmitter.tick(now):
+        for key in self.mail.tick(now):
             room = self.rooms.get(key.room)
             if room is not None:
                 room.on_given_up(key, now)
         for number, room in list(self.rooms.items()):
             room.tick(now)
             self.admission.produced(number, len(room.tokens))
-        self.placer.tick(now)
+        self._placer.tick(now)
         for number, error in self.admission.overdue(now):
             late = self.waiting.get(number)
             if late is not None:  # else it went with another choice of its request
                 late.fail(error)
         self.admit(now)
-        for address, upto in self._acks.items():
-            self.mailbox.send(address, Ack([(room, epoch, end) for (room, epoch), end in upto.items()]))
-        self._acks.clear()
 
     def lost(self, worker: WorkerRecord, now: float) -> None:
         """A worker is gone: its rooms start again elsewhere."""
         for room in list(self.rooms.values()):
             room.on_worker_lost(worker, now)
-        self.mailbox.forget(worker.mailbox)
-
-    async def inspect(self, worker: WorkerRecord, token: int, message: AnyMessage, timeout_s: float) -> str:
-        """A worker's report. Raises TimeoutError when it does not answer."""
-        future: asyncio.Future[str] = self._loop.create_future()
-        self._inspections[token] = future
-        self.mailbox.send(worker.mailbox, message)
-        try:
-            return await asyncio.wait_for(future, timeout_s)
-        finally:
-            del self._inspections[token]
 
     def close(self) -> None:
-        """Give up every room and close the mailbox."""
-        for room in [*self.waiting.values(), *self.rooms.values()]:
-            room.stop("the router is closing")
-        self.mailbox.close()
+        """Give up every room."""
+        self.stop([*self.waiting, *self.rooms], "the router is closing")
 
     # -- RoomHost ------------------------------------------------------------------------------
 
-    def place(self, room: RoomStream, avoid: set[str]) -> Placement | None:
-        """See RoomHost."""
-        plan, placer, now = room.plan, self.placer, time.monotonic()
-        fresh, self._fresh = self._fresh, None
-        if fresh is not None and fresh[0] == plan.room:
-            choice: Choice | None = fresh[1]
-        else:
-            request = self.placement_request(plan, len(room.tokens))
-            choice = placer.choose(request, now, frozenset(avoid))
+    def place(self, room: RoomStream, avoid: frozenset[str], choice: Choice | None) -> Placement | None:
+        """Choose workers, unless that was done, and count the room on them."""
+        now = time.monotonic()
         if choice is None:
-            return None
-        if room.epoch == 0:
-            self._expect_first(plan.room, choice, now)
-        placement = self._placements[plan.room] = placer.place(choice, now)
-        self.admission.placed(plan.room, placement.prefill_tokens)
+            choice = self._placer.choose(self._placement_request(room), now, avoid)
+            if choice is None:
+                return None
+        number, epoch = room.number, room.request.epoch
+        if epoch == 0:
+            self._expect_first(number, choice, now)
+        placement = self._placer.place(choice, now)
+        self.admission.placed(number, placement.prefill_tokens)
         prefill = placement.prefill.id if placement.prefill is not None else None
-        self._traces.placed(plan.room, room.epoch, prefill, placement.decode.id)
+        self._traces.placed(number, epoch, prefill, placement.decode.id)
         self._metrics.placements.inc(of="pair" if prefill is not None else "alone")
         return placement
 
-    def placement_request(self, plan: RoomPlan, forwarded: int = 0) -> PlacementRequest:
-        """What the policy is told of a room that has this many output tokens already."""
-        left = plan.sampling.max_new_tokens - forwarded
-        return PlacementRequest(
-            plan.prompt_tokens + forwarded, plan.page_hashes, self.placer.output_tokens(left),
-            session=plan.session, tenant=plan.tenant, priority=plan.priority,
-        )  # fmt: skip
+    def unplace(self, room: RoomStream, placement: Placement) -> None:
+        """Take a room off its workers."""
+        self._first_expected.pop(room.number, None)  # what a restart costs was not to be predicted
+        self._placer.close(placement, time.monotonic())
 
-    def unplace(self, room: RoomStream) -> None:
-        """See RoomHost."""
-        self._first_expected.pop(room.plan.room, None)  # what a restart costs was not to be predicted
-        placement = self._placements.pop(room.plan.room, None)
-        if placement is not None:
-            self.placer.close(placement, time.monotonic())
-
-    def prefilled(self, room: RoomStream) -> None:
-        """See RoomHost."""
-        number, now = room.plan.room, time.monotonic()
-        placement = self._placements[number]
-        self.placer.prefilled(placement, now)
-        if room.restarts == 0:  # later epochs have output among what is said to be cached
+    def prefilled(self, room: RoomStream, placement: Placement) -> None:
+        """Take a room's prompt off its workers."""
+        now = time.monotonic()
+        self._placer.prefilled(placement, now)
+        if room.request.epoch == 0:  # later epochs have output among what the index said is cached
             self._metrics.observe_index(placement.hit_tokens, room.cached_tokens)
-        expected = self._first_expected.pop(number, None)
+        expected = self._first_expected.pop(room.number, None)
         if expected is not None:
             self._metrics.ttft_error.observe(expected - now)
 
-    def send(self, to: str, message: AnyMessage) -> None:
-        """See RoomHost."""
-        self.mailbox.send(to, message)
-
-    def say(self, key: RetransmitKey, message: AnyMessage) -> None:
-        """See RoomHost."""
-        self._retransmitter.say(key, message, time.monotonic(), self._options.receipt_timeout_s)
-
-    def answered(self, key: RetransmitKey) -> None:
-        """See RoomHost."""
-        self._retransmitter.answered(key)
-
     def closed(self, room: RoomStream) -> None:
-        """See RoomHost."""
-        number = room.plan.room
+        """Forget a room. The rooms that wait are given its place when the loop has run what is due now."""
+        number = room.number
         self.rooms.pop(number, None)
         self.waiting.pop(number, None)
         self._first_expected.pop(number, None)
         self.admission.produced(number, len(room.tokens))
         self.admission.leave(number)
-        if room.restarts:
-            self._metrics.restarts.inc(room.restarts)
-        if self.waiting and not self._admit_due:  # not here: a room that closes may be one of many
+        if room.request.epoch:
+            self._metrics.restarts.inc(room.request.epoch)
+        if self.waiting and not self._admit_due:  # not at once: a room that closes may be one of many
             self._admit_due = True
             self._loop.call_soon(self._admit_soon)
 
-    # -- inside --------------------------------------------------------------------------------
+    def _placement_request(self, room: RoomStream) -> PlacementRequest:
+        """What the policy is told of a room that may have output already."""
+        left = room.request.sampling.max_new_tokens - len(room.tokens)
+        return room.placement_request._replace(
+            prompt_tokens=room.placement_request.prompt_tokens + len(room.tokens),
+            output_tokens=self._placer.output_tokens(left),
+        )
 
     def _expect_first(self, number: int, choice: Choice, now: float) -> None:
         """Predict when the first token comes, unless that was done at arrival."""
@@ -216,39 +176,28 @@ class Dispatcher:
 
     # -- mail ----------------------------------------------------------------------------------
 
-    def _on_mail(self, batch: list[Mail]) -> None:
-        now = time.monotonic()
-        for mail in batch:
-            message = mail.message
-            if isinstance(message, Tokens):
-                for run in message.runs:
-                    self._on_run(mail.sender, run, now)
-            else:
-                self._on_message(mail, now)
+    def take(self, mail: Mail, now: float) -> bool:
+        """Take a message that is about rooms. Returns False for any other."""
+        message = mail.message
+        if isinstance(message, Tokens):
+            for run in message.runs:
+                self._on_run(mail.sender, run, now)
+        elif isinstance(message, Receipt):
+            self.mail.answered(RetransmitKey(mail.sender, message.room, message.epoch, message.of))
+        elif isinstance(message, Reserved | Rejected | Timeline):
+            self.mail.send(mail.sender, Receipt(message.room, message.epoch, kind_of(message)))
+            self._on_room_message(mail.sender, message, now)
+        else:
+            return False
+        return True
 
     def _on_run(self, sender: str, run: TokenRun, now: float) -> None:
         room = self.rooms.get(run.room)
-        if room is None or room.epoch != run.epoch:
+        if room is None:
             upto = run.start + len(run.tokens)  # a room that is over: the worker may forget it
         else:
             upto = room.on_run(sender, run, now)
-        acks = self._acks.setdefault(sender, {})
-        key = (run.room, run.epoch)
-        acks[key] = max(upto, acks.get(key, 0))
-
-    def _on_message(self, mail: Mail, now: float) -> None:
-        message = mail.message
-        if isinstance(message, Receipt):
-            self._retransmitter.answered(RetransmitKey(mail.sender, message.room, message.epoch, message.of))
-        elif isinstance(message, Reserved | Rejected | Timeline):
-            self.mailbox.send(mail.sender, Receipt(message.room, message.epoch, kind_of(message)))
-            self._on_room_message(mail.sender, message, now)
-        elif isinstance(message, Inspected):
-            future = self._inspections.get(message.token)
-            if future is not None and not future.done():
-                future.set_result(message.body)
-        else:
-            self._on_other(mail, now)
+        self.mail.acknowledge(sender, run.room, run.epoch, upto)
 
     def _on_room_message(self, sender: str, message: Reserved | Rejected | Timeline, now: float) -> None:
         if isinstance(message, Timeline):
@@ -263,6 +212,6 @@ class Dispatcher:
             room.on_reserved(message.epoch)
         else:
             # The worker has said that it is not at it; repeating what it refused would only be refused again.
-            self._retransmitter.answered(RetransmitKey(sender, message.room, message.epoch, "decode"))
-            self._retransmitter.answered(RetransmitKey(sender, message.room, message.epoch, "prefill"))
+            self.mail.answered(RetransmitKey(sender, message.room, message.epoch, "decode"))
+            self.mail.answered(RetransmitKey(sender, message.room, message.epoch, "prefill"))
             room.on_rejected(sender, message, now)

@@ -57,7 +57,10 @@ def one_choice(
     """
     address = running.decode[worker].ready["mailbox"]
     room = 2**61 + choice
-    request = GenerateRequest(f"choice-{choice}", room, 0, pack_tokens(list(prompt)), sampling, choice=choice)
+    request = GenerateRequest(
+        request_id=f"choice-{choice}", room=room, epoch=0, prompt=pack_tokens(list(prompt)),
+        sampling=sampling, choice=choice,
+    )  # fmt: skip
     running.mailbox.send(address, Decode(request))
     tokens: list[int] = []
     logprobs: list[TokenLogprobs] = []

@@ -75,7 +75,9 @@ class Worker:
         self._rooms += 1
         sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_new_tokens=outputs)
         tokens = np.asarray(prompt, dtype="<i4").tobytes()
-        request = GenerateRequest(str(self._rooms), self._rooms, 1, tokens, sampling)
+        request = GenerateRequest(
+            request_id=str(self._rooms), room=self._rooms, epoch=1, prompt=tokens, sampling=sampling
+        )
         self.scheduler.add(Req.from_request(request, "m", self._limits))
         return self._rooms
 

@@ -57,7 +57,6 @@ def test_a_request_is_freed_by_its_counts(model: Path, leave: bool) -> None:
     async def run() -> None:
         router = Router(RouterOptions(model=model, served_model_name="tiny", prefill_on_decode_tokens=0))
         app = build_app(router)
-        await router.start()
         workers = [FakeWorker(role, router.mailbox_address, step_s=0.005) for role in Role]
         try:
             async with asyncio.timeout(10):
@@ -72,6 +71,6 @@ def test_a_request_is_freed_by_its_counts(model: Path, leave: bool) -> None:
         finally:
             for worker in workers:
                 await asyncio.to_thread(worker.close)
-            await router.close()
+            router.close()
 
     asyncio.run(run())

@@ -10,12 +10,12 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
 import pytest
 from starlette.applications import Starlette
-from starlette.routing import Mount
 from starlette.testclient import TestClient
 
 from router.api.app import build_app
@@ -92,16 +92,17 @@ def test_options_that_cannot_work(
 
 
 def test_mounted_in_another_application(model: Path) -> None:
-    router = Router(RouterOptions(model=model, served_model_name="tiny"))
-    with TestClient(Starlette(routes=[Mount("/llm", app=build_app(router))])) as client:
-        assert client.portal is not None
-        client.portal.call(router.start)
-        try:
-            assert client.get("/llm/health").json() == {"status": "ok"}
-            assert client.get("/llm/v1/models").json()["data"][0]["id"] == "tiny"
-            assert client.get("/llm/ready").status_code == 503
-        finally:
-            client.portal.call(router.close)
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        router = Router(RouterOptions(model=model, served_model_name="tiny"))
+        app.mount("/llm", build_app(router))
+        yield
+        router.close()
+
+    with TestClient(Starlette(lifespan=lifespan)) as client:
+        assert client.get("/llm/health").json() == {"status": "ok"}
+        assert client.get("/llm/v1/models").json()["data"][0]["id"] == "tiny"
+        assert client.get("/llm/ready").status_code == 503
 
 
 def test_an_idle_connection_outlives_that_of_an_openai_client(router: RouterProcess) -> None:

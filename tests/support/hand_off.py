@@ -13,6 +13,8 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
+from msgspec.structs import replace
+
 from decode_node import role as decode_role
 from decode_node.worker import DecodeWorker
 from prefill_node import role as prefill_role
@@ -113,7 +115,9 @@ class Pair:
     def ask(self, room: int, prompt: list[int], n: int, split: bool = True) -> None:
         """A new room, started on both workers (or on decode alone)."""
         sampling = SamplingParams(max_new_tokens=n, temperature=0.0, ignore_eos=True)
-        request = GenerateRequest(f"r{room}", room, 1, pack_tokens(prompt), sampling)
+        request = GenerateRequest(
+            request_id=f"r{room}", room=room, epoch=1, prompt=pack_tokens(prompt), sampling=sampling
+        )
         self.outputs[room] = Output(request, split)
         self.start(room)
 
@@ -129,9 +133,7 @@ class Pair:
         """The room again, in the next epoch, with what was forwarded as forced input."""
         output = self.outputs[room]
         old = output.request
-        output.request = GenerateRequest(
-            old.request_id, room, old.epoch + 1, old.prompt, old.sampling, forced=tuple(output.tokens)
-        )
+        output.request = replace(old, epoch=old.epoch + 1, forced=tuple(output.tokens))
         output.split, output.rejected = split, None
         self.start(room)
 

@@ -28,7 +28,7 @@ from wire.messages import (
 )
 
 REQUEST = GenerateRequest(
-    "r-1",
+    request_id="r-1",
     room=2**62,
     epoch=3,
     prompt=pack_tokens([1, 2, 3]),

@@ -31,7 +31,10 @@ class Router:
 
     def generate(self, room: int, prompt: list[int]) -> None:
         """Until the first token."""
-        request = GenerateRequest(f"r{room}", room, 1, pack_tokens(prompt), SamplingParams(max_new_tokens=1))
+        request = GenerateRequest(
+            request_id=f"r{room}", room=room, epoch=1, prompt=pack_tokens(prompt),
+            sampling=SamplingParams(max_new_tokens=1),
+        )  # fmt: skip
         self._mailbox.send(
             self._to, Prefill(request, "tcp://127.0.0.1:9") if self._split else Decode(request)
         )

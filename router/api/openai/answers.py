@@ -2,78 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from router.api.answering import DONE
+from router.api.collection import CollectedChoice
 from router.api.openai.logprobs import chat_logprobs, completion_logprobs
-from router.streams.generation import Generation
+from router.streams.generation import ChoiceCounts, Generation
 from router.text.detokenize import DetokenizerFactory
-from wire.messages import FinishReason, TokenLogprobs
+from wire.messages import OutputDelta, TokenLogprobs
 
 _encode = msgspec.json.Encoder().encode
-DONE = b"data: [DONE]\n\n"
 
 
 def usage(generation: Generation) -> dict[str, Any]:
     """OpenAI's usage object."""
-    prompt, completion = generation.prompt_tokens(), generation.completion_tokens()
+    prompt, completion = generation.prompt_tokens(), generation.output_tokens()
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": generation.cached_tokens()},
     }
-
-
-@dataclass(slots=True)
-class Collected:
-    """Everything one choice has said."""
-
-    texts: list[str] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish: FinishReason | None = None
-    matched: str | int | None = None
-
-    @property
-    def text(self) -> str:
-        """The whole text."""
-        return "".join(self.texts)
-
-
-class Collection:
-    """Everything every choice has said. Implements Answer for who does not stream."""
-
-    unread = 0
-
-    def __init__(self, choices: int) -> None:
-        self.choices = [Collected() for _ in range(choices)]
-
-    def add(
-        self,
-        index: int,
-        text: str,
-        tokens: list[int],
-        logprobs: list[TokenLogprobs] | None,
-        finish: FinishReason | None,
-        matched: str | int | None,
-    ) -> None:
-        """See Answer."""
-        choice = self.choices[index]
-        choice.texts.append(text)
-        choice.tokens += tokens
-        choice.logprobs += logprobs or []
-        choice.finish, choice.matched = finish, matched
-
-
-async def collect(generation: Generation) -> list[Collected]:
-    """Wait for every choice. [] when the client has gone. Raises what ended the request."""
-    collection = generation.answer = Collection(len(generation.outputs))
-    while await generation.more():
-        pass
-    return [] if generation.abandoned() else collection.choices
 
 
 class Style:
@@ -91,7 +42,7 @@ class Style:
         self.with_logprobs = with_logprobs
         self._offsets: dict[int, int] = {}  # choice -> characters streamed so far
 
-    def choice(self, index: int, collected: Collected) -> dict[str, Any]:
+    def choice(self, index: int, collected: CollectedChoice) -> dict[str, Any]:
         """A whole choice."""
         raise NotImplementedError
 
@@ -110,8 +61,7 @@ class ChatStyle(Style):
     before = b',"delta":{"content":'
     after = b'},"logprobs":'
 
-    def choice(self, index: int, collected: Collected) -> dict[str, Any]:
-        """See Style."""
+    def choice(self, index: int, collected: CollectedChoice) -> dict[str, Any]:
         logprobs = None
         if self.with_logprobs:
             logprobs = chat_logprobs(self._detokenizers, collected.tokens, collected.logprobs)
@@ -123,7 +73,6 @@ class ChatStyle(Style):
         }
 
     def logprobs(self, index: int, text: str, tokens: list[int], logprobs: list[TokenLogprobs]) -> Any:  # noqa: ARG002
-        """See Style."""
         return chat_logprobs(self._detokenizers, tokens, logprobs)
 
 
@@ -137,8 +86,7 @@ class CompletionStyle(Style):
     before = b',"text":'
     after = b',"logprobs":'
 
-    def choice(self, index: int, collected: Collected) -> dict[str, Any]:
-        """See Style."""
+    def choice(self, index: int, collected: CollectedChoice) -> dict[str, Any]:
         logprobs = None
         if self.with_logprobs:
             logprobs = completion_logprobs(self._detokenizers, collected.tokens, collected.logprobs, 0)
@@ -150,14 +98,13 @@ class CompletionStyle(Style):
         }
 
     def logprobs(self, index: int, text: str, tokens: list[int], logprobs: list[TokenLogprobs]) -> Any:
-        """See Style."""
         offset = self._offsets.get(index, 0)
         self._offsets[index] = offset + len(text)
         return completion_logprobs(self._detokenizers, tokens, logprobs, offset)
 
 
 class SseWriter:
-    """One request's events, in order. Implements Answer. Everything but text and finish is encoded once."""
+    """One request's events, in order. Implements StreamedAnswer. All but text and finish is encoded once."""
 
     def __init__(self, style: Style, request_id: str, created: int, model: str, include_usage: bool) -> None:
         head = {
@@ -167,6 +114,7 @@ class SseWriter:
             "model": model,
         }
         self._head = b"data: " + _encode(head)[:-1]
+        self._include_usage = include_usage
         self._end = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
         self._running = style.after + b'null,"finish_reason":null' + self._end
         self._style = style
@@ -174,21 +122,13 @@ class SseWriter:
         self._events: list[bytes] = []
         self.unread = 0
 
-    def add(
-        self,
-        index: int,
-        text: str,
-        tokens: list[int],
-        logprobs: list[TokenLogprobs] | None,
-        finish: FinishReason | None,
-        matched: str | int | None,  # noqa: ARG002  OpenAI does not tell
-    ) -> None:
-        """One event. See Answer."""
-        before = self._before.get(index) or self._first(index)
-        if finish is None and (logprobs is None or not self._style.with_logprobs):
+    def add(self, choice: ChoiceCounts, text: str, delta: OutputDelta) -> None:
+        """Add one event."""
+        before = self._before.get(choice.index) or self._first(choice.index)
+        if delta.finish is None and (delta.logprobs is None or not self._style.with_logprobs):
             event = before + _encode(text) + self._running
         else:
-            event = before + _encode(text) + self._rest(index, text, tokens, logprobs, finish)
+            event = before + _encode(text) + self._rest(choice.index, text, delta)
         self._events.append(event)
         self.unread += len(event)
 
@@ -198,24 +138,19 @@ class SseWriter:
         self.unread = 0
         return events[0] if len(events) == 1 else b"".join(events)
 
-    def usage(self, generation: Generation) -> bytes:
-        """The last chunk when usage was asked for."""
-        return self._head + b',"choices":[],"usage":' + _encode(usage(generation)) + b"}\n\n"
+    def end(self, generation: Generation) -> bytes:
+        """The end of the stream: a chunk with the usage, if asked for, and [DONE]."""
+        if not self._include_usage:
+            return DONE
+        return self._head + b',"choices":[],"usage":' + _encode(usage(generation)) + b"}\n\n" + DONE
 
     def _first(self, index: int) -> bytes:
         start = self._head + b',"choices":[{"index":' + str(index).encode()
         self._before[index] = start + self._style.before
         return start + self._style.before_first
 
-    def _rest(
-        self,
-        index: int,
-        text: str,
-        tokens: list[int],
-        logprobs: list[TokenLogprobs] | None,
-        finish: FinishReason | None,
-    ) -> bytes:
+    def _rest(self, index: int, text: str, delta: OutputDelta) -> bytes:
         told = None
-        if logprobs is not None and self._style.with_logprobs:
-            told = self._style.logprobs(index, text, tokens, logprobs)
-        return self._style.after + _encode(told) + b',"finish_reason":' + _encode(finish) + self._end
+        if delta.logprobs is not None and self._style.with_logprobs:
+            told = self._style.logprobs(index, text, delta.tokens, delta.logprobs)
+        return self._style.after + _encode(told) + b',"finish_reason":' + _encode(delta.finish) + self._end

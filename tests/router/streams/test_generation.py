@@ -4,49 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from common.errors import SlowClient, Unavailable
 from router.api.openai.answers import CompletionStyle, SseWriter
 from router.streams.generation import MOST_UNREAD, ChoiceOutput, Generation, Submission
-from router.streams.stream import RoomStream
 from router.text.tokenization import Tokenization
-from wire.messages import FinishReason, SamplingParams
-
-
-@dataclass
-class Room:
-    cached_tokens: int = 0
-    stopped: str = ""
-
-    def stop(self, reason: str) -> None:
-        self.stopped = reason
+from wire.messages import FinishReason, OutputDelta, SamplingParams
 
 
 class Request:
     """A streamed request of so many choices."""
 
-    def __init__(self, model: Path, n: int = 1) -> None:
+    def __init__(self, model: Path, n: int = 1, stop: tuple[str, ...] = ()) -> None:
         detokenizers = Tokenization(model).detokenizers
         self.ended = 0
-        submission = Submission("r", [[1]], SamplingParams(), n=n)
-        self.generation = Generation(submission, lambda _: None, self._on_end)
-        for index in range(n):
-            output = ChoiceOutput(index, self.generation, detokenizers.make(), ())
-            output.room = cast("RoomStream", Room())
-            self.generation.outputs.append(output)
+        self.stopped: list[str] = []  # reasons given for stopping all rooms
+        submission = Submission(request_id="r", prompts=[[1]], sampling=SamplingParams(), n=n)
         self.writer = SseWriter(CompletionStyle(detokenizers, False), "r", 1, "m", include_usage=False)
-        self.generation.answer = self.writer
+        self.generation = Generation(
+            submission, self.writer, self.stopped.append, lambda _: None, self._on_end
+        )
+        self.outputs = [
+            ChoiceOutput(counts, self.generation, detokenizers.make(), stop)
+            for counts in self.generation.choices
+        ]
 
     def _on_end(self, _: Generation) -> None:
         self.ended += 1
 
-    def stopped(self) -> list[str]:
-        return [cast("Room", output.room).stopped for output in self.generation.outputs]
+
+def gained(token: int, finish: FinishReason | None = None) -> OutputDelta:
+    return OutputDelta([token], None, finish)
 
 
 def events(taken: bytes) -> list[Any]:
@@ -56,21 +48,21 @@ def events(taken: bytes) -> list[Any]:
 def test_what_came_in_one_turn_is_sent_at_once_an_event_per_token(model: Path) -> None:
     async def run() -> None:
         request = Request(model, n=2)
-        first, second = request.generation.outputs
+        first, second = request.outputs
         waiting = asyncio.create_task(request.generation.more())
         await asyncio.sleep(0)
-        first.on_tokens([70], None, None)
-        second.on_tokens([71], None, None)
-        first.on_tokens([72], None, FinishReason.LENGTH)
+        first.on_tokens(gained(70), 0)
+        second.on_tokens(gained(71), 0)
+        first.on_tokens(gained(72, FinishReason.LENGTH), 0)
         assert await waiting
         got = events(request.writer.take())
         assert [event["choices"][0]["index"] for event in got] == [0, 1, 0]
         assert [event["choices"][0]["finish_reason"] for event in got] == [None, None, "length"]
-        second.on_tokens([73], None, FinishReason.STOP)
+        second.on_tokens(gained(73, FinishReason.STOP), 0)
         assert await request.generation.more()
         assert len(events(request.writer.take())) == 1
         assert not await request.generation.more()
-        assert (request.ended, request.stopped()) == (1, ["", ""])
+        assert (request.ended, request.stopped) == (1, [])
 
     asyncio.run(run())
 
@@ -78,13 +70,14 @@ def test_what_came_in_one_turn_is_sent_at_once_an_event_per_token(model: Path) -
 def test_a_client_that_does_not_read_ends_its_request_and_holds_a_bounded_buffer(model: Path) -> None:
     async def run() -> None:
         request = Request(model, n=2)
-        first = request.generation.outputs[0]
+        first = request.outputs[0]
         most = 0
         while not request.generation.ended:  # nobody takes
-            first.on_tokens([70], None, None)
+            first.on_tokens(gained(70), 0)
             most = max(most, request.writer.unread)
         assert MOST_UNREAD < most < MOST_UNREAD + 1000
-        assert all("wait for this client" in reason for reason in request.stopped())
+        (reason,) = request.stopped
+        assert "wait for this client" in reason
         assert request.ended == 1
         assert await request.generation.more()  # what came before is still told
         assert len(request.writer.take()) == most
@@ -97,12 +90,34 @@ def test_a_client_that_does_not_read_ends_its_request_and_holds_a_bounded_buffer
 def test_a_choice_that_fails_stops_the_others_after_what_came_before(model: Path) -> None:
     async def run() -> None:
         request = Request(model, n=2)
-        first, second = request.generation.outputs
-        first.on_tokens([70], None, None)
+        first, second = request.outputs
+        first.on_tokens(gained(70), 0)
         second.on_error(Unavailable("gone"))
         assert await request.generation.more()
         with pytest.raises(Unavailable):
             await request.generation.more()
-        assert "gone" in request.stopped()[0]
+        assert "gone" in request.stopped[0]
+
+    asyncio.run(run())
+
+
+def test_a_stop_string_ends_a_choice_with_the_token_that_completes_it(model: Path) -> None:
+    async def run() -> None:
+        tokenization = Tokenization(model)
+        tokens = tokenization.encode("one two three four")
+        text = tokenization.decode(tokens)
+        stop = text[5:9]
+        request = Request(model, stop=(stop,))
+        wanted_no_more = request.outputs[0].on_tokens(OutputDelta(tokens), 3)
+        assert wanted_no_more
+        (event,) = events(request.writer.take())
+        assert event["choices"][0]["text"] == text[: text.index(stop)]
+        assert event["choices"][0]["finish_reason"] == "stop"
+        (counts,) = request.generation.choices
+        kept = tokenization.decode(tokens[: counts.output_tokens])
+        assert stop in kept
+        assert stop not in tokenization.decode(tokens[: counts.output_tokens - 1])
+        assert counts.cached_tokens == 3
+        assert request.generation.complete
 
     asyncio.run(run())

@@ -7,16 +7,20 @@ from pathlib import Path
 import pytest
 
 from common.errors import BatonError, InvalidRequest, Overloaded, Unavailable
+from router.index.global_index import as_hashes
 from router.options import RouterOptions
 from router.placement.load_estimate import WorkerLoadEstimate
 from router.placement.placement import Placement
-from router.streams.stream import RoomPlan, RoomStream
+from router.placement.policy import Choice, PlacementRequest
+from router.streams.stream import RoomStream
 from tests.router.directory.test_directory import record
 from wire.messages import (
     Abort,
     AnyMessage,
     Decode,
     FinishReason,
+    GenerateRequest,
+    OutputDelta,
     Prefill,
     Rejected,
     RejectKind,
@@ -42,24 +46,25 @@ class Host:
         self.placements = list(placements)
         self.said: list[AnyMessage] = []
         self.pending: dict[RetransmitKey, AnyMessage] = {}
-        self.avoided: list[set[str]] = []
+        self.avoided: list[frozenset[str]] = []
         self.booked = 0
         self.closed_rooms = 0
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.finish: FinishReason | None = None
+        self.wanted = 100  # tokens; the room stops with them
         self.error: BatonError | None = None
 
-    def place(self, room: RoomStream, avoid: set[str]) -> Placement | None:
-        self.avoided.append(set(avoid))
+    def place(self, room: RoomStream, avoid: frozenset[str], choice: Choice | None) -> Placement | None:
+        self.avoided.append(avoid)
         placement = self.placements.pop(0) if len(self.placements) > 1 else self.placements[0]
         self.booked += placement is not None
         return placement
 
-    def unplace(self, room: RoomStream) -> None:
+    def unplace(self, room: RoomStream, placement: Placement) -> None:
         self.booked -= 1
 
-    def prefilled(self, room: RoomStream) -> None:
+    def prefilled(self, room: RoomStream, placement: Placement) -> None:
         pass
 
     def send(self, to: str, message: AnyMessage) -> None:
@@ -75,12 +80,11 @@ class Host:
     def closed(self, room: RoomStream) -> None:
         self.closed_rooms += 1
 
-    def on_tokens(
-        self, tokens: list[int], logprobs: list[TokenLogprobs] | None, finish: FinishReason | None
-    ) -> None:
-        self.tokens += tokens
-        self.logprobs += logprobs or []
-        self.finish = finish
+    def on_tokens(self, delta: OutputDelta, cached_tokens: int) -> bool:
+        self.tokens += delta.tokens
+        self.logprobs += delta.logprobs or []
+        self.finish = delta.finish
+        return len(self.tokens) >= self.wanted
 
     def on_error(self, error: BatonError) -> None:
         self.error = error
@@ -91,8 +95,10 @@ class Host:
 
 def started(*placements: Placement | None) -> tuple[Host, RoomStream]:
     host = Host(*placements)
-    plan = RoomPlan("r", 1, b"\0\0\0\0", 1, [], SamplingParams(max_new_tokens=4), 0, "", "", "", 0)
-    room = RoomStream(plan, host, host, OPTIONS)
+    request = GenerateRequest(
+        request_id="r", room=1, epoch=0, prompt=b"\0\0\0\0", sampling=SamplingParams(max_new_tokens=4)
+    )
+    room = RoomStream(request, PlacementRequest(1, as_hashes([]), 4.0), host, host, host, OPTIONS)
     room.start(0.0)
     return host, room
 
@@ -185,7 +191,7 @@ def test_a_rejection_starts_again_with_what_was_forwarded(why: RejectKind) -> No
     again = host.of(Decode)[-1]
     assert isinstance(again, Decode)
     assert (again.epoch, again.request.forced, again.prefill) == (1, (5, 6), None)
-    assert host.avoided == [set(), {"d"}]
+    assert host.avoided == [frozenset(), {"d"}]
     assert {type(m) for m in host.pending.values()} == {Abort, Decode}
     assert host.booked == 1
     room.on_run(D.mailbox, run(2, 99), 0.3)  # the old epoch speaks on
@@ -216,9 +222,9 @@ def test_prefill_is_not_needed_any_more_once_decode_speaks() -> None:
     room.on_run(D.mailbox, run(0, 5, 6), 0.2)
     room.on_worker_lost(P, 0.3)
     room.on_rejected(P.mailbox, Rejected(1, 0, RejectKind.UNKNOWN, "who?"), 0.3)
-    assert room.epoch == 0
+    assert room.request.epoch == 0
     room.on_worker_lost(D, 0.4)
-    assert room.epoch == 1
+    assert room.request.epoch == 1
 
 
 def test_prefill_lost_before_decode_speaks_starts_again() -> None:
@@ -233,10 +239,10 @@ def test_prefill_lost_before_decode_speaks_starts_again() -> None:
 def test_a_worker_that_acknowledges_nothing_is_left() -> None:
     _, room = started(PAIR)
     room.on_given_up(RetransmitKey(P.mailbox, 1, 0, "prefill"), 5.0)
-    assert room.epoch == 1
+    assert room.request.epoch == 1
     room.on_given_up(RetransmitKey(P.mailbox, 1, 0, "prefill"), 5.1)
     room.on_given_up(RetransmitKey(P.mailbox, 1, 1, "abort"), 5.1)
-    assert room.epoch == 1
+    assert room.request.epoch == 1
 
 
 def test_no_token_in_time_starts_again_and_in_the_end_fails() -> None:
@@ -257,6 +263,17 @@ def test_a_worker_is_waited_for_but_not_for_ever() -> None:
     host, room = started(None, PAIR)
     room.tick(1.0)
     assert len(host.of(Decode)) == 1
+
+
+def test_a_sink_that_wants_no_more_stops_the_room() -> None:
+    host, room = started(PAIR)
+    host.wanted = 2
+    assert room.on_run(D.mailbox, run(0, 5), 0.1) == 1
+    assert not room.done
+    assert room.on_run(D.mailbox, run(1, 6), 0.2) == 2
+    assert room.done
+    assert host.of(Abort) == [Abort(1, 0, "stop string")] * 2
+    assert (host.tokens, host.booked, host.closed_rooms) == ([5, 6], 0, 1)
 
 
 def test_stop_tells_both_once() -> None:

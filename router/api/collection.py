@@ -1,0 +1,41 @@
+"""Collection: a whole answer, for clients that do not stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from router.streams.generation import ChoiceCounts
+from wire.messages import FinishReason, OutputDelta, TokenLogprobs
+
+
+@dataclass(slots=True)
+class CollectedChoice:
+    """Everything one choice has said."""
+
+    texts: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # empty unless asked for
+    finish: FinishReason | None = None
+    matched: str | int | None = None
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        return "".join(self.texts)
+
+
+class Collection:
+    """Everything every choice has said. Implements Answer."""
+
+    unread = 0
+
+    def __init__(self, choices: int) -> None:
+        self.choices = [CollectedChoice() for _ in range(choices)]
+
+    def add(self, choice: ChoiceCounts, text: str, delta: OutputDelta) -> None:
+        """Add to a choice."""
+        collected = self.choices[choice.index]
+        collected.texts.append(text)
+        collected.tokens += delta.tokens
+        collected.logprobs += delta.logprobs or ()
+        collected.finish, collected.matched = delta.finish, delta.matched

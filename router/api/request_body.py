@@ -1,0 +1,100 @@
+"""What the bodies of all requests for tokens have in common.
+
+A field that is not there is refused by name: a field silently ignored is a wrong answer.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from common.errors import InvalidRequest
+from wire.messages import SamplingParams
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Body = TypeVar("Body", bound=BaseModel)
+_MOST_STOPS = 16
+
+
+class RequestBody(BaseModel):
+    """How a request is served, whatever it samples."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    stream: bool = False
+    user: str = ""
+    priority: int = Field(0, ge=-(2**31), lt=2**31)
+    cache_salt: str = ""
+    extra_key: str = ""
+
+
+class SamplingBody(BaseModel):
+    """What every way to ask for tokens has in common."""
+
+    # Empty collections come from factories: pydantic deep-copies a default, which took half of the parsing.
+    model_config = ConfigDict(extra="forbid")
+
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1, description="0 or -1: off")
+    min_p: float = Field(0.0, ge=0, le=1)
+    seed: int | None = None
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, gt=0)
+    logit_bias: dict[TokenId, float] = Field(default_factory=dict)
+    min_tokens: int = Field(0, ge=0)
+    stop: str | list[str] = Field(default_factory=list)
+    stop_token_ids: list[TokenId] = Field(default_factory=list)
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    n: int = Field(1, ge=1, le=128)
+
+    def stops(self) -> tuple[str, ...]:
+        """Stop strings. Raises InvalidRequest for too many, or an empty one."""
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if len(stops) > _MOST_STOPS or not all(stops):
+            raise InvalidRequest(f"stop takes at most {_MOST_STOPS} strings, none of them empty", "stop")
+        return stops
+
+    def sampling(self, max_new_tokens: int, top_logprobs: int | None, vocab_size: int) -> SamplingParams:
+        """For the workers. A seed is drawn when none is given. Raises InvalidRequest for foreign tokens."""
+        for name, tokens in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+            for token in tokens:
+                if token >= vocab_size:
+                    raise InvalidRequest(f"token {token} is not in the vocabulary of {vocab_size}", name)
+        if self.min_tokens > max_new_tokens:
+            raise InvalidRequest(
+                f"min_tokens {self.min_tokens} exceeds the {max_new_tokens} tokens asked for", "min_tokens"
+            )
+        return SamplingParams(
+            max_new_tokens=max_new_tokens,
+            temperature=self.temperature,
+            top_k=max(0, self.top_k),
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=random.getrandbits(63) if self.seed is None else self.seed % (1 << 63),
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self.logit_bias,
+            min_tokens=self.min_tokens,
+            stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+            top_logprobs=top_logprobs,
+        )
+
+
+def parse(kind: type[Body], raw: dict[str, Any]) -> Body:
+    """A body of that kind; null means unset. Raises InvalidRequest naming the field that is wrong."""
+    try:
+        return kind.model_validate({key: value for key, value in raw.items() if value is not None})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        param = str(first["loc"][0]) if first["loc"] else None
+        if first["type"] == "extra_forbidden":
+            raise InvalidRequest(f"the field {param!r} is not supported", param) from None
+        where = ".".join(str(part) for part in first["loc"])
+        raise InvalidRequest(f"{where}: {first['msg']}", param) from None

@@ -1,0 +1,101 @@
+"""Membership: the live workers and the directory's other routers, and what changes with them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from router.directory.client import DirectoryClient
+from router.directory.directory import Directory
+from router.directory.server import DirectoryServer
+from router.events.event_plane import EventPlane
+from router.options import RouterOptions
+from router.placement.peers import TELL_AFTER_S, RouterPeers
+from router.placement.placer import Placer
+from router.streams.dispatcher import Dispatcher
+from wire.loop_mailbox import LoopMailbox
+from wire.messages import AssignedLoads, View
+from wire.records import Role, WorkerRecord
+from wire.sockets import Mail
+
+
+class Membership:
+    """Watches the directory, and hosts it unless the options name one. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        options: RouterOptions,
+        mailbox: LoopMailbox,
+        placer: Placer,
+        events: EventPlane,
+        dispatcher: Dispatcher,
+    ) -> None:
+        self.workers: list[WorkerRecord] = []  # live, and of the served model
+        self.context_limit: int | None = None  # the longest prompt + output that all of them take
+        self._model = options.served_model_name
+        self._mailbox = mailbox
+        self._placer = placer
+        self._events = events
+        self._dispatcher = dispatcher
+        self._loop = asyncio.get_running_loop()
+        self._flush: asyncio.TimerHandle | None = None  # of what the peers are to be told
+        self.peers = RouterPeers(
+            placer.fleet, mailbox.address, time.time_ns(), mailbox.send, self._flush_soon
+        )
+        self._server: DirectoryServer | None = None
+        if options.directory is None:
+            directory = Directory(options.lease_s, time.time_ns() // 1_000_000)
+            self._server = DirectoryServer(directory, mailbox.send)
+        self._client = DirectoryClient(
+            options.directory or mailbox.address, mailbox.send, grace_s=options.lease_s * 2
+        )
+
+    @property
+    def ready(self) -> bool:
+        """A decode worker that takes new work is there."""
+        return any(record.role is Role.DECODE and not record.draining for record in self.workers)
+
+    def move_directory(self, address: str) -> None:
+        """The directory is at `address` now (an actor that was started again)."""
+        self._client.move(address)
+
+    def tick(self, now: float) -> None:
+        """Renew and end leases, and tell peers what is due."""
+        if self._server is not None:
+            self._server.tick(now)
+        self._client.tick(now)
+        self.peers.tick(now)
+
+    def take(self, mail: Mail, now: float) -> bool:
+        """Take a message of the directory, a worker to the directory, or a peer. False for any other."""
+        message = mail.message
+        if isinstance(message, View):
+            self._on_view(message, now)
+        elif isinstance(message, AssignedLoads):
+            self.peers.take(mail.sender, message, now)
+        else:
+            return self._server is not None and self._server.handle(mail, now)
+        return True
+
+    def close(self) -> None:
+        """Tell peers nothing more."""
+        if self._flush is not None:
+            self._flush.cancel()
+
+    def _flush_soon(self) -> None:
+        self._flush = self._loop.call_later(TELL_AFTER_S, self.peers.flush)
+
+    def _on_view(self, view: View, now: float) -> None:
+        change = self._client.take(view, now)
+        self.workers = [record for record in self._client.workers.values() if record.model == self._model]
+        self.context_limit = min((record.max_context_tokens for record in self.workers), default=None)
+        self._placer.update(self.workers, now)
+        self.peers.meet(view.routers)
+        for record in change.lost:
+            self._events.forget(record.id)
+            self._dispatcher.lost(record, now)
+            self._mailbox.forget(record.mailbox)
+        for record in change.joined:
+            if record.model == self._model:
+                self._events.follow(record)
+        self._dispatcher.admit(now)

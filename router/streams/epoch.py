@@ -1,0 +1,136 @@
+"""RoomEpoch: one epoch of a room, from the messages that start it on its workers to the last of its tokens.
+
+Pure but for `RoomMail`: time is passed in, so tests need no clock.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+from router.options import RoomOptions
+from router.placement.placement import Placement
+from wire.messages import Abort, AnyMessage, Decode, GenerateRequest, Prefill, Resend
+from wire.records import WorkerRecord
+from wire.retransmitter import RetransmitKey
+
+_LONGEST_SILENCE_S = 8.0  # between two Resends
+
+
+class RoomMail(Protocol):
+    """How a room speaks to its workers."""
+
+    def send(self, to: str, message: AnyMessage) -> None:
+        """Send a message once."""
+
+    def say(self, key: RetransmitKey, message: AnyMessage) -> None:
+        """Send a message until it is answered. Giving up is reported by `RoomStream.on_given_up`."""
+
+    def answered(self, key: RetransmitKey) -> None:
+        """Stop repeating a message."""
+
+
+class RoomEpoch:
+    """What the workers of an epoch were told, and how long they have been silent."""
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        placement: Placement,
+        mail: RoomMail,
+        options: RoomOptions,
+        now: float,
+    ) -> None:
+        """Begins the epoch: tells D, and P unless that must wait for D's Reserved."""
+        self.number = request.epoch
+        self.placement = placement
+        self.base = len(request.forced)  # output tokens of earlier epochs
+        self.give_up_at = now + options.first_token_timeout_s  # the next token must come before that
+        self._room = request.room
+        self._mail = mail
+        self._options = options
+        self._silence_s = options.silence_s
+        self._resend_at = now + self._silence_s
+        self._decode_spoke = False
+        self._held: Prefill | None = None  # not sent to P yet
+        self._held_until = math.inf
+        decode, prefill = placement.decode, placement.prefill
+        mail.say(self._key(decode, "decode"), Decode(request, None if prefill is None else prefill.mailbox))
+        if prefill is not None:
+            self._held = Prefill(request, decode.mailbox)
+            self._held_until = now + options.hold_prefill_s
+            if not placement.hold_prefill:
+                self.send_held()
+
+    @property
+    def check_at(self) -> float:
+        """When `tick` has something to do."""
+        return min(self._resend_at, self.give_up_at, self._held_until)
+
+    def tick(self, have: int, now: float) -> None:
+        """Do what is due. `have`: the room's output tokens so far."""
+        if now >= self._held_until:
+            self.send_held()  # harmless: a P without a target holds nothing that cannot be evicted
+        if now >= self._resend_at:
+            self.ask_again(have, now)
+
+    def send_held(self) -> None:
+        """Start P, unless it was started before."""
+        held, prefill = self._held, self.placement.prefill
+        if held is not None and prefill is not None:
+            self._held = None
+            self._held_until = math.inf
+            self._mail.say(self._key(prefill, "prefill"), held)
+
+    def heard(self, sender: str) -> None:
+        """A worker sent tokens, which are as good as a receipt."""
+        decode, prefill = self.placement.decode, self.placement.prefill
+        if sender == decode.mailbox:
+            if not self._decode_spoke:
+                self._decode_spoke = True
+                self._mail.answered(self._key(decode, "decode"))
+                if prefill is not None:
+                    self._mail.answered(self._key(prefill, "prefill"))
+        elif prefill is not None and sender == prefill.mailbox:
+            self._mail.answered(self._key(prefill, "prefill"))
+
+    def progress(self, now: float) -> float:
+        """New tokens came, and more follow. Returns when `tick` is due."""
+        self._silence_s = self._options.silence_s
+        self._resend_at = now + self._silence_s
+        self.give_up_at = now + self._options.token_timeout_s
+        return self._resend_at
+
+    def ask_again(self, have: int, now: float) -> None:
+        """Ask for the tokens from position `have` on. Intervals double: a long prefill is silent, too."""
+        decode, prefill = self.placement.decode, self.placement.prefill
+        resend = Resend(self._room, self.number, have)
+        self._mail.send(decode.mailbox, resend)
+        if have == self.base and prefill is not None and self._held is None:
+            self._mail.send(prefill.mailbox, resend)
+        self._silence_s = min(_LONGEST_SILENCE_S, self._silence_s * 2)
+        self._resend_at = now + self._silence_s
+
+    def needed(self, mailbox: str) -> WorkerRecord | None:
+        """The worker at an address, if the epoch needs it still: D, or P until D has sent tokens."""
+        decode, prefill = self.placement.decode, self.placement.prefill
+        if decode.mailbox == mailbox:
+            return decode
+        if prefill is not None and prefill.mailbox == mailbox and not self._decode_spoke:
+            return prefill
+        return None
+
+    def leave(self, abort: str | None) -> None:
+        """Stop repeating what the workers were told. With `abort`, a reason, tell them that it is over.
+
+        A worker that is lost never answers the abort; its repeats end by themselves.
+        """
+        self._held = None
+        for worker, kind in ((self.placement.decode, "decode"), (self.placement.prefill, "prefill")):
+            if worker is not None:
+                self._mail.answered(self._key(worker, kind))
+                if abort is not None:
+                    self._mail.say(self._key(worker, "abort"), Abort(self._room, self.number, abort))
+
+    def _key(self, worker: WorkerRecord, kind: str) -> RetransmitKey:
+        return RetransmitKey(worker.mailbox, self._room, self.number, kind)

@@ -1,0 +1,45 @@
+"""WorkerMail: what the router says to workers about its rooms."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from wire.messages import Ack, AnyMessage
+from wire.retransmitter import RetransmitKey, Retransmitter
+
+
+class WorkerMail:
+    """Messages, repeated until answered, and acknowledgements of tokens. Implements RoomMail.
+
+    Acknowledgements are cumulative, so they are gathered and sent with the next tick.
+    """
+
+    def __init__(self, send: Callable[[str, AnyMessage], None], receipt_timeout_s: float) -> None:
+        """A message that is not answered within `receipt_timeout_s` is given up."""
+        self.send = send
+        self._retransmitter = Retransmitter(send)
+        self._receipt_timeout_s = receipt_timeout_s
+        self._acks: dict[str, dict[tuple[int, int], int]] = {}  # by address, then by room and epoch
+
+    def say(self, key: RetransmitKey, message: AnyMessage) -> None:
+        """Send a message until it is answered."""
+        self._retransmitter.say(key, message, time.monotonic(), self._receipt_timeout_s)
+
+    def answered(self, key: RetransmitKey) -> None:
+        """Stop repeating a message."""
+        self._retransmitter.answered(key)
+
+    def acknowledge(self, to: str, room: int, epoch: int, upto: int) -> None:
+        """A worker may forget a room's tokens below position `upto`."""
+        acks = self._acks.setdefault(to, {})
+        key = (room, epoch)
+        acks[key] = max(upto, acks.get(key, 0))
+
+    def tick(self, now: float) -> list[RetransmitKey]:
+        """Repeat what is unanswered, and acknowledge. Returns the keys of messages given up."""
+        given_up = self._retransmitter.tick(now)
+        for address, upto in self._acks.items():
+            self.send(address, Ack([(room, epoch, end) for (room, epoch), end in upto.items()]))
+        self._acks.clear()
+        return given_up
