@@ -4,8 +4,8 @@
     (nothing)               (row, pages,        (decode batch)
                              writable by P)
 
-A reservation that ends without its KV cannot be freed at once: prefill may still be writing. Its pages are
-quarantined until the transport's fence has passed (docs/decisions/0004).
+A reservation that ends without its KV cannot be freed at once: prefill may still be writing to it. Its pages
+are quarantined until the transport's fence has passed (docs/decisions/0004-fences.md).
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class DecodeRole(WorkerRole[DecodeRoom]):
         )
         self._host = host_identity()
         self._layout = layout_digest(services.memory.layouts())
-        self._bootstrap: deque[DecodeRoom] = deque()  # FIFO: stopping at the first misfit starves nobody
-        self._fences: dict[OutputKey, Fence] = {}
+        self._bootstrap: deque[DecodeRoom] = deque()  # FIFO: no later room passes one that waits
+        self._fences: dict[OutputKey, Fence] = {}  # of rooms whose pages are quarantined
 
     def backends(self) -> tuple[str, ...]:
         return self._receivers.backends
@@ -103,26 +103,27 @@ class DecodeRole(WorkerRole[DecodeRoom]):
                 self.fail(room, RejectKind.FAILED, f"no KV arrived in time (room was in {room.hold})")
 
     def _try_reserve(self, room: DecodeRoom, now: float) -> bool:
-        """Whether the room needs no further try: it is reserved, or over."""
+        """Reserve the room's pages and tell prefill where they are. Whether the room can leave the queue:
+        it is reserved, or it is over."""
         if self.rooms.get(room.room, room.epoch) is not room:
             return True
         if not self.scheduler.hand_off.reserve(room.req):
-            return self.rooms.get(room.room, room.epoch) is not room  # it may have failed for good
+            return self.rooms.get(room.room, room.epoch) is not room  # on_failed may have ended it
         groups = {
             name: GroupTarget(reserved.first_page, reserved.pages.tolist())
             for name, reserved in room.req.reserved.items()
-            if name in self._receivers.regions  # a full group of no layers has no bytes to send
+            if name in self._receivers.regions  # a full group without layers has no bytes to send
         }
-        context_tokens = room.req.prompt_len + len(room.req.output_ids)
-        room.receiver = KVReceiver(self._receivers, room.room, room.epoch, context_tokens, groups)
+        room.receiver = KVReceiver(self._receivers, room.room, room.epoch, room.req.input_len, groups)
         room.hold = DecodeHold.WAITING
         room.deadline = now + self.options.hand_off_timeout_s
         room.req.stamp(RequestStage.DECODE_WAITING)
-        self._say_target(room, groups, now)
+        self._tell_target(room, groups, now)
         self.tell_router(room, Reserved(room.room, room.epoch))
         return True
 
-    def _say_target(self, room: DecodeRoom, groups: dict[str, GroupTarget], now: float) -> None:
+    def _tell_target(self, room: DecodeRoom, groups: dict[str, GroupTarget], now: float) -> None:
+        """Send prefill the room's KVTarget, and again until prefill confirms it."""
         assert room.prefill is not None
         target = KVTarget(
             room.room,
@@ -154,11 +155,12 @@ class DecodeRole(WorkerRole[DecodeRoom]):
                 self._commit(room, message)
             case KVFailed():
                 self.fail(room, RejectKind.FAILED, message.reason)
-            case Release():  # prefill has told the router everything
+            case Release():  # token 0 ended the request, and prefill has told the router
                 self.end(room)
                 self.abandon(room)
 
     def _commit(self, room: DecodeRoom, done: KVDone) -> None:
+        """Check what has arrived and let the request decode. The room fails when something is wrong."""
         try:
             if room.receiver is None:
                 raise TransferError("prefill was done before it was told where to write")
@@ -179,6 +181,7 @@ class DecodeRole(WorkerRole[DecodeRoom]):
             self.scheduler.abort(room.room, room.epoch)
 
     def _quarantine(self, room: DecodeRoom) -> None:
+        """Cancel the reservation; its pages are free once no write to them can be in progress."""
         assert room.receiver is not None
         self.memory.quarantine(self.scheduler.hand_off.cancel_reservation(room.req), room.key)
         self._fences[room.key] = room.receiver.abort()

@@ -10,11 +10,11 @@ from worker.role import Room
 
 
 class DecodeHold(StrEnum):
-    """Who has the request."""
+    """Who holds the request."""
 
     BOOTSTRAP = "bootstrap"  # waits for pages to be reserved; holds nothing
     WAITING = "waiting"  # pages are reserved; the KV is on its way
-    SCHEDULER = "scheduler"  # it waits for, or is in, a batch
+    SCHEDULER = "scheduler"  # it waits for a batch, or is in one
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""The decode worker: a scheduler loop with the decode role of the hand-off."""
+"""The decode worker: a Worker in the decode role."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ class DecodeWorker(Worker):
     """A worker in the decode role."""
 
     def __init__(self, options: WorkerOptions, resolve_directory: Callable[[], str] | None = None) -> None:
-        """See Worker. `resolve_directory` finds a directory that may move; default: `options.directory`."""
+        """See Worker."""
         super().__init__(options, DecodeRole, resolve_directory)

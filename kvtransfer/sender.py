@@ -1,6 +1,6 @@
-"""The prefill side of a hand-off: a KVSender per room and epoch, and the SenderPool that moves the bytes.
+"""The prefill side of a hand-off: a KVSender per room and epoch, and the SenderThreads that move the bytes.
 
-The pool has threads of its own, so the engine loop never waits for a transfer.
+The engine loop never waits for a transfer.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class KVSender:
     partial page. The other groups (the pages of a window, the slot of a state) have their final content only
     at the end of the prompt, so all of them leave after the primary group's last page.
 
-    `start_send_idx` belongs to the owner's thread. Bytes are moved by one pool thread at a time.
+    `start_send_idx` belongs to the owner's thread. Bytes are moved by one transfer thread at a time.
     """
 
     def __init__(
         self,
-        pool: SenderPool,
+        threads: SenderThreads,
         room: int,
         epoch: int,
         page_size: int,
@@ -70,7 +70,7 @@ class KVSender:
         primary group, are on the other side already. A primary group without bytes is in no target."""
         self.room = room
         self.epoch = epoch
-        self._pool = pool
+        self._threads = threads
         self._page_size = page_size
         self._primary = primary
         self._endpoint = endpoint
@@ -79,7 +79,7 @@ class KVSender:
         self.start_send_idx = first * page_size
         self._lock = threading.Lock()
         self._jobs: deque[_Job] = deque()
-        self._busy = False  # queued in the pool, or in one of its threads
+        self._busy = False  # queued for a thread, or in one
         self._over = False  # Sent is posted, or about to be
         self._error: str | None = None
         self._bytes = 0
@@ -149,13 +149,13 @@ class KVSender:
         return writes
 
     def _queue(self) -> None:
-        """Queue this sender in the pool unless it is there. The caller holds the lock."""
+        """Queue this sender for a thread unless it is queued. The caller holds the lock."""
         if not self._busy:
             self._busy = True
-            self._pool.queue(self)
+            self._threads.queue(self)
 
     def run_one(self) -> None:
-        """Carry out the next job, on a pool thread. No other thread runs a job of this sender meanwhile."""
+        """Carry out the next job, on a transfer thread. No other thread runs one of this sender meanwhile."""
         with self._lock:
             job = self._jobs.popleft()
         try:
@@ -174,18 +174,18 @@ class KVSender:
             if self._jobs:
                 self._queue()
         if over:
-            self._pool.post(Sent(self.room, self.epoch, self._bytes, self._error, self._checksums))
+            self._threads.post(Sent(self.room, self.epoch, self._bytes, self._error, self._checksums))
 
     def _carry_out(self, job: _Job) -> None:
         for write in job.writes:
-            if self._pool.checksums:
-                sums = page_checksums(self._pool.regions[write.group], write.src_pages)
+            if self._threads.checksums:
+                sums = page_checksums(self._threads.regions[write.group], write.src_pages)
                 self._checksums.setdefault(write.group, []).extend(sums)
             if len(write):
-                self._bytes += self._pool.transport.write(self._endpoint, write)
+                self._bytes += self._threads.transport.write(self._endpoint, write)
 
 
-class SenderPool:
+class SenderThreads:
     """A worker's transfer threads. Rooms take turns, one chunk each; a room's chunks are sent in order."""
 
     def __init__(
@@ -210,7 +210,7 @@ class SenderPool:
             thread.start()
 
     def queue(self, sender: KVSender) -> None:
-        """`sender` has a job and is not queued yet."""
+        """Have a thread run the sender's next job. It must have one and not be queued."""
         self._ready.put(sender)
 
     def post(self, sent: Sent) -> None:

@@ -11,16 +11,16 @@ from worker.role import Room
 
 
 class PrefillHold(StrEnum):
-    """Who has the request."""
+    """Who holds the request."""
 
-    SCHEDULER = "scheduler"  # it waits for, or is in, its prefill
+    SCHEDULER = "scheduler"  # it waits for its prefill, or is in it
     HAND_OFF = "hand_off"  # prefilled; its pages stay until they have landed
     PARKED = "parked"  # prefilled before decode said where to; holds nothing unevictable
 
 
 @dataclass(slots=True)
 class PrefillRoom(Room):
-    """`sender` is there once decode has said where the pages go; `deadline` bounds the wait for that."""
+    """`sender` is set when decode has said where the pages go; `deadline` bounds the wait for that."""
 
     decode: str  # mailbox address of the decode worker
     deadline: float
@@ -28,3 +28,12 @@ class PrefillRoom(Room):
     sender: KVSender | None = None
     first_token: int | None = None
     first_logprobs: TokenLogprobs | None = None
+
+    def stop_sending(self) -> None:
+        """Send nothing more of the room.
+
+        A write in progress may go on to read pages that are freed meanwhile. That is harmless: what it reads
+        lands, if at all, in pages of a room that decode will never commit without a KVDone.
+        """
+        if self.sender is not None:
+            self.sender.abort("the room was aborted")

@@ -1,4 +1,4 @@
-"""The prefill worker: a scheduler loop with the prefill role of the hand-off."""
+"""The prefill worker: a Worker in the prefill role."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ class PrefillWorker(Worker):
     """A worker in the prefill role."""
 
     def __init__(self, options: WorkerOptions, resolve_directory: Callable[[], str] | None = None) -> None:
-        """See Worker. `resolve_directory` finds a directory that may move; default: `options.directory`."""
+        """See Worker."""
         super().__init__(options, PrefillRole, resolve_directory)

@@ -179,6 +179,11 @@ class Req:
         return len(self.origin_input_ids)
 
     @property
+    def input_len(self) -> int:
+        """Tokens of the prompt and the forced outputs: those of which a hand-off transfers the KV."""
+        return len(self.origin_input_ids) + len(self.request.forced)
+
+    @property
     def fill_ids(self) -> npt.NDArray[np.int32]:
         """int32 [prompt + outputs so far], a view of an array that a later call may replace."""
         total = self.prompt_len + len(self.output_ids)

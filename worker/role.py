@@ -1,6 +1,6 @@
-"""WorkerRole: what a role adds to a worker. prefill_node and decode_node each implement one.
+"""WorkerRole: what a role adds to a worker. prefill_node and decode_node implement one each.
 
-The worker (worker/loop.py) owns the loop and the things every role has; the role owns the hand-off.
+The worker (worker/loop.py) owns the loop and what every role needs. The role owns its side of the hand-off.
 Everything here runs on the engine loop's thread.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
 from kvcache.memory import Memory
@@ -34,7 +34,7 @@ from worker.options import WorkerOptions
 from worker.outbox import Outbox, OutputKey
 from worker.rooms import Rooms
 
-_TELL_S = 10.0  # a router that confirms nothing for so long asks again itself, or is gone
+_TELL_S = 10.0  # a router that has confirmed nothing by then has asked again itself, or is gone
 
 
 @dataclass(slots=True)
@@ -42,19 +42,19 @@ class Room:
     """A room as this worker knows it. Roles extend it with their side of the hand-off."""
 
     req: Req
-    router: str
+    router: str  # mailbox address
+    key: OutputKey = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.key = OutputKey(self.req.room, self.req.epoch)
 
     @property
     def room(self) -> int:
-        return self.req.room
+        return self.key.room
 
     @property
     def epoch(self) -> int:
-        return self.req.epoch
-
-    @property
-    def key(self) -> OutputKey:
-        return OutputKey(self.req.room, self.req.epoch)
+        return self.key.epoch
 
 
 RoomType = TypeVar("RoomType", bound=Room)
@@ -62,7 +62,7 @@ RoomType = TypeVar("RoomType", bound=Room)
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What a role is given by its worker."""
+    """The parts of a worker that its role uses."""
 
     worker_id: str
     incarnation: int
@@ -76,7 +76,7 @@ class Services:
 
 
 class WorkerRole(ABC, Generic[RoomType]):
-    """One role's part of a worker, and the scheduler's NodePolicy."""
+    """One role's part of a worker, and its scheduler's NodePolicy."""
 
     name: ClassVar[Role]
     phases: ClassVar[frozenset[Phase]]
@@ -94,56 +94,56 @@ class WorkerRole(ABC, Generic[RoomType]):
         self.rooms: Rooms[RoomType] = services.rooms
         self.scheduler = services.build_scheduler(self)
 
-    # -- what a role must say ----------------------------------------------------------------------
+    # -- what a role must implement ------------------------------------------------------------------
 
     @abstractmethod
     def make_room(self, router: str, req: Req, message: Any) -> RoomType:
-        """The room of a start message, which is of the accepted kind. Nothing begins yet."""
+        """The room of a start message, which is an instance of `accepts`. Nothing else happens yet."""
 
     @abstractmethod
     def begin(self, room: RoomType) -> None:
-        """The room is registered: give its request to the scheduler, now or later."""
+        """The room is registered now: give its request to the scheduler, at once or later."""
 
     @abstractmethod
     def handle(self, mail: Mail) -> None:
-        """A KV-control message."""
+        """Act on a KV-control message."""
 
     @abstractmethod
     def abandon(self, room: RoomType) -> None:
-        """Let go of everything the room holds. It is no longer registered; nobody wants its result."""
+        """Release everything that the room holds. It is not registered any more."""
 
     @abstractmethod
     def poll(self, now: float) -> None:
-        """Advance hand-offs, in every turn of the loop. Must not block."""
+        """Advance hand-offs. Called in every turn of the loop; must not block."""
 
     @abstractmethod
     def sweep(self, now: float) -> None:
-        """End what has waited too long, a few times a second: not the business of every token's turn."""
+        """End rooms that have waited too long. Called a few times a second."""
 
     @abstractmethod
     def on_prefilled(self, req: Req) -> AfterPrefill:
-        """NodePolicy: the prompt's KV is complete and the first token was sampled."""
+        """See NodePolicy: hand the request off, or let it decode here."""
 
     @abstractmethod
     def backends(self) -> tuple[str, ...]:
-        """Transfer backends of this worker, best first, for its record."""
+        """Names of this worker's transfer backends, best first, for its record."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free what the role owns. The loop has ended."""
+        """Close what the role owns. The loop has ended."""
 
     @property
     def busy(self) -> bool:
-        """Does the role hold something beyond its rooms that must end before the worker may go?"""
+        """Whether something other than a room must end before the worker may leave."""
         return False
 
-    # -- what every role does the same -------------------------------------------------------------
+    # -- what is the same in every role --------------------------------------------------------------
 
     def on_chunk(self, req: Req) -> None:
-        """NodePolicy: a chunk landed. Nothing to do unless a role ships it."""
+        """See NodePolicy. A role that sends pages while a prompt is computed overrides it."""
 
     def on_tokens(self, req: Req, start: int, delta: OutputDelta) -> None:
-        """NodePolicy: queue the output for the room's router. With `delta.finish` the room is over here."""
+        """See NodePolicy: queue the output for the room's router, and end the room with its last token."""
         room = self.rooms.get(req.room, req.epoch)
         assert room is not None, "the scheduler only runs rooms that are registered"
         self.outbox.push(room.router, room.key, start, delta, req.cached_tokens)
@@ -151,35 +151,35 @@ class WorkerRole(ABC, Generic[RoomType]):
             self.end(room)
 
     def on_failed(self, req: Req, why: RejectKind, message: str) -> None:
-        """NodePolicy: the scheduler dropped the request."""
+        """See NodePolicy: give the room back to its router."""
         room = self.rooms.get(req.room, req.epoch)
         if room is not None:
             self.reject(room, why, message)
 
     def end(self, room: RoomType) -> None:
-        """The room's work here is done: bury it and send its part of the timeline."""
+        """The room's work on this worker is done: leave a tombstone and send its part of the timeline."""
         now = time.monotonic()
         self.rooms.end(room.room, room.epoch, now)
         self.outbox.retire(room.key, now)
         self.tell_router(room, self.timeline(room))
 
     def timeline(self, room: RoomType) -> Timeline:
-        """The room's stamps, for the router's trace."""
+        """The stages of the room on this worker, for the router's trace."""
         return Timeline(room.room, room.epoch, self.worker_id, room.req.stamps)
 
     def reject(self, room: RoomType, why: RejectKind, message: str, retry_after_s: float = 0.0) -> None:
-        """Give the room back to its router. What it holds must be let go by the caller or `abandon`."""
+        """Tell the room's router that it ends here without a result. What it holds is not released."""
         self.rooms.end(room.room, room.epoch, time.monotonic())
         self.retransmitter.forget_room(room.room, room.epoch)
         self.outbox.discard(room.key)
         self.tell_router(room, Rejected(room.room, room.epoch, why, message, retry_after_s))
 
     def tell_router(self, room: RoomType, message: Reserved | Rejected | Timeline) -> None:
-        """Tell the room's router until it confirms."""
+        """Send a message to the room's router, and again until the router confirms it."""
         key = RetransmitKey(room.router, message.room, message.epoch, kind_of(message))
         self.retransmitter.say(key, message, time.monotonic(), _TELL_S)
 
     def fail(self, room: RoomType, why: RejectKind, message: str) -> None:
-        """Reject the room and let go of what it holds."""
+        """Reject the room and release what it holds."""
         self.reject(room, why, message)
         self.abandon(room)

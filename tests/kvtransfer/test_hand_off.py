@@ -18,7 +18,7 @@ from common.host import host_identity
 from kvtransfer.pages import PageIds, PageWrite, as_pages
 from kvtransfer.receiver import KVReceiver
 from kvtransfer.select import open_sender
-from kvtransfer.sender import KVSender, SenderPool, Sent
+from kvtransfer.sender import KVSender, SenderThreads, Sent
 from tests.kvtransfer.peers import SHORT, permuted, pool, pools, receiving, receiving_groups
 from wire.messages import GroupTarget, KVDone, TransferEndpoint
 
@@ -50,9 +50,9 @@ class Recorder:
 
 
 @contextmanager
-def sending(transport: Recorder, threads: int = 2) -> Iterator[tuple[SenderPool, queue.SimpleQueue[Sent]]]:
+def sending(transport: Recorder, threads: int = 2) -> Iterator[tuple[SenderThreads, queue.SimpleQueue[Sent]]]:
     sent: queue.SimpleQueue[Sent] = queue.SimpleQueue()
-    senders = SenderPool(transport, {}, sent.put, threads=threads)
+    senders = SenderThreads(transport, {}, sent.put, threads=threads)
     try:
         yield senders, sent
     finally:
@@ -226,7 +226,9 @@ def test_a_hand_off_end_to_end(backend: str, staged: bool) -> None:
             regions = {"full": pool(20, page_bytes, seed, staged=staged)}
             sent: queue.SimpleQueue[Sent] = queue.SimpleQueue()
             transport = open_sender(regions, host_identity(), backend, bounds=SHORT)
-            outs.append((regions, transport, SenderPool(transport, regions, sent.put, checksums=True), sent))
+            outs.append(
+                (regions, transport, SenderThreads(transport, regions, sent.put, checksums=True), sent)
+            )
         for room, (regions, _, senders, sent) in enumerate(outs):
             for epoch in (0, 1):
                 ids = (np.arange(pages) * 2 + 1 + room) + epoch * 20
@@ -267,7 +269,7 @@ def test_a_hand_off_of_three_groups(backend: str, staged: bool) -> None:
         regions = pools(SHAPES, seed=3, staged=staged)
         sent: queue.SimpleQueue[Sent] = queue.SimpleQueue()
         transport = open_sender(regions, host_identity(), backend, bounds=SHORT)
-        senders = SenderPool(transport, regions, sent.put, checksums=True)
+        senders = SenderThreads(transport, regions, sent.put, checksums=True)
         groups = {
             "full": GroupTarget(2, [30, 9, 10, 11, 5, 4]),
             "window": GroupTarget(5, [8, 3, 4]),

@@ -22,7 +22,6 @@ from wire.messages import Decode, KVTarget
 from worker.loop import Worker
 
 PAGE_SIZE = 4
-SIDES = ("prefill", "decode")
 every_model = pytest.mark.parametrize("groups", GROUPS, ids=lambda groups: "+".join(("full", *groups)))
 
 
@@ -100,7 +99,7 @@ def test_full_pages_that_decode_holds_do_not_travel_although_their_window_is_gon
             if len(both.outputs[1].tokens) >= 5:
                 break
         if "window" in groups:
-            assert both.decode._memory.cache.evict_window(1000) > 0
+            assert both.decode.parts.services.memory.cache.evict_window(1000) > 0
         target = ask_and_see_target(both, 2, prompt[:81], 20)
         asked = target.groups["full"]
         assert (asked.first_page, len(asked.page_ids)) == (20, 1), "the last page alone: it is not whole"
@@ -154,7 +153,7 @@ def test_abort_at_every_stage_leaves_nothing(groups: tuple[str, ...]) -> None:
 def test_what_a_writer_may_still_touch_is_quarantined_in_every_group(groups: tuple[str, ...]) -> None:
     with pair(groups) as both:
         target = ask_and_see_target(both, 1, prompt_of(1, 50), 9)
-        rooms = both.decode._role._receivers._rooms
+        rooms = both.decode.parts.role._receivers._rooms
         grant = rooms.begin(1, 1, "full", as_pages(target.groups["full"].page_ids[:1]), 1, "shm")
         both.abort(1)
         to_decode = [letter.to == both.decode.record().mailbox for letter in both.network.letters]
@@ -189,10 +188,11 @@ def test_requests_and_evicted_nodes_are_freed_by_their_counts(groups: tuple[str,
         settle(both)
 
 
-@pytest.mark.parametrize("side", SIDES)
-def test_workers_whose_pages_differ_refuse_each_other(side: str) -> None:
-    with pair(("state",)) as both:
-        getattr(both, side)._role._layout = "of another dtype"
+@pytest.mark.parametrize(
+    "differs", [{"page_size": 8}, {"fake_groups": ()}], ids=lambda option: next(iter(option))
+)
+def test_workers_whose_pages_differ_refuse_each_other(differs: dict[str, Any]) -> None:
+    with pair(("state",), prefill_differs=differs) as both:
         both.ask(1, prompt_of(1, 30), 5)
         both.run_dry()
         rejected = both.outputs[1].rejected

@@ -1,5 +1,5 @@
 """A prefill worker, a decode worker and a router's part of the protocol in one thread, over a network and a
-clock that the test controls. Memory, scheduler, hand-off halves and the transport (shm) are the real ones.
+clock that the test controls. Memory, scheduler, both roles and the transport (shm) are the real ones.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from wire.messages import (
     Tokens,
     kind_of,
 )
-from worker import loop, role
+from worker import loop, mail, parts, role
 from worker.loop import Worker
 from worker.options import KVEventsOptions, WorkerOptions
 
@@ -201,7 +201,7 @@ class Pair:
     def _moving(self) -> bool:
         """Is a transfer thread at work, even for an aborted room? Then give it the processor."""
         sending = any(room.hold is prefill_role.PrefillHold.HAND_OFF for room in self.prefill.rooms())
-        if sending or self.decode._role.busy:
+        if sending or self.decode.parts.role.busy:
             time.sleep(0.001)
             return True
         return False
@@ -270,8 +270,8 @@ def pair(
     }
     prefill_options = WorkerOptions(**{**both, **(prefill_differs or {})})
     with ExitStack() as cleanup:
-        cleanup.enter_context(mock.patch.object(loop, "Mailbox", mailbox))
-        for module in (loop, role, prefill_role, decode_role):
+        cleanup.enter_context(mock.patch.object(parts, "Mailbox", mailbox))
+        for module in (loop, mail, role, prefill_role, decode_role):
             cleanup.enter_context(mock.patch.object(module, "time", fake_time))
         prefill, decode = PrefillWorker(prefill_options), DecodeWorker(WorkerOptions(**both))
         cleanup.callback(decode.close)

@@ -1,0 +1,112 @@
+"""PageShipper: a prefill worker's way into decode workers' pools."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+
+from common.errors import TransferError
+from common.host import host_identity
+from kvtransfer.pages import PageIds, as_pages
+from kvtransfer.region import pool_regions
+from kvtransfer.select import open_sender
+from kvtransfer.sender import KVSender, SenderThreads, Sent
+from kvtransfer.transport import Bounds
+from prefill_node.peers import MappedPeers
+from scheduler.req import Req
+from wire.messages import KVTarget
+from wire.records import layout_digest
+from wire.stages import RequestStage
+from worker.role import Services
+
+
+class PageShipper:
+    """Owns the transport and its threads, and knows which of a request's pages make up its KV.
+
+    All methods are called on the engine loop's thread. Threads post their results, and `take_sent` gives them
+    to the loop.
+    """
+
+    def __init__(self, services: Services) -> None:
+        """Raises ConfigError when the transfer backend cannot be had on this machine."""
+        options = services.options
+        self._memory = services.memory
+        self._page_size = options.page_size
+        self._primary = services.memory.specs[0].name
+        self._layout = layout_digest(services.memory.layouts())
+        self._nudge = services.mailbox.nudge
+        self._peers = MappedPeers()
+        self._sent: queue.SimpleQueue[Sent] = queue.SimpleQueue()
+        regions = pool_regions(services.memory)
+        self._transport = open_sender(
+            regions,
+            host_identity(),
+            options.kv_transfer_backend,
+            options.interface,
+            Bounds(write_s=options.transfer_timeout_s),
+        )
+        self._threads = SenderThreads(self._transport, regions, self._post, checksums=options.kv_checksums)
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """Names of the transfer backends, best first."""
+        return self._transport.backends
+
+    def close(self) -> None:
+        """End the threads, close every connection."""
+        self._threads.close()
+        self._transport.close()
+
+    def open(self, target: KVTarget, now: float) -> KVSender:
+        """A sender to the target's pages. Raises TransferError when this worker cannot write there."""
+        if target.layout != self._layout:
+            raise TransferError(f"decode worker {target.decode} lays its pages out differently")
+        endpoint = self._transport.choose(target)
+        self._peers.used(endpoint, now)
+        return KVSender(
+            self._threads, target.room, target.epoch, self._page_size, endpoint, target.groups, self._primary
+        )
+
+    def ship_committed(self, sender: KVSender, req: Req) -> None:
+        """Send the whole pages of the primary group that are computed: nothing changes them any more."""
+        end = req.kv_committed_len // self._page_size * self._page_size
+        if end > sender.start_send_idx:
+            req.stamp(RequestStage.PREFILL_TRANSFER_KV_CACHE)
+            sender.send(self._primary_pages(req, end), end)
+
+    def ship_rest(self, sender: KVSender, req: Req) -> None:
+        """The prefill is complete: send what has not been sent, of every group."""
+        end = req.input_len
+        req.stamp(RequestStage.PREFILL_TRANSFER_KV_CACHE)
+        sender.send({**self._primary_pages(req, end), **self._last_pages(req, end)}, end, last=True)
+
+    def take_sent(self) -> Iterator[Sent]:
+        """What the threads have posted since the last call."""
+        while not self._sent.empty():
+            yield self._sent.get()
+
+    def drop_idle(self, now: float) -> None:
+        """Unmap the pools of decode workers that have been sent nothing for long."""
+        for endpoint in self._peers.take_idle(now):
+            self._transport.drain(endpoint)
+
+    def _post(self, sent: Sent) -> None:
+        """On a transfer thread: wake the loop."""
+        self._sent.put(sent)
+        self._nudge()
+
+    def _primary_pages(self, req: Req, end: int) -> dict[str, PageIds]:
+        """The primary group's pages of tokens [0, end), by logical page."""
+        row = self._memory.req_to_token_pool.req_to_token[req.req_pool_idx]
+        return {self._primary: as_pages(row[: end : self._page_size] // self._page_size)}
+
+    def _last_pages(self, req: Req, end: int) -> dict[str, PageIds]:
+        """What a query at position `end` needs of the other groups, by logical page."""
+        pages: dict[str, PageIds] = {}
+        window, state = self._memory.swa, req.state_hold
+        if window is not None:
+            pages["window"] = as_pages(window.table[req.req_pool_idx, : window.pages_of(end)])
+        if state is not None:
+            assert state.live_len == end, f"{req} has the state after {state.live_len} tokens, not {end}"
+            pages["state"] = as_pages([state.live])
+        return pages

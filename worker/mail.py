@@ -1,0 +1,123 @@
+"""MailHandler: what a worker does with each message from routers, other workers and the directory."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from common.errors import UserError, WireError
+from scheduler.req import Req, RequestLimits
+from wire.mailbox import Mail
+from wire.messages import (
+    Abort,
+    Ack,
+    Announced,
+    AnnounceRefused,
+    Decode,
+    Inspect,
+    Inspected,
+    Prefill,
+    Receipt,
+    Rejected,
+    RejectKind,
+    Resend,
+    kind_of,
+)
+from wire.retransmitter import RetransmitKey
+from worker.drain import Drain
+from worker.heartbeat import Heartbeat
+from worker.inspection import worker_report
+from worker.outbox import OutputKey
+from worker.role import Services, WorkerRole
+from worker.rooms import StartVerdict
+
+
+class MailHandler:
+    """Starts, aborts and repeats rooms; KV-control messages go to the role. Engine loop's thread only."""
+
+    def __init__(
+        self,
+        services: Services,
+        role: WorkerRole[Any],
+        limits: RequestLimits,
+        drain: Drain,
+        heartbeat: Heartbeat | None,
+    ) -> None:
+        self._services = services
+        self._role = role
+        self._limits = limits
+        self._drain = drain
+        self._heartbeat = heartbeat
+
+    def handle(self, mail: Mail) -> None:
+        """Act on one message. A repeated message is answered like the first."""
+        services = self._services
+        match mail.message:
+            case Prefill() | Decode() as message:
+                self._start_room(mail.sender, message)
+            case Abort() as message:
+                services.mailbox.send(mail.sender, Receipt(message.room, message.epoch, kind_of(message)))
+                self._abort_room(message.room, message.epoch)
+            case Receipt() as message:
+                key = RetransmitKey(mail.sender, message.room, message.epoch, message.of)
+                services.retransmitter.answered(key)
+            case Ack() as message:
+                services.outbox.ack(message.items)
+            case Resend() as message:
+                self._resend(mail.sender, message)
+            case Inspect() as message:
+                report = worker_report(message.what, services.memory, self._role.scheduler, services.rooms)
+                services.mailbox.send(mail.sender, Inspected(message.token, report))
+            case Announced() | AnnounceRefused() as message:
+                if self._heartbeat is not None:
+                    self._heartbeat.on_answer(message)
+            case _:
+                self._role.handle(mail)
+
+    def _start_room(self, router: str, message: Prefill | Decode) -> None:
+        services, room, epoch = self._services, message.room, message.epoch
+        services.mailbox.send(router, Receipt(room, epoch, kind_of(message)))
+        if services.rooms.admission(room, epoch) is not StartVerdict.NEW:
+            return
+        older = services.rooms.get(room)
+        if older is not None:
+            self._abort_room(room, older.epoch)
+        req = self._checked(message)
+        if isinstance(req, Rejected):
+            services.rooms.end(room, epoch, time.monotonic())
+            services.mailbox.send(router, req)
+            return
+        started = self._role.make_room(router, req, message)
+        services.rooms.start(started)
+        self._role.begin(started)
+
+    def _checked(self, message: Prefill | Decode) -> Req | Rejected:
+        """The request of a start message, or the answer that refuses it."""
+        worker = self._services.worker_id
+        why, problem = RejectKind.INVALID, ""
+        if not isinstance(message, self._role.accepts):
+            problem = f"{worker} is a {self._role.name} worker and takes no {kind_of(message)}"
+        elif self._drain.begun:
+            why, problem = RejectKind.DRAINING, f"worker {worker} is leaving"
+        else:
+            try:
+                return Req.from_request(message.request, self._services.options.model_name, self._limits)
+            except (UserError, WireError) as error:
+                problem = str(error)
+        return Rejected(message.room, message.epoch, why, problem)
+
+    def _abort_room(self, room: int, epoch: int) -> None:
+        services = self._services
+        services.retransmitter.forget_room(room, epoch)
+        services.outbox.discard(OutputKey(room, epoch))
+        ended = services.rooms.end(room, epoch, time.monotonic())
+        if ended is not None:
+            self._role.abandon(ended)
+
+    def _resend(self, router: str, message: Resend) -> None:
+        services, room, epoch = self._services, message.room, message.epoch
+        if services.outbox.resend(OutputKey(room, epoch), message.start):
+            return
+        if services.rooms.get(room, epoch) is None:
+            problem = f"worker {services.worker_id} does not run this room"
+            services.mailbox.send(router, Rejected(room, epoch, RejectKind.UNKNOWN, problem))

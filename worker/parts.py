@@ -1,0 +1,66 @@
+"""WorkerParts: what a worker is made of, opened in one order and closed in the reverse one."""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from engine.batch import Engine
+from kvcache.publisher import EventPublisher
+from scheduler.node_policy import NodePolicy
+from scheduler.scheduler import Scheduler
+from wire.mailbox import Mailbox
+from wire.retransmitter import Retransmitter
+from wire.security import curve_for
+from worker.build import build_engine, build_scheduler, open_publisher
+from worker.options import WorkerOptions
+from worker.outbox import Outbox
+from worker.role import Services, WorkerRole
+from worker.rooms import Rooms
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerParts:
+    """The open parts of one worker. `owned` closes all of them."""
+
+    engine: Engine
+    publisher: EventPublisher | None  # None when KV events are off
+    services: Services
+    role: WorkerRole[Any]
+    owned: ExitStack
+
+
+def open_parts(options: WorkerOptions, kind: type[WorkerRole[Any]]) -> WorkerParts:
+    """Load the model, build the pools, bind the sockets. Raises ConfigError for options that cannot work;
+    what was open by then is closed again."""
+    with ExitStack() as owned:
+        engine, memory = build_engine(options, shared_pool=kind.shared_pool)
+        owned.callback(memory.close)
+        owned.callback(engine.close)
+        curve = curve_for(options.cluster_secret)
+        mailbox = Mailbox(options.interface, curve)
+        owned.callback(mailbox.close)
+        publisher = open_publisher(options, memory, curve, mailbox.nudge)
+        if publisher is not None:
+            owned.callback(publisher.close)
+
+        def schedule(policy: NodePolicy) -> Scheduler:
+            return build_scheduler(options, memory, engine, policy, kind.phases)
+
+        worker_id = options.worker_id or f"{kind.name}-{secrets.token_hex(3)}"
+        services = Services(
+            worker_id=worker_id,
+            incarnation=secrets.randbits(62),
+            options=options,
+            memory=memory,
+            mailbox=mailbox,
+            retransmitter=Retransmitter(mailbox.send),
+            outbox=Outbox(worker_id, mailbox.send, options.output_lease_s),
+            rooms=Rooms(2 * options.hand_off_timeout_s, options.hand_off_timeout_s),
+            build_scheduler=schedule,
+        )
+        role = kind(services)
+        owned.callback(role.close)
+        return WorkerParts(engine, publisher, services, role, owned.pop_all())
