@@ -2,8 +2,8 @@
 
     HTTP -> Serve proxy -> router (ingress) ~~ZeroMQ~~> prefill ==KV==> decode ~~ZeroMQ~~> router
 
-Serve owns placement, replacement and scaling of the three deployments. The ingress is bound to the handles of
-the other two only so that they belong to the application; it never calls them.
+Serve places, replaces and scales the three deployments. The ingress is bound to the handles of the other two
+so that they belong to the application; it does not call them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _bind_worker(config: ServeConfig, role: Role) -> serve.Application:
 
 
 def _router_settings(section: RouterDeployment) -> dict[str, Any]:
-    # A log line per request costs more than choosing its workers; /metrics and /debug/trace tell more.
+    # A log line per request costs more than choosing its workers. /metrics and /debug/trace show more.
     settings = {**_common_settings(section), "logging_config": {"enable_access_log": False}}
     if section.autoscaling_config is not None:
         settings["autoscaling_config"] = section.autoscaling_config.model_dump(exclude_none=True)

@@ -1,10 +1,10 @@
 """Scaling prefill and decode workers by the load that they report.
 
-Serve scales by the requests it counts, and it counts none here: they reach workers over ZeroMQ. So each
-replica reports its load through Serve's `record_autoscaling_stats` hook, and this policy turns the sum into a
-number of replicas. Bounds, delays and factors stay Serve's own (AutoscalingConfig).
+Serve scales by the requests that it counts, and it counts none of those that reach workers over ZeroMQ. So
+each replica reports its load through Serve's `record_autoscaling_stats` hook, and this policy turns the sum
+into a number of replicas. Bounds, delays and factors are Serve's own (AutoscalingConfig).
 
-Serve pickles this module by value into its controller: it imports nothing of ours that is not light.
+Serve pickles this module by value into its controller, so it imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class LoadPolicy:
         self._target_load = target_load
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-        """The wanted number of replicas, and no state. Silence changes nothing: a replica may be loading."""
+        """The wanted number of replicas, and no state. The number stays while a replica has not reported: it
+        may be loading."""
         loads = (context.aggregated_metrics or {}).get(LOAD, {})
         if not loads or len(loads) < context.current_num_replicas:
             return context.target_num_replicas, {}

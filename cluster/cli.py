@@ -1,12 +1,12 @@
-"""`baton`: serve a model on Ray Serve, look into its caches, replay a trace through its router, or print what
-a configuration may contain.
+"""`baton`: serve a model on Ray Serve, show its caches, replay a trace through its router, or print the
+schema of the configuration.
 
     baton serve MODEL|CONFIG.yaml [options]     baton tree [WORKER ...]
     baton replay TRACE [options]                baton config --schema
     baton --version
 
-Exit codes: 0 ended on request; 1 could not be started, or does not answer; 2 a configuration that cannot
-work (one line on stderr that names the key and the remedy, and nothing is left running).
+Exit codes: 0 done, or ended on request; 1 could not be started, or does not answer; 2 a configuration that
+cannot work (one line on stderr names the key, the problem and the remedy; nothing is left running).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from common.settings import assign, parse_value, put
 from worker.options import WorkerSettings
 
 DISTRIBUTION = "baton-serve"
-INTERRUPTED_EXIT = 130  # 128 + SIGINT, as shells have it
-_READY_TIMEOUT_S = 1800.0  # a large model takes its time to load
+INTERRUPTED_EXIT = 130  # 128 + SIGINT, as in shells
+_READY_TIMEOUT_S = 1800.0  # large models load slowly
 _WORKER_FLAGS = (
     "page_size",
     "max_total_tokens",
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with exit_on_config_error("baton"):
         try:
             return int(arguments.run(arguments))
-        except KeyboardInterrupt:  # before the signal handlers were there; what had started has been ended
+        except KeyboardInterrupt:  # before the signal handlers were installed; everything has been ended
             return INTERRUPTED_EXIT
 
 
@@ -104,7 +104,7 @@ def _base_config(target: str) -> dict[str, Any]:
 def _serve(arguments: argparse.Namespace) -> int:
     config = parse_config(make_config(arguments))
     address = arguments.ray_address or running_ray()
-    if address is None:  # our own Ray on this machine: what can be checked here is checked before it starts
+    if address is None:  # a Ray is started on this machine: what can be checked is checked before
         check_port_free(arguments.host, arguments.port)
         found = {"model": str(model_directory(config.model)), "served_model_name": config.model_name}
         config = share_machine(config.model_copy(update=found))
@@ -203,8 +203,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 _SERVE_HELP = (
-    "Start a local Ray if none is running, serve MODEL on it, and shut down on Ctrl-C whatever was started. "
-    "MODEL is a directory or a Hugging Face id; a YAML file can say everything (baton config --schema)."
+    "Start a local Ray if none is running, serve MODEL on it, and on Ctrl-C end what was started. "
+    "MODEL is a directory or a Hugging Face id; a YAML file can set every key (baton config --schema)."
 )
 
 

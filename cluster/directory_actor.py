@@ -1,11 +1,11 @@
 """The directory of workers as a named Ray actor of one application.
 
-Router replicas create it, whoever comes first; workers look it up by name. It is not detached: its owner is
-the router replica that created it, so it ends with the application and nothing has to clean it up. A Serve
-deployment of its own was the alternative: it would survive that replica, but its restart loses nothing anyway
-(workers announce again, routers keep their last view), and it would be one more deployment to configure.
+The first router replica creates it; workers look it up by name. The actor is not detached: its owner is the
+router replica that created it, so it ends with the application. The alternative was a Serve deployment of
+its own. It would outlive that replica, but a restart of the directory loses nothing (workers announce again,
+routers keep their last view), and it would be one more deployment to configure.
 
-Ray only carries the address, once per (re)start. What is said to the directory goes over its mailbox.
+Ray carries only the address, once per start. Messages to the directory go to its mailbox.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class DirectoryFinder:
 
     def __init__(self, app_name: str) -> None:
         self._name = f"directory:{app_name}"
-        self._handles: list[Any] = []  # Ray ends an actor when the handle that created it is dropped
+        self._handles: list[Any] = []  # Ray ends an actor when the handle of its creator is dropped
 
     def ensure(self, interface: str, cluster_secret: str | None, lease_s: float) -> str:
         """The directory's address; the actor is created when there is none. For router replicas.

@@ -8,8 +8,8 @@ from wire.records import Role, WorkerLoad, WorkerRecord
 def load_share(record: WorkerRecord, prefill_tokens_per_worker: int) -> float:
     """The share of a worker's capacity in use: 0 idle, 1 full, above 1 requests wait.
 
-    Prefill is bound by computation, so its load is the queue in units of what one worker should have ahead of
-    it (`prefill_tokens_per_worker`). Decode is bound by memory and by rows, whichever is scarcer.
+    Prefill is bound by computation: its load is the queue over `prefill_tokens_per_worker`, the queue that
+    one worker should have. Decode is bound by memory or by rows: its load is the larger share of the two.
     """
     load = record.load
     if record.role is Role.PREFILL:

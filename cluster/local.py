@@ -1,7 +1,7 @@
 """Ray and Serve on this machine for one application: started, watched and ended by handle.
 
-Never `ray stop`: it ends every Ray on the machine. What is started here is a child of this process and ends
-with `close`, whatever happened in between.
+What is started here is a child of this process, and `close` ends it. `ray stop` is not used: it would end
+every Ray on the machine.
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ _HTTP_TIMEOUT_S = 5.0
 
 
 class DeployFailed(BatonError):
-    """Serve gave the application up, or it was not ready in time."""
+    """Serve gave up the application, or the application was not ready in time."""
 
 
 @dataclass(frozen=True)
 class LocalOptions:
-    """Where Serve listens and which Ray it runs on. No port 0: Serve does not say which port it got."""
+    """Where Serve listens and which Ray it runs on. Port 0 is not possible: Serve does not report the port
+    that it gets."""
 
     host: str = LOOPBACK
     port: int = HTTP_PORT
-    ray_address: str | None = None  # None: a Ray of our own
+    ray_address: str | None = None  # None: start a Ray
     shutdown_s: float = 90.0  # for the replicas to drain and end
-    cpus: float = 0.0  # that the application reserves; our own Ray offers at least as many
-    temp_dir: Path | None = None  # of our own Ray; keep it short: Unix sockets live in it
+    cpus: float = 0.0  # that the application reserves; a Ray that is started here offers at least as many
+    temp_dir: Path | None = None  # of a Ray that is started here; short, because it holds Unix sockets
     worker_logs: bool = False
 
     @property
@@ -59,7 +60,7 @@ class LocalOptions:
 
 
 class LocalServe:
-    """A running Ray + Serve with at most our one application. A context manager."""
+    """A running Ray and Serve for one application. A context manager."""
 
     def __init__(self, options: LocalOptions) -> None:
         """Start, or connect to `ray_address`. Raises ConfigError for a port that Serve cannot listen on."""
@@ -96,7 +97,7 @@ class LocalServe:
                 return
 
     def close(self) -> None:
-        """Let the application drain, and end it; then end our own Ray, with what is left of Serve."""
+        """Let the application drain and end it; then disconnect from Ray, which ends a Ray started here."""
         if not ray.is_initialized():
             return
         try:
@@ -133,22 +134,25 @@ class LocalServe:
         )
 
     def _check_joined(self) -> None:
-        """A Serve that was there already keeps its own port, and must not lose an application of ours."""
+        """Raises ConfigError when Serve, which may have run before, has this application or another port."""
         if APP_NAME in serve.status().applications:
             raise ConfigError(
-                "RAY_ADDRESS", f"this Ray already serves an application {APP_NAME}", "end it, or use local"
+                "RAY_ADDRESS",
+                f"this Ray already serves an application {APP_NAME}",
+                "end it, or use RAY_ADDRESS=local",
             )
         try:
             urllib.request.urlopen(f"{self.options.url}/-/healthz", timeout=_HTTP_TIMEOUT_S).close()
         except urllib.error.HTTPError:
-            return  # an answer all the same
+            return  # Serve answers, whatever the status
         except OSError:
             raise ConfigError(
                 "port", f"Serve on this Ray does not listen on {self.options.port}", "give its own --port"
             ) from None
 
     def _running(self) -> bool:
-        """Do all deployments have their replicas? Raises when they never will."""
+        """Whether all deployments have their replicas. Raises ConfigError or DeployFailed if they cannot get
+        them."""
         status = serve.status().applications[APP_NAME]
         messages = [status.message, *(one.message for one in status.deployments.values())]
         for message in messages:
@@ -160,7 +164,7 @@ class LocalServe:
         return bool(status.status == ApplicationStatus.RUNNING)
 
     def _seen(self) -> bool:
-        """Running replicas are not enough: the router must have seen the workers."""
+        """Whether the router has seen all running workers."""
         deployments = serve.status().applications[APP_NAME].deployments
         running = sum(
             one.replica_states.get("RUNNING", 0) for name, one in deployments.items() if name != ROUTER
@@ -175,7 +179,7 @@ class LocalServe:
 
 
 def stop_on_signals() -> threading.Event:
-    """An event that SIGINT and SIGTERM set. Call it after Ray has started: Ray installs a handler too."""
+    """An event that SIGINT and SIGTERM set. Call it after Ray has started, which installs handlers, too."""
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
@@ -183,7 +187,7 @@ def stop_on_signals() -> threading.Event:
 
 
 def check_port_free(host: str, port: int) -> None:
-    """Raises ConfigError when nobody can listen on `port` of `host`."""
+    """Raises ConfigError when `port` of `host` cannot be bound."""
     if not 0 < port < 65536:
         raise ConfigError("port", f"{port} is not a TCP port", "give a free --port from 1 to 65535")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -198,7 +202,7 @@ def check_port_free(host: str, port: int) -> None:
 
 
 def running_ray() -> str | None:
-    """Address of the Ray this machine already runs or RAY_ADDRESS names; None when there is none."""
+    """Address of the Ray that RAY_ADDRESS names or that this machine runs; None when there is none."""
     address = os.environ.get("RAY_ADDRESS")
     if address:
         return None if address == "local" else address

@@ -68,9 +68,9 @@ class RouterReplica:
 
 
 def without_request_id(app: App) -> App:
-    """The app, less its X-Request-Id: Serve has given the request that id and answers with it as well.
+    """The app without its X-Request-Id header: Serve answers with the same header.
 
-    With both, clients read the two as one id, "a, a".
+    Clients would join the two and read the id as "a, a".
     """
 
     async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,7 +1,8 @@
 """`baton tree`: what the prefix caches of live workers hold, now.
 
-A worker answers `Inspect` at its mailbox, between two steps. The router asks for us (GET /debug/inspect), so
-one URL is enough for a whole application; a worker without a router is asked at its mailbox address.
+A worker answers `Inspect` at its mailbox, between two steps. The router passes the question on (GET
+/debug/inspect), so one URL is enough for a whole application. A worker without a router is asked at its
+mailbox address.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _ADDRESS = "tcp://"
 
 @dataclass(frozen=True)
 class TreeSource:
-    """Where to ask: the router at `url`; for workers given by address, with which secret and from where."""
+    """Where to ask: the router at `url`, or workers by their addresses with this secret and local
+    interface."""
 
     url: str
     cluster_secret: str | None = None
@@ -72,7 +74,7 @@ class TreeSource:
                 raise WorkerLost(message or f"the router answers {error.code}") from None
             raise ConfigError(
                 "worker" if message else "--url",
-                message or f"{self.url} answers {error.code}: it is no router of Baton",
+                message or f"{self.url} answers {error.code}: it is not a Baton router",
                 "`baton tree` without a name shows all" if message else "give the address of its HTTP API",
             ) from None
         except (OSError, ValueError) as error:
@@ -83,7 +85,7 @@ class TreeSource:
 
 
 def _message(body: bytes) -> str:
-    """What an error answer of a router says; "" when it is none."""
+    """The message of a router's error answer; "" for an answer of anything else."""
     try:
         decoded: Any = json.loads(body)
         return str(decoded["error"]["message"])

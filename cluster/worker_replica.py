@@ -1,6 +1,6 @@
 """A prefill or decode worker as a Serve replica.
 
-Ray places it, watches it and ends it; requests, tokens and pages never pass through here.
+Ray places, watches and ends it. Requests, tokens and pages do not pass through Serve.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class WorkerReplica:
         freeze_gc()
 
     async def check_health(self) -> None:
-        """Serve's health check. Raises when the engine loop is dead or stuck; then Serve replaces us."""
+        """Serve's health check. Raises when the engine loop is dead or stuck; Serve then replaces the
+        replica."""
         self._worker.healthy()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
@@ -56,7 +57,7 @@ class WorkerReplica:
     async def __del__(self) -> None:
         """Drain and close. Serve awaits this, within graceful_shutdown_timeout_s, before it ends the process.
 
-        Its own drain would return at once: it counts the requests that came through Serve, and none did.
+        Serve's own drain returns at once: it counts requests that came through Serve, and there are none.
         """
         if hasattr(self, "_worker"):
             await asyncio.to_thread(self._worker.drain, self._drain_s)
@@ -66,8 +67,8 @@ class WorkerReplica:
 def make_worker(role: Role, options: WorkerOptions, finder: DirectoryFinder) -> Worker:
     """The worker of that role.
 
-    Imported here and not above: the module is also loaded by the process that builds the application and by
-    the CLI, and neither should spend seconds and hundreds of MB on torch.
+    Imported here and not above: the CLI and the process that builds the application load this module, too,
+    and importing torch would cost them seconds and hundreds of MB.
     """
     if role is Role.PREFILL:
         from prefill_node.worker import PrefillWorker

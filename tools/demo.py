@@ -5,8 +5,8 @@ ends with one line whose figures come from the request's own timeline:
 
     demo ok: prefill=<id> decode=<id> kv=1.2 MiB over shm, ttft 41 ms, clean
 
-`clean` is said only after a look at the machine: no process, port, shared memory or Ray session is left.
-KEEP=1 keeps everything up until Ctrl-C.
+`clean` is printed only when no process, port, shared memory or Ray session is left on the machine. With
+KEEP=1 everything runs on until Ctrl-C.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _MIB = 1024 * 1024
 
 
 class DemoFailed(Exception):
-    """Something is not as the demo promises."""
+    """A check of the demo failed."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """Who served the demo's request, by its timeline."""
+    """Which workers served the request, and how, by its timeline."""
 
     prefill: str
     decode: str
@@ -64,9 +64,9 @@ class Served:
 
 
 def main() -> int:
-    """Returns the exit code: 0 when all is as promised, 1 when not, 2 for a configuration error."""
+    """Returns the exit code: 0 when every check passes, 1 when one fails, 2 for a configuration error."""
     keep = os.environ.get("KEEP", "") not in ("", "0")
-    # Ray would store a token in the home directory; this cluster's token ends with it.
+    # Without a token in the environment, Ray would store one in the home directory.
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     run = Run.begin()
     try:
@@ -147,7 +147,7 @@ def _deltas(response: http.client.HTTPResponse) -> Iterator[str]:
 
 
 def _served(options: LocalOptions, request_id: str) -> Served:
-    """The request's timeline, complete once decode's half has told how many bytes of KV came."""
+    """The request's timeline, which is complete when the decode worker has reported the bytes of KV."""
 
     def summary() -> dict[str, Any] | None:
         found: dict[str, Any] = _get(options, f"/debug/trace/{request_id}")["otherData"]
@@ -158,7 +158,7 @@ def _served(options: LocalOptions, request_id: str) -> Served:
 
 
 def _check_workers(options: LocalOptions, served: Served) -> None:
-    """Two different live processes did it."""
+    """Raises DemoFailed unless two different live processes served the request."""
     pids = {worker["id"]: worker["pid"] for worker in _get(options, "/debug/workers")["workers"]}
     used = {pids.get(served.prefill), pids.get(served.decode)}
     if None in used or len(used) != 2:
@@ -195,7 +195,7 @@ def _eventually(ask: Callable[[], Found | None], failure: str) -> Found:
 
 @contextmanager
 def _temporary_directory() -> Iterator[Path]:
-    """Short, because Ray puts Unix sockets (107 characters at most) below it; gone afterwards."""
+    """A new directory with a short path, because Ray puts Unix sockets (at most 107 characters) below it."""
     directory = Path(tempfile.mkdtemp(prefix="baton-", dir="/tmp"))
     try:
         yield directory
@@ -204,7 +204,7 @@ def _temporary_directory() -> Iterator[Path]:
 
 
 def free_port() -> int:
-    """A port that is free now. Serve must be told a number."""
+    """A port that is free now. Serve needs a number; it does not report a port that it chooses itself."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -19,7 +19,7 @@ MIN_WORDS = 4
 # Where the functions of `os`, `os.path` and `open` are defined.
 _SHARED_HOMES = frozenset({"posix", "posixpath", "genericpath", "io"})
 
-# A first paragraph that only shows how the function is called says nothing a person asked for.
+# A first paragraph that only shows how the function is called is not an answer.
 _SIGNATURE = re.compile(r"[\w.]+\([^\n]*\)[^\n]*$")
 
 MODULES: tuple[str, ...] = (

@@ -36,7 +36,7 @@ QUALITY = Path(__file__).parent.parent / "deploy" / "demo_model" / "quality.json
 
 
 class CheckError(Exception):
-    """The check could not be made: the server or the frozen expectations are at fault, not the answers."""
+    """The check could not be made: the server or the frozen expectations are wrong, not the answers."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def _is_right(want: str, question: str, answer: str) -> bool:
 @contextmanager
 def served(model: Path) -> Iterator[str]:
     """The URL of a router with one prefill and one decode worker for `model`, ended at the end."""
-    # Imported here: whoever checks a server that runs already needs none of the stack's dependencies.
+    # Imported here: a check of a running server needs none of the stack's dependencies.
     from tests.harness.local_stack import stack
 
     with tempfile.TemporaryDirectory() as directory, stack(model, Path(directory)) as running:

@@ -5,9 +5,9 @@ Perplexity, teacher-forced through the paged path as it is served (chunks, and o
     answers      the sentences that the model was trained to say, after one of the trained phrasings
     docstrings   whole docstrings of modules held out from training (tools/kv_quant_text.py)
 
-and `make demo-quality` over a stack whose prefill and decode workers store their KV so. Exit code 1 when
-fp8_e4m3 moves either perplexity by more than 1 % or loses more than 2 of the 50 answers; 2 when it cannot be
-told.
+and `make demo-quality` over a stack whose prefill and decode workers store their KV in that format. Exit
+code 1 when fp8_e4m3 changes either perplexity by more than 1 % or loses more than 2 of the 50 answers; 2
+when the measurement fails.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PAGE_SIZE = 16
 CHUNK = 64
 LANES = 16
 EVERY = 3
-"""One in so many of the held-out docstrings is taken: about 30,000 tokens."""
+"""Every so many-th of the held-out docstrings is taken: about 30,000 tokens."""
 ONE_AT_A_TIME = 2_000
 """Docstring tokens, at least, that go through the decode path."""
 MOST_COST = 0.01
@@ -215,7 +215,7 @@ def measure(form: KVFormat, answers: Sequence[Text], docstrings: Sequence[Text])
 
 
 def ask(form: KVFormat, measured: Measured) -> None:
-    """The 50 questions of `make demo-quality`, over workers that store their KV so."""
+    """Ask the 50 questions of `make demo-quality`, over workers that store their KV in this format."""
     # Imported here: it needs the whole stack.
     from tests.harness.local_stack import stack
 

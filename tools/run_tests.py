@@ -2,8 +2,8 @@
 
 python -m tools.run_tests MARKERS [--jobs N] [PATH ...]
 
-Several run at once: those of real processes wait half of their time, and all have ports and directories of
-their own.
+Several jobs run at once: tests of real processes wait half of their time, and every test has its own ports
+and directories.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections import Counter
 
 import pytest
 
-_MOST_JOBS = 4  # a job's stack of processes may take 2 GiB
+_MOST_JOBS = 4  # the processes of a job may take 2 GiB
 
 
 class _Tally:

@@ -55,7 +55,7 @@ def test_a_url_where_nobody_is_is_named() -> None:
 
 
 def test_a_server_that_is_no_router_is_named(stranger: str) -> None:
-    with pytest.raises(ConfigError, match="answers 404: it is no router"):
+    with pytest.raises(ConfigError, match="answers 404: it is not a Baton router"):
         TreeSource(f"{stranger}/404").report(["d0"], "tree")
 
 

@@ -1,7 +1,7 @@
 """What a run leaves behind: processes, listening ports, shared memory, temporary files.
 
-Every process of a run inherits one environment variable with a value of its own, so all of them are found
-whatever they call themselves and whoever their parent is now. Linux only (/proc).
+Every process of a run inherits an environment variable with a value of the run's own, so all of them are
+found, whatever their names and parents are. Linux only (/proc).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Run:
         return cls(marker)
 
     def look(self) -> None:
-        """Take down what the run's processes hold now."""
+        """Record what the run's processes hold now."""
         listening = _listening_ports()
         for pid in _marked(self.marker):
             self.processes[pid] = _name(pid)
@@ -51,7 +51,7 @@ class Run:
             self.memory_files |= _memfds(pid)
 
     def leftovers(self, timeout_s: float) -> list[str]:
-        """What is still there, in words; empty when nothing is. Gives ending processes `timeout_s`."""
+        """Descriptions of what is still there. Waits up to `timeout_s` for processes to end."""
         deadline = time.monotonic() + timeout_s
         while (found := self._found()) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
@@ -82,7 +82,7 @@ def _marked(marker: str) -> set[int]:
             environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         except OSError:  # it ended, or it is another user's
             continue
-        if wanted in environment:  # a zombie has none: it holds nothing any more
+        if wanted in environment:  # a zombie's is empty: it holds nothing any more
             found.add(pid)
     return found
 

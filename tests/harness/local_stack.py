@@ -1,6 +1,6 @@
 """A whole Baton in plain processes on loopback, without Ray: a router, and prefill and decode workers.
 
-What tests and benches run; the same programs that cluster/ hosts.
+Tests and benches run it. The programs are those that cluster/ hosts.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ END_S = 30.0
 
 
 class ChildFailed(RuntimeError):
-    """A child did not get ready, or did not end when told to; the message holds the end of its log."""
+    """A child did not get ready, or did not end when asked to; the message holds the end of its log."""
 
 
 class Child:
@@ -74,7 +74,7 @@ class Child:
                 self.process.stdout.close()
 
     def kill(self) -> None:
-        """SIGKILL: the machine pulled the plug."""
+        """SIGKILL, as when the machine fails."""
         self.process.kill()
         self.process.wait(END_S)
 
