@@ -61,21 +61,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m router", description="Baton's router")
     parser.add_argument("--options", type=Path, required=True, help="a JSON file (router/options.py)")
     parser.add_argument(
-        "--processes", type=int, default=1, metavar="N", help="that share the port; /metrics is one of them's"
+        "--processes", type=int, default=1, metavar="N", help="that share the port and its work"
     )
     parser.add_argument(
-        "--sibling", nargs=2, metavar=("DIRECTORY", "PORT"),
-        help="what --processes starts: ends with its stdin",
+        "--further", nargs=3, metavar=("DIRECTORY", "PORT", "FIRST"),
+        help="what --processes starts: a process that ends with its stdin; FIRST is its starter's mailbox",
     )  # fmt: skip
     given = parser.parse_args()
     with exit_on_config_error("router"):
         options = read_options(RouterOptions, given.options)
         if given.processes < 1:
             raise ConfigError("--processes", f"{given.processes} are none", "give at least 1")
-        if given.sibling is not None:
-            directory, port = given.sibling
+        if given.further is not None:
+            directory, port, _ = given.further
             options = options.model_copy(update={"directory": directory, "port": int(port)})
-        shared = given.sibling is not None or given.processes > 1
+        shared = given.further is not None or given.processes > 1
         with _listen(options, shared) as listener:
             uvloop.run(_serve(options, listener, given))
 
@@ -104,12 +104,12 @@ def _listen(options: RouterOptions, shared: bool) -> socket.socket:
 
 
 async def _serve(options: RouterOptions, listener: socket.socket, given: argparse.Namespace) -> None:
-    router = Router(options)
+    router = Router(options, None if given.further is None else given.further[2])
     host, port = listener.getsockname()[:2]
-    directory = options.directory or router.mailbox_address
-    siblings = RouterProcesses(("--options", str(given.options), "--sibling", directory, str(port)))
+    further = options.directory or router.mailbox_address, str(port), router.mailbox_address
+    processes = RouterProcesses(("--options", str(given.options), "--further", *further), router.processes)
     try:
-        await siblings.start(given.processes - 1)
+        await processes.start(given.processes - 1)
         shown = f"[{host}]" if ":" in host else host
         ready = {"ready": True, "http": f"http://{shown}:{port}", "mailbox": router.mailbox_address}
         config = uvicorn.Config(
@@ -128,16 +128,16 @@ async def _serve(options: RouterOptions, listener: socket.socket, given: argpars
         )
         freeze_gc()
         server = _Server(config, json.dumps(ready))
-        if given.sibling is not None:
+        if given.further is not None:
             asyncio.get_running_loop().add_reader(sys.stdin, _end_with_stdin, server)
         await server.serve(sockets=[listener])
     finally:
-        await siblings.close()
+        await processes.close()
         router.close()
 
 
 def _end_with_stdin(server: uvicorn.Server) -> None:
-    """Nobody writes there: whoever started this has closed it, or died."""
+    """The process that started this one has closed the pipe, or has ended: it writes nothing."""
     asyncio.get_running_loop().remove_reader(sys.stdin)
     server.should_exit = True
 

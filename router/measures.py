@@ -1,7 +1,7 @@
 """Counters and histograms of one thread, read when Prometheus asks.
 
 prometheus_client's own take a lock and look a label up for each update, which cost the router a twentieth of
-its time; its names, types and exposition are kept.
+its time. Its names, types and exposition are kept.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ class Count(Collector):
     """A counter; with `label`, one for each value of it."""
 
     def __init__(self, registry: CollectorRegistry, name: str, about: str, label: str = "") -> None:
-        """`name` without its unit's `_total`."""
+        """`name` is without the suffix `_total`."""
         self._named = name, about, [label] if label else []
         self._counts: dict[str, float] = {} if label else {"": 0.0}
         registry.register(self)
 
     def inc(self, by: float = 1.0, of: str = "") -> None:
-        """Add; `of` is the label's value."""
+        """Add `by`. `of` is the label's value."""
         self._counts[of] = self._counts.get(of, 0.0) + by
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """See Collector."""
         name, about, labels = self._named
         family = CounterMetricFamily(name, about, labels=labels)
         for of, count in self._counts.items():
@@ -43,7 +42,7 @@ class Distribution(Collector):
     def __init__(
         self, registry: CollectorRegistry, name: str, about: str, bounds: Sequence[float], label: str = ""
     ) -> None:
-        """`bounds` are the upper ones, increasing, each in its bucket; +Inf is added."""
+        """`bounds` are the buckets' upper bounds, inclusive and increasing; +Inf is added."""
         self._named = name, about, [label] if label else []
         self._bounds = list(bounds)
         self._counts: dict[str, list[int]] = {}
@@ -53,13 +52,12 @@ class Distribution(Collector):
         registry.register(self)
 
     def observe(self, value: float, of: str = "") -> None:
-        """One more; `of` is the label's value."""
+        """Count one value. `of` is the label's value."""
         counts = self._counts.get(of) or self._begin(of)
         counts[bisect_left(self._bounds, value)] += 1
         self._sums[of] += value
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        """See Collector."""
         name, about, labels = self._named
         family = HistogramMetricFamily(name, about, labels=labels)
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]

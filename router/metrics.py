@@ -1,16 +1,17 @@
-"""What the router counts, in a registry of its own (two routers in one process must not collide)."""
+"""What the router measures. Each router has a registry of its own: two in one process must not collide."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from itertools import pairwise
 
-from prometheus_client import CollectorRegistry, Gauge, generate_latest
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from router.events.counters import EventCounters
 from router.measures import Count, Distribution
+from wire.records import Role, WorkerRecord
 from wire.stages import Stamp
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -18,83 +19,71 @@ _ERRORS = (*(-second for second in reversed(_SECONDS) if second <= 30), 0, *_SEC
 _TOKENS = (-16384, -4096, -1024, -256, -64, -1, 0, 63, 255, 1023, 4095, 16383)  # up to -1: the index lacked
 
 
-class RouterMetrics:
-    """Updated per request, never per token."""
+class RequestMetrics:
+    """Updated per request."""
 
-    def __init__(self) -> None:
-        self._registry = registry = CollectorRegistry()
+    def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = Count(registry, "baton_router_requests", "Requests by HTTP status", "status")
-        self.restarts = Count(registry, "baton_router_restarts", "Rooms started again")
         self.aborts = Count(registry, "baton_router_aborts", "Requests ended by their client")
         self.prompt_tokens = Count(registry, "baton_router_prompt_tokens", "Prompt tokens")
         self.cached_tokens = Count(
             registry, "baton_router_cached_tokens", "Prompt tokens that were not computed"
         )
         self.output_tokens = Count(registry, "baton_router_output_tokens", "Output tokens")
+        self.ttft = Distribution(registry, "baton_router_ttft_seconds", "Arrival to first token", _SECONDS)
+        self.latency = Distribution(
+            registry, "baton_router_request_seconds", "Arrival to last token", _SECONDS
+        )
+
+
+class RoomMetrics:
+    """Updated per room and epoch, never per token."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.restarts = Count(registry, "baton_router_restarts", "Rooms started again")
         self.kv_bytes = Count(registry, "baton_router_kv_bytes", "KV bytes handed from P to D")
         self.placements = Count(
             registry, "baton_router_placements", "Epochs placed on a pair or on D alone", "kind"
         )
-        self.ttft = Distribution(registry, "baton_router_ttft_seconds", "Arrival to first token", _SECONDS)
         self.ttft_error = Distribution(
             registry, "baton_router_ttft_error_seconds", "Predicted minus actual time to first token", _ERRORS
         )
-        self.latency = Distribution(
-            registry, "baton_router_request_seconds", "Arrival to last token", _SECONDS
-        )
-        self.stages = Distribution(
+        self._stages = Distribution(
             registry, "baton_router_stage_seconds", "Time in each stage, as stamped by workers", _SECONDS,
             "stage",
         )  # fmt: skip
-        self.said_tokens = Count(
+        self._said_tokens = Count(
             registry, "baton_router_index_said_tokens", "Prompt tokens that the index said to be cached"
         )
-        self.found_tokens = Count(
+        self._found_tokens = Count(
             registry, "baton_router_index_found_tokens", "Prompt tokens of those requests that were cached"
         )
-        self.cached_tokens_error = Distribution(
+        self._cached_tokens_error = Distribution(
             registry, "baton_router_cached_tokens_error",
             "Prompt tokens cached as the index said, less what the worker found, by request", _TOKENS,
         )  # fmt: skip
-        self.rooms = Gauge("baton_router_rooms", "Rooms in flight", registry=registry)
-        self.queued_rooms = Gauge(
-            "baton_router_queued_rooms", "Rooms that wait for their turn", registry=registry
-        )
-        self.peers = Gauge(
-            "baton_router_peers", "Other routers whose accounts are counted", registry=registry
-        )
-        self.workers = Gauge("baton_router_workers", "Live workers", ["role"], registry=registry)
-        self.index_pages = Gauge("baton_router_index_pages", "Pages in the global index", registry=registry)
-
-    def follow(self, events: EventCounters) -> None:
-        """Expose what an event plane counts. Once."""
-        self._registry.register(_EventCollector(events))
 
     def observe_index(self, said: int, found: int) -> None:
         """A request's cached tokens: as the index said when it was placed, and as the worker found them."""
-        self.said_tokens.inc(said)
-        self.found_tokens.inc(found)
-        self.cached_tokens_error.observe(said - found)
+        self._said_tokens.inc(said)
+        self._found_tokens.inc(found)
+        self._cached_tokens_error.observe(said - found)
 
     def observe_stages(self, stamps: list[Stamp]) -> None:
         """One worker's stamps of one room: each stage lasted until the next."""
         ordered = sorted(stamps, key=lambda stamp: stamp.at_ns)
         for stamp, following in pairwise(ordered):
-            self.stages.observe((following.at_ns - stamp.at_ns) / 1e9, stamp.stage)
-
-    def text(self) -> bytes:
-        """The Prometheus exposition."""
-        return generate_latest(self._registry)
+            self._stages.observe((following.at_ns - stamp.at_ns) / 1e9, stamp.stage)
 
 
-class _EventCollector(Collector):
+class EventMetrics(Collector):
     """Reads the event plane's own counters when Prometheus asks: its thread has nothing to do with this."""
 
-    def __init__(self, events: EventCounters) -> None:
+    def __init__(self, registry: CollectorRegistry, events: EventCounters) -> None:
         self._events = events
+        registry.register(self)
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """See Collector."""
         events = self._events
         bad = CounterMetricFamily(
             "baton_router_bad_events", "KV events that could not be used, by what is wrong", labels=["kind"]
@@ -110,3 +99,34 @@ class _EventCollector(Collector):
             ("restarts", "A publisher began anew at the same address", events.restarts),
         ):
             yield CounterMetricFamily(f"baton_router_event_{name}", about, value=count)
+
+
+class LevelMetrics(Collector):
+    """Gauges, read from what they measure when Prometheus asks."""
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        rooms: Sized,
+        waiting: Sized,
+        peers: Sized,
+        index: Sized,
+        workers: Callable[[], Iterable[WorkerRecord]],
+    ) -> None:
+        self._counted = (
+            ("rooms", "Rooms in flight", rooms),
+            ("queued_rooms", "Rooms that wait for their turn", waiting),
+            ("peers", "Other routers whose accounts are counted", peers),
+            ("index_pages", "Pages in the global index", index),
+        )
+        self._workers = workers
+        registry.register(self)
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        for name, about, counted in self._counted:
+            yield GaugeMetricFamily(f"baton_router_{name}", about, value=len(counted))
+        roles = [record.role for record in self._workers()]
+        workers = GaugeMetricFamily("baton_router_workers", "Live workers", labels=["role"])
+        for role in Role:
+            workers.add_metric([role], roles.count(role))
+        yield workers

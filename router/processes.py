@@ -1,17 +1,22 @@
 """RouterProcesses: further processes of a router on one port. One process is one core of Python.
 
-Each is a whole router: it follows the same directory and the same events, and tells the others its accounts
-(peers.py), as routers on other hosts do. The kernel spreads connections over the processes (SO_REUSEPORT). A
-sibling lives as long as its stdin is open, so none outlives the process that started it.
+Each is a whole router: it follows the same directory and the same events, and tells the others the load it
+has assigned (placement/peers.py), as routers on other hosts do. The kernel spreads connections over the
+processes (SO_REUSEPORT). A further process ends when its stdin is closed, so none outlives the first, which
+started it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
+from typing import NamedTuple
+
+from router.process_group import ProcessGroup
 
 log = logging.getLogger(__name__)
 
@@ -20,23 +25,29 @@ _CLOSE_S = 15.0
 _PAUSE_S = 1.0  # before one that has ended is started again
 
 
-class RouterProcesses:
-    """Starts them, starts those again that end, and ends them."""
+class _Further(NamedTuple):
+    process: Process
+    mailbox: str
 
-    def __init__(self, arguments: Sequence[str]) -> None:
-        """`python -m router ARGUMENTS` is a sibling."""
+
+class RouterProcesses:
+    """Starts further processes, starts those again that end, and ends them."""
+
+    def __init__(self, arguments: Sequence[str], group: ProcessGroup) -> None:
+        """`python -m router ARGUMENTS` is a further process. `group` is told of those that serve."""
         self._command = [sys.executable, "-m", "router", *arguments]
+        self._group = group
         self._keepers: list[asyncio.Task[None]] = []
         self._running: set[Process] = set()
         self._closing = False
 
     async def start(self, count: int) -> None:
         """Returns when all serve. Raises RuntimeError when one does not."""
-        for process in await asyncio.gather(*(self._spawn() for _ in range(count))):
-            self._keepers.append(asyncio.create_task(self._keep(process)))
+        for further in await asyncio.gather(*(self._spawn() for _ in range(count))):
+            self._keepers.append(asyncio.create_task(self._keep(further)))
 
     async def close(self) -> None:
-        """End them; one that does not end by itself is killed."""
+        """End them. One that does not end by itself is killed."""
         self._closing = True
         ending = [*self._running]
         for process in ending:
@@ -51,7 +62,7 @@ class RouterProcesses:
                 ends[end].kill()
                 await end
 
-    async def _spawn(self) -> Process:
+    async def _spawn(self) -> _Further:
         process = await asyncio.create_subprocess_exec(*self._command, stdin=PIPE, stdout=PIPE)
         self._running.add(process)
         assert process.stdout is not None
@@ -64,16 +75,19 @@ class RouterProcesses:
             if process.returncode is None:
                 process.kill()
             raise RuntimeError("a further router process did not start")
-        return process
+        further = _Further(process, json.loads(said)["mailbox"])
+        self._group.join(further.mailbox)
+        return further
 
-    async def _keep(self, process: Process) -> None:
+    async def _keep(self, further: _Further) -> None:
         while not self._closing:
-            code = await process.wait()
-            self._running.discard(process)
+            code = await further.process.wait()
+            self._running.discard(further.process)
+            self._group.leave(further.mailbox)
             log.warning("a router process has ended (%s); another takes its place", code)
-            process = await self._replacement()
+            further = await self._replacement()
 
-    async def _replacement(self) -> Process:
+    async def _replacement(self) -> _Further:
         while True:
             await asyncio.sleep(_PAUSE_S)
             try:

@@ -8,17 +8,20 @@ import time
 from functools import partial
 from itertools import count
 
+from prometheus_client import CollectorRegistry
+
 from common.errors import ContextTooLong, InvalidRequest, ModelNotFound, Unavailable
 from router.events.event_plane import EventPlane
 from router.index.global_index import GlobalIndex, as_hashes, digest_hashes
 from router.membership import Membership
-from router.metrics import RouterMetrics
+from router.metrics import EventMetrics, LevelMetrics, RequestMetrics, RoomMetrics
 from router.options import RouterOptions
 from router.placement.load_estimate import WorkerLoadEstimate
 from router.placement.placer import Placer
 from router.placement.policies import make_policy
 from router.placement.policy import Choice, PlacementRequest
 from router.placement.prediction import Prediction
+from router.process_group import ProcessGroup
 from router.streams.dispatcher import Dispatcher
 from router.streams.generation import Answer, ChoiceOutput, Generation, Submission
 from router.streams.inspections import Inspections
@@ -28,9 +31,8 @@ from router.trace import RequestTrace, TraceStore
 from wire.codec import pack_tokens
 from wire.loop_mailbox import LoopMailbox
 from wire.mailbox import Mail
-from wire.messages import GenerateRequest, Inspected
+from wire.messages import GenerateRequest, Inspect, Inspected
 from wire.page_hash import namespace_seed, page_digests
-from wire.records import Role
 from wire.security import curve_for
 from wire.stages import RequestStage, Stamp
 
@@ -42,11 +44,15 @@ _NO_PAGES = as_hashes([])
 class Router:
     """Lives on the event loop on which it is made. Submit to it there, and close it."""
 
-    def __init__(self, options: RouterOptions) -> None:
-        """Load the tokenizer, bind the mailbox, look for workers. Raises ConfigError for what cannot work."""
+    def __init__(self, options: RouterOptions, first_process: str | None = None) -> None:
+        """Load the tokenizer, bind the mailbox, look for workers. Raises ConfigError for what cannot work.
+
+        `first_process` is the mailbox of the process that started this one, if one did (processes.py).
+        """
         self.options = options
         self.tokenization = Tokenization(options.model)
-        self.metrics = RouterMetrics()
+        registry = CollectorRegistry()
+        self.metrics = RequestMetrics(registry)
         self.traces = TraceStore()
         self.index = GlobalIndex()
         self.started_at = int(time.time())
@@ -60,9 +66,23 @@ class Router:
         self.mailbox_address = self._mailbox.address  # also of the directory, if this router hosts it
         self._inspections = Inspections(self._mailbox.send)
         self._events = EventPlane(self.index, curve)
-        self.metrics.follow(self._events.counters)
-        self._dispatcher = Dispatcher(options, self.placer, self.traces, self.metrics, self._mailbox.send)
+        self._dispatcher = Dispatcher(
+            options, self.placer, self.traces, RoomMetrics(registry), self._mailbox.send
+        )
         self.membership = Membership(options, self._mailbox, self.placer, self._events, self._dispatcher)
+        EventMetrics(registry, self._events.counters)
+        dispatcher, membership = self._dispatcher, self.membership
+        LevelMetrics(
+            registry,
+            dispatcher.rooms,
+            dispatcher.waiting,
+            membership.peers,
+            self.index,
+            lambda: membership.workers,
+        )
+        self.processes = ProcessGroup(
+            registry, self.traces, self._mailbox.send, self._inspections, first_process
+        )
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_soon(self._tick)
 
@@ -71,6 +91,7 @@ class Router:
         self._timer.cancel()
         self._dispatcher.close()
         self.membership.close()
+        self.processes.close()
         self._mailbox.close()
         self._events.close()
 
@@ -142,17 +163,6 @@ class Router:
         estimates = self.placer.fleet.estimates()
         return [{"id": one.record.id, "own": one.own, "peers": one.peers} for one in estimates]
 
-    def metrics_text(self) -> bytes:
-        """The Prometheus exposition, with what is measured on demand."""
-        for role in Role:
-            count_of_role = sum(record.role is role for record in self.membership.workers)
-            self.metrics.workers.labels(str(role)).set(count_of_role)
-        self.metrics.rooms.set(len(self._dispatcher.rooms))
-        self.metrics.queued_rooms.set(len(self._dispatcher.waiting))
-        self.metrics.index_pages.set(len(self.index))
-        self.metrics.peers.set(len(self.membership.peers))
-        return self.metrics.text()
-
     # -- inside --------------------------------------------------------------------------------
 
     def _asked(self, submission: Submission) -> list[tuple[GenerateRequest, PlacementRequest]]:
@@ -216,3 +226,5 @@ class Router:
                 continue
             if isinstance(mail.message, Inspected):
                 self._inspections.answer(mail.message)
+            elif isinstance(mail.message, Inspect):
+                self.processes.answer(mail.sender, mail.message)

@@ -8,7 +8,7 @@ from importlib.metadata import version as installed_version
 import msgspec
 
 from common.errors import InvalidRequest, Unavailable
-from router.api.asgi import HttpRequest
+from router.api.asgi import JSON, HttpRequest
 from router.api.http_errors import error_body
 from router.placement.policy import RoleCandidates
 from router.service import Router
@@ -38,20 +38,20 @@ async def version(_: Router, request: HttpRequest) -> None:
 
 
 async def metrics(router: Router, request: HttpRequest) -> None:
-    """GET /metrics, for Prometheus."""
+    """GET /metrics, for Prometheus: of all processes of this router."""
     kind = b"text/plain; version=0.0.4; charset=utf-8"
-    await request.respond(200, router.metrics_text(), [(b"content-type", kind)])
+    await request.respond(200, await router.processes.metrics(), [(b"content-type", kind)])
 
 
 async def trace(router: Router, request: HttpRequest) -> None:
     """GET /debug/trace/{request id}: its timeline, for chrome://tracing or Perfetto."""
     request_id = request.path.rsplit("/", 1)[1]
-    found = router.traces.get(request_id)
+    found = await router.processes.trace(request_id)
     if found is None:
         body = error_body(f"no trace of request {request_id!r} is kept", "invalid_request_error")
         await request.respond_json(body, 404)
     else:
-        await request.respond_json(found.chrome())
+        await request.respond(200, found, [JSON])
 
 
 async def workers(router: Router, request: HttpRequest) -> None:

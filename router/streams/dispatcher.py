@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 
-from router.metrics import RouterMetrics
+from router.metrics import RoomMetrics
 from router.options import RouterOptions
 from router.placement.admission import Admission
 from router.placement.placement import Placement
@@ -39,7 +39,7 @@ class Dispatcher:
         options: RouterOptions,
         placer: Placer,
         traces: TraceStore,
-        metrics: RouterMetrics,
+        metrics: RoomMetrics,
         send: Callable[[str, AnyMessage], None],
     ) -> None:
         self.admission = Admission(options, placer)

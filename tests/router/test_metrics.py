@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from prometheus_client import CollectorRegistry
+
 from router.events.counters import EventCounters
-from router.metrics import RouterMetrics
+from router.merged_metrics import MergedMetrics, collect, exposition
+from router.metrics import EventMetrics, LevelMetrics, RequestMetrics, RoomMetrics
+from tests.router.directory.test_directory import record
 from wire.stages import RequestStage, Stamp
 
 
-def values(metrics: RouterMetrics) -> dict[str, float]:
-    lines = metrics.text().decode().splitlines()
+def values(registry: CollectorRegistry) -> dict[str, float]:
+    return series(exposition(collect(registry)))
+
+
+def series(text: bytes) -> dict[str, float]:
+    lines = text.decode().splitlines()
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 
 
 def test_what_the_index_said_is_counted_against_what_was_found() -> None:
-    metrics = RouterMetrics()
+    registry = CollectorRegistry()
+    metrics = RoomMetrics(registry)
     for said, found in ((160, 160), (0, 0), (320, 160), (0, 48)):
         metrics.observe_index(said, found)
-    seen = values(metrics)
+    seen = values(registry)
     assert seen["baton_router_index_said_tokens_total"] == 480
     assert seen["baton_router_index_found_tokens_total"] == 368
     below = {
@@ -28,11 +37,11 @@ def test_what_the_index_said_is_counted_against_what_was_found() -> None:
 
 
 def test_the_event_planes_counters_are_read_when_asked() -> None:
-    metrics, events = RouterMetrics(), EventCounters()
-    metrics.follow(events)
+    registry, events = CollectorRegistry(), EventCounters()
+    EventMetrics(registry, events)
     events.batches, events.gaps = 7, 2
     events.bad("p0", "batch", "a test")
-    seen = values(metrics)
+    seen = values(registry)
     assert seen["baton_router_event_batches_total"] == 7
     assert seen["baton_router_event_gaps_total"] == 2
     assert seen["baton_router_event_resets_total"] == 0
@@ -40,14 +49,15 @@ def test_the_event_planes_counters_are_read_when_asked() -> None:
 
 
 def test_stages_and_statuses_have_a_series_each() -> None:
-    metrics = RouterMetrics()
+    registry = CollectorRegistry()
+    metrics, rooms = RequestMetrics(registry), RoomMetrics(registry)
     metrics.requests.inc(of="200")
     metrics.requests.inc(of="200")
     metrics.requests.inc(of="429")
     stages = (RequestStage.DECODE_LOOP, RequestStage.PREFILL_WAITING, RequestStage.PREFILL_FORWARD)
     times = (3_000_000_000, 1_000_000_000, 1_500_000_000)
-    metrics.observe_stages([Stamp(stage, at) for stage, at in zip(stages, times, strict=True)])
-    seen = values(metrics)
+    rooms.observe_stages([Stamp(stage, at) for stage, at in zip(stages, times, strict=True)])
+    seen = values(registry)
     assert seen['baton_router_requests_total{status="200"}'] == 2
     assert seen['baton_router_requests_total{status="429"}'] == 1
     assert seen["baton_router_restarts_total"] == 0
@@ -58,3 +68,60 @@ def test_stages_and_statuses_have_a_series_each() -> None:
     assert seen[f'{name}_count{{stage="prefill_forward"}}'] == 1
     assert not any("decode_loop" in series for series in seen), "its end has not been stamped"
     assert seen["baton_router_ttft_seconds_count"] == 0
+
+
+class Process:
+    """What one of several router processes measures."""
+
+    def __init__(self, rooms: int = 0, workers: int = 0) -> None:
+        self.registry = CollectorRegistry()
+        self.requests, self.rooms = RequestMetrics(self.registry), RoomMetrics(self.registry)
+        records = [record(str(number)) for number in range(workers)]
+        LevelMetrics(self.registry, range(rooms), (), (), range(700), lambda: records)
+
+
+def test_several_processes_are_measured_as_one() -> None:
+    first, second = Process(rooms=2, workers=3), Process(rooms=5, workers=3)
+    first.requests.requests.inc(of="200")
+    second.requests.requests.inc(2, of="200")
+    second.requests.requests.inc(of="503")
+    for process in (first, second):
+        process.requests.ttft.observe(0.03)
+    merged = MergedMetrics()
+    merged.take("second", collect(second.registry))
+    text = exposition(merged.with_own(collect(first.registry)))
+    seen = series(text)
+    assert seen['baton_router_requests_total{status="200"}'] == 3
+    assert seen['baton_router_requests_total{status="503"}'] == 1
+    assert seen["baton_router_ttft_seconds_count"] == 2
+    assert seen['baton_router_ttft_seconds_bucket{le="0.05"}'] == 2
+    assert seen['baton_router_ttft_seconds_bucket{le="0.025"}'] == 0
+    assert seen["baton_router_rooms"] == 7
+    assert seen['baton_router_workers{role="prefill"}'] == 3  # the same in each
+    assert seen["baton_router_index_pages"] == 700
+    names = [line.split()[2] for line in text.decode().splitlines() if line.startswith("# TYPE")]
+    assert len(names) == len(set(names))
+
+
+def test_sums_do_not_fall_when_a_process_ends_or_is_slow() -> None:
+    first, second, third = Process(), Process(rooms=5), Process()
+    merged = MergedMetrics()
+    second.requests.output_tokens.inc(40)
+    merged.take("second", collect(second.registry))
+    second.requests.output_tokens.inc(2)
+
+    def seen() -> tuple[float, float]:
+        found = series(exposition(merged.with_own(collect(first.registry))))
+        return found["baton_router_output_tokens_total"], found["baton_router_rooms"]
+
+    assert seen() == (40, 5)  # as it said last
+    merged.take("second", collect(second.registry))
+    merged.end("second")
+    merged.end("second")
+    assert seen() == (42, 0)
+    third.requests.output_tokens.inc(1)
+    merged.take("third", collect(third.registry))
+    assert seen() == (43, 0)
+    merged.end("third")
+    merged.end("never asked")
+    assert seen() == (43, 0)

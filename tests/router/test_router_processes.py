@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
+import urllib.error
 import urllib.request
 from pathlib import Path
+
+import pytest
 
 from tests.router.conftest import RouterProcess, start_router, wait_until
 from tests.support.fake_worker import FakeWorker, expected_tokens
@@ -21,12 +26,26 @@ def children(process: int) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
 
 
-def ask(router: RouterProcess, prompt: int) -> list[int]:
+def fetch(router: RouterProcess, path: str, body: bytes | None = None, request_id: str = "") -> bytes:
     """On a connection of its own, so that the kernel chooses a process."""
+    request = urllib.request.Request(f"{router.url}{path}", body)
+    if request_id:
+        request.add_header("X-Request-Id", request_id)
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        content: bytes = answer.read()
+    return content
+
+
+def ask(router: RouterProcess, prompt: int, request_id: str = "") -> list[int]:
     body = json.dumps({"input_ids": [prompt], "sampling_params": {"max_new_tokens": 3}}).encode()
-    with urllib.request.urlopen(f"{router.url}/generate", body, timeout=20) as answer:
-        tokens: list[int] = json.load(answer)["output_ids"]
+    tokens: list[int] = json.loads(fetch(router, "/generate", body, request_id))["output_ids"]
     return tokens
+
+
+def output_tokens(router: RouterProcess) -> float:
+    found = re.search(rb"^baton_router_output_tokens_total (\S+)", fetch(router, "/metrics"), re.MULTILINE)
+    assert found is not None
+    return float(found[1])
 
 
 def serves(router: RouterProcess, prompts: range) -> None:
@@ -39,10 +58,14 @@ def asks_until(router: RouterProcess, processes: int, worker: FakeWorker) -> Non
 
     def heard() -> bool:
         ask(router, 0)
-        rooms = [message.room for message in list(worker.seen) if isinstance(message, Decode)]
-        return len({room >> 32 for room in rooms}) == processes
+        return len(served_by(worker)) == processes
 
     wait_until(heard, 30.0)
+
+
+def served_by(worker: FakeWorker) -> set[int]:
+    """The upper halves."""
+    return {message.room >> 32 for message in list(worker.seen) if isinstance(message, Decode)}
 
 
 def test_several_processes_share_a_port_and_the_work(
@@ -54,23 +77,59 @@ def test_several_processes_share_a_port_and_the_work(
     router.wait_for_workers(2)
     serves(router, PROMPTS)
     asks_until(router, 2, decode)
-    (sibling,) = children(router.process.pid)
+    (further,) = children(router.process.pid)
 
-    os.kill(sibling, signal.SIGKILL)
-    wait_until(lambda: children(router.process.pid) not in ([sibling], []), 30.0)
+    os.kill(further, signal.SIGKILL)
+    wait_until(lambda: children(router.process.pid) not in ([further], []), 30.0)
     asks_until(router, 3, decode)
     serves(router, PROMPTS)
-    (sibling,) = children(router.process.pid)
+    (further,) = children(router.process.pid)
     assert router.stop() == 0
-    assert not Path(f"/proc/{sibling}").exists()
+    assert not Path(f"/proc/{further}").exists()
 
 
-def test_no_sibling_outlives_a_router_that_is_killed(tmp_path: Path, model: Path) -> None:
+def test_any_process_answers_for_all(tmp_path: Path, model: Path, workers: list[FakeWorker]) -> None:
+    router = start_router(tmp_path, model, processes=3)
+    decode = FakeWorker(Role.DECODE, router.mailbox)
+    workers.append(decode)
+    router.wait_for_workers(1)
+    asked: list[str] = []
+
+    def all_serve() -> bool:
+        asked.append(f"request-{len(asked)}")
+        ask(router, 0, asked[-1])
+        return len(served_by(decode)) == 3
+
+    wait_until(all_serve, 30.0)
+    assert [output_tokens(router) for _ in range(12)] == [3 * len(asked)] * 12
+    for request_id in asked:
+        for _ in range(4):
+            trace = json.loads(fetch(router, f"/debug/trace/{request_id}"))
+            assert trace["otherData"]["request_id"] == request_id
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        fetch(router, "/debug/trace/unknown")
+
+    before = children(router.process.pid)
+    os.kill(before[0], signal.SIGKILL)
+
+    def replaced() -> bool:
+        with contextlib.suppress(ConnectionError):  # the connection was to the process that was killed
+            assert output_tokens(router) == 3 * len(asked)
+        now = children(router.process.pid)
+        return len(now) == 2 and before[0] not in now
+
+    wait_until(replaced, 30.0)
+    ask(router, 0)
+    wait_until(lambda: output_tokens(router) == 3 * len(asked) + 3)
+    assert router.stop() == 0
+
+
+def test_no_further_process_outlives_a_router_that_is_killed(tmp_path: Path, model: Path) -> None:
     router = start_router(tmp_path, model, processes=2)
-    (sibling,) = children(router.process.pid)
+    (further,) = children(router.process.pid)
     router.process.kill()
     router.stop()
-    wait_until(lambda: not Path(f"/proc/{sibling}").exists() or "Z" in state(sibling))
+    wait_until(lambda: not Path(f"/proc/{further}").exists() or "Z" in state(further))
 
 
 def state(process: int) -> str:

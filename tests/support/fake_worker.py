@@ -195,6 +195,10 @@ class FakeWorker:
         self._after(0.0, self._announce)
         self._after(0.0, self._hand_over)
 
+    def open_rooms(self) -> int:
+        """How many rooms have begun here and not ended."""
+        return len(self._rooms)
+
     def count(self, kind: type[Prefill | Decode | Abort]) -> int:
         """How many different rooms and epochs were sent a message of a kind."""
         return len({(m.room, m.epoch) for m in list(self.seen) if isinstance(m, kind)})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -340,11 +339,9 @@ def test_the_other_windows(service: Service) -> None:
 @pytest.mark.parametrize("router", [{"max_in_flight": 2, "worker_wait_s": 0.3}], indirect=True)
 def test_full_and_empty_are_told_apart(router: RouterProcess, workers: list[FakeWorker]) -> None:
     assert router.http.get("/ready").status_code == 503
-    started = time.monotonic()
     response = router.http.post("/v1/completions", json={"prompt": "a"})
     assert response.status_code == 503
     assert "no decode worker" in response.json()["error"]["message"]
-    assert time.monotonic() - started < 5
     workers.append(FakeWorker(Role.DECODE, router.mailbox, step_s=0.02))
     router.wait_for_workers(1)
     body = {"prompt": "a", "max_tokens": 1000, "n": 2, "stream": True}

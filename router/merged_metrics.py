@@ -1,0 +1,102 @@
+"""MergedMetrics: the metrics of several router processes as those of one router."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+
+import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+# Each process follows the same workers and events, and has the other processes as peers. So of these gauges
+# the greatest is right; other gauges, counters and histograms are of each process alone, and are added.
+_SAME_IN_EACH = frozenset({"baton_router_workers", "baton_router_index_pages", "baton_router_peers"})
+
+
+_Series = tuple[str, tuple[tuple[str, str], ...]]  # name, labels
+
+
+class Family(msgspec.Struct, array_like=True):
+    """A metric as one process, or several together, have measured it."""
+
+    name: str
+    about: str
+    kind: str  # "counter", "gauge" or "histogram"
+    samples: list[tuple[str, dict[str, str], float]]  # name, labels, value
+
+
+class MergedMetrics:
+    """What the other processes said last. No sum falls when one of them ends, or does not answer in time."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, list[Family]] = {}  # by process
+        self._ended: list[Family] = []  # counters and histograms of processes that have ended
+
+    def take(self, process: str, said: list[Family]) -> None:
+        """A process has said what it measured so far."""
+        self._last[process] = said
+
+    def end(self, process: str) -> None:
+        """A process has ended. What it counted remains."""
+        counted = [family for family in self._last.pop(process, []) if family.kind != "gauge"]
+        self._ended = merge([self._ended, counted])
+
+    def with_own(self, own: list[Family]) -> list[Family]:
+        """Of all processes together. `own` is of the process that asks."""
+        return merge([own, self._ended, *self._last.values()])
+
+
+def collect(registry: CollectorRegistry) -> list[Family]:
+    """What a process has measured."""
+    return [
+        Family(
+            metric.name,
+            metric.documentation,
+            metric.type,
+            [(sample.name, sample.labels, sample.value) for sample in metric.samples],
+        )
+        for metric in registry.collect()
+    ]
+
+
+def merge(processes: Iterable[list[Family]]) -> list[Family]:
+    """The same metrics, measured by several processes, as one."""
+    merged: dict[str, tuple[Family, dict[_Series, float]]] = {}
+    for family in chain.from_iterable(processes):
+        _, values = merged.setdefault(family.name, (family, {}))
+        for name, labels, value in family.samples:
+            series = name, tuple(labels.items())
+            if series not in values:
+                values[series] = value
+            elif family.name in _SAME_IN_EACH:
+                values[series] = max(values[series], value)
+            else:
+                values[series] += value
+    return [
+        Family(
+            first.name,
+            first.about,
+            first.kind,
+            [(name, dict(labels), value) for (name, labels), value in values.items()],
+        )
+        for first, values in merged.values()
+    ]
+
+
+def exposition(families: list[Family]) -> bytes:
+    """The Prometheus text format."""
+    return generate_latest(_Families(families))
+
+
+class _Families(Collector):
+    def __init__(self, families: list[Family]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._families:
+            metric = Metric(family.name, family.about, family.kind)
+            for name, labels, value in family.samples:
+                metric.add_sample(name, labels, value)
+            yield metric

@@ -1,0 +1,128 @@
+"""ProcessGroup: the processes of one router (`--processes N`) answer /metrics and /debug/trace as one.
+
+The first process knows the others by their mailboxes and asks each for what it has; another process that is
+asked over HTTP asks the first. Questions are `Inspect` messages, and every wait is bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import msgspec
+from prometheus_client import CollectorRegistry
+
+from common.errors import Unavailable
+from router.merged_metrics import Family, MergedMetrics, collect, exposition
+from router.streams.inspections import Inspections
+from router.trace import TraceStore
+from wire.messages import AnyMessage, Inspect, Inspected
+
+log = logging.getLogger(__name__)
+
+_METRICS = "metrics"
+_TRACE = "trace "  # and a request id
+_Families = list[Family]
+
+
+class ProcessGroup:
+    """One process's part. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        traces: TraceStore,
+        send: Callable[[str, AnyMessage], None],
+        inspections: Inspections,
+        first: str | None,
+        member_timeout_s: float = 1.0,
+        first_timeout_s: float = 4.0,
+    ) -> None:
+        """`first` is the mailbox of the first process, None in the first itself.
+
+        The first waits `member_timeout_s` for the others, and they wait `first_timeout_s` for the first.
+        """
+        self._registry = registry
+        self._traces = traces
+        self._send = send
+        self._inspections = inspections
+        self._first = first
+        self._member_timeout_s = member_timeout_s
+        self._first_timeout_s = first_timeout_s
+        self._members: set[str] = set()  # mailboxes of the other processes, in the first
+        self._merged = MergedMetrics()
+        self._answering: set[asyncio.Task[None]] = set()
+
+    def join(self, mailbox: str) -> None:
+        """Another process serves."""
+        self._members.add(mailbox)
+
+    def leave(self, mailbox: str) -> None:
+        """Another process has ended."""
+        self._members.discard(mailbox)
+        self._merged.end(mailbox)
+
+    async def metrics(self) -> bytes:
+        """The Prometheus exposition of all processes. Raises Unavailable when the first does not answer."""
+        if self._first is not None:
+            return (await self._ask_first(_METRICS)).encode()
+        for member, said in await self._ask_members(_METRICS):
+            self._merged.take(member, msgspec.json.decode(said, type=_Families))
+        return exposition(self._merged.with_own(collect(self._registry)))
+
+    async def trace(self, request_id: str) -> bytes | None:
+        """A request's timeline as JSON, of whichever process has it. Raises Unavailable, see `metrics`."""
+        own = self._own_trace(request_id)
+        if own is not None:
+            return own
+        if self._first is not None:
+            found = [await self._ask_first(_TRACE + request_id)]
+        else:
+            found = [said for _, said in await self._ask_members(_TRACE + request_id)]
+        return next((said.encode() for said in found if said), None)
+
+    def answer(self, to: str, question: Inspect) -> None:
+        """Answer another process."""
+        task = asyncio.create_task(self._answer(to, question))
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+
+    def close(self) -> None:
+        """Answer nobody any more."""
+        for task in self._answering:
+            task.cancel()
+
+    async def _answer(self, to: str, question: Inspect) -> None:
+        if question.what.startswith(_TRACE):
+            request_id = question.what.removeprefix(_TRACE)
+            found = self._own_trace(request_id) if self._first is not None else await self.trace(request_id)
+        elif self._first is not None:
+            found = msgspec.json.encode(collect(self._registry))
+        else:
+            found = await self.metrics()
+        self._send(to, Inspected(question.token, (found or b"").decode()))
+
+    def _own_trace(self, request_id: str) -> bytes | None:
+        trace = self._traces.get(request_id)
+        return None if trace is None else msgspec.json.encode(trace.chrome())
+
+    async def _ask_first(self, what: str) -> str:
+        assert self._first is not None
+        try:
+            return await self._inspections.ask(self._first, what, self._first_timeout_s)
+        except TimeoutError:
+            raise Unavailable("the router's first process did not answer in time") from None
+
+    async def _ask_members(self, what: str) -> list[tuple[str, str]]:
+        """The answers that come in time, each with its process."""
+
+        async def ask(member: str) -> tuple[str, str] | None:
+            try:
+                return member, await self._inspections.ask(member, what, self._member_timeout_s)
+            except TimeoutError:
+                log.warning("router process %s did not answer %r in time", member, what)
+                return None
+
+        answers = await asyncio.gather(*(ask(member) for member in self._members))
+        return [answer for answer in answers if answer is not None and answer[0] in self._members]

@@ -1,0 +1,87 @@
+"""The processes of one router answer as one. Their mailboxes are a dict here."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from common.errors import Unavailable
+from router.metrics import RequestMetrics
+from router.process_group import ProcessGroup
+from router.streams.inspections import Inspections
+from router.trace import RequestTrace, TraceStore
+from wire.messages import AnyMessage, Inspect, Inspected
+
+Post = dict[str, Callable[[str, AnyMessage], None]]  # by address: takes the sender's address and a message
+
+
+class Process:
+    """One process at an address; `first` started it."""
+
+    def __init__(self, post: Post, address: str, first: str | None = None) -> None:
+        def send(to: str, message: AnyMessage) -> None:
+            if to in post:
+                asyncio.get_running_loop().call_soon(post[to], address, message)
+
+        def take(sender: str, message: AnyMessage) -> None:
+            if isinstance(message, Inspected):
+                self.inspections.answer(message)
+            elif isinstance(message, Inspect):
+                self.group.answer(sender, message)
+
+        registry = CollectorRegistry()
+        self.metrics = RequestMetrics(registry)
+        self.traces = TraceStore()
+        self.inspections = Inspections(send)
+        self.group = ProcessGroup(registry, self.traces, send, self.inspections, first, 0.05, 0.2)
+        post[address] = take
+
+    async def aborts(self) -> float:
+        lines = (await self.group.metrics()).decode().splitlines()
+        return next(float(line.split()[1]) for line in lines if line.startswith("baton_router_aborts_total "))
+
+
+def three() -> tuple[Post, list[Process]]:
+    post: Post = {}
+    processes = [Process(post, "0"), Process(post, "1", first="0"), Process(post, "2", first="0")]
+    for position, process in enumerate(processes):
+        process.metrics.aborts.inc(10**position)
+    for member in ("1", "2"):
+        processes[0].group.join(member)
+    return post, processes
+
+
+def test_each_answers_for_all() -> None:
+    async def run() -> None:
+        _, processes = three()
+        processes[1].traces.open(RequestTrace("r", [7], 1, []))
+        for process in processes:
+            assert await process.aborts() == 111
+            found = await process.group.trace("r")
+            assert found is not None
+            assert json.loads(found)["otherData"]["rooms"] == [7]
+            assert await process.group.trace("other") is None
+
+    asyncio.run(run())
+
+
+def test_a_process_that_does_not_answer_is_counted_as_it_was() -> None:
+    async def run() -> None:
+        post, processes = three()
+        assert await processes[0].aborts() == 111
+        del post["1"]
+        processes[1].metrics.aborts.inc()
+        processes[2].metrics.aborts.inc()
+        for process in (processes[0], processes[2]):
+            assert await process.aborts() == 112
+            assert await process.group.trace("other") is None
+        processes[0].group.leave("1")
+        assert await processes[0].aborts() == 112
+        with pytest.raises(Unavailable, match="first process"):
+            await Process({}, "3", first="0").aborts()
+
+    asyncio.run(run())
