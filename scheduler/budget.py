@@ -15,11 +15,11 @@ CLAIM_STEPS = 64
 
 
 class BatchAdmission:
-    """First come, first served within a priority: whoever does not fit stops all behind it.
+    """First come, first served within a priority: a request that does not fit stops all behind it.
 
-    Letting smaller ones pass would keep the pool filled by them, and a large request could wait for ever. Two
-    queues compete for one pool: the scheduler's own, and the policy's reservations (`reserve` is tried until
-    it succeeds). A refused reservation therefore leaves a claim that holds back requests that came later.
+    If smaller requests could pass, they would keep the pool full, and a large request could wait for ever.
+    Two queues compete for one pool: the scheduler's own, and the reservations (`reserve` is tried until it
+    succeeds). A refused reservation therefore leaves a claim, which holds back requests that came later.
     """
 
     def __init__(
@@ -48,25 +48,25 @@ class BatchAdmission:
         return max(more, 0) * self._pages.page_size
 
     def _later(self, req: Req) -> int:
-        """How long the context of an admitted request is expected to become."""
+        """The length that the context of an admitted request is expected to reach."""
         now = max(req.prefill_len, req.scheduled_len)
         if not self._grows or req.state is ReqState.HANDED_OFF:
             return now
         return max(min(req.limit_len, now + self._config.decode_reserve_tokens), now)
 
     def window_peak(self, req: Req, length: int, prefills: bool = True) -> int:
-        """Most window pages that the request holds at once from now on, growing to `length` tokens."""
+        """The most window pages that the request will hold at once while it grows to `length` tokens."""
         window = self._pages.window
         if window is None:
             return 0
         left = req.prefill_len - req.scheduled_len if prefills else 0
         chunk = min(left, self._step_tokens) if self._config.cuts_prompts else left
-        # A chunk's first query sees the window before it. In decode a page is taken as one leaves the window.
+        # A chunk's first query sees the window before it. In decode one page is taken as one is freed.
         newest = max(self._pages.pages_of(chunk), 1)
         return min(self._pages.pages_of(window.window) + newest, self._pages.pages_of(length))
 
     def promised(self) -> Capacity:
-        """What must stay free for the growth of everybody admitted."""
+        """What must stay free for the growth of all admitted requests."""
         tokens = pages = 0
         for req in self._requests.holders():
             tokens += self.growth(req)
@@ -112,7 +112,7 @@ class BatchAdmission:
         )
 
     def _spare(self, req: Req, prefills: bool = True) -> Capacity:
-        """What must be there beside the prefill's slots for the request to be admitted."""
+        """What must stay free beside the prefill's slots for the request to be admitted."""
         peak = self.window_peak(req, self._later(req), prefills)
         if self._requests.is_alone():
             return Capacity(0, peak)
@@ -128,7 +128,7 @@ class BatchAdmission:
     # -- reservations ------------------------------------------------------------------------------
 
     def reserve(self, req: Req) -> bool:
-        """Capacity for a prompt that comes by transfer: here the whole of it may be cached already."""
+        """Take memory for a prompt whose KV comes by transfer. All of it may be cached here already."""
         head = self._requests.waiting.head
         outranked = head is not None and (head.resumed or (head is self._blocked and _before(head, req)))
         if not outranked and self._pages.reserve(req, self._spare(req, prefills=False)):
@@ -161,7 +161,7 @@ class BatchAdmission:
     # -- the step ----------------------------------------------------------------------------------
 
     def next_chunks(self) -> tuple[list[Chunk], list[Req]]:
-        """The prefill chunks of this step, and readmitted requests that turned out to be cached entirely."""
+        """The prefill chunks of this step, and the readmitted requests that are cached completely."""
         requests = self._requests
         self._age_claim()
         budget = max(self._step_tokens - len(requests.running), self._pages.page_size)
@@ -188,7 +188,8 @@ class BatchAdmission:
             self._metrics.cut_forwards += end < whole
             hold = req.state_hold
             slots = (0, 0) if hold is None else hold.prefill(end)
-            chunk = Chunk(req, req.scheduled_len, end, end == req.prefill_len, *slots)
+            is_last = end == req.prefill_len
+            chunk = Chunk(req, req.scheduled_len, end, is_last, is_last and not req.is_kv_only, *slots)
             chunks.append(chunk)
             if not chunk.is_last:
                 break
@@ -209,5 +210,5 @@ class BatchAdmission:
 
 
 def _before(one: Req, other: Req) -> bool:
-    """Whether `one` has the better right to memory."""
+    """Whether `one` gets memory before `other`."""
     return (-one.priority, one.arrival) < (-other.priority, other.arrival)

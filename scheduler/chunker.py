@@ -15,9 +15,10 @@ class Chunk:
     req: Req
     start: int
     end: int
-    is_last: bool  # the request's prefill is complete after it
-    state_read: int = 0  # state group: slot of the state at `start`, 0 at the very start
-    state_write: int = 0  # state group: slot that the state at `end` goes to
+    is_last: bool  # it completes the request's prefill
+    samples: bool  # it is the last, and the token that follows it is not known yet
+    state_read: int = 0  # state group: slot of the state at `start`; 0 at the start of the prompt
+    state_write: int = 0  # state group: slot that the state at `end` is written to
 
 
 def page_floor(tokens: int, page_size: int) -> int:
@@ -26,11 +27,11 @@ def page_floor(tokens: int, page_size: int) -> int:
 
 
 def chunk_end(start: int, total: int, budget: int, page_size: int, last_chunk: int = 0) -> int:
-    """The end of the chunk that starts at `start` (a page border) of `total` tokens; `start`: none fits.
+    """The end of the chunk that starts at `start` (a page border) of `total` tokens; `start` if none fits.
 
     A chunk that is not the last ends on a page border, so that all of it can be cached and sent.
-    `last_chunk` > 0 keeps the last chunk at most that long (rounded up to pages): what is sent after the last
-    forward is all that a hand-off waits for.
+    `last_chunk` > 0 keeps the last chunk at most that long, rounded up to pages: a hand-off waits for what is
+    sent after the last forward.
     """
     end = total
     if total - start > budget:
@@ -42,5 +43,5 @@ def chunk_end(start: int, total: int, budget: int, page_size: int, last_chunk: i
 
 
 def first_cut(start: int, end: int, cuts: Iterable[int]) -> int:
-    """Where the chunk [start, end) must end when the cache wants a forward to end at each of `cuts`."""
+    """Where the chunk [start, end) must end if the cache wants a forward to end at each of `cuts`."""
     return min((cut for cut in cuts if start < cut < end), default=end)

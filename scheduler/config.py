@@ -1,4 +1,4 @@
-"""How one scheduler behaves."""
+"""SchedulerConfig: the settings of one scheduler."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from common.errors import ConfigError
 
 
 class Phase(StrEnum):
-    """What a node lets its requests do. Without DECODE, every prefilled request must be handed off."""
+    """What requests may do on a worker. Without DECODE, every prefilled request must be handed off."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -17,7 +17,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """Tokens unless said. Raises ConfigError for a value that cannot work."""
+    """Sizes are in tokens unless said. Raises ConfigError for a value that cannot work."""
 
     model: str  # served name: the namespace of every request's prefix
     max_running_requests: int = 64  # in prefill or in the decode batch at once
@@ -48,7 +48,7 @@ class SchedulerConfig:
             )
 
     def step_tokens(self, page_size: int) -> int:
-        """Prefill tokens of one step; at least a page, because a cut falls on a page border."""
+        """Prefill tokens of one step; at least a page, because prompts are cut on page borders."""
         chunk = self.chunked_prefill_size or self.max_prefill_tokens
         return max(min(chunk, self.max_prefill_tokens), page_size)
 

@@ -1,4 +1,4 @@
-"""Plain numbers about a scheduler; whoever exports them reads the fields."""
+"""What a scheduler has counted since its start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Histogram:
-    """Counts per bucket: `counts[i]` values in (bounds[i-1], bounds[i]], and the last one beyond them all."""
+    """Counts per bucket: `counts[i]` values in (bounds[i-1], bounds[i]]; the last count is of larger ones."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
@@ -30,7 +30,7 @@ class SchedulerMetrics:
     decode_tokens: int = 0  # computed by decode rows
     cached_tokens: int = 0  # found in the tree at admission
     output_tokens: int = 0  # reported by on_tokens
-    surplus_tokens: int = 0  # sampled for requests that had ended already
+    surplus_tokens: int = 0  # sampled for requests that were over by then
     finished: int = 0
     failed: int = 0
     aborted: int = 0
@@ -43,7 +43,7 @@ class SchedulerMetrics:
     )
 
     def report(self) -> dict[str, Any]:
-        """The same as plain values: a histogram is its bounds, counts and total."""
+        """The fields as plain values; a histogram as its bounds, counts and total."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {
             name: vars(value) if isinstance(value, Histogram) else value for name, value in values.items()

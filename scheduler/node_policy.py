@@ -1,4 +1,4 @@
-"""NodePolicy: what a node decides at the scheduler's seams. prefill_node and decode_node implement it."""
+"""NodePolicy: what a scheduler asks and tells the worker that it runs in. See worker/role.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from wire.messages import OutputDelta, RejectKind
 class AfterPrefill(StrEnum):
     """What becomes of a request whose prefill is done."""
 
-    DECODE = "decode"  # stays here and decodes
+    DECODE = "decode"  # it stays here and decodes
     HAND_OFF = "hand_off"  # the policy holds it, with row, pages and lock, until release or park
 
 
@@ -20,13 +20,13 @@ class NodePolicy(Protocol):
     """Called on the thread that calls `Scheduler.step` (or `add`). May call the scheduler's methods."""
 
     def on_chunk(self, req: Req) -> None:
-        """A chunk before the last has landed: KV [0, req.kv_committed_len) is valid and cached."""
+        """A chunk, not the last, has been computed: KV [0, req.kv_committed_len) is valid and cached."""
         ...
 
     def on_prefilled(self, req: Req) -> AfterPrefill:
-        """The whole prefill is valid and cached. Its token went to on_tokens before, and did not end it.
+        """The whole prefill is valid and cached; on_tokens was called before and did not end the request.
 
-        Called again when a parked request is readmitted, or a retracted one has been prefilled again.
+        Called again when a parked request has been readmitted, or a retracted one prefilled again.
         """
         ...
 
@@ -36,5 +36,5 @@ class NodePolicy(Protocol):
         ...
 
     def on_failed(self, req: Req, why: RejectKind, message: str) -> None:
-        """The request has ended without finishing; the scheduler has let go of it."""
+        """The request is over without a finish; the scheduler does not know it any more."""
         ...

@@ -1,4 +1,4 @@
-"""Requests that wait for admission, in the order in which they get it."""
+"""WaitingQueue: the requests that wait for admission, in the order of their admission."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from scheduler.req import Req
 
 
 def _order(req: Req) -> tuple[bool, int, int]:
-    """Those that have run before first, then greater priority, then first come."""
+    """Requests that have run before come first, then the greater priority, then the earlier arrival."""
     return (not req.resumed, -req.priority, req.arrival)
 
 
 class WaitingQueue:
-    """A sorted list: priorities change the place of few requests, and aborts remove from the middle.
+    """A sorted list. Few requests have a priority, and aborts remove from the middle.
 
-    A deque per priority would make the common append O(1), but removal O(n) all the same, and the queue is
-    bounded by the router's 429 long before a bisect of it shows.
+    A deque per priority would append in O(1) but still remove in O(n). The router bounds the queue (429) long
+    before the cost of a bisect matters.
     """
 
     def __init__(self) -> None:
@@ -31,11 +31,11 @@ class WaitingQueue:
 
     @property
     def head(self) -> Req | None:
-        """Who must be admitted before anybody else is."""
+        """The request that must be admitted before any other."""
         return self._reqs[0] if self._reqs else None
 
     def push(self, req: Req) -> None:
-        """Take a place. `req.resumed`, priority and arrival must not change while it waits."""
+        """Add a request. `req.resumed` must not change while it waits."""
         insort(self._reqs, req, key=_order)
 
     def pop(self) -> Req:
@@ -43,11 +43,11 @@ class WaitingQueue:
         return self._reqs.pop(0)
 
     def remove(self, req: Req) -> None:
-        """Leave the queue from anywhere; the request must be in it."""
+        """Remove a request, which must be in the queue."""
         place = bisect_left(self._reqs, _order(req), key=_order)
         assert self._reqs[place] is req, f"room {req.room} is not waiting"
         del self._reqs[place]
 
     def tokens(self) -> int:
-        """Tokens that the waiting requests will compute if nothing of them is cached."""
+        """Tokens that the waiting requests have to prefill if nothing of them is cached."""
         return sum(req.prefill_len for req in self._reqs)

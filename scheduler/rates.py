@@ -1,8 +1,9 @@
-"""Rates: how fast forwards are, and how much of a prompt they compute, lately. Routers predict from it.
+"""Rates: recent speed of forwards, and recent share of prompts that had to be computed. Routers use them to
+predict the time to first token.
 
-A forward takes from its launch, or from the result before it if that came later (overlap), to its result:
-what it costs whoever waits, host work under way included. A mixed forward counts for both, whole: its prompts
-and its decode rows waited for all of it. One thread; the clock is passed in.
+A forward's time runs from its launch, or with overlap from the result before it if that came later, to its
+result. A mixed forward counts with its whole time for prefill and for decode: both waited for all of it.
+Called on one thread; the clock is passed in.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-_WINDOW_S = 5.0  # of forwards of the kind, not of time: a rate survives idling
-_KEPT = 1 - 1 / 32  # of earlier prompts, with each new one
+_WINDOW_S = 5.0  # seconds of forwards, not of the clock: an idle worker keeps its rate
+_KEPT = 1 - 1 / 32  # weight of earlier prompts, per new prompt
 
 
 @dataclass(slots=True)
 class _Lately:
-    """Amount per second, each forward fading with the seconds of those after it."""
+    """Amount per second. A forward's weight falls with the seconds of the forwards after it."""
 
     amount: float = 0.0
     seconds: float = 0.0
@@ -37,25 +38,25 @@ class _Launch:
 
 
 class Rates:
-    """Told of every launch and of every result, in the order of the launches."""
+    """Must be told of every launch and every result, in launch order."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock` gives seconds and never goes back."""
         self._clock = clock
-        self._out: deque[_Launch] = deque()
+        self._in_flight: deque[_Launch] = deque()
         self._landed_at = -math.inf
         self._prefill = _Lately()
         self._decode = _Lately()
-        self._prompts = 0.0  # tokens, fading
-        self._computed = 0.0  # of them
+        self._prompts = 0.0  # tokens of recent prompts
+        self._computed = 0.0  # tokens of them that were not cached
 
     def launched(self, decode_rows: int, prefill_tokens: int) -> None:
-        """A forward is out."""
-        self._out.append(_Launch(self._clock(), decode_rows, prefill_tokens))
+        """A forward has been launched."""
+        self._in_flight.append(_Launch(self._clock(), decode_rows, prefill_tokens))
 
     def landed(self) -> None:
-        """The oldest forward that is out has its result."""
-        launch, now = self._out.popleft(), self._clock()
+        """The oldest forward in flight has its result."""
+        launch, now = self._in_flight.popleft(), self._clock()
         seconds = now - max(launch.at, self._landed_at)
         self._landed_at = now
         if launch.prefill_tokens:
@@ -64,19 +65,19 @@ class Rates:
             self._decode.add(1, seconds)
 
     def admitted(self, tokens: int, to_compute: int) -> None:
-        """A prompt's prefill begins; the rest of its tokens was cached."""
+        """The prefill of a prompt of `tokens` tokens begins; all but `to_compute` of them are cached."""
         self._prompts = _KEPT * self._prompts + tokens
         self._computed = _KEPT * self._computed + to_compute
 
     def to_compute(self, prompts: int, tokens: int) -> int:
-        """What so many prompts of so many tokens that wait will compute, if they are as cached as the last
-        ones. They are matched when their turn comes, not before: by then the cache is another."""
+        """Tokens to compute for `prompts` waiting prompts of `tokens` tokens in all, if as much of them is
+        cached as of recent ones. They are matched only at admission, because the cache changes until then."""
         share = self._computed / self._prompts if self._prompts > 0 else 1.0
-        return max(prompts, round(share * tokens))  # of each at least one token
+        return max(prompts, round(share * tokens))  # at least one token each
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Prompt tokens a second in forwards that compute some; 0 before the first."""
+        """Prompt tokens per second, over forwards that compute some; 0 before the first."""
         return self._prefill.amount / self._prefill.seconds if self._prefill.seconds > 0 else 0.0
 
     @property

@@ -21,16 +21,16 @@ HOLDING = frozenset(
 
 
 class RequestTable:
-    """The one place where a request changes hands, so that none is in two places or in none."""
+    """Moves requests between the queue, the batch and the policy; none is ever in two places or in none."""
 
     def __init__(self, pages: Pages, running: RunningBatch) -> None:
         self.pages = pages
         self.running = running
         self.waiting = WaitingQueue()
-        self.transferred: deque[Req] = deque()  # KV is here, no place in the decode batch yet
-        self.chunked: Req | None = None  # the one request whose prefill is under way, forwards left to launch
-        self.live: dict[tuple[int, int], Req] = {}  # (room, epoch) -> not DONE
-        self.leaving: dict[int, Req] = {}  # by id(): memory goes when their forwards have landed
+        self.transferred: deque[Req] = deque()  # their KV has arrived; they wait for the decode batch
+        self.chunked: Req | None = None  # the one request whose prefill has begun and has chunks left
+        self.live: dict[tuple[int, int], Req] = {}  # (room, epoch) -> a request that is not DONE
+        self.leaving: dict[int, Req] = {}  # by id(): released when their forwards have landed
 
     # -- views -------------------------------------------------------------------------------------
 
@@ -39,7 +39,7 @@ class RequestTable:
         return (req for req in self.live.values() if req.state in HOLDING)
 
     def is_alone(self) -> bool:
-        """Nobody holds memory that will be given back later: whoever waits now may have all there is."""
+        """Whether no request holds memory: then a request that waits may take all of it."""
         return not self.leaving and next(self.holders(), None) is None
 
     def count(self, *states: ReqState) -> int:
@@ -52,7 +52,7 @@ class RequestTable:
         return {req.req_pool_idx for req in everyone if req.req_pool_idx is not None}
 
     def held_pages(self) -> GroupPages:
-        """By group: pages outside the tree that requests hold, or that wait for a forward to land."""
+        """By group: pages outside the tree that requests hold or that wait for a forward to land."""
         everyone = {id(req): req for req in (*self.live.values(), *self.leaving.values())}.values()
         held = [*self.pages.deferred.pages(), *map(self.pages.private_pages, everyone)]
         return {
@@ -60,23 +60,23 @@ class RequestTable:
             for name in self.pages.memory.kv_caches
         }
 
-    # -- changing hands ----------------------------------------------------------------------------
+    # -- moves -------------------------------------------------------------------------------------
 
     def enrol(self, req: Req) -> None:
-        """Get to know a new (or parked) request."""
+        """Make a new or parked request live."""
         key = (req.room, req.epoch)
         assert req.state in (ReqState.NEW, ReqState.PARKED), f"{req} is known already"
         assert key not in self.live, f"room {req.room}.{req.epoch} is live already"
         self.live[key] = req
 
     def wait(self, req: Req, kv_only: bool = False) -> None:
-        """Into the queue, to be prefilled as far as its tokens are known."""
+        """Queue a live request, to be prefilled as far as its tokens are known (see Req.aim_prefill)."""
         req.aim_prefill(kv_only)
         req.state = ReqState.WAITING
         self.waiting.push(req)
 
     def detach(self, req: Req) -> None:
-        """Out of whichever queue or batch the request is in."""
+        """Remove the request from the queue or batch that it is in."""
         if req.running_index >= 0:
             self.running.leave(req)
         if req.state is ReqState.WAITING:
@@ -87,7 +87,7 @@ class RequestTable:
             self.chunked = None
 
     def close(self, req: Req, is_insert: bool) -> None:
-        """Give the request's memory back, now or when the last forward with it has landed."""
+        """Release the request's memory, now or when the last forward with it has landed."""
         if req.in_flight:
             req.closing = is_insert
             self.leaving[id(req)] = req
@@ -95,7 +95,7 @@ class RequestTable:
             self.pages.release(req, is_insert)
 
     def landed(self, req: Req) -> bool:
-        """One of its forwards has landed. Whether anybody is still interested in what it computed."""
+        """One of its forwards has landed. Whether what it computed is still wanted."""
         req.in_flight -= 1
         if req.closing is None:
             return req.state is ReqState.PREFILL or req.state is ReqState.RUNNING
@@ -106,7 +106,7 @@ class RequestTable:
         return False
 
     def end(self, req: Req, is_insert: bool = True) -> None:
-        """The request is over; idempotent."""
+        """End the request. Idempotent."""
         if req.state is ReqState.DONE:
             return
         self.detach(req)
@@ -116,7 +116,7 @@ class RequestTable:
         self.close(req, is_insert)
 
     def retract(self, req: Req) -> None:
-        """Take its memory away; it resumes before others. What is computed stays in the tree, evictable."""
+        """Release its memory and queue it ahead of new requests. Its KV stays in the tree, evictable."""
         assert req.in_flight == 0, f"{req} is in a launched forward"
         kv_only = req.is_kv_only
         self.detach(req)
@@ -125,7 +125,7 @@ class RequestTable:
         self.wait(req, kv_only)
 
     def park(self, req: Req) -> None:
-        """Forget a handed-off request; what is cached of it stays while nobody needs the room."""
+        """Forget a handed-off request and release its memory. Its KV stays in the tree, evictable."""
         assert req.state is ReqState.HANDED_OFF, f"{req} is not handed off"
         del self.live[(req.room, req.epoch)]
         self.close(req, is_insert=True)

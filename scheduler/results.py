@@ -1,7 +1,8 @@
-"""What becomes of requests when a forward's result is here."""
+"""Results: launched forwards, and what their results mean for requests."""
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 from engine.batch import Pending
@@ -17,17 +18,16 @@ from wire.stages import RequestStage
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A forward that is out. Its samples are one per decode row, then one per chunk that samples."""
+    """A forward in flight. It samples one token per decoding request, then one per chunk that samples."""
 
     number: int  # grows by 1 with every launch
     decode: list[Req]
     chunks: list[Chunk]
-    kv_only: frozenset[int]  # indices of chunks that complete a prefill without sampling
     pending: Pending
 
 
 def finish_reason(req: Req, token: int) -> FinishReason | None:
-    """Whether `token`, the request's latest output, is its last."""
+    """Why `token`, the request's latest output, is its last; None when it is not."""
     params = req.request.sampling
     outputs = len(req.output_ids)
     if outputs > params.min_tokens and (
@@ -40,20 +40,32 @@ def finish_reason(req: Req, token: int) -> FinishReason | None:
 
 
 class Results:
-    """Takes results in launch order; the only caller of the policy's on_chunk, on_prefilled and on_tokens."""
+    """Takes results in launch order. It alone calls the policy."""
 
     def __init__(self, requests: RequestTable, policy: NodePolicy, metrics: SchedulerMetrics) -> None:
         self._requests = requests
         self._policy = policy
         self._metrics = metrics
         self.last_launch = 0  # number of the newest launched forward
+        self._in_flight: deque[LaunchedStep] = deque()
 
-    def take(self, step: LaunchedStep, timeout_s: float) -> None:
-        """Wait for the result; commit KV, report tokens, end what has ended.
+    @property
+    def in_flight(self) -> int:
+        """Launched forwards whose results have not been taken."""
+        return len(self._in_flight)
 
-        Raises EngineError when none comes in time. Nothing is freed then: the forward may still write to its
-        pages, and no later one will run. The worker's loop ends by it, and the worker is replaced.
+    def launched(self, decode: list[Req], chunks: list[Chunk], pending: Pending) -> None:
+        """A forward over these decoding requests and chunks is in flight."""
+        self.last_launch += 1
+        self._in_flight.append(LaunchedStep(self.last_launch, decode, chunks, pending))
+
+    def take(self, timeout_s: float) -> None:
+        """Wait for the oldest result; commit KV, report tokens, end requests that are over.
+
+        Raises EngineError when it does not come in time. Nothing is freed then: the forward may still write
+        to its pages, and no later forward will run. It ends the worker's loop, and the worker is replaced.
         """
+        step = self._in_flight.popleft()
         try:
             result = step.pending.result(timeout_s)
         except EngineError as error:
@@ -71,11 +83,11 @@ class Results:
             else:
                 self._metrics.surplus_tokens += 1
         sample = len(step.decode)
-        for i, chunk in enumerate(step.chunks):
+        for chunk in step.chunks:
             if not chunk.is_last:
                 self._chunk(chunk)
-            elif i in step.kv_only:
-                self._brought_back(chunk)
+            elif not chunk.samples:
+                self._restored(chunk)
             else:
                 self._last_chunk(chunk, tokens[sample], logprobs[sample])
                 sample += 1
@@ -89,13 +101,13 @@ class Results:
         req = chunk.req
         if self._requests.landed(req):
             req.kv_committed_len = chunk.end
-            # The token first: nothing that can wait comes between it and its reader.
+            # The token is reported first, because everything else can wait.
             self._output(req, token, logprobs)
             if req.state is not ReqState.DONE:
                 self._commit(req, chunk.end)
                 self.prefilled(req, chunk)
 
-    def _brought_back(self, chunk: Chunk) -> None:
+    def _restored(self, chunk: Chunk) -> None:
         if self._requests.landed(chunk.req):
             self._commit(chunk.req, chunk.end)
             self.prefilled(chunk.req, chunk)
@@ -103,11 +115,11 @@ class Results:
     def _commit(self, req: Req, end: int, chunked: bool = False) -> None:
         req.kv_committed_len = end
         self._requests.pages.cache_prefix(req, self.last_launch, chunked)
-        if req.running_index >= 0:  # its pages may be another request's now
+        if req.running_index >= 0:  # the tree may have replaced its pages by equal ones
             self._requests.running.set_pages(req, self._requests.pages.slots(req, end))
 
     def prefilled(self, req: Req, last: Chunk | None = None) -> None:
-        """All of the request's prefill is valid and cached: ask the policy who goes on with it.
+        """All of the request's prefill is valid and cached: ask the policy whether it decodes here.
 
         `last` is the chunk that completed it, None when nothing had to be computed.
         """
@@ -118,7 +130,7 @@ class Results:
         if after is AfterPrefill.HAND_OFF:
             self._requests.detach(req)
             req.state = ReqState.HANDED_OFF
-            if last is not None and req.state_hold is not None:  # a decode forward may have moved it on
+            if last is not None and req.state_hold is not None:  # a decode step may have replaced the state
                 req.state_hold.live, req.state_hold.live_len = last.state_write, last.end
             return
         req.stamp(RequestStage.DECODE_LOOP)
@@ -133,7 +145,7 @@ class Results:
         self.report(req, None if logprobs is None else [logprobs])
 
     def report(self, req: Req, logprobs: list[TokenLogprobs] | None) -> None:
-        """Tell the policy of the outputs it has not heard of, and end the request if the last one does."""
+        """Report the outputs that have not been reported, and end the request if the last one ends it."""
         start, outputs = req.emitted_len, req.output_ids
         finish = finish_reason(req, outputs[-1]) if outputs else None
         req.emitted_len = len(outputs)
@@ -144,7 +156,7 @@ class Results:
             self._requests.end(req)
 
     def _fail(self, step: LaunchedStep, message: str) -> None:
-        """Nothing that the forward wrote is valid, so nothing of its requests enters the tree any more."""
+        """Fail the requests of a forward. What it wrote is not valid, so nothing of them enters the tree."""
         for req in (*step.decode, *(chunk.req for chunk in step.chunks)):
             if self._requests.landed(req):
                 self.fail(req, RejectKind.FAILED, message)

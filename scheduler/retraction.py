@@ -1,4 +1,4 @@
-"""Who gives its memory back when the decode batch cannot grow."""
+"""Which request is retracted when the decode batch cannot grow."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from scheduler.req import Req
 
 
 def pick_victim(candidates: Iterable[Req]) -> Req:
-    """The one whose return costs least: fewest outputs; of those the longest context, which frees most.
+    """The request with the fewest outputs; of those the longest prompt, which frees most.
 
-    Last come goes on equal terms, so that of two equal requests the same one always gets through.
+    Among equals the last arrival is retracted, so that of two equal requests the same one always finishes.
     """
     return min(candidates, key=lambda req: (len(req.output_ids), -req.prompt_len, -req.arrival))

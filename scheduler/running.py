@@ -11,16 +11,17 @@ from scheduler.req import Req
 
 
 class RunningBatch:
-    """Structure of arrays over the requests that get a decode row in every step.
+    """A structure of arrays over the requests that decode one token in every step.
 
-    Kept from step to step: building them anew costs a Python loop over all requests per token. Row i belongs
-    to `reqs[i]`; a leaver's place is taken by the last one, so nothing else moves.
+    The arrays are kept from step to step: building them anew would cost a Python loop over all requests per
+    token. Batch index i belongs to `reqs[i]`. When a request leaves, the last one takes its index; no other
+    request moves.
     """
 
     def __init__(
         self, capacity: int, max_context_len: int, page_size: int, track_interval: int | None = None
     ) -> None:
-        """`track_interval`, tokens between a request's checkpoints: for a model with a state group."""
+        """`track_interval`: tokens between a request's checkpoints, for a model with a state group."""
         self.page_size = page_size
         self.reqs: list[Req] = []
         self.rows = np.zeros(capacity, dtype=np.int32)  # req_to_token rows
@@ -29,24 +30,24 @@ class RunningBatch:
         self.next_ids = np.zeros(capacity, dtype=np.int64)  # input of the next step, or UNKNOWN_TOKEN
         self.page_table = np.zeros((capacity, -(-max_context_len // page_size)), dtype=np.int32)
         self.states = BatchStates(capacity, track_interval) if track_interval else None
-        self._all_lanes = np.arange(capacity)
+        self._indices = np.arange(capacity)
 
     def __len__(self) -> int:
         return len(self.reqs)
 
     def join(self, req: Req, slots: npt.NDArray[np.integer]) -> None:
-        """`slots` are those of the request's scheduled context, in order."""
+        """Add a request. `slots` are those of its scheduled context, in order."""
         assert req.req_pool_idx is not None
-        lane = len(self.reqs)
+        index = len(self.reqs)
         self.reqs.append(req)
-        req.running_index = lane
-        self.rows[lane] = req.req_pool_idx
-        self.lens[lane] = req.scheduled_len
-        self.limits[lane] = req.limit_len
+        req.running_index = index
+        self.rows[index] = req.req_pool_idx
+        self.lens[index] = req.scheduled_len
+        self.limits[index] = req.limit_len
         tokens = req.fill_ids
         known = len(tokens) > req.scheduled_len
-        self.next_ids[lane] = tokens[req.scheduled_len] if known else UNKNOWN_TOKEN
-        self.page_table[lane] = 0
+        self.next_ids[index] = tokens[req.scheduled_len] if known else UNKNOWN_TOKEN
+        self.page_table[index] = 0
         self.set_pages(req, slots)
         if self.states is not None:
             self.states.join(req)
@@ -57,42 +58,40 @@ class RunningBatch:
         self.page_table[req.running_index, : len(pages)] = pages
 
     def leave(self, req: Req) -> None:
-        """The request gets no further decode rows."""
-        lane, last = req.running_index, len(self.reqs) - 1
-        assert self.reqs[lane] is req, f"room {req.room} is not running"
-        if lane != last:
-            moved = self.reqs[lane] = self.reqs[last]
-            moved.running_index = lane
+        """Remove a request."""
+        index, last = req.running_index, len(self.reqs) - 1
+        assert self.reqs[index] is req, f"room {req.room} is not running"
+        if index != last:
+            moved = self.reqs[index] = self.reqs[last]
+            moved.running_index = index
             for array in (self.rows, self.lens, self.limits, self.next_ids):
-                array[lane] = array[last]
-            self.page_table[lane] = self.page_table[last]
+                array[index] = array[last]
+            self.page_table[index] = self.page_table[last]
         if self.states is not None:
-            self.states.leave(req, lane, last)
+            self.states.leave(req, index, last)
         self.reqs.pop()
         req.running_index = -1
 
     def learn(self, req: Req, length: int, token: int) -> None:
-        """The result is here: `token` stands at position `length` of the request's context."""
+        """A result has been taken: `token` stands at position `length` of the request's context."""
         if self.lens[req.running_index] == length:
             self.next_ids[req.running_index] = token
 
     def at_page_border(self) -> npt.NDArray[np.intp]:
-        """Lanes whose next token opens a new page."""
+        """Batch indices of the requests whose next token opens a new page."""
         return np.flatnonzero(self.lens[: len(self.reqs)] % self.page_size == 0)
 
-    def lanes(self) -> npt.NDArray[np.intp]:
-        """All lanes, as an index array."""
-        return self._all_lanes[: len(self.reqs)]
+    def indices(self) -> npt.NDArray[np.intp]:
+        """All batch indices in use, as an array."""
+        return self._indices[: len(self.reqs)]
 
-    def advance(self) -> list[Req]:
-        """One step of all lanes is launched. Those whose last output it samples leave and are returned."""
+    def advance(self) -> None:
+        """One step of the whole batch is launched. Requests whose last output it samples leave."""
         n = len(self.reqs)
         self.lens[:n] += 1
         self.next_ids[:n] = UNKNOWN_TOKEN
         if self.states is not None:
             self.states.advance(n)
         full = np.flatnonzero(self.lens[:n] + 1 >= self.limits[:n])
-        ended = [self.reqs[lane] for lane in full.tolist()]
-        for req in ended:
+        for req in [self.reqs[index] for index in full.tolist()]:
             self.leave(req)
-        return ended

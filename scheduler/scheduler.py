@@ -1,16 +1,15 @@
-"""Scheduler: decides what every forward computes, and keeps the books of memory.
+"""Scheduler: decides what every forward computes, and who holds which memory.
 
-    schedule      transferred requests join, the decode batch gets its pages, chunks are chosen
-    launch        one ForwardBatch to the engine
+    schedule      transferred requests join, the decode batch gets its pages, prefill chunks are chosen
+    launch        one ForwardBatch goes to the engine
     take result   of this step, or with overlap_depth 1 of the step before, while this one computes
 
-Pure logic over Memory and Engine: no sockets, no threads. All methods are called on one thread.
+All methods are called on one thread.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 
 from engine.batch import Engine
@@ -26,7 +25,7 @@ from scheduler.pages import Pages
 from scheduler.rates import Rates
 from scheduler.req import Req, ReqState
 from scheduler.request_table import RequestTable
-from scheduler.results import LaunchedStep, Results
+from scheduler.results import Results
 from scheduler.retraction import pick_victim
 from scheduler.running import RunningBatch
 from wire.messages import RejectKind
@@ -35,7 +34,7 @@ from wire.stages import RequestStage
 
 
 class Scheduler:
-    """One engine's requests, from `add` (or `reserve`) to their last token."""
+    """One engine's requests, from `add` (or `hand_off.reserve`) to their last token."""
 
     def __init__(
         self,
@@ -45,7 +44,7 @@ class Scheduler:
         config: SchedulerConfig,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock` measures how long forwards take; nothing is decided by it."""
+        """`clock` measures how long forwards take; it decides nothing."""
         self.config = config
         self.metrics = SchedulerMetrics()
         self._rates = Rates(clock)
@@ -64,13 +63,12 @@ class Scheduler:
         self._results = Results(self._requests, policy, self.metrics)
         pre_alloc_rows = max(self._pool.size - config.max_running_requests, 0)
         self.hand_off = HandOff(self._requests, self._admission, self._results, pre_alloc_rows)
-        self._in_flight: deque[LaunchedStep] = deque()
-        self._ended_early: list[Req] = []  # in the queue too, until the next step answers them
+        self._ended_early: list[Req] = []  # need no forward; in the queue until the next step answers them
 
     # -- requests ----------------------------------------------------------------------------------
 
     def add(self, req: Req) -> None:
-        """Queue a request for prefill. One that can never run is answered in the next step."""
+        """Queue a request for prefill. A request that can never run is answered in the next step."""
         req.stamp(RequestStage.PREFILL_WAITING)
         self._admission.lower_limit(req)
         self._requests.enrol(req)
@@ -80,9 +78,10 @@ class Scheduler:
             self._ended_early.append(req)
 
     def abort(self, room: int, epoch: int) -> bool:
-        """Nobody wants this room's output. False when it is not the scheduler's to end.
+        """End a request whose output is not wanted any more. False when `abort` cannot end it.
 
-        That is: unknown, ended, reserved (cancel_reservation: a peer may be writing) or handed off (release).
+        It cannot when the request is unknown, over, reserved (a peer may be writing to its pages: see
+        `HandOff.cancel_reservation`) or handed off (see `HandOff.release`).
         """
         req = self._requests.live.get((room, epoch))
         if req is None or req.state in (ReqState.RESERVED, ReqState.HANDED_OFF):
@@ -93,7 +92,7 @@ class Scheduler:
         return True
 
     def _answer_early(self) -> bool:
-        """Answer requests that need no forward: too long, or all of their output was forced."""
+        """Answer requests that need no forward: too long, or with all of their output forced."""
         for req in self._ended_early:
             if req.state is ReqState.DONE:
                 continue
@@ -111,7 +110,7 @@ class Scheduler:
     def step(self) -> bool:
         """Schedule, launch, take a result. Whether anything was done.
 
-        Raises EngineError when a forward is stuck; the scheduler is of no use then (see Results.take).
+        Raises EngineError when a forward is stuck. The scheduler is unusable after that (see Results.take).
         """
         answered = self._answer_early()
         self._join_transferred()
@@ -120,7 +119,7 @@ class Scheduler:
         launched = bool(chunks or len(self._running))
         if launched:
             self._launch(chunks)
-        for req in complete:  # after the launch: the policy may abort whom it likes
+        for req in complete:  # after the launch, because the policy may abort any request
             self._results.prefilled(req)
         taken = self._take_results(self.config.overlap_depth if launched else 0)
         return launched or taken or answered or bool(complete) or self._unblock()
@@ -135,7 +134,7 @@ class Scheduler:
             self._running.join(req, self._pages.slots(req, req.scheduled_len))
 
     def _unblock(self) -> bool:
-        """Nothing could be done. A chunk that waits for window pages may wait for a request like itself."""
+        """Nothing could be done: retract a prefill that waits for window pages. No forward will free any."""
         chunked = self._requests.chunked
         if chunked is None:
             return False
@@ -143,9 +142,9 @@ class Scheduler:
         return True
 
     def _grow_decode(self) -> None:
-        """Pages for the tokens that this step decodes, at somebody else's cost if need be."""
+        """Pages for the tokens that this step decodes. While they are short, requests are retracted."""
         while not self._pages.grow(self._running):
-            # A result that is out may end a request, and a retracted one must not be in a forward.
+            # A pending result may end a request; and a request that a forward computes cannot be retracted.
             if self._take_results(0):
                 continue
             chunked = self._requests.chunked
@@ -159,7 +158,7 @@ class Scheduler:
         running, window = self._running, self._pages.window
         self._rates.launched(len(running), sum(chunk.end - chunk.start for chunk in chunks))
         if running.states is not None:
-            self.metrics.checkpoints += running.states.turn(running.reqs, running.lens[: len(running)])
+            self.metrics.checkpoints += running.states.prepare(running.reqs, running.lens[: len(running)])
         table = None if window is None else window.table
         batch = build_batch(running, chunks, self._pool.req_to_token, table)
         pending = self._engine.launch(batch)
@@ -170,9 +169,7 @@ class Scheduler:
         self._running.advance()
         for chunk in chunks:
             self._chunk_launched(chunk)
-        self._results.last_launch += 1
-        kv_only = frozenset(i for i, chunk in enumerate(chunks) if chunk.is_last and chunk.req.is_kv_only)
-        self._in_flight.append(LaunchedStep(self._results.last_launch, decode, chunks, kv_only, pending))
+        self._results.launched(decode, chunks, pending)
         self._count(len(decode), chunks)
 
     def _chunk_launched(self, chunk: Chunk) -> None:
@@ -183,36 +180,36 @@ class Scheduler:
             req.stamp(RequestStage.PREFILL_CHUNKED_FORWARD)
             return
         req.stamp(RequestStage.PREFILL_FORWARD)
-        if Phase.DECODE in self.config.phases and not req.is_kv_only and chunk.end + 1 < req.limit_len:
+        if Phase.DECODE in self.config.phases and chunk.samples and chunk.end + 1 < req.limit_len:
             req.state = ReqState.RUNNING
             self._running.join(req, self._pages.slots(req, chunk.end))
 
     def _take_results(self, depth: int) -> bool:
-        """Take results until at most `depth` forwards are out. Whether there was one to take."""
+        """Take results until at most `depth` forwards are in flight. Whether there was one to take."""
         taken = False
-        while len(self._in_flight) > depth:
-            self._results.take(self._in_flight.popleft(), self.config.result_timeout_s)
+        while self._results.in_flight > depth:
+            self._results.take(self.config.result_timeout_s)
             self._rates.landed()
             taken = True
         return taken
 
-    def _count(self, lanes: int, chunks: list[Chunk]) -> None:
+    def _count(self, decoded: int, chunks: list[Chunk]) -> None:
         prefilled = sum(chunk.end - chunk.start for chunk in chunks)
         metrics = self.metrics
         metrics.steps += 1
-        metrics.decode_tokens += lanes
+        metrics.decode_tokens += decoded
         metrics.prefill_tokens += prefilled
-        metrics.batch_sequences.add(lanes + len(chunks))
-        metrics.batch_tokens.add(lanes + prefilled)
+        metrics.batch_sequences.add(decoded + len(chunks))
+        metrics.batch_tokens.add(decoded + prefilled)
 
     # -- views ---------------------------------------------------------------------------------------
 
     @property
     def idle(self) -> bool:
-        """A step would do nothing. Reserved, handed-off and parked requests wait for others."""
+        """Whether a step would do nothing. Reserved, handed-off and parked requests wait for a peer."""
         requests = self._requests
         return not (
-            self._in_flight
+            self._results.in_flight
             or requests.waiting
             or requests.transferred
             or requests.chunked

@@ -20,7 +20,6 @@ LARGE_CLASSES = {
     "WindowComponent",
     "TreeComponent",
     "BaseTokenToKVPoolAllocator",
-    "PrefillRole",
     "Router",
     "RoomStream",
     "Dispatcher",

@@ -68,7 +68,7 @@ def test_a_prefill_holds_its_window_its_chunk_and_a_page(page_size: int, cache: 
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_steps_between_borders_change_no_state_slot(page_size: int) -> None:
-    """The first step of a lane, and one in every interval, moves its state to another slot."""
+    """A request's first decode step, and one in every interval, moves its state to another slot."""
     rig = Rig(page_size, groups=("state",), config=CONFIG, interval=32)
     rig.add(range(20), 80)
     rig.run()
@@ -180,7 +180,7 @@ def test_retraction_in_decode_loses_nothing(groups: tuple[str, ...], page_size: 
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_lanes_that_outgrow_the_window_pool_are_retracted(depth: int) -> None:
-    """BatchAdmission keeps no room for growth here, and every lane's window grows to its full size."""
+    """BatchAdmission keeps no room for growth here, and every request's window grows to its full size."""
     config = replace(CONFIG, decode_reserve_tokens=0, overlap_depth=depth, max_running_requests=8)
     rig = Rig(16, pool_tokens=2048, groups=("window",), window=40, config=config, tight=True)
     for start in range(6):
