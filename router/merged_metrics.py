@@ -18,7 +18,7 @@ _SAME_IN_EACH = frozenset({"baton_router_workers", "baton_router_index_pages", "
 _Series = tuple[str, tuple[tuple[str, str], ...]]  # name, labels
 
 
-class Family(msgspec.Struct, array_like=True):
+class MetricFamily(msgspec.Struct, array_like=True):
     """A metric as one process, or several together, have measured it."""
 
     name: str
@@ -31,10 +31,10 @@ class MergedMetrics:
     """What the other processes said last. No sum falls when one of them ends, or does not answer in time."""
 
     def __init__(self) -> None:
-        self._last: dict[str, list[Family]] = {}  # by process
-        self._ended: list[Family] = []  # counters and histograms of processes that have ended
+        self._last: dict[str, list[MetricFamily]] = {}  # by process
+        self._ended: list[MetricFamily] = []  # counters and histograms of processes that have ended
 
-    def take(self, process: str, said: list[Family]) -> None:
+    def take(self, process: str, said: list[MetricFamily]) -> None:
         """A process has said what it measured so far."""
         self._last[process] = said
 
@@ -43,15 +43,15 @@ class MergedMetrics:
         counted = [family for family in self._last.pop(process, []) if family.kind != "gauge"]
         self._ended = merge([self._ended, counted])
 
-    def with_own(self, own: list[Family]) -> list[Family]:
+    def with_own(self, own: list[MetricFamily]) -> list[MetricFamily]:
         """Of all processes together. `own` is of the process that asks."""
         return merge([own, self._ended, *self._last.values()])
 
 
-def collect(registry: CollectorRegistry) -> list[Family]:
+def collect(registry: CollectorRegistry) -> list[MetricFamily]:
     """What a process has measured."""
     return [
-        Family(
+        MetricFamily(
             metric.name,
             metric.documentation,
             metric.type,
@@ -61,9 +61,9 @@ def collect(registry: CollectorRegistry) -> list[Family]:
     ]
 
 
-def merge(processes: Iterable[list[Family]]) -> list[Family]:
+def merge(processes: Iterable[list[MetricFamily]]) -> list[MetricFamily]:
     """The same metrics, measured by several processes, as one."""
-    merged: dict[str, tuple[Family, dict[_Series, float]]] = {}
+    merged: dict[str, tuple[MetricFamily, dict[_Series, float]]] = {}
     for family in chain.from_iterable(processes):
         _, values = merged.setdefault(family.name, (family, {}))
         for name, labels, value in family.samples:
@@ -75,7 +75,7 @@ def merge(processes: Iterable[list[Family]]) -> list[Family]:
             else:
                 values[series] += value
     return [
-        Family(
+        MetricFamily(
             first.name,
             first.about,
             first.kind,
@@ -85,13 +85,13 @@ def merge(processes: Iterable[list[Family]]) -> list[Family]:
     ]
 
 
-def exposition(families: list[Family]) -> bytes:
+def exposition(families: list[MetricFamily]) -> bytes:
     """The Prometheus text format."""
     return generate_latest(_Families(families))
 
 
 class _Families(Collector):
-    def __init__(self, families: list[Family]) -> None:
+    def __init__(self, families: list[MetricFamily]) -> None:
         self._families = families
 
     def collect(self) -> Iterator[Metric]:

@@ -14,7 +14,7 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from common.errors import Unavailable
-from router.merged_metrics import Family, MergedMetrics, collect, exposition
+from router.merged_metrics import MergedMetrics, MetricFamily, collect, exposition
 from router.streams.inspections import Inspections
 from router.trace import TraceStore
 from wire.messages import AnyMessage, Inspect, Inspected
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 _METRICS = "metrics"
 _TRACE = "trace "  # and a request id
-_Families = list[Family]
+_Families = list[MetricFamily]
 
 
 class ProcessGroup:
