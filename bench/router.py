@@ -2,21 +2,23 @@
 
     python -m bench.router --json [--bare-only] [--ingress proxy] [--url http://HOST:PORT --served-model NAME]
 
-Fake workers in processes of their own (bench/fake_worker, compiled) send one `Tokens` message per token; the
+Fake workers in processes of their own (bench/fake_worker, compiled) send one `Tokens` message per token. The
 router writes one event per token to a compiled load generator (bench/load_generator), which keeps 1, 16 or 64
 connections busy with prompts of 256 tokens, all different, and checks every answer. `bare` is `python -m
 router --processes N`; `serve` is the same router under Ray Serve in N replicas, with HAProxy and the switches
 of deploy/cluster.yaml. The two are measured alternately; each figure is the median of the rounds.
 
+The fake workers need Debian's libzmq3-dev and libmsgpack-cxx-dev.
+
 `values`: {bare, serve, url: {
     rps_1, rps_16, rps_64             requests/s at so many connections, 16 tokens each
     added_ms_1, _16, _64              time to the first event's first byte, less the worker's own share of it
     rps_64_by_tokens: {1, 4, 16}      requests/s at 64 connections by tokens per answer
-    router_cpu_us_per_request, _per_token   CPU time that the router costs, at 64 connections: a line
-                                      through the answers of 1 and of 16 tokens; steadier than rps where
-                                      cores are shared
-    load_cpu_share                    of a core, that the load generator used at most},
-    processes                         of each router}
+    router_cpu_us_per_request, _per_token   CPU time of the router at 64 connections: a line through the
+                                      answers of 1 and of 16 tokens; steadier than rps if cores are shared
+    load_cpu_share                    the largest share of a core that the load generator used},
+    processes                         of each router
+    tokenize_256_p50_us               time to encode one of the prompts, in this process}
 `ratios`: serve_vs_bare_rps_64, serve_vs_bare_added_ms_1.
 """
 
@@ -39,34 +41,36 @@ from bench.router_rig import (
     Shot,
     bare_router,
     served_router,
+    tokenize_p50_us,
     worker_own_ms,
     workers,
     write_prompts,
 )
 from bench.router_serve import INGRESSES
+from common.compile import BuildError
 
 _CELLS = ((1, 16), (16, 16), (64, 16), (64, 4), (64, 1))
 """(connections, tokens per answer)"""
 Cell = tuple[int, int]
 
 
-class RoleCandidates:
-    """One system under test, and what was seen of it in each cell."""
+class RouterUnderTest:
+    """One system under test, and its measurements in each cell."""
 
     def __init__(self, at: Endpoint, load: LoadGenerator, has_workers: bool) -> None:
         self._at = at
         self._load = load
-        self._has_workers = has_workers  # ours, which say how long they took themselves
+        self._has_workers = has_workers  # ours, which report their own share of the time
         self._shots: dict[Cell, list[Shot]] = {cell: [] for cell in _CELLS}
         self._added_ms: dict[Cell, list[float]] = {cell: [] for cell in _CELLS}
 
     def warm(self) -> None:
-        """The first requests pay for what is made once."""
+        """Send requests until caches are filled and connections open."""
         self._load.fire(self._at, 16, 16, 1.0)
         self._own_ms()
 
     def measure(self, cell: Cell, seconds: float) -> Shot:
-        """One shot."""
+        """Measure one cell once."""
         shot = self._load.fire(self._at, *cell, seconds)
         self._shots[cell].append(shot)
         self._added_ms[cell].append(shot.first_ms - self._own_ms())
@@ -97,26 +101,23 @@ class RoleCandidates:
         return statistics.median(shot.router_us or 0.0 for shot in self._shots[cell])
 
 
-def _start(cleanup: ExitStack, given: argparse.Namespace) -> dict[str, RoleCandidates]:
-    """Every system under test, serving."""
-    # Unix sockets of Ray and HAProxy lie below: the path must be short.
-    scratch = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="bb-", dir="/tmp")))
-    prompts = scratch / "prompts"
-    write_prompts(prompts, given.model, given.prompts)
+def _start(cleanup: ExitStack, given: argparse.Namespace, prompts: Path) -> dict[str, RouterUnderTest]:
+    """Start every system under test."""
     ours = LoadGenerator(prompts, given.chat)
     sides = {}
+    scratch = prompts.parent
     routers = {"bare": bare_router(given.model, "m", scratch, given.processes)}
     if not given.bare_only:
         routers["serve"] = served_router(given.model, "m", scratch, given.ingress, given.processes)
     for name, router in routers.items():
         at, directory = cleanup.enter_context(router)
         cleanup.enter_context(workers(at, directory, given.step_ms))
-        sides[name] = RoleCandidates(at, ours, has_workers=True)
+        sides[name] = RouterUnderTest(at, ours, has_workers=True)
     if given.url:
         where = urlsplit(given.url)
         at = Endpoint(where.hostname or "127.0.0.1", where.port or 80, given.served_model)
         theirs = LoadGenerator(prompts, given.chat, exact=False, extra=given.extra)
-        sides["url"] = RoleCandidates(at, theirs, has_workers=False)
+        sides["url"] = RouterUnderTest(at, theirs, has_workers=False)
     return sides
 
 
@@ -145,7 +146,16 @@ def main() -> None:
     given = parser.parse_args()
     given.model = given.model.resolve()
     with ExitStack() as cleanup:
-        sides = _start(cleanup, given)
+        # Unix sockets of Ray and HAProxy lie below: the path must be short.
+        prompts = Path(
+            cleanup.enter_context(tempfile.TemporaryDirectory(prefix="bb-", dir="/tmp")), "prompts"
+        )
+        write_prompts(prompts, given.model, given.prompts)
+        tokenize_us = round(tokenize_p50_us(given.model, prompts), 1)
+        try:
+            sides = _start(cleanup, given, prompts)
+        except BuildError as error:
+            raise SystemExit(str(error)) from None
         for side in sides.values():
             side.warm()
         for number in range(given.rounds):
@@ -157,6 +167,7 @@ def main() -> None:
                     )
         values: dict[str, Any] = {name: side.summary() for name, side in sides.items()}
         values["processes"] = given.processes
+        values["tokenize_256_p50_us"] = tokenize_us
     ratios = {}
     if "serve" in values:
         for key in ("rps_64", "added_ms_1"):

@@ -1,4 +1,4 @@
-"""What bench.router runs: the load generator, prompts, fake workers, a router; and how much CPU that used."""
+"""What bench.router runs: prompts, load generator, router, fake workers; and the CPU time of the router."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import json
 import random
 import re
 import socket
+import statistics
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench.common import seconds
 from bench.compiled import compiled
 from bench.router_worker import router_worker
 from router.text.tokenization import Tokenization
+from tests.harness.processes import Child
 from wire.records import Role
 
 ROOT = Path(__file__).parents[1]
@@ -46,7 +49,7 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Shot:
-    """One measurement. Milliseconds, shares of a core, microseconds of the router's CPU per request."""
+    """One measurement: milliseconds, share of a core, microseconds of the router's CPU time per request."""
 
     rps: float
     first_ms: float
@@ -55,10 +58,10 @@ class Shot:
 
 
 def write_prompts(path: Path, model: Path, count: int, seed: int = 0) -> None:
-    """`count` different texts of exactly PROMPT_TOKENS tokens each, a JSON string a line.
+    """Write `count` different texts of exactly PROMPT_TOKENS tokens each, one JSON string per line.
 
-    They are made of the words of this repository's own documents, so that the tokenizer has words of one and
-    of several tokens to merge.
+    Their words are those of this repository's documents, so the tokenizer has words of one and of several
+    tokens to merge.
     """
     tokenization = Tokenization(model)
     text = " ".join(page.read_text() for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
@@ -70,7 +73,7 @@ def write_prompts(path: Path, model: Path, count: int, seed: int = 0) -> None:
     with path.open("w") as file:
         written = 0
         while written < count:
-            chosen, left = [], PROMPT_TOKENS - 1  # the first token is the lead's
+            chosen, left = [], PROMPT_TOKENS - 1  # the first token is "-"
             while left:
                 word = rng.choice(words if left > _LONGEST_WORD else single)
                 chosen.append(word)
@@ -81,20 +84,30 @@ def write_prompts(path: Path, model: Path, count: int, seed: int = 0) -> None:
                 written += 1
 
 
+def tokenize_p50_us(model: Path, prompts: Path) -> float:
+    """Microseconds in which the router's tokenizer encodes one of the prompts: the median."""
+    encode = Tokenization(model).encode
+    texts = [json.loads(line) for line in prompts.read_text().splitlines()]
+    for text in texts[:100]:
+        encode(text)
+    return statistics.median(seconds(partial(encode, text)) for text in texts) * 1e6
+
+
 class LoadGenerator:
-    """Fires shots. Prompts are taken in turn, so that none is sent twice before all were."""
+    """Runs bench/load_generator. Prompts are taken in turn: none is sent twice before all were sent."""
 
     def __init__(self, prompts: Path, chat: bool, exact: bool = True, extra: str = _EXTRA) -> None:
-        """`extra`: fields of every request beside model, prompt, max_tokens and stream; a JSON object."""
+        """`exact`: an answer has one event per token, which not every server promises. `extra`: a JSON object
+        of further fields of every request. Raises BuildError if its program cannot be compiled."""
         self._binary = compiled("load_generator")
         self._prompts = prompts
         self._chat = chat
-        self._exact = exact  # one event per token: our own promise, not every server's
+        self._exact = exact
         self._extra = {**json.loads(extra), "stream": True}
         self._sent = 0
 
-    def fire(self, at: Endpoint, connections: int, tokens: int, seconds: float) -> Shot:
-        """Closed loop over that many connections. Raises CalledProcessError for an answer that is wrong."""
+    def fire(self, at: Endpoint, connections: int, tokens: int, duration_s: float) -> Shot:
+        """Closed loop over `connections`. Raises CalledProcessError if an answer is wrong."""
         lead = '"messages":[{"role":"user","content":' if self._chat else '"prompt":'
         path = "/v1/chat/completions" if self._chat else "/v1/completions"
         head = f'{{"model":{json.dumps(at.model)},{lead}'
@@ -102,8 +115,8 @@ class LoadGenerator:
         tail = ("}]," if self._chat else ",") + rest
         options: dict[str, Any] = {
             "host": at.host, "port": at.port, "path": path, "prompts": self._prompts, "first": self._sent,
-            "head": head, "tail": tail, "connections": connections, "seconds": seconds,
-            "warmup": seconds / 5, "events": tokens if self._exact else 0,
+            "head": head, "tail": tail, "connections": connections, "seconds": duration_s,
+            "warmup": duration_s / 5, "events": tokens if self._exact else 0,
         }  # fmt: skip
         words = [str(word) for key, value in options.items() for word in (f"--{key}", value)]
         before = router_cpu_seconds(at)
@@ -118,14 +131,11 @@ class LoadGenerator:
 @contextmanager
 def bare_router(model: Path, name: str, scratch: Path, processes: int = 1) -> Iterator[tuple[Endpoint, str]]:
     """`python -m router --processes` on a free port, and its directory's mailbox address."""
-    path = scratch / "router.json"
-    path.write_text(json.dumps({"model": str(model), "served_model_name": name, "port": 0}))
-    words = ("--options", path, "--processes", processes)
-    with _process("router", *words, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        ready = json.loads(process.stdout.readline())
+    options = {"model": str(model), "served_model_name": name, "port": 0}
+    with Child("router", options, scratch, arguments=("--processes", str(processes))) as router:
+        ready = router.wait_ready()
         host, _, port = ready["http"].removeprefix("http://").rpartition(":")
-        yield Endpoint(host, int(port), name, process.pid), ready["mailbox"]
+        yield Endpoint(host, int(port), name, router.process.pid), ready["mailbox"]
 
 
 @contextmanager
@@ -135,12 +145,13 @@ def served_router(
     """The same router under Ray Serve (bench/router_serve.py), and its directory's mailbox address."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = int(free.getsockname()[1])
-    where = ("--port", port, "--scratch", scratch, "--ingress", ingress)
-    options = ("--model", model, "--served-model", name, "--replicas", replicas, *where)
-    with _process("bench.router_serve", *options, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        ready = json.loads(process.stdout.readline())
-        yield Endpoint("127.0.0.1", port, name, process.pid), ready["directory"]
+    options = {
+        "model": str(model), "served_model": name, "port": port, "scratch": str(scratch), "ingress": ingress,
+        "replicas": replicas,
+    }  # fmt: skip
+    with Child("bench.router_serve", options, scratch) as router:
+        ready = router.wait_ready()
+        yield Endpoint("127.0.0.1", port, name, router.process.pid), ready["directory"]
 
 
 @contextmanager
@@ -152,13 +163,13 @@ def workers(at: Endpoint, directory: str, step_ms: float = 0.0) -> Iterator[None
         deadline = time.monotonic() + _READY_S
         while len(_get(at, "/debug/workers")["workers"]) < len(Role):
             if time.monotonic() > deadline:
-                raise RuntimeError("the router does not see its workers")
+                raise RuntimeError(f"the router does not see its workers within {_READY_S:.0f} s")
             time.sleep(0.05)
         yield
 
 
 def worker_own_ms(at: Endpoint) -> float | None:
-    """Median of what prefill workers needed themselves since this was last asked; None: nobody says."""
+    """Median milliseconds that prefill workers took from Prefill to token 0 since the last call; or None."""
     prefill = [record for record in _get(at, "/debug/workers")["workers"] if record["role"] == Role.PREFILL]
     said = [_get(at, f"/debug/inspect?worker={record['id']}&what=load")["own_ms"] for record in prefill]
     known = [own_ms for own_ms in said if own_ms is not None]
@@ -166,7 +177,7 @@ def worker_own_ms(at: Endpoint) -> float | None:
 
 
 def router_cpu_seconds(at: Endpoint) -> float:
-    """CPU time so far of the processes through which requests go, as the scheduler counts it."""
+    """CPU time so far of the processes that requests go through, as the kernel's scheduler counts it."""
     total = 0
     for pid in _router_pids(at.root) if at.root is not None else ():
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -175,7 +186,7 @@ def router_cpu_seconds(at: Endpoint) -> float:
 
 
 def _router_pids(root: int) -> list[int]:
-    """The bare router; or Serve's replica with HAProxy or Serve's own proxy, which come and go."""
+    """The bare router's processes, or Serve's replicas with HAProxy or Serve's proxy, which come and go."""
     parents, titles = {}, {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -183,7 +194,7 @@ def _router_pids(root: int) -> list[int]:
                 stat = (entry / "stat").read_text().rpartition(")")[2].split()
                 titles[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             except (OSError, UnicodeDecodeError):
-                continue  # it has ended, or is none of ours
+                continue  # it has ended, or belongs to another user
             parents[int(entry.name)] = int(stat[1])
 
     def below(pid: int) -> bool:
@@ -197,15 +208,3 @@ def _router_pids(root: int) -> list[int]:
 def _get(at: Endpoint, path: str) -> Any:
     with urllib.request.urlopen(at.url + path, timeout=10) as answer:
         return json.load(answer)
-
-
-@contextmanager
-def _process(module: str, *options: object, stdout: int | None = None) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-m", module, *map(str, options)], cwd=ROOT, stdout=stdout)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
-        if process.stdout is not None:
-            process.stdout.close()

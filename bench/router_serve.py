@@ -1,9 +1,12 @@
 """The router under Ray Serve, as the deploy files run it, for bench.router: a process of its own.
 
-    python -m bench.router_serve --model DIR --served-model m --port 8001 --scratch DIR
+    python -m bench.router_serve --options FILE
 
-Prints one line of JSON when it serves, and ends its Ray on SIGTERM. Ray Serve reads its switches when it is
-imported, so this process sets them first; everything that HAProxy leaves on a machine goes under --scratch.
+FILE is a JSON object: model (a directory), served_model, port, replicas, ingress ("haproxy" or "proxy"),
+scratch (a directory with a short path, for sockets and for what HAProxy leaves behind).
+
+It prints one line of JSON when it serves, and ends its Ray on SIGTERM. Ray Serve reads its switches when it
+is imported, so this process sets them first.
 """
 
 from __future__ import annotations
@@ -12,8 +15,8 @@ import argparse
 import json
 import os
 import socket
-import threading
 from pathlib import Path
+from typing import Any
 
 INGRESSES = ("haproxy", "proxy")
 
@@ -21,7 +24,7 @@ INGRESSES = ("haproxy", "proxy")
 def ingress_environment(ingress: str, scratch: Path) -> dict[str, str]:
     """The switches of deploy/cluster.yaml, and names and ports that no other Serve on this machine uses.
 
-    `proxy` is Serve as it comes: its own proxy in front, and a call of a replica per request.
+    `proxy` is Serve's default: its own proxy in front, and a call to a replica for each request.
     """
     if ingress == "proxy":
         return {}
@@ -52,18 +55,24 @@ def _free_ports(count: int) -> list[int]:
     return ports
 
 
-def _serve(model: Path, name: str, port: int, scratch: Path, replicas: int) -> None:
+def _serve(options: dict[str, Any]) -> None:
     """Ray is imported here: see the module's docstring."""
     from cluster.app import router_application
     from cluster.config import parse_config
     from cluster.directory_actor import DirectoryFinder
     from cluster.local import APP_NAME, LocalOptions, LocalServe, stop_on_signals
 
-    router = {"num_replicas": replicas}
-    config = parse_config({"model": str(model), "served_model_name": name, "router": router})
-    options = LocalOptions(port=port, cpus=config.cpus(), shutdown_s=15.0, temp_dir=scratch / "ray")
-    with LocalServe(options) as local:
-        stop: threading.Event = stop_on_signals()
+    config = parse_config(
+        {
+            "model": options["model"],
+            "served_model_name": options["served_model"],
+            "router": {"num_replicas": options["replicas"]},
+        }
+    )
+    temp_dir = Path(options["scratch"]) / "ray"
+    local_options = LocalOptions(port=options["port"], cpus=config.cpus(), shutdown_s=15.0, temp_dir=temp_dir)
+    with LocalServe(local_options) as local:
+        stop = stop_on_signals()
         local.deploy(router_application(config), 120.0, stop)
         print(json.dumps({"directory": DirectoryFinder(APP_NAME).wait(10.0)}), flush=True)
         stop.wait()
@@ -72,16 +81,12 @@ def _serve(model: Path, name: str, port: int, scratch: Path, replicas: int) -> N
 def main() -> None:
     """The process."""
     parser = argparse.ArgumentParser(description="The router under Ray Serve, for bench.router.")
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--served-model", required=True)
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--ingress", choices=INGRESSES, default="haproxy", help="what is in front")
-    parser.add_argument("--replicas", type=int, default=1, help="of the router")
-    parser.add_argument("--scratch", type=Path, required=True, help="a short path: sockets lie in it")
-    given = parser.parse_args()
-    (given.scratch / "haproxy").mkdir(parents=True, exist_ok=True)
-    os.environ.update(ingress_environment(given.ingress, given.scratch))
-    _serve(given.model, given.served_model, given.port, given.scratch, given.replicas)
+    parser.add_argument("--options", type=Path, required=True, help="JSON file")
+    options = json.loads(parser.parse_args().options.read_text())
+    scratch = Path(options["scratch"])
+    (scratch / "haproxy").mkdir(parents=True, exist_ok=True)
+    os.environ.update(ingress_environment(options["ingress"], scratch))
+    _serve(options)
 
 
 if __name__ == "__main__":

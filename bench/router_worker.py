@@ -1,7 +1,8 @@
-"""A worker without a model for bench.router: starts bench/fake_worker and tells it who it is.
+"""A worker without a model for bench.router: starts bench/fake_worker and gives it its messages.
 
-The program knows how rooms go; what is said once (its record, the layout of its pages) is written here, with
-the classes of the wire protocol. tests/support/fake_worker.py is the one that keeps to the whole protocol.
+The program knows the course of a room. What is the same for every room (its record, the layout of its pages)
+is made here, with the classes of the wire protocol. Tests use tests/support/fake_worker.py, which keeps to
+the whole protocol. Why this one is compiled: docs/decisions/0018-the-bench-compiles-its-fake-worker.md.
 """
 
 from __future__ import annotations
@@ -10,10 +11,8 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import msgspec
-import zmq
 
 from bench.compiled import compiled
 from common.host import host_identity
@@ -30,34 +29,28 @@ _ROOMY = WorkerLoad(free_tokens=1 << 24, headroom_tokens=1 << 24, headroom_rows=
 def router_worker(
     role: Role, directory: str, model: str, prefill_ms: float = 0.0, step_ms: float = 0.0
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that serves `model` in that role, known to the directory at this mailbox address soon.
+    """A process that serves `model` in that role and announces itself to the directory at this address.
 
-    `prefill_ms` from a Prefill to token 0; `step_ms` at least between two tokens of a room.
+    `prefill_ms`: from a Prefill to token 0. `step_ms`: at least this between two tokens of a room.
+    Raises BuildError if its program cannot be compiled.
     """
     options = {
         "--role": role, "--directory": directory, "--prefill-ms": prefill_ms, "--step-ms": step_ms,
     }  # fmt: skip
     words = [str(word) for pair in options.items() for word in pair]
-    process = subprocess.Popen([_program(), *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+    program = compiled("fake_worker", "zmq")
+    process = subprocess.Popen([program, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
     assert process.stdin is not None
     assert process.stdout is not None
     try:
         record = _record(role, process.stdout.readline().decode().strip(), model, process.pid)
-        for blob in (record.id.encode(), encode(Announce(record)), _target(record)):
-            process.stdin.write(len(blob).to_bytes(4, "little") + blob)
+        process.stdin.write(msgspec.msgpack.encode([record.id, encode(Announce(record)), _kv_target(record)]))
         yield process
     finally:
         process.terminate()
         process.wait(timeout=60)
         process.stdin.close()
         process.stdout.close()
-
-
-def _program() -> Path:
-    bundled = sorted((Path(zmq.__file__).parents[1] / "pyzmq.libs").glob("libzmq*.so*"))
-    if not bundled:
-        raise SystemExit("bench.router: pyzmq brings no libzmq here; install pyzmq from its wheel")
-    return compiled("fake_worker", bundled[0])
 
 
 def _record(role: Role, address: str, model: str, pid: int) -> WorkerRecord:
@@ -71,8 +64,8 @@ def _record(role: Role, address: str, model: str, pid: int) -> WorkerRecord:
     )  # fmt: skip
 
 
-def _target(record: WorkerRecord) -> bytes:
-    """What follows room and epoch in a KVTarget: the pairs of a MessagePack map, without its head."""
+def _kv_target(record: WorkerRecord) -> bytes:
+    """What follows room and epoch in a KVTarget: keys and values of a MessagePack map, without its head."""
     rest = {
         "decode": record.id, "incarnation": record.incarnation, "host": record.host,
         "layout": layout_digest(record.groups), "endpoints": [TransferEndpoint("shm", "")],

@@ -36,7 +36,7 @@ VOCABULARY = 32_000  # ids below this exist in every model this is pointed at
 
 
 @dataclass
-class RoleCandidates:
+class ServerUnderTest:
     """One system under test, and what was seen of it at one concurrency."""
 
     url: str
@@ -55,7 +55,7 @@ class RoleCandidates:
         }
 
 
-async def _one(client: httpx.AsyncClient, side: RoleCandidates, prompt: list[int]) -> None:
+async def _one(client: httpx.AsyncClient, side: ServerUnderTest, prompt: list[int]) -> None:
     body = {
         "model": side.model,
         "prompt": prompt,
@@ -86,7 +86,7 @@ async def _one(client: httpx.AsyncClient, side: RoleCandidates, prompt: list[int
     side.tokens += counted
 
 
-async def _drive(side: RoleCandidates, prompts: list[list[int]], concurrency: int) -> None:
+async def _drive(side: ServerUnderTest, prompts: list[list[int]], concurrency: int) -> None:
     waiting = iter(prompts)
 
     async def lane(client: httpx.AsyncClient) -> None:
@@ -110,10 +110,10 @@ def measure(urls: dict[str, tuple[str, str]], seed: int = 0) -> dict[str, dict[s
 
     values: dict[str, dict[str, dict[str, float]]] = {name: {} for name in urls}
     for name, (url, model) in urls.items():
-        asyncio.run(_drive(RoleCandidates(url, model), prompts(1), 1))
+        asyncio.run(_drive(ServerUnderTest(url, model), prompts(1), 1))
         print(f"warm: {name}", flush=True)
     for concurrency in (1, 4):
-        sides = {name: RoleCandidates(url, model) for name, (url, model) in urls.items()}
+        sides = {name: ServerUnderTest(url, model) for name, (url, model) in urls.items()}
         for number in range(ROUNDS):
             batch = prompts(REQUESTS // ROUNDS)
             for name, side in sides.items():

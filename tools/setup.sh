@@ -13,6 +13,8 @@ missing=""
 command -v g++ >/dev/null 2>&1 || missing="$missing g++"
 include=$(python3 -c "import sysconfig; print(sysconfig.get_paths()['include'])")
 [ -f "$include/Python.h" ] || missing="$missing python3-dev"
+[ -f /usr/include/zmq.h ] || missing="$missing libzmq3-dev"             # bench.router's fake workers
+[ -f /usr/include/msgpack.hpp ] || missing="$missing libmsgpack-cxx-dev"
 ldconfig -p 2>/dev/null | grep -q libibverbs.so.1 || missing="$missing libibverbs1"
 if [ -n "$missing" ]; then
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
@@ -20,7 +22,7 @@ if [ -n "$missing" ]; then
         apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing
     else
         say "for full speed install:  sudo apt-get install$missing"
-        say "without them plain torch kernels, an index in Python and the tcp transport take over"
+        say "without them plain torch kernels, an index in Python and the tcp transport take over, and bench.router does not run"
     fi
 fi
 

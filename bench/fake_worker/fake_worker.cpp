@@ -1,115 +1,125 @@
-// A prefill or decode worker without a model for bench.router (bench/router_worker.py starts it): it speaks the
-// wire protocol (wire/messages.py) and does nothing else. Compiled, because it shares the machine with the router.
+// A prefill or decode worker without a model for bench.router (bench/router_worker.py starts it). Compiled, because
+// it shares the machine with the router.
 //
 //   fake_worker --role decode --directory tcp://127.0.0.1:40001 --prefill-ms 0 --step-ms 0
 //
-// It prints its mailbox address, then reads from stdin, each with its length in four bytes, lowest first: its id,
-// an Announce to send to the directory, and what follows room and epoch in its KVTarget. It ends by a signal.
+// It prints its mailbox address, then reads a MessagePack array from stdin: its id, an Announce for the directory, and
+// what follows room and epoch in its KVTarget, each encoded. It ends by a signal. Messages: wire/messages.py.
 //
-// It sends ONE `Tokens` message per token, whatever else is due at the same moment, so that the router has to take
-// each one by itself. `Inspect` is answered with how long prefill took it since the last time: from getting a
-// Prefill to sending token 0, median, in milliseconds. Nothing is repeated: between processes of one machine
-// nothing is lost, and a bench in which something were must fail rather than measure it.
+// It sends one `Tokens` message per token, whatever else is due, so that the router takes each token by itself.
+// `Inspect` is answered with how long prefill took since the last time: the median, in milliseconds, from a Prefill
+// to token 0. No message is repeated: nothing is lost between processes of one machine.
+
+#define MSGPACK_NO_BOOST
+#include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <ctime>
 #include <deque>
 #include <map>
+#include <msgpack.hpp>
 #include <string>
-#include <string_view>
-#include <unordered_map>
+#include <tuple>
+#include <utility>
 #include <vector>
 
-#include "msgpack.h"
-#include "zeromq.h"
+#include "mailbox.h"
 
 namespace {
 
 constexpr double kAnnounceS = 1.0;
-constexpr int kAtOnce = 64;  // messages read before the next token
-constexpr uint64_t kFirstToken = 1000, kTokens = 2000;  // ids it says, in turn: ordinary ones in every vocabulary
-constexpr uint64_t kBytes = 1024;  // of KV that it says to have shipped
+constexpr int kAtOnce = 64;                              // messages read before the next token
+constexpr uint64_t kFirstToken = 1000, kTokens = 2000;  // its tokens, in turn: ordinary ones in every vocabulary
+constexpr uint64_t kBytes = 1024;                        // of KV in its timelines
 
-struct Given {
+struct Options {
     bool prefills = false;
-    std::string directory, id, announce, target;
+    std::string directory;
     double prefill_s = 0.0, step_s = 0.0;
 };
 
-// What it needs of a message; the rest is skipped.
-struct Message {
-    std::string_view kind, prefill;
-    uint64_t room = 0, epoch = 0, token = 0, prompt_tokens = 0, max_new_tokens = 16;
+// The part of each message that it reads; msgpack leaves out the rest.
+struct Sampling {
+    uint64_t max_new_tokens = 16;
+    MSGPACK_DEFINE_MAP(max_new_tokens)
 };
+struct Request {
+    uint64_t room = 0, epoch = 0;
+    msgpack::type::raw_ref prompt;
+    Sampling sampling;
+    MSGPACK_DEFINE_MAP(room, epoch, prompt, sampling)
+};
+struct Message {
+    std::string kind, prefill;
+    uint64_t room = 0, epoch = 0, token = 0;
+    Request request;
+    MSGPACK_DEFINE_MAP(kind, prefill, room, epoch, token, request)
+};
+
+// What it writes inside of messages.
+struct Run {
+    uint64_t room, epoch, start;
+    std::array<uint64_t, 1> tokens;
+    MSGPACK_DEFINE_MAP(room, epoch, start, tokens)
+};
+struct LastRun {
+    uint64_t room, epoch, start;
+    std::array<uint64_t, 1> tokens;
+    std::string finish;
+    MSGPACK_DEFINE_MAP(room, epoch, start, tokens, finish)
+};
+using Stamps = std::vector<std::pair<std::string, uint64_t>>;
+
+using Identity = std::tuple<std::string, std::string, std::string>;  // id, Announce, end of KVTarget
+using Key = std::pair<uint64_t, uint64_t>;                           // room, epoch
 
 struct Room {
-    uint64_t room, epoch, prompt_tokens, max_new_tokens;
     std::string router;
-    uint64_t upto = 0;      // next position to send
-    std::string target{};   // P: who sent KVTarget
+    uint64_t prompt_tokens, max_new_tokens;
+    uint64_t upto = 0;     // next position to send
+    std::string decode{};  // P: the sender of KVTarget
 };
 
-double now() {
+double seconds(clockid_t clock) {
     timespec time{};
-    clock_gettime(CLOCK_MONOTONIC, &time);
+    clock_gettime(clock, &time);
     return double(time.tv_sec) + double(time.tv_nsec) * 1e-9;
 }
 
-uint64_t unix_ns() {
-    timespec time{};
-    clock_gettime(CLOCK_REALTIME, &time);
-    return uint64_t(time.tv_sec) * 1'000'000'000 + uint64_t(time.tv_nsec);
-}
-
-void parse(msgpack::Reader& reader, Message& message) {
-    for (size_t left = reader.map(); left > 0; left--) {
-        const std::string_view key = reader.text();
-        if (key == "kind") message.kind = reader.text();
-        else if (key == "room") message.room = reader.integer();
-        else if (key == "epoch") message.epoch = reader.integer();
-        else if (key == "token") message.token = reader.integer();
-        else if (key == "prompt") message.prompt_tokens = reader.text().size() / 4;
-        else if (key == "max_new_tokens") message.max_new_tokens = reader.integer();
-        else if (key == "request" || key == "sampling") parse(reader, message);
-        else if (key == "prefill") message.prefill = reader.text();
-        else reader.skip();
-    }
-}
+double now() { return seconds(CLOCK_MONOTONIC); }
 
 class FakeWorker {
    public:
-    FakeWorker(Mailbox& mailbox, const Given& given) : mailbox_(mailbox), given_(given) {}
+    FakeWorker(Mailbox& mailbox, const Options& options, const Identity& identity)
+        : mailbox_(mailbox), options_(options) {
+        std::tie(id_, announce_, kv_target_) = identity;
+    }
 
     [[noreturn]] void run() {
         for (;;) {
             const double at = now();
             if (at >= announce_at_) {
                 announce_at_ = at + kAnnounceS;
-                mailbox_.send(given_.directory, given_.announce);
+                mailbox_.send(options_.directory, announce_);
             }
             if (!running_.empty() && at >= step_at_) {
-                step_at_ = at + given_.step_s;
+                step_at_ = at + options_.step_s;
                 step();
             }
             for (; !prefilling_.empty() && prefilling_.front().due <= at; prefilling_.pop_front())
                 prefilled(prefilling_.front().key, prefilling_.front().came);
             if (mailbox_.wait(pause_ms()))
-                mailbox_.receive(kAtOnce, [&](auto sender, auto payload) { take(std::string(sender), payload); });
+                mailbox_.receive(kAtOnce, [&](auto sender, auto payload) { take(sender, payload); });
         }
     }
 
    private:
-    using Key = std::pair<uint64_t, uint64_t>;  // room, epoch
     struct Prefilling {
         double due, came;
         Key key;
-    };
-    struct Early {
-        std::string sender, kind;
     };
 
     long pause_ms() const {
@@ -120,61 +130,64 @@ class FakeWorker {
     }
 
     void take(const std::string& sender, std::string_view payload) {
-        Message message;
-        msgpack::Reader reader(payload);
-        parse(reader, message);
+        const msgpack::object_handle handle = msgpack::unpack(payload.data(), payload.size(), by_reference);
+        const auto message = handle.get().as<Message>();
+        const std::string& kind = message.kind;
         const Key key{message.room, message.epoch};
-        if (message.kind == "prefill" || message.kind == "decode") {
-            send(sender, about("receipt", key, 1).text("of").text(message.kind));
-            begin(sender, key, message);
-        } else if (message.kind == "kv_target" || message.kind == "kv_done" || message.kind == "release") {
-            peer_said(sender, std::string(message.kind), key);
-        } else if (message.kind == "abort") {
-            send(sender, about("receipt", key, 1).text("of").text("abort"));
+        if (kind == "prefill" || kind == "decode") {
+            begin(sender, message);
+        } else if (kind == "kv_target" || kind == "kv_done" || kind == "release") {
+            peer_sent(sender, kind, key);
+        } else if (kind == "abort") {
+            send(sender, "receipt", key, "of", kind);
             rooms_.erase(key);
-        } else if (message.kind == "inspect") {
+        } else if (kind == "inspect") {
             inspected(sender, message.token);
         }
     }
 
-    void begin(const std::string& router, Key key, const Message& message) {
-        const Room fresh{key.first, key.second, message.prompt_tokens, message.max_new_tokens, router};
-        rooms_.insert_or_assign(key, fresh);
-        if (given_.prefills) {
+    void begin(const std::string& router, const Message& message) {
+        const Request& request = message.request;
+        const Key key{request.room, request.epoch};
+        send(router, "receipt", key, "of", message.kind);
+        rooms_.insert_or_assign(key, Room{router, request.prompt.size / sizeof(int32_t), request.sampling.max_new_tokens});
+        if (options_.prefills) {
             const double came = now();
-            if (given_.prefill_s > 0) prefilling_.push_back({came + given_.prefill_s, came, key});
+            if (options_.prefill_s > 0) prefilling_.push_back({came + options_.prefill_s, came, key});
             else prefilled(key, came);
         } else if (message.prefill.empty()) {
             running_.push_back(key);
         } else {
-            send(router, about("reserved", key, 0));
-            send(std::string(message.prefill), about("kv_target", key, 6).raw(given_.target));
+            send(router, "reserved", key);
+            write_map(6 + 3, "kind", "kv_target", "room", key.first, "epoch", key.second);
+            buffer_.write(kv_target_.data(), kv_target_.size());
+            send_written(message.prefill);
         }
         if (auto early = early_.find(key); early != early_.end()) {
-            const Early said = early->second;
+            const auto [sender, kind] = early->second;
             early_.erase(early);
-            peer_said(said.sender, said.kind, key);
+            peer_sent(sender, kind, key);
         }
     }
 
     void prefilled(Key key, double came) {
         auto found = rooms_.find(key);
         if (found == rooms_.end()) return;  // aborted
-        say_token(found->second);
+        send_token(key, found->second);
         own_ms_.push_back((now() - came) * 1e3);
-        if (!found->second.target.empty()) ship(key, found->second);
+        if (!found->second.decode.empty()) ship(key, found->second);
     }
 
-    // From a worker; it may be quicker than the router.
-    void peer_said(const std::string& sender, const std::string& kind, Key key) {
+    // A message of the other worker; it may arrive before the router's.
+    void peer_sent(const std::string& sender, const std::string& kind, Key key) {
         auto found = rooms_.find(key);
         if (found == rooms_.end()) {
             early_[key] = {sender, kind};
         } else if (kind == "kv_target") {
-            found->second.target = sender;
+            found->second.decode = sender;
             if (found->second.upto > 0) ship(key, found->second);
         } else if (kind == "kv_done") {
-            running_.push_back(key);  // it says token 0 as well, like the real one
+            running_.push_back(key);  // D sends token 0, too
         } else {
             rooms_.erase(found);
         }
@@ -182,13 +195,12 @@ class FakeWorker {
 
     void ship(Key key, const Room& room) {
         if (room.max_new_tokens == 1) {
-            send(room.target, about("release", key, 0));
+            send(room.decode, "release", key);
         } else {
-            auto done = about("kv_done", key, 3);
-            done.text("context_tokens").integer(room.prompt_tokens).text("first_token").integer(kFirstToken);
-            send(room.target, done.text("kv_bytes").integer(kBytes));
+            send(room.decode, "kv_done", key, "context_tokens", room.prompt_tokens, "first_token", kFirstToken,
+                 "kv_bytes", kBytes);
         }
-        over(key, room, {"prefill_waiting", "prefill_forward", "prefill_transfer_kv_cache"});
+        end(key, room, {"prefill_waiting", "prefill_forward", "prefill_transfer_kv_cache"});
     }
 
     void step() {
@@ -196,90 +208,103 @@ class FakeWorker {
         for (const Key& key : running_) {
             auto found = rooms_.find(key);
             if (found == rooms_.end()) continue;  // aborted
-            say_token(found->second);
+            send_token(key, found->second);
             if (found->second.upto < found->second.max_new_tokens) running_[kept++] = key;
-            else over(key, found->second, {"decode_bootstrap", "decode_waiting", "decode_transferred", "decode_loop"});
+            else end(key, found->second, {"decode_bootstrap", "decode_waiting", "decode_transferred", "decode_loop"});
         }
         running_.resize(kept);
     }
 
-    void say_token(Room& room) {
+    void send_token(Key key, Room& room) {
         const uint64_t position = room.upto++;
-        const bool last = room.upto == room.max_new_tokens;
-        msgpack::Writer message;
-        message.map(3).text("kind").text("tokens").text("worker").text(given_.id).text("runs").array(1);
-        message.map(last ? 5 : 4).text("room").integer(room.room).text("epoch").integer(room.epoch);
-        message.text("start").integer(position).text("tokens").array(1).integer(kFirstToken + position % kTokens);
-        if (last) message.text("finish").text("length");
-        send(room.router, message);
+        const std::array<uint64_t, 1> tokens = {kFirstToken + position % kTokens};
+        write_map(3, "kind", "tokens", "worker", id_, "runs");
+        writer_.pack_array(1);
+        if (room.upto == room.max_new_tokens) writer_.pack(LastRun{key.first, key.second, position, tokens, "length"});
+        else writer_.pack(Run{key.first, key.second, position, tokens});
+        send_written(room.router);
     }
 
-    void over(Key key, const Room& room, std::initializer_list<const char*> stages) {
-        auto timeline = about("timeline", key, 4);
-        timeline.text("worker").text(given_.id).text("stamps").array(uint8_t(stages.size()));
-        for (const char* stage : stages) timeline.array(2).text(stage).integer(unix_ns());
-        send(room.router, timeline.text("kv_bytes").integer(kBytes).text("kv_backend").text("shm"));
+    void end(Key key, const Room& room, std::initializer_list<const char*> stages) {
+        Stamps stamps;
+        for (const char* stage : stages) stamps.emplace_back(stage, uint64_t(seconds(CLOCK_REALTIME) * 1e9));
+        send(room.router, "timeline", key, "worker", id_, "stamps", stamps, "kv_bytes", kBytes, "kv_backend", "shm");
         rooms_.erase(key);
     }
 
     void inspected(const std::string& to, uint64_t token) {
-        char body[64] = "{\"own_ms\": null}";
+        std::string own_ms = "null";
         if (!own_ms_.empty()) {
             auto middle = own_ms_.begin() + long(own_ms_.size() / 2);
             std::nth_element(own_ms_.begin(), middle, own_ms_.end());
-            std::snprintf(body, sizeof body, "{\"own_ms\": %.6f}", *middle);
+            own_ms = std::to_string(*middle);
         }
         own_ms_.clear();
-        msgpack::Writer message;
-        send(to, message.map(3).text("kind").text("inspected").text("token").integer(token).text("body").text(body));
+        write_map(3, "kind", "inspected", "token", token, "body", "{\"own_ms\": " + own_ms + "}");
+        send_written(to);
     }
 
-    // A message about a room, of which `more` fields follow.
-    static msgpack::Writer about(std::string_view kind, Key key, uint8_t more) {
-        msgpack::Writer message;
-        message.map(uint8_t(3 + more)).text("kind").text(kind);
-        message.text("room").integer(key.first).text("epoch").integer(key.second);
-        return message;
+    // A message about a room: `more` are further keys and values.
+    template <typename... More>
+    void send(const std::string& to, const char* kind, Key key, const More&... more) {
+        write_map(3 + sizeof...(more) / 2, "kind", kind, "room", key.first, "epoch", key.second, more...);
+        send_written(to);
     }
 
-    void send(const std::string& to, const msgpack::Writer& message) { mailbox_.send(to, message.written()); }
+    // The head of a map, and keys and values in it.
+    template <typename... Words>
+    void write_map(uint32_t size, const Words&... words) {
+        buffer_.clear();
+        writer_.pack_map(size);
+        (writer_.pack(words), ...);
+    }
+
+    void send_written(const std::string& to) { mailbox_.send(to, {buffer_.data(), buffer_.size()}); }
+
+    static bool by_reference(msgpack::type::object_type, std::size_t, void*) { return true; }  // nothing is copied
 
     Mailbox& mailbox_;
-    const Given& given_;
+    const Options& options_;
+    std::string id_, announce_, kv_target_;
+    msgpack::sbuffer buffer_;
+    msgpack::packer<msgpack::sbuffer> writer_{buffer_};
     std::map<Key, Room> rooms_;
-    std::map<Key, Early> early_;
-    std::vector<Key> running_;  // D: rooms that say a token each step
+    std::map<Key, std::pair<std::string, std::string>> early_;  // sender and kind
+    std::vector<Key> running_;                                  // D: rooms that get a token each step
     std::deque<Prefilling> prefilling_;
     std::vector<double> own_ms_;
     double announce_at_ = 0.0, step_at_ = 0.0;
 };
 
-std::string read_blob() {
-    unsigned char size[4];
-    if (std::fread(size, 1, 4, stdin) != 4) throw std::runtime_error("stdin ended");
-    std::string blob(size[0] | size[1] << 8 | size[2] << 16 | size[3] << 24, '\0');
-    if (std::fread(blob.data(), 1, blob.size(), stdin) != blob.size()) throw std::runtime_error("stdin ended");
-    return blob;
+Identity read_identity() {
+    msgpack::unpacker unpacker;
+    msgpack::object_handle handle;
+    while (!unpacker.next(handle)) {
+        unpacker.reserve_buffer(4096);
+        const ssize_t count = read(STDIN_FILENO, unpacker.buffer(), unpacker.buffer_capacity());
+        if (count <= 0) throw std::runtime_error("stdin ended");
+        unpacker.buffer_consumed(size_t(count));
+    }
+    return handle.get().as<Identity>();
 }
 
 }  // namespace
 
 int main(int count, char** words) {
-    Given given;
+    Options options;
     for (int i = 1; i + 1 < count; i += 2) {
         const std::string name = words[i], value = words[i + 1];
-        if (name == "--role") given.prefills = value == "prefill";
-        else if (name == "--directory") given.directory = value;
-        else if (name == "--prefill-ms") given.prefill_s = std::stod(value) / 1e3;
-        else if (name == "--step-ms") given.step_s = std::stod(value) / 1e3;
+        if (name == "--role") options.prefills = value == "prefill";
+        else if (name == "--directory") options.directory = value;
+        else if (name == "--prefill-ms") options.prefill_s = std::stod(value) / 1e3;
+        else if (name == "--step-ms") options.step_s = std::stod(value) / 1e3;
         else return std::fprintf(stderr, "fake_worker: unknown option %s\n", name.c_str()), 2;
     }
     try {
         Mailbox mailbox;
         std::printf("%s\n", mailbox.address().c_str());
         std::fflush(stdout);
-        given.id = read_blob(), given.announce = read_blob(), given.target = read_blob();
-        FakeWorker(mailbox, given).run();
+        FakeWorker(mailbox, options, read_identity()).run();
     } catch (const std::exception& error) {
         return std::fprintf(stderr, "fake_worker: %s\n", error.what()), 1;
     }

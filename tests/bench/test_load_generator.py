@@ -1,4 +1,4 @@
-"""The load generator of bench.router believes no answer; its workers give right ones, one token at a time."""
+"""bench.router's load generator checks every answer; its workers give right ones, one token at a time."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from typing import Any
 import httpx
 import pytest
 
+from bench.compiled import compiled
 from bench.router_rig import (
     ROOT,
     Endpoint,
     LoadGenerator,
     bare_router,
+    tokenize_p50_us,
     worker_own_ms,
     workers,
     write_prompts,
 )
+from common.compile import BuildError
 
 DEMO_MODEL = ROOT / "deploy" / "demo_model"
 
@@ -34,7 +37,10 @@ DONE = b"data: [DONE]\n\n"
 def server(
     pieces: list[bytes], status: int = 200, closes: bool = False
 ) -> Iterator[tuple[Endpoint, list[Any]]]:
-    """Answers every request with these chunks; with the bodies it was sent. `closes`: one per connection."""
+    """Answers every request with these chunks, and closes the connection after it if `closes`.
+
+    Yields where it listens, and a list of the requests' bodies.
+    """
     bodies: list[Any] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -105,6 +111,15 @@ def test_wrong_answers_end_the_measurement(
     assert words.replace("\\", "") in capfd.readouterr().err
 
 
+@pytest.fixture
+def compiler() -> None:
+    try:
+        compiled("fake_worker", "zmq")
+    except BuildError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("tokens", [1, 16])
 def test_workers_of_the_bench_answer_through_a_router(tmp_path: Path, tokens: int) -> None:
     """One event per token, over prefill and decode, as the load generator checks; nothing is left open."""
@@ -114,6 +129,7 @@ def test_workers_of_the_bench_answer_through_a_router(tmp_path: Path, tokens: in
         shot = LoadGenerator(prompts, chat=False).fire(at, 4, tokens, 0.3)
         own_ms = worker_own_ms(at)
         metrics = httpx.get(at.url + "/metrics").text
+    assert tokenize_p50_us(DEMO_MODEL, prompts) > 0
     assert shot.rps > 0
     assert own_ms is not None
     assert 0 < own_ms < shot.first_ms

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import httpx
 import pytest
 
-from bench.router_rig import ROOT, served_router, workers
+from bench.router_rig import ROOT, served_router
+from tests.support.fake_worker import FakeWorker
+from wire.records import Role
 
 _BODY = {"prompt": "Hello", "ignore_eos": True}
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def _aborts(client: httpx.Client) -> float:
@@ -24,9 +35,11 @@ def test_haproxy_passes_streams_errors_and_a_client_that_leaves() -> None:
     with (
         TemporaryDirectory(prefix="b-", dir="/tmp") as scratch,  # short: sockets lie in it
         served_router(ROOT / "deploy/demo_model", "m", Path(scratch), "haproxy") as (at, directory),
-        workers(at, directory, step_ms=20.0),
+        closing(FakeWorker(Role.PREFILL, directory, model="m", max_context=8192)),
+        closing(FakeWorker(Role.DECODE, directory, model="m", max_context=8192, step_s=0.02)),
         httpx.Client(base_url=at.url, timeout=30.0) as client,
     ):
+        wait_until(lambda: len(client.get("/debug/workers").json()["workers"]) == 2)
         answer = client.post(
             "/v1/completions", json={**_BODY, "max_tokens": 3}, headers={"x-request-id": "mine"}
         )
@@ -41,7 +54,4 @@ def test_haproxy_passes_streams_errors_and_a_client_that_leaves() -> None:
             "POST", "/v1/completions", json={**_BODY, "max_tokens": 5000, "stream": True}
         ) as got:
             next(got.iter_lines())
-        deadline = time.monotonic() + 20
-        while _aborts(client) < 1:
-            assert time.monotonic() < deadline, "nobody has told the workers to abort"
-            time.sleep(0.05)
+        wait_until(lambda: _aborts(client) >= 1)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 READY_S = 120.0
-END_S = 30.0
+END_S = 60.0
 
 
 class ChildFailed(RuntimeError):
@@ -20,10 +20,15 @@ class ChildFailed(RuntimeError):
 
 
 class Child:
-    """`python -m [RUNNER] MODULE --options FILE`. `ready` holds its ready line."""
+    """`python -m [RUNNER] MODULE --options FILE [ARGUMENTS]`. `ready` holds its ready line."""
 
     def __init__(
-        self, module: str, options: dict[str, Any], directory: Path, runner: tuple[str, ...] = ()
+        self,
+        module: str,
+        options: dict[str, Any],
+        directory: Path,
+        runner: tuple[str, ...] = (),
+        arguments: tuple[str, ...] = (),
     ) -> None:
         """`runner` is a module (and its arguments) that runs the program under other conditions."""
         directory.mkdir(parents=True, exist_ok=True)
@@ -33,7 +38,7 @@ class Child:
         self.log = file.with_suffix(".log")
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", *runner, module, "--options", str(file)],
+                [sys.executable, "-m", *runner, module, "--options", str(file), *arguments],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
