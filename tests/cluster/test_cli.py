@@ -1,9 +1,8 @@
-"""The command line, as a subprocess where the exit code is the contract."""
+"""The command line."""
 
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -19,15 +18,16 @@ from common.errors import ConfigError
 ROOT = Path(__file__).parents[2]
 
 
-def _baton(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "cluster.cli", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=ROOT,
-        env={**os.environ, "RAY_ADDRESS": "local", "HF_HUB_OFFLINE": "1", **env},
-    )
+def _refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line on stderr with which `baton` ends, with exit code 2 and nothing on stdout."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    told = capsys.readouterr()
+    assert ended.value.code == 2
+    assert told.out == ""
+    assert told.err.count("\n") == 1, told.err
+    assert told.err.startswith("baton: ")
+    return told.err
 
 
 @pytest.fixture
@@ -36,12 +36,26 @@ def model(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def _assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
+@pytest.fixture
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No Ray runs, and the hub is not asked."""
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def test_a_refusal_ends_the_process_with_exit_code_2(model: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "cluster.cli", "serve", model, "--page-size", "12"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        check=False,
+    )
     assert done.returncode == 2, done
-    assert done.stderr.count("\n") == 1, done.stderr
     assert done.stdout == ""
-    for word in words:
-        assert word in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "worker.page_size" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -70,45 +84,58 @@ def _assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None
     ],
 )
 def test_serve_refuses_bad_values_in_one_line(
-    model: str, arguments: tuple[str, ...], words: tuple[str, ...]
+    model: str, arguments: tuple[str, ...], words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _assert_refused(_baton("serve", model, *arguments), *words)
+    line = _refused(capsys, "serve", model, *arguments)
+    assert all(word in line for word in words), line
 
 
-def test_serve_refuses_an_unknown_model_directory(tmp_path: Path) -> None:
-    _assert_refused(_baton("serve", str(tmp_path / "none")), "model:", "there is no directory")
+@pytest.mark.usefixtures("no_ray")
+def test_serve_refuses_an_unknown_model_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = _refused(capsys, "serve", str(tmp_path / "none"))
+    assert line.startswith("baton: model: there is no directory")
 
 
-def test_serve_refuses_a_port_in_use(model: str) -> None:
+@pytest.mark.usefixtures("no_ray")
+def test_serve_refuses_a_port_in_use(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        _assert_refused(_baton("serve", model, "--port", port), f"port: {port}", "--port")
+        line = _refused(capsys, "serve", model, "--port", port)
+    assert line.startswith(f"baton: port: {port}")
+    assert "--port" in line
 
 
+@pytest.mark.usefixtures("no_ray")
 @pytest.mark.parametrize("port", ["0", "70000"])
 def test_a_port_must_be_a_number_that_can_be_told(
-    model: str, port: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: str, port: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "local")
-    with pytest.raises(SystemExit):
-        main(["serve", model, "--port", port])
-    assert capsys.readouterr().err.startswith(f"baton: port: {port} is not a TCP port")
+    line = _refused(capsys, "serve", model, "--port", port)
+    assert line.startswith(f"baton: port: {port} is not a TCP port")
 
 
-def test_serve_refuses_a_broken_config_key(tmp_path: Path) -> None:
+def test_serve_refuses_a_broken_config_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("model: m\ndecode:\n  num_gpu: 1\n")
-    _assert_refused(_baton("serve", str(path)), "decode.num_gpu", "unknown key")
+    line = _refused(capsys, "serve", str(path))
+    assert line.startswith(
+        "baton: decode.num_gpu: unknown key; remove it, or use one of: autoscaling_config, "
+    )
 
 
-def test_schema_version_and_help() -> None:
-    schema = _baton("config", "--schema")
-    assert json.loads(schema.stdout)["title"] == "ServeConfig"
-    assert _baton("--version").stdout.startswith("baton ")
-    assert "MODEL|CONFIG.yaml" in _baton("serve", "--help").stdout
-    assert _baton("config", "--check", "deploy/demo.yaml").stdout == "deploy/demo.yaml: ok\n"
+def test_schema_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--schema"]) == 0
+    assert json.loads(capsys.readouterr().out)["title"] == "ServeConfig"
+    demo = str(ROOT / "deploy" / "demo.yaml")
+    assert main(["config", "--check", demo]) == 0
+    assert capsys.readouterr().out == f"{demo}: ok\n"
+    for arguments, says in [(["--version"], "baton "), (["serve", "--help"], "usage: baton serve")]:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 0
+        assert capsys.readouterr().out.startswith(says)
 
 
 def test_flags_win_over_the_file() -> None:
@@ -144,13 +171,7 @@ def test_set_refuses_to_go_below_a_value(model: str) -> None:
 def test_every_refusal_is_one_line_and_exit_code_2(
     model: str, arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["serve", model, *arguments])
-    told = capsys.readouterr()
-    assert ended.value.code == 2
-    assert told.err.startswith(f"baton: {says}")
-    assert told.err.count("\n") == 1
-    assert told.out == ""
+    assert _refused(capsys, "serve", model, *arguments).startswith(f"baton: {says}")
 
 
 @pytest.mark.parametrize(
