@@ -8,9 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.allocator import make_allocator
+from kvcache.components.full import FullComponent
 from kvcache.pool import ReqToTokenPool
 from kvcache.radix_cache import RadixCache
 from kvcache.radix_key import Namespace, RadixKey
+from kvcache.radix_tree import RadixTree
 
 Tokens = npt.NDArray[np.int32]
 
@@ -50,7 +52,8 @@ class BatonTree:
         self._page_size = page_size
         spare = tokens // 8 + (1 << 16)
         self._allocator = make_allocator((tokens + spare) // page_size, page_size)
-        self.cache = RadixCache(ReqToTokenPool(1, page_size), self._allocator)
+        tree = RadixTree(page_size, [FullComponent("full", self._allocator, "lru")])
+        self.cache = RadixCache(ReqToTokenPool(1, page_size), self._allocator, tree)
         self._namespace = Namespace("bench")
         self._pages = np.empty(0, np.int32)
 
@@ -84,4 +87,4 @@ class BatonTree:
 
     def evict(self, tokens: int) -> int:
         """In lru order."""
-        return self.cache.evict(tokens)
+        return self.cache.tree.evict("full", tokens // self._page_size) * self._page_size

@@ -1,6 +1,7 @@
-"""Allocators: which pages are free, and which slots a batch's new tokens get.
+"""Allocators: which pages of a group are free.
 
 A slot is `page * page_size + offset`. All calls return None when there are too few pages, and then take none.
+Pages are allocated whole: the slots behind a sequence's last token are the sequence's own.
 
 The free list is a ring: alloc takes from its head and free appends to its tail, both in the size of the call.
 (Slicing and concatenating an array, the obvious form, copies every free page on each free: 8 MB at 1M pages.)
@@ -11,22 +12,15 @@ pages then come in long runs, which transfers coalesce.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from types import TracebackType
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 Pages = npt.NDArray[np.int32]
 Slots = npt.NDArray[np.int64]
-Lengths = npt.NDArray[np.integer]
 
-
-class AllocatorState(NamedTuple):
-    """What `backup_state` remembers."""
-
-    free_pages: Pages
-    release_pages: Pages
+NO_PAGES: Pages = np.empty(0, np.int32)
+NO_SLOTS: Slots = np.empty(0, np.int64)
 
 
 class BaseTokenToKVPoolAllocator(ABC):
@@ -58,7 +52,7 @@ class BaseTokenToKVPoolAllocator(ABC):
     @property
     def release_pages(self) -> Pages:
         """Freed pages that wait to be merged and sorted (a copy)."""
-        return np.concatenate([*self._released, np.empty(0, np.int32)])
+        return np.concatenate([*self._released, NO_PAGES])
 
     def available_pages(self) -> int:
         """Pages that can be allocated; those freed inside an open group are not."""
@@ -85,14 +79,14 @@ class BaseTokenToKVPoolAllocator(ABC):
         return pages
 
     def free_page_ids(self, pages: npt.NDArray[np.integer]) -> None:
-        """Give pages back, each once. Inside a free group they stay taken until it ends."""
+        """Give pages back, each once. Inside a free group they stay allocated until its taker frees them."""
         if self._group is not None:
             self._group.append(pages.astype(np.int32))
         else:
             self.free_now(pages)
 
     def free_now(self, pages: npt.NDArray[np.integer]) -> None:
-        """Give pages back even inside a free group: evicted ones, which nothing that was launched reads."""
+        """Give pages back even inside a free group: evicted ones, which no launched forward reads."""
         n = len(pages)
         if n == 0:
             return
@@ -113,19 +107,15 @@ class BaseTokenToKVPoolAllocator(ABC):
 
     def merge_and_sort_free(self) -> None:
         """Bring back the waiting pages and put all free pages in ascending order."""
-        self._set_free(np.sort(np.concatenate((self.free_pages, self.release_pages))), [])
+        free = np.sort(np.concatenate((self.free_pages, self.release_pages)))
+        self._head, self._count = 0, len(free)
+        self._ring[: len(free)] = free
+        self._released, self._released_count = [], 0
 
     def free_group_begin(self) -> None:
-        """Until `free_group_end`, freed pages stay taken: one batch of frees, applied once."""
+        """Until `free_group_take`, freed pages stay allocated."""
         assert self._group is None, "free groups do not nest"
         self._group = []
-
-    def free_group_end(self) -> None:
-        """Free what was freed since `free_group_begin`."""
-        assert self._group is not None, "no free group is open"
-        group, self._group = self._group, None
-        if group:
-            self.free_page_ids(np.concatenate(group))
 
     def free_group_take(self) -> Pages:
         """End the group without freeing: its pages are the caller's, to free when nothing reads them."""
@@ -134,25 +124,8 @@ class BaseTokenToKVPoolAllocator(ABC):
         return pages
 
     def pending_pages(self) -> Pages:
-        """Pages freed in the open group: taken still, owned by nobody."""
-        return np.concatenate([*(self._group or []), np.empty(0, np.int32)])
-
-    def backup_state(self) -> AllocatorState:
-        """A copy of what is free, for a trial allocation."""
-        return AllocatorState(self.free_pages, self.release_pages)
-
-    def restore_state(self, state: AllocatorState) -> None:
-        """Free exactly what was free at `backup_state`."""
-        self._set_free(state.free_pages, [state.release_pages])
-
-    def _set_free(self, free: Pages, released: list[Pages]) -> None:
-        self._head, self._count = 0, len(free)
-        self._ring[: len(free)] = free
-        self._released = released
-        self._released_count = sum(map(len, released))
-        self._is_free[1:] = False
-        for pages in (free, *released):
-            self._is_free[pages] = True
+        """Pages freed in the open group: still allocated, and no longer anybody's."""
+        return np.concatenate([*(self._group or []), NO_PAGES])
 
     @abstractmethod
     def alloc(self, n: int) -> Slots | None:
@@ -160,25 +133,11 @@ class BaseTokenToKVPoolAllocator(ABC):
 
     @abstractmethod
     def free(self, slots: npt.NDArray[np.integer]) -> None:
-        """Give back every page that one of `slots` lies in."""
-
-    @abstractmethod
-    def alloc_extend(
-        self, prefix_lens: Lengths, seq_lens: Lengths, last_loc: Lengths, extend_num_tokens: int
-    ) -> Slots | None:
-        """Slots for positions `[prefix_lens[i], seq_lens[i])` of each sequence, concatenated.
-
-        `last_loc[i]` is the slot of position `prefix_lens[i] - 1`, or -1 when the prefix is empty; a partial
-        last page is filled before new pages are taken. `extend_num_tokens` is the sum of the new tokens.
-        """
-
-    @abstractmethod
-    def alloc_decode(self, seq_lens: Lengths, last_loc: Lengths) -> Slots | None:
-        """One slot per sequence for position `seq_lens[i] - 1`; `last_loc[i]` is that of the one before."""
+        """Give back the pages of consecutive tokens: `slots` in the tokens' order, from a page border on."""
 
 
 class TokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
-    """Page size 1: a slot is a page, and nothing is ever partial."""
+    """Page size 1: a slot is a page."""
 
     def __init__(self, num_pages: int, need_sort: bool = False) -> None:
         super().__init__(num_pages, 1, need_sort)
@@ -192,19 +151,6 @@ class TokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         """Give slots back, each once."""
         self.free_page_ids(slots)
 
-    def alloc_extend(
-        self, prefix_lens: Lengths, seq_lens: Lengths, last_loc: Lengths, extend_num_tokens: int
-    ) -> Slots | None:
-        """As the base says; only the sum matters here."""
-        del last_loc  # no page is ever partial
-        assert int(seq_lens.sum() - prefix_lens.sum()) == extend_num_tokens, "lengths do not add up"
-        return self.alloc(extend_num_tokens)
-
-    def alloc_decode(self, seq_lens: Lengths, last_loc: Lengths) -> Slots | None:
-        """One slot per sequence."""
-        del last_loc  # no page is ever partial
-        return self.alloc(len(seq_lens))
-
 
 class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
     """Pages of `page_size` tokens; a sequence's last page may be partly filled."""
@@ -216,44 +162,8 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         return None if pages is None else expand_pages(pages, self.page_size)
 
     def free(self, slots: npt.NDArray[np.integer]) -> None:
-        """Give back every page that one of `slots` lies in."""
-        self.free_page_ids(np.unique(slots // self.page_size))
-
-    def alloc_extend(
-        self, prefix_lens: Lengths, seq_lens: Lengths, last_loc: Lengths, extend_num_tokens: int
-    ) -> Slots | None:
-        """As the base says. New pages per sequence: ceil(seq / page) - ceil(prefix / page)."""
-        size = self.page_size
-        new_tokens = seq_lens - prefix_lens
-        assert int(new_tokens.sum()) == extend_num_tokens, "lengths do not add up"
-        assert bool(((last_loc + 1) % size == prefix_lens % size).all()), "last_loc is not where prefixes end"
-        old_pages = -(-prefix_lens // size)
-        new_pages = -(-seq_lens // size) - old_pages
-        pages = self.alloc_pages(int(new_pages.sum()))
-        if pages is None:
-            return None
-        # For every new token: its position, and its page counted over all pages of this call. A position
-        # before `border` still lies in the partial page, right behind last_loc.
-        starts = np.cumsum(new_tokens) - new_tokens
-        index = np.arange(extend_num_tokens) - np.repeat(starts, new_tokens)
-        position = index + np.repeat(prefix_lens, new_tokens)
-        first_page = np.cumsum(new_pages) - new_pages - old_pages
-        page_index = position // size + np.repeat(first_page, new_tokens)
-        in_partial = position < np.repeat(old_pages * size, new_tokens)
-        slots: Slots = np.repeat(last_loc + 1, new_tokens).astype(np.int64) + index
-        fresh = ~in_partial
-        slots[fresh] = pages[page_index[fresh]].astype(np.int64) * size + position[fresh] % size
-        return slots
-
-    def alloc_decode(self, seq_lens: Lengths, last_loc: Lengths) -> Slots | None:
-        """As the base says; a new page only for a sequence whose last page is full."""
-        starts_page = (seq_lens - 1) % self.page_size == 0
-        pages = self.alloc_pages(int(np.count_nonzero(starts_page)))
-        if pages is None:
-            return None
-        slots = np.asarray(last_loc).astype(np.int64) + 1
-        slots[starts_page] = pages.astype(np.int64) * self.page_size
-        return slots
+        """Give back the pages of consecutive tokens; the last one may be partly filled."""
+        self.free_page_ids(slots[:: self.page_size] // self.page_size)
 
 
 def make_allocator(num_pages: int, page_size: int, need_sort: bool = False) -> BaseTokenToKVPoolAllocator:
@@ -269,30 +179,3 @@ def expand_pages(pages: npt.NDArray[np.integer], page_size: int) -> Slots:
     if page_size == 1:
         return slots
     return (slots[:, None] * page_size + np.arange(page_size)).reshape(-1)
-
-
-class PageLease:
-    """Pages that are freed when the block ends, unless `keep` handed them on: an error path cannot leak them.
-
-    `pages` is None when there were too few.
-    """
-
-    def __init__(self, allocator: BaseTokenToKVPoolAllocator, n: int) -> None:
-        self._allocator = allocator
-        self.pages = allocator.alloc_pages(n)
-
-    def keep(self) -> Pages:
-        """The pages now belong to the caller."""
-        assert self.pages is not None, "there is nothing to keep"
-        pages, self.pages = self.pages, None
-        return pages
-
-    def __enter__(self) -> PageLease:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.pages is not None:
-            self._allocator.free_page_ids(self.pages)
-            self.pages = None

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.allocator import BaseTokenToKVPoolAllocator, Pages, Slots
+from kvcache.allocator import NO_PAGES, NO_SLOTS, BaseTokenToKVPoolAllocator, Pages, Slots
+from kvcache.components.holdings import GroupHoldings
 from kvcache.pool import ReqToTokenPool
 from kvcache.radix_key import RadixKey
-from kvcache.request import NO_SLOTS, CachedRequest
-from kvcache.snapshot import TreeSnapshot
-from kvcache.state_slots import StateSlotPool
-from kvcache.swa_allocator import NO_PAGES as NO_PAGES
-from kvcache.swa_allocator import SWATokenToKVPoolAllocator
-from kvcache.tree_node import TreeNode
-from wire.events import AnyEvent
+from kvcache.radix_tree import RadixTree
+from kvcache.request import CachedRequest
+from kvcache.tree_node import NO_PARTS, TreeNode
 
 
 class MatchResult(NamedTuple):
@@ -27,39 +23,35 @@ class MatchResult(NamedTuple):
 
     device_indices: Slots  # of the matched tokens; whole pages
     last_device_node: TreeNode | None
-    last_host_node: TreeNode | None  # the same node as long as there is no host tier
-    host_hit_length: int  # tokens beyond device_indices that the host tier holds
     pages: Pages  # device_indices as page ids
-    window_pages: Pages = NO_PAGES  # per page of the match, the window group's page id; 0: not held
-    state_slot: int = 0  # slot of the state after the match; 0: none held there
-    branching_len: int = 0  # tokens, whole pages, that are cached by the primary group alone
+    parts: Mapping[str, Pages]  # by group name, what groups besides the primary one have of the match
+    branching_len: int  # tokens, whole pages, that are cached by the primary group alone
+
+    def part(self, group: str) -> Pages:
+        """Of a window group one page id per page of the match, 0 where none is held. Of a state group the one
+        slot of the state after the match, or 0. Empty if nothing matched."""
+        return self.parts.get(group, NO_PAGES)
 
 
-NO_MATCH = MatchResult(NO_SLOTS, None, None, 0, NO_PAGES)
+NO_MATCH = MatchResult(NO_SLOTS, None, NO_PAGES, NO_PARTS, 0)
 
 
 class BasePrefixCache(ABC):
-    """A cache over one ReqToTokenPool and one allocator of the primary group. Sizes are in its tokens.
-
-    `swa` and `states` are what live requests hold of the window and the state group, where the model has one.
-    """
+    """A cache over one ReqToTokenPool, the primary group's allocator and a tree, which evicts."""
 
     def __init__(
         self,
         req_to_token_pool: ReqToTokenPool,
         allocator: BaseTokenToKVPoolAllocator,
-        swa: SWATokenToKVPoolAllocator | None = None,
-        states: StateSlotPool | None = None,
+        tree: RadixTree,
+        holdings: Sequence[GroupHoldings] = (),
     ) -> None:
+        """`holdings`: what requests hold of the groups besides the primary one."""
         self.req_to_token_pool = req_to_token_pool
         self.allocator = allocator
         self.page_size = allocator.page_size
-        self.swa = swa
-        self.states = states
-        if swa is not None:
-            swa.evict, swa.evictable_pages = self.evict_window, self.evictable_window_pages
-        if states is not None:
-            states.evict, states.evictable_slots = self.evict_mamba, self.evictable_states
+        self.tree = tree
+        self._holdings: tuple[GroupHoldings, ...] = (*holdings,)
 
     @abstractmethod
     def match_prefix(self, key: RadixKey) -> MatchResult:
@@ -72,7 +64,7 @@ class BasePrefixCache(ABC):
     def match_parts(self, key: RadixKey) -> MatchResult:
         """What each group has of `key`: the longest prefix of the primary group, whatever the others lack.
 
-        `window_pages` may have holes and `state_slot` is 0: who asks brings the state itself.
+        A window group's part may have holes, and a state group's may be 0.
         """
 
     @abstractmethod
@@ -82,15 +74,6 @@ class BasePrefixCache(ABC):
     @abstractmethod
     def dec_lock_ref(self, node: TreeNode | None) -> None:
         """Undo one inc_lock_ref of the same node."""
-
-    @contextmanager
-    def locked(self, node: TreeNode | None) -> Iterator[None]:
-        """A lock for the length of a block."""
-        self.inc_lock_ref(node)
-        try:
-            yield
-        finally:
-            self.dec_lock_ref(node)
 
     @abstractmethod
     def cache_unfinished_req(self, req: CachedRequest, chunked: bool = False) -> None:
@@ -108,87 +91,14 @@ class BasePrefixCache(ABC):
         del req, total
         return ()
 
-    @abstractmethod
-    def evict(self, num_tokens: int) -> int:
-        """Free unlocked leaves until `num_tokens` are free or none is left; returns tokens freed."""
+    def _release(self, req: CachedRequest, start: int) -> None:
+        """Free the request's slots from position `start`, a page border, and all that it holds of the groups
+        besides the primary one."""
+        self.allocator.free(self._row_slots(req, start, req.kv_allocated_len))
+        for holdings in self._holdings:
+            holdings.release(req)
 
-    def evict_window(self, num_pages: int) -> int:
-        """Free unlocked window pages until `num_pages` are free or none is left; returns how many."""
-        del num_pages
-        return 0
-
-    def evict_mamba(self, num_slots: int) -> int:
-        """Free unlocked cached states until `num_slots` are free or none is left; returns how many."""
-        del num_slots
-        return 0
-
-    def evictable_window_pages(self) -> int:
-        """Pages that evict_window can free."""
-        return 0
-
-    def evictable_states(self) -> int:
-        """Slots that evict_mamba can free."""
-        return 0
-
-    @abstractmethod
-    def reset(self) -> None:
-        """Free everything cached. Nothing may be locked."""
-
-    @abstractmethod
-    def evictable_size(self) -> int:
-        """Tokens that evict can free."""
-
-    @abstractmethod
-    def protected_size(self) -> int:
-        """Tokens under a lock."""
-
-    def total_size(self) -> int:
-        """Tokens cached."""
-        return self.evictable_size() + self.protected_size()
-
-    @abstractmethod
-    def check(self) -> None:
-        """Assert that the sizes above are what counting anew gives, and the other rules of the structure."""
-
-    @abstractmethod
-    def all_pages(self) -> Pages:
-        """Every cached page of the primary group, in no order."""
-
-    def all_parts(self) -> dict[str, Pages]:
-        """Every cached page or slot of the other groups, by group name, in no order."""
-        return {}
-
-    @abstractmethod
-    def all_values_flatten(self) -> Slots:
-        """Every cached slot, in no order."""
-
-    @abstractmethod
-    def pretty_print(self) -> str:
-        """The cache as text, for a person."""
-
-    def take_events(self) -> list[AnyEvent]:
-        """KV events since the last call; empty when events are off."""
-        return []
-
-    def snapshot(self) -> TreeSnapshot | None:
-        """All that is cached: what who has read every event taken so far knows. None when events are off."""
-        return None
-
-    def _release_parts(self, req: CachedRequest) -> None:
-        """Free and unlock what a request holds of the groups besides the primary one."""
+    def _row_slots(self, req: CachedRequest, start: int, end: int) -> npt.NDArray[np.int32]:
+        """Slots of a request's positions [start, end), a view."""
         assert req.req_pool_idx is not None, "the request has no row"
-        if self.swa is not None:
-            self.swa.allocator.free_page_ids(self.swa.release(req.req_pool_idx))
-        if self.states is not None and req.state_hold is not None:
-            self.states.free(req.state_hold.private)
-            req.state_hold = None
-
-    def _row_pages(self, req: CachedRequest, start: int, end: int) -> Pages:
-        """Page ids of a request's positions [start, end); `start` is a page border."""
-        assert req.req_pool_idx is not None, "the request has no row"
-        slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, start : end : self.page_size]
-        return slots // self.page_size
-
-    def _row_slots(self, req: CachedRequest, start: int, end: int) -> npt.NDArray[np.int64]:
-        assert req.req_pool_idx is not None, "the request has no row"
-        return self.req_to_token_pool.req_to_token[req.req_pool_idx, start:end].astype(np.int64)
+        return self.req_to_token_pool.req_to_token[req.req_pool_idx, start:end]

@@ -1,16 +1,17 @@
-"""ChunkCache: no prefix caching; a request keeps its own pages until it ends, or they leave its window."""
+"""ChunkCache: no prefix caching. A request keeps its own pages until it ends, or they leave its window."""
 
 from __future__ import annotations
 
-from kvcache.allocator import Pages, Slots
-from kvcache.base_prefix_cache import NO_MATCH, NO_PAGES, BasePrefixCache, MatchResult
+import numpy as np
+
+from kvcache.base_prefix_cache import NO_MATCH, BasePrefixCache, MatchResult
 from kvcache.radix_key import RadixKey
-from kvcache.request import NO_SLOTS, CachedRequest
+from kvcache.request import CachedRequest
 from kvcache.tree_node import TreeNode
 
 
 class ChunkCache(BasePrefixCache):
-    """Matches nothing and keeps nothing."""
+    """Matches nothing and keeps nothing: its tree has no components and stays empty."""
 
     def match_prefix(self, key: RadixKey) -> MatchResult:
         """Nothing."""
@@ -33,41 +34,9 @@ class ChunkCache(BasePrefixCache):
     def cache_unfinished_req(self, req: CachedRequest, chunked: bool = False) -> None:
         """The next chunk continues from the request's own pages."""
         del chunked
-        req.prefix_indices = self._row_slots(req, 0, req.kv_committed_len)
+        req.prefix_indices = self._row_slots(req, 0, req.kv_committed_len).astype(np.int64)
 
     def cache_finished_req(self, req: CachedRequest, is_insert: bool = True) -> None:
         """Free all its pages."""
         del is_insert
-        self.allocator.free_page_ids(self._row_pages(req, 0, req.kv_allocated_len))
-        self._release_parts(req)
-
-    def evict(self, num_tokens: int) -> int:
-        """There is nothing to evict."""
-        del num_tokens
-        return 0
-
-    def reset(self) -> None:
-        """There is nothing to free."""
-
-    def evictable_size(self) -> int:
-        """Always 0."""
-        return 0
-
-    def protected_size(self) -> int:
-        """Always 0."""
-        return 0
-
-    def check(self) -> None:
-        """There is nothing to count."""
-
-    def all_pages(self) -> Pages:
-        """None."""
-        return NO_PAGES
-
-    def all_values_flatten(self) -> Slots:
-        """None."""
-        return NO_SLOTS
-
-    def pretty_print(self) -> str:
-        """One line."""
-        return "prefix caching is off"
+        self._release(req, 0)

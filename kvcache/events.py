@@ -1,7 +1,7 @@
 """EventRecorder: turns what the tree does into KV events, in a bounded queue.
 
-Events that nobody takes in time are not lost silently. On overflow the queue is dropped, and the next
-`take_events` says AllBlocksCleared and then everything that is cached: long, but true.
+Events that are not taken in time are not lost silently. When the queue is full it is dropped, and the next
+`take_events` returns AllBlocksCleared and then everything that is cached.
 
 One BlockStored covers all pages of a node: its hashes are chained in order and the parent is the page before
 the first. An event per page, which some engines send, would say the same in many more bytes.
@@ -9,12 +9,15 @@ the first. An event per page, which some engines send, would say the same in man
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 from kvcache.snapshot import DEVICE_MEDIUM, NodeImage, TreeSnapshot
 from kvcache.tree_node import TreeNode
-from wire.events import AllBlocksCleared, AnyEvent, BlockRemoved
+from wire.events import AnyEvent, BlockRemoved
 from wire.page_hash import event_hashes
+
+log = logging.getLogger(__name__)
 
 
 class EventRecorder:
@@ -25,7 +28,6 @@ class EventRecorder:
         self._max_events = max_events
         self._events: list[AnyEvent] = []
         self._overflowed = False
-        self.overflows = 0
 
     def stored(self, node: TreeNode) -> None:
         """Record a new node."""
@@ -37,26 +39,17 @@ class EventRecorder:
         if self._has_room():
             self._events.append(BlockRemoved(event_hashes(node.page_digests(self._page_size)), DEVICE_MEDIUM))
 
-    def cleared(self) -> None:
-        """Record a reset. What was queued before it no longer matters, nor does an overflow."""
-        self._overflowed = False
-        self._events = [AllBlocksCleared()]
-
     def take_events(self, nodes: Iterable[TreeNode]) -> list[AnyEvent]:
-        """What was recorded since the last call. `nodes` is what the tree holds now, parents first."""
+        """What was recorded since the last call. `nodes`: all of the tree now, parents before children."""
         if self._overflowed:
             self._overflowed = False
-            return next(self.snapshot(nodes).batches(at_most=1))
+            return next(TreeSnapshot.of(nodes, self._page_size).batches(at_most=1))
         events, self._events = self._events, []
         return events
-
-    def snapshot(self, nodes: Iterable[TreeNode]) -> TreeSnapshot:
-        """All that `nodes` hold: what a consumer knows who has read everything up to this moment."""
-        return TreeSnapshot.of(nodes, self._page_size)
 
     def _has_room(self) -> bool:
         if not self._overflowed and len(self._events) >= self._max_events:
             self._overflowed = True
-            self.overflows += 1
+            log.warning("kv events: %d were not taken in time; a snapshot replaces them", self._max_events)
             self._events = []
         return not self._overflowed

@@ -79,11 +79,6 @@ class Evictor:
             node.offers &= ~self._bit
             self._on_offer -= 1
 
-    def clear(self) -> None:
-        """All nodes are gone."""
-        self._heap.clear()
-        self._on_offer = 0
-
     def pop(self, may_go: Callable[[TreeNode], bool]) -> TreeNode | None:
         """The node to evict now; None when there is none. It and those passed over are off offer."""
         heap = self._heap

@@ -1,39 +1,72 @@
-"""The one place where a configuration becomes a prefix cache."""
+"""The one place where a configuration becomes a prefix cache, and the allocators that evict from it."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from kvcache.allocator import BaseTokenToKVPoolAllocator
 from kvcache.base_prefix_cache import BasePrefixCache
 from kvcache.chunk_cache import ChunkCache
 from kvcache.components.base import TreeComponent
-from kvcache.components.state import StateComponent
-from kvcache.components.window import WindowComponent
+from kvcache.components.full import FullComponent
+from kvcache.components.holdings import GroupHoldings
+from kvcache.components.state import StateComponent, StateHoldings
+from kvcache.components.window import WindowComponent, WindowHoldings
 from kvcache.config import CacheConfig
-from kvcache.events import EventRecorder
+from kvcache.group_allocator import GroupAllocator
+from kvcache.layout import GroupSpec, KVGroupSpec
+from kvcache.observer import TreeObserver
 from kvcache.pool import ReqToTokenPool
 from kvcache.radix_cache import RadixCache
-from kvcache.state_slots import StateSlotPool
-from kvcache.swa_allocator import SWATokenToKVPoolAllocator
+from kvcache.radix_tree import RadixTree
+from kvcache.swa_allocator import SWATokenToKVPoolAllocator, window_tail
+from kvcache.window_locks import WindowLocks
+
+
+class CacheParts(NamedTuple):
+    """A prefix cache and what live requests allocate from, by group."""
+
+    cache: BasePrefixCache
+    primary: GroupAllocator
+    swa: SWATokenToKVPoolAllocator | None  # of the window group, where there is one
+    states: GroupAllocator | None  # of the state group, where there is one
 
 
 def build_prefix_cache(
     config: CacheConfig,
-    req_to_token_pool: ReqToTokenPool,
-    allocator: BaseTokenToKVPoolAllocator,
-    swa: SWATokenToKVPoolAllocator | None = None,
-    states: StateSlotPool | None = None,
-) -> BasePrefixCache:
-    """RadixCache, or ChunkCache when prefix caching is off. CacheConfig has checked the names."""
-    if config.prefix_cache == "none":
-        return ChunkCache(req_to_token_pool, allocator, swa, states)
-    recorder = (
-        EventRecorder(config.page_size, config.events.max_queued_events) if config.events.enable else None
-    )
-    components: list[TreeComponent] = []
-    if swa is not None:
-        components.append(WindowComponent(swa, config.eviction_policy))
+    specs: Sequence[GroupSpec],
+    allocators: Mapping[str, BaseTokenToKVPoolAllocator],
+    pool: ReqToTokenPool,
+    observers: Sequence[TreeObserver] = (),
+) -> CacheParts:
+    """A RadixCache, or a ChunkCache when prefix caching is off. CacheConfig has checked the names.
+
+    What evicts is built before what allocates: components, then the tree, then the groups' allocators on it,
+    then what requests hold, then the cache.
+    """
+    primary, policy, page_size = specs[0].name, config.eviction_policy, config.page_size
+    window = next((spec.window for spec in specs if isinstance(spec, KVGroupSpec) and spec.window), None)
+    components: list[TreeComponent] = [FullComponent(primary, allocators[primary], policy)]
+    locks: WindowLocks | None = None
+    if window is not None:
+        locks = WindowLocks(allocators["window"].num_pages, policy)
+        components.append(WindowComponent(allocators["window"], locks, window_tail(window, page_size)))
+    if "state" in allocators:
+        components.append(StateComponent(allocators["state"], policy))
+
+    is_radix = config.prefix_cache == "radix"
+    tree = RadixTree(page_size, components if is_radix else (), observers)
+
+    groups = {name: GroupAllocator(name, allocator, tree) for name, allocator in allocators.items()}
+    swa: SWATokenToKVPoolAllocator | None = None
+    states = groups.get("state")
+    holdings: list[GroupHoldings] = []
+    if window is not None and locks is not None:
+        swa = SWATokenToKVPoolAllocator(groups["window"], locks, window, pool.size, config.max_context_len)
+        holdings.append(WindowHoldings(swa))
     if states is not None:
-        components.append(StateComponent(states, config.page_size, config.eviction_policy))
-    return RadixCache(
-        req_to_token_pool, allocator, config.eviction_policy, recorder, components, swa=swa, states=states
-    )
+        holdings.append(StateHoldings(states, page_size))
+
+    cache_class = RadixCache if is_radix else ChunkCache
+    return CacheParts(cache_class(pool, allocators[primary], tree, holdings), groups[primary], swa, states)

@@ -9,16 +9,22 @@ import numpy as np
 import numpy.typing as npt
 
 from common.errors import ConfigError
-from kvcache.allocator import BaseTokenToKVPoolAllocator, Pages, TokenToKVPoolAllocator, make_allocator
-from kvcache.base_prefix_cache import NO_PAGES, BasePrefixCache
-from kvcache.buffers import HostBuffer, SharedBuffer, allocate_private, allocate_shared
+from kvcache.allocator import (
+    NO_PAGES,
+    BaseTokenToKVPoolAllocator,
+    Pages,
+    TokenToKVPoolAllocator,
+    make_allocator,
+)
+from kvcache.buffers import allocate_private, allocate_shared
 from kvcache.config import CacheConfig
-from kvcache.factory import build_prefix_cache
+from kvcache.events import EventRecorder
+from kvcache.factory import CacheParts, build_prefix_cache
 from kvcache.layout import GroupSpec, KVGroupSpec, LatentGroupSpec, StateGroupSpec
 from kvcache.pool import KVCache, MambaPool, MHAKVCache, MLAKVCache, ReqToTokenPool
 from kvcache.request import GroupPages as GroupPages
-from kvcache.state_slots import StateSlotPool
-from kvcache.swa_allocator import SWATokenToKVPoolAllocator
+from kvcache.snapshot import TreeSnapshot
+from wire.events import AnyEvent
 from wire.records import GroupLayout
 
 OTHER_GROUPS: list[list[str]] = [[], ["window"], ["state"], ["window", "state"]]
@@ -27,7 +33,7 @@ OTHER_GROUPS: list[list[str]] = [[], ["window"], ["state"], ["window", "state"]]
 
 @dataclass(frozen=True)
 class GroupReport:
-    """Balanced books of one more group, in its pages: the same sum as MemoryReport's."""
+    """The balance of one more group, in its pages: the same sum as MemoryReport's."""
 
     total: int
     free: int
@@ -40,9 +46,10 @@ class GroupReport:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Balanced books: free + evictable + protected + held + quarantined + pending == total, in pages.
+    """The balance of a worker's memory, in pages.
 
-    The plain fields are those of the group that decides reuse; `groups` has the others by name.
+    free + evictable + protected + held + quarantined + pending == total. The plain fields are the primary
+    group's; `groups` has the others by name.
     """
 
     page_size: int
@@ -69,9 +76,10 @@ class Memory:
         req_to_token_pool: ReqToTokenPool,
         allocators: dict[str, BaseTokenToKVPoolAllocator],
         kv_caches: dict[str, KVCache],
-        cache: BasePrefixCache,
-        buffers: Mapping[str, HostBuffer],
+        parts: CacheParts,
+        recorder: EventRecorder | None,
     ) -> None:
+        """`recorder` observes the tree of `parts`; None turns KV events off."""
         self.config = config
         self.specs = specs
         self.page_size = config.page_size
@@ -81,30 +89,23 @@ class Memory:
         self.allocators = allocators
         self.allocator = allocators[specs[0].name]
         self.kv_caches = kv_caches
-        self.cache = cache
-        self.swa = cache.swa
-        self.states = cache.states
-        self._buffers = buffers
+        self.cache, self.primary, self.swa, self.states = parts
+        self.recorder = recorder
         self._quarantine: dict[Hashable, list[GroupPages]] = {}
 
     @property
     def kv_cache(self) -> KVCache:
-        """The pool of the group that decides reuse."""
+        """The pool of the primary group."""
         return self.kv_caches[self.specs[0].name]
-
-    def shared_fd(self, group: str) -> int | None:
-        """The memfd that holds a group's pool, from offset 0; None when it is private or has no bytes."""
-        buffer = self._buffers.get(group)
-        return buffer.fd if isinstance(buffer, SharedBuffer) else None
 
     def layouts(self) -> tuple[GroupLayout, ...]:
         """For the worker's record."""
         return tuple(spec.to_layout(self.page_size) for spec in self.specs)
 
     def close(self) -> None:
-        """Give up the pools' buffers; whoever still has a tensor over one can finish with it."""
-        for buffer in self._buffers.values():
-            buffer.close()
+        """Give up the pools' buffers. A tensor over one stays usable."""
+        for pool in self.kv_caches.values():
+            pool.close()
 
     def __enter__(self) -> Memory:
         return self
@@ -128,6 +129,17 @@ class Memory:
         """End the group without freeing: its pages are the caller's, to free when nothing reads them."""
         taken = {name: allocator.free_group_take() for name, allocator in self.allocators.items()}
         return {name: pages for name, pages in taken.items() if len(pages)}
+
+    # -- events ------------------------------------------------------------------------------------
+
+    def take_events(self) -> list[AnyEvent]:
+        """KV events since the last call; after an overflow, a clear and all that is cached now. Empty when
+        events are off."""
+        return [] if self.recorder is None else self.recorder.take_events(self.cache.tree.nodes())
+
+    def snapshot(self) -> TreeSnapshot:
+        """All that is cached: what a consumer knows that has read every event taken so far."""
+        return TreeSnapshot.of(self.cache.tree.nodes(), self.page_size)
 
     # -- quarantine --------------------------------------------------------------------------------
 
@@ -164,13 +176,9 @@ class Memory:
         _check_partition("row", pool.size, {"free": pool.free_rows(), "held": rows})
         if self.swa is not None:
             assert not self.swa.end[pool.free_rows()].any(), "a free row holds window pages"
-        self.cache.check()
-        cached = {**self.cache.all_parts(), self.specs[0].name: self.cache.all_pages()}
+        self.cache.tree.check()
         held = held or {}
-        reports = {
-            spec.name: self._check_group(spec.name, cached.get(spec.name, NO_PAGES), held.get(spec.name, ()))
-            for spec in self.specs
-        }
+        reports = {spec.name: self._check_group(spec.name, held.get(spec.name, ())) for spec in self.specs}
         first = reports.pop(self.specs[0].name)
         return MemoryReport(
             page_size=self.page_size,
@@ -187,8 +195,9 @@ class Memory:
             groups=reports,
         )
 
-    def _check_group(self, name: str, cached: Pages, held_ids: Iterable[int]) -> GroupReport:
-        allocator = self.allocators[name]
+    def _check_group(self, name: str, held_ids: Iterable[int]) -> GroupReport:
+        allocator, tree = self.allocators[name], self.cache.tree
+        cached = tree.all_pages(name)
         held = np.fromiter(held_ids, np.int64)
         owned: dict[str, npt.NDArray[np.integer]] = {
             "free": np.concatenate((allocator.free_pages, allocator.release_pages)),
@@ -199,22 +208,17 @@ class Memory:
         }
         what = "page" if name == self.specs[0].name else f"{name} page"
         _check_partition(what, allocator.num_pages, owned)
-        evictable = self._evictable(name)
+        evictable, protected = tree.evictable(name), tree.protected(name)
+        assert evictable + protected == len(cached), f"cached {what}s are miscounted"
         return GroupReport(
             total=allocator.num_pages,
             free=len(owned["free"]),
             evictable=evictable,
-            protected=len(cached) - evictable,
+            protected=protected,
             held=len(held),
             quarantined=len(owned["quarantined"]),
             pending=len(owned["pending"]),
         )
-
-    def _evictable(self, name: str) -> int:
-        if name == self.specs[0].name:
-            return self.cache.evictable_size() // self.page_size
-        window = self.swa is not None and self.allocators[name] is self.swa.allocator
-        return self.cache.evictable_window_pages() if window else self.cache.evictable_states()
 
 
 def build_memory(config: CacheConfig, specs: Sequence[GroupSpec]) -> Memory:
@@ -227,33 +231,32 @@ def build_memory(config: CacheConfig, specs: Sequence[GroupSpec]) -> Memory:
             f"its KV groups are: {', '.join(kinds) or 'none'}",
             "serve a model of full or latent attention, with at most one window and one state group",
         )
-    pool = ReqToTokenPool(config.max_running_requests, config.max_context_len, config.pre_alloc_size)
-    allocators: dict[str, BaseTokenToKVPoolAllocator] = {}
-    swa: SWATokenToKVPoolAllocator | None = None
-    states: StateSlotPool | None = None
-    for spec in specs:
-        if isinstance(spec, StateGroupSpec):
-            config.check_track_interval()
-            slots = TokenToKVPoolAllocator(config.num_state_slots, config.need_sort)
-            allocators[spec.name], states = slots, StateSlotPool(slots)
-            continue
-        window = spec.window if isinstance(spec, KVGroupSpec) else None
-        pages = config.num_pages if window is None else config.window_pages(window)
-        allocator = allocators[spec.name] = make_allocator(pages, config.page_size, config.need_sort)
-        if window is not None:
-            swa = SWATokenToKVPoolAllocator(allocator, window, pool.size, config.max_context_len)
-    cache = build_prefix_cache(config, pool, allocators[specs[0].name], swa, states)
-    buffers: dict[str, HostBuffer] = {}
-    kv_caches = {spec.name: _pool(config, spec, allocators[spec.name].num_pages, buffers) for spec in specs}
-    return Memory(config, tuple(specs), pool, allocators, kv_caches, cache, buffers)
+    rows = ReqToTokenPool(
+        config.max_running_requests, config.max_context_len, config.pre_alloc_size, config.page_size
+    )
+    allocators = {spec.name: _allocator(config, spec) for spec in specs}
+    recorder = None
+    if config.events.enable:
+        recorder = EventRecorder(config.page_size, config.events.max_queued_events)
+    parts = build_prefix_cache(config, specs, allocators, rows, [recorder] if recorder else [])
+    kv_caches = {spec.name: _pool(config, spec, allocators[spec.name].num_pages) for spec in specs}
+    return Memory(config, tuple(specs), rows, allocators, kv_caches, parts, recorder)
 
 
-def _pool(config: CacheConfig, spec: GroupSpec, pages: int, buffers: dict[str, HostBuffer]) -> KVCache:
-    """The pool of one group; its host buffer, where it has one, goes to `buffers`."""
+def _allocator(config: CacheConfig, spec: GroupSpec) -> BaseTokenToKVPoolAllocator:
+    if isinstance(spec, StateGroupSpec):
+        config.check_track_interval()
+        return TokenToKVPoolAllocator(config.num_state_slots, config.need_sort)
+    window = spec.window if isinstance(spec, KVGroupSpec) else None
+    pages = config.num_pages if window is None else config.window_pages(window)
+    return make_allocator(pages, config.page_size, config.need_sort)
+
+
+def _pool(config: CacheConfig, spec: GroupSpec, pages: int) -> KVCache:
     buffer = None
     nbytes = KVCache.bytes_needed(spec, pages, config.page_size)
     if config.device == "cpu" and nbytes:
-        buffer = buffers[spec.name] = allocate_shared(nbytes) if config.shared else allocate_private(nbytes)
+        buffer = allocate_shared(nbytes) if config.shared else allocate_private(nbytes)
     if isinstance(spec, StateGroupSpec):
         return MambaPool(spec, pages, config.device, buffer)
     if isinstance(spec, LatentGroupSpec):

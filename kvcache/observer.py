@@ -17,7 +17,3 @@ class TreeObserver(Protocol):
     def removed(self, node: TreeNode) -> None:
         """`node` and its pages are about to go."""
         ...
-
-    def cleared(self) -> None:
-        """Every node is gone."""
-        ...

@@ -24,15 +24,17 @@ Spec = TypeVar("Spec", bound=TokenGroupSpec)
 class ReqToTokenPool:
     """`req_to_token[row, position]` is the slot of a request's token; int32, one row per request.
 
-    A decode worker has `pre_alloc_size` rows more, for requests whose KV is still arriving.
+    A decode worker has `pre_alloc_size` rows more, for requests whose KV is still arriving. Rows are whole
+    pages long: a row names every slot of its last page, also beyond `max_context_len`.
     """
 
-    def __init__(self, size: int, max_context_len: int, pre_alloc_size: int = 0) -> None:
+    def __init__(self, size: int, max_context_len: int, pre_alloc_size: int = 0, page_size: int = 1) -> None:
         self.size = size + pre_alloc_size
         self.pre_alloc_size = pre_alloc_size
         self.max_context_len = max_context_len
         # np.zeros: untouched rows cost no memory until a request is long enough to reach them.
-        self.req_to_token: npt.NDArray[np.int32] = np.zeros((self.size + 1, max_context_len), np.int32)
+        width = -(-max_context_len // page_size) * page_size
+        self.req_to_token: npt.NDArray[np.int32] = np.zeros((self.size + 1, width), np.int32)
         self._free: deque[int] = deque()
         self._is_free = np.zeros(self.size + 1, bool)
         self.clear()
@@ -55,7 +57,7 @@ class ReqToTokenPool:
 
     def write(self, row: int, start: int, slots: npt.NDArray[np.integer]) -> None:
         """Positions `[start, start + len(slots))` of a row."""
-        assert start + len(slots) <= self.max_context_len, "past the end of the row"
+        assert start + len(slots) <= self.req_to_token.shape[1], "past the end of the row"
         self.req_to_token[row, start : start + len(slots)] = slots
 
     def available_size(self) -> int:
@@ -75,8 +77,8 @@ class ReqToTokenPool:
 class KVCache:
     """The pages of one KV group: page-major, so that one page is one contiguous blob of `page_bytes`.
 
-    `bytes` is the storage as uint8 `[num_pages + 1, page_bytes]`; `fd` is the memfd that holds it, from
-    offset 0, when there is one.
+    `bytes` is the storage as uint8 `[num_pages + 1, page_bytes]`. `fd` is the memfd that holds it, from
+    offset 0; None when the pool is private, on a device, or has no bytes.
     """
 
     def __init__(
@@ -87,12 +89,13 @@ class KVCache:
         device: str | torch.device = "cpu",
         buffer: HostBuffer | None = None,
     ) -> None:
-        """Pages 1..num_pages plus the scratch page 0. `buffer` is where they live, owned by the caller."""
+        """Pages 1..num_pages plus the scratch page 0, in `buffer` if there is one; `close` closes it."""
         self.num_pages = num_pages
         self.page_size = page_size
         self.page_bytes = spec.page_bytes(page_size)
         self.device = torch.device(device)
         self.fd: int | None = buffer.fd if isinstance(buffer, SharedBuffer) else None
+        self._buffer = buffer
         nbytes = self.bytes_needed(spec, num_pages, page_size)
         if self.device.type != "cpu":
             assert buffer is None, "a host buffer cannot hold a device pool"
@@ -103,14 +106,15 @@ class KVCache:
             self._storage = (buffer or allocate_private(nbytes)).tensor[:nbytes]
         self.bytes = self._storage.view(num_pages + 1, self.page_bytes)
 
+    def close(self) -> None:
+        """Close the buffer and its descriptor. A tensor over it stays usable."""
+        if self._buffer is not None:
+            self._buffer.close()
+
     @staticmethod
     def bytes_needed(spec: GroupSpec, num_pages: int, page_size: int) -> int:
         """Bytes of a pool of `num_pages`, scratch page included."""
         return (num_pages + 1) * spec.page_bytes(page_size)
-
-    def transfer_region(self) -> tuple[int, int, int]:
-        """(address, bytes, bytes per page): what a transfer engine registers."""
-        return self.bytes.data_ptr(), self.bytes.numel(), self.page_bytes
 
 
 class TokenKVCache(KVCache, Generic[Spec]):
@@ -156,12 +160,6 @@ class MHAKVCache(TokenKVCache[KVGroupSpec]):
         pages, offsets, place = slots // self.page_size, slots % self.page_size, self._layer_index[layer]
         for side, values in enumerate((k, v)):
             self._write((pages, place, side, slice(None), offsets), values)
-
-    def get_kv(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`k`, `v` `[tokens, head, head_dim]` of model layer `layer` at `slots`, copied; for tests."""
-        pages, offsets, place = slots // self.page_size, slots % self.page_size, self._layer_index[layer]
-        k, v = (self._read((pages, place, side, slice(None), offsets)) for side in (0, 1))
-        return k, v
 
     def read_pages(self, place: int, pages: torch.Tensor) -> torch.Tensor:
         """`[pages, K or V, head, page_size, head_dim]` of the layer at `place` in a page, copied."""

@@ -85,7 +85,6 @@ class QuantisedRows:
         assert tiles.dtype == torch.uint8
         assert tiles.shape[-1] == page_size * form.row_bytes(dim)
         self._form = form
-        self._dim = dim
         data_bytes = dim // 2 if form is KVFormat.FP4_E2M1 else dim
         self._data = _split(tiles[..., : page_size * data_bytes], page_size)
         self._scales: torch.Tensor | None = None

@@ -14,10 +14,16 @@ from kvcache.tree_node import TreeNode
 GroupPages = dict[str, npt.NDArray[np.integer]]
 """Page ids (of a state group: slots) by group name. An absent group means nothing of it."""
 
-NO_SLOTS: npt.NDArray[np.int64] = np.empty(0, np.int64)
+STATE_PAIR = 2
+"""State slots that every request owns while it runs: one is read while the other is written."""
 
 MOVING = -1
-"""A `live_len`: decode moves the state on in place, so it is not worth remembering where it is."""
+"""A `live_len`: decode changes the state in place, so its length is not kept."""
+
+
+def state_slot(part: npt.NDArray[np.integer]) -> int:
+    """The slot in a state group's part of a match or an offer; 0 if there is none."""
+    return int(part[0]) if len(part) else 0
 
 
 @dataclass(slots=True)

@@ -7,50 +7,26 @@ from `needed_from(length)` on, and the table says where they are, at page granul
                    given up    the tree's,    the request's own     not there yet
                    (id 0)      locked page by page
 
-Pages are a group's own: they have nothing to do with the page ids of the group that decides reuse. Locks on
-the tree's pages are counted by page id, so a decoding request lets go of one page at a time, and splitting a
-node concerns no lock. With prefix caching off nothing is the tree's and all pages are the request's own.
+The page ids have nothing to do with those of the primary group. Locks on the tree's pages are counted by page
+id (WindowLocks). With prefix caching off nothing is the tree's and all pages are the request's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.allocator import BaseTokenToKVPoolAllocator, Pages
-
-NO_PAGES: Pages = np.empty(0, np.int32)
+from kvcache.allocator import NO_PAGES, Pages
+from kvcache.group_allocator import GroupAllocator
+from kvcache.window_locks import WindowLocks
 
 Ints = npt.NDArray[np.integer]
 
 
-class WindowLocks:
-    """How many rows lock each window page of the tree."""
-
-    def __init__(self, num_pages: int) -> None:
-        self.counts: npt.NDArray[np.int32] = np.zeros(num_pages + 1, np.int32)
-        self.locked_pages = 0  # pages with at least one lock
-        self.on_unlocked: Callable[[Pages], None] = lambda _: None  # pages that nobody locks any more
-
-    def lock(self, pages: Pages) -> None:
-        """Lock each of `pages` once; they are distinct."""
-        assert pages.all(), "page 0 is nobody's to lock"
-        self.locked_pages += int(np.count_nonzero(self.counts[pages] == 0))
-        self.counts[pages] += 1
-
-    def unlock(self, pages: Pages) -> None:
-        """Undo one lock of each of `pages`; a page that several rows let go of may occur as often."""
-        if not len(pages):
-            return
-        np.subtract.at(self.counts, pages, 1)
-        left = self.counts[pages]
-        assert left.min() >= 0, "a window page is unlocked more often than locked"
-        free = np.unique(pages[left == 0])
-        self.locked_pages -= len(free)
-        if len(free):
-            self.on_unlocked(free)
+def window_tail(window: int, page_size: int) -> int:
+    """How many pages before a page border a query there sees. At least one, even if the query sees none: so
+    there is always a page that says that this length was kept."""
+    return max(1, -(-(window - 1) // page_size))
 
 
 class SWATokenToKVPoolAllocator:
@@ -61,23 +37,20 @@ class SWATokenToKVPoolAllocator:
     """
 
     def __init__(
-        self, allocator: BaseTokenToKVPoolAllocator, window: int, rows: int, max_context_len: int
+        self, pages: GroupAllocator, locks: WindowLocks, window: int, rows: int, max_context_len: int
     ) -> None:
-        """Rows 1..rows of at most `max_context_len` tokens, over the page ids of `allocator`."""
-        self.allocator = allocator
+        """Rows 1..rows of at most `max_context_len` tokens; a query sees `window` tokens, itself included."""
+        self.allocator = pages.allocator
+        self.locks = locks
         self.window = window
-        self.page_size = allocator.page_size
-        # Pages before a page border that a query there sees; one even if it sees none, so that there is
-        # always a page to say that this length was kept.
-        self.tail = max(1, -(-(window - 1) // self.page_size))
-        self.locks = WindowLocks(allocator.num_pages)
+        self.page_size = pages.allocator.page_size
+        self.tail = window_tail(window, self.page_size)
+        self._pages = pages
         width = -(-max_context_len // self.page_size)
         self.table: npt.NDArray[np.int32] = np.zeros((rows + 1, width), np.int32)
         self.first: npt.NDArray[np.int64] = np.zeros(rows + 1, np.int64)
         self.private_from: npt.NDArray[np.int64] = np.zeros(rows + 1, np.int64)
         self.end: npt.NDArray[np.int64] = np.zeros(rows + 1, np.int64)
-        self.evict: Callable[[int], int] = lambda _: 0  # the cache's evict_window
-        self.evictable_pages: Callable[[], int] = lambda: 0  # the cache's
 
     # -- numbers -----------------------------------------------------------------------------------
 
@@ -94,8 +67,8 @@ class SWATokenToKVPoolAllocator:
         return -(-length // self.page_size)
 
     def available_pages(self) -> int:
-        """Pages that can be had: free, or cached and unlocked."""
-        return self.allocator.available_pages() + self.evictable_pages()
+        """Pages that can be allocated: free ones, and cached ones without a lock."""
+        return self._pages.available_pages()
 
     def held_pages(self, row: int) -> int:
         """Pages that a row holds or locks."""
@@ -129,31 +102,25 @@ class SWATokenToKVPoolAllocator:
         start, stop = int(self.end[row]), self.pages_of(length)
         if stop <= start:
             return True
-        pages = self._alloc(stop - start)
+        pages = self._pages.alloc(stop - start)
         if pages is None:
             return False
         self.table[row, start:stop] = pages
         self.end[row] = stop
         return True
 
-    def extend_lanes(self, rows: Ints, lengths: Ints) -> bool:
+    def extend_rows(self, rows: Ints, lengths: Ints) -> bool:
         """`extend` of several distinct rows by at most one page each. All or nothing."""
         stops = -(-lengths // self.page_size)
         short = stops > self.end[rows]
         wanting, ends = rows[short], stops[short]
-        assert (ends == self.end[wanting] + 1).all(), "a lane grows by one page at a time"
-        pages = self._alloc(len(wanting))
+        assert (ends == self.end[wanting] + 1).all(), "a row grows by one page at a time"
+        pages = self._pages.alloc(len(wanting))
         if pages is None:
             return False
         self.table[wanting, ends - 1] = pages
         self.end[wanting] = ends
         return True
-
-    def _alloc(self, n: int) -> Pages | None:
-        short = n - self.allocator.available_pages()
-        if short > 0:
-            self.evict(short)
-        return self.allocator.alloc_pages(n)
 
     # -- giving up ---------------------------------------------------------------------------------
 
@@ -161,7 +128,7 @@ class SWATokenToKVPoolAllocator:
         """The row's next query is at position `length`: give up what is needed no more."""
         return self._give_up(row, min(self.needed_from(length), int(self.end[row])))
 
-    def slide_lanes(self, rows: Ints, lengths: Ints) -> Pages:
+    def slide_rows(self, rows: Ints, lengths: Ints) -> Pages:
         """`slide` of several distinct rows, a page of each at a time: all there is at a page border."""
         starts = np.minimum(np.maximum(0, lengths // self.page_size - self.tail), self.end[rows])
         own = [NO_PAGES]

@@ -14,20 +14,20 @@ from wire.page_hash import PageDigest, page_digests
 TOKEN_BYTES = 4
 PAGE_ID_BYTES = 4
 NO_PARTS: dict[str, Any] = {}
-"""The parts of every node of a tree whose only component is the full one; nobody writes to it."""
+"""The parts of every node of a tree that has the primary group only; it stays empty."""
 
 
 class TreeNode:
     """Whole pages of one namespace, below the pages of `parent`.
 
-    `tokens` are int32 as bytes (a bigram node has one more than its units), and `page_ids` those of the group
-    that decides reuse, one int32 per page, as bytes too: few objects, and one C call each to compare or join.
-    `parts` holds what other components keep on this node, by component name.
+    `tokens` are int32 as bytes (a bigram node has one more than its units), and `page_ids` those of the
+    primary group, one int32 per page, as bytes too: few objects, and one C call each to compare or join.
+    `parts` holds what the other groups keep on this node, by group name.
     """
 
     __slots__ = (
-        "children", "created", "digests", "entry", "hit_count", "last_access", "lock_ref", "mamba_lock",
-        "namespace", "num_tokens", "offers", "page_ids", "parent", "parts", "priority", "tenant", "tokens",
+        "children", "created", "digests", "entry", "hit_count", "last_access", "lock_ref", "namespace",
+        "num_tokens", "offers", "page_ids", "parent", "parts", "priority", "tenant", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -46,16 +46,15 @@ class TreeNode:
         self.num_tokens = num_tokens
         self.children: dict[bytes, TreeNode] = {}
         self.parts = NO_PARTS
-        self.digests: list[PageDigest] | None = None  # one per page, once somebody asked
+        self.digests: list[PageDigest] | None = None  # one per page, computed on first use
         self.lock_ref = 0  # locks on this node or below it
-        self.mamba_lock = 0  # locks that end at this node; counted where there is a state group
         self.created = tick
         self.last_access = tick
         self.hit_count = 0
         self.priority = 0
         self.tenant = ""
-        self.offers = 0  # the evictors': in which of their heaps this node is
-        self.entry: list[Any] | None = None  # the leaf evictor's: where in its heap
+        self.offers = 0  # a bit for each evictor that has this node on offer
+        self.entry: list[Any] | None = None  # the leaf evictor's entry of this node
 
     @property
     def value(self) -> npt.NDArray[np.int32]:

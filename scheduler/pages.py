@@ -15,16 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.base_prefix_cache import MatchResult
-from kvcache.common import alloc_token_slots, release_kv_cache
+from kvcache.common import alloc_for_decode, alloc_for_extend, release_kv_cache
 from kvcache.memory import GroupPages, Memory
 from kvcache.radix_key import RadixKey
-from kvcache.request import StateHold
+from kvcache.request import STATE_PAIR, StateHold, state_slot
 from scheduler.deferred import DeferredFrees
 from scheduler.req import Req, ReservedPages
 from scheduler.running import RunningBatch
-
-STATE_PAIR = 2
-"""State slots that every request owns: one is read while the other is written."""
 
 
 class Capacity(NamedTuple):
@@ -49,7 +46,7 @@ class Pages:
 
     def free_tokens(self) -> int:
         """What can be had at once: free, plus cached and unlocked."""
-        return self.memory.allocator.available_size() + self.memory.cache.evictable_size()
+        return self.memory.primary.available_pages() * self.page_size
 
     def pages_of(self, tokens: int) -> int:
         """Pages that `tokens` tokens need."""
@@ -68,7 +65,7 @@ class Pages:
         if self.window is not None:
             limits.append((self.window.available_pages() - promised) // window_pages)
         if self.states is not None:
-            limits.append(self.states.available_slots() // STATE_PAIR)
+            limits.append(self.states.available_pages() // STATE_PAIR)
         return min(limits)
 
     # -- taking ------------------------------------------------------------------------------------
@@ -117,28 +114,24 @@ class Pages:
             return False
         row = rows[0]
         if self.window is not None:
-            self.window.attach(row, starts_at, match.window_pages)
+            self.window.attach(row, starts_at, match.part("window"))
         prefix = len(match.device_indices)
         wanted = self.pages_of(req.prefill_len - prefix) * self.page_size
         if not self._fits(row, wanted, spare):
             self._forsake(row)
             cache.dec_lock_ref(node)
             return False
-        fresh = alloc_token_slots(self.memory, wanted)
-        assert fresh is not None, "free and evictable tokens were counted, yet cannot be had"
         req.req_pool_idx = row
-        self._req_to_token[row, :prefix] = match.device_indices
-        # Rows name every slot of a page taken, used or not: decode steps inside a page then write none.
-        end = min(prefix + wanted, self._pool.max_context_len)
-        self._req_to_token[row, prefix:end] = fresh[: end - prefix]
+        req.prefix_indices = match.device_indices
+        extended = alloc_for_extend(self.memory, req, req.prefill_len)
+        assert extended, "free and evictable tokens were counted, yet cannot be allocated"
         if self.states is not None:
             pair = self.states.alloc(STATE_PAIR)
-            assert pair is not None, "state slots were counted, yet cannot be had"
-            req.state_hold = StateHold(pair, match.state_slot, prefix, branching_len=match.branching_len)
+            assert pair is not None, "state slots were counted, yet cannot be allocated"
+            live = state_slot(match.part("state"))
+            req.state_hold = StateHold(pair.tolist(), live, prefix, branching_len=match.branching_len)
         req.last_node = node
-        req.prefix_indices = match.device_indices
         req.cache_protected_len = req.kv_committed_len = req.scheduled_len = prefix
-        req.kv_allocated_len = end
         return True
 
     def _fits(self, row: int, wanted: int, spare: Capacity) -> bool:
@@ -147,7 +140,7 @@ class Pages:
         window, states = self.window, self.states
         if window is not None and window.available_pages() + window.held_pages(row) < spare.window_pages:
             return False
-        return states is None or states.available_slots() >= STATE_PAIR
+        return states is None or states.available_pages() >= STATE_PAIR
 
     def _forsake(self, row: int) -> None:
         """Give up a row that has nothing but locks in the window group."""
@@ -167,22 +160,13 @@ class Pages:
             return True
         if not self._grow_window(running, lanes):
             return False
-        page_size = self.page_size
-        slots = alloc_token_slots(self.memory, len(lanes) * page_size)
-        if slots is None:
-            return False
         lens = running.lens[lanes]
-        first_slots = slots[::page_size]
-        running.page_table[lanes, lens // page_size] = first_slots // page_size
-        if page_size == 1:
-            self._req_to_token[running.rows[lanes], lens] = slots
-        width = self._req_to_token.shape[1]
-        for i, (lane, length) in enumerate(zip(lanes.tolist(), lens.tolist(), strict=True)):
-            req = running.reqs[lane]
-            end = req.kv_allocated_len = min(length + page_size, width)
-            if page_size > 1:
-                begin = i * page_size
-                self._req_to_token[req.req_pool_idx, length:end] = slots[begin : begin + end - length]
+        pages = alloc_for_decode(self.memory, running.rows[lanes], lens)
+        if pages is None:
+            return False
+        running.page_table[lanes, lens // self.page_size] = pages
+        for lane in lanes.tolist():
+            running.reqs[lane].kv_allocated_len += self.page_size
         return True
 
     def _grow_window(self, running: RunningBatch, lanes: npt.NDArray[np.intp]) -> bool:
@@ -196,8 +180,8 @@ class Pages:
         landed = np.array([running.reqs[lane].kv_committed_len for lane in lanes.tolist()])
         seen_from = (landed - window.window + 1) // self.page_size
         lengths = np.minimum(lens, (seen_from + window.tail) * self.page_size)
-        self.memory.free({"window": window.slide_lanes(rows, lengths)})
-        return window.extend_lanes(rows, lens + 1)
+        self.memory.free({"window": window.slide_rows(rows, lengths)})
+        return window.extend_rows(rows, lens + 1)
 
     # -- caching and giving back -------------------------------------------------------------------
 

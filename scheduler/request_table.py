@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from kvcache.allocator import NO_SLOTS
 from kvcache.memory import GroupPages
-from kvcache.request import NO_SLOTS
 from scheduler.pages import Pages
 from scheduler.queue import WaitingQueue
 from scheduler.req import Req, ReqState

@@ -14,12 +14,6 @@ from tools.check_wheel import shipped_packages
 ROOT = Path(__file__).resolve().parents[1]
 MOST_METHODS = 20
 LARGE_CLASSES = {
-    "BasePrefixCache",  # the protocol of the field
-    "RadixCache",
-    "StateComponent",
-    "WindowComponent",
-    "TreeComponent",
-    "BaseTokenToKVPoolAllocator",
     "Router",
     "RoomStream",
     "Dispatcher",

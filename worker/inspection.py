@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from kvcache.memory import Memory
-from kvcache.report import node_reports
+from kvcache.report import node_reports, pretty_print
 from scheduler.scheduler import Scheduler
 from worker.rooms import Rooms
 
@@ -20,9 +20,9 @@ def worker_report(what: str, memory: Memory, scheduler: Scheduler, rooms: Rooms[
         case "memory":
             return json.dumps(asdict(scheduler.check_memory()))
         case "tree":
-            return memory.cache.pretty_print()
+            return pretty_print(memory.cache.tree)
         case "nodes":
-            return json.dumps(node_reports(memory.cache))
+            return json.dumps(node_reports(memory.cache.tree))
         case "load":
             return msgspec.json.encode(scheduler.load()).decode()
         case "metrics":

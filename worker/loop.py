@@ -189,12 +189,10 @@ class Worker:
         publisher = self.parts.publisher
         if publisher is None:
             return
-        cache = self._services.memory.cache
-        publisher.publish(cache.take_events())
+        memory = self._services.memory
+        publisher.publish(memory.take_events())
         if publisher.snapshot_wanted:
-            snapshot = cache.snapshot()
-            assert snapshot is not None, "a publisher and no recorder"
-            publisher.publish_snapshot(snapshot)
+            publisher.publish_snapshot(memory.snapshot())
 
     def _update_load(self, now: float) -> None:
         self._load_at = now

@@ -1,70 +1,77 @@
 """TreeComponent: what the tree asks of each KV group.
 
-A node can lack what a group other than the primary one would keep there: it is then a tombstone for that
+A node can lack what a group other than the primary one would keep there. It is then a tombstone of that
 group, and a match cannot end there. The tree keeps two rules with the help of these methods: a match ends
-where every group can continue, and no leaf is a tombstone (unless a lock keeps it from going).
+where every group can continue, and no leaf is a tombstone (unless a lock keeps the leaf from being removed).
+
+What live requests hold of a group is the business of its GroupHoldings.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.allocator import Pages
+from kvcache.allocator import NO_PAGES, Pages
 from kvcache.eviction import Evictor
-from kvcache.request import CachedRequest
 from kvcache.tree_node import TreeNode
 
 Lengths = npt.NDArray[np.bool_]
-"""`[pages + 1]`: for every length in pages, whether something can be there."""
+"""`[pages + 1]`: for every length in pages, whether something is possible there."""
 
 
 def longest(lengths: Sequence[Lengths]) -> int:
-    """The longest length that all allow; 0 if there is none."""
+    """The longest length that all of `lengths` allow; 0 if there is none."""
     allowed = np.flatnonzero(np.logical_and.reduce(lengths))
     return int(allowed[-1]) if len(allowed) else 0
 
 
+class PartReport(NamedTuple):
+    """What a group keeps on a node: of the primary group tokens, else pages; and the same in a few words."""
+
+    held: int
+    text: str
+
+
 class TreeComponent(ABC):
-    """One KV group on the tree; what it keeps is in `node.parts[name]`. Sizes are in units of that group."""
+    """One KV group on the tree. Except for the primary group it keeps its data in `node.parts[name]`.
+
+    Sizes are in pages of the group; a state slot is a page.
+    """
 
     name: str
+    """The group's name."""
     evictor: Evictor
 
     # -- matching ----------------------------------------------------------------------------------
 
-    @abstractmethod
     def valid_lengths(self, path: Sequence[TreeNode], pages: int) -> Lengths:
-        """Where in a path of `pages` pages a forward could start; always True at 0."""
-
-    def gather(self, path: Sequence[TreeNode]) -> dict[str, Any]:
-        """This group's fields of the MatchResult of `path`."""
+        """Lengths of a path of `pages` pages at which a forward could start; always True at 0."""
         del path
-        return {}
+        return np.ones(pages + 1, bool)
 
-    def cut_points(self, req: CachedRequest, total: int) -> Iterable[int]:
-        """Lengths below `total` where this group wants a forward to end. By default none."""
-        del req, total
-        return ()
+    @abstractmethod
+    def gather(self, path: Sequence[TreeNode]) -> Pages:
+        """What this group has of `path`, which is not empty: page ids, 0 where it has none."""
 
     # -- growing -----------------------------------------------------------------------------------
 
-    def leaf_lengths(self, offer: Any, pages: int) -> Lengths:
-        """Where in a key of `pages` pages a new leaf could end, given what is offered of this group."""
+    def leaf_lengths(self, offer: Pages, pages: int) -> Lengths:
+        """Lengths of a key of `pages` pages at which a new leaf could end, given this group's `offer`."""
         del offer
         return np.ones(pages + 1, bool)
 
-    def revive(self, path: Sequence[TreeNode], offer: Any, is_whole: bool) -> None:
-        """Take from `offer` what `path` lacks: all of the key if `is_whole`, else what is cached of it."""
+    def revive(self, path: Sequence[TreeNode], offer: Pages, is_whole: bool) -> None:
+        """Take from `offer` what `path` lacks. `path` is all of the key if `is_whole`, else its beginning."""
         del path, offer, is_whole
 
     @abstractmethod
-    def insert(self, node: TreeNode, start: int, offer: Any) -> None:
-        """`node` is new, unlocked, and begins at page `start` of the key: take its part of `offer`."""
+    def insert(self, node: TreeNode, start: int, offer: Pages) -> None:
+        """`node` is a new unlocked leaf that begins at page `start` of the key: take its part of `offer`."""
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
         """`upper` has just taken the first pages of `lower`; divide what this group keeps in `parts`."""
@@ -73,17 +80,17 @@ class TreeComponent(ABC):
     # -- locks -------------------------------------------------------------------------------------
 
     def lock(self, node: TreeNode) -> None:
-        """A request that matched up to `node` locks what it needs."""
+        """A request that matched up to `node` locks what it needs of this group."""
         del node
 
     def unlock(self, node: TreeNode) -> None:
-        """The inverse of `lock`."""
+        """Undo one `lock` of the same node."""
         del node
 
     # -- shrinking ---------------------------------------------------------------------------------
 
     def is_tombstone(self, node: TreeNode) -> bool:
-        """Whether a match cannot end at `node` for want of this group."""
+        """Whether a match cannot end at `node` because this group has nothing there."""
         del node
         return False
 
@@ -92,53 +99,38 @@ class TreeComponent(ABC):
         """Whether evicting `node`, or this group's part of it, would free anything."""
 
     def shrink(self, node: TreeNode, wanted: int, is_free_leaf: bool) -> None:
-        """Free at most `wanted` units of this group, so that `node` stays useful or was not before.
+        """Free at most `wanted` pages of this group on `node`.
 
-        An unlocked leaf must stay one that a match can end at: if that is not enough, the tree removes it.
+        An unlocked leaf must stay a node at which a match can end. If that does not free enough, the tree
+        removes the leaf.
         """
         del node, wanted, is_free_leaf
 
     @abstractmethod
     def free(self, node: TreeNode) -> None:
-        """`node`, unlocked, goes: give back what this group keeps on it, and take it off offer."""
-
-    @abstractmethod
-    def evictable_size(self) -> int:
-        """Units that eviction can free."""
-
-    # -- requests ----------------------------------------------------------------------------------
-
-    def insertable(self, req: CachedRequest, length: int) -> int:
-        """The longest length, at most `length`, up to which the request can be cached; 0 if none."""
-        del req
-        return length
-
-    def offer(self, req: CachedRequest, length: int, ends: bool) -> Any:
-        """What the request gives the tree up to `length`; None if that is impossible now.
-
-        A request that goes on (`ends` is false) is left with all it needs.
-        """
-        del req, length, ends
-        return ()
-
-    def adopt(self, req: CachedRequest, cached: Any) -> None:
-        """The tree has `cached` (a MatchResult), locked for the request, who now uses that."""
-        del req, cached
+        """`node` is unlocked and about to be removed: free what this group keeps on it, and withdraw it from
+        the evictor."""
 
     # -- looking -----------------------------------------------------------------------------------
 
+    @abstractmethod
+    def evictable(self) -> int:
+        """Pages that eviction can free."""
+
+    @abstractmethod
+    def protected(self) -> int:
+        """Pages under a lock."""
+
     def check(self, nodes: Sequence[TreeNode]) -> None:
-        """Assert that the sizes are what counting all `nodes` anew gives, and this group's own rules."""
+        """Assert that the sizes are what counting all `nodes` gives, and this group's own rules."""
         del nodes
 
-    @abstractmethod
     def all_pages(self, nodes: Iterable[TreeNode]) -> Pages:
-        """Page ids (or slots) that this group keeps on `nodes`."""
+        """Page ids that this group keeps on `nodes`."""
+        pages = np.concatenate([NO_PAGES, *(self.gather([node]) for node in nodes)])
+        kept: Pages = pages[pages != 0]
+        return kept
 
     @abstractmethod
-    def held(self, node: TreeNode) -> int:
-        """Units that this group keeps on `node`."""
-
-    @abstractmethod
-    def describe(self, node: TreeNode) -> str:
-        """What this group keeps on `node`, in a few words."""
+    def report(self, node: TreeNode) -> PartReport:
+        """What this group keeps on `node`."""

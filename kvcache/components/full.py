@@ -1,41 +1,42 @@
-"""FullComponent: every token's KV is needed, so a match is valid as far as the pages are there."""
+"""The primary group on the tree: every token's KV is needed, so a match is valid wherever there are pages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
 from kvcache.allocator import BaseTokenToKVPoolAllocator, Pages
-from kvcache.components.base import Lengths, TreeComponent
+from kvcache.components.base import PartReport, TreeComponent
 from kvcache.eviction import LeafEvictor
 from kvcache.tree_node import TreeNode
 
 
 class FullComponent(TreeComponent):
-    """Keeps `node.page_ids` and counts `node.lock_ref`: a lock on a node covers the whole path above it.
+    """Full attention, or latents. Its pages are `node.page_ids`.
 
-    Its nodes on offer are the unlocked leaves. Sizes are in tokens.
+    It counts `node.lock_ref`: a lock on a node covers the whole path above it. Its nodes on offer are the
+    unlocked leaves.
     """
 
-    name = "full"
-
-    def __init__(self, allocator: BaseTokenToKVPoolAllocator, policy: str) -> None:
+    def __init__(self, name: str, allocator: BaseTokenToKVPoolAllocator, policy: str) -> None:
+        self.name = name
         self.evictor: LeafEvictor = LeafEvictor(policy, 1)
         self._allocator = allocator
-        self._evictable = 0
-        self._protected = 0
+        self._page_size = allocator.page_size
+        self._evictable_tokens = 0
+        self._protected_tokens = 0
 
-    def valid_lengths(self, path: Sequence[TreeNode], pages: int) -> Lengths:
-        """All of them: a node without pages does not exist."""
-        del path
-        return np.ones(pages + 1, bool)
+    def gather(self, path: Sequence[TreeNode]) -> Pages:
+        """The path's page ids."""
+        return np.frombuffer(b"".join([node.page_ids for node in path]), np.int32)
 
-    def insert(self, node: TreeNode, start: int, offer: Any) -> None:
-        """Count it as evictable; its pages came with it."""
+    def insert(self, node: TreeNode, start: int, offer: Pages) -> None:
+        """Count the node as evictable; its pages came with it."""
         del start, offer
-        self._evictable += node.num_tokens
+        self._evictable_tokens += node.num_tokens
+        assert node.parent is not None, "the root holds no pages"
+        self.evictor.grown(node.parent, node)
 
     def lock(self, node: TreeNode) -> None:
         """Protect the path from `node` to the root."""
@@ -46,8 +47,8 @@ class FullComponent(TreeComponent):
                 moved += step.num_tokens
             step.lock_ref += 1
             step = parent
-        self._evictable -= moved
-        self._protected += moved
+        self._evictable_tokens -= moved
+        self._protected_tokens += moved
 
     def unlock(self, node: TreeNode) -> None:
         """Undo one `lock` of the same node."""
@@ -59,46 +60,40 @@ class FullComponent(TreeComponent):
             if not left:
                 moved += step.num_tokens
             step = parent
-        self._evictable += moved
-        self._protected -= moved
+        self._evictable_tokens += moved
+        self._protected_tokens -= moved
 
     def may_evict(self, node: TreeNode) -> bool:
-        """Only unlocked leaves go."""
+        """Only unlocked leaves may."""
         return not node.lock_ref and not node.children
 
     def free(self, node: TreeNode) -> None:
-        """Give its pages back to the allocator."""
+        """Give the node's pages back to the allocator."""
         assert node.lock_ref == 0, "a locked node is never evicted"
         self.evictor.withdraw(node)
         self._allocator.free_now(node.value)
-        self._evictable -= node.num_tokens
+        self._evictable_tokens -= node.num_tokens
 
-    def evictable_size(self) -> int:
-        """Tokens on nodes without a lock."""
-        return self._evictable
+    def evictable(self) -> int:
+        """Pages of nodes without a lock."""
+        return self._evictable_tokens // self._page_size
 
-    def protected_size(self) -> int:
-        """Tokens on locked nodes."""
-        return self._protected
+    def protected(self) -> int:
+        """Pages of locked nodes."""
+        return self._protected_tokens // self._page_size
 
     def check(self, nodes: Sequence[TreeNode]) -> None:
-        """As the base says; and a locked node has locked ancestors."""
+        """Sizes are right, and a locked node has locked ancestors."""
         total = sum(node.num_tokens for node in nodes)
         protected = sum(node.num_tokens for node in nodes if node.lock_ref)
-        assert protected == self._protected, "protected_size is not the sum over locked nodes"
-        assert total - protected == self._evictable, "evictable_size is not the sum over unlocked nodes"
+        assert protected == self._protected_tokens, "the protected size is not the sum over locked nodes"
+        assert total - protected == self._evictable_tokens, (
+            "the evictable size is not the sum over unlocked nodes"
+        )
         for node in nodes:
             below = sum(child.lock_ref for child in node.children.values())
-            assert node.lock_ref >= below, "a node is locked less often than what lies below it"
+            assert node.lock_ref >= below, "a node is locked less often than its children"
 
-    def all_pages(self, nodes: Iterable[TreeNode]) -> Pages:
-        """Every page id."""
-        return np.frombuffer(b"".join([node.page_ids for node in nodes]), np.int32)
-
-    def held(self, node: TreeNode) -> int:
-        """All its tokens."""
-        return node.num_tokens
-
-    def describe(self, node: TreeNode) -> str:
-        """Pages."""
-        return f"full={node.num_pages}"
+    def report(self, node: TreeNode) -> PartReport:
+        """Tokens, and the number of pages."""
+        return PartReport(node.num_tokens, f"{self.name}={node.num_pages}")

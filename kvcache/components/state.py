@@ -1,41 +1,48 @@
-"""StateComponent: a match is valid exactly where a state was saved.
+"""The state group on the tree: a match is valid exactly where a state was saved.
 
-A state is the state after the last token of a node: `parts["state"]` is its slot, 0 where there is none. It
-exists only where a forward ended, so this group asks for forwards to end where others will look for it.
+A state is the state after the last token of a node. It exists only where a forward ended, so this group asks
+for forwards to end where other requests will look for a state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
-from kvcache.allocator import Pages
-from kvcache.base_prefix_cache import MatchResult
-from kvcache.components.base import Lengths, TreeComponent
+from kvcache.allocator import BaseTokenToKVPoolAllocator, Pages
+from kvcache.components.base import Lengths, PartReport, TreeComponent
+from kvcache.components.holdings import GroupHoldings
 from kvcache.eviction import Evictor
-from kvcache.request import CachedRequest
-from kvcache.state_slots import StateSlotPool
+from kvcache.group_allocator import GroupAllocator
+from kvcache.request import STATE_PAIR, CachedRequest, StateHold, state_slot
 from kvcache.tree_node import TreeNode
 
 
+@dataclass(slots=True)
+class SavedState:
+    """A node's part: the slot of the state after its last token, and how many locks end at the node."""
+
+    slot: int = 0  # 0: there is no state
+    locks: int = 0
+
+
 class StateComponent(TreeComponent):
-    """Keeps a state slot on some nodes and counts `node.mamba_lock`, locks that end there; sizes: slots."""
+    """Keeps a SavedState on every node; an offer is one slot, 0 or nothing."""
 
     name = "state"
 
-    def __init__(self, states: StateSlotPool, page_size: int, policy: str) -> None:
+    def __init__(self, allocator: BaseTokenToKVPoolAllocator, policy: str) -> None:
         self.evictor = Evictor(policy, 4)
-        self._states = states
-        self._page_size = page_size
+        self._allocator = allocator
         self._kept = 0
         self._protected = 0
 
     @staticmethod
-    def _slot(node: TreeNode) -> int:
-        slot: int = node.parts["state"]
-        return slot
+    def _part(node: TreeNode) -> SavedState:
+        part: SavedState = node.parts["state"]
+        return part
 
     # -- matching ----------------------------------------------------------------------------------
 
@@ -46,161 +53,177 @@ class StateComponent(TreeComponent):
         end = 0
         for node in path:
             end += node.num_pages
-            valid[end] = self._slot(node) != 0
+            valid[end] = self._part(node).slot != 0
         return valid
 
-    def gather(self, path: Sequence[TreeNode]) -> dict[str, Any]:
-        """`state_slot`."""
-        return {"state_slot": self._slot(path[-1])}
-
-    def cut_points(self, req: CachedRequest, total: int) -> Iterable[int]:
-        """The last page border before the end, where a repeat will look; and where other prompts part."""
-        branching = req.state_hold.branching_len if req.state_hold is not None else 0
-        repeat = total - (2 if req.namespace.is_bigram else 1)  # units that match all but the last token
-        return (repeat // self._page_size * self._page_size, branching)
+    def gather(self, path: Sequence[TreeNode]) -> Pages:
+        """The slot of the state after the path; 0 where there is none."""
+        return np.array([self._part(path[-1]).slot], np.int32)
 
     # -- growing -----------------------------------------------------------------------------------
 
-    def leaf_lengths(self, offer: Any, pages: int) -> Lengths:
+    def leaf_lengths(self, offer: Pages, pages: int) -> Lengths:
         """The end of the key, if a state is offered."""
         lengths = np.zeros(pages + 1, bool)
-        lengths[pages] = bool(offer)
+        lengths[pages] = state_slot(offer) != 0
         return lengths
 
-    def revive(self, path: Sequence[TreeNode], offer: Any, is_whole: bool) -> None:
-        """Fill the node that ends where the key ends."""
-        if offer and is_whole and not self._slot(path[-1]):
-            self._keep(path[-1], offer)
+    def revive(self, path: Sequence[TreeNode], offer: Pages, is_whole: bool) -> None:
+        """Give the node at the end of the key the state that it lacks."""
+        slot = state_slot(offer)
+        if slot and is_whole and not self._part(path[-1]).slot:
+            self._keep(path[-1], slot)
 
-    def insert(self, node: TreeNode, start: int, offer: Any) -> None:
-        """See the base."""
+    def insert(self, node: TreeNode, start: int, offer: Pages) -> None:
+        """The new leaf ends where the offered state does."""
         del start
-        node.parts[self.name] = 0
-        if offer:
-            self._keep(node, offer)
+        node.parts[self.name] = SavedState()
+        slot = state_slot(offer)
+        if slot:
+            self._keep(node, slot)
 
     def _keep(self, node: TreeNode, slot: int) -> None:
-        node.parts[self.name] = slot
+        part = self._part(node)
+        part.slot = slot
         self._kept += 1
-        if node.mamba_lock:
+        if part.locks:
             self._protected += 1
         else:
             self.evictor.offer(node)
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
-        """The state stays at the end."""
+        """The state stays at the end, on `lower`."""
         del lower
-        upper.parts[self.name] = 0
+        upper.parts[self.name] = SavedState()
 
     # -- locks -------------------------------------------------------------------------------------
 
     def lock(self, node: TreeNode) -> None:
-        """Protect the one state, if there is one, or comes to be."""
-        if not node.mamba_lock and self._slot(node):
+        """Protect the state at this node, also one that is saved there later."""
+        part = self._part(node)
+        if not part.locks and part.slot:
             self._protected += 1
-        node.mamba_lock += 1
+        part.locks += 1
 
     def unlock(self, node: TreeNode) -> None:
-        """The inverse."""
-        node.mamba_lock -= 1
-        assert node.mamba_lock >= 0, "a state is unlocked more often than locked"
-        if not node.mamba_lock and self._slot(node):
+        """A state without locks may be evicted."""
+        part = self._part(node)
+        part.locks -= 1
+        assert part.locks >= 0, "a state is unlocked more often than locked"
+        if not part.locks and part.slot:
             self._protected -= 1
             self.evictor.offer(node)
 
     # -- shrinking ---------------------------------------------------------------------------------
 
     def is_tombstone(self, node: TreeNode) -> bool:
-        """It has no state."""
-        return not self._slot(node)
+        """The node has no state."""
+        return not self._part(node).slot
 
     def may_evict(self, node: TreeNode) -> bool:
-        """A state that nobody locks."""
-        return bool(self._slot(node)) and not node.mamba_lock
+        """The node has a state that no request locks."""
+        part = self._part(node)
+        return bool(part.slot) and not part.locks
 
     def shrink(self, node: TreeNode, wanted: int, is_free_leaf: bool) -> None:
-        """Drop the state, unless an unlocked leaf would be left without."""
+        """Free the state, unless the node is an unlocked leaf, which would then be a tombstone."""
         del wanted
         if not is_free_leaf:
-            self._drop(node)
+            self._drop(self._part(node))
 
     def free(self, node: TreeNode) -> None:
-        """Its state, if any."""
-        assert not node.mamba_lock, "a locked state on an unlocked node"
+        """Free the node's state, if it has one."""
+        part = self._part(node)
+        assert not part.locks, "a locked state on an unlocked node"
         self.evictor.withdraw(node)
-        if self._slot(node):
-            self._drop(node)
+        if part.slot:
+            self._drop(part)
 
-    def _drop(self, node: TreeNode) -> None:
-        self._states.allocator.free_now(np.array([self._slot(node)], np.int32))
-        node.parts[self.name] = 0
+    def _drop(self, part: SavedState) -> None:
+        self._allocator.free_now(np.array([part.slot], np.int32))
+        part.slot = 0
         self._kept -= 1
-
-    def evictable_size(self) -> int:
-        """States that nobody locks."""
-        return self._kept - self._protected
-
-    # -- requests ----------------------------------------------------------------------------------
-
-    def _saved(self, req: CachedRequest, length: int) -> tuple[int, int]:
-        """(length, slot) of the longest state, of at most `length` tokens, that the request can give."""
-        hold = req.state_hold
-        states = hold.states() if hold is not None else []
-        fits = (n for n in states if n[0] <= length and n[0] % self._page_size == 0)
-        return next(fits, (0, 0))
-
-    def insertable(self, req: CachedRequest, length: int) -> int:
-        """Up to where a state of the request was saved."""
-        return self._saved(req, length)[0]
-
-    def offer(self, req: CachedRequest, length: int, ends: bool) -> Any:
-        """That state. A request that goes on gets another slot first, or gives nothing."""
-        hold = req.state_hold
-        assert hold is not None, "the request holds no states"
-        if not ends:
-            spare = self._states.alloc(1)
-            if spare is None:
-                return None
-            hold.private += spare
-        return self._saved(req, length)[1]
-
-    def adopt(self, req: CachedRequest, cached: MatchResult) -> None:
-        """A slot that the tree took is no longer the request's; one that it did not need is not replaced."""
-        hold = req.state_hold
-        assert hold is not None, "the request holds no states"
-        taken = cached.state_slot in hold.private
-        spare = hold.private[PAIR:]
-        if taken:
-            hold.give(cached.state_slot)
-        elif spare:
-            self._states.free(spare)
-            del hold.private[PAIR:]
 
     # -- looking -----------------------------------------------------------------------------------
 
+    def evictable(self) -> int:
+        """States that no request locks."""
+        return self._kept - self._protected
+
+    def protected(self) -> int:
+        """States that a request locks."""
+        return self._protected
+
     def check(self, nodes: Sequence[TreeNode]) -> None:
-        """As the base says; and a node with a state lock has a full lock."""
-        kept = [node for node in nodes if self._slot(node)]
+        """Sizes are right, and a node with a state lock has a lock of the primary group."""
+        kept = [part for node in nodes if (part := self._part(node)).slot]
         assert len(kept) == self._kept, "cached states are miscounted"
-        locked = sum(node.mamba_lock > 0 for node in kept)
-        assert locked == self._protected, "locked states are miscounted"
+        assert sum(part.locks > 0 for part in kept) == self._protected, "locked states are miscounted"
         for node in nodes:
-            assert node.lock_ref >= node.mamba_lock, "mamba_lock > 0, full_lock == 0"
+            assert node.lock_ref >= self._part(node).locks, "a state lock on a node without a lock"
 
-    def all_pages(self, nodes: Iterable[TreeNode]) -> Pages:
-        """Every slot kept."""
-        return np.array([slot for node in nodes if (slot := self._slot(node))], np.int32)
-
-    def held(self, node: TreeNode) -> int:
-        """1 if there is a state."""
-        return int(self._slot(node) != 0)
-
-    def describe(self, node: TreeNode) -> str:
-        """The slot, and its locks."""
-        if not self._slot(node):
-            return "no state"
-        return f"state={self._slot(node)}" + (f" (locked {node.mamba_lock}x)" if node.mamba_lock else "")
+    def report(self, node: TreeNode) -> PartReport:
+        """1 if there is a state; its slot, and its locks."""
+        part = self._part(node)
+        if not part.slot:
+            return PartReport(0, "no state")
+        return PartReport(1, f"state={part.slot}" + (f" (locked {part.locks}x)" if part.locks else ""))
 
 
-PAIR = 2
-"""Slots that a request owns while it runs."""
+class StateHoldings(GroupHoldings):
+    """The states of requests: their StateHolds."""
+
+    name = "state"
+
+    def __init__(self, slots: GroupAllocator, page_size: int) -> None:
+        self._slots = slots
+        self._page_size = page_size
+
+    def _saved(self, req: CachedRequest, length: int) -> tuple[int, int]:
+        """(length, slot) of the longest state, of at most `length` tokens, that the request can give."""
+        states = req.state_hold.states() if req.state_hold is not None else []
+        fits = (n for n in states if n[0] <= length and n[0] % self._page_size == 0)
+        return next(fits, (0, 0))
+
+    @staticmethod
+    def _hold(req: CachedRequest) -> StateHold:
+        assert req.state_hold is not None, "the request holds no states"
+        return req.state_hold
+
+    def insertable(self, req: CachedRequest, length: int) -> int:
+        """Up to the last state that the request has saved."""
+        return self._saved(req, length)[0]
+
+    def offer(self, req: CachedRequest, length: int, ends: bool) -> Pages | None:
+        """That state. A request that goes on takes another slot first; without one it gives nothing."""
+        hold = self._hold(req)
+        if not ends:
+            spare = self._slots.alloc(1)
+            if spare is None:
+                return None
+            hold.private += spare.tolist()
+        return np.array([self._saved(req, length)[1]], np.int32)
+
+    def adopt(self, req: CachedRequest, cached: Pages) -> None:
+        """The slot that the tree took is no longer the request's. If the tree took none, the spare one is
+        freed."""
+        hold, slot = self._hold(req), state_slot(cached)
+        spare = hold.private[STATE_PAIR:]
+        if slot in hold.private:
+            hold.give(slot)
+        elif spare:
+            self._slots.free(spare)
+            del hold.private[STATE_PAIR:]
+
+    def release(self, req: CachedRequest) -> None:
+        """Free the request's own slots."""
+        if req.state_hold is not None:
+            self._slots.free(req.state_hold.private)
+            req.state_hold = None
+
+    def cut_points(self, req: CachedRequest, total: int) -> Iterable[int]:
+        """The last page border before the end, where a repeat of the prompt will look, and the point where
+        the prompt parts from what is cached."""
+        branching = req.state_hold.branching_len if req.state_hold is not None else 0
+        repeat = total - (2 if req.namespace.is_bigram else 1)  # units that match all but the last token
+        return (repeat // self._page_size * self._page_size, branching)

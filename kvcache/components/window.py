@@ -1,40 +1,40 @@
-"""WindowComponent: a match is valid where every page is there that the next query's window covers.
+"""The window group on the tree: a match is valid where no page of the next query's window is missing.
 
 What is kept and given up is a page, not a node: a tombstone is a 0 in a node's `parts["window"]`, and locks
 are counted by page id (WindowLocks). So a split divides an array, a running request lets go of one page at a
-time, and of a long node only the part outside every window need go.
+time, and of a long node only the part outside every window is evicted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.allocator import Pages
-from kvcache.base_prefix_cache import NO_PAGES, MatchResult
-from kvcache.components.base import Lengths, TreeComponent
-from kvcache.eviction import Evictor
+from kvcache.allocator import NO_PAGES, BaseTokenToKVPoolAllocator, Pages
+from kvcache.components.base import Lengths, PartReport, TreeComponent
+from kvcache.components.holdings import GroupHoldings
 from kvcache.request import CachedRequest
 from kvcache.swa_allocator import SWATokenToKVPoolAllocator
 from kvcache.tree_node import TreeNode
+from kvcache.window_locks import WindowLocks
 
 
 class WindowComponent(TreeComponent):
-    """Keeps, on every node, an int32 page id of the window group per page; sizes are in pages."""
+    """Keeps, on every node, an int32 page id of the window group per page, 0 where there is none.
+
+    An offer is a page id for every page of the key, 0 for none.
+    """
 
     name = "window"
 
-    def __init__(self, swa: SWATokenToKVPoolAllocator, policy: str) -> None:
-        self.evictor = Evictor(policy, 2)
-        self._swa = swa
-        self._locks = swa.locks
-        self._locks.on_unlocked = self._unlocked
-        self._kept = 0
-        # The node of each page.
-        self._owner: npt.NDArray[np.object_] = np.empty(swa.allocator.num_pages + 1, object)
+    def __init__(self, allocator: BaseTokenToKVPoolAllocator, locks: WindowLocks, tail: int) -> None:
+        """`tail`: how many pages before a page border a query there sees."""
+        self.evictor = locks.evictor
+        self._allocator = allocator
+        self._locks = locks
+        self._tail = tail
 
     @staticmethod
     def _part(node: TreeNode) -> Pages:
@@ -44,30 +44,30 @@ class WindowComponent(TreeComponent):
     # -- matching ----------------------------------------------------------------------------------
 
     def valid_lengths(self, path: Sequence[TreeNode], pages: int) -> Lengths:
-        """Lengths behind which no page of the window is missing."""
-        held = np.concatenate([NO_PAGES, *(self._part(node) for node in path)])
+        """Lengths before which no page of the window is missing."""
+        held = self.gather(path)
         last_hole = np.maximum.accumulate(np.where(held == 0, np.arange(pages), -1))
         valid = np.ones(pages + 1, bool)
-        valid[1:] = last_hole < np.maximum(np.arange(1, pages + 1) - self._swa.tail, 0)
+        valid[1:] = last_hole < np.maximum(np.arange(1, pages + 1) - self._tail, 0)
         return valid
 
-    def gather(self, path: Sequence[TreeNode]) -> dict[str, Any]:
-        """`window_pages`."""
-        return {"window_pages": np.concatenate([NO_PAGES, *(self._part(node) for node in path)])}
+    def gather(self, path: Sequence[TreeNode]) -> Pages:
+        """A page id per page of the path, 0 where there is none."""
+        return np.concatenate([NO_PAGES, *(self._part(node) for node in path)])
 
     # -- growing -----------------------------------------------------------------------------------
 
-    def leaf_lengths(self, offer: Any, pages: int) -> Lengths:
-        """Where the last page is offered."""
+    def leaf_lengths(self, offer: Pages, pages: int) -> Lengths:
+        """Lengths whose last page is offered."""
         lengths = np.zeros(pages + 1, bool)
         if len(offer):
             lengths[1:] = offer != 0
         return lengths
 
-    def revive(self, path: Sequence[TreeNode], offer: Any, is_whole: bool) -> None:
+    def revive(self, path: Sequence[TreeNode], offer: Pages, is_whole: bool) -> None:
         """Fill tombstones."""
         del is_whole
-        offered = np.flatnonzero(offer) if len(offer) else NO_PAGES
+        offered = np.flatnonzero(offer)
         if not len(offered):
             return
         first, last = int(offered[0]), int(offered[-1])
@@ -79,8 +79,8 @@ class WindowComponent(TreeComponent):
                 self._keep(node, np.flatnonzero((mine == 0) & (theirs != 0)), theirs)
             start = end
 
-    def insert(self, node: TreeNode, start: int, offer: Any) -> None:
-        """See the base."""
+    def insert(self, node: TreeNode, start: int, offer: Pages) -> None:
+        """Take the node's pages of the offer."""
         node.parts[self.name] = np.zeros(node.num_pages, np.int32)
         theirs = offer[start : start + node.num_pages]
         self._keep(node, np.flatnonzero(theirs), theirs)
@@ -88,28 +88,18 @@ class WindowComponent(TreeComponent):
     def _keep(self, node: TreeNode, where: npt.NDArray[np.intp], offer: Pages) -> None:
         if len(where):
             self._part(node)[where] = offer[where]
-            self._owner[offer[where]] = node
-            self._kept += len(where)
-            self.evictor.offer(node)
+            self._locks.keep(node, offer[where])
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
         """Divide the array."""
         part, border = self._part(lower), upper.num_pages
         upper.parts[self.name], lower.parts[self.name] = part[:border].copy(), part[border:].copy()
-        moved = part[:border][part[:border] != 0]
-        if len(moved):
-            self._owner[moved] = upper
-            self.evictor.offer(upper)
+        self._locks.move(upper, part[:border][part[:border] != 0])
 
     # -- shrinking ---------------------------------------------------------------------------------
 
-    def _unlocked(self, pages: Pages) -> None:
-        """Nobody locks these any more."""
-        for node in self._owner[pages]:
-            self.evictor.offer(node)
-
     def is_tombstone(self, node: TreeNode) -> bool:
-        """Its last page is not kept."""
+        """The node's last page is missing."""
         return not self._part(node)[-1]
 
     def may_evict(self, node: TreeNode) -> bool:
@@ -118,79 +108,84 @@ class WindowComponent(TreeComponent):
         return bool(((part != 0) & (self._locks.counts[part] == 0)).any())
 
     def shrink(self, node: TreeNode, wanted: int, is_free_leaf: bool) -> None:
-        """Front pages first. Those that a match at the end of an unlocked leaf needs stay."""
+        """Free pages from the front. Those that a match at the end of an unlocked leaf needs stay."""
         part = self._part(node)
-        usable = part[: max(0, len(part) - self._swa.tail)] if is_free_leaf else part
+        usable = part[: max(0, len(part) - self._tail)] if is_free_leaf else part
         where = np.flatnonzero(usable)
         self._drop(node, where[self._locks.counts[part[where]] == 0][:wanted])
 
     def free(self, node: TreeNode) -> None:
-        """All its pages."""
+        """Free all pages of the node."""
         self.evictor.withdraw(node)
-        where = np.flatnonzero(self._part(node))
-        assert not self._locks.counts[self._part(node)[where]].any(), (
-            "a locked window page on an unlocked node"
-        )
-        self._drop(node, where)
+        self._drop(node, np.flatnonzero(self._part(node)))
 
     def _drop(self, node: TreeNode, where: npt.NDArray[np.intp]) -> None:
         part = self._part(node)
         pages = part[where]
         part[where] = 0
-        self._owner[pages] = None
-        self._kept -= len(pages)
-        self._swa.allocator.free_now(pages)
-
-    def evictable_size(self) -> int:
-        """Pages kept that nobody locks."""
-        return self._kept - self._locks.locked_pages
-
-    # -- requests ----------------------------------------------------------------------------------
-
-    def insertable(self, req: CachedRequest, length: int) -> int:
-        """As far as the row has pages, if a window of them is still there: else none could continue."""
-        assert req.req_pool_idx is not None, "the request has no row"
-        row, page_size = req.req_pool_idx, self._swa.page_size
-        pages = min(length // page_size, int(self._swa.end[row]))
-        return pages * page_size if self._swa.needed_from(pages * page_size) >= self._swa.first[row] else 0
-
-    def offer(self, req: CachedRequest, length: int, ends: bool) -> Any:
-        """The row's own pages."""
-        del ends
-        assert req.req_pool_idx is not None, "the request has no row"
-        return self._swa.offered(req.req_pool_idx, length // self._swa.page_size)
-
-    def adopt(self, req: CachedRequest, cached: MatchResult) -> None:
-        """The row locks the tree's pages; duplicates are freed."""
-        assert req.req_pool_idx is not None, "the request has no row"
-        self._swa.allocator.free_page_ids(self._swa.adopt(req.req_pool_idx, cached.window_pages))
+        self._locks.drop(pages)
+        self._allocator.free_now(pages)
 
     # -- looking -----------------------------------------------------------------------------------
 
+    def evictable(self) -> int:
+        """Pages that no row locks."""
+        return self._locks.kept_pages - self._locks.locked_pages
+
+    def protected(self) -> int:
+        """Pages that a row locks."""
+        return self._locks.locked_pages
+
     def check(self, nodes: Sequence[TreeNode]) -> None:
-        """As the base says; and every locked page lies on a locked node."""
-        locked = self._locks.counts != 0
+        """Sizes are right, and every locked page lies on a locked node."""
+        locks = self._locks
+        locked = locks.counts != 0
         seen = 0
         for node in nodes:
-            pages = self._part(node)[self._part(node) != 0]
-            assert len(self._part(node)) == node.num_pages, "not one window page id per page"
-            assert all(owner is node for owner in self._owner[pages]), "a window page's node is another"
+            part = self._part(node)
+            pages = part[part != 0]
+            assert len(part) == node.num_pages, "not one window page id per page"
+            assert all(owner is node for owner in locks.owner[pages]), "a window page's node is another"
             assert node.lock_ref or not locked[pages].any(), "a locked window page on an unlocked node"
             seen += int(locked[pages].sum())
-        assert self._kept == len(self.all_pages(nodes)), "window pages kept are miscounted"
-        assert seen == self._locks.locked_pages == int(locked.sum()), "locked window pages are miscounted"
+        assert locks.kept_pages == len(self.all_pages(nodes)), "window pages kept are miscounted"
+        assert seen == locks.locked_pages == int(locked.sum()), "locked window pages are miscounted"
 
-    def all_pages(self, nodes: Iterable[TreeNode]) -> Pages:
-        """Every page id kept."""
-        pages = np.concatenate([NO_PAGES, *(self._part(node) for node in nodes)])
-        kept: Pages = pages[pages != 0]
-        return kept
+    def report(self, node: TreeNode) -> PartReport:
+        """How many pages are kept, and how many of them are locked."""
+        part = self._part(node)
+        held, locked = int(np.count_nonzero(part)), int(np.count_nonzero(self._locks.counts[part]))
+        return PartReport(held, f"window={held}" + (f" ({locked} locked)" if locked else ""))
 
-    def held(self, node: TreeNode) -> int:
-        """Pages kept."""
-        return int(np.count_nonzero(self._part(node)))
 
-    def describe(self, node: TreeNode) -> str:
-        """Pages kept, and how many of them are locked."""
-        locked = int(np.count_nonzero(self._locks.counts[self._part(node)]))
-        return f"window={self.held(node)}" + (f" ({locked} locked)" if locked else "")
+class WindowHoldings(GroupHoldings):
+    """The window pages of requests: their rows in the SWATokenToKVPoolAllocator."""
+
+    name = "window"
+
+    def __init__(self, swa: SWATokenToKVPoolAllocator) -> None:
+        self._swa = swa
+
+    def insertable(self, req: CachedRequest, length: int) -> int:
+        """As far as the row has pages, if it still has a window of them: else nothing could continue."""
+        swa, row = self._swa, _row(req)
+        pages = min(length // swa.page_size, int(swa.end[row]))
+        return pages * swa.page_size if swa.needed_from(pages * swa.page_size) >= swa.first[row] else 0
+
+    def offer(self, req: CachedRequest, length: int, ends: bool) -> Pages:
+        """The row's own pages."""
+        del ends
+        return self._swa.offered(_row(req), length // self._swa.page_size)
+
+    def adopt(self, req: CachedRequest, cached: Pages) -> None:
+        """The row locks the tree's pages; its duplicates of them are freed."""
+        self._swa.allocator.free_page_ids(self._swa.adopt(_row(req), cached))
+
+    def release(self, req: CachedRequest) -> None:
+        """Free the row's own pages and unlock the tree's."""
+        self._swa.allocator.free_page_ids(self._swa.release(_row(req)))
+
+
+def _row(req: CachedRequest) -> int:
+    assert req.req_pool_idx is not None, "the request has no row"
+    return req.req_pool_idx

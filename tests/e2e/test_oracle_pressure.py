@@ -18,7 +18,7 @@ from engine.batch import ForwardBatch, Pending
 from engine.runner import ModelRunner
 from kvcache.memory import Memory
 from kvcache.pool import MambaPool
-from kvcache.radix_cache import RadixCache
+from kvcache.radix_tree import RadixTree
 from scheduler.config import Phase
 from scheduler.req import Req, RequestLimits
 from tests.harness.local_stack import stack
@@ -179,13 +179,13 @@ def test_oracle_eviction(
     long = [shared[0] + tokens(rng, 21), tokens(rng, 50)]
     path, answers = draw_model(family, directory, 1, long, 120)
     short = [rng.choice(shared)[: rng.randint(8, 80)] + tokens(rng, rng.randint(1, 40)) for _ in range(40)]
-    evicts = {"evict": AMPLE}
+    evicts = {"full": AMPLE}
     if family in WINDOWED:
-        evicts["evict_window"] = TIGHT
+        evicts["window"] = TIGHT
     if family in HYBRID:
-        evicts["evict_mamba"] = TIGHT
-    for name, sizes in evicts.items():
-        evicted = count_evicted(name, monkeypatch)
+        evicts["state"] = TIGHT
+    for kind, sizes in evicts.items():
+        evicted = count_evicted(kind, monkeypatch)
         worker = Worker(
             path, page_size=page_size, overlap_depth=depth, max_total_tokens=640, chunked_prefill_size=20,
             max_running_requests=4, **sizes,
@@ -197,22 +197,26 @@ def test_oracle_eviction(
         assert [worker.policy.outputs[room] for room in rooms] == answers
         for room, prompt in asked.items():
             assert worker.policy.outputs[room] == reference_generate(path, prompt, 8)[0]
-        assert sum(evicted) > 0, f"{name} gave up nothing"
+        assert sum(evicted) > 0, f"no {kind} page was evicted"
         assert worker.scheduler.metrics.cached_tokens > 0
         worker.close()
 
 
-def count_evicted(name: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What each call of that method of the tree gives up from now on, while somebody holds a lock."""
-    method = getattr(RadixCache, name)
+def count_evicted(kind: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What each eviction of that kind of group frees from now on, while somebody holds a lock.
+
+    "full" means the primary group, whatever its name is.
+    """
+    method = RadixTree.evict
     evicted = []
 
-    def evict(cache: RadixCache, wanted: int) -> int:
-        locked = cache.protected_size() > 0
-        freed: int = method(cache, wanted)
-        if locked:
+    def evict(tree: RadixTree, group: str, pages: int) -> int:
+        primary = tree.components[0].name
+        locked = tree.protected(primary) > 0
+        freed = method(tree, group, pages)
+        if locked and (kind == group or (kind == "full" and group == primary)):
             evicted.append(freed)
         return freed
 
-    monkeypatch.setattr(RadixCache, name, evict)
+    monkeypatch.setattr(RadixTree, "evict", evict)
     return evicted

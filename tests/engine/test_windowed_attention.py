@@ -14,6 +14,7 @@ from engine.batch import ForwardBatch
 from engine.config import EngineConfig
 from kvcache.layout import KVGroupSpec
 from kvcache.pool import MHAKVCache
+from tests.support.pool_rows import read_kv
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 SCALE = 0.3
@@ -115,4 +116,4 @@ def test_a_query_sees_its_window_and_nothing_else(
     out = torch.full_like(case.q, torch.nan)
     backend.forward(1, case.q, *new, out, sinks)
     torch.testing.assert_close(out, by_definition(case, window, sinks), rtol=1e-5, atol=1e-5)
-    assert case.pool.get_kv(LAYERS[1], torch.from_numpy(case.batch.out_slots))[0].equal(new[0])
+    assert read_kv(case.pool, LAYERS[1], torch.from_numpy(case.batch.out_slots))[0].equal(new[0])

@@ -13,10 +13,11 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvcache.common import alloc_token_slots, release_kv_cache
+from kvcache.allocator import NO_PAGES
+from kvcache.common import alloc_for_extend, release_kv_cache
 from kvcache.eviction import POLICIES
 from kvcache.radix_key import Namespace, RadixKey
-from kvcache.request import StateHold
+from kvcache.request import StateHold, state_slot
 from tests.kvcache.contents import Contents, Live
 from tests.kvcache.support import Index, Request, groups, memory, request
 
@@ -68,25 +69,25 @@ class Admissions(RuleBasedStateMachine):
         self.cache.inc_lock_ref(match.last_device_node)
         prefix = len(match.device_indices)
         rows = built.req_to_token_pool.alloc(1)
-        slots = alloc_token_slots(built, -(-(total - prefix) // self.size) * self.size) if rows else None
-        pair = built.states.alloc(2) if slots is not None and built.states else []
-        if rows is None or slots is None or pair is None:
-            if slots is not None:
-                built.allocator.free(slots)
+        req.req_pool_idx, req.prefix_indices = rows[0] if rows else None, match.device_indices
+        extended = rows is not None and alloc_for_extend(built, req, total)
+        pair = built.states.alloc(2) if extended and built.states else NO_PAGES
+        if rows is None or not extended or pair is None:
+            if extended:
+                built.allocator.free(
+                    built.req_to_token_pool.req_to_token[rows[0], prefix : req.kv_allocated_len]
+                )
             if rows:
                 built.req_to_token_pool.free(rows)
             self.cache.dec_lock_ref(match.last_device_node)
             return False
-        row = req.req_pool_idx = rows[0]
         if built.swa is not None:
-            built.swa.attach(row, starts_at, match.window_pages)
-        built.req_to_token_pool.write(row, 0, match.device_indices)
-        built.req_to_token_pool.write(row, prefix, slots)
+            built.swa.attach(rows[0], starts_at, match.part("window"))
         if built.states is not None:
-            req.state_hold = StateHold(pair, match.state_slot, prefix, branching_len=match.branching_len)
+            slot = state_slot(match.part("state"))
+            req.state_hold = StateHold(pair.tolist(), slot, prefix, branching_len=match.branching_len)
         req.last_node = match.last_device_node
         req.cache_protected_len = req.kv_committed_len = live.scheduled_len = prefix
-        req.kv_allocated_len = prefix + len(slots)
         self.live.append(live)
         return True
 
@@ -110,7 +111,9 @@ class Admissions(RuleBasedStateMachine):
         length = len(match.device_indices)
         assert length <= match.branching_len <= len(tokens) - 1
         if "state" in self.kinds:
-            assert bool(match.state_slot) == bool(length), "a match ends where there is no state"
+            assert bool(state_slot(match.part("state"))) == bool(length), (
+                "a match ends where there is no state"
+            )
         if self.take(live, match, length):
             self.contents.read(live.req, length)
 

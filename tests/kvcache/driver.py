@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.common import alloc_token_slots, release_kv_cache
+from kvcache.common import alloc_for_decode, alloc_for_extend, release_kv_cache
 from kvcache.memory import Memory, MemoryReport
 from kvcache.radix_key import RadixKey
-from kvcache.request import StateHold
+from kvcache.request import StateHold, state_slot
 from tests.kvcache.support import Request, request
 
 
@@ -30,21 +30,18 @@ class Driver:
         built.cache.inc_lock_ref(match.last_device_node)
         prefix = len(match.device_indices)
         rows = built.req_to_token_pool.alloc(1)
-        slots = alloc_token_slots(built, -(-(total - prefix) // built.page_size) * built.page_size)
         assert rows is not None
-        assert slots is not None
         row = req.req_pool_idx = rows[0]
+        req.last_node, req.prefix_indices = match.last_device_node, match.device_indices
+        assert alloc_for_extend(built, req, total), "no pages"
         if built.swa is not None:
-            built.swa.attach(row, prefix, match.window_pages)
+            built.swa.attach(row, prefix, match.part("window"))
         if built.states is not None:
             pair = built.states.alloc(2)
             assert pair is not None
-            req.state_hold = StateHold(pair, match.state_slot, prefix, branching_len=match.branching_len)
-        built.req_to_token_pool.write(row, 0, match.device_indices)
-        built.req_to_token_pool.write(row, prefix, slots)
-        req.last_node, req.prefix_indices = match.last_device_node, match.device_indices
+            live = state_slot(match.part("state"))
+            req.state_hold = StateHold(pair.tolist(), live, prefix, branching_len=match.branching_len)
         req.cache_protected_len = req.kv_committed_len = prefix
-        req.kv_allocated_len = prefix + len(slots)
         self.live.append(req)
         return req
 
@@ -72,9 +69,8 @@ class Driver:
             length = req.kv_committed_len
             assert req.req_pool_idx is not None
             if length == req.kv_allocated_len:
-                slots = alloc_token_slots(built, built.page_size)
-                assert slots is not None
-                built.req_to_token_pool.write(req.req_pool_idx, length, slots)
+                rows, lens = np.array([req.req_pool_idx]), np.array([length])
+                assert alloc_for_decode(built, rows, lens) is not None, "no pages"
                 req.kv_allocated_len += built.page_size
             self.slide(req)
             if built.swa is not None:

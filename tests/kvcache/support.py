@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -72,8 +73,8 @@ def memory(
     return build_memory(config, specs)
 
 
-def tree_of(built: Memory) -> RadixCache:
-    """The tree of a memory that has one."""
+def radix_cache(built: Memory) -> RadixCache:
+    """The cache of a memory that has prefix caching."""
     assert isinstance(built.cache, RadixCache)
     return built.cache
 
@@ -83,12 +84,27 @@ def key(tokens: Iterable[int], namespace: Namespace = NAMESPACE) -> RadixKey:
     return RadixKey(np.array(list(tokens), np.int32), namespace)
 
 
+def cached_tokens(built: Memory) -> int:
+    """Tokens in the tree."""
+    name = built.specs[0].name
+    return (built.cache.tree.evictable(name) + built.cache.tree.protected(name)) * built.page_size
+
+
+@contextmanager
+def locked(built: Memory, tokens: Iterable[int]) -> Iterator[None]:
+    """A lock on what is cached of a prefix, for the length of a block."""
+    node = built.cache.match_prefix(key(tokens)).last_device_node
+    built.cache.inc_lock_ref(node)
+    yield
+    built.cache.dec_lock_ref(node)
+
+
 def put(built: Memory, tokens: Iterable[int], namespace: Namespace = NAMESPACE, **options: Any) -> list[int]:
     """Insert fresh pages for `tokens`, free the duplicates; the canonical page ids."""
     wanted = key(tokens, namespace)
     pages = built.allocator.alloc_pages(len(wanted) // built.page_size)
     assert pages is not None
-    inserted = tree_of(built).insert(wanted, pages, **options)
+    inserted = radix_cache(built).insert(wanted, pages, **options)
     built.allocator.free_page_ids(pages[: inserted.prefix_len // built.page_size])
     return inserted.match.pages.tolist()
 

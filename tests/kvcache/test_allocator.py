@@ -15,13 +15,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvcache.allocator import (
-    AllocatorState,
-    PagedTokenToKVPoolAllocator,
-    PageLease,
-    TokenToKVPoolAllocator,
-    make_allocator,
-)
+from kvcache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator, make_allocator
 
 
 def ints(*values: int) -> np.ndarray:
@@ -38,40 +32,13 @@ def test_pages_start_at_one_and_none_is_taken_when_short() -> None:
     assert allocator.available_size() == 4
 
 
-def test_free_takes_each_page_once_however_many_of_its_slots_are_given() -> None:
+def test_free_takes_each_page_of_a_run_once_and_the_last_one_may_be_partly_filled() -> None:
     allocator = PagedTokenToKVPoolAllocator(3, 4)
     allocator.alloc(12)
-    allocator.free(ints(5, 4, 7, 12))
+    allocator.free(ints(4, 5, 6, 7, 12))
     assert allocator.free_pages.tolist() == [1, 3]
-
-
-def test_extend_fills_the_partial_page_then_whole_pages_then_a_partial_one() -> None:
-    allocator = PagedTokenToKVPoolAllocator(8, 4)
-    first = allocator.alloc_extend(ints(0), ints(6), ints(-1), 6)
-    assert first is not None
-    assert first.tolist() == [4, 5, 6, 7, 8, 9]
-    more = allocator.alloc_extend(ints(6, 0), ints(13, 3), ints(9, -1), 10)
-    assert more is not None
-    assert more.tolist() == [10, 11, 12, 13, 14, 15, 16, 20, 21, 22]
-    assert allocator.available_size() == 12
-
-
-def test_extend_inside_one_page_takes_no_page() -> None:
-    allocator = PagedTokenToKVPoolAllocator(1, 4)
-    allocator.alloc_extend(ints(0), ints(1), ints(-1), 1)
-    slots = allocator.alloc_extend(ints(1), ints(4), ints(4), 3)
-    assert slots is not None
-    assert slots.tolist() == [5, 6, 7]
-
-
-def test_decode_takes_a_page_only_at_a_page_border() -> None:
-    allocator = PagedTokenToKVPoolAllocator(4, 4)
-    allocator.alloc(8)
-    slots = allocator.alloc_decode(ints(5, 3), ints(7, 9))
-    assert slots is not None
-    assert slots.tolist() == [12, 10]
-    assert allocator.alloc_decode(ints(5, 9), ints(7, 11)) is None
-    assert allocator.available_size() == 4
+    allocator.free(ints())
+    assert allocator.free_pages.tolist() == [1, 3]
 
 
 def test_need_sort_hands_out_long_runs_after_scattered_frees() -> None:
@@ -96,7 +63,7 @@ def test_without_need_sort_the_page_free_longest_goes_first() -> None:
     assert slots.tolist() == [4, 3, 1]
 
 
-def test_a_free_group_applies_at_its_end_or_is_handed_over() -> None:
+def test_a_free_group_is_handed_over_at_its_end() -> None:
     allocator = TokenToKVPoolAllocator(4)
     allocator.alloc(4)
     allocator.free_group_begin()
@@ -104,26 +71,13 @@ def test_a_free_group_applies_at_its_end_or_is_handed_over() -> None:
     allocator.free(ints(4))
     assert allocator.available_size() == 0
     assert allocator.pending_pages().tolist() == [2, 4]
-    allocator.free_group_end()
-    assert allocator.free_pages.tolist() == [2, 4]
-    allocator.free_group_begin()
+    allocator.free_now(ints(3))
+    assert allocator.free_pages.tolist() == [3], "what is evicted does not wait"
+    assert allocator.free_group_take().tolist() == [2, 4]
+    assert allocator.pending_pages().tolist() == []
+    assert allocator.available_size() == 1
     allocator.free(ints(1))
-    assert allocator.free_group_take().tolist() == [1]
-    assert allocator.available_size() == 2
-
-
-@pytest.mark.parametrize("need_sort", [False, True])
-def test_restore_brings_back_exactly_what_was_free(need_sort: bool) -> None:
-    allocator = TokenToKVPoolAllocator(6, need_sort)
-    allocator.alloc(4)
-    allocator.free(ints(3))
-    before = allocator.backup_state()
-    allocator.alloc(3)
-    allocator.restore_state(before)
-    after = allocator.backup_state()
-    assert isinstance(after, AllocatorState)
-    assert [list(part) for part in after] == [list(part) for part in before]
-    assert allocator.available_size() == 3
+    assert allocator.free_pages.tolist() == [3, 1]
 
 
 def test_a_double_free_and_the_scratch_page_are_refused() -> None:
@@ -134,19 +88,6 @@ def test_a_double_free_and_the_scratch_page_are_refused() -> None:
         allocator.free(ints(5))
     with pytest.raises(AssertionError, match="scratch"):
         allocator.free(ints(0))
-
-
-def test_a_lease_frees_unless_its_pages_are_kept() -> None:
-    allocator = make_allocator(4, 4)
-    with pytest.raises(RuntimeError), PageLease(allocator, 3):
-        raise RuntimeError
-    assert allocator.available_pages() == 4
-    with PageLease(allocator, 3) as lease:
-        kept = lease.keep()
-    assert len(kept) == 3
-    assert allocator.available_pages() == 1
-    with PageLease(allocator, 2) as lease:
-        assert lease.pages is None
 
 
 class AllocatorMachine(RuleBasedStateMachine):
@@ -181,31 +122,17 @@ class AllocatorMachine(RuleBasedStateMachine):
         lens = [len(slots) for slots in old]
         add = [grow] * len(some) + new
         need = sum(self.pages_of(n + a) - self.pages_of(n) for n, a in zip(lens, add, strict=True))
-        got = self.allocator.alloc_extend(
-            np.array(lens, np.int64),
-            np.array(lens, np.int64) + np.array(add, np.int64),
-            np.array([slots[-1] if slots else -1 for slots in old], np.int64),
-            sum(add),
-        )
+        got = self.allocator.alloc(need * self.page_size)
         assert (got is None) == (need > self.room())
         if got is not None:
             given = got.tolist()
             for slots, count in zip(old, add, strict=True):
-                slots.extend(given[:count])
-                del given[:count]
+                partial = -len(slots) % self.page_size
+                slots.extend(range(slots[-1] + 1, slots[-1] + 1 + min(partial, count)) if partial else ())
+                whole = self.pages_of(count - min(partial, count)) * self.page_size
+                slots.extend(given[: count - min(partial, count)])
+                del given[:whole]
             self.sequences += old[len(some) :]
-
-    @precondition(lambda self: self.sequences)
-    @rule()
-    def decode(self) -> None:
-        lens = np.array([len(slots) for slots in self.sequences], np.int64)
-        last = np.array([slots[-1] for slots in self.sequences], np.int64)
-        need = int((lens % self.page_size == 0).sum())
-        got = self.allocator.alloc_decode(lens + 1, last)
-        assert (got is None) == (need > self.room())
-        if got is not None:
-            for slots, slot in zip(self.sequences, got.tolist(), strict=True):
-                slots.append(slot)
 
     @precondition(lambda self: self.sequences)
     @rule(index=st.integers(0, 1000))
@@ -215,25 +142,16 @@ class AllocatorMachine(RuleBasedStateMachine):
         if self.in_group:
             self.pending |= {slot // self.page_size for slot in slots}
 
-    @rule(take=st.booleans())
-    def group(self, take: bool) -> None:
+    @rule()
+    def group(self) -> None:
         if not self.in_group:
             self.allocator.free_group_begin()
-        elif take:
+        else:
             pages = self.allocator.free_group_take()
             assert set(pages.tolist()) == self.pending
             self.allocator.free_page_ids(pages)
-        else:
-            self.allocator.free_group_end()
         self.in_group = not self.in_group
         self.pending = set()
-
-    @precondition(lambda self: not self.in_group)
-    @rule(pages=st.integers(0, 24))
-    def try_and_restore(self, pages: int) -> None:
-        before = self.allocator.backup_state()
-        self.allocator.alloc(pages * self.page_size)
-        self.allocator.restore_state(before)
 
     @rule()
     def merge(self) -> None:

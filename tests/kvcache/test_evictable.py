@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvcache.eviction import POLICIES
-from tests.kvcache.support import memory, put, tree_of
+from tests.kvcache.support import memory, put
 
 every_policy = pytest.mark.parametrize("policy", sorted(POLICIES))
 
@@ -20,9 +20,9 @@ def test_a_leaf_that_grows_from_an_older_one_goes_too(policy: str) -> None:
         put(built, range(8), priority=5)
     put(built, range(16), chunked=True)
     put(built, range(24), chunked=True, priority=-3)
-    assert built.cache.evictable_size() == 24
-    built.cache.evict(24)
-    assert built.cache.evictable_size() == 0
+    assert built.cache.tree.evictable("full") == 6
+    built.cache.tree.evict("full", 6)
+    assert built.cache.tree.evictable("full") == 0
 
 
 @every_policy
@@ -30,9 +30,9 @@ def test_a_request_of_negative_priority_can_be_evicted(policy: str) -> None:
     built = memory(eviction_policy=policy)
     put(built, range(8), priority=-1)
     put(built, [*range(4), *range(50, 58)], priority=-7)
-    assert built.cache.evictable_size() > 0
-    built.cache.evict(1000)
-    assert built.cache.evictable_size() == 0
+    assert built.cache.tree.evictable("full") > 0
+    built.cache.tree.evict("full", 1000)
+    assert built.cache.tree.evictable("full") == 0
 
 
 @every_policy
@@ -47,9 +47,9 @@ def test_everything_goes_however_the_tree_grew(policy: str) -> None:
             ]
             put(built, tokens, chunked=rng.random() < 0.5, priority=rng.randrange(-2, 3))
             if rng.random() < 0.4:
-                before = tree_of(built).evictable_size()
-                wanted = rng.randrange(1, 20)
-                assert built.cache.evict(wanted) >= min(wanted, before)
-        built.cache.evict(10_000)
-        assert built.cache.evictable_size() == 0
+                before = built.cache.tree.evictable("full")
+                wanted = rng.randrange(1, 6)
+                assert built.cache.tree.evict("full", wanted) >= min(wanted, before)
+        built.cache.tree.evict("full", 10_000)
+        assert built.cache.tree.evictable("full") == 0
         built.check_memory()

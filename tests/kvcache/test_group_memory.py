@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from itertools import permutations
 from typing import Any
 
-import numpy as np
 import pytest
 
 from common.errors import ConfigError
@@ -42,7 +42,7 @@ def test_pages_of_every_group_wait_in_quarantine() -> None:
     assert pages is not None
     assert own is not None
     assert slots is not None
-    built.quarantine({"full": pages, "window": own, "state": np.array(slots)}, "room")
+    built.quarantine({"full": pages, "window": own, "state": slots}, "room")
     report = built.check_memory()
     assert report.quarantined_pages == 2
     assert {name: books.quarantined for name, books in report.groups.items()} == {"window": 3, "state": 1}
@@ -59,11 +59,11 @@ def test_a_free_group_spans_all_groups_but_what_is_evicted_is_free_at_once() -> 
     assert slots is not None
     before = built.states.allocator.available_pages()
     built.free_group_begin()
-    built.states.free(slots)
-    assert built.cache.evict_mamba(1) == 1
+    built.states.free(slots.tolist())
+    assert built.cache.tree.evict("state", 1) == 1
     assert built.states.allocator.available_pages() == before + 1
     taken = built.free_group_take()
-    assert {name: pages.tolist() for name, pages in taken.items()} == {"state": slots}
+    assert {name: pages.tolist() for name, pages in taken.items()} == {"state": slots.tolist()}
     built.free(taken)
     driver.check()
 
@@ -76,8 +76,10 @@ def test_a_lost_window_page_or_state_is_named() -> None:
     with pytest.raises(AssertionError, match="1 window pages lost"):
         built.check_memory()
     with pytest.raises(AssertionError, match="1 state pages lost"):
-        built.check_memory({"window": own})
-    assert built.check_memory({"window": own, "state": slots or []}).groups["state"].held == 1
+        built.check_memory({"window": own if own is not None else ()})
+    assert own is not None
+    assert slots is not None
+    assert built.check_memory({"window": own, "state": slots}).groups["state"].held == 1
 
 
 @pytest.mark.parametrize("kinds", [("window",), ("state",), ("window", "state")], ids="+".join)
@@ -160,15 +162,19 @@ def test_pools_are_sized_by_group() -> None:
         "latent": 40, "window": 32, "state": 16,
     }  # fmt: skip
     assert all(pool.num_pages == built.allocators[name].num_pages for name, pool in built.kv_caches.items())
-    assert len({built.shared_fd(name) for name in built.allocators} - {None}) == 3
+    fds = {pool.fd for pool in built.kv_caches.values()} - {None}
+    assert len(fds) == 3
     built.close()
+    for fd in fds:
+        with pytest.raises(OSError):
+            os.fstat(fd or -1)
 
 
 def test_a_full_group_without_layers_has_no_bytes_and_no_descriptor() -> None:
     specs: list[GroupSpec] = [KVGroupSpec((), 2, 4, SPEC.dtype), *groups("window")[1:]]
     built = build_memory(config(shared=True), specs)
-    assert built.shared_fd("full") is None
-    assert built.shared_fd("window") == built.kv_caches["window"].fd
+    assert built.kv_cache.fd is None
+    assert built.kv_caches["window"].fd is not None
     assert built.kv_cache.bytes.numel() == 0
     assert built.allocator.available_pages() == 40
     built.close()

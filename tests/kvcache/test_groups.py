@@ -10,8 +10,9 @@ import pytest
 from kvcache.eviction import POLICIES
 from kvcache.memory import Memory
 from kvcache.radix_key import Namespace
+from kvcache.report import pretty_print
 from tests.kvcache.driver import Driver
-from tests.kvcache.support import Index, groups, key, memory, tree_of
+from tests.kvcache.support import Index, cached_tokens, groups, key, locked, memory, radix_cache
 
 A, B, C, D = ([name] * 8 for name in (1, 2, 3, 4))
 PAGE = 4
@@ -33,8 +34,8 @@ def insert(built: Memory, tokens: list[int], window: list[int] | None = None, st
         assert own is not None
         offers["window"] = own * np.array(window if window is not None else [1] * n, np.int32)
     if built.states is not None:
-        offers["state"] = state
-    return tree_of(built).insert(key(tokens), pages, offers=offers), offers
+        offers["state"] = np.array([state], np.int32)
+    return radix_cache(built).insert(key(tokens), pages, offers=offers), offers
 
 
 def hit(driver: Driver, tokens: list[int]) -> int:
@@ -48,13 +49,13 @@ def hit(driver: Driver, tokens: list[int]) -> int:
 def test_a_window_match_ends_where_the_window_is_whole() -> None:
     built = memory(PAGE, specs=groups("window", window=8))
     insert(built, A + B + C, window=[0, 1, 1, 0, 1, 1])
-    tree = tree_of(built)
+    tree = built.cache
     # A query at 24 sees 17.. and needs pages 4 and 5; one at 20 needs page 3; one at 12 pages 1 and 2.
     assert len(tree.match_prefix(key(A + B + C)).pages) == 6
     assert len(tree.match_prefix(key((A + B + C)[:23])).pages) == 3
     parts = tree.match_parts(key((A + B + C)[:23]))
-    assert (parts.window_pages != 0).tolist() == [False, True, True, False, True]
-    assert (len(parts.pages), parts.branching_len, parts.state_slot) == (5, 20, 0)
+    assert (parts.part("window") != 0).tolist() == [False, True, True, False, True]
+    assert (len(parts.pages), parts.branching_len, len(parts.part("state"))) == (5, 20, 0)
 
 
 def test_a_state_match_ends_at_a_state_and_says_where_the_prompts_part() -> None:
@@ -62,8 +63,9 @@ def test_a_state_match_ends_at_a_state_and_says_where_the_prompts_part() -> None
     driver.run([*A, *B, 9], chunk=8)
     match = driver.memory.cache.match_prefix(key([*A, *B[:4], *C]))
     assert (len(match.device_indices), match.branching_len) == (8, 12)
-    assert match.state_slot
-    assert driver.memory.cache.match_parts(key(A + B)).state_slot == 0
+    assert match.part("state").tolist() != [0]
+    parts = driver.memory.cache.match_parts(key([*A, *B[:4]]))
+    assert (len(parts.pages), parts.part("state").tolist()) == (3, [0]), "there is no state after 12 tokens"
 
 
 def test_a_combined_match_needs_the_window_and_the_state_at_one_length() -> None:
@@ -73,11 +75,11 @@ def test_a_combined_match_needs_the_window_and_the_state_at_one_length() -> None
     assert slots is not None
     insert(built, A, window=[1, 1], state=slots[0])
     insert(built, A + B, window=[0, 0, 0, 1], state=slots[1])
-    tree = tree_of(built)
-    assert len(tree.match_prefix(key(A + B + C)).pages) == 4
-    assert tree.evict_window(3) == 3, "the pages of A, and then the leaf with all it holds"
-    assert len(tree.match_prefix(key(A + B + C)).pages) == 0
-    assert tree.total_size() == 0, "A had a state but no window left"
+    cache = built.cache
+    assert len(cache.match_prefix(key(A + B + C)).pages) == 4
+    assert cache.tree.evict("window", 3) == 3, "the pages of A, and then the leaf with all it holds"
+    assert len(cache.match_prefix(key(A + B + C)).pages) == 0
+    assert cached_tokens(built) == 0, "A had a state but no window left"
 
 
 # -- repeats, turns and forks --------------------------------------------------------------------------
@@ -148,15 +150,15 @@ def test_a_reinserted_prefix_revives_tombstones_and_keeps_the_rest() -> None:
     driver = drive("window", "state", window=4)
     built = driver.memory
     driver.run([*A, *B, *C, 9], chunk=8)
-    assert built.cache.evict_mamba(2) == 2
-    assert built.cache.evict_window(2) == 2
+    assert built.cache.tree.evict("state", 2) == 2
+    assert built.cache.tree.evict("window", 2) == 2
     assert hit(driver, A + B) == 0
     driver.run([*A, *D, 9], chunk=8)  # gives the states and pages of A again
     assert hit(driver, A + B) == 8
     driver.check()
-    cached = built.cache.total_size()
+    cached = cached_tokens(built)
     driver.run([*A, *B, 9], chunk=8)
-    assert built.cache.total_size() == cached, "a revival is no new node"
+    assert cached_tokens(built) == cached, "a revival is no new node"
     assert hit(driver, A + B + [9]) == 16
     driver.check()
 
@@ -169,18 +171,18 @@ def test_what_the_tree_has_is_not_taken_again() -> None:
     assert first is not None
     assert second is not None
     (result, offers) = insert(built, A, state=first[0])
-    assert (result.match.window_pages == offers["window"]).all()
+    assert (result.match.part("window") == offers["window"]).all()
     (again, _) = insert(built, A, state=second[0])
     assert again.prefix_len == 8
-    assert again.match.window_pages.tolist() == offers["window"].tolist()
-    assert again.match.state_slot == first[0]
+    assert again.match.part("window").tolist() == offers["window"].tolist()
+    assert again.match.part("state").tolist() == [first[0]]
 
 
 def test_no_leaf_is_made_where_nothing_could_continue() -> None:
     built = memory(PAGE, specs=groups("window", "state"))
     result, _ = insert(built, A)
     assert len(result.match.pages) == 0, "no state is offered"
-    assert built.cache.total_size() == 0
+    assert cached_tokens(built) == 0
     window = memory(PAGE, specs=groups("window"))
     result, _ = insert(window, A + B, window=[1, 1, 1, 0])
     assert len(result.match.pages) == 3, "cached as far as the window's pages go"
@@ -190,12 +192,12 @@ def test_ancestors_without_a_state_go_with_the_last_leaf() -> None:
     driver = drive("state")
     driver.run([*A, *B, 9], chunk=8)
     index = Index()
-    index.read(driver.memory.cache.take_events())
-    assert driver.memory.cache.evict_mamba(1) == 1
-    assert driver.memory.cache.take_events() == [], "a dropped state is silent"
+    index.read(driver.memory.take_events())
+    assert driver.memory.cache.tree.evict("state", 1) == 1
+    assert driver.memory.take_events() == [], "a dropped state is silent"
     assert len(index.blocks) == 4
-    assert driver.memory.cache.evict(1) == 16, "the leaf, and then A, which had no state left"
-    index.read(driver.memory.cache.take_events())
+    assert driver.memory.cache.tree.evict("full", 1) == 4, "the leaf, and then A, which had no state left"
+    index.read(driver.memory.take_events())
     assert not index.blocks
     driver.check()
 
@@ -209,12 +211,12 @@ def test_a_leaf_that_loses_its_window_under_a_lock_goes_with_the_last_lock() -> 
     for _ in driver.decode(req, 8):
         pass
     assert req.cache_protected_len == 8
-    assert built.cache.evict_window(9) == 2, "decode has left both pages of the prompt"
-    built.cache.take_events()
-    assert built.cache.total_size() == 8, "its full pages are locked"
+    assert built.cache.tree.evict("window", 9) == 2, "decode has left both pages of the prompt"
+    built.take_events()
+    assert cached_tokens(built) == 8, "its full pages are locked"
     driver.finish(req, is_insert=False)
-    assert built.cache.total_size() == 0
-    assert [event.block_hashes for event in built.cache.take_events()] != []
+    assert cached_tokens(built) == 0
+    assert [event.block_hashes for event in built.take_events()] != []
     driver.check()
 
 
@@ -231,7 +233,7 @@ def test_window_locks_move_page_by_page_while_a_request_decodes() -> None:
     evictable = []
     for length in driver.decode(req, 12):
         if length % PAGE == 2:  # the step after a page border gave a page up
-            evictable.append(cache.evictable_window_pages())
+            evictable.append(cache.tree.evictable("window"))
     assert evictable == [4, 5, 6], "one page more at every border"
     driver.check()
 
@@ -240,13 +242,12 @@ def test_a_state_lock_holds_one_node_and_a_full_lock_the_path() -> None:
     driver = drive("state")
     driver.run([*A, *B, *C, 9], chunk=8)
     cache = driver.memory.cache
-    node = cache.match_prefix(key(A + B)).last_device_node
-    with cache.locked(node):
-        assert cache.evict_mamba(9) == 2, "A's state alone, C with its leaf"
-        assert cache.total_size() == 16
+    with locked(driver.memory, A + B):
+        assert cache.tree.evict("state", 9) == 2, "A's state alone, C with its leaf"
+        assert cached_tokens(driver.memory) == 16
         assert hit(driver, A + B) == 16
-    assert cache.evict_mamba(9) == 1
-    assert cache.total_size() == 0
+    assert cache.tree.evict("state", 9) == 1
+    assert cached_tokens(driver.memory) == 0
 
 
 def test_a_request_that_cannot_get_another_slot_gives_nothing_to_the_tree() -> None:
@@ -254,7 +255,7 @@ def test_a_request_that_cannot_get_another_slot_gives_nothing_to_the_tree() -> N
     one, two = driver.admit([*A, 9]), driver.admit([*B, 9])
     for _ in driver.prefill(one):
         pass
-    assert driver.memory.cache.total_size() == 0
+    assert cached_tokens(driver.memory) == 0
     driver.finish(two, is_insert=False)
     driver.finish(one)
     assert hit(driver, A) == 8, "a request that ends needs no other slot"
@@ -271,11 +272,11 @@ def test_of_a_long_leaf_only_what_no_window_needs_goes_first() -> None:
         pass
     driver.finish(req)
     cache = driver.memory.cache
-    held = cache.evictable_window_pages()
-    assert cache.evict_window(held - 2) == held - 2
+    held = cache.tree.evictable("window")
+    assert cache.tree.evict("window", held - 2) == held - 2
     assert hit(driver, A + B + C + D) == 32, "the last window is whole"
-    assert cache.evict_window(1) == 2, "now the leaf goes, and what lies above it"
-    assert cache.total_size() == 0
+    assert cache.tree.evict("window", 1) == 2, "now the leaf goes, and what lies above it"
+    assert cached_tokens(driver.memory) == 0
     driver.check()
 
 
@@ -286,18 +287,19 @@ def test_every_policy_orders_every_group(policy: str, group: str) -> None:
     built = driver.memory
     cache = built.cache
     uses = {1: (3, 1), 2: (2, 9), 3: (1, 0), 4: (0, 0)}  # name: hits, priority
-    slots = iter(built.states.alloc(4) or []) if built.states else iter([0] * 4)
+    states = built.states.alloc(4) if built.states else np.zeros(4, np.int32)
+    assert states is not None
+    slots = iter(states.tolist())
     for name in uses:
         insert(built, [name] * 4, state=next(slots))
     for name, (hits, priority) in uses.items():
         for _ in range(hits):
-            tree_of(built).insert(key([name] * 4), np.zeros(1, np.int32), priority=priority)
+            radix_cache(built).insert(key([name] * 4), np.zeros(1, np.int32), priority=priority)
     gone = []
     left = set(uses)
-    evict = cache.evict_window if group == "window" else cache.evict_mamba
     while left:
-        assert evict(1) == 1
-        now = {int(node.token_array()[0]) for node in tree_of(built).nodes()}
+        assert cache.tree.evict(group, 1) == 1
+        now = {int(node.token_array()[0]) for node in cache.tree.nodes()}
         gone += sorted(left - now)
         left = now
     expected = {
@@ -310,14 +312,14 @@ def test_every_policy_orders_every_group(policy: str, group: str) -> None:
         "slru": [4, 3, 1, 2],
     }
     assert gone == expected[policy]
-    built.cache.check()
+    cache.tree.check()
 
 
 def test_pretty_print_says_what_each_group_keeps() -> None:
     driver = drive("window", "state", window=4)
     driver.run([*A, *B, 9], chunk=8)
     req = driver.admit([*A, *B, 9])
-    text = driver.memory.cache.pretty_print().splitlines()
+    text = pretty_print(driver.memory.cache.tree).splitlines()
     assert text[0] == "16 tokens cached, 16 protected"
     assert text[1].startswith("  8 tokens [1 1 1 1 1 1 1 1] full=2 window=")
     assert "window=2 (1 locked) state=" in text[2]

@@ -11,7 +11,7 @@ consumer of the events knows exactly the tree's pages.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -24,11 +24,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvcache.common import alloc_token_slots, release_kv_cache
+from kvcache.common import alloc_for_decode, release_kv_cache
 from kvcache.tree_node import TreeNode
 from tests.kvcache.admissions import Admissions
 from tests.kvcache.contents import Live
-from tests.kvcache.support import reference_hashes, tree_of
+from tests.kvcache.support import reference_hashes
 from wire.page_hash import event_hash
 
 COMBINATIONS = ((), ("window",), ("state",), ("window", "state"))
@@ -53,8 +53,7 @@ class GroupsMachine(Admissions):
             self.memory.release_quarantine(owner)
         self.live, self.fences = [], []
         self.everything_balances()
-        if self.memory.config.prefix_cache == "radix":
-            self.cache.reset()
+        self.cache.tree.evict("full", self.memory.num_pages)
         for allocator in self.memory.allocators.values():
             assert allocator.available_pages() == allocator.num_pages
 
@@ -95,10 +94,8 @@ class GroupsMachine(Admissions):
         if start + 1 >= LONGEST:
             return
         if start == req.kv_allocated_len:
-            slots = alloc_token_slots(self.memory, self.size)
-            if slots is None:
+            if alloc_for_decode(self.memory, np.array([req.req_pool_idx]), np.array([start])) is None:
                 return
-            self.memory.req_to_token_pool.write(req.req_pool_idx, start, slots)
             req.kv_allocated_len += self.size
         if self.memory.swa is not None and live.out == []:
             self.memory.free({"window": self.memory.swa.slide(req.req_pool_idx, start)})
@@ -127,7 +124,7 @@ class GroupsMachine(Admissions):
         if req.state_hold is not None:
             if start:
                 assert contents.state[read] == contents.prefix(req, start)
-            cached = self.cache.all_parts().get("state", ())
+            cached = self.cache.tree.all_pages("state")
             assert write in req.state_hold.private, "a forward writes to a state that is not the request's"
             assert write not in cached
             contents.state[write] = contents.prefix(req, end)
@@ -180,30 +177,31 @@ class GroupsMachine(Admissions):
 
     @rule(tokens=st.integers(1, 30))
     def evict(self, tokens: int) -> None:
-        self.evicts("full", self.cache.evict, self.cache.evictable_size, tokens, self.size)
+        self.evicts("full", -(-tokens // self.size))
 
     @precondition(lambda self: "window" in self.kinds)
     @rule(pages=st.integers(1, 8))
     def evict_window(self, pages: int) -> None:
-        self.evicts("window", self.cache.evict_window, self.cache.evictable_window_pages, pages, 1)
+        self.evicts("window", pages)
 
     @precondition(lambda self: "state" in self.kinds)
     @rule(slots=st.integers(1, 3))
-    def evict_mamba(self, slots: int) -> None:
-        self.evicts("state", self.cache.evict_mamba, self.cache.evictable_states, slots, 1)
+    def evict_state(self, slots: int) -> None:
+        self.evicts("state", slots)
 
-    def evicts(self, group: str, evict: Any, evictable: Any, wanted: int, unit: int) -> None:
-        allocator, before = self.memory.allocators[group], evictable()
+    def evicts(self, group: str, wanted: int) -> None:
+        allocator, before = self.memory.allocators[group], self.cache.tree.evictable(group)
         available = allocator.available_pages()
-        freed = evict(wanted)
+        freed = self.cache.tree.evict(group, wanted)
         assert freed >= min(wanted, before)
-        assert freed == before - evictable()
-        assert allocator.available_pages() == available + freed // unit
+        assert freed == before - self.cache.tree.evictable(group)
+        assert allocator.available_pages() == available + freed
 
     @precondition(lambda self: not self.live)
     @rule()
-    def reset(self) -> None:
-        self.cache.reset()
+    def evict_everything(self) -> None:
+        self.cache.tree.evict("full", self.memory.num_pages)
+        assert not any(len(self.cache.tree.all_pages(name)) for name in self.memory.allocators)
 
     # -- what always holds -------------------------------------------------------------------------
 
@@ -243,7 +241,7 @@ class GroupsMachine(Admissions):
         if not hasattr(self, "memory") or self.memory.config.prefix_cache == "none":
             return
         names = []
-        for node in tree_of(self.memory).nodes():
+        for node in self.cache.tree.nodes():
             self.locks_are_where_they_should_be(node)
             extra = 1 if node.namespace.is_bigram else 0
             path = node.path()
@@ -257,9 +255,9 @@ class GroupsMachine(Admissions):
             assert self.contents.kv[int(node.value[-1]) * self.size + self.size - 1] == seen
             if "window" in self.kinds and (page := int(node.parts["window"][-1])):
                 assert self.contents.window[page, self.size - 1] == seen
-            if "state" in self.kinds and (slot := node.parts["state"]):
+            if "state" in self.kinds and (slot := node.parts["state"].slot):
                 assert self.contents.state[slot] == seen
-        self.index.read(self.cache.take_events())
+        self.index.read(self.memory.take_events())
         assert sorted(self.index.blocks) == sorted(names)
 
     def locks_are_where_they_should_be(self, node: TreeNode) -> None:
@@ -270,9 +268,10 @@ class GroupsMachine(Admissions):
             assert pages[-1] or not free_leaf, "a leaf that is a tombstone"
             assert node.lock_ref or not self.memory.swa.locks.counts[pages[pages != 0]].any()
         if "state" in self.kinds:
-            assert node.parts["state"] or not free_leaf, "a leaf that is a tombstone"
-            assert node.mamba_lock == sum(live.req.last_node is node for live in self.live)
-            assert node.lock_ref > 0 or node.mamba_lock == 0
+            state = node.parts["state"]
+            assert state.slot or not free_leaf, "a leaf that is a tombstone"
+            assert state.locks == sum(live.req.last_node is node for live in self.live)
+            assert node.lock_ref > 0 or state.locks == 0
 
 
 def machine(kinds: tuple[str, ...]) -> type[GroupsMachine]:

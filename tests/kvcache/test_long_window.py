@@ -83,7 +83,7 @@ def test_what_the_window_left_behind_is_another_request_s_to_take() -> None:
     first = driver.admit(prompt(0))
     run(driver, first)
     assert driver.memory.swa is not None
-    left = driver.memory.swa.evictable_pages()
+    left = driver.memory.cache.tree.evictable("window")
     second = driver.admit(prompt(1))
     for _ in driver.prefill(second, CHUNK):
         assert in_use(driver.memory) <= DECODE_PAGES + PREFILL_PAGES

@@ -15,10 +15,11 @@ from kvcache.buffers import SharedBuffer, allocate_private, allocate_shared
 from kvcache.chunk_cache import ChunkCache
 from kvcache.common import alloc_for_decode, alloc_for_extend, alloc_token_slots, release_kv_cache
 from kvcache.layout import KVGroupSpec, pages_in
-from kvcache.memory import build_memory
+from kvcache.memory import Memory, build_memory
 from kvcache.pool import MHAKVCache, ReqToTokenPool
 from kvcache.radix_key import Namespace
-from tests.kvcache.support import SPEC, matched, memory, put, request
+from tests.kvcache.support import SPEC, Request, cached_tokens, key, matched, memory, put, request
+from tests.support.pool_rows import read_kv
 
 
 def test_a_shared_buffer_is_seen_through_its_descriptor_until_closed() -> None:
@@ -57,15 +58,11 @@ def test_kv_is_written_where_the_page_layout_says(dtype: torch.dtype, page_size:
         assert torch.equal(cache.data[page, 1, 0, :, offset], k[i])
         assert torch.equal(cache.data[page, 1, 1, :, offset], v[i])
     assert int(cache.data[:, 0].count_nonzero()) == 0, "another layer was written"
-    got_k, got_v = cache.get_kv(7, slots)
+    got_k, got_v = read_kv(cache, 7, slots)
     assert torch.equal(got_k, k)
     assert torch.equal(got_v, v)
-    ptr, nbytes, page_bytes = cache.transfer_region()
-    assert (ptr, nbytes, page_bytes) == (
-        cache.data.data_ptr(),
-        9 * spec.page_bytes(page_size),
-        cache.page_bytes,
-    )
+    assert cache.bytes.data_ptr() == cache.data.data_ptr()
+    assert cache.bytes.shape == (9, spec.page_bytes(page_size))
     assert torch.equal(cache.bytes[3].view(dtype), cache.data[3].reshape(-1))
     with pytest.raises(AssertionError, match="into a pool of"):
         cache.set_kv_buffer(7, slots, k.double(), v.double())
@@ -130,42 +127,84 @@ def test_allocation_evicts_what_it_needs_and_is_all_or_nothing() -> None:
     put(built, [2] * 8)
     slots = alloc_token_slots(built, 12)
     assert slots is not None
-    assert (built.cache.total_size(), built.allocator.available_size()) == (0, 4)
-    req = request(range(9))
-    assert alloc_for_extend(built, [req], [9]) is None
-    assert (req.req_pool_idx, req.kv_allocated_len) == (None, 0)
-    assert built.req_to_token_pool.available_size() == 8
+    assert (cached_tokens(built), built.allocator.available_size()) == (0, 4)
+    req = with_row(built, request(range(9)))
+    assert not alloc_for_extend(built, req, 9)
+    assert req.kv_allocated_len == 0
+    rows = np.array([1, 2], np.int32)
+    assert alloc_for_decode(built, rows, np.array([4, 8])) is None
+    assert not built.req_to_token_pool.req_to_token.any()
     built.allocator.free(slots)
-    built.check_memory()
+    built.check_memory(held_rows=[1])
 
 
-def test_a_batch_extends_fresh_and_running_requests_together() -> None:
-    built = memory(page_size=4, pages=8)
-    first, second = request(range(10)), request(range(20, 23))
-    assert alloc_for_extend(built, [first], [6]) is not None
-    slots = alloc_for_extend(built, [first, second], [4, 3])
-    assert slots is not None
-    rows = built.req_to_token_pool.req_to_token
-    assert rows[first.req_pool_idx, 6:10].tolist() == slots[:4].tolist()
-    assert rows[second.req_pool_idx, :3].tolist() == slots[4:].tolist()
-    step = alloc_for_decode(built, [first, second])
-    assert step is not None
-    assert step.tolist() == [slots[3] + 1, slots[-1] + 1]
-    assert (first.kv_allocated_len, second.kv_allocated_len) == (11, 4)
-    for req in (first, second):
+def with_row(built: Memory, req: Request) -> Request:
+    """The request, with a row and no slots."""
+    (req.req_pool_idx,) = built.req_to_token_pool.alloc(1) or [None]
+    return req
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_extend_goes_on_behind_the_prefix_in_whole_pages(page_size: int) -> None:
+    built = memory(page_size, 8 // page_size * 4)
+    put(built, range(8))
+    match = built.cache.match_prefix(key(range(11)))
+    built.cache.inc_lock_ref(match.last_device_node)
+    req = with_row(built, request(range(11), prefix_indices=match.device_indices, cache_protected_len=8))
+    req.last_node = match.last_device_node
+    assert alloc_for_extend(built, req, 11)
+    assert req.kv_allocated_len == (11 if page_size == 1 else 12)
+    row = built.req_to_token_pool.req_to_token[req.req_pool_idx]
+    assert row[:8].tolist() == match.device_indices.tolist()
+    slots = row[8 : req.kv_allocated_len].tolist()
+    assert not row[req.kv_allocated_len :].any()
+    assert len({slot // page_size for slot in slots} - set(match.pages.tolist())) == len(slots) // page_size
+    assert [slot % page_size for slot in slots] == [i % page_size for i in range(len(slots))]
+    release_kv_cache(built, req, is_insert=False)
+    assert built.check_memory().free_pages == built.num_pages - 8 // page_size
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_decode_takes_each_row_s_next_page_and_the_rows_name_all_its_slots(page_size: int) -> None:
+    built = memory(page_size, 64)
+    reqs = [with_row(built, request(range(n))) for n in (4, 8, 12)]
+    for req in reqs:
+        assert alloc_for_extend(built, req, len(req.fill_ids))
+    rows, lens = np.array([1, 3], np.int32), np.array([4, 12])
+    before = built.req_to_token_pool.req_to_token.copy()
+    pages = alloc_for_decode(built, rows, lens)
+    assert pages is not None
+    after = built.req_to_token_pool.req_to_token
+    for row, start, page in zip(rows, lens, pages, strict=True):
+        end = start + page_size
+        assert after[row, start:end].tolist() == [*range(page * page_size, (page + 1) * page_size)]
+        before[row, start:end] = after[row, start:end]
+    assert (after == before).all(), "nothing else was written"
+    for req in (reqs[0], reqs[2]):
+        req.kv_allocated_len += page_size
+    for req in reqs:
         release_kv_cache(built, req, is_insert=False)
-    assert built.check_memory().free_pages == 8
+    assert built.check_memory().free_pages == 64
+
+
+def test_rows_name_the_last_page_s_slots_beyond_the_longest_context() -> None:
+    built = memory(page_size=4, pages=4, max_context_len=6)
+    req = with_row(built, request(range(6)))
+    assert alloc_for_extend(built, req, 6)
+    assert built.req_to_token_pool.req_to_token.shape[1] == req.kv_allocated_len == 8
+    release_kv_cache(built, req, is_insert=False)
+    assert built.check_memory().free_pages == 4
 
 
 def test_without_prefix_caching_nothing_is_kept() -> None:
     built = memory(prefix_cache="none")
     assert isinstance(built.cache, ChunkCache)
-    req = request(range(10))
-    alloc_for_extend(built, [req], [6])
+    req = with_row(built, request(range(10)))
+    assert alloc_for_extend(built, req, 10)
     req.kv_committed_len = 6
     built.cache.cache_unfinished_req(req)
-    assert len(req.prefix_indices) == 6
-    assert alloc_for_extend(built, [req], [4]) is not None
+    row = built.req_to_token_pool.req_to_token[req.req_pool_idx]
+    assert req.prefix_indices.tolist() == row[:6].tolist()
     assert matched(built, range(10)) == 0
     release_kv_cache(built, req)
     assert built.check_memory().free_pages == 64
@@ -175,7 +214,7 @@ def test_two_requests_with_one_prompt_end_on_one_copy() -> None:
     built = memory(page_size=4, pages=16)
     both = [request(range(8), tenant=name) for name in ("a", "b")]
     for req in both:
-        alloc_for_extend(built, [req], [8])
+        assert alloc_for_extend(built, with_row(built, req), 8)
         req.kv_committed_len = 8
     for req in both:
         built.cache.cache_unfinished_req(req)

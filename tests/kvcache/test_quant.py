@@ -13,6 +13,7 @@ from common.errors import ConfigError
 from kvcache.layout import GroupSpec, KVGroupSpec, LatentGroupSpec, StateGroupSpec, StateTensor, stored_as
 from kvcache.pool import MHAKVCache, MLAKVCache
 from kvcache.quant import BLOCK, KVFormat, QuantisedRows, from_fp4, to_fp4, to_fp8
+from tests.support.pool_rows import read_kv
 from wire.records import layout_digest
 
 FP8 = (KVFormat.FP8_E4M3, KVFormat.FP8_E5M2)
@@ -147,7 +148,7 @@ def test_a_pool_reads_back_what_the_format_holds(form: KVFormat, page_size: int)
     k, v = torch.randn(2, len(slots), 4, 32).bfloat16()
     pool = MHAKVCache(full, 6, page_size)
     pool.set_kv_buffer(3, slots, k, v)
-    got_k, got_v = pool.get_kv(3, slots)
+    got_k, got_v = read_kv(pool, 3, slots)
     assert torch.equal(got_k, alone(k, form))
     assert torch.equal(got_v, alone(v, form))
     assert int(pool.bytes.view(torch.uint8).reshape(7, 2, -1)[:, 0].count_nonzero()) == 0, "another layer"

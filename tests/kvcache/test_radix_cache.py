@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -10,24 +10,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import ConfigError
-from kvcache.components.base import TreeComponent
+from kvcache.components.base import PartReport, TreeComponent
+from kvcache.components.full import FullComponent
+from kvcache.components.holdings import GroupHoldings
 from kvcache.config import CacheConfig, KVEventsConfig
-from kvcache.events import EventRecorder
 from kvcache.eviction import POLICIES, Evictor
+from kvcache.memory import build_memory
 from kvcache.radix_cache import RadixCache
 from kvcache.radix_key import Namespace
+from kvcache.radix_tree import RadixTree
+from kvcache.report import pretty_print
 from kvcache.request import CachedRequest
 from kvcache.tree_node import TreeNode
 from tests.kvcache.support import (
     NAMESPACE,
+    SPEC,
     Index,
+    cached_tokens,
     key,
+    locked,
     matched,
     memory,
     put,
     reference_hashes,
     request,
-    tree_of,
 )
 
 A, B, C = [1] * 4, [2] * 4, [3] * 4
@@ -57,9 +63,9 @@ def test_a_match_is_floored_to_pages_and_splits_exactly_there() -> None:
     result = built.cache.match_prefix(key([*A, *B[:3], 9]))
     assert result.pages.tolist() == pages[:1]
     assert result.device_indices.tolist() == [pages[0] * 4 + i for i in range(4)]
-    assert [node.num_tokens for node in tree_of(built).nodes()] == [4, 8]
+    assert [node.num_tokens for node in built.cache.tree.nodes()] == [4, 8]
     assert matched(built, A + B + C) == 12
-    assert built.cache.total_size() == 12
+    assert cached_tokens(built) == 12
 
 
 def test_a_bigram_page_needs_one_token_more_and_reports_pairs() -> None:
@@ -69,21 +75,20 @@ def test_a_bigram_page_needs_one_token_more_and_reports_pairs() -> None:
     assert matched(built, range(8), bigram) == 4
     assert matched(built, [*range(8), 99], bigram) == 4
     assert matched(built, range(9), bigram) == 8
-    (event,) = built.cache.take_events()
+    (event,) = built.take_events()
     assert event.token_ids == [[i, i + 1] for i in range(8)]
 
 
 def test_a_locked_path_survives_eviction_and_a_split_inherits_the_lock() -> None:
     built = memory()
     put(built, A + B)
-    node = built.cache.match_prefix(key(A + B)).last_device_node
-    with built.cache.locked(node):
+    with locked(built, A + B):
         put(built, A + C)
-        assert (built.cache.protected_size(), built.cache.evictable_size()) == (8, 4)
-        assert built.cache.evict(100) == 4
+        assert (built.cache.tree.protected("full"), built.cache.tree.evictable("full")) == (2, 1)
+        assert built.cache.tree.evict("full", 25) == 1
         built.check_memory()
-    assert built.cache.evict(100) == 8
-    assert built.cache.total_size() == 0
+    assert built.cache.tree.evict("full", 25) == 2
+    assert cached_tokens(built) == 0
     built.check_memory()
 
 
@@ -107,8 +112,8 @@ def test_policies(policy: str, expected: list[int]) -> None:
     matched(built, [1] * 4)
     left, gone = {1, 2, 3, 4}, []
     while left:
-        assert built.cache.evict(1) == 4
-        held = {int(node.token_array()[0]) for node in tree_of(built).nodes()}
+        assert built.cache.tree.evict("full", 1) == 1
+        held = {int(node.token_array()[0]) for node in built.cache.tree.nodes()}
         gone += sorted(left - held)
         left = held
     assert gone == expected
@@ -124,15 +129,15 @@ def test_whatever_grew_and_was_used_the_first_in_policy_order_goes(
     policy: str, prompts: list[list[int]], data: st.DataObject
 ) -> None:
     built = memory(page_size=1, pages=256, eviction_policy=policy)
-    tree, order = tree_of(built), POLICIES[policy]
+    tree, order = built.cache.tree, POLICIES[policy]
     for tokens in prompts:
         put(built, tokens, priority=data.draw(st.integers(-1, 2)))
         matched(built, data.draw(st.sampled_from(prompts)))
         if data.draw(st.integers(0, 5)) == 0:
-            tree.evict(1)
-    while tree.total_size():
+            tree.evict("full", 1)
+    while cached_tokens(built):
         leaves = [node for node in tree.nodes() if not node.children]
-        tree.evict(1)
+        tree.evict("full", 1)
         held = {id(node) for node in tree.nodes()}
         (gone,) = [node for node in leaves if id(node) not in held]
         assert order(gone) == min(map(order, leaves))
@@ -149,9 +154,9 @@ def test_lookup_of_many_offers_keeps_the_heap_small() -> None:
     built = memory()
     put(built, A)
     for _ in range(1000):
-        with built.cache.locked(built.cache.match_prefix(key(A)).last_device_node):
+        with locked(built, A):
             pass
-    assert len(tree_of(built)._full.evictor._heap) == 1
+    assert len(built.cache.tree.components[0].evictor._heap) == 1
 
 
 def test_events_are_chained_by_the_written_definition_and_survive_splits() -> None:
@@ -159,57 +164,51 @@ def test_events_are_chained_by_the_written_definition_and_survive_splits() -> No
     salted = Namespace("model", extra_key="lora", cache_salt="s")
     put(built, A + B + C, salted)
     put(built, A + C, salted)
-    first, second = built.cache.take_events()
+    first, second = built.take_events()
     assert first.block_hashes == reference_hashes(salted, A + B + C, 4)
     assert first.parent_block_hash is None
     assert (first.token_ids, first.block_size, first.medium) == (A + B + C, 4, "GPU")
     assert (first.extra_keys, first.cache_salt) == ([["lora"]] * 3, "s")
     assert second.block_hashes == reference_hashes(salted, A + C, 4)[1:]
     assert second.parent_block_hash == first.block_hashes[0]
-    built.cache.evict(100)
-    removed = [name for event in built.cache.take_events() for name in event.block_hashes]
+    built.cache.tree.evict("full", 25)
+    removed = [name for event in built.take_events() for name in event.block_hashes]
     assert sorted(removed) == sorted(first.block_hashes + second.block_hashes)
 
 
 def test_hashes_are_computed_only_when_events_are_on() -> None:
-    built = memory()
-    silent = RadixCache(built.req_to_token_pool, built.allocator)
-    pages = built.allocator.alloc_pages(1)
-    assert pages is not None
-    silent.insert(key(A), pages)
-    assert [node.digests for node in silent.nodes()] == [None]
+    silent = build_memory(CacheConfig(64, 64, 1, page_size=4), (SPEC,))
+    put(silent, A)
+    assert [node.digests for node in silent.cache.tree.nodes()] == [None]
     assert silent.take_events() == []
 
 
-def test_an_overflow_becomes_a_clear_and_a_snapshot() -> None:
-    built = memory()
-    recorder = EventRecorder(4, max_events=3)
-    tree = RadixCache(built.req_to_token_pool, built.allocator, recorder=recorder)
+def test_an_overflow_becomes_a_clear_and_a_snapshot(caplog: pytest.LogCaptureFixture) -> None:
+    events = KVEventsConfig(enable=True, max_queued_events=3)
+    built = build_memory(CacheConfig(256, 256, 1, page_size=4, events=events), (SPEC,))
     index = Index()
     for name in range(6):
-        pages = built.allocator.alloc_pages(2)
-        assert pages is not None
-        tree.insert(key([name] * 8), pages)
+        put(built, [name] * 8)
         if name == 0:
-            index.read(tree.take_events())
-    tree.evict(8)
-    assert recorder.overflows == 1
-    index.read(tree.take_events())
+            index.read(built.take_events())
+    built.cache.tree.evict("full", 2)
+    assert caplog.text.count("not taken in time") == 1
+    index.read(built.take_events())
     expected = [name for i in range(1, 6) for name in reference_hashes(NAMESPACE, [i] * 8, 4)]
     assert sorted(index.blocks) == sorted(expected)
-    tree.evict(8)
-    index.read(tree.take_events())
+    built.cache.tree.evict("full", 2)
+    index.read(built.take_events())
     assert len(index.blocks) == 8
 
 
-def test_reset_frees_all_and_clears_consumers() -> None:
+def test_a_tree_that_lost_everything_grows_again() -> None:
     built = memory()
     put(built, A + B)
-    built.cache.reset()
+    built.cache.tree.evict("full", 64)
     assert built.allocator.available_pages() == 64
-    assert built.cache.total_size() == 0
+    assert cached_tokens(built) == 0
     index = Index()
-    index.read(built.cache.take_events())
+    index.read(built.take_events())
     assert not index.blocks
     put(built, A)
     assert matched(built, A) == 4
@@ -253,17 +252,35 @@ class Marked(TreeComponent):
     def free(self, node: TreeNode) -> None:
         self.freed.append(node.parts.pop(self.name))
 
-    def evictable_size(self) -> int:
-        return 0
-
-    def all_pages(self, nodes: Iterable[TreeNode]) -> np.ndarray:
+    def gather(self, path: Sequence[TreeNode]) -> np.ndarray:
         return np.empty(0, np.int32)
 
-    def held(self, node: TreeNode) -> int:
+    def evictable(self) -> int:
         return 0
 
-    def describe(self, node: TreeNode) -> str:
-        return f"marked={node.parts[self.name]}"
+    def protected(self) -> int:
+        return 0
+
+    def report(self, node: TreeNode) -> PartReport:
+        return PartReport(0, f"marked={node.parts[self.name]}")
+
+
+class MarkedHoldings(GroupHoldings):
+    """What requests hold of it: nothing, but forwards are to end at page borders."""
+
+    name = "marked"
+
+    def insertable(self, req: CachedRequest, length: int) -> int:
+        return length
+
+    def offer(self, req: CachedRequest, length: int, ends: bool) -> np.ndarray:
+        return np.empty(0, np.int32)
+
+    def adopt(self, req: CachedRequest, cached: np.ndarray) -> None:
+        pass
+
+    def release(self, req: CachedRequest) -> None:
+        pass
 
     def cut_points(self, req: CachedRequest, total: int) -> tuple[int, ...]:
         return ((total - 1) // 4 * 4,)
@@ -272,19 +289,22 @@ class Marked(TreeComponent):
 def test_another_component_limits_matches_and_is_asked_at_every_seam() -> None:
     built = memory()
     marked = Marked()
-    tree = RadixCache(built.req_to_token_pool, built.allocator, components=[marked])
+    tree = RadixTree(4, [FullComponent("full", built.allocator, "lru"), marked])
+    cache = RadixCache(built.req_to_token_pool, built.allocator, tree, [MarkedHoldings()])
     pages = built.allocator.alloc_pages(3)
     assert pages is not None
-    tree.insert(key(A + B + C), pages)
-    assert len(tree.match_prefix(key(A + B + C)).pages) == 3
-    assert len(tree.match_prefix(key(A + B)).pages) == 0, "the split left no state at 8 tokens"
-    result = tree.match_prefix(key(A + B + C))
+    cache.insert(key(A + B + C), pages)
+    assert len(cache.match_prefix(key(A + B + C)).pages) == 3
+    assert len(cache.match_prefix(key(A + B)).pages) == 0, "the split left no state at 8 tokens"
+    result = cache.match_prefix(key(A + B + C))
     assert len(result.pages) == 3
-    assert "marked=state after 12" in tree.pretty_print()
-    with tree.locked(result.last_device_node):
-        assert marked.locks == ["lock"]
-    assert tree.cut_points(request(A), 11) == (8,)
-    assert tree.evict(1) == 12, "what is left of the path is of no use"
+    assert "marked=state after 12" in pretty_print(tree)
+    cache.inc_lock_ref(result.last_device_node)
+    assert marked.locks == ["lock"]
+    cache.dec_lock_ref(result.last_device_node)
+    assert marked.locks == ["lock", "unlock"]
+    assert cache.cut_points(request(A), 11) == (8,)
+    assert cache.tree.evict("full", 1) == 3, "what is left of the path is of no use"
     assert marked.freed == ["state after 12", None]
 
 
@@ -292,17 +312,16 @@ def test_pretty_print_shows_every_node() -> None:
     built = memory()
     put(built, A + B)
     put(built, A + C)
-    text = built.cache.pretty_print().splitlines()
+    text = pretty_print(built.cache.tree).splitlines()
     assert text[0] == "12 tokens cached, 0 protected"
     assert sorted(line.split(" tokens")[0] for line in text[1:]) == ["    4", "    4", "  4"]
 
 
-def test_all_values_flatten_names_every_cached_slot() -> None:
+def test_all_pages_names_every_cached_page() -> None:
     built = memory()
-    pages = put(built, A + B)
-    assert sorted(built.cache.all_values_flatten().tolist()) == sorted(
-        slot for page in pages for slot in range(page * 4, page * 4 + 4)
-    )
+    pages = [*put(built, A + B), *put(built, C)]
+    assert sorted(built.cache.tree.all_pages("full").tolist()) == sorted(pages)
+    assert len(built.cache.tree.all_pages("window")) == 0
 
 
 @pytest.mark.parametrize(

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from kvcache.config import CacheConfig
 from kvcache.memory import Memory, build_memory
-from kvcache.radix_cache import RadixCache
 from kvcache.radix_key import Namespace, RadixKey
-from kvcache.report import node_reports
-from tests.kvcache.support import SPEC
+from kvcache.report import node_reports, pretty_print
+from tests.kvcache.support import SPEC, radix_cache
 
 LORA = Namespace("m", extra_key="lora", cache_salt="salt")
 
 
 def insert(memory: Memory, tokens: list[int], namespace: Namespace) -> None:
-    cache = memory.cache
-    assert isinstance(cache, RadixCache)
     pages = memory.allocator.alloc_pages(len(tokens) // 4)
     assert pages is not None
-    inserted = cache.insert(RadixKey(tokens, namespace), pages)
+    inserted = radix_cache(memory).insert(RadixKey(tokens, namespace), pages)
     memory.allocator.free_page_ids(pages[: inserted.prefix_len // 4])
 
 
@@ -26,7 +23,7 @@ def test_every_node_says_whose_child_it_is_and_what_it_keeps() -> None:
         insert(memory, [*range(8)], LORA)
         insert(memory, [*range(4), 9, 9, 9, 9], LORA)
         insert(memory, [*range(8)], Namespace("m"))
-        reports = node_reports(memory.cache)
+        reports = node_reports(memory.cache.tree)
         roots = [report for report in reports if report["parent"] == -1]
         assert sorted((r["extra_key"], r["cache_salt"], len(r["tokens"])) for r in roots) == [
             ("", "", 8),
@@ -42,4 +39,5 @@ def test_every_node_says_whose_child_it_is_and_what_it_keeps() -> None:
 
 def test_without_a_prefix_cache_there_are_no_nodes() -> None:
     with build_memory(CacheConfig(64, 64, 2, page_size=4, prefix_cache="none"), (SPEC,)) as memory:
-        assert node_reports(memory.cache) == []
+        assert node_reports(memory.cache.tree) == []
+        assert pretty_print(memory.cache.tree) == "prefix caching is off"

@@ -13,7 +13,7 @@ from kvcache.config import KVEventsConfig
 from kvcache.publisher import EventPublisher
 from kvcache.snapshot import TreeSnapshot
 from tests.kvcache.driver import Driver
-from tests.kvcache.support import Index, groups, memory, put, tree_of
+from tests.kvcache.support import Index, groups, memory, put
 from tests.support.kv_events_reader import Pages, Replay
 from tests.support.tree_worker import TreeWorker
 from wire.events import AllBlocksCleared, BlockRemoved, BlockStored, decode_batch
@@ -31,12 +31,10 @@ def test_a_snapshot_is_of_its_moment_whatever_the_tree_does_then() -> None:
     built = memory()
     put(built, range(16))
     put(built, range(100, 140))
-    tree = tree_of(built)
-    snapshot = tree.snapshot()
-    assert snapshot is not None
+    snapshot = built.snapshot()
     before = [event for batch in snapshot.batches(1) for event in batch]
     put(built, [*range(8), *range(50, 58)])  # splits
-    tree.evict(40)
+    built.cache.tree.evict("full", 10)
     assert [event for batch in snapshot.batches(1) for event in batch] == before
     consumer = Index()
     consumer.read(before)
@@ -48,8 +46,7 @@ def test_a_snapshot_has_no_more_batches_than_it_may(sizes: list[int], at_most: i
     built = memory(1, 512)
     for i, size in enumerate(sizes):
         put(built, [1000 + i] * size)
-    snapshot = tree_of(built).snapshot()
-    assert snapshot is not None
+    snapshot = built.snapshot()
     batches = list(snapshot.batches(at_most))
     assert 1 <= len(batches) <= at_most
     assert all(batches)
@@ -63,8 +60,7 @@ def test_a_large_tree_comes_in_batches_of_a_bounded_size() -> None:
     built = memory(1, 20_000)
     for i in range(30):
         put(built, [i] * 600)
-    snapshot = tree_of(built).snapshot()
-    assert snapshot is not None
+    snapshot = built.snapshot()
     pages = [
         sum(len(event.block_hashes) for event in batch if isinstance(event, BlockStored))
         for batch in snapshot.batches(10_000)
@@ -122,7 +118,7 @@ def test_peers_that_wait_share_one_snapshot() -> None:
             assert wanted.acquire(timeout=SECONDS)
         assert publisher.snapshot_wanted
         put(built, range(8))
-        publisher.publish_snapshot(TreeSnapshot.of(tree_of(built).nodes(), 4))
+        publisher.publish_snapshot(built.snapshot())
         assert not publisher.snapshot_wanted
         answers = [peer.receive() for peer in peers]
         assert all(answer == answers[0] for answer in answers)
@@ -148,8 +144,8 @@ OPERATIONS = st.one_of(
         st.lists(st.sampled_from([1, 2]), min_size=1, max_size=24),
         st.sampled_from([4, 8, 99]),
     ),
-    st.tuples(st.just("evict"), st.integers(1, 30), st.none()),
-    st.tuples(st.just("evict_mamba"), st.integers(1, 4), st.none()),
+    st.tuples(st.just("full"), st.integers(1, 8), st.none()),
+    st.tuples(st.just("state"), st.integers(1, 4), st.none()),
     st.tuples(st.just("lose"), st.none(), st.none()),
     st.tuples(st.just("join"), st.none(), st.none()),
 )
@@ -170,10 +166,8 @@ def test_replays_and_snapshots_say_what_the_tree_holds(
             with worker.turn() as built:
                 if what == "run":
                     driver.run(first, chunk=second)  # type: ignore[arg-type]
-                elif what == "evict":
-                    built.cache.evict(first)  # type: ignore[arg-type]
-                elif what == "evict_mamba":
-                    built.cache.evict_mamba(first)  # type: ignore[arg-type]
+                elif what in ("full", "state"):
+                    built.cache.tree.evict(what, first)  # type: ignore[arg-type]
             if what == "lose":
                 continue
             if what == "join":

@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 from kvcache.common import alloc_for_decode, alloc_for_extend, release_kv_cache
 from kvcache.eviction import POLICIES
 from kvcache.radix_key import Namespace, RadixKey
-from tests.kvcache.support import Index, Request, memory, reference_hashes, request, tree_of
+from tests.kvcache.support import Index, Request, memory, radix_cache, reference_hashes, request
 from wire.page_hash import event_hash
 
 NAMESPACES = (Namespace("m"), Namespace("m", extra_key="lora"), Namespace("m", cache_salt="salt"))
@@ -38,7 +38,7 @@ class TreeMachine(RuleBasedStateMachine):
     )
     def build(self, page_size: int, policy: str, need_sort: bool) -> None:
         self.memory = memory(page_size, 48 // page_size, rows=5, eviction_policy=policy, need_sort=need_sort)
-        self.tree = tree_of(self.memory)
+        self.cache, self.tree = radix_cache(self.memory), self.memory.cache.tree
         self.index = Index()
         self.content: dict[int, tuple[Namespace, tuple[int, ...]]] = {}
         self.live: list[Request] = []
@@ -46,14 +46,15 @@ class TreeMachine(RuleBasedStateMachine):
     def row(self, req: Request) -> list[int]:
         return self.memory.req_to_token_pool.req_to_token[req.req_pool_idx, : req.kv_allocated_len].tolist()
 
-    def compute(self, req: Request) -> None:
-        """The forward: every allocated token gets its KV, and all of it is committed."""
-        for position in range(req.kv_committed_len, min(req.kv_allocated_len, len(req.fill_ids))):
+    def compute(self, req: Request, end: int) -> None:
+        """The forward: tokens up to `end`, or all there are, get their KV, and all of it is committed."""
+        end = min(end, len(req.fill_ids))
+        for position in range(req.kv_committed_len, end):
             self.content[self.row(req)[position]] = (
                 req.namespace,
                 tuple(req.fill_ids[: position + 1].tolist()),
             )
-        req.kv_committed_len = min(req.kv_allocated_len, len(req.fill_ids))
+        req.kv_committed_len = end
 
     @rule(
         tokens=st.lists(st.integers(0, 1), min_size=2, max_size=20),
@@ -63,58 +64,60 @@ class TreeMachine(RuleBasedStateMachine):
     )
     def start(self, tokens: list[int], namespace: Namespace, first_chunk: int, priority: int) -> None:
         req = request(tokens, namespace=namespace, priority=priority)
-        match = self.tree.match_prefix(RadixKey(req.fill_ids[:-1], namespace))
-        self.tree.inc_lock_ref(match.last_device_node)
+        match = self.cache.match_prefix(RadixKey(req.fill_ids[:-1], namespace))
+        self.cache.inc_lock_ref(match.last_device_node)
         prefix = len(match.device_indices)
         req.prefix_indices, req.last_node = match.device_indices, match.last_device_node
         req.cache_protected_len = req.kv_committed_len = prefix
-        if alloc_for_extend(self.memory, [req], [min(first_chunk, len(tokens) - prefix)]) is None:
-            assert req.req_pool_idx is None, "a refused request was given a row"
-            self.tree.dec_lock_ref(match.last_device_node)
+        rows = self.memory.req_to_token_pool.alloc(1)
+        req.req_pool_idx = rows[0] if rows else None
+        if rows is None or not alloc_for_extend(self.memory, req, len(tokens)):
+            assert req.kv_allocated_len == 0, "a refused request was given slots"
+            self.memory.req_to_token_pool.free(rows or [])
+            self.cache.dec_lock_ref(match.last_device_node)
             return
-        self.compute(req)
+        assert req.kv_allocated_len == -(-len(tokens) // self.memory.page_size) * self.memory.page_size
+        self.compute(req, prefix + first_chunk)
         self.live.append(req)
 
     @precondition(lambda self: self.live)
     @rule(index=st.integers(0, 99), chunk=st.integers(1, 8))
     def next_chunk(self, index: int, chunk: int) -> None:
         req = self.live[index % len(self.live)]
-        left = len(req.fill_ids) - req.kv_allocated_len
-        self.tree.cache_unfinished_req(req, chunked=left > 0)
+        left = len(req.fill_ids) - req.kv_committed_len
+        self.cache.cache_unfinished_req(req, chunked=left > 0)
         aligned = req.kv_committed_len // self.memory.page_size * self.memory.page_size
         assert req.cache_protected_len == aligned
         assert req.prefix_indices.tolist() == self.row(req)[: req.kv_committed_len]
-        if left > 0 and alloc_for_extend(self.memory, [req], [min(chunk, left)]) is not None:
-            self.compute(req)
+        self.compute(req, req.kv_committed_len + chunk)
 
     @precondition(lambda self: self.live)
     @rule(token=st.integers(0, 1), over=st.booleans())
     def decode(self, token: int, over: bool) -> None:
         """One step for all that are prefilled; `over` leaves the last slot without committed KV."""
-        ready = [r for r in self.live if r.kv_allocated_len == len(r.fill_ids) < 30]
-        if not ready or alloc_for_decode(self.memory, ready) is None:
+        ready = [r for r in self.live if r.kv_committed_len >= len(r.fill_ids) - 1 and len(r.fill_ids) < 30]
+        full = [req for req in ready if req.kv_allocated_len == len(req.fill_ids)]
+        rows, lens = ([getattr(r, name) for r in full] for name in ("req_pool_idx", "kv_allocated_len"))
+        if alloc_for_decode(self.memory, np.array(rows, np.int32), np.array(lens, np.int64)) is None:
             return
+        for req in full:
+            req.kv_allocated_len += self.memory.page_size
         for req in ready:
             req.fill_ids = np.append(req.fill_ids, np.int32(token))
             if not over:
-                self.compute(req)
+                self.compute(req, len(req.fill_ids))
 
     @precondition(lambda self: self.live)
     @rule(index=st.integers(0, 99), is_insert=st.booleans())
     def finish(self, index: int, is_insert: bool) -> None:
         release_kv_cache(self.memory, self.live.pop(index % len(self.live)), is_insert)
 
-    @rule(tokens=st.integers(1, 30))
-    def evict(self, tokens: int) -> None:
-        evictable, before = self.tree.evictable_size(), self.memory.allocator.available_size()
-        freed = self.tree.evict(tokens)
-        assert freed >= min(tokens, evictable)
-        assert self.memory.allocator.available_size() == before + freed
-
-    @precondition(lambda self: not self.live)
-    @rule()
-    def reset(self) -> None:
-        self.tree.reset()
+    @rule(pages=st.integers(1, 30))
+    def evict(self, pages: int) -> None:
+        evictable, before = self.tree.evictable("full"), self.memory.allocator.available_pages()
+        freed = self.tree.evict("full", pages)
+        assert freed >= min(pages, evictable)
+        assert self.memory.allocator.available_pages() == before + freed
 
     @invariant()
     def requests_see_their_own_tokens(self) -> None:
@@ -145,7 +148,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @invariant()
     def events_rebuild_the_tree(self) -> None:
-        self.index.read(self.tree.take_events())
+        self.index.read(self.memory.take_events())
         size = self.memory.page_size
         names = [event_hash(d) for node in self.tree.nodes() for d in node.page_digests(size)]
         assert sorted(self.index.blocks) == sorted(names)

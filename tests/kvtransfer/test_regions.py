@@ -24,7 +24,11 @@ def test_every_group_with_bytes_has_a_region_of_its_own() -> None:
         assert list(regions) == ["latent", "window", "state"]
         for spec in memory.specs:
             region, pool = regions[spec.name], memory.kv_caches[spec.name]
-            assert (region.ptr, region.nbytes, region.page_bytes) == pool.transfer_region()
+            assert (region.ptr, region.nbytes, region.page_bytes) == (
+                pool.bytes.data_ptr(),
+                pool.bytes.numel(),
+                pool.page_bytes,
+            )
             assert region.num_pages == memory.allocators[spec.name].num_pages + 1
         assert regions["state"].page_bytes == STATE.page_bytes(16)
         assert regions["latent"].page_bytes == 16 * 20 * 2

@@ -99,7 +99,7 @@ def test_full_pages_that_decode_holds_do_not_travel_although_their_window_is_gon
             if len(both.outputs[1].tokens) >= 5:
                 break
         if "window" in groups:
-            assert both.decode.parts.services.memory.cache.evict_window(1000) > 0
+            assert both.decode.parts.services.memory.cache.tree.evict("window", 1000) > 0
         target = ask_and_see_target(both, 2, prompt[:81], 20)
         asked = target.groups["full"]
         assert (asked.first_page, len(asked.page_ids)) == (20, 1), "the last page alone: it is not whole"

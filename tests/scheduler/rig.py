@@ -247,12 +247,12 @@ class Rig:
         """Nothing may be held any more; the engine's thread ends."""
         self.check()
         memory = self.memory
-        report_free = memory.allocator.available_size() + memory.cache.evictable_size()
+        report_free = memory.primary.available_pages() * memory.page_size
         assert report_free == memory.total_tokens, "something is still held or locked"
         if memory.swa is not None:
             assert memory.swa.available_pages() == memory.swa.allocator.num_pages, "a window is still held"
         if memory.states is not None:
-            assert memory.states.available_slots() == memory.states.allocator.num_pages, (
+            assert memory.states.available_pages() == memory.states.allocator.num_pages, (
                 "a state is still held"
             )
         assert self.memory.req_to_token_pool.available_size() == self.memory.req_to_token_pool.size

@@ -170,7 +170,7 @@ class Fuzz:
     def evict(self) -> None:
         rig = self.rng.choice([self.prefill, self.decode])
         amount = self.rng.randrange(1, 40)
-        getattr(rig.memory.cache, self.rng.choice(["evict", "evict_window", "evict_mamba"]))(amount)
+        rig.memory.cache.tree.evict(self.rng.choice(["full", "window", "state"]), amount)
 
     def fail_forward(self) -> None:
         rig = self.rng.choice([self.prefill, self.decode])

@@ -17,7 +17,7 @@ from kvcache.events import EventRecorder
 from kvcache.layout import GroupSpec
 from kvcache.memory import Memory
 from kvcache.publisher import EventPublisher
-from tests.kvcache.support import SPEC, memory, put, tree_of
+from tests.kvcache.support import SPEC, memory, put
 from wire.page_hash import event_hashes
 
 
@@ -50,9 +50,8 @@ class TreeWorker:
 
     @property
     def recorder(self) -> EventRecorder:
-        recorder = tree_of(self.memory)._recorder
-        assert recorder is not None
-        return recorder
+        assert self.memory.recorder is not None
+        return self.memory.recorder
 
     def put(self, tokens: Iterable[int]) -> None:
         """Cache a sequence; one batch."""
@@ -66,12 +65,12 @@ class TreeWorker:
     def evict(self, tokens: int) -> None:
         """Make room; one batch."""
         with self.turn() as built:
-            built.cache.evict(tokens)
+            built.cache.tree.evict("full", -(-tokens // built.page_size))
 
     def pages(self) -> set[int]:
         """The names of what the tree holds, under the lock: all of it has been published."""
         with self._lock:
-            nodes = tree_of(self.memory).nodes()
+            nodes = self.memory.cache.tree.nodes()
             return {name for node in nodes for name in event_hashes(node.page_digests(self.memory.page_size))}
 
     def close(self) -> None:
@@ -87,9 +86,9 @@ class TreeWorker:
         self.close()
 
     def _publish(self) -> None:
-        self.publisher.publish(self.memory.cache.take_events())
+        self.publisher.publish(self.memory.take_events())
         if self.publisher.snapshot_wanted and not self.deaf:
-            self.publisher.publish_snapshot(tree_of(self.memory).snapshot())
+            self.publisher.publish_snapshot(self.memory.snapshot())
 
     def _give_snapshots(self) -> None:
         while not self._closing:

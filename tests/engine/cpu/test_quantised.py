@@ -18,6 +18,7 @@ from engine.cpu.op import ISA_NAMES, KernelsUnavailable, kernels, set_isa
 from kvcache.layout import KVGroupSpec, LatentGroupSpec
 from kvcache.pool import MHAKVCache, MLAKVCache
 from kvcache.quant import KVFormat
+from tests.support.pool_rows import read_kv
 
 try:
     BEST = kernels().baton_detected_isa()
@@ -93,7 +94,7 @@ def test_what_is_written_and_read_is_that_of_the_torch_formats(form, dtype, isa)
     slots = torch.from_numpy(batch.out_slots)
     want.set_kv_buffer(4, slots, keys, values[:, None])
     assert torch.equal(pool.bytes, want.bytes)
-    read = want.get_kv(4, slots)[1].expand(-1, 2, -1)
+    read = read_kv(want, 4, slots)[1].expand(-1, 2, -1)
     torch.testing.assert_close(out, read, rtol=0, atol=0, equal_nan=True)
 
 
@@ -129,12 +130,12 @@ def test_attention_is_that_over_a_plain_pool_of_the_same_values(form, dtype, nam
     everywhere = torch.arange(shape["page_size"], (pages + 1) * shape["page_size"])
     context = torch.randn(2, len(everywhere), shape["kv_heads"], shape["head_dim"]).to(dtype)
     pool.set_kv_buffer(5, everywhere, *context)
-    plain.set_kv_buffer(5, everywhere, *pool.get_kv(5, everywhere))
+    plain.set_kv_buffer(5, everywhere, *read_kv(pool, 5, everywhere))
     tokens = len(batch.out_slots)
     q = torch.randn(shape["heads"], tokens, shape["head_dim"]).to(dtype).transpose(0, 1)
     k, v = torch.randn(2, tokens, shape["kv_heads"], shape["head_dim"]).to(dtype)
     out = attend(pool, batch, q, k, v)
-    written = pool.get_kv(5, torch.from_numpy(batch.out_slots))
+    written = read_kv(pool, 5, torch.from_numpy(batch.out_slots))
     want = attend(plain, batch, q, *written)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(out, want, rtol=tolerance, atol=tolerance)

@@ -1,0 +1,211 @@
+"""RadixTree: the structure of cached prefixes = nodes + components + eviction policy + observers.
+
+The tree finds, splits, links, locks, evicts and unlinks nodes. What a node means for memory is the business
+of the components; TreeObservers are told of new and removed nodes. Below the root a child is found by
+namespace and first page, below that by its first page: prefixes of different namespaces meet nowhere.
+
+Per node on the path a match costs one dict lookup and one comparison of bytes; nothing is done per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from kvcache.allocator import NO_PAGES, Pages
+from kvcache.components.base import TreeComponent, longest
+from kvcache.observer import TreeObserver
+from kvcache.radix_key import Namespace, RadixKey
+from kvcache.tree_node import TOKEN_BYTES, TreeNode
+
+
+class RadixTree:
+    """Prefixes of all namespaces under one root, which holds nothing and is never evicted."""
+
+    def __init__(
+        self,
+        page_size: int,
+        components: Sequence[TreeComponent] = (),
+        observers: Sequence[TreeObserver] = (),
+    ) -> None:
+        """The first component is the primary group's. Without components the tree stays empty."""
+        self.page_size = page_size
+        self.components: tuple[TreeComponent, ...] = (*components,)
+        self.others: tuple[TreeComponent, ...] = self.components[1:]
+        self.root = TreeNode(None, Namespace(""), b"", b"", 0, 0)
+        self._observers: tuple[TreeObserver, ...] = (*observers,)
+        self._by_group = {component.name: component for component in components}
+        self._keys_fall = any(component.evictor.keys_fall for component in components)
+        self._tick = 0
+
+    # -- finding -----------------------------------------------------------------------------------
+
+    def walk(self, key: RadixKey, hits: int = 0) -> tuple[list[TreeNode], int]:
+        """Nodes that hold the longest cached prefix of `key`, and its length in units; each counts `hits`.
+
+        The node in which the prefix ends is split there.
+        """
+        self._tick = tick = self._tick + 1
+        extra = TOKEN_BYTES if key.namespace.is_bigram else 0
+        stride = self.page_size * TOKEN_BYTES
+        first = stride + extra
+        end = len(key) // self.page_size * stride
+        raw = key.tokens[: (end + extra) // TOKEN_BYTES].tobytes()
+        path: list[TreeNode] = []
+        at = 0
+        child = self.root.children.get(key.namespace.seed + raw[:first]) if end else None
+        while child is not None:
+            if not raw.startswith(child.tokens, at):
+                child = self._split(child, child.common_pages(raw, at, stride, extra))
+            child.last_access = tick
+            child.hit_count += hits
+            path.append(child)
+            at += child.num_tokens * TOKEN_BYTES
+            child = child.children.get(raw[at : at + first]) if at < end else None
+        if self._keys_fall:
+            for component in self.components:
+                component.evictor.touched(path)
+        return path, at // TOKEN_BYTES
+
+    def usable(self, path: list[TreeNode], pages: int) -> list[TreeNode]:
+        """The longest part of a path of `pages` pages at whose end every group can continue.
+
+        The node in which that part ends is split there.
+        """
+        if not self.others:
+            return path
+        left = longest([component.valid_lengths(path, pages) for component in self.others])
+        for i, node in enumerate(path):
+            if left < node.num_pages:
+                return path[:i] + ([self._split(node, left)] if left else [])
+            left -= node.num_pages
+        return path
+
+    def _split(self, node: TreeNode, pages: int) -> TreeNode:
+        upper = node.split(pages, self.page_size)
+        if self.others:
+            upper.parts = {}
+            for component in self.others:
+                component.split(upper, node)
+        return upper
+
+    # -- growing -----------------------------------------------------------------------------------
+
+    def append(
+        self,
+        parent: TreeNode,
+        key: RadixKey,
+        pages: Pages,
+        start: int,
+        priority: int,
+        offers: Mapping[str, Pages],
+    ) -> TreeNode:
+        """A new leaf below `parent` for `pages[start:]`; `pages` hold the first pages of `key`.
+
+        `offers` has the other groups' pages, by group name.
+        """
+        begin, end = start * self.page_size, len(pages) * self.page_size
+        tokens = key[begin:end].tokens.tobytes()
+        ids = pages[start:].astype(np.int32).tobytes()
+        node = TreeNode(parent, key.namespace, tokens, ids, end - begin, self._tick)
+        node.priority, node.tenant = priority, key.tenant
+        parent.children[node.child_key(self.page_size)] = node
+        if self.others:
+            node.parts = {}
+        for component in self.components:
+            component.insert(node, start, offers.get(component.name, NO_PAGES))
+        for observer in self._observers:
+            observer.stored(node)
+        return node
+
+    # -- locks -------------------------------------------------------------------------------------
+
+    def lock(self, node: TreeNode) -> None:
+        """Each component locks its part of what ends at `node`. The root needs no lock."""
+        if node is not self.root:
+            for component in self.components:
+                component.lock(node)
+
+    def unlock(self, node: TreeNode) -> None:
+        """Undo one `lock`. A leaf that became a tombstone under the lock is removed with the last one."""
+        if node is not self.root:
+            for component in self.components:
+                component.unlock(node)
+            self._settle(node)
+
+    def _settle(self, node: TreeNode) -> None:
+        """Offer `node` for eviction if it is an unlocked leaf now; remove it at once if it is a tombstone."""
+        while not (node.lock_ref or node.children or node is self.root):
+            if not any(component.is_tombstone(node) for component in self.others):
+                self.components[0].evictor.offer(node)
+                return
+            node = self._unlink(node)
+
+    # -- shrinking ---------------------------------------------------------------------------------
+
+    def evict(self, group: str, pages: int) -> int:
+        """Free at least `pages` pages of a group in policy order, or all that can be freed; returns how many.
+
+        Of an inner node, or one whose path is locked, only this group's part is freed. An unlocked leaf is
+        removed with all that it holds once its part alone does not suffice.
+        """
+        component = self._by_group.get(group)
+        if component is None:
+            return 0
+        before = component.evictable()
+        left = before - pages
+        while (evictable := component.evictable()) > left:
+            node = component.evictor.pop(component.may_evict)
+            if node is None:
+                break
+            is_free_leaf = not node.children and not node.lock_ref
+            component.shrink(node, evictable - left, is_free_leaf)
+            if is_free_leaf and component.evictable() > left:
+                self._settle(self._unlink(node))
+            elif component.may_evict(node):
+                component.evictor.offer(node)
+        return before - component.evictable()
+
+    def _unlink(self, node: TreeNode) -> TreeNode:
+        """Remove an unlocked leaf and free what it holds; returns its parent, which may be a tombstone."""
+        for observer in self._observers:
+            observer.removed(node)
+        for component in self.components:
+            component.free(node)
+        parent = node.parent
+        assert parent is not None, "the root is never removed"
+        del parent.children[node.child_key(self.page_size)]
+        return parent
+
+    # -- looking -----------------------------------------------------------------------------------
+
+    def nodes(self) -> Iterator[TreeNode]:
+        """Every node but the root, parents before children."""
+        return self.root.descendants()
+
+    def evictable(self, group: str) -> int:
+        """Pages of a group that `evict` can free."""
+        component = self._by_group.get(group)
+        return 0 if component is None else component.evictable()
+
+    def protected(self, group: str) -> int:
+        """Pages of a group under a lock."""
+        component = self._by_group.get(group)
+        return 0 if component is None else component.protected()
+
+    def all_pages(self, group: str) -> Pages:
+        """Every cached page (or slot) of a group, in no order."""
+        component = self._by_group.get(group)
+        return NO_PAGES if component is None else component.all_pages(self.nodes())
+
+    def check(self) -> None:
+        """Assert that the sizes are what counting all nodes gives, that every group's rules hold, and that no
+        unlocked leaf is a tombstone."""
+        nodes = list(self.nodes())
+        for component in self.components:
+            component.check(nodes)
+        for node in nodes:
+            if not node.children and not node.lock_ref:
+                for component in self.others:
+                    assert not component.is_tombstone(node), f"a leaf that is a {component.name} tombstone"
