@@ -1,7 +1,8 @@
-"""What every bench shares: the machine, alternate measurement, the result line."""
+"""What every bench shares: its command line, the machine, alternate measurement, the result line."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -12,15 +13,24 @@ from pathlib import Path
 from typing import Any
 
 Sides = Mapping[str, Callable[[], float]]
-"""By name, a function that does one measurement and returns what it measured (seconds, bytes/s, ...)."""
+"""By name, a function that measures once and returns the measurement (seconds, bytes/s, ...)."""
+
+
+def argument_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser of a bench's options, with `--json`."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as one line of JSON")
+    return parser
 
 
 def machine() -> dict[str, Any]:
-    """What a reader must know of the machine to judge figures from it."""
+    """The properties of this machine that its figures depend on."""
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
-        "load_1m": round(os.getloadavg()[0], 2),  # others on the machine spoil absolute figures
+        "load_1m": round(os.getloadavg()[0], 2),  # other work on the machine makes absolute figures worse
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
         "kernel": platform.release(),
         "python": platform.python_version(),
@@ -28,7 +38,7 @@ def machine() -> dict[str, Any]:
 
 
 def alternate(sides: Sides, rounds: int) -> dict[str, list[float]]:
-    """Measure every side once a round, in turn, so that a machine that slows down slows them all."""
+    """Measure every side once per round, in turn, so that a machine that slows down slows all of them."""
     measured: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(rounds):
         for name, measure in sides.items():
@@ -42,17 +52,14 @@ def medians(measured: Mapping[str, list[float]]) -> dict[str, float]:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """How long `work` takes."""
+    """The time that `work` takes."""
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
 
 
-def print_result(
-    name: str, ratios: Mapping[str, Any], values: Mapping[str, Any], as_json: bool = True
-) -> None:
-    """A bench's last line: JSON with the keys that its documentation names; indented for a reader without
-    `as_json`."""
+def print_result(name: str, ratios: Mapping[str, Any], values: Mapping[str, Any], as_json: bool) -> None:
+    """Print a bench's result: JSON with the keys that its docstring names, on one line or indented."""
     result = {"bench": name, "machine": machine(), "ratios": dict(ratios), "values": dict(values)}
     print(json.dumps(result, indent=None if as_json else 2), flush=True)
 

@@ -1,4 +1,4 @@
-"""A model behind a real scheduler in this process: what bench.floor times."""
+"""A model behind a real scheduler in this process, for bench.floor, bench.states and bench.radix_costs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bench.scheduler import DecodeHere
 from engine.config import EngineConfig
 from engine.cpu.decoder import PARTS, FusedDecoder
 from engine.loader import load_model
@@ -18,10 +19,9 @@ from kvcache.memory import build_memory
 from kvcache.pool import MHAKVCache
 from scheduler.config import SchedulerConfig
 from scheduler.metrics import SchedulerMetrics
-from scheduler.node_policy import AfterPrefill
 from scheduler.req import Req, RequestLimits
 from scheduler.scheduler import Scheduler
-from wire.messages import GenerateRequest, OutputDelta, RejectKind, SamplingParams
+from wire.messages import GenerateRequest, OutputDelta, SamplingParams
 
 Prompt = npt.NDArray[np.int32]
 
@@ -29,29 +29,18 @@ MAX_BATCH = 8
 MAX_CONTEXT = 1024
 
 
-class CountingPolicy:
-    """A NodePolicy that keeps every request here and counts its tokens."""
+class CountingPolicy(DecodeHere):
+    """Counts the tokens of each room."""
 
     def __init__(self) -> None:
         self.tokens: dict[int, int] = {}
         self.finished: set[int] = set()
 
-    def on_chunk(self, _req: Req) -> None:
-        """Nothing is shipped."""
-
-    def on_prefilled(self, _req: Req) -> AfterPrefill:
-        """Decode here."""
-        return AfterPrefill.DECODE
-
     def on_tokens(self, req: Req, start: int, delta: OutputDelta) -> None:
-        """Count."""
+        """Count them."""
         self.tokens[req.room] = start + len(delta.tokens)
         if delta.finish is not None:
             self.finished.add(req.room)
-
-    def on_failed(self, _req: Req, why: RejectKind, message: str) -> None:
-        """A bench request must not fail."""
-        raise RuntimeError(f"{why}: {message}")
 
 
 class EngineRig:
@@ -92,7 +81,7 @@ class EngineRig:
         self._memory.close()
 
     def prefill(self, tokens: int) -> float:
-        """Seconds from adding one prompt, never seen before, to its first token."""
+        """Seconds from adding a new random prompt to its first token."""
         return self.prefill_prompt(self.draw(tokens))
 
     def draw(self, tokens: int) -> Prompt:
@@ -101,7 +90,7 @@ class EngineRig:
 
     @property
     def metrics(self) -> SchedulerMetrics:
-        """What the scheduler has counted."""
+        """The scheduler's counters."""
         return self._scheduler.metrics
 
     def prefill_prompt(self, prompt: Prompt) -> float:

@@ -1,4 +1,4 @@
-"""How near decode and prefill come to what the machine can do: `python -m bench.floor --json`.
+"""How close decode and prefill come to what the machine can do: `python -m bench.floor --json`.
 
 Shape M, bfloat16, context 512, real scheduler steps, sampler included.
 
@@ -7,13 +7,12 @@ decode floor    (all weight bytes once + KV bytes of the batch) / best read band
 prefill floor   (2 x non-embedding parameters x 512 + attention FLOPs + one row of logits) / best bfloat16
                 GEMM rate at M=512 of any kernel here
 
-`ratios`: floor time / our time, both medians of alternate measurements. `--profile` prints where a step's
-time goes, by part of the decoder, on stderr.
+`ratios`: floor time / our time, both medians of alternate measurements. `--profile` prints the time of each
+part of the decoder in a step, on stderr.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from typing import Any
 
 import torch
 
-from bench.common import alternate, medians, print_result, seconds
+from bench.common import alternate, argument_parser, medians, print_result, seconds
 from bench.engine_rig import EngineRig
 from bench.make_model import make_model
 from engine.cpu.linear import PackedLinear, check_packable
@@ -110,12 +109,13 @@ def parameters(config: Any, embedding: bool) -> int:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description="Decode and prefill against the machine's floor.")
-    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser = argument_parser(__doc__)
     parser.add_argument("--model", type=Path, help="shape M's directory; written there if it is missing")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--profile", action="store_true", help="where a step's time goes, on stderr")
+    parser.add_argument(
+        "--profile", action="store_true", help="print the time of each part of a step, on stderr"
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,7 +1,7 @@
 """Write shape M, the model of every bench: `python -m bench.make_model DIR`.
 
 Qwen3-0.6B's shape with a vocabulary of 32,768 and tied embeddings: 474 M parameters, seeded bfloat16 noise,
-948 MB. With it goes a byte-level tokenizer and a chat template, so that any server loads the same files.
+948 MB. It comes with a byte-level tokenizer and a chat template, so that any server loads the same files.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def shape_m() -> Qwen3Config:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """256 byte tokens, three specials, and words `<wN>` that make every id of the vocabulary decodable."""
+    """256 byte tokens, three special tokens, and `<wN>` so that every id of the vocabulary has a text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {symbol: i for i, symbol in enumerate(alphabet)}
     specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -62,7 +62,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(directory: Path, config: PretrainedConfig | None = None) -> None:
-    """Write config, weights and tokenizer into `directory`; a directory that has them all is left alone."""
+    """Write config, weights and tokenizer into `directory`, unless it has them."""
     if (directory / "model.safetensors").exists() and (directory / "tokenizer.json").exists():
         return
     torch.manual_seed(SEED)

@@ -1,26 +1,25 @@
-"""What the radix tree costs on the scheduler's path: `python -m bench.radix --json`.
+"""The cost of the radix tree on the scheduler's path: `python -m bench.radix --json`.
 
 A tree of N NODES (10k, 100k, 1m) holds conversations of 32 turns of 128 tokens: a node is one turn. Every
-conversation has 4,096 tokens, and so the tree 128 N. `values` are microseconds, medians:
+conversation has 4,096 tokens, so the tree has 128 N. `values` are microseconds, medians:
 
     key_4096_us              the key of a request's 4,096 tokens, once per request, from an int32 array
-    match_4096_us_SIZE       a hit on all of it, through 32 nodes: the walk, access times, indices, and one
-                             lock and unlock of the last node. Each time another conversation, in random
-                             order: its nodes are as cold in the processor's caches as a server's are
-    match_4096_us_SIZE_warm  the same conversation again and again
-    match_4096_us_SIZE_miss  nothing of it is cached
+    match_4096_us_SIZE       a hit on all 4,096 tokens, through 32 nodes: the walk, access times, indices, and
+                             one lock and unlock of the last node. Each time another conversation, in random
+                             order, so that its nodes are not in the processor's caches
+    match_4096_us_SIZE_warm  the same conversation each time
+    match_4096_us_SIZE_miss  a match that finds nothing
     insert_4096_us_SIZE      the last turn of a conversation of which the tree has 31: hit counts, a new node
     evict_node_us_SIZE       eviction in lru order, per node freed
-    build_us_SIZE            building that tree, per node
-    bytes_node_SIZE          resident memory of that tree, per node (page size 16 only)
+    build_us_SIZE            building the tree, per node
+    bytes_node_SIZE          resident memory of the tree, per node (page size 16 only)
 
-Page size 16; `_p1` is page size 1; `sglang_` is SGLang's own Python RadixCache, where it can be imported.
+Page size 16; `_p1` is page size 1; `sglang_` is SGLang's own Python RadixCache, if it can be imported.
 `ratios`: match_1m_vs_10k and evict_1m_vs_10k, 1.0 when size does not matter.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -30,7 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bench.common import medians, print_result
+from bench.common import argument_parser, medians, print_result
 from bench.radix_sglang import open_sglang
 from bench.radix_tree import BatonTree, Tree
 
@@ -126,7 +125,7 @@ def key_us(tree: Tree, tokens: Tokens) -> float:
 
 
 def resident_bytes() -> int:
-    """Of this process."""
+    """The resident memory of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096
 
@@ -139,7 +138,7 @@ def measure(make: Callable[[int], Tree], sizes: dict[str, int], suffix: str) -> 
     values = {}
     for name, forest in forests.items():
         values[f"build_us_{name}{suffix}"] = forest.build_us
-        if not suffix:  # later trees reuse what the first ones have left
+        if not suffix:  # later trees reuse memory that the first ones freed
             values[f"bytes_node_{name}"] = forest.bytes_node
     for _ in range(ROUNDS):
         for name, forest in forests.items():
@@ -158,10 +157,7 @@ def measure(make: Callable[[int], Tree], sizes: dict[str, int], suffix: str) -> 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print only the result line")
+    parser = argument_parser(__doc__)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="nodes of the trees")
     parser.add_argument("--pages", nargs="+", type=int, default=[16, 1], help="page sizes")
     options = parser.parse_args()
@@ -182,10 +178,7 @@ def main() -> None:
         for what, key in (("match", "match_4096_us"), ("evict", "evict_node_us"))
         if {f"{key}_1m", f"{key}_10k"} <= values.keys()
     }
-    if not options.json:
-        for name, value in values.items():
-            print(f"{name:40} {value:10.2f}")
-    print_result("radix", ratios, values, as_json=True)
+    print_result("radix", ratios, values, options.json)
 
 
 if __name__ == "__main__":

@@ -1,25 +1,25 @@
-"""What the radix tree costs short requests against what its hits save: `python -m bench.radix_costs --json`.
+"""The cost of the radix tree for short requests, and what hits save: `python -m bench.radix_costs --json`.
 
-Many short requests at once through a real scheduler whose engine returns at once: 64 running, prompts of at
-most 256 tokens, 9 of 10 continue the first half or more of an earlier prompt in other words (so that nodes
-split), 16 tokens of output, a pool small enough to evict. The same requests with prefix caching off are the
-yardstick. `values`, per request, with suffixes _p1, _p16, _p64 for the page size:
+Many short requests through a real scheduler whose engine returns at once: 64 running, prompts of at most 256
+tokens, 9 of 10 continue the first half or more of an earlier prompt with other tokens (so that nodes split),
+16 tokens of output, a pool small enough to evict. They are compared with the same requests without prefix
+caching. `values`, per request, with suffixes _p1, _p16, _p64 for the page size:
 
-    tree_us        scheduler time with the tree minus without it; what follows is a part of it
+    none_us        scheduler time without the tree
+    tree_us        scheduler time with the tree minus none_us; split_us and indices_us are parts of it
     split_us       splitting nodes
     indices_us     joining the page ids of the matched nodes and expanding them to slots
     splits         nodes split
     nodes_per_hit  nodes on a hit's path
     hit_tokens     tokens that need no forward
-    break_even_tok_s  prefill speed from which on the tree costs more time than it saves: hit_tokens / tree_us
+    break_even_tok_s  prefill speed above which the tree costs more time than it saves: hit_tokens / tree_us
 
-With --engine also prefill_tok_s, what shape M does here in bfloat16, and saved_ms_pN: hit_tokens at that
-speed.
+With --engine also prefill_tok_s, the prefill speed of shape M here in bfloat16, and saved_ms_pN: the time of
+hit_tokens at that speed.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import tempfile
 import time
@@ -30,10 +30,10 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import alternate, medians, print_result
+from bench.common import alternate, argument_parser, medians, print_result
 from bench.engine_rig import EngineRig
 from bench.make_model import make_model
-from bench.scheduler import InstantEngine, _KeepAll
+from bench.scheduler import DecodeHere, InstantEngine
 from engine.fake import fake_spec
 from kvcache.config import CacheConfig
 from kvcache.memory import build_memory
@@ -56,7 +56,7 @@ ROUNDS = 5
 
 
 def prompts(count: int, seed: int) -> list[list[int]]:
-    """Short prompts, most of which continue a part of an earlier one."""
+    """Short prompts; most of them continue a part of an earlier one."""
     rng = random.Random(seed)
 
     def words(most: int) -> list[int]:
@@ -73,7 +73,7 @@ def prompts(count: int, seed: int) -> list[list[int]]:
 
 
 class Spent:
-    """Calls of a method and the time they took, while the block runs."""
+    """The calls of a method and their time, while a `with` block runs."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -82,7 +82,7 @@ class Spent:
 
     @contextmanager
     def on(self, owner: Any, name: str) -> Iterator[None]:
-        """Watch `owner.name`."""
+        """Count the calls of `owner.name`."""
         method: Callable[..., Any] = getattr(owner, name)
 
         def watched(this: Any, first: Any, *rest: Any) -> Any:
@@ -102,7 +102,7 @@ class Spent:
 
 
 class Load:
-    """A scheduler under the requests above; each round begins with an empty cache."""
+    """A scheduler that gets these requests; each round begins with an empty cache."""
 
     def __init__(self, page_size: int, prefix_cache: str, asked: list[list[int]]) -> None:
         self._page_size = page_size
@@ -111,7 +111,7 @@ class Load:
         self.cached = 0
 
     def run(self) -> float:
-        """Microseconds of processor time per request: the scheduler's, for nothing else runs."""
+        """Microseconds of this process's CPU time per request: nothing but the scheduler runs."""
         scheduler = self._scheduler()
         limits = RequestLimits(PROMPT + OUTPUTS, VOCAB, ())
         for room, prompt in enumerate(self._asked):
@@ -142,7 +142,7 @@ class Load:
         )
         memory = build_memory(sizes, spec.groups)
         config = SchedulerConfig(model="m", max_running_requests=RUNNING)
-        return Scheduler(memory, InstantEngine(spec), _KeepAll(), config)
+        return Scheduler(memory, InstantEngine(spec), DecodeHere(), config)
 
     def _until_idle(self, scheduler: Scheduler) -> None:
         while not scheduler.idle:
@@ -181,10 +181,7 @@ def prefill_speed(threads: int) -> float:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print only the result line")
+    parser = argument_parser(__doc__)
     parser.add_argument("--engine", action="store_true", help="measure shape M's prefill too")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
@@ -198,10 +195,7 @@ def main() -> None:
         values["prefill_tok_s"] = speed = round(prefill_speed(options.threads))
         for page_size in PAGE_SIZES:
             values[f"saved_ms_p{page_size}"] = round(values[f"hit_tokens_p{page_size}"] / speed * 1e3, 2)
-    if not options.json:
-        for name, value in values.items():
-            print(f"{name:24} {value:14.2f}")
-    print_result("radix_costs", {}, values)
+    print_result("radix_costs", {}, values, options.json)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""SGLang's own Python RadixCache beside ours, where `sglang` can be imported (0.5.9 and alike)."""
+"""SGLang's own Python RadixCache beside ours, if `sglang` can be imported (tried with 0.5.9)."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Tokens = npt.NDArray[np.int32]
 
 
 class _Allocator:
-    """Gives out slots and never runs short: the tree is measured, not its pool."""
+    """Takes slots back and never runs short: only the tree is measured."""
 
     device = torch.device("cpu")
 
     def free(self, slots: torch.Tensor) -> None:
-        """Take them back."""
+        """Do nothing."""
 
 
 class SGLangTree:
-    """A Tree of SGLang's. Its keys are lists, which is what its requests hold."""
+    """SGLang's Tree. Its keys are lists, as in SGLang's requests."""
 
     def __init__(self, page_size: int, tokens: int) -> None:
         del tokens
@@ -37,40 +37,35 @@ class SGLangTree:
         self._slots = torch.empty(0, dtype=torch.int64)
 
     def key(self, tokens: Tokens) -> Any:
-        """From an int32 array too."""
         return self._radix.RadixKey(tokens.tolist())
 
     def hit(self, key: Any) -> None:
-        """As its scheduler does it."""
+        """Match, take the indices, lock and unlock, as SGLang's scheduler does."""
         match = self._cache.match_prefix(self._base.MatchPrefixParams(key=key))
         _ = match.device_indices
         self._cache.inc_lock_ref(match.last_device_node)
         self._cache.dec_lock_ref(match.last_device_node)
 
     def insert(self, tokens: Tokens) -> None:
-        """Slots that repeat do not matter here."""
         key = self.key(tokens)
         self.reserve(key)
         self.insert_key(key)
 
     def reserve(self, key: Any) -> None:
-        """Any slots."""
         self._slots = torch.arange(len(key), dtype=torch.int64)
 
     def insert_key(self, key: Any) -> None:
-        """Insert."""
         self._cache.insert(self._base.InsertParams(key=key, value=self._slots))
 
     def evict(self, tokens: int) -> int:
-        """In lru order."""
         return int(self._cache.evict(self._base.EvictParams(num_tokens=tokens)).num_tokens_evicted)
 
 
 def open_sglang() -> Callable[[int, int], Tree] | None:
-    """The class, or None where sglang is not there or does not import."""
+    """SGLangTree, or None if sglang cannot be imported."""
     try:
         import_module("sglang.srt.mem_cache.radix_cache")
-    except Exception as error:  # noqa: BLE001 - its imports fail in many ways; none of them is ours
+    except Exception as error:  # noqa: BLE001  its imports fail in many ways
         print(f"sglang is not measured: {type(error).__name__}: {error}".splitlines()[0])
         return None
     return SGLangTree

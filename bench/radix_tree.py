@@ -1,4 +1,4 @@
-"""The two sides of bench.radix behind one face: what is timed, and nothing else, is in `hit` and so on."""
+"""The interface of both sides of bench.radix, and our side. `hit`, `insert_key` and `evict` are timed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Tree(Protocol):
     """A prefix cache under test."""
 
     def key(self, tokens: Tokens) -> Any:
-        """What a request is looked up by."""
+        """The key that a request is looked up by."""
         ...
 
     def hit(self, key: Any) -> None:
@@ -29,11 +29,11 @@ class Tree(Protocol):
         ...
 
     def insert(self, tokens: Tokens) -> None:
-        """Cache these tokens; what the tree has not yet gets memory."""
+        """Cache these tokens: `reserve` and `insert_key`."""
         ...
 
     def reserve(self, key: Any) -> None:
-        """Get memory for `insert_key`, which is not timed."""
+        """Get memory for `insert_key`; not timed."""
         ...
 
     def insert_key(self, key: Any) -> None:
@@ -41,12 +41,12 @@ class Tree(Protocol):
         ...
 
     def evict(self, tokens: int) -> int:
-        """Free that many tokens; how many it were."""
+        """Free that many tokens in lru order; returns how many were freed."""
         ...
 
 
 class BatonTree:
-    """Ours, without a pool behind its page ids."""
+    """Our tree, without a pool behind its page ids."""
 
     def __init__(self, page_size: int, tokens: int) -> None:
         self._page_size = page_size
@@ -58,18 +58,15 @@ class BatonTree:
         self._pages = np.empty(0, np.int32)
 
     def key(self, tokens: Tokens) -> RadixKey:
-        """As a request makes it."""
         return RadixKey(tokens, self._namespace)
 
     def hit(self, key: RadixKey) -> None:
-        """As admission does it."""
         match = self.cache.match_prefix(key, count_hit=True)
         _ = match.device_indices
         self.cache.inc_lock_ref(match.last_device_node)
         self.cache.dec_lock_ref(match.last_device_node)
 
     def insert(self, tokens: Tokens) -> None:
-        """Duplicates are freed, as a request's are."""
         key = self.key(tokens)
         self.reserve(key)
         self.insert_key(key)
@@ -86,5 +83,4 @@ class BatonTree:
         self._allocator.free_page_ids(self._pages[: inserted.prefix_len // self._page_size])
 
     def evict(self, tokens: int) -> int:
-        """In lru order."""
         return self.cache.tree.evict("full", tokens // self._page_size) * self._page_size

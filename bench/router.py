@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from bench.common import print_result
+from bench.common import argument_parser, print_result
 from bench.router_rig import (
     ROOT,
     Endpoint,
@@ -123,10 +123,7 @@ def _start(cleanup: ExitStack, given: argparse.Namespace, prompts: Path) -> dict
 
 def main() -> None:
     """Start everything, measure alternately, print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON line at the end")
+    parser = argument_parser(__doc__)
     parser.add_argument("--bare-only", action="store_true", help="without Ray Serve")
     parser.add_argument("--ingress", choices=INGRESSES, default="haproxy", help="of Ray Serve")
     parser.add_argument("--url", help="another system, OpenAI-compatible, at an IPv4 address")
@@ -172,7 +169,7 @@ def main() -> None:
     if "serve" in values:
         for key in ("rps_64", "added_ms_1"):
             ratios[f"serve_vs_bare_{key}"] = round(values["serve"][key] / values["bare"][key], 3)
-    print_result("router", ratios, values, as_json=given.json)
+    print_result("router", ratios, values, given.json)
 
 
 if __name__ == "__main__":

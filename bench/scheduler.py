@@ -1,4 +1,4 @@
-"""What a decode step of the scheduler costs in Python: `python -m bench.scheduler [--json]`.
+"""The cost of a decode step of the scheduler in Python: `python -m bench.scheduler [--json]`.
 
 The engine returns at once, so a step is schedule + launch + take result. `values`, microseconds per step,
 medians over blocks of steps, at context 512 and page size 16:
@@ -9,12 +9,11 @@ medians over blocks of steps, at context 512 and page size 16:
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 
 import numpy as np
 
-from bench.common import alternate, medians, print_result, seconds
+from bench.common import alternate, argument_parser, medians, print_result, seconds
 from engine.batch import BatchResult, ForwardBatch
 from engine.fake import fake_spec
 from engine.spec import ModelSpec
@@ -24,7 +23,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.node_policy import AfterPrefill
 from scheduler.req import Req, RequestLimits
 from scheduler.scheduler import Scheduler
-from wire.messages import GenerateRequest, RejectKind, SamplingParams
+from wire.messages import GenerateRequest, OutputDelta, RejectKind, SamplingParams
 
 CONTEXT = 512
 STEPS = 64
@@ -33,12 +32,11 @@ ROUNDS = 15
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """A Pending that has its result."""
+    """A Pending whose result is there."""
 
     tokens: np.ndarray
 
     def result(self, timeout_s: float) -> BatchResult:
-        """At once."""
         del timeout_s
         return BatchResult(self.tokens, [None] * len(self.tokens))
 
@@ -50,45 +48,45 @@ class InstantEngine:
         self.spec = spec
 
     def launch(self, batch: ForwardBatch) -> _Done:
-        """No forward."""
+        """Return the result without a forward."""
         return _Done(np.full(len(batch.sampled), 7, dtype=np.int64))
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
 
-class _KeepAll:
-    """A NodePolicy that decodes everything here and says nothing to anybody."""
+class DecodeHere:
+    """A NodePolicy that decodes every request in this process and reports to nobody."""
 
     def on_chunk(self, req: Req) -> None:
-        """Nothing is shipped."""
+        """Do nothing: no page is shipped."""
 
     def on_prefilled(self, req: Req) -> AfterPrefill:
-        """Decode here."""
+        """Keep the request."""
         del req
         return AfterPrefill.DECODE
 
-    def on_tokens(self, req: Req, *_: object) -> None:
-        """Nobody listens."""
+    def on_tokens(self, req: Req, start: int, delta: OutputDelta) -> None:
+        """Do nothing."""
 
     def on_failed(self, req: Req, why: RejectKind, message: str) -> None:
-        """Nothing may fail here."""
+        """Raise: no request of a bench may fail."""
         raise AssertionError(f"{req}: {why}: {message}")
 
 
-def decoding(lanes: int, depth: int) -> Scheduler:
-    """A scheduler with `lanes` requests in their decode phase, for longer than the bench runs."""
-    outputs = STEPS * (ROUNDS + 2) + 4 * lanes
+def decoding(batch: int, depth: int) -> Scheduler:
+    """A scheduler with `batch` requests in their decode phase, for longer than the bench runs."""
+    outputs = STEPS * (ROUNDS + 2) + 4 * batch
     context = CONTEXT + outputs + 16
     spec = fake_spec(max_position=context)
     memory = build_memory(
-        CacheConfig(total_tokens=lanes * (context + 16), max_context_len=context, max_running_requests=lanes),
+        CacheConfig(total_tokens=batch * (context + 16), max_context_len=context, max_running_requests=batch),
         spec.groups,
     )
-    config = SchedulerConfig(model="m", max_running_requests=lanes, overlap_depth=depth)
-    scheduler = Scheduler(memory, InstantEngine(spec), _KeepAll(), config)
+    config = SchedulerConfig(model="m", max_running_requests=batch, overlap_depth=depth)
+    scheduler = Scheduler(memory, InstantEngine(spec), DecodeHere(), config)
     limits = RequestLimits(context, spec.vocab_size, ())
-    for room in range(lanes):
+    for room in range(batch):
         prompt = (np.arange(CONTEXT) + room).astype("<i4").tobytes()
         sampling = SamplingParams(max_new_tokens=outputs)
         request = GenerateRequest(request_id=str(room), room=room, epoch=1, prompt=prompt, sampling=sampling)
@@ -100,11 +98,8 @@ def decoding(lanes: int, depth: int) -> Scheduler:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print only the result line")
-    as_json = parser.parse_args().json
+    parser = argument_parser(__doc__)
+    options = parser.parse_args()
     schedulers = {
         "step_us_b1": decoding(1, 0),
         "step_us_b8": decoding(8, 0),
@@ -121,10 +116,7 @@ def main() -> None:
 
     sides = {name: (lambda s=scheduler: block(s)) for name, scheduler in schedulers.items()}
     values = {name: round(value, 1) for name, value in medians(alternate(sides, ROUNDS)).items()}
-    if not as_json:
-        for name, value in values.items():
-            print(f"{name:20} {value:8.1f} us")
-    print_result("scheduler", {}, values)
+    print_result("scheduler", {}, values, options.json)
 
 
 if __name__ == "__main__":

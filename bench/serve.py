@@ -9,7 +9,6 @@ them all. `values`: {pd, colocated, url: {c1, c4: {tok_s, ttft_p50_ms, itl_p50_m
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -24,7 +23,7 @@ from typing import Any
 
 import httpx
 
-from bench.common import print_result
+from bench.common import argument_parser, print_result
 from bench.make_model import make_model
 from tests.harness.local_stack import stack
 
@@ -37,7 +36,7 @@ VOCABULARY = 32_000  # ids below this exist in every model this is pointed at
 
 @dataclass
 class ServerUnderTest:
-    """One system under test, and what was seen of it at one concurrency."""
+    """One system under test, and its measurements at one concurrency."""
 
     url: str
     model: str
@@ -47,7 +46,7 @@ class ServerUnderTest:
     itl_ms: list[float] = field(default_factory=list)
 
     def summary(self) -> dict[str, float]:
-        """Medians and the rate; the clock runs only while this side is driven."""
+        """Medians, and tokens per second of the time in which this side was driven."""
         return {
             "tok_s": round(self.tokens / self.busy_s, 2),
             "ttft_p50_ms": round(statistics.median(self.ttft_ms), 1),
@@ -89,7 +88,7 @@ async def _one(client: httpx.AsyncClient, side: ServerUnderTest, prompt: list[in
 async def _drive(side: ServerUnderTest, prompts: list[list[int]], concurrency: int) -> None:
     waiting = iter(prompts)
 
-    async def lane(client: httpx.AsyncClient) -> None:
+    async def connection(client: httpx.AsyncClient) -> None:
         for prompt in waiting:
             await _one(client, side, prompt)
 
@@ -97,7 +96,7 @@ async def _drive(side: ServerUnderTest, prompts: list[list[int]], concurrency: i
         started = time.perf_counter()
         async with asyncio.TaskGroup() as group:
             for _ in range(concurrency):
-                group.create_task(lane(client))
+                group.create_task(connection(client))
         side.busy_s += time.perf_counter() - started
 
 
@@ -126,10 +125,7 @@ def measure(urls: dict[str, tuple[str, str]], seed: int = 0) -> dict[str, dict[s
 
 def main() -> None:
     """Start both of our stacks, drive them and `--url` alternately, print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON line at the end")
+    parser = argument_parser(__doc__)
     parser.add_argument("--url", help="a third system, OpenAI-compatible")
     parser.add_argument("--served-model", default="m", help="model name to ask it for")
     parser.add_argument("--model", type=Path, help="model directory; default: shape M, made anew")
@@ -151,7 +147,7 @@ def main() -> None:
         "colocated_c4_vs_c1": values["colocated"]["c4"]["tok_s"] / values["colocated"]["c1"]["tok_s"],
         "pd_vs_colocated_c4": values["pd"]["c4"]["tok_s"] / values["colocated"]["c4"]["tok_s"],
     }
-    print_result("serve", ratios, values, as_json=options.json)
+    print_result("serve", ratios, values, options.json)
 
 
 if __name__ == "__main__":

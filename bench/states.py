@@ -1,19 +1,18 @@
-"""What saving states costs a prompt, and what it buys: `python -m bench.states --json`.
+"""The cost of saving states for a prompt, and what a repeat gains: `python -m bench.states --json`.
 
-A linear layer yields a state only where a forward ends. So that a repeat of a prompt hits, its last page
-border ends a forward of its own: a prompt is computed in one forward more than without a prefix cache.
+A linear layer has a state only where a forward ends. So that a repeat of a prompt hits, a forward ends at the
+prompt's last page border: a prompt takes one forward more than without a prefix cache.
 
 A prompt of 500 tokens, page 16, bfloat16, real scheduler steps, in two small hybrid shapes (gated delta net
 and short convolution, each beside full attention).
 
-`ratios`, by shape: `cut_cost_*` is the time of a cold prompt with the cache over that without it (1.0: free);
-`repeat_*` the time of the same prompt once more over that of the cold one. `values`: medians in milliseconds,
-and forwards per cold prompt.
+`ratios`, by shape: `cut_cost_*` is the time of a new prompt with the cache / without it (1.0: free),
+`repeat_*` the time of a repeated prompt / of a new one. `values`: medians in milliseconds, and forwards per
+new prompt.
 """
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from transformers import Lfm2Config, PretrainedConfig, Qwen3_5TextConfig
 
-from bench.common import alternate, medians, print_result
+from bench.common import alternate, argument_parser, medians, print_result
 from bench.engine_rig import EngineRig
 from bench.make_model import VOCAB_SIZE, make_model
 
@@ -91,8 +90,7 @@ def measure(model: Path, threads: int) -> tuple[dict[str, float], dict[str, floa
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="the result as one line of JSON")
+    parser = argument_parser(__doc__)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     ratios: dict[str, float] = {}

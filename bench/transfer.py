@@ -1,9 +1,9 @@
-"""Transfer: what each backend moves a second, against the plainest way to move the same bytes.
+"""Transfer: the bytes per second of each backend, and of the plainest way to move the same bytes.
 
     python -m bench.transfer [--json] [--rounds N]
 
-One process is prefill, another decode. Shape M: 512 pages of 1.75 MiB (28 layers x K, V x 8 heads x 16 tokens
-x 128 x bf16), source and target in random order, all memory touched, one round to warm up, CRC-32 of every
+One process sends, another receives. Shape M: 512 pages of 1.75 MiB (28 layers x K, V x 8 heads x 16 tokens x
+128 x bf16), source and target in random order, all memory touched, one round to warm up, the CRC-32 of every
 page compared at the receiver. Then the small pages of the demo model (32 KiB). The two sides of a ratio are
 timed alternately, by the sender: from the call until the receiver has confirmed.
 
@@ -14,7 +14,6 @@ timed alternately, by the sender: from the call until the receiver has confirmed
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import socket
@@ -28,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import alternate, medians, print_result
+from bench.common import alternate, argument_parser, medians, print_result
 from common.host import host_identity
 from kvcache.buffers import allocate_private, allocate_shared
 from kvtransfer.checksum import page_checksums
@@ -60,8 +59,8 @@ SHAPE_M = Shape(512, 28 * 2 * 8 * 16 * 128 * 2)
 DEMO = Shape(4096, 4 * 2 * 4 * 16 * 32 * 2)
 
 
-class Prefill:
-    """The sending process. Every method that is not underlined can be called from the other one, timed."""
+class SendingProcess:
+    """The sending process. The receiving process calls its public methods by name and gets their time."""
 
     def __init__(self, shape: Shape) -> None:
         self._shape = shape
@@ -86,7 +85,7 @@ class Prefill:
     def stream(self, address: tuple[str, int]) -> None:
         with socket.create_connection(address) as sock:
             sock.sendall(self._pool.tensor.view(-1).numpy().data)
-            sock.recv(1)  # the receiver has it all
+            sock.recv(1)  # the receiver has read everything
 
     def contiguous(self, session: str, ptr: int) -> None:
         self._engine.write(session, [self._pool.ptr], [ptr], [self._pool.nbytes])
@@ -95,20 +94,20 @@ class Prefill:
         return page_checksums(self._pool, pages)
 
 
-def _prefill_main(conn: Connection, shape: Shape) -> None:
-    prefill = Prefill(shape)
+def _sending_main(conn: Connection, shape: Shape) -> None:
+    sending = SendingProcess(shape)
     while True:
         try:
             name, arguments = conn.recv()
         except EOFError:
             return
         started = time.perf_counter()
-        answer = getattr(prefill, name)(*arguments)
+        answer = getattr(sending, name)(*arguments)
         conn.send((time.perf_counter() - started, answer))
 
 
-class Decode:
-    """The receiving process, and its hand on the sending one."""
+class ReceivingProcess:
+    """The receiving process; it directs the sending one."""
 
     def __init__(self, shape: Shape, conn: Connection, pool: GroupRegion) -> None:
         self.shape = shape
@@ -118,7 +117,7 @@ class Decode:
         self._rng = np.random.default_rng(2)
 
     def call(self, name: str, *arguments: object) -> tuple[float, Any]:
-        """(seconds, answer) of a method of Prefill."""
+        """(seconds, answer) of a method of SendingProcess."""
         self._conn.send((name, arguments))
         if not self._conn.poll(TIMEOUT_S):
             raise TimeoutError(f"{name} does not end")
@@ -163,10 +162,10 @@ class Decode:
 
 
 @contextmanager
-def _decoding(shape: Shape) -> Iterator[Decode]:
+def _receiving(shape: Shape) -> Iterator[ReceivingProcess]:
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe()
-    process = context.Process(target=_prefill_main, args=(theirs, shape), daemon=True)
+    process = context.Process(target=_sending_main, args=(theirs, shape), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -174,7 +173,7 @@ def _decoding(shape: Shape) -> Iterator[Decode]:
         with buffer:
             tensor = buffer.tensor.view(shape.pages, shape.page_bytes)
             tensor.fill_(1)
-            yield Decode(shape, mine, GroupRegion(tensor, fd=buffer.fd))
+            yield ReceivingProcess(shape, mine, GroupRegion(tensor, fd=buffer.fd))
     finally:
         mine.close()
         process.join(10)
@@ -182,39 +181,39 @@ def _decoding(shape: Shape) -> Iterator[Decode]:
 
 
 def _compare(
-    decode: Decode, backend: str, plain: Callable[[PageIds, PageIds], float], rounds: int
+    receiving: ReceivingProcess, backend: str, plain: Callable[[PageIds, PageIds], float], rounds: int
 ) -> list[float]:
     """GB/s of the backend and of the plain way: medians of alternating rounds after one to warm up."""
-    receiver = open_receiver({"full": decode.pool}, backend)
+    receiver = open_receiver({"full": receiving.pool}, backend)
 
     def one() -> float:
-        src, dst = decode.order()
-        decode.pool.tensor.fill_(0)
-        took = decode.transfer(receiver, src, dst)
-        decode.verify(src, dst)
+        src, dst = receiving.order()
+        receiving.pool.tensor.fill_(0)
+        took = receiving.transfer(receiver, src, dst)
+        receiving.verify(src, dst)
         return took
 
-    sides = {"plain": lambda: plain(*decode.order()), "ours": one}
+    sides = {"plain": lambda: plain(*receiving.order()), "ours": one}
     try:
         alternate(sides, 1)
         took = medians(alternate(sides, rounds))
     finally:
         receiver.close()
-    return [decode.shape.nbytes / took[side] / 1e9 for side in ("ours", "plain")]
+    return [receiving.shape.nbytes / took[side] / 1e9 for side in ("ours", "plain")]
 
 
 def measure(shape: Shape, rounds: int) -> dict[str, list[float]]:
     """backend -> [GB/s of ours, GB/s of the plain way]."""
-    with _decoding(shape) as decode:
+    with _receiving(shape) as receiving:
         rates = {
-            "shm": _compare(decode, "shm", lambda src, dst: decode.call("memcpy", src, dst)[0], rounds),
-            "tcp": _compare(decode, "tcp", lambda _src, _dst: decode.stream(), rounds),
+            "shm": _compare(receiving, "shm", lambda src, dst: receiving.call("memcpy", src, dst)[0], rounds),
+            "tcp": _compare(receiving, "tcp", lambda _src, _dst: receiving.stream(), rounds),
         }
         engine = MooncakeEngine(HOST, 10.0)
-        engine.register(decode.pool.ptr, decode.pool.nbytes)
-        target = (engine.session, decode.pool.ptr)
+        engine.register(receiving.pool.ptr, receiving.pool.nbytes)
+        target = (engine.session, receiving.pool.ptr)
         rates["mooncake"] = _compare(
-            decode, "mooncake", lambda _src, _dst: decode.call("contiguous", *target)[0], rounds
+            receiving, "mooncake", lambda _src, _dst: receiving.call("contiguous", *target)[0], rounds
         )
         engine.close()
     return rates
@@ -222,12 +221,7 @@ def measure(shape: Shape, rounds: int) -> dict[str, list[float]]:
 
 def main() -> None:
     """Measure both shapes and print the result."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="accepted for uniformity: the last line is always JSON"
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each side")
     options = parser.parse_args()
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
@@ -241,7 +235,7 @@ def main() -> None:
             values[f"{prefix}{against}_gb_s"] = round(theirs, 3)
             where = values if prefix else ratios
             where[f"{prefix}{backend}_vs_{against}"] = round(ours / theirs, 3)
-    print_result("transfer", ratios, values)
+    print_result("transfer", ratios, values, options.json)
 
 
 if __name__ == "__main__":
