@@ -1,6 +1,6 @@
-"""Chat templates: a sandboxed Jinja environment with the helpers that model authors write for.
+"""Chat templates: a sandboxed Jinja environment with the helpers that models' templates use.
 
-Templates come with models and are not trusted: the sandbox is immutable, what they see is plain data parsed
+Templates come with models and are not trusted: the sandbox is immutable, templates get only plain data parsed
 from JSON, and names with a leading underscore are refused.
 """
 
@@ -25,10 +25,10 @@ _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 
 class ChatTemplate:
-    """A model's template, or its default and the one it uses with tools."""
+    """A model's chat template, or several by name: "default", and "tool_use" for chats with tools."""
 
     def __init__(self, sources: dict[str, str], special_tokens: dict[str, str]) -> None:
-        """Raises ConfigError when a template does not compile."""
+        """`sources` are by name. Raises ConfigError if a template does not compile."""
         environment = _environment()
         self._special_tokens = special_tokens
         self._templates: dict[str, jinja2.Template] = {}
@@ -63,7 +63,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         template_kwargs: dict[str, Any],
     ) -> str:
-        """The chat as text. Raises InvalidRequest with the template's own words when it refuses the chat."""
+        """The chat as text. Raises InvalidRequest, with the template's message, if it refuses the chat."""
         name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
         if name not in self._templates:
             raise InvalidRequest(f"this model has no default chat template, only {sorted(self._templates)}")
@@ -83,7 +83,7 @@ class ChatTemplate:
 
 
 def _as_templates_expect(message: dict[str, Any]) -> dict[str, Any]:
-    """Absent instead of null (templates test `is defined`), and reasoning under each name in use."""
+    """The message without nulls (templates test `is defined`), and with its reasoning under two names."""
     present = {key: value for key, value in message.items() if value is not None}
     for name in _REASONING_NAMES:
         if name in present:
@@ -92,7 +92,7 @@ def _as_templates_expect(message: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks the assistant's words for training; here it is plain."""
+    """`{% generation %}...{% endgeneration %}` marks text for training; it has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012  jinja2's own declaration is not a ClassVar
 
@@ -103,7 +103,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """jinja2's namespace without underscore names, by which templates have left the sandbox before."""
+    """jinja2's namespace without names with a leading underscore, which were a way out of the sandbox."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, rest = args[0], args[1:]
@@ -123,13 +123,12 @@ def _refuse_underscore(name: str) -> None:
 
 
 class _Dict:
-    """`dict(...)` for templates, without the class that could be walked from."""
+    """`dict(...)` for templates, without the class itself and what can be reached from it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
 
     def fromkeys(self, keys: Any, value: Any = None) -> dict[Any, Any]:
-        """As dict.fromkeys."""
         return dict.fromkeys(keys, value)
 
 
@@ -151,7 +150,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as models were trained on it: jinja2's own filter escapes for HTML."""
+    """JSON without HTML escapes, which jinja2's own filter adds: models are trained on plain JSON."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -162,4 +161,4 @@ def _raise_exception(message: str) -> None:
 
 
 def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)  # local time: the conversation's own date
+    return datetime.now().strftime(form)  # local time

@@ -1,15 +1,15 @@
-"""Incremental detokenisation: the text each token adds, never half a character.
+"""Incremental detokenisation: the text that each token adds, in whole characters.
 
-Three ways, chosen by the tokenizer's decoder; the first two are a table and no call of the library:
+There are three ways, for three kinds of decoders. The first two use a table and do not call the library:
 
-- byte-level BPE (Qwen, Llama 3): a token is a fixed byte string, so text is UTF-8 over their concatenation;
+- byte-level BPE (Qwen, Llama 3): a token is a fixed byte string, and the text is UTF-8 over all of them;
 - byte fallback (Llama 2, Mistral): a token is a fixed text, or one byte of a character;
-- anything else: what a token adds may depend on its neighbours, so a small window is decoded with and without
-  the new tokens, and the difference is the addition.
+- any other: a token's text may depend on its neighbours, so a small window is decoded with and without the
+  new token, and the difference is the token's text.
 
-Decoding everything at each step, the obvious way, is quadratic. The text is what decoding all tokens at once
-gives, with one exception: the library's byte fallback replaces a whole run of byte tokens, however long, for
-one byte in it that is no text; here characters go out when they are complete.
+(To decode all tokens at each step takes quadratic time.) The text is that of decoding all tokens at once,
+with one exception: for one invalid byte in a run of byte tokens the library replaces the whole run; here the
+valid characters of the run stay.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ _UNFINISHED = "\ufffd"
 _METASPACE = "\u2581"
 _REPLACE = {"type": "Replace", "pattern": {"String": _METASPACE}, "content": " "}
 _STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-# A window that ends in U+FFFD is waiting for the rest of a character, which is at most 4 byte tokens. One
-# that waits for longer holds bytes that are no text.
+# A window that ends in U+FFFD waits for the rest of a character, which has at most 4 byte tokens. If it waits
+# for longer, its bytes are not UTF-8.
 _LONGEST_CHARACTER = 4
 
 
 class Detokenizer(Protocol):
-    """One choice's text."""
+    """The text of one choice."""
 
     def push(self, token: int) -> str:
-        """The text that `token` completes; "" while a character is unfinished."""
+        """The text that `token` completes, or "" while a character is unfinished."""
 
     def flush(self) -> str:
-        """What is left of an unfinished character when no more will come (U+FFFD), or ""."""
+        """U+FFFD for what is left of an unfinished character after the last token, or ""."""
 
 
 class DetokenizerFactory:
-    """Makes detokenizers for one tokenizer; holds what they share."""
+    """Makes detokenizers for one tokenizer, and holds the table that they share."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -54,7 +54,7 @@ class DetokenizerFactory:
         self._strip = _STRIP in decoder.get("decoders", ())
 
     def make(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """A fresh detokenizer."""
+        """A new detokenizer."""
         skipped = self.special_ids if skip_special_tokens else frozenset()
         if self._bytes is not None:
             return ByteLevelDetokenizer(self._bytes, skipped)
@@ -63,7 +63,7 @@ class DetokenizerFactory:
         return WindowDetokenizer(self._tokenizer, skipped)
 
     def token_bytes(self, token: int) -> bytes:
-        """One token alone as bytes (for logprobs): exact for byte-level tokenizers, else of its text."""
+        """The bytes of one token, for logprobs: exact for byte-level tokenizers, else those of its text."""
         if self._bytes is not None:
             return self._bytes.get(token, b"")
         piece = _piece(self._tokenizer.id_to_token(token) or "")
@@ -79,18 +79,16 @@ class ByteLevelDetokenizer:
         self._decoder = _Utf8("replace")
 
     def push(self, token: int) -> str:
-        """See Detokenizer."""
         if token in self._skipped:
             return ""
         return self._decoder.decode(self._table.get(token, b""))
 
     def flush(self) -> str:
-        """See Detokenizer."""
         return self._decoder.decode(b"", True)
 
 
 class ByteFallbackDetokenizer:
-    """For vocabularies of texts, and of single bytes for what has no text. `strip`: of one leading space."""
+    """For vocabularies of texts and of single bytes. `strip`: the output loses one leading space."""
 
     def __init__(self, table: dict[int, str | bytes], skipped: frozenset[int], strip: bool) -> None:
         self._table = table
@@ -99,7 +97,6 @@ class ByteFallbackDetokenizer:
         self._unfinished = b""  # the first bytes of a character
 
     def push(self, token: int) -> str:
-        """See Detokenizer."""
         if token in self._skipped:
             return ""
         piece = self._table.get(token, "")
@@ -116,16 +113,15 @@ class ByteFallbackDetokenizer:
         return text
 
     def flush(self) -> str:
-        """See Detokenizer."""
         return self._no_text()
 
     def _no_text(self) -> str:
-        """U+FFFD for each byte that waits."""
+        """U+FFFD for each byte of an unfinished character."""
         text, self._unfinished = _UNFINISHED * len(self._unfinished), b""
         return text
 
     def _finished(self) -> str:
-        """The characters that are complete, and U+FFFD for each byte that cannot be part of one."""
+        """The complete characters, and U+FFFD for each byte that cannot be part of one."""
         text = ""
         while True:
             try:
@@ -145,8 +141,8 @@ class ByteFallbackDetokenizer:
 class WindowDetokenizer:
     """For decoders that look at neighbours.
 
-    `_window[:_shown]` are tokens whose text has gone out, kept as context; the rest waits. A window of one
-    earlier piece is enough: decoders look one token back (spaces), or over one run of byte tokens.
+    `_window[:_shown]` are tokens whose text was returned, kept as context; the rest waits. One earlier piece
+    is enough: decoders look one token back (spaces), or over one run of byte tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
@@ -157,7 +153,6 @@ class WindowDetokenizer:
         self._context = ""  # text of _window[:_shown]
 
     def push(self, token: int) -> str:
-        """See Detokenizer."""
         if token in self._skipped:
             return ""
         self._window.append(token)
@@ -167,7 +162,6 @@ class WindowDetokenizer:
         return self._advance(text)
 
     def flush(self) -> str:
-        """See Detokenizer."""
         return self._advance(self._decode(self._window)) if len(self._window) > self._shown else ""
 
     def _advance(self, text: str) -> str:
@@ -185,8 +179,8 @@ class WindowDetokenizer:
 def _byte_table(tokenizer: Tokenizer) -> dict[int, bytes]:
     """The bytes of every token of a byte-level vocabulary.
 
-    A token with a character outside the alphabet is plain text. (An added token is read by the alphabet too:
-    that is wrong for one like "café", and what the tokenizers library makes of it.)
+    A token with a character outside the alphabet is plain text. (An added token is read by the alphabet, too.
+    That is wrong for one like "café", but the tokenizers library does the same.)
     """
     alphabet = byte_alphabet()
     return {
@@ -198,7 +192,7 @@ def _byte_table(tokenizer: Tokenizer) -> dict[int, bytes]:
 
 
 def _is_byte_fallback(decoder: dict[str, Any]) -> bool:
-    """Replace, ByteFallback, Fuse, perhaps Strip: where a token's text does not depend on its neighbours."""
+    """Replace, ByteFallback, Fuse and perhaps Strip: a token's text does not depend on its neighbours."""
     steps = list(decoder.get("decoders", ()))
     if steps and steps[-1] == _STRIP:
         steps.pop()
@@ -206,7 +200,7 @@ def _is_byte_fallback(decoder: dict[str, Any]) -> bool:
 
 
 def _piece_table(tokenizer: Tokenizer) -> dict[int, str | bytes]:
-    """The text of every token, or its byte."""
+    """The text, or the byte, of every token."""
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     return {token_id: _piece(name) for name, token_id in vocabulary.items()}
 
@@ -216,13 +210,16 @@ def _piece(name: str) -> str | bytes:
         try:
             return bytes([int(name[3:5], 16)])
         except ValueError:
-            pass  # it only looks like a byte
+            pass  # not a byte: <0xZZ>
     return name.replace(_METASPACE, " ")
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The characters by which byte-level vocabularies write bytes: printable Latin-1 ones stand for
-    themselves, the others for characters from U+0100 on, in order (the convention GPT-2 introduced)."""
+    """The byte that each character of a byte-level vocabulary stands for.
+
+    GPT-2 introduced the convention: printable characters of Latin-1 stand for themselves, characters from
+    U+0100 on for the other bytes in order.
+    """
     itself = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(value): value for value in itself}
     others = [value for value in range(256) if value not in set(itself)]

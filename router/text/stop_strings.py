@@ -1,12 +1,12 @@
-"""Stop strings over a stream of text pieces. Workers never see text, so this is the router's alone."""
+"""Stop strings in a stream of text pieces. Workers have only tokens, so the router looks for them."""
 
 from __future__ import annotations
 
 
 class StopStrings:
-    """Finds the earliest stop string, wherever the borders between pieces fall.
+    """Finds the earliest stop string, also across pieces.
 
-    Text that could still become a stop string is held back. The stop string itself is never let through.
+    Text that may be the beginning of a stop string is held back. The stop string itself is never returned.
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
@@ -14,7 +14,7 @@ class StopStrings:
         self._held = ""
 
     def push(self, piece: str) -> tuple[str, str | None]:
-        """The text that is safe to show now, and the stop string that was hit, if one was."""
+        """The text that may be shown now, and the stop string that was found, if any."""
         text = self._held + piece
         hit, at = None, len(text)
         for stop in self._stops:
@@ -29,12 +29,12 @@ class StopStrings:
         return text[: len(text) - keep], None
 
     def flush(self) -> str:
-        """The text held back, when no more will come."""
+        """The text that was held back, after the last piece."""
         held, self._held = self._held, ""
         return held
 
     def _longest_partial(self, text: str) -> int:
-        """The length of the longest end of `text` that begins a stop string."""
+        """The length of the longest end of `text` that is the beginning of a stop string."""
         longest = 0
         for stop in self._stops:
             for length in range(min(len(stop) - 1, len(text)), longest, -1):

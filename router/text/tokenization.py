@@ -1,6 +1,6 @@
-"""Text to token ids, and chats to text, exactly as transformers' AutoTokenizer does it, without transformers.
+"""Text to token ids, and chats to text, with the results of transformers' AutoTokenizer.
 
-(Importing transformers' Auto classes loads torch: seconds, and a gigabyte, per router.)
+transformers itself is not imported: its Auto classes load torch, which costs a router seconds and a gigabyte.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Tokenization:
     """A model directory's tokenizer and chat template."""
 
     def __init__(self, model: Path) -> None:
-        """Raises ConfigError when the directory holds no usable tokenizer."""
+        """Raises ConfigError if the directory has no usable tokenizer."""
         path = model / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(
@@ -72,7 +72,7 @@ class Tokenization:
         add_generation_prompt: bool = True,
         template_kwargs: dict[str, Any] | None = None,
     ) -> str:
-        """The chat as the text the model was trained on. Raises InvalidRequest when the template refuses."""
+        """The chat as text. Raises InvalidRequest if the template refuses it, or if there is none."""
         if self._template is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions", "messages")
         return self._template.render(messages, tools, add_generation_prompt, template_kwargs or {})
@@ -91,13 +91,13 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _content(token: Any) -> str | None:
-    """A special token is written as a string or as an object with `content`."""
+    """The text of a special token, which is written as a string or as an object with `content`."""
     value = token.get("content") if isinstance(token, dict) else token
     return value if isinstance(value, str) else None
 
 
 def _named_tokens(config: dict[str, Any], legacy: dict[str, Any]) -> dict[str, str]:
-    """bos_token and the like, by name. special_tokens_map.json speaks only where the config does not."""
+    """bos_token and the like, by name; from special_tokens_map.json (`legacy`) if `config` has none."""
     found = {}
     for name in _NAMED_TOKENS:
         value = _content(config[name]) if name in config else _content(legacy.get(name))
@@ -114,7 +114,7 @@ def _added_token(entry: dict[str, Any]) -> AddedToken:
 
 
 def _add_missing_tokens(tokenizer: Tokenizer, config: dict[str, Any], named: dict[str, str]) -> None:
-    """Tokens that only tokenizer_config.json knows: added in the order of their ids, as transformers does."""
+    """Add the tokens that only tokenizer_config.json has, in the order of their ids, as transformers does."""
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     decoder = config.get("added_tokens_decoder") or {}
     for _, entry in sorted(decoder.items(), key=lambda item: int(item[0])):

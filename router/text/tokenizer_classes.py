@@ -1,8 +1,7 @@
-"""Tokenizer classes that transformers rebuilds from their own code, whatever tokenizer.json says.
+"""Tokenizer classes that transformers rebuilds with its own code instead of reading all of tokenizer.json.
 
-For most models tokenizer.json is the whole truth. For a class named here transformers keeps the vocabulary,
-the merges and the post-processor of the file and replaces the rest; so does this, or token ids would differ
-where a file was written by another version.
+For a class named here transformers keeps the vocabulary, the merges and the post-processor of the file and
+replaces the rest. This module does the same; otherwise token ids would differ for files of other versions.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ _QWEN_SPLIT = (
 
 
 def special_defaults(declared: str) -> dict[str, str]:
-    """Special tokens that a class has when the configuration does not name them."""
+    """Special tokens that a class has if the configuration does not name them."""
     return _DEFAULTS.get(declared.removesuffix("Fast"), {})
 
 
 def rebuild(tokenizer: Tokenizer, declared: str, config: dict[str, Any]) -> None:
-    """Make a tokenizer what transformers makes of it under the class `declared` in its configuration."""
+    """Change a tokenizer as transformers does for the class `declared` in its configuration."""
     change = _REBUILDERS.get(declared.removesuffix("Fast"))
     if change is not None:
         change(tokenizer, config)
@@ -36,7 +35,7 @@ def rebuild(tokenizer: Tokenizer, declared: str, config: dict[str, Any]) -> None
 
 def _llama(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
     if "ByteLevel" in json.dumps(json.loads(tokenizer.to_str()).get("pre_tokenizer")):
-        return  # Llama 3 files under Llama 2's class name: taken as they are
+        return  # a Llama 3 file under Llama 2's class name, which transformers leaves as it is
     prefixed = config.get("add_prefix_space")
     prefixed = True if prefixed is None else bool(prefixed)
     scheme = ("always" if config.get("legacy", False) else "first") if prefixed else "never"
