@@ -57,7 +57,7 @@ class BasePrefixCache(ABC):
     def match_prefix(self, key: RadixKey) -> MatchResult:
         """The longest cached prefix of `key`, in whole pages, that a forward can continue from.
 
-        A caller about to run a forward passes at most all but the last token: that one must be computed.
+        A caller that will run a forward passes at most all but the last token: that one must be computed.
         """
 
     @abstractmethod
@@ -77,13 +77,13 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def cache_unfinished_req(self, req: CachedRequest, chunked: bool = False) -> None:
-        """Take over the committed whole pages of a request that goes on, and lock them for it."""
+        """Cache the committed whole pages of a request that continues, and lock them for it."""
 
     @abstractmethod
     def cache_finished_req(self, req: CachedRequest, is_insert: bool = True) -> None:
-        """Take over the committed whole pages of a request that ends; free and unlock all else it had.
+        """Cache the committed whole pages of a request that ends; free and unlock all else that it holds.
 
-        With `is_insert` false nothing is taken over. The request's row stays its own.
+        With `is_insert` false nothing is cached. The request keeps its row.
         """
 
     def cut_points(self, req: CachedRequest, total: int) -> tuple[int, ...]:

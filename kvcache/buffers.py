@@ -1,10 +1,10 @@
-"""Where the bytes of a pool live on a CPU host: private memory, or a memfd that another process may map.
+"""The memory of a pool on a CPU host: private, or a memfd that another process may map.
 
-Both ask for huge pages: attention and transfer walk pages in random order, and 4 KiB mappings spend more
-time in the TLB than in memory. Not `/dev/shm`: it is 64 MB in many containers.
+Both ask for huge pages: attention and transfer access pages in random order, and with 4 KiB mappings most
+time goes to TLB misses. `/dev/shm` is not used because it is 64 MB in many containers.
 
-Lifetime: `close` gives up the descriptor and this object's view. The mapping itself goes when the last
-tensor over it does, because unmapping under a live tensor would turn a late read into a crash.
+Lifetime: `close` closes the descriptor and drops this object's tensor. The memory is unmapped with the last
+tensor over it: unmapping it under a live tensor would turn a late read into a crash.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class HostBuffer:
     """`nbytes` of zeroed host memory as `.tensor` (uint8, 1-D). Usable as a context manager."""
 
     def __init__(self, mapping: mmap.mmap, nbytes: int) -> None:
-        """Take over `mapping`; the tensor starts at its first huge page border if it is large enough."""
+        """Own `mapping`. The tensor starts at the first huge page border if the mapping is large enough."""
         _advise_huge_pages(mapping)
         whole = torch.frombuffer(mapping, dtype=torch.uint8)
         start = -whole.data_ptr() % HUGE_PAGE_BYTES if len(mapping) >= nbytes + HUGE_PAGE_BYTES else 0
@@ -36,7 +36,7 @@ class HostBuffer:
         return self._tensor
 
     def close(self) -> None:
-        """Let go; calling it again changes nothing."""
+        """Drop the tensor. Idempotent."""
         self._tensor = None
 
     def __enter__(self) -> HostBuffer:
@@ -47,15 +47,16 @@ class HostBuffer:
 
 
 class SharedBuffer(HostBuffer):
-    """Memory of a memfd: whoever is given `.fd` over a Unix socket can map the same bytes."""
+    """Memory of a memfd: a process that is sent `.fd` over a Unix socket can map the same bytes."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        """Map `nbytes` of `fd` and own both; a receiver of the descriptor calls this as the creator does."""
+        """Map `nbytes` of `fd` and own both. The creator and the receiver of the descriptor both call
+        this."""
         self.fd = fd
         super().__init__(mmap.mmap(fd, nbytes, mmap.MAP_SHARED), nbytes)
 
     def close(self) -> None:
-        """Let go of the memory and close the descriptor."""
+        """Drop the tensor and close the descriptor. Idempotent."""
         super().close()
         if self.fd >= 0:
             os.close(self.fd)

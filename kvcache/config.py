@@ -1,4 +1,4 @@
-"""The room's configuration."""
+"""Configuration of the KV cache and of KV events."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from common.errors import ConfigError
 from kvcache.eviction import eviction_policy
 
 PREFIX_CACHES = ("radix", "none")
-MIN_STATE_SLOTS = 3  # one request's pair, and one to replace what the tree takes
+MIN_STATE_SLOTS = 3  # one request's pair, and a spare for the one that the tree takes
 
 
 @dataclass(frozen=True)
 class KVEventsConfig:
-    """Whether and how the worker publishes what it caches. The cluster's secret is given when opening."""
+    """Whether and how the worker publishes what it caches."""
 
     enable: bool = False
     topic: str = "kv-events"
@@ -35,9 +35,9 @@ class CacheConfig:
     max_context_len: int  # longest prompt + output of one request
     max_running_requests: int
     page_size: int = 16  # tokens, a power of two
-    pre_alloc_size: int = 0  # rows more, for requests whose KV is still arriving (decode)
+    pre_alloc_size: int = 0  # additional rows, for requests whose KV is still arriving (decode)
     device: str = "cpu"
-    shared: bool = False  # the pool is a memfd that other processes can map
+    shared: bool = False  # pools are memfds that other processes can map
     prefix_cache: str = "radix"
     eviction_policy: str = "lru"
     need_sort: bool = False  # hand out freed pages in ascending order: longer runs for transfers
@@ -45,7 +45,7 @@ class CacheConfig:
     swa_full_tokens_ratio: float = 0.8  # window capacity as a share of total_tokens, where it is chosen
     max_chunk_tokens: int | None = None  # longest prefill chunk; None: a prompt may come in one
     state_slots: int | None = None  # slots of the state group; None: `num_state_slots` chooses
-    mamba_track_interval: int = 256  # decode keeps a state every so many tokens; whole pages
+    mamba_track_interval: int = 256  # tokens between the states that decode keeps; whole pages
     events: KVEventsConfig = field(default_factory=KVEventsConfig)
 
     def __post_init__(self) -> None:
@@ -82,7 +82,7 @@ class CacheConfig:
 
     @property
     def num_state_slots(self) -> int:
-        """Slots of a state group: a pair for each request, and as many again for cached states."""
+        """Slots of a state group: a pair for each request, and as many for cached states."""
         if self.state_slots is not None:
             return self.state_slots
         return max(MIN_STATE_SLOTS, 4 * self.max_running_requests + 2 * self.pre_alloc_size)

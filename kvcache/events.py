@@ -35,7 +35,7 @@ class EventRecorder:
             self._events.append(NodeImage.of(node, self._page_size).stored(self._page_size))
 
     def removed(self, node: TreeNode) -> None:
-        """Record that a node goes."""
+        """Record that a node is removed."""
         if self._has_room():
             self._events.append(BlockRemoved(event_hashes(node.page_digests(self._page_size)), DEVICE_MEDIUM))
 

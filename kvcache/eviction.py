@@ -1,9 +1,10 @@
-"""Which of the nodes that may be evicted goes first.
+"""The order in which nodes are evicted.
 
-An Evictor is one heap for every policy. Each component has its own, because each has its own idea of what may
-go. A node is in a heap at most once, marked by a bit of `node.offers`; its key is brought up to date when it
-comes up, not when it is touched: a hit, a lock or an unlock of a node that is on offer costs nothing here.
-(That is sound because touching a node makes its key larger. Where it does not, for mru, `touched` says so.)
+An Evictor is a heap of nodes, the same for every policy. Each component has its own, because each has its own
+rule of what may be evicted. A node is on offer at an evictor at most once, marked by a bit of `node.offers`.
+Its key in the heap is updated when the node reaches the top, not when the node is used: so a hit, a lock or
+an unlock of a node on offer costs nothing here. This is correct because use makes a key larger. Under mru it
+makes the key smaller, and the tree calls `touched`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Policy = Callable[[TreeNode], int]
 
 _TIME_BITS = 48
 
-# Smaller goes first. An access time is the number of the operation that last touched the node.
+# The smallest key is evicted first. An access time is the number of the operation that last touched the node.
 POLICIES: dict[str, Policy] = {
     "lru": lambda node: node.last_access,
     "mru": lambda node: -node.last_access,
@@ -51,8 +52,8 @@ class Evictor:
         self._policy = eviction_policy(policy)
         self._bit = bit
         self.keys_fall = policy in _FALLING
-        # [policy's key, creation, count of pushes, node]. Of a path that was used at once, what was cached
-        # first goes first: the end of a conversation is worth most to its next turn.
+        # [policy's key, creation, count of pushes, node]. Of nodes with equal keys, which were used together,
+        # the one that was cached first is evicted first: the next turn of a conversation needs its end.
         self._heap: list[list[Any]] = []
         self._pushed = 0
         self._on_offer = 0
@@ -61,26 +62,28 @@ class Evictor:
         return self._on_offer
 
     def offer(self, node: TreeNode) -> None:
-        """`node` may be worth evicting; it stays on offer until it comes up or goes."""
+        """`node` may be evicted. It stays on offer until `pop` takes it off, or `withdraw`."""
         if not node.offers & self._bit:
             node.offers |= self._bit
             self._on_offer += 1
             self._push(node)
 
     def touched(self, nodes: Sequence[TreeNode]) -> None:
-        """These were just used. Needed only where `keys_fall`: else a key that lags behind does no harm."""
+        """These nodes were just used. Called only if `keys_fall`: else an old key is too small, which is
+        safe."""
         for node in nodes:
             if node.offers & self._bit:
                 self._push(node)
 
     def withdraw(self, node: TreeNode) -> None:
-        """`node` goes."""
+        """`node` is no longer on offer."""
         if node.offers & self._bit:
             node.offers &= ~self._bit
             self._on_offer -= 1
 
     def pop(self, may_go: Callable[[TreeNode], bool]) -> TreeNode | None:
-        """The node to evict now; None when there is none. It and those passed over are off offer."""
+        """The first node in policy order for which `may_go` is true; None if there is none. That node, and
+        the nodes before it, are no longer on offer."""
         heap = self._heap
         while heap:
             entry = heap[0]
@@ -100,7 +103,7 @@ class Evictor:
     def _push(self, node: TreeNode) -> None:
         self._pushed += 1
         heapq.heappush(self._heap, self._entry(node, self._pushed))
-        if len(self._heap) > 2 * self._on_offer + 64:  # nodes that went, and keys that fell
+        if len(self._heap) > 2 * self._on_offer + 64:  # entries of withdrawn nodes, and old keys under mru
             kept = {id(entry[_NODE]): entry[_NODE] for entry in self._heap}.values()
             self._heap = [self._entry(node, i) for i, node in enumerate(kept) if node.offers & self._bit]
             heapq.heapify(self._heap)
@@ -111,14 +114,14 @@ class Evictor:
 
 
 class LeafEvictor(Evictor):
-    """An evictor of leaves: when a leaf on offer grows, its place in the heap passes to the new leaf.
+    """An evictor of leaves. When a leaf on offer gets a child, its heap entry passes to the child.
 
-    So the heap has one entry per leaf, however the tree came to be. The key that is passed on is too small,
-    like that of any node used since it was offered; where it would be too large, the place is given up.
+    So the heap has one entry per leaf, however the tree grew. The key of the entry is too small then, like
+    that of any node used since it was offered. If it would be too large, the child gets an entry of its own.
     """
 
     def grown(self, parent: TreeNode, leaf: TreeNode) -> None:
-        """`leaf` is new, below `parent`, who is no leaf any more (or was none)."""
+        """`leaf` is a new child of `parent`, which is no leaf any more."""
         entry = parent.entry
         if entry is None or entry[_KEY] > self._policy(leaf):
             self.withdraw(parent)
@@ -129,9 +132,9 @@ class LeafEvictor(Evictor):
         leaf.entry, entry[_NODE], parent.entry = entry, leaf, None
 
     def withdraw(self, node: TreeNode) -> None:
-        """`node` goes, or is no leaf."""
+        """`node` is no longer on offer: it is removed, or is no leaf any more."""
         super().withdraw(node)
-        node.entry = None  # or the two would keep each other alive
+        node.entry = None  # the entry refers to the node: a reference cycle
 
     def _entry(self, node: TreeNode, number: int) -> list[Any]:
         node.entry = super()._entry(node, number)

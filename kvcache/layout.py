@@ -6,8 +6,8 @@
         LatentGroupSpec   one compressed vector per token (MLA): full attention as well
       StateGroupSpec    what linear attention, Mamba and short convolutions remember: one slot per sequence
 
-The group that decides reuse (full or latent) comes first in a model. A model whose layers are all windowed
-has a full group of no layers: its page ids name token pages all the same, and cost no bytes.
+The primary group (full or latent) is a model's first. A model whose layers all have a window has a full group
+without layers: its page ids name token pages all the same, and use no memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SLOT_ALIGN = 64
 
 
 class GroupSpec(ABC):
-    """What all groups have: a `name`, which keys pools, targets and layouts, a `kind`, and `layer_ids`."""
+    """What all groups have: a `name`, the key of pools, targets and layouts; a `kind`; and `layer_ids`."""
 
     layer_ids: tuple[int, ...]
     name: str
@@ -73,7 +73,6 @@ class TokenGroupSpec(GroupSpec):
         return self.stored.element or self.dtype
 
     def to_layout(self, page_size: int) -> GroupLayout:
-        """See GroupSpec."""
         return _layout(self, page_size, _dtype_name(self.stored, self.dtype), self.tile_order)
 
 
@@ -127,8 +126,8 @@ class LatentGroupSpec(TokenGroupSpec):
     """Layers of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): a token's row is its normed
     latent, `kv_lora_rank` values, and then its rotated key part, `rope_dim` values, shared by all heads.
 
-    There is no head to split a page by: ranks that divide a model's heads would each hold the same pages, and
-    one of them would send them. A `KVGroupSpec`'s pages they would divide.
+    A page has no heads to divide: ranks that divide a model's heads would each hold the same pages, and one
+    of them would send them. They would divide the pages of a `KVGroupSpec`.
     """
 
     layer_ids: tuple[int, ...]
@@ -140,7 +139,7 @@ class LatentGroupSpec(TokenGroupSpec):
     tile_order: str = "plain"
 
     def __post_init__(self) -> None:
-        """Refuse rows that cannot be stored so."""
+        """Refuse rows that `stored` cannot hold."""
         self.stored.check_row(self.row_dim)
 
     @property
@@ -169,14 +168,15 @@ class StateTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one sequence's."""
+        """Bytes of the tensor of one sequence."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class StateGroupSpec(GroupSpec):
     """Layers that keep a state of fixed size per sequence. A page of this group is one slot: every tensor of
-    every layer, each aligned to SLOT_ALIGN, so that a state is one blob to copy, ship and store."""
+    every layer, each aligned to SLOT_ALIGN, so that a state is one contiguous block to copy, send and
+    store."""
 
     tensors: tuple[StateTensor, ...]
     name: str = "state"
@@ -209,7 +209,7 @@ class StateGroupSpec(GroupSpec):
         return self.offsets[-1]
 
     def to_layout(self, page_size: int) -> GroupLayout:
-        """See GroupSpec. The dtype says every tensor's, so that equal layouts mean equal slots."""
+        """The dtype names every tensor's, so that equal layouts mean equal slots."""
         described = ",".join(f"{t.layer}.{t.name}:{t.dtype}{list(t.shape)}" for t in self.tensors)
         return _layout(self, page_size, described.replace("torch.", ""), "plain")
 
@@ -235,9 +235,9 @@ def _layout(spec: GroupSpec, page_size: int, dtype: str, tile_order: str) -> Gro
 
 
 def stored_as(groups: tuple[GroupSpec, ...], stored: KVFormat) -> tuple[GroupSpec, ...]:
-    """The groups with their keys, values and latents stored so; states stay as they are.
+    """The groups with their keys, values and latents stored in the format `stored`; states do not change.
 
-    Raises ConfigError for rows that cannot be.
+    Raises ConfigError for rows that the format cannot hold.
     """
     return tuple(
         replace(group, stored=stored) if isinstance(group, KVGroupSpec | LatentGroupSpec) else group

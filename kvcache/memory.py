@@ -1,4 +1,5 @@
-"""Memory: everything a worker knows of its KV cache, built in one place and balanced in one place."""
+"""Memory: the pools, allocators and prefix cache of one worker, and the check that nothing of them is
+lost."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from wire.events import AnyEvent
 from wire.records import GroupLayout
 
 OTHER_GROUPS: list[list[str]] = [[], ["window"], ["state"], ["window", "state"]]
-"""Kinds of groups that may come beside the primary one, in order."""
+"""Kinds of groups that a model may have besides the primary one, in order."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ class MemoryReport:
 
 
 class Memory:
-    """Pools, allocators and tree of one worker. One thread; close it, or use it as a context manager."""
+    """Pools, allocators, prefix cache and event recorder. One thread; close it, or use it as a context
+    manager."""
 
     def __init__(
         self,
@@ -121,7 +123,7 @@ class Memory:
             self.allocators[name].free_page_ids(ids)
 
     def free_group_begin(self) -> None:
-        """Until `free_group_take`, pages that are freed stay taken. What is evicted is free at once."""
+        """Until `free_group_take`, freed pages stay allocated. Evicted pages are free at once."""
         for allocator in self.allocators.values():
             allocator.free_group_begin()
 
@@ -144,7 +146,7 @@ class Memory:
     # -- quarantine --------------------------------------------------------------------------------
 
     def quarantine(self, pages: Mapping[str, npt.NDArray[np.integer]], owner: Hashable) -> None:
-        """Set aside allocated pages that a remote writer may still touch, until its fence has passed."""
+        """Keep allocated pages that a remote writer may still write to, until its fence has passed."""
         held: GroupPages = {name: ids.astype(np.int32) for name, ids in pages.items()}
         self._quarantine.setdefault(owner, []).append(held)
 
@@ -156,7 +158,7 @@ class Memory:
         return sum(len(ids) for pages in released for ids in pages.values())
 
     def quarantined(self, group: str) -> Pages:
-        """All pages of a group that are set aside."""
+        """All pages of a group that are in quarantine."""
         everyone = (pages.get(group, NO_PAGES) for held in self._quarantine.values() for pages in held)
         return np.concatenate([NO_PAGES, *everyone])
 
@@ -167,9 +169,9 @@ class Memory:
     ) -> MemoryReport:
         """Assert that every page of every group, and every row, has exactly one owner.
 
-        `held` names, by group, those outside tree, quarantine and free list: private pages and slots of live
-        requests, reservations, deferred frees. A lost, shared or twice freed one is named in the
-        AssertionError.
+        `held` has, by group, the pages outside tree, quarantine and free list: private pages and slots of
+        live requests, reservations, deferred frees. The AssertionError names a page that is lost or owned
+        twice.
         """
         rows = np.fromiter(held_rows, np.int64)
         pool = self.req_to_token_pool

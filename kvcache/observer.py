@@ -1,4 +1,4 @@
-"""TreeObserver: who wants to hear what the tree does. The tree knows no more of them than this."""
+"""TreeObserver: an interface for objects that follow the changes of a tree, such as the event recorder."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from kvcache.tree_node import TreeNode
 
 
 class TreeObserver(Protocol):
-    """Called on the tree's thread, in the order of what happened. A split is not told: no page moves."""
+    """Called on the tree's thread, in the order of the changes. A split is no change: no page moves."""
 
     def stored(self, node: TreeNode) -> None:
-        """`node` is new, with all its pages; it is linked into the tree."""
+        """`node` has just been linked into the tree, with all its pages."""
         ...
 
     def removed(self, node: TreeNode) -> None:
-        """`node` and its pages are about to go."""
+        """`node` and its pages are about to be removed."""
         ...

@@ -40,7 +40,7 @@ class ReqToTokenPool:
         self.clear()
 
     def alloc(self, n: int) -> list[int] | None:
-        """`n` rows, those longest free first. None, and nothing taken, when short."""
+        """`n` rows, those longest free first. None, and no row is allocated, if there are too few."""
         if n > len(self._free):
             return None
         rows = [self._free.popleft() for _ in range(n)]
@@ -140,7 +140,7 @@ class TokenKVCache(KVCache, Generic[Spec]):
         self._layer_index = {layer: index for index, layer in enumerate(spec.layer_ids)}
 
     def _write(self, index: tuple[Any, ...], values: torch.Tensor) -> None:
-        """Values in the model's dtype: a conversion here would hide a wrong one elsewhere."""
+        """`values` are in the model's dtype: a conversion here would hide a wrong dtype elsewhere."""
         assert values.dtype == self.spec.dtype, f"{values.dtype} into a pool of {self.spec.dtype}"
         if self._rows is None:
             self.data[index] = values
@@ -185,7 +185,7 @@ class MLAKVCache(TokenKVCache[LatentGroupSpec]):
 class MambaPool(KVCache):
     """States of linear attention, Mamba and short convolutions: slots 1..num_pages, a page being a slot.
 
-    Slot 0 is where padded rows write. Nothing is zeroed: a forward that starts from nothing says so.
+    Padded rows write to slot 0. Slots are not zeroed: a forward is told when it starts without a state.
     """
 
     def __init__(

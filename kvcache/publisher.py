@@ -2,18 +2,18 @@
 
 PUB frames: topic, 8-byte big-endian sequence number from 0, batch. A subscriber that missed some asks the
 replay ROUTER with `["", first wanted number]` and gets `["", topic, number, batch]` each, then the end marker
-`["", "", -1, ""]`. The last `buffer_batches` are kept. A start that is older is answered with a snapshot, in
-the same frames: AllBlocksCleared and then BlockStored events that say all that is cached, under the numbers
-up to the last one published before the snapshot was taken. The next to be published follows. A reader
-that knows nothing of snapshots sees batches that begin later than it asked, and ends with the right pages.
+`["", "", -1, ""]`. The last `buffer_batches` are kept. A request for an older batch is answered with a
+snapshot in the same frames: AllBlocksCleared, then BlockStored events for all that is cached, under the
+numbers up to the last one published before the snapshot was taken. The next published batch follows. A reader
+without support for snapshots sees batches that begin later than it asked, and ends with the right pages.
 
-A snapshot never has more batches than the buffer. So its numbers lie above the wanted one, which the buffer
-does not reach back to, and no reader takes them for batches that it has seen.
+A snapshot never has more batches than the buffer. So its numbers are larger than the wanted one, which is
+older than the buffer, and no reader takes them for batches that it has seen.
 
-Threads: `publish` and `publish_snapshot` never block. One thread of ours owns both sockets; it never waits
-for a subscriber, so what is queued for it stays short. The tree is its owner's: when a peer needs a snapshot,
-`snapshot_wanted` becomes true, `on_snapshot_wanted` is called on our thread, and the owner gives one. Peers
-that wait share it. What a snapshot says is turned into bytes on our thread.
+Threads: `publish` and `publish_snapshot` never block. The publisher's thread owns both sockets; it never
+waits for a subscriber, so its queue stays short. The tree belongs to its owner's thread: when a peer needs a
+snapshot, `snapshot_wanted` becomes true, `on_snapshot_wanted` is called on the publisher's thread, and the
+owner calls `publish_snapshot`. Peers that wait share one. The publisher's thread encodes it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from wire.security import Curve
 log = logging.getLogger(__name__)
 
 _END = (-1).to_bytes(8, "big", signed=True)
-_WAIT_FOR_SNAPSHOT_S = 30.0  # a peer that still listens has asked again by then
+_WAIT_FOR_SNAPSHOT_S = 30.0  # a connected peer has asked again by then
 _WAITING_PEERS = 1000
 
 
@@ -63,9 +63,9 @@ class EventPublisher:
         curve: Curve | None = None,
         on_snapshot_wanted: Callable[[], None] | None = None,
     ) -> None:
-        """Bind both sockets on `config.interface`; with `curve`, members of the cluster only.
+        """Bind both sockets on `config.interface`; with `curve`, only members of the cluster can connect.
 
-        Without `on_snapshot_wanted` nobody gives snapshots: a replay whose start is too old begins later.
+        Without `on_snapshot_wanted` there are no snapshots: a replay from too old a start begins later.
         """
         self._topic = config.topic.encode()
         self._kept: deque[_Batch] = deque(maxlen=config.buffer_batches)
@@ -73,13 +73,13 @@ class EventPublisher:
         self._next = 0  # sequence number of the next batch
         self._queue: deque[_Queued] = deque()
         self._on_snapshot_wanted = on_snapshot_wanted
-        self._wanted = False  # set on our thread, taken back by publish_snapshot
-        self._waiting: dict[bytes, float] = {}  # peers that need a snapshot, and until when they do
+        self._wanted = False  # set on the publisher's thread, reset by publish_snapshot
+        self._waiting: dict[bytes, float] = {}  # peers that need a snapshot, and until when
         self.snapshots = 0
         self._context = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
         self._replay = self._context.socket(zmq.ROUTER)
-        # A whole replay must fit a peer's queue: what exceeds the mark is dropped, end marker included.
+        # A whole replay must fit a peer's queue: messages beyond the mark are dropped, also the end marker.
         self._replay.setsockopt(zmq.SNDHWM, 2 * config.buffer_batches + 2)
         self._pub.setsockopt(zmq.SNDHWM, config.buffer_batches)
         self.address = self._bind(self._pub, config.interface, curve)
@@ -108,8 +108,8 @@ class EventPublisher:
             self._put(events)
 
     def publish_snapshot(self, snapshot: TreeSnapshot) -> None:
-        """Tell the waiting peers what the tree holds. It must be the tree after everything published so far,
-        and before everything published later: call it from where `publish` is called."""
+        """Send the waiting peers all that the tree holds. The snapshot must be of the tree after everything
+        published so far, and before everything published later: call it from where `publish` is called."""
         self._wanted = False
         self._put(snapshot)
 
@@ -134,7 +134,7 @@ class EventPublisher:
         self._queue.append(_Queued(time.time(), what))
         os.eventfd_write(self._wake, 1)
 
-    # -- our thread --------------------------------------------------------------------------------
+    # -- the publisher's thread --------------------------------------------------------------------
 
     def _run(self) -> None:
         poller = zmq.Poller()
@@ -161,7 +161,8 @@ class EventPublisher:
             self._next += 1
 
     def _send_snapshot(self, at: float, snapshot: TreeSnapshot) -> None:
-        """Nothing has been published since it was taken: that comes after it in the queue."""
+        """Nothing has been published since the snapshot was taken: later batches are behind it in the
+        queue."""
         if not self._waiting:
             return
         self.snapshots += 1
@@ -175,13 +176,13 @@ class EventPublisher:
         self._waiting.clear()
 
     def _answer(self) -> None:
-        """Answer one replay request. One that is malformed is named and gets nothing."""
+        """Answer one replay request. A malformed one is logged and gets no answer."""
         peer, *request = self._replay.recv_multipart()
         if len(request) != 2 or request[0] or len(request[1]) != 8:
             log.warning("kv events: a replay request of %d frames is not ['', number]", len(request))
             return
         oldest = self._next - len(self._kept)
-        missing = int.from_bytes(request[1], "big") - oldest  # batches to leave out; < 0: wanted, not kept
+        missing = int.from_bytes(request[1], "big") - oldest  # batches to leave out; < 0: not kept any more
         if missing < 0 and self._on_snapshot_wanted is not None:
             self._wait_for_snapshot(peer, self._on_snapshot_wanted)
         else:

@@ -5,10 +5,10 @@
     fp8_e5m2   one byte a value, scale 1
     fp4_e2m1   half a byte a value, and for each 16 values along a row one e4m3 scale byte
 
-A value is rounded to the nearest one, ties to even; what is too large becomes the largest; a NaN stays a NaN.
-Whatever is stored is exact in bfloat16, so that reading rounds nothing. fp8's scale is 1: it needs no
-calibration, keys and values of the models that we serve lie well inside e4m3's 2^-9 .. 448, and a scale per
-tensor would be one more thing that two workers must agree on.
+A value is rounded to the nearest one, ties to even; a value that is too large becomes the largest; a NaN
+stays a NaN. Stored values are exact in bfloat16, so reading does not round. fp8's scale is 1: it needs no
+calibration, keys and values of the models that we serve are within e4m3's 2^-9 .. 448, and two workers would
+have to agree on a scale per tensor.
 
 `engine/cpu/kv_format.h` does the same in C++, bit for bit.
 """
@@ -30,7 +30,7 @@ _SIXTH = 1 / _E2M1[-1]
 
 
 class KVFormat(StrEnum):
-    """What `--kv-cache-dtype` may be."""
+    """The values of `--kv-cache-dtype`."""
 
     AUTO = "auto"
     FP8_E4M3 = "fp8_e4m3"
@@ -44,7 +44,7 @@ class KVFormat(StrEnum):
 
     @property
     def description(self) -> str:
-        """The name in a layout, which says the policy for scales too."""
+        """The name in a layout; it includes the policy for scales."""
         return _DESCRIPTIONS[self]
 
     def row_bytes(self, values: int) -> int:
@@ -53,7 +53,7 @@ class KVFormat(StrEnum):
         return values // 2 + values // BLOCK if self is KVFormat.FP4_E2M1 else values
 
     def check_row(self, values: int) -> None:
-        """Raises ConfigError for a row that cannot be stored so."""
+        """Raises ConfigError for a row that this format cannot hold."""
         if self is KVFormat.FP4_E2M1 and values % BLOCK:
             raise ConfigError(
                 "kv_cache_dtype",
@@ -109,7 +109,8 @@ class QuantisedRows:
 
 
 def to_fp8(values: torch.Tensor, form: KVFormat) -> torch.Tensor:
-    """To `form.element`. What is too large becomes the largest number, not torch's NaN or infinity."""
+    """To `form.element`. A value that is too large becomes the largest number, not torch's NaN or
+    infinity."""
     element = form.element
     assert element in (torch.float8_e4m3fn, torch.float8_e5m2)
     most = torch.finfo(element).max

@@ -111,10 +111,11 @@ class RadixCache(BasePrefixCache):
 
     # -- requests ----------------------------------------------------------------------------------
     #
-    #   0 ........ protected ........ prefix ........ cached .... committed .... allocated
-    #   the tree's, locked  the tree had  the tree's     partial page and over-allocation, and what
-    #   for this request    it already:   from now on    no other group can continue from:
-    #                       ours is freed                freed when finished, still private when not
+    #   0 ........ protected ........ prefix ........ cached ........ committed ........ allocated
+    #   in the tree, locked  in the tree    new in the    the partial last page, unused slots, and what
+    #   for this request     already: the   tree          cannot be continued from: freed when the request
+    #                        request's                    ends, else still its own
+    #                        copy is freed
 
     def cache_unfinished_req(self, req: CachedRequest, chunked: bool = False) -> None:
         """Cache the committed whole pages. The request's row then names the tree's pages, locked for it."""
@@ -131,7 +132,7 @@ class RadixCache(BasePrefixCache):
         req.cache_protected_len = 0
 
     def _cache(self, req: CachedRequest, chunked: bool, ends: bool) -> None:
-        """Insert as much as every group can give, free what the tree had already, lock what it has now."""
+        """Insert as much as every group can give, free the duplicates, and lock the result."""
         key = RadixKey(req.fill_ids[: req.kv_committed_len], req.namespace, req.tenant)
         length = self._insertable(req, len(key) // self.page_size * self.page_size)
         if length < max(req.cache_protected_len, 1):

@@ -1,4 +1,4 @@
-"""What a prefix is looked up by: tokens in a namespace, on behalf of a tenant."""
+"""RadixKey: tokens in a namespace, on behalf of a tenant; the key of a prefix."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RadixKey:
     """Tokens (int32, shared, not copied) of one namespace. Slices are views.
 
     In a bigram namespace a unit is a pair of neighbouring tokens: the length is one less than the tokens, and
-    slices share the token at their border. `tenant` is who asks; it does not change matching yet.
+    slices share the token at their border. `tenant` does not change matching yet.
     """
 
     __slots__ = ("namespace", "tenant", "tokens")

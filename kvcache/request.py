@@ -1,4 +1,4 @@
-"""What the cache needs of a request, whoever schedules it."""
+"""What the cache needs of a request."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def state_slot(part: npt.NDArray[np.integer]) -> int:
 class StateHold:
     """The state slots of one request: a ping-pong pair of its own, and which slot holds what.
 
-    A forward reads one slot and writes another (or the same), so a state worth keeping is kept by not writing
-    to it: `live` may be the tree's slot, under the request's lock, until the first forward has moved on.
-    Call `prefill` or `decode` once for each launched forward, in launch order.
+    A forward reads one slot and writes another (or the same): a state is kept by not writing to its slot.
+    `live` may be a slot of the tree, under the request's lock, until the first forward has written another
+    one. Call `prefill` or `decode` once for each launched forward, in launch order.
     """
 
     private: list[int]  # slots that this request owns; two
@@ -63,7 +63,7 @@ class StateHold:
         return read, self.live
 
     def _switch(self) -> int:
-        """The slot to write next. The live one stays as it is, and is tracked if it is the request's own."""
+        """The slot to write next. The live one is not written, and is tracked if it is the request's own."""
         owned = self.live in self.private
         write = next(s for s in self.private if s != self.live and (owned or s != self.tracked))
         if owned:
@@ -76,7 +76,7 @@ class StateHold:
         return sorted(((n, slot) for n, slot in held if n > 0 and slot in self.private), reverse=True)
 
     def give(self, slot: int) -> None:
-        """The tree took `slot`. If it is the live one, it stays that, under the request's lock."""
+        """The tree took `slot`. If it is the live one, it stays live, under the request's lock."""
         self.private.remove(slot)
         if self.tracked == slot:
             self.tracked = self.tracked_len = 0

@@ -1,9 +1,9 @@
-"""TreeSnapshot: what a tree holds at one moment, to be told as KV events later and on another thread.
+"""TreeSnapshot: what a tree holds at one moment, from which another thread makes KV events later.
 
 The tree's thread takes it: a few references per node. That is enough, because what they refer to never
 changes: a node's tokens are bytes, its digests a list that a split replaces and does not change, a namespace
-is frozen. Encoding events under a lock on the tree was rejected: it would hold the engine for as long as
-telling everything takes, which is a hundred times longer.
+is frozen. Encoding events under a lock on the tree was rejected: it would stop the engine a hundred times
+longer.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from kvcache.tree_node import TreeNode
 from wire.events import AllBlocksCleared, AnyEvent, BlockStored
 from wire.page_hash import PageDigest, event_hash, event_hashes
 
-DEVICE_MEDIUM = "GPU"  # what consumers call the tier that attention reads, whatever the device is
+DEVICE_MEDIUM = "GPU"  # consumers' name of the tier that attention reads, on any device
 _BATCH_PAGES = 4096  # of a batch of a snapshot, where the number of batches allows it
 
 
 class NodeImage(NamedTuple):
-    """What an event says of a node; by reference, none of it is ever changed in place."""
+    """What an event says of a node. All of it is by reference, and never changed in place."""
 
     namespace: Namespace
     tokens: bytes
     digests: list[PageDigest]
-    parent: PageDigest | None  # of the page before the first; None: there is none
+    parent: PageDigest | None  # of the page before the first; None for the first page of a sequence
 
     @classmethod
     def of(cls, node: TreeNode, page_size: int) -> NodeImage:
-        """On the tree's thread."""
+        """The image of a node. On the tree's thread."""
         above = node.parent
         has_parent = above is not None and above.parent is not None
         parent = above.page_digests(page_size)[-1] if above is not None and has_parent else None
         return cls(node.namespace, node.tokens, node.page_digests(page_size), parent)
 
     def stored(self, page_size: int) -> BlockStored:
-        """The event that tells of these pages."""
+        """The event that announces these pages."""
         namespace = self.namespace
         tokens = np.frombuffer(self.tokens, np.int32)
         token_ids: list[Any] = tokens.tolist()
@@ -68,14 +68,14 @@ class TreeSnapshot:
 
     @classmethod
     def of(cls, nodes: Iterable[TreeNode], page_size: int) -> TreeSnapshot:
-        """On the tree's thread; `nodes` parents before children."""
+        """The snapshot of `nodes`, parents before children. On the tree's thread."""
         return cls(page_size, [NodeImage.of(node, page_size) for node in nodes])
 
     def batches(self, at_most: int) -> Iterator[list[AnyEvent]]:
-        """Event batches that replace whatever a consumer believed: AllBlocksCleared, then all there is.
+        """Event batches that replace all that a consumer knew: AllBlocksCleared, then every node.
 
-        At least one and never more than `at_most`: where that is few, batches are larger. No node is divided,
-        so one with many pages makes a larger batch, too.
+        There is at least one batch and at most `at_most`; the smaller that is, the larger the batches. No
+        node is divided, so a node with many pages makes a larger batch, too.
         """
         pages = sum(len(node.digests) for node in self.nodes)
         enough = max(_BATCH_PAGES, -(-pages // at_most))

@@ -32,8 +32,8 @@ def window_tail(window: int, page_size: int) -> int:
 class SWATokenToKVPoolAllocator:
     """Window pages by row. `table[row, logical page]` is a page id of the window group, 0 where none is held.
 
-    One thread. Calls that take pages give all or nothing; calls that give pages up return the request's own,
-    for the caller to free (at once, or when no launched forward reads them).
+    One thread. Calls that allocate pages allocate all or none. Calls that give pages up return the request's
+    own, which the caller frees (at once, or when no launched forward reads them).
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class SWATokenToKVPoolAllocator:
     # -- taking ------------------------------------------------------------------------------------
 
     def attach(self, row: int, length: int, window_pages: Pages) -> None:
-        """A free row begins with a match of `length` tokens (whole pages), whose node is locked.
+        """Begin a free row with a match of `length` tokens (whole pages), whose node is locked.
 
         `window_pages` has a page id for every matched logical page, 0 where the tree holds none. Those that
         are needed are entered and locked, up to the first that is missing.
@@ -98,7 +98,8 @@ class SWATokenToKVPoolAllocator:
         self.locks.lock(mine)
 
     def extend(self, row: int, length: int) -> bool:
-        """Own pages for all logical pages up to `length` tokens. False, and nothing taken, when short."""
+        """Allocate pages for all logical pages up to `length` tokens. False, and none, if there are too
+        few."""
         start, stop = int(self.end[row]), self.pages_of(length)
         if stop <= start:
             return True
@@ -110,7 +111,7 @@ class SWATokenToKVPoolAllocator:
         return True
 
     def extend_rows(self, rows: Ints, lengths: Ints) -> bool:
-        """`extend` of several distinct rows by at most one page each. All or nothing."""
+        """`extend` several distinct rows by at most one page each. All or nothing."""
         stops = -(-lengths // self.page_size)
         short = stops > self.end[rows]
         wanting, ends = rows[short], stops[short]
@@ -125,11 +126,12 @@ class SWATokenToKVPoolAllocator:
     # -- giving up ---------------------------------------------------------------------------------
 
     def slide(self, row: int, length: int) -> Pages:
-        """The row's next query is at position `length`: give up what is needed no more."""
+        """The row's next query is at position `length`: give up the pages that it does not see."""
         return self._give_up(row, min(self.needed_from(length), int(self.end[row])))
 
     def slide_rows(self, rows: Ints, lengths: Ints) -> Pages:
-        """`slide` of several distinct rows, a page of each at a time: all there is at a page border."""
+        """`slide` several distinct rows. Each round gives up a page of each: at a page border one is
+        enough."""
         starts = np.minimum(np.maximum(0, lengths // self.page_size - self.tail), self.end[rows])
         own = [NO_PAGES]
         while (moving := starts > self.first[rows]).any():
@@ -145,7 +147,7 @@ class SWATokenToKVPoolAllocator:
         return np.concatenate(own)
 
     def release(self, row: int) -> Pages:
-        """The row holds nothing any more."""
+        """Give up all pages of a row."""
         own = self._give_up(row, int(self.end[row]))
         self.first[row] = self.private_from[row] = self.end[row] = 0
         return own
@@ -166,16 +168,18 @@ class SWATokenToKVPoolAllocator:
     # -- caching -----------------------------------------------------------------------------------
 
     def offered(self, row: int, pages: int) -> Pages:
-        """What a row can give the tree of its first `pages` logical pages: its own, 0 for all others."""
+        """The row's own pages among its first `pages` logical pages, 0 for the others: its offer to the
+        tree."""
         offer = np.zeros(pages, np.int32)
         start, stop = int(self.private_from[row]), min(int(self.end[row]), pages)
         offer[start:stop] = self.table[row, start:stop]
         return offer
 
     def adopt(self, row: int, window_pages: Pages) -> Pages:
-        """The tree holds `window_pages` now, and the path is locked: the row locks those instead of its own.
+        """The tree now holds `window_pages`, on a locked path: the row locks them and uses them instead of
+        its own.
 
-        Returns the row's own pages of which the tree had others already.
+        Returns the row's own pages for which the tree had others already.
         """
         start, stop = int(self.private_from[row]), len(window_pages)
         if stop <= start:

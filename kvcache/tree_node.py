@@ -1,4 +1,4 @@
-"""TreeNode: a run of pages that share one past."""
+"""TreeNode: consecutive pages that are cached together."""
 
 from __future__ import annotations
 
@@ -71,9 +71,10 @@ class TreeNode:
         return np.frombuffer(self.tokens, np.int32)
 
     def child_key(self, page_size: int) -> bytes:
-        """Where the parent keeps this node: its first page's tokens, after the namespace below the root."""
+        """The key of this node in `parent.children`: the tokens of its first page. Below the root the seed of
+        the namespace comes before them."""
         first = self.tokens[: (page_size + (1 if self.namespace.is_bigram else 0)) * TOKEN_BYTES]
-        assert self.parent is not None, "the root is nobody's child"
+        assert self.parent is not None, "the root has no parent"
         return first if self.parent.parent is not None else self.namespace.seed + first
 
     def path(self) -> list[TreeNode]:
@@ -118,9 +119,9 @@ class TreeNode:
         return self.digests
 
     def split(self, pages: int, page_size: int) -> TreeNode:
-        """Put a new node between this one and its parent that takes the first `pages` pages.
+        """Insert a new node between this one and its parent, and move the first `pages` pages there.
 
-        This node keeps its identity and its children; the new one inherits locks, hits and age.
+        This node keeps its identity and its children; the new one gets the same locks, hits and age.
         """
         parent = self.parent
         assert parent is not None, "the root is not split"

@@ -39,7 +39,7 @@ class WindowLocks:
             self.evictor.offer(node)
 
     def drop(self, pages: Pages) -> None:
-        """The tree gives up `pages`, which nobody locks."""
+        """The tree gives up `pages`; no row locks them."""
         assert not self.counts[pages].any(), "a locked window page is dropped"
         self.owner[pages] = None
         self.kept_pages -= len(pages)

@@ -23,13 +23,13 @@ class GroupHoldings(ABC):
     def offer(self, req: CachedRequest, length: int, ends: bool) -> Pages | None:
         """What the request gives the tree up to `length` tokens; None if that is impossible now.
 
-        A request that goes on (`ends` is false) keeps all that it needs.
+        A request that continues (`ends` is false) keeps all that it needs.
         """
 
     @abstractmethod
     def adopt(self, req: CachedRequest, cached: Pages) -> None:
-        """The tree has taken what it lacked of the offer. The request uses the tree's pages `cached` from now
-        on; they are locked for it."""
+        """The tree has taken what it lacked of the offer. From now on the request uses the tree's pages
+        `cached`, which are locked for it."""
 
     @abstractmethod
     def release(self, req: CachedRequest) -> None:

@@ -195,7 +195,8 @@ class StateHoldings(GroupHoldings):
         return self._saved(req, length)[0]
 
     def offer(self, req: CachedRequest, length: int, ends: bool) -> Pages | None:
-        """That state. A request that goes on takes another slot first; without one it gives nothing."""
+        """That state. A request that continues allocates another slot first; without one it offers
+        nothing."""
         hold = self._hold(req)
         if not ends:
             spare = self._slots.alloc(1)
