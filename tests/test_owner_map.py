@@ -15,9 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_structure import shipped_files
+from tools.shipped import ROOT, shipped_files
 
-ROOT = Path(__file__).resolve().parents[1]
 MAP = ROOT / "docs" / "owner-map.md"
 NAMES = ROOT / "tests" / "data" / "owner_names.txt"
 STATE = re.compile(r"done|coming|not needed: .+")

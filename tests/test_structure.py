@@ -7,11 +7,9 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
-from tools.check_wheel import shipped_packages
+from tools.shipped import ROOT, shipped_files
 
-ROOT = Path(__file__).resolve().parents[1]
 MOST_METHODS = 20
 LARGE_CLASSES = {
     "Router",
@@ -48,13 +46,6 @@ def classes() -> list[tuple[str, ast.ClassDef]]:
         for node in ast.parse((ROOT / name).read_text()).body
         if isinstance(node, ast.ClassDef)
     ]
-
-
-def shipped_files(*suffixes: str) -> list[str]:
-    """Files of the shipped packages, relative to the root."""
-    folders = [ROOT / package.replace(".", "/") for package in shipped_packages()]
-    found = [path for folder in folders for path in sorted(folder.iterdir()) if path.suffix in suffixes]
-    return [str(path.relative_to(ROOT)) for path in found]
 
 
 def test_no_two_public_classes_have_one_name() -> None:

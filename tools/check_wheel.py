@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 import urllib.error
 import urllib.request
 import zipfile
@@ -25,8 +24,8 @@ from pathlib import Path
 
 from tests.harness.leftovers import Run
 from tools.demo import free_port
+from tools.shipped import ROOT, shipped_files
 
-ROOT = Path(__file__).resolve().parents[1]
 READY_S = 180.0
 SOURCES = (".py", ".cpp", ".h", ".typed")
 
@@ -72,18 +71,11 @@ def build_wheel(scratch: Path) -> Path:
 
 def check_contents(wheel: Path) -> None:
     """Every source file of the shipped packages, and nothing else. Raises WheelError."""
-    packages = {name.replace(".", "/") for name in shipped_packages()}
-    wanted = {name for name in _git_files() if name.endswith(SOURCES) and name.rpartition("/")[0] in packages}
+    wanted = set(shipped_files(*SOURCES)) & set(_git_files())
     with zipfile.ZipFile(wheel) as archive:
         found = {name for name in archive.namelist() if ".dist-info/" not in name}
     if found != wanted:
         raise WheelError(f"missing: {sorted(wanted - found)}; too much: {sorted(found - wanted)}")
-
-
-def shipped_packages() -> list[str]:
-    """Names of the packages that the wheel contains."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    return list(project["tool"]["setuptools"]["packages"])
 
 
 def install(wheel: Path, directory: Path) -> str:

@@ -18,9 +18,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tools import run_tests
-from tools.check_wheel import shipped_packages
+from tools.shipped import ROOT, shipped_packages
 
-ROOT = Path(__file__).resolve().parents[1]
 FAST = (
     "not slow and not oracle and not oracle_full and not invariants and not e2e and not ray_smoke"
     " and not quality and not peers"

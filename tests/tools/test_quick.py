@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.quick import ROOT, everything, folders_for, room_of
+from tools.quick import everything, folders_for, room_of
+from tools.shipped import ROOT
 
 
 @pytest.mark.parametrize(
