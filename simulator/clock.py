@@ -12,7 +12,6 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.called = 0
         self._due: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._asked = 0
 
@@ -29,5 +28,4 @@ class Clock:
         """Until that is true or nothing is due."""
         while self._due and not until():
             self.now, _, call, arguments = heapq.heappop(self._due)
-            self.called += 1
             call(*arguments)

@@ -128,7 +128,6 @@ class Frontend:
         request.tries += 1
         request.prefill = placement.prefill.id if placement.prefill is not None else None
         request.decode = placement.decode.id
-        request.predicted_tokens = placement.hit_tokens
         self._tries[request.number] = one
         self._clock.after(self._options.message_s, decode.decode, one)
         if prefill is not None and not placement.hold_prefill:

@@ -35,7 +35,6 @@ class Request:
     forwarded: int = 0  # output tokens so far
     tries: int = 0
     cached_tokens: int = 0  # of the prompt, where it was computed
-    predicted_tokens: int = 0  # the same, as the router thought
     moved_tokens: int = 0
     prefill: str | None = None
     decode: str = ""

@@ -27,6 +27,7 @@ from bench.router_rig import (
 )
 from common.compile import BuildError
 
+pytestmark = pytest.mark.slow
 DEMO_MODEL = ROOT / "deploy" / "demo_model"
 
 EVENT = b'data: {"choices":[{"index":0,"text":"a"}]}\n\n'

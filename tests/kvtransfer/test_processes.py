@@ -17,6 +17,8 @@ from kvtransfer.pages import PageWrite
 from kvtransfer.receiver import PoolReceiver
 from tests.kvtransfer.peers import SenderProcess, permuted, receiving, receiving_groups
 
+pytestmark = pytest.mark.slow
+
 PAGES, SMALL, LARGE = 96, 24 << 10, 512 << 10  # staged and direct for mooncake
 BACKENDS = ["shm", "tcp", "mooncake"]
 

@@ -67,6 +67,7 @@ def test_a_receiver_that_never_answers_fails_the_write_in_time() -> None:
         sender.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nothing_is_left_behind(backend: str) -> None:
     """Descriptors, threads, mappings and listening ports are as before, idle connections included."""

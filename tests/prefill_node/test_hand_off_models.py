@@ -23,6 +23,7 @@ from tests.support.tiny_models import FAMILIES, MIXED, make_tiny, write_tiny
 from wire.messages import Announce, Announced, AnnounceRefused
 from worker.loop import Worker
 
+pytestmark = pytest.mark.slow
 FORMATS = [form.value for form in KVFormat if form is not KVFormat.AUTO]
 QUANTISED = ("qwen3", "gpt_oss", "mistral_window", "deepseek_v2", "qwen3_next")
 EXACT = ("deepseek_v3", "mistral_window", "gpt_oss", "qwen3_next", "falcon_h1")

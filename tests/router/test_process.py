@@ -23,6 +23,8 @@ from router.options import RouterOptions
 from router.service import Router
 from tests.router.conftest import ROOT, RouterProcess
 
+pytestmark = pytest.mark.slow
+
 # Runs the real entry point; says at the end which modules it has loaded.
 _RUN = """
 import atexit, json, runpy, sys

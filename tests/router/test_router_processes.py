@@ -19,6 +19,7 @@ from wire.codec import pack_tokens
 from wire.messages import Decode
 from wire.records import Role
 
+pytestmark = pytest.mark.slow
 PROMPTS = range(40)
 
 

@@ -10,6 +10,9 @@ from scheduler.config import SchedulerConfig
 from scheduler.req import Req
 from tests.scheduler.rig import EOS, GROUPS, VOCAB, Rig
 
+BLOCKS = [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 5))]
+"""Blocks of seeds; `make quick` plays the first."""
+
 
 def _prompt(rng: random.Random, prefixes: list[list[int]], longest: int) -> list[int]:
     shared = rng.choice(prefixes)[: rng.randint(0, longest)]
@@ -75,7 +78,7 @@ def _play(
     return rig
 
 
-@pytest.mark.parametrize("block", range(5))
+@pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("aborts", [False, True], ids=["calm", "aborts"])
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -84,7 +87,7 @@ def test_tokens_equal_the_oracle(page_size: int, depth: int, aborts: bool, block
         _play(seed, page_size, depth, aborts)
 
 
-@pytest.mark.parametrize("block", range(2))
+@pytest.mark.parametrize("block", BLOCKS[:2])
 @pytest.mark.parametrize("cache", ["radix", "none"])
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("page_size", [1, 16])

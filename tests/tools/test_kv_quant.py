@@ -15,6 +15,8 @@ from tools.demo_text import one_line
 from tools.kv_quant import MODEL, Loss, Measured, PagedScorer, Text, texts_of, verdict
 from tools.kv_quant_text import held_out_docstrings
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def texts() -> list[Text]:

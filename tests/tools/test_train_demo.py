@@ -100,6 +100,7 @@ def test_what_is_saved_is_complete_and_bfloat16(tokenizer: PreTrainedTokenizerFa
     )
 
 
+@pytest.mark.slow
 def test_the_shipped_model_answers_in_words_it_was_not_trained_on() -> None:
     assert sum(file.stat().st_size for file in SHIPPED.glob("*.safetensors")) <= MAX_WEIGHT_BYTES
     assert json.loads((SHIPPED / "config.json").read_text())["model_type"] == "qwen3"

@@ -291,6 +291,7 @@ def test_probed_characters_are_of_every_category() -> None:
     assert {unicodedata.category(char) for char in CHARACTERS} == everything - {"Cs"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "group",
     [r"\p{L}", r"\p{N}", r"\p{M}", r"\p{Lu}", r"\p{Ll}", r"\p{Lt}", r"\p{Lm}", r"\p{Lo}", r"\s", r"(?i:s)"],
