@@ -1,7 +1,7 @@
-"""A worker without a model: speaks the wire protocol exactly, takes tokens from a checksum, can misbehave.
+"""A worker without a model that keeps to the wire protocol, and injects faults.
 
-What it says is a pure function of (prompt, choice, position), so a test knows the answer whatever the path,
-the number of restarts, and the messages lost on the way.
+Its tokens are a checksum of (prompt, choice, position), so a test knows the answer whatever the path, the
+number of restarts, and the messages lost on the way.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+
+import msgspec
 
 from common.host import host_identity
 from wire.codec import unpack_tokens
@@ -47,6 +49,7 @@ from wire.messages import (
     Tokens,
     TransferEndpoint,
     Withdraw,
+    kind_of,
 )
 from wire.records import GroupLayout, Role, WorkerLoad, WorkerRecord, layout_digest
 from wire.retransmitter import RetransmitKey, Retransmitter
@@ -58,18 +61,18 @@ _ids = itertools.count(1)
 
 
 def token_at(prompt: bytes, choice: int, position: int) -> int:
-    """The fake model."""
+    """The token of the fake model."""
     return zlib.crc32(prompt + choice.to_bytes(4, "little") + position.to_bytes(4, "little")) % VOCABULARY
 
 
 def expected_tokens(prompt: bytes, count: int, choice: int = 0) -> list[int]:
-    """What any healthy path gives."""
+    """The tokens of a room without faults."""
     return [token_at(prompt, choice, position) for position in range(count)]
 
 
 @dataclass
 class Faults:
-    """What happens to each message that the worker sends or gets: chances in [0, 1], delays in seconds."""
+    """Faults of the messages that the worker sends or gets: probabilities in [0, 1], delays in seconds."""
 
     drop: float = 0.0
     duplicate: float = 0.0
@@ -81,7 +84,7 @@ class Faults:
         self._random = random.Random(self.seed)
 
     def fates(self) -> list[float]:
-        """When the message happens: one delay per copy. Delays that differ reorder."""
+        """The delay of each copy of a message; no copy: it is lost. Different delays reorder messages."""
         chance = self._random.random
         copies = 0 if chance() < self.drop else 2 if chance() < self.duplicate else 1
         return [chance() * self.longest_delay_s if chance() < self.delay else 0.0 for _ in range(copies)]
@@ -108,7 +111,7 @@ def group_layout(
 
 
 class FakeWorker:
-    """A thread with a mailbox. Close it; or `die` without a word."""
+    """A thread with a mailbox. Call `close` or `die` at the end."""
 
     def __init__(
         self,
@@ -153,7 +156,7 @@ class FakeWorker:
             load=load or roomy,
         )
         self.reject = reject
-        self.silent = False  # takes messages and answers none
+        self.silent = False  # reads messages and answers none
         self.seen: list[AnyMessage] = []
         self.leased = threading.Event()
         self.aborted: set[tuple[int, int]] = set()
@@ -175,23 +178,23 @@ class FakeWorker:
         self._thread.start()
 
     def close(self) -> None:
-        """Leave politely."""
+        """Withdraw from the directory and end."""
         if not self._closing.is_set():
             self._closing.set()
-            self._thread.join(timeout=5.0)  # it must not announce again after that
+            self._thread.join(timeout=5.0)  # it must not announce itself after Withdraw
             self.mailbox.send(self._directory, Withdraw(self.record.id, self.record.incarnation))
             self.mailbox.close()
 
     def die(self) -> None:
-        """Stop without a word."""
+        """End without a message, as a killed worker does."""
         self._closing.set()
         self._thread.join(timeout=5.0)
         self.mailbox.close()
 
     def drain(self) -> None:
-        """Take nothing new, and hand over what is there: the router starts it elsewhere."""
+        """Refuse new rooms and reject those that run, so that the router starts them elsewhere."""
         self.reject = RejectKind.DRAINING
-        self.record = _with(self.record, draining=True)
+        self.record = msgspec.structs.replace(self.record, draining=True)
         self._after(0.0, self._announce)
         self._after(0.0, self._hand_over)
 
@@ -200,7 +203,7 @@ class FakeWorker:
         return len(self._rooms)
 
     def count(self, kind: type[Prefill | Decode | Abort]) -> int:
-        """How many different rooms and epochs were sent a message of a kind."""
+        """The number of different (room, epoch) of which a message of this kind came."""
         return len({(m.room, m.epoch) for m in list(self.seen) if isinstance(m, kind)})
 
     # -- the thread ----------------------------------------------------------------------------
@@ -251,8 +254,8 @@ class FakeWorker:
         elif isinstance(message, Prefill | Decode):
             self._begin(sender, message)
         elif isinstance(message, KVTarget | KVDone | Release):
-            self._send(sender, Receipt(message.room, message.epoch, _kind(message)))
-            self._peer_said(mail)
+            self._send(sender, Receipt(message.room, message.epoch, kind_of(message)))
+            self._peer_sent(mail)
         elif isinstance(message, Receipt):
             self._retransmitter.answered(RetransmitKey(sender, message.room, message.epoch, message.of))
         elif isinstance(message, Abort):
@@ -272,7 +275,7 @@ class FakeWorker:
     def _begin(self, sender: str, message: Prefill | Decode) -> None:
         request = message.request
         key = (request.room, request.epoch)
-        self._send(sender, Receipt(*key, _kind(message)))
+        self._send(sender, Receipt(*key, kind_of(message)))
         if key in self.aborted or key in self._rooms:
             return
         if self.reject is not None:
@@ -298,11 +301,11 @@ class FakeWorker:
                     layout_digest(self.record.groups), [TransferEndpoint("shm", "")],
                     {"full": GroupTarget(0, list(range(pages)))},
                 )  # fmt: skip
-                self._say(message.prefill, "kv_target", target)
+                self._send_until_answered(message.prefill, target)
         if key in self._early:
-            self._peer_said(self._early.pop(key))
+            self._peer_sent(self._early.pop(key))
 
-    def _peer_said(self, mail: Mail) -> None:
+    def _peer_sent(self, mail: Mail) -> None:
         sender, message = mail
         assert isinstance(message, KVTarget | KVDone | Release)
         key = (message.room, message.epoch)
@@ -323,7 +326,7 @@ class FakeWorker:
         if room is not None:
             room.stamps.append(stamp(RequestStage.PREFILL_FORWARD))
             room.upto += 1
-            self._tell(room.router, [self._run_of(room, room.upto - 1)])
+            self._send_tokens(room.router, [self._run_of(room, room.upto - 1)])
             self._ship(key)
 
     def _ship(self, key: tuple[int, int]) -> None:
@@ -334,11 +337,11 @@ class FakeWorker:
         if all(known.stage is not RequestStage.PREFILL_TRANSFER_KV_CACHE for known in room.stamps):
             room.stamps.append(stamp(RequestStage.PREFILL_TRANSFER_KV_CACHE))  # not of a repeated KVTarget
         if self._finish(room, base) is not None:
-            self._say(room.target_from, "release", Release(*key))
+            self._send_until_answered(room.target_from, Release(*key))
         else:
             context = len(unpack_tokens(room.request.prompt)) + base
             done = KVDone(*key, context, self._next(room, base), 1024, cached_tokens=self._cached)
-            self._say(room.target_from, "kv_done", done)
+            self._send_until_answered(room.target_from, done)
         self._send(room.router, Timeline(*key, self.record.id, room.stamps))
 
     def _ready(self, key: tuple[int, int]) -> None:
@@ -359,16 +362,16 @@ class FakeWorker:
                     key = (room.request.room, room.request.epoch)
                     self._send(room.router, Timeline(*key, self.record.id, room.stamps, 1024, "shm"))
         for router, runs in by_router.items():
-            self._tell(router, runs)
+            self._send_tokens(router, runs)
 
     def _again(self, sender: str, message: Resend) -> None:
         room = self._rooms.get((message.room, message.epoch))
         if room is None:
             if (message.room, message.epoch) not in self.aborted:
-                text = "never heard of it"
+                text = "unknown room"
                 self._send(sender, Rejected(message.room, message.epoch, RejectKind.UNKNOWN, text))
         elif message.start < room.upto:
-            self._tell(sender, [self._run_of(room, message.start, room.upto - message.start)])
+            self._send_tokens(sender, [self._run_of(room, message.start, room.upto - message.start)])
 
     def _hand_over(self) -> None:
         for (number, epoch), room in list(self._rooms.items()):
@@ -398,19 +401,9 @@ class FakeWorker:
     def _next(self, room: _Room, position: int) -> int:
         return self._token(room.request.prompt, room.request.choice, position)
 
-    def _tell(self, router: str, runs: list[TokenRun]) -> None:
+    def _send_tokens(self, router: str, runs: list[TokenRun]) -> None:
         self._send(router, Tokens(self.record.id, runs))
 
-    def _say(self, to: str, kind: str, message: KVTarget | KVDone | Release) -> None:
-        key = RetransmitKey(to, message.room, message.epoch, kind)
+    def _send_until_answered(self, to: str, message: KVTarget | KVDone | Release) -> None:
+        key = RetransmitKey(to, message.room, message.epoch, kind_of(message))
         self._retransmitter.say(key, message, time.monotonic(), timeout_s=10.0)
-
-
-def _kind(message: AnyMessage) -> str:
-    kind = type(message).__struct_config__.tag
-    assert isinstance(kind, str)
-    return kind
-
-
-def _with(record: WorkerRecord, **changes: object) -> WorkerRecord:
-    return type(record)(**{**{name: getattr(record, name) for name in record.__struct_fields__}, **changes})
