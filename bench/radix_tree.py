@@ -61,7 +61,7 @@ class BatonTree:
         return RadixKey(tokens, self._namespace)
 
     def hit(self, key: RadixKey) -> None:
-        match = self.cache.match_prefix(key, count_hit=True)
+        match = self.cache.match_prefix(key)
         _ = match.device_indices
         self.cache.inc_lock_ref(match.last_device_node)
         self.cache.dec_lock_ref(match.last_device_node)

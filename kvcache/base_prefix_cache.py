@@ -23,7 +23,6 @@ class MatchResult(NamedTuple):
 
     device_indices: Slots  # of the matched tokens; whole pages
     last_device_node: TreeNode | None
-    pages: Pages  # device_indices as page ids
     parts: Mapping[str, Pages]  # by group name, what groups besides the primary one have of the match
     branching_len: int  # tokens, whole pages, that are cached by the primary group alone
 
@@ -33,7 +32,7 @@ class MatchResult(NamedTuple):
         return self.parts.get(group, NO_PAGES)
 
 
-NO_MATCH = MatchResult(NO_SLOTS, None, NO_PAGES, NO_PARTS, 0)
+NO_MATCH = MatchResult(NO_SLOTS, None, NO_PARTS, 0)
 
 
 class BasePrefixCache(ABC):

@@ -58,9 +58,6 @@ class Evictor:
         self._pushed = 0
         self._on_offer = 0
 
-    def __len__(self) -> int:
-        return self._on_offer
-
     def offer(self, node: TreeNode) -> None:
         """`node` may be evicted. It stays on offer until `pop` takes it off, or `withdraw`."""
         if not node.offers & self._bit:

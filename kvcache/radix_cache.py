@@ -40,14 +40,13 @@ class RadixCache(BasePrefixCache):
 
     # -- matching ----------------------------------------------------------------------------------
 
-    def match_prefix(self, key: RadixKey, count_hit: bool = False) -> MatchResult:
+    def match_prefix(self, key: RadixKey) -> MatchResult:
         """The longest cached prefix of `key` that a forward can continue from; see BasePrefixCache.
 
-        The node in which the match ends is split there, so that it can be locked exactly. With `count_hit`
-        the matched nodes count a hit, as in `insert`.
+        The node in which the match ends is split there, so that it can be locked exactly.
         """
         tree = self.tree
-        path, cached = tree.walk(key, int(count_hit))
+        path, cached = tree.walk(key)
         return self._result(tree.usable(path, cached // self.page_size), cached)
 
     def match_parts(self, key: RadixKey) -> MatchResult:
@@ -59,11 +58,11 @@ class RadixCache(BasePrefixCache):
         """`cached`: tokens that the primary group has, which may be more than those of `path`."""
         tree = self.tree
         if not path:
-            return MatchResult(NO_SLOTS, tree.root, NO_PAGES, NO_PARTS, cached)
+            return MatchResult(NO_SLOTS, tree.root, NO_PARTS, cached)
         pages = tree.components[0].gather(path)
         slots: Slots = (pages.astype(np.int64)[:, None] * self.page_size + self._offsets).reshape(-1)
         parts = {c.name: c.gather(path) for c in tree.others} if tree.others else NO_PARTS
-        return MatchResult(slots, path[-1], pages, parts, cached)
+        return MatchResult(slots, path[-1], parts, cached)
 
     # -- growing -----------------------------------------------------------------------------------
 

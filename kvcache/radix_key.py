@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from wire.page_hash import PageDigest, namespace_seed, page_digests
+from wire.page_hash import PageDigest, namespace_seed
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,3 @@ class RadixKey:
         assert step == 1, "a key is sliced without gaps"
         end = stop + 1 if self.namespace.is_bigram and stop > start else stop
         return RadixKey(self.tokens[start:end], self.namespace, self.tenant)
-
-    def page_digests(self, page_size: int) -> list[PageDigest]:
-        """Digests of the whole pages, from the namespace's seed: this key must start at position 0."""
-        namespace = self.namespace
-        return page_digests(namespace.seed, self.tokens.tobytes(), page_size, namespace.is_bigram)

@@ -1,9 +1,9 @@
-"""Pages: what the scheduler does with Memory. Everything that takes or gives slots, rows or locks is here.
+"""Pages: allocation and release of rows, slots and locks for the scheduler's requests.
 
 A request holds, by group:
 
-    full or latent   its row's slots, all of its prefill at once; then a page at a time
-    window           from the page that its next query sees first to that of its newest token (memory.swa)
+    full or latent   slots for all of its prefill, allocated at once; then a page at each page border
+    window           from the first page that its next query sees to the page of its newest token (memory.swa)
     state            a pair of slots (req.state_hold)
 """
 
@@ -32,7 +32,7 @@ class Capacity(NamedTuple):
 
 
 class Pages:
-    """Rows, slots and locks of requests, and the frees that must wait for a forward."""
+    """Rows, slots and locks of requests, and frees that must wait for a forward."""
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
@@ -45,7 +45,8 @@ class Pages:
         self._req_to_token = memory.req_to_token_pool.req_to_token
 
     def free_tokens(self) -> int:
-        """What can be had at once: free, plus cached and unlocked."""
+        """Tokens of the primary group that can be allocated now: free ones, and cached ones without a
+        lock."""
         return self.memory.primary.available_pages() * self.page_size
 
     def pages_of(self, tokens: int) -> int:
@@ -59,8 +60,8 @@ class Pages:
         return self.window.held_pages(req.req_pool_idx)
 
     def more_requests(self, window_pages: int, promised: int) -> int:
-        """How many more requests there are rows and state slots for, and `window_pages` each when those that
-        are `promised` are taken."""
+        """How many more requests there are rows and state slots for, and `window_pages` each besides the
+        `promised` ones."""
         limits = [self._pool.available_size()]
         if self.window is not None:
             limits.append((self.window.available_pages() - promised) // window_pages)
@@ -71,17 +72,17 @@ class Pages:
     # -- taking ------------------------------------------------------------------------------------
 
     def take(self, req: Req, match_len: int, spare: Capacity) -> bool:
-        """Lock what is cached of the first `match_len` tokens and take what the prefill needs beside it.
+        """Lock what is cached of the first `match_len` tokens and allocate what else the prefill needs.
 
-        Takes nothing and says False unless there is a row, and `spare` stays free (or evictable) beyond all
-        that, where the request's own window pages are part of `spare`. The primary group's slots come at
-        once: a prompt that was admitted never stops half-way for want of them.
+        False, and nothing is allocated, unless there is a row and `spare` stays free (or evictable) besides.
+        The request's own window pages are part of `spare`. The primary group's slots are allocated at once:
+        an admitted prompt never stops half-way because there are too few.
         """
         match = self.memory.cache.match_prefix(self._key(req, match_len))
         return self._take(req, match, len(match.device_indices), spare)
 
     def reserve(self, req: Req, spare: Capacity) -> bool:
-        """`take` for a prompt that comes by transfer: each group brings what it lacks, in `req.reserved`."""
+        """`take` for a prompt that comes by transfer. `req.reserved` has the pages that each group needs."""
         total = req.prefill_len
         match = self.memory.cache.match_parts(self._key(req, total))
         if not self._take(req, match, total, spare):
@@ -92,7 +93,7 @@ class Pages:
         req.reserved = {self._primary: ReservedPages(first // self.page_size, missing)}
         if self.window is not None:
             row = _row(req)
-            assert self.window.extend(row, total), "window pages were counted, yet cannot be had"
+            assert self.window.extend(row, total), "window pages were counted, yet cannot be allocated"
             own = self.window.private_pages(row).astype(np.int64)
             req.reserved["window"] = ReservedPages(int(self.window.private_from[row]), own)
         if (hold := req.state_hold) is not None:
@@ -104,9 +105,9 @@ class Pages:
         return RadixKey(req.fill_ids[:length], req.namespace, req.tenant)
 
     def _take(self, req: Req, match: MatchResult, starts_at: int, spare: Capacity) -> bool:
-        """Take for a request whose first forward here has its first query at position `starts_at`."""
+        """`take` a request whose first forward here has its first query at position `starts_at`."""
         cache, node = self.memory.cache, match.last_device_node
-        # Locking moves what matched from evictable to protected, so room is counted after it.
+        # A lock makes evictable pages protected, so free memory is counted after it.
         cache.inc_lock_ref(node)
         rows = self._pool.alloc(1)
         if rows is None:
@@ -118,7 +119,7 @@ class Pages:
         prefix = len(match.device_indices)
         wanted = self.pages_of(req.prefill_len - prefix) * self.page_size
         if not self._fits(row, wanted, spare):
-            self._forsake(row)
+            self._free_row(row)
             cache.dec_lock_ref(node)
             return False
         req.req_pool_idx = row
@@ -142,43 +143,44 @@ class Pages:
             return False
         return states is None or states.available_pages() >= STATE_PAIR
 
-    def _forsake(self, row: int) -> None:
-        """Give up a row that has nothing but locks in the window group."""
+    def _free_row(self, row: int) -> None:
+        """Free a row that holds nothing but locks on window pages."""
         if self.window is not None:
             own = self.window.release(row)
             assert not len(own), "the row has pages of its own already"
         self._pool.free(row)
 
     def extend_window(self, req: Req, end: int) -> bool:
-        """Window pages for a chunk that ends at `end`. False, and nothing taken, when short."""
+        """Allocate window pages for a chunk that ends at `end`. False, and none, if there are too few."""
         return self.window is None or self.window.extend(_row(req), end)
 
     def grow(self, running: RunningBatch) -> bool:
-        """Give every lane at a page border its next page. False, and nothing taken, when short."""
-        lanes = running.at_page_border()
-        if not len(lanes):
+        """Allocate the next page of every request at a page border. False if there are too few pages."""
+        indices = running.at_page_border()
+        if not len(indices):
             return True
-        if not self._grow_window(running, lanes):
+        if not self._grow_window(running, indices):
             return False
-        lens = running.lens[lanes]
-        pages = alloc_for_decode(self.memory, running.rows[lanes], lens)
+        lens = running.lens[indices]
+        pages = alloc_for_decode(self.memory, running.rows[indices], lens)
         if pages is None:
             return False
-        running.page_table[lanes, lens // self.page_size] = pages
-        for lane in lanes.tolist():
-            running.reqs[lane].kv_allocated_len += self.page_size
+        running.page_table[indices, lens // self.page_size] = pages
+        for index in indices.tolist():
+            running.reqs[index].kv_allocated_len += self.page_size
         return True
 
-    def _grow_window(self, running: RunningBatch, lanes: npt.NDArray[np.intp]) -> bool:
-        """The same in the window group: taken twice is taken once, so it may be asked before the others."""
+    def _grow_window(self, running: RunningBatch, indices: npt.NDArray[np.intp]) -> bool:
+        """The same for the window group. A second call for the same lengths allocates nothing, so pages stay
+        allocated when the primary group has too few."""
         window = self.window
         if window is None:
             return True
-        rows, lens = running.rows[lanes], running.lens[lanes]
-        # A forward that is out has its first query where the committed context ends: slide no further than
-        # to the page that it sees first.
-        landed = np.array([running.reqs[lane].kv_committed_len for lane in lanes.tolist()])
-        seen_from = (landed - window.window + 1) // self.page_size
+        rows, lens = running.rows[indices], running.lens[indices]
+        # A launched forward has its first query where the committed context ends. The window slides no
+        # further than to the first page that this query sees.
+        committed = np.array([running.reqs[index].kv_committed_len for index in indices.tolist()])
+        seen_from = (committed - window.window + 1) // self.page_size
         lengths = np.minimum(lens, (seen_from + window.tail) * self.page_size)
         self.memory.free({"window": window.slide_rows(rows, lengths)})
         return window.extend_rows(rows, lens + 1)
@@ -186,10 +188,10 @@ class Pages:
     # -- caching and giving back -------------------------------------------------------------------
 
     def cache_prefix(self, req: Req, last_launch: int, chunked: bool = False) -> None:
-        """Put the request's committed pages into the tree and lock them there; let the window slide.
+        """Put the request's committed pages into the tree and lock them there; slide the window.
 
-        Duplicates of pages that another request cached first are freed; a forward that is still out may
-        read them (it was built with the old page table), so then they wait for it.
+        Duplicates of pages that another request cached first are freed. A forward that has been launched may
+        read them (it was built with the old page table): then they are freed after its result.
         """
         if req.in_flight == 0:
             self.memory.cache.cache_unfinished_req(req, chunked)
@@ -197,7 +199,7 @@ class Pages:
             self.memory.free_group_begin()
             self.memory.cache.cache_unfinished_req(req, chunked)
             self.deferred.hold(self.memory.free_group_take(), last_launch)
-        if self.window is not None:  # no forward that is out starts before the committed length
+        if self.window is not None:  # no launched forward starts before the committed length
             self.memory.free({"window": self.window.slide(_row(req), req.kv_committed_len)})
 
     def cut_points(self, req: Req, total: int) -> tuple[int, ...]:
@@ -209,13 +211,14 @@ class Pages:
         return self._req_to_token[req.req_pool_idx, :total]
 
     def release(self, req: Req, is_insert: bool) -> None:
-        """Give everything back: pages into the tree (unlocked) or free, the row free. No forward is out."""
+        """Give everything back: pages into the tree or free, locks and row free. No forward is in flight."""
         assert req.in_flight == 0, f"{req} is in a launched forward"
         release_kv_cache(self.memory, req, is_insert=is_insert)
         req.forget_memory()
 
     def split_reservation(self, req: Req) -> GroupPages:
-        """Give back row and locks of a reservation; what a peer may write is returned, still taken."""
+        """Give back row and locks of a reservation. Returns the pages that a peer may write to, still
+        allocated."""
         pages: GroupPages = {name: reserved.pages for name, reserved in req.reserved.items()}
         row = _row(req)
         if self.window is not None:

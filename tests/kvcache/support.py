@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvcache.base_prefix_cache import MatchResult
 from kvcache.config import CacheConfig, KVEventsConfig
 from kvcache.layout import GroupSpec, KVGroupSpec, StateGroupSpec, StateTensor
 from kvcache.memory import Memory, build_memory
@@ -99,6 +100,12 @@ def locked(built: Memory, tokens: Iterable[int]) -> Iterator[None]:
     built.cache.dec_lock_ref(node)
 
 
+def pages_of(built: Memory, match: MatchResult) -> list[int]:
+    """The page ids of a match."""
+    pages: list[int] = (match.device_indices[:: built.page_size] // built.page_size).tolist()
+    return pages
+
+
 def put(built: Memory, tokens: Iterable[int], namespace: Namespace = NAMESPACE, **options: Any) -> list[int]:
     """Insert fresh pages for `tokens`, free the duplicates; the canonical page ids."""
     wanted = key(tokens, namespace)
@@ -106,7 +113,7 @@ def put(built: Memory, tokens: Iterable[int], namespace: Namespace = NAMESPACE, 
     assert pages is not None
     inserted = radix_cache(built).insert(wanted, pages, **options)
     built.allocator.free_page_ids(pages[: inserted.prefix_len // built.page_size])
-    return inserted.match.pages.tolist()
+    return pages_of(built, inserted.match)
 
 
 def matched(built: Memory, tokens: Iterable[int], namespace: Namespace = NAMESPACE) -> int:

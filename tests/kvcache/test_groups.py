@@ -51,11 +51,11 @@ def test_a_window_match_ends_where_the_window_is_whole() -> None:
     insert(built, A + B + C, window=[0, 1, 1, 0, 1, 1])
     tree = built.cache
     # A query at 24 sees 17.. and needs pages 4 and 5; one at 20 needs page 3; one at 12 pages 1 and 2.
-    assert len(tree.match_prefix(key(A + B + C)).pages) == 6
-    assert len(tree.match_prefix(key((A + B + C)[:23])).pages) == 3
+    assert len(tree.match_prefix(key(A + B + C)).device_indices) == 24
+    assert len(tree.match_prefix(key((A + B + C)[:23])).device_indices) == 12
     parts = tree.match_parts(key((A + B + C)[:23]))
     assert (parts.part("window") != 0).tolist() == [False, True, True, False, True]
-    assert (len(parts.pages), parts.branching_len, len(parts.part("state"))) == (5, 20, 0)
+    assert (len(parts.device_indices), parts.branching_len, len(parts.part("state"))) == (20, 20, 0)
 
 
 def test_a_state_match_ends_at_a_state_and_says_where_the_prompts_part() -> None:
@@ -65,7 +65,9 @@ def test_a_state_match_ends_at_a_state_and_says_where_the_prompts_part() -> None
     assert (len(match.device_indices), match.branching_len) == (8, 12)
     assert match.part("state").tolist() != [0]
     parts = driver.memory.cache.match_parts(key([*A, *B[:4]]))
-    assert (len(parts.pages), parts.part("state").tolist()) == (3, [0]), "there is no state after 12 tokens"
+    assert (len(parts.device_indices), parts.part("state").tolist()) == (12, [0]), (
+        "there is no state after 12 tokens"
+    )
 
 
 def test_a_combined_match_needs_the_window_and_the_state_at_one_length() -> None:
@@ -76,9 +78,9 @@ def test_a_combined_match_needs_the_window_and_the_state_at_one_length() -> None
     insert(built, A, window=[1, 1], state=slots[0])
     insert(built, A + B, window=[0, 0, 0, 1], state=slots[1])
     cache = built.cache
-    assert len(cache.match_prefix(key(A + B + C)).pages) == 4
+    assert len(cache.match_prefix(key(A + B + C)).device_indices) == 16
     assert cache.tree.evict("window", 3) == 3, "the pages of A, and then the leaf with all it holds"
-    assert len(cache.match_prefix(key(A + B + C)).pages) == 0
+    assert len(cache.match_prefix(key(A + B + C)).device_indices) == 0
     assert cached_tokens(built) == 0, "A had a state but no window left"
 
 
@@ -181,11 +183,11 @@ def test_what_the_tree_has_is_not_taken_again() -> None:
 def test_no_leaf_is_made_where_nothing_could_continue() -> None:
     built = memory(PAGE, specs=groups("window", "state"))
     result, _ = insert(built, A)
-    assert len(result.match.pages) == 0, "no state is offered"
+    assert len(result.match.device_indices) == 0, "no state is offered"
     assert cached_tokens(built) == 0
     window = memory(PAGE, specs=groups("window"))
     result, _ = insert(window, A + B, window=[1, 1, 1, 0])
-    assert len(result.match.pages) == 3, "cached as far as the window's pages go"
+    assert len(result.match.device_indices) == 12, "cached as far as the window's pages go"
 
 
 def test_ancestors_without_a_state_go_with_the_last_leaf() -> None:

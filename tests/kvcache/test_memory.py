@@ -18,7 +18,7 @@ from kvcache.layout import KVGroupSpec, pages_in
 from kvcache.memory import Memory, build_memory
 from kvcache.pool import MHAKVCache, ReqToTokenPool
 from kvcache.radix_key import Namespace
-from tests.kvcache.support import SPEC, Request, cached_tokens, key, matched, memory, put, request
+from tests.kvcache.support import SPEC, Request, cached_tokens, key, matched, memory, pages_of, put, request
 from tests.support.pool_rows import read_kv
 
 
@@ -158,7 +158,7 @@ def test_extend_goes_on_behind_the_prefix_in_whole_pages(page_size: int) -> None
     assert row[:8].tolist() == match.device_indices.tolist()
     slots = row[8 : req.kv_allocated_len].tolist()
     assert not row[req.kv_allocated_len :].any()
-    assert len({slot // page_size for slot in slots} - set(match.pages.tolist())) == len(slots) // page_size
+    assert len({slot // page_size for slot in slots} - set(pages_of(built, match))) == len(slots) // page_size
     assert [slot % page_size for slot in slots] == [i % page_size for i in range(len(slots))]
     release_kv_cache(built, req, is_insert=False)
     assert built.check_memory().free_pages == built.num_pages - 8 // page_size

@@ -31,6 +31,7 @@ from tests.kvcache.support import (
     locked,
     matched,
     memory,
+    pages_of,
     put,
     reference_hashes,
     request,
@@ -61,7 +62,7 @@ def test_a_match_is_floored_to_pages_and_splits_exactly_there() -> None:
     built = memory()
     pages = put(built, A + B + C)
     result = built.cache.match_prefix(key([*A, *B[:3], 9]))
-    assert result.pages.tolist() == pages[:1]
+    assert pages_of(built, result) == pages[:1]
     assert result.device_indices.tolist() == [pages[0] * 4 + i for i in range(4)]
     assert [node.num_tokens for node in built.cache.tree.nodes()] == [4, 8]
     assert matched(built, A + B + C) == 12
@@ -294,10 +295,10 @@ def test_another_component_limits_matches_and_is_asked_at_every_seam() -> None:
     pages = built.allocator.alloc_pages(3)
     assert pages is not None
     cache.insert(key(A + B + C), pages)
-    assert len(cache.match_prefix(key(A + B + C)).pages) == 3
-    assert len(cache.match_prefix(key(A + B)).pages) == 0, "the split left no state at 8 tokens"
+    assert len(cache.match_prefix(key(A + B + C)).device_indices) == 12
+    assert len(cache.match_prefix(key(A + B)).device_indices) == 0, "the split left no state at 8 tokens"
     result = cache.match_prefix(key(A + B + C))
-    assert len(result.pages) == 3
+    assert len(result.device_indices) == 12
     assert "marked=state after 12" in pretty_print(tree)
     cache.inc_lock_ref(result.last_device_node)
     assert marked.locks == ["lock"]
