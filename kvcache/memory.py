@@ -92,7 +92,7 @@ class Memory:
         self.allocator = allocators[specs[0].name]
         self.kv_caches = kv_caches
         self.cache, self.primary, self.swa, self.states = parts
-        self.recorder = recorder
+        self._recorder = recorder
         self._quarantine: dict[Hashable, list[GroupPages]] = {}
 
     @property
@@ -137,7 +137,7 @@ class Memory:
     def take_events(self) -> list[AnyEvent]:
         """KV events since the last call; after an overflow, a clear and all that is cached now. Empty when
         events are off."""
-        return [] if self.recorder is None else self.recorder.take_events(self.cache.tree.nodes())
+        return [] if self._recorder is None else self._recorder.take_events(self.cache.tree.nodes())
 
     def snapshot(self) -> TreeSnapshot:
         """All that is cached: what a consumer knows that has read every event taken so far."""

@@ -63,14 +63,12 @@ def memory(
 ) -> Memory:
     """A memory with KV events on and a context as long as the pool."""
     total = page_size * pages
-    options = {"mamba_track_interval": 2 * page_size, "max_context_len": total, **options}
-    config = CacheConfig(
-        total,
-        max_running_requests=rows,
-        page_size=page_size,
-        events=KVEventsConfig(enable=True),
-        **options,
-    )
+    usual = {
+        "mamba_track_interval": 2 * page_size,
+        "max_context_len": total,
+        "events": KVEventsConfig(enable=True),
+    }
+    config = CacheConfig(total, max_running_requests=rows, page_size=page_size, **{**usual, **options})
     return build_memory(config, specs)
 
 

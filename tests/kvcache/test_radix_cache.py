@@ -15,7 +15,6 @@ from kvcache.components.full import FullComponent
 from kvcache.components.holdings import GroupHoldings
 from kvcache.config import CacheConfig, KVEventsConfig
 from kvcache.eviction import POLICIES, Evictor
-from kvcache.memory import build_memory
 from kvcache.radix_cache import RadixCache
 from kvcache.radix_key import Namespace
 from kvcache.radix_tree import RadixTree
@@ -24,7 +23,6 @@ from kvcache.request import CachedRequest
 from kvcache.tree_node import TreeNode
 from tests.kvcache.support import (
     NAMESPACE,
-    SPEC,
     Index,
     cached_tokens,
     key,
@@ -157,6 +155,7 @@ def test_lookup_of_many_offers_keeps_the_heap_small() -> None:
     for _ in range(1000):
         with locked(built, A):
             pass
+    # Nothing but memory shows how many entries a heap has.
     assert len(built.cache.tree.components[0].evictor._heap) == 1
 
 
@@ -178,15 +177,14 @@ def test_events_are_chained_by_the_written_definition_and_survive_splits() -> No
 
 
 def test_hashes_are_computed_only_when_events_are_on() -> None:
-    silent = build_memory(CacheConfig(64, 64, 1, page_size=4), (SPEC,))
+    silent = memory(events=KVEventsConfig(enable=False))
     put(silent, A)
     assert [node.digests for node in silent.cache.tree.nodes()] == [None]
     assert silent.take_events() == []
 
 
 def test_an_overflow_becomes_a_clear_and_a_snapshot(caplog: pytest.LogCaptureFixture) -> None:
-    events = KVEventsConfig(enable=True, max_queued_events=3)
-    built = build_memory(CacheConfig(256, 256, 1, page_size=4, events=events), (SPEC,))
+    built = memory(events=KVEventsConfig(enable=True, max_queued_events=3))
     index = Index()
     for name in range(6):
         put(built, [name] * 8)

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from kvcache.config import KVEventsConfig
-from kvcache.events import EventRecorder
 from kvcache.layout import GroupSpec
 from kvcache.memory import Memory
 from kvcache.publisher import EventPublisher
@@ -30,9 +29,10 @@ class TreeWorker:
         page_size: int = 4,
         pages: int = 4096,
         specs: Sequence[GroupSpec] = (SPEC,),
+        max_queued_events: int = 100_000,
     ) -> None:
-        self.memory = memory(page_size, pages, specs=specs)
-        config = KVEventsConfig(enable=True, buffer_batches=buffer_batches)
+        config = KVEventsConfig(True, buffer_batches=buffer_batches, max_queued_events=max_queued_events)
+        self.memory = memory(page_size, pages, specs=specs, events=config)
         self.deaf = False  # as an engine in a long forward: no snapshot is given
         self._wanted = threading.Event()
         self._closing = False
@@ -47,11 +47,6 @@ class TreeWorker:
         with self._lock:
             yield self.memory
             self._publish()
-
-    @property
-    def recorder(self) -> EventRecorder:
-        assert self.memory.recorder is not None
-        return self.memory.recorder
 
     def put(self, tokens: Iterable[int]) -> None:
         """Cache a sequence; one batch."""

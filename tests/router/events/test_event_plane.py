@@ -259,8 +259,7 @@ def test_a_router_that_joins_late_knows_everything_soon(seen: Seen) -> None:
 def test_an_overflowing_recorder_and_an_emptied_tree_are_followed(
     seen: Seen, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with TreeWorker(buffer_batches=4) as worker:
-        worker.recorder._max_events = 3
+    with TreeWorker(buffer_batches=4, max_queued_events=3) as worker:
         seen.follow(worker.publisher)
         with worker.turn():
             for i in range(9):
