@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from simulator.options import Schedule, SimulationOptions, WorkerModel
+from simulator.options import Schedule, SimulationOptions
 
 HELP = """Replay TRACE in virtual time: the product's router over modelled workers. TRACE is a file in
 Mooncake's format (timestamp in ms, input_length, output_length, hash_ids of 512-token blocks) or a generated
@@ -20,25 +20,13 @@ def add_replay(replay: argparse.ArgumentParser) -> None:
     replay.add_argument(
         "--policy", default=_DEFAULTS.policy, metavar="NAME[,...]", help="or all (default %(default)s)"
     )
-    _add_count(replay, "--prefill", "prefill workers", _DEFAULTS.prefill)
-    _add_count(replay, "--decode", "decode workers", _DEFAULTS.decode)
-    replay.add_argument(
-        "--colocated", action="store_true", help="no prefill workers: the decode workers do everything"
-    )
-    replay.add_argument(
-        "--schedule",
-        choices=tuple(Schedule),
-        help=f"what a worker computes first (default {_DEFAULTS.worker.schedule})",
-    )
-    _add_count(replay, "--routers", "router replicas", _DEFAULTS.routers)
+    _add_cluster(replay)
     _add_seconds(replay, "--slo-ttft", "time to first token, at most", _DEFAULTS.slo_ttft_s)
     _add_seconds(replay, "--slo-itl", "a request's mean time between tokens, at most", _DEFAULTS.slo_itl_s)
     replay.add_argument(
         "--speed", default="1", metavar="X[,...]", help="arrivals so many times faster (default %(default)s)"
     )
     _add_count(replay, "--seed", "seed of the policies' random choices", _DEFAULTS.seed)
-    _add_count(replay, "--prefill-rate", "prompt tokens/s of a worker", WorkerModel().prefill_tokens_per_s)
-    _add_count(replay, "--kv-tokens", "KV capacity of a worker", WorkerModel().kv_tokens)
     replay.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE",
         help="any option of the simulation, dotted: worker.chunk_tokens=2048, weights.temperature=100",
@@ -48,6 +36,24 @@ def add_replay(replay: argparse.ArgumentParser) -> None:
         "--png", type=Path, metavar="FILE", help="draw the curves over the speed (needs matplotlib)"
     )
     replay.set_defaults(run=_run)
+
+
+def _add_cluster(replay: argparse.ArgumentParser) -> None:
+    """What is simulated."""
+    _add_count(replay, "--prefill", "prefill workers", _DEFAULTS.prefill)
+    _add_count(replay, "--decode", "decode workers", _DEFAULTS.decode)
+    replay.add_argument(
+        "--colocated", action="store_true", help="no prefill workers: the decode workers do everything"
+    )
+    _add_count(replay, "--routers", "router replicas", _DEFAULTS.routers)
+    worker = _DEFAULTS.worker
+    replay.add_argument(
+        "--schedule",
+        choices=tuple(Schedule),
+        help=f"what a worker computes first (default {worker.schedule})",
+    )
+    _add_count(replay, "--prefill-rate", "prompt tokens/s of a worker", worker.prefill_tokens_per_s)
+    _add_count(replay, "--kv-tokens", "KV capacity of a worker", worker.kv_tokens)
 
 
 def _add_count(replay: argparse.ArgumentParser, flag: str, text: str, default: float) -> None:

@@ -13,40 +13,47 @@ from wire.options import SocketOptions
 
 
 class PolicyWeights(Options):
-    """Weights of the `kv` policy's formula (kv_policy.py). The unit of cost is the wait for one queued prompt
-    token. The defaults come from `baton replay`, on several kinds of traces (docs/routing.md)."""
+    """Weights of the `kv` policy's formula (placement/kv_policy.py). The unit of cost is the wait for one
+    queued prompt token. The defaults come from `baton replay`, on several kinds of traces
+    (docs/routing.md)."""
 
-    prefill_queue: float = Field(1.0, ge=0, description="per prompt token that is queued on P already")
+    prefill_queue: float = Field(1.0, ge=0, description="per prompt token that is queued on P")
     queue_objective: float = Field(
         65_536.0,
         gt=0,
-        description="so many tokens more than the shortest queue cost twice as much: hot prefixes spread",
+        description="a queue this much longer than the shortest costs twice as much: spreads hot prefixes",
     )
     requests_objective: float = Field(
-        32.0, gt=0, description="prefix-affinity leaves a D with so many requests more than the least loaded"
+        32.0,
+        gt=0,
+        description="prefix-affinity leaves a D with this many requests more than the least loaded one",
     )
     prefill_left: float = Field(
-        4.0, ge=0,
-        description="per prompt token that P has to compute: more than a wait, it also costs who comes later "
-        "and evicts what is cached",
-    )  # fmt: skip
-    host_credit: float = Field(0.9, ge=0, le=1, description="what a token held in CPU memory saves")
-    storage_credit: float = Field(0.6, ge=0, le=1, description="what a token held in storage saves")
-    expected_credit: float = Field(0.9, ge=0, le=1, description="what a token on its way saves")
+        4.0, ge=0, description="per prompt token that P has to compute, and so delays later requests"
+    )
+    host_credit: float = Field(
+        0.9, ge=0, le=1, description="saved by a token held in CPU memory, as a share of one on the device"
+    )
+    storage_credit: float = Field(0.6, ge=0, le=1, description="saved by a token held in storage")
+    expected_credit: float = Field(0.9, ge=0, le=1, description="saved by a token that is on its way")
     transfer: float = Field(0.1, ge=0, description="per prompt token that D does not hold")
-    same_host: float = Field(0.2, ge=0, le=1, description="of that, what is left when P and D share a host")
+    same_host: float = Field(
+        0.2, ge=0, le=1, description="share of `transfer` that is left when P and D share a host"
+    )
     decode_load: float = Field(32.0, ge=0, description="per request on D")
     decode_context: float = Field(0.002, ge=0, description="per KV token of the requests on D")
     decode_full: float = Field(4.0, ge=0, description="per token for which D has no memory yet")
     decode_prefill: float = Field(8.0, ge=0, description="per prompt token that D computes itself")
-    session: float = Field(64.0, ge=0, description="taken off for the workers of the session's last request")
+    session: float = Field(64.0, ge=0, description="deducted for the workers of the session's last request")
     temperature: float = Field(
-        0.0, ge=0, description="0: the cheapest; else cost c is chosen in proportion to exp(-c / temperature)"
+        0.0,
+        ge=0,
+        description="0: the cheapest; else a worker of cost c with a probability ~ exp(-c / temperature)",
     )
 
 
 class AdmissionOptions(Options):
-    """Who waits, and who is told to come back (admission.py, docs/admission.md)."""
+    """Which rooms wait and which are refused (docs/admission.md)."""
 
     max_in_flight: int = Field(1024, ge=1, description="rooms that run at once; beyond: the queue, or 429")
     max_queued: int = Field(0, ge=0, description="rooms that wait in the router; beyond: 429. 0: no queue")
@@ -66,9 +73,9 @@ class AdmissionOptions(Options):
         description="429 at arrival when the first token is predicted to take longer; null: never for that",
     )  # fmt: skip
     tenant_weights: dict[str, Annotated[float, Field(gt=0)]] = Field(
-        {}, description="share of service by tenant when there is a queue; others have 1"
+        {}, description="weight of a tenant when rooms wait; tenants that are not named have 1"
     )
-    retry_after_s: float = Field(1.0, gt=0, description="told with a 429 that predicts nothing better")
+    retry_after_s: float = Field(1.0, gt=0, description="Retry-After of a 429 for which nothing is predicted")
 
 
 class PlacementOptions(Options):

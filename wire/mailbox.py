@@ -18,6 +18,7 @@ from collections import deque
 
 import zmq
 
+from common.host import LOOPBACK
 from wire.messages import AnyMessage
 from wire.security import Curve
 from wire.sockets import Inbound, Mail, PeerSockets
@@ -30,7 +31,7 @@ _AT_ONCE = 1000  # messages read before pending ones are sent
 class Mailbox:
     """An address for typed messages. Close it, or use it as a context manager."""
 
-    def __init__(self, interface: str = "127.0.0.1", curve: Curve | None = None) -> None:
+    def __init__(self, interface: str = LOOPBACK, curve: Curve | None = None) -> None:
         """Bind a fresh port on `interface`."""
         self._context = zmq.Context()
         self._inbound = Inbound(self._context, interface, curve)
