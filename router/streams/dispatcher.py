@@ -157,6 +157,8 @@ class Dispatcher:
 
     def _placement_request(self, room: RoomStream) -> PlacementRequest:
         """What the policy is told of a room that may have output already."""
+        if not room.tokens:
+            return room.placement_request
         left = room.request.sampling.max_new_tokens - len(room.tokens)
         return room.placement_request._replace(
             prompt_tokens=room.placement_request.prompt_tokens + len(room.tokens),

@@ -76,8 +76,7 @@ class ChoiceOutput:
 
     def on_tokens(self, delta: OutputDelta, cached_tokens: int) -> bool:
         """Add tokens to the answer. Returns True when a stop string ended it."""
-        self._counts.cached_tokens = cached_tokens
-        tokens, finish, text = delta.tokens, delta.finish, ""
+        tokens, finish, text, stopped = delta.tokens, delta.finish, "", False
         if finish is FinishReason.STOP and tokens:  # the token that stops is not part of the text
             delta = OutputDelta(tokens, delta.logprobs, finish, tokens[-1])
             tokens = tokens[:-1]
@@ -89,20 +88,18 @@ class ChoiceOutput:
             shown, hit = self._stops.push(piece)
             text += shown
             if hit is not None:
-                self._add(text, _cut(delta, position + 1, hit))
-                return True
-        if finish is not None:
+                delta, stopped = _cut(delta, position + 1, hit), True
+                break
+        if finish is not None and not stopped:
             text += self._rest()
-        self._add(text, delta)
-        return False
+        self._counts.cached_tokens = cached_tokens
+        self._counts.output_tokens += len(delta.tokens)
+        self._generation.add(self._counts, text, delta)
+        return stopped
 
     def on_error(self, error: BatonError) -> None:
         """The request fails with its choice."""
         self._generation.fail(error)
-
-    def _add(self, text: str, delta: OutputDelta) -> None:
-        self._counts.output_tokens += len(delta.tokens)
-        self._generation.add(self._counts, text, delta)
 
     def _rest(self) -> str:
         """The end of the text: an unfinished character, and what looked like a stop string."""

@@ -198,9 +198,7 @@ def test_prefill_waits_for_reserved_when_decode_is_full(
     assert ask(router, [1], 5) == right([1], 5)
     (decode,) = {m.request.epoch: m for m in d.seen if isinstance(m, Decode)}.values()
     (prefill,) = {m.request.epoch: m for m in p.seen if isinstance(m, Prefill)}.values()
-    assert (
-        decode.request == prefill.request
-    )  # of the only epoch: P was told at Reserved, not when the hold ended
+    assert decode.request == prefill.request  # of the only epoch: P was told at Reserved
 
 
 def test_many_clients_that_leave_leave_nothing_behind(
