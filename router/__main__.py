@@ -35,7 +35,7 @@ _KEEP_ALIVE_S = 75
 
 
 class _Server(uvicorn.Server):
-    """Says when it serves, and takes a signal as a wish: uvicorn's own would end the process by it."""
+    """Prints a line when it serves. After a signal it returns: uvicorn's own would raise the signal again."""
 
     def __init__(self, config: uvicorn.Config, ready_line: str) -> None:
         super().__init__(config)
@@ -43,35 +43,33 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT end the serving; what follows it still runs."""
+        """SIGTERM and SIGINT end `serve`."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.handle_exit, number, None)
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, then the line."""
+        """Bind, then print the line."""
         await super().startup(sockets)
         sys.stdout.write(self._ready_line + "\n")
         sys.stdout.flush()
 
 
 def main() -> None:
-    """The process."""
+    """Run the process."""
     parser = argparse.ArgumentParser(prog="python -m router", description="Baton's router")
     parser.add_argument("--options", type=Path, required=True, help="a JSON file (router/options.py)")
-    parser.add_argument(
-        "--processes", type=int, default=1, metavar="N", help="that share the port and its work"
-    )
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="processes that share the port")
     parser.add_argument(
         "--further", nargs=3, metavar=("DIRECTORY", "PORT", "FIRST"),
-        help="what --processes starts: a process that ends with its stdin; FIRST is its starter's mailbox",
+        help="internal: a process that --processes starts, and that ends with its stdin",
     )  # fmt: skip
     given = parser.parse_args()
     with exit_on_config_error("router"):
         options = read_options(RouterOptions, given.options)
         if given.processes < 1:
-            raise ConfigError("--processes", f"{given.processes} are none", "give at least 1")
+            raise ConfigError("--processes", f"{given.processes} processes cannot serve", "give at least 1")
         if given.further is not None:
             directory, port, _ = given.further
             options = options.model_copy(update={"directory": directory, "port": int(port)})

@@ -73,8 +73,8 @@ class Membership:
             self._on_view(message, now)
         elif isinstance(message, AssignedLoads):
             self.peers.take(mail.sender, message, now)
-        else:
-            return self._server is not None and self._server.handle(mail, now)
+        elif self._server is None or not self._server.handle(mail, now):
+            return False
         return True
 
     def close(self) -> None:

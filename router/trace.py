@@ -1,4 +1,4 @@
-"""Timelines: the stages of a request's life, as router and workers stamped them, for the last requests."""
+"""Timelines of the last requests: their stages, as the router and the workers stamped them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,21 @@ class RequestTrace:
     router_stamps: list[Stamp]
     first_token_ns: int = 0
     finished_ns: int = 0
-    # By (room, epoch, worker id): a message that comes twice adds nothing.
+    # By (room, epoch, worker id): a message may come twice.
     timelines: dict[tuple[int, int, str], Timeline] = field(default_factory=dict)
     placements: list[dict[str, Any]] = field(default_factory=list)
     kv_bytes: int = 0
     kv_backend: str = ""
+
+    def begin(self, now_ns: int) -> float:
+        """The first token has come. Returns the seconds that it took."""
+        self.first_token_ns = now_ns
+        return (now_ns - self.arrived_ns) / 1e9
+
+    def end(self, now_ns: int) -> float:
+        """The last token has come, or the request was given up. Returns the seconds that it took."""
+        self.finished_ns = now_ns
+        return (now_ns - self.arrived_ns) / 1e9
 
     def chrome(self) -> dict[str, Any]:
         """Chrome trace format: a process per worker, a thread per choice; `ts` and `dur` in microseconds."""
@@ -74,7 +84,7 @@ class TraceStore:
         self._by_room: dict[int, RequestTrace] = {}
 
     def open(self, trace: RequestTrace) -> None:
-        """Keep a request's trace, at the cost of the oldest."""
+        """Keep a request's trace, and drop the oldest if there are too many."""
         previous = self._by_request.pop(trace.request_id, None)
         if previous is not None:  # a client may use a request id twice
             self._forget(previous)
@@ -89,9 +99,9 @@ class TraceStore:
         return self._by_request.get(request_id)
 
     def add_timeline(self, timeline: Timeline) -> bool:
-        """A worker's half of a room; it may come late, twice, and after the request has ended.
+        """Add a worker's part of a room. It may come late, twice, and after the request has ended.
 
-        False when it was known already, or the trace is not kept any more.
+        Returns False when it was known already, or the trace is not kept any more.
         """
         trace = self._by_room.get(timeline.room)
         if trace is None:
@@ -106,7 +116,7 @@ class TraceStore:
         return True
 
     def placed(self, room: int, epoch: int, prefill: str | None, decode: str) -> None:
-        """Who a room went to."""
+        """Add the workers that a room was given."""
         trace = self._by_room.get(room)
         if trace is not None:
             trace.placements.append({"room": room, "epoch": epoch, "prefill": prefill, "decode": decode})

@@ -1,1 +1,1 @@
-"""HTTP: the OpenAI API, /generate, debug pages; errors become HTTP here."""
+"""HTTP: the OpenAI API, /generate, debug pages."""

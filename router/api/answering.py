@@ -99,7 +99,7 @@ def generating(
         yield generation
     finally:
         watch.cancel()
-        generation.cancel()
+        generation.close()
 
 
 async def stream(

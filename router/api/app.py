@@ -34,7 +34,7 @@ _PATHS = {path for _, path in _ROUTES}
 
 
 def build_app(router: Router) -> App:
-    """The application of a router that somebody else starts and closes."""
+    """The application that serves a router. Whoever made the router closes it."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -71,10 +71,10 @@ def _by_prefix(request: HttpRequest) -> Handler | None:
 
 async def _no_route(request: HttpRequest) -> None:
     if request.path in _PATHS:
-        body = error_body(f"{request.method} is not for {request.path}", "invalid_request_error")
+        body = error_body(f"{request.path} does not take {request.method}", "invalid_request_error")
         await request.respond_json(body, 405)
     else:
-        body = error_body(f"there is no {request.path}", "invalid_request_error")
+        body = error_body(f"{request.path} does not exist", "invalid_request_error")
         await request.respond_json(body, 404)
 
 

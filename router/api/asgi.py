@@ -1,4 +1,4 @@
-"""The little of HTTP that the router needs, straight on ASGI.
+"""HTTP on ASGI, as far as the router needs it.
 
 A framework's routing, task groups and streaming responses cost more per request than tokenising the prompt.
 """
@@ -52,7 +52,7 @@ class HttpRequest:
         self.status = 0  # of the answer, once it has begun
 
     def header(self, name: bytes) -> str | None:
-        """A header's value; `name` in lower case."""
+        """A header's value, or None. `name` is in lower case."""
         for key, value in self._scope["headers"]:
             if key == name:
                 return bytes(value).decode("latin-1")
@@ -74,25 +74,25 @@ class HttpRequest:
         return decoded
 
     async def respond(self, status: int, body: bytes, headers: Headers) -> None:
-        """The whole answer."""
+        """Send the whole answer."""
         self.status = status
         headers = [*headers, (b"content-length", str(len(body)).encode()), self._id_header()]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body})
 
     async def respond_json(self, body: Any, status: int = 200, headers: Headers | None = None) -> None:
-        """The whole answer, as JSON."""
+        """Send the whole answer as JSON."""
         await self.respond(status, msgspec.json.encode(body), [JSON, *(headers or [])])
 
     async def begin_sse(self) -> None:
-        """The head of a stream."""
+        """Send the head of a stream."""
         self.status = 200
         await self._send(
             {"type": "http.response.start", "status": 200, "headers": [*_SSE, self._id_header()]}
         )
 
     async def send_sse(self, events: bytes, more: bool = True) -> None:
-        """Whole events of a stream."""
+        """Send whole events of a stream."""
         await self._send({"type": "http.response.body", "body": events, "more_body": more})
 
     def watch(self, generation: Generation) -> asyncio.Task[None]:

@@ -1,4 +1,4 @@
-"""Health, metrics and the windows into a running router."""
+"""Health, metrics, and pages that show a running router from inside."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from wire.messages import SamplingParams
 
 
 async def health(_: Router, request: HttpRequest) -> None:
-    """GET /health: the event loop turns."""
+    """GET /health: 200 as long as the event loop runs."""
     await request.respond_json({"status": "ok"})
 
 
@@ -60,14 +60,14 @@ async def workers(router: Router, request: HttpRequest) -> None:
 
 
 async def route(router: Router, request: HttpRequest) -> None:
-    """GET /debug/route?prompt=...: whom the policy would choose now, of whom, and what each would cost.
+    """GET /debug/route?prompt=...: which workers the policy would choose now, and what each would cost.
 
-    A candidate a line and a list per role. A cost that is null was not weighed: that worker was no candidate,
-    or the policy prices nothing. Also takes extra_key, cache_salt, session and tenant.
+    The answer has a list of workers for each role. A cost is null for a worker that was not considered, and
+    for a policy without costs. The query may also have extra_key, cache_salt, session and tenant.
     """
     query = request.query()
     if "prompt" not in query:
-        raise InvalidRequest("a prompt is needed", "prompt")
+        raise InvalidRequest("the query has no prompt", "prompt")
     prompt = router.tokenization.encode(query["prompt"])
     submission = Submission(
         request_id=request.request_id, prompts=[prompt], sampling=SamplingParams(),
@@ -101,7 +101,7 @@ def _winner(candidates: RoleCandidates, row: int | None) -> dict[str, object] | 
 
 
 async def inspect(router: Router, request: HttpRequest) -> None:
-    """GET /debug/inspect?worker=ID&what=memory|tree|nodes|load|metrics|rooms: a worker's own report."""
+    """GET /debug/inspect?worker=ID&what=memory|tree|nodes|load|metrics|rooms: a report by a worker."""
     query = request.query()
     what = query.get("what", "memory")
     try:

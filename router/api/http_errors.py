@@ -1,4 +1,4 @@
-"""The tree of wire.errors, mapped to HTTP once, in OpenAI's shape."""
+"""The errors of common/errors.py as HTTP answers, in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class HttpError:
     body: dict[str, Any]
 
 
-# First match wins; what is not here is a peer's failure: 503, worth another try.
+# The first match counts. What is left is a failure of the router or a worker: a client may try again.
 _KINDS: tuple[tuple[type[BatonError], int, str, str | None], ...] = (
     (ContextTooLong, 400, "invalid_request_error", "context_length_exceeded"),
     (InvalidRequest, 400, "invalid_request_error", None),
@@ -37,7 +37,7 @@ _KINDS: tuple[tuple[type[BatonError], int, str, str | None], ...] = (
 
 
 def to_http(error: BatonError) -> HttpError:
-    """How an error is told to the client."""
+    """The answer that tells a client of an error."""
     status, kind, code = next((s, k, c) for cls, s, k, c in _KINDS if isinstance(error, cls))
     headers = []
     if isinstance(error, Overloaded):

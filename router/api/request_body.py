@@ -1,6 +1,6 @@
 """What the bodies of all requests for tokens have in common.
 
-A field that is not there is refused by name: a field silently ignored is a wrong answer.
+An unknown field is refused by name: the answer to a request of which a part is ignored may be wrong.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RequestBody(BaseModel):
 
 
 class SamplingBody(BaseModel):
-    """What every way to ask for tokens has in common."""
+    """How tokens are sampled, and where an output ends."""
 
     # Empty collections come from factories: pydantic deep-copies a default, which took half of the parsing.
     model_config = ConfigDict(extra="forbid")
@@ -60,7 +60,7 @@ class SamplingBody(BaseModel):
         return stops
 
     def sampling(self, max_new_tokens: int, top_logprobs: int | None, vocab_size: int) -> SamplingParams:
-        """For the workers. A seed is drawn when none is given. Raises InvalidRequest for foreign tokens."""
+        """For the workers, with a seed. Raises InvalidRequest for tokens outside the vocabulary."""
         for name, tokens in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
             for token in tokens:
                 if token >= vocab_size:
@@ -88,7 +88,7 @@ class SamplingBody(BaseModel):
 
 
 def parse(kind: type[Body], raw: dict[str, Any]) -> Body:
-    """A body of that kind; null means unset. Raises InvalidRequest naming the field that is wrong."""
+    """A body of that kind; null counts as absent. Raises InvalidRequest with the name of the wrong field."""
     try:
         return kind.model_validate({key: value for key, value in raw.items() if value is not None})
     except ValidationError as error:

@@ -1,1 +1,1 @@
-"""Who is there: worker records under leases, served over a mailbox."""
+"""The directory: worker records under leases, served over a mailbox."""

@@ -1,4 +1,4 @@
-"""What a router knows of the workers: the last View, kept sound over restarts of the directory."""
+"""DirectoryClient: the workers of the last View, also while the directory restarts."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _WATCH_EVERY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ViewChange:
-    """Records by what happened to them. A restarted worker is in `lost` (old record) and in `joined`."""
+    """What a View has changed. A restarted worker is in `lost` (old record) and in `joined`."""
 
     joined: list[WorkerRecord]
     lost: list[WorkerRecord]
 
 
 class DirectoryClient:
-    """Watches a directory. Pure but for `send`; time is passed in.
+    """Watches a directory. Pure but for `send`: time is passed in.
 
-    A directory that has just restarted knows nobody yet. So when a View's generation changes, records of the
-    earlier generation are kept for `grace_s`, in which their workers announce again.
+    A directory that has just restarted knows no worker yet. So when a View's generation changes, records of
+    the earlier generation are kept for `grace_s`, in which their workers announce again.
     """
 
     def __init__(self, address: str, send: Callable[[str, AnyMessage], None], grace_s: float) -> None:
@@ -43,13 +43,13 @@ class DirectoryClient:
             self._send(self._address, Watch())
 
     def move(self, address: str) -> None:
-        """The directory has restarted elsewhere; ask there from the next tick on."""
+        """The directory has restarted at `address`. The next tick asks there."""
         if address != self._address:
             self._address = address
             self._next_watch_at = 0.0
 
     def take(self, view: View, now: float) -> ViewChange:
-        """Adopt a View (a late, older one is ignored) and say what changed."""
+        """Take a View, and return what changed. One that is older than the last is ignored."""
         if view.version < self._version:
             return ViewChange([], [])
         if self._version >= 0 and view.version >> GENERATION_SHIFT != self._version >> GENERATION_SHIFT:

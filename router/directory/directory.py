@@ -4,8 +4,8 @@ It decides who may join: workers of one model exchange pages, so a record whose 
 from a live worker of the same model is refused, naming the configuration key to change.
 
 A restart loses nothing: workers announce again within a lease, and a View's `version` carries the directory's
-generation (milliseconds of its start) in the upper bits, so that a client can tell "nobody is left" from "I
-have just started" (directory_client.py).
+generation (milliseconds of its start) in the upper bits, so that a client can tell an
+empty directory from one that has just started (client.py).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from wire.messages import Announce, Announced, AnnounceRefused, View, Withdraw
 from wire.records import GroupLayout, WorkerRecord
 
 GENERATION_SHIFT = 20  # a million membership changes per generation
-_WEIGHT_DTYPES = frozenset({"float32", "bfloat16", "float16"})  # others come from kv_cache_dtype alone
-_STATE = "state"  # the kind of group whose dtype says every tensor's, as the model has them
+_WEIGHT_DTYPES = frozenset({"float32", "bfloat16", "float16"})  # any other is set by kv_cache_dtype
+_STATE = "state"  # the kind of group whose dtype names those of the model's state tensors
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class Directory:
         return Announced(record.id, record.incarnation, self.lease_s)
 
     def withdraw(self, message: Withdraw) -> bool:
-        """A worker leaves on purpose. False when that incarnation was not there."""
+        """Remove a worker that leaves on purpose. Returns False when that incarnation was not there."""
         lease = self._leases.get(message.worker)
         if lease is None or lease.record.incarnation != message.incarnation:
             return False
@@ -61,7 +61,7 @@ class Directory:
         return True
 
     def expire(self, now: float) -> list[WorkerRecord]:
-        """Drop, and return, the workers whose lease has ended."""
+        """Remove, and return, the workers whose lease has ended."""
         ended = [lease.record for lease in self._leases.values() if lease.deadline <= now]
         for record in ended:
             del self._leases[record.id]
@@ -70,7 +70,7 @@ class Directory:
         return ended
 
     def view(self) -> View:
-        """Everybody whose lease held at the last `expire`."""
+        """All workers whose lease held at the last `expire`."""
         return View(self.version, [lease.record for lease in self._leases.values()])
 
     def _refusal(self, record: WorkerRecord) -> AnnounceRefused | None:

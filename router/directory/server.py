@@ -1,6 +1,7 @@
-"""Serves a Directory over a mailbox: Announce, Withdraw and Watch in; Announced, refusals and Views out.
+"""DirectoryServer: serves a Directory over a mailbox.
 
-Watchers are routers. Each View says who they are, so that they find each other (router/placement/peers.py).
+It takes Announce, Withdraw and Watch, and answers with Announced, AnnounceRefused and Views. Watchers are
+routers. Each View lists them, so that they find each other (router/placement/peers.py).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _LOAD_INTERVAL_S = 0.1  # loads alone are passed on at most this often; membersh
 
 
 class DirectoryServer:
-    """The directory's conversation. Owns no socket and no thread: whoever has a mailbox feeds it."""
+    """Answers the directory's messages. It has no socket and no thread: a mailbox's owner passes it mail."""
 
     def __init__(self, directory: Directory, send: Callable[[str, AnyMessage], None]) -> None:
         self._directory = directory
@@ -36,7 +37,7 @@ class DirectoryServer:
         self._next_loads_at = 0.0
 
     def handle(self, mail: Mail, now: float) -> bool:
-        """Take a message that is for the directory. False when it is for somebody else."""
+        """Take a message to the directory. Returns False for any other."""
         message = mail.message
         if isinstance(message, Announce):
             answer = self._directory.announce(message, now)
@@ -83,7 +84,7 @@ class DirectoryServer:
 
 
 class DirectoryHost:
-    """A directory with its own mailbox and thread, for who has no router around it (cluster/, tests)."""
+    """A directory with a mailbox and a thread of its own, for use without a router (cluster/, tests)."""
 
     def __init__(
         self, interface: str = "127.0.0.1", cluster_secret: str | None = None, lease_s: float = 3.0
@@ -114,5 +115,5 @@ class DirectoryHost:
             now = time.monotonic()
             for one in mail:
                 if not self._server.handle(one, now):
-                    log.warning("the directory was sent a %s", type(one.message).__name__)
+                    log.warning("the directory does not take %s", type(one.message).__name__)
             self._server.tick(now)

@@ -1,1 +1,1 @@
-"""Rooms and their messages: every message idempotent, every failure a new epoch."""
+"""Requests, their rooms, and the messages to workers. A failure of a worker starts a new epoch."""

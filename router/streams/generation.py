@@ -62,6 +62,16 @@ class Answer(Protocol):
         """A choice, whose counts are up to date, has gained `delta`, and by it `text`."""
 
 
+class GenerationObserver(Protocol):
+    """Is told of a request's beginning and end."""
+
+    def began(self, generation: Generation) -> None:
+        """The first token of any choice has come. Called at most once."""
+
+    def ended(self, generation: Generation) -> None:
+        """No choice is running any more. Called once."""
+
+
 class ChoiceOutput:
     """One room's tokens turned into text. Implements RoomSink."""
 
@@ -126,17 +136,14 @@ class Generation:
         submission: Submission,
         answer: Answer,
         stop: Callable[[str], None],
-        on_first: Callable[[Generation], None],
-        on_end: Callable[[Generation], None],
+        observer: GenerationObserver,
     ) -> None:
-        """`stop` is called with a reason to stop the rooms; `on_first` once with the first token of all, and
-        `on_end` once when no choice is running any more."""
+        """`stop` is called with a reason to stop the request's rooms."""
         self.submission = submission
         self.choices = [ChoiceCounts(index) for index in range(submission.choice_count)]
         self._answer = answer
         self._stop_rooms = stop
-        self._on_first = on_first
-        self._on_end = on_end
+        self._observer = observer
         self._running = submission.choice_count
         self._begun = False
         self._fresh = False  # something was added since `more` last returned
@@ -178,7 +185,7 @@ class Generation:
         """Called by a choice's output."""
         if not self._begun:
             self._begun = True
-            self._on_first(self)
+            self._observer.began(self)
         self._answer.add(choice, text, delta)
         self._fresh = True
         if delta.finish is not None:
@@ -195,11 +202,16 @@ class Generation:
             self._wake()
 
     def cancel(self) -> None:
-        """Nobody reads on: stop what still runs. Repeats change nothing."""
+        """The client has gone: stop what still runs. Repeats change nothing."""
         if self._running:
             self._client_left = True
             self._stop("the client has gone")
             self._wake()
+
+    def close(self) -> None:
+        """Stop what still runs, and let go of the error: its traceback leads back here. Ask nothing after."""
+        self.cancel()
+        self._error = None
 
     def prompt_tokens(self) -> int:
         """Each prompt counts once, however many choices it has."""
@@ -218,13 +230,13 @@ class Generation:
     def _stop(self, reason: str) -> None:
         self._stop_rooms(reason)
         self._running = 0
-        self._on_end(self)
+        self._observer.ended(self)
 
     def _close_one(self) -> None:
         if self._running:
             self._running -= 1
             if not self._running:
-                self._on_end(self)
+                self._observer.ended(self)
 
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None

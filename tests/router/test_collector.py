@@ -15,6 +15,7 @@ from router.options import RouterOptions
 from router.service import Router
 from tests.support.fake_worker import FakeWorker
 from tests.support.left_over import left_over
+from wire.messages import RejectKind
 from wire.records import Role
 
 PROMPT = {"model": "tiny", "prompt": "Hello there", "max_tokens": 6, "seed": 1}
@@ -67,6 +68,13 @@ def test_a_request_is_freed_by_its_counts(model: Path, leave: bool) -> None:
             with left_over("router", "wire") as found:
                 for path, body in REQUESTS.values():
                     assert await call(app, path, body, leave)
+            assert found == []
+            for worker in workers:
+                worker.reject = RejectKind.INVALID
+            assert b"error" in await call(app, "/v1/completions", PROMPT)
+            with left_over("router", "wire", "common") as found:
+                for stream in (False, True):
+                    assert b"error" in await call(app, "/v1/completions", {**PROMPT, "stream": stream})
             assert found == []
         finally:
             for worker in workers:

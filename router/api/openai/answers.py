@@ -1,4 +1,4 @@
-"""Answers: whole ones as objects, streamed ones as bytes around a prefix that is encoded once per choice."""
+"""Answers: whole ones as objects, streamed ones as bytes around a prefix encoded once per choice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bodies of OpenAI's requests."""
+"""The bodies of requests to the OpenAI API."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class OpenAIBody(RequestBody, SamplingBody):
 
     model: str | None = None
     stream_options: StreamOptions | None = None
-    prompt_cache_key: str = ""  # a session: a hint that such requests have much in common
+    prompt_cache_key: str = ""  # a session: its requests have much in common
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> Self:
@@ -85,7 +85,7 @@ class ChatBody(OpenAIBody):
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     def plain_messages(self) -> list[dict[str, Any]]:
-        """Messages whose content is text: a list of text parts becomes its text, other parts are refused."""
+        """The messages, with lists of text parts joined. Raises InvalidRequest for other parts."""
         return [_plain_message(message, i) for i, message in enumerate(self.messages)]
 
 

@@ -21,20 +21,21 @@ class Request:
 
     def __init__(self, model: Path, n: int = 1, stop: tuple[str, ...] = ()) -> None:
         detokenizers = Tokenization(model).detokenizers
-        self.ended = 0
+        self.ends = 0
         self.stopped: list[str] = []  # reasons given for stopping all rooms
         submission = Submission(request_id="r", prompts=[[1]], sampling=SamplingParams(), n=n)
         self.writer = SseWriter(CompletionStyle(detokenizers, False), "r", 1, "m", include_usage=False)
-        self.generation = Generation(
-            submission, self.writer, self.stopped.append, lambda _: None, self._on_end
-        )
+        self.generation = Generation(submission, self.writer, self.stopped.append, self)
         self.outputs = [
             ChoiceOutput(counts, self.generation, detokenizers.make(), stop)
             for counts in self.generation.choices
         ]
 
-    def _on_end(self, _: Generation) -> None:
-        self.ended += 1
+    def began(self, _: Generation) -> None:
+        pass
+
+    def ended(self, _: Generation) -> None:
+        self.ends += 1
 
 
 def gained(token: int, finish: FinishReason | None = None) -> OutputDelta:
@@ -62,7 +63,7 @@ def test_what_came_in_one_turn_is_sent_at_once_an_event_per_token(model: Path) -
         assert await request.generation.more()
         assert len(events(request.writer.take())) == 1
         assert not await request.generation.more()
-        assert (request.ended, request.stopped) == (1, [])
+        assert (request.ends, request.stopped) == (1, [])
 
     asyncio.run(run())
 
@@ -78,7 +79,7 @@ def test_a_client_that_does_not_read_ends_its_request_and_holds_a_bounded_buffer
         assert MOST_UNREAD < most < MOST_UNREAD + 1000
         (reason,) = request.stopped
         assert "wait for this client" in reason
-        assert request.ended == 1
+        assert request.ends == 1
         assert await request.generation.more()  # what came before is still told
         assert len(request.writer.take()) == most
         with pytest.raises(SlowClient):

@@ -1,0 +1,48 @@
+"""RoomRequests: a submission as the requests of its rooms."""
+
+from __future__ import annotations
+
+import secrets
+from itertools import count
+
+from router.index.global_index import as_hashes, digest_hashes
+from router.placement.placer import Placer
+from router.placement.policy import PlacementRequest
+from router.streams.generation import Submission
+from wire.codec import pack_tokens
+from wire.messages import GenerateRequest
+from wire.page_hash import namespace_seed, page_digests
+
+_NO_PAGES = as_hashes([])
+
+
+class RoomRequests:
+    """Numbers rooms and hashes prompts."""
+
+    def __init__(self, model: str, placer: Placer) -> None:
+        self._model = model
+        self._placer = placer
+        self._first_room = secrets.randbits(31) << 32  # workers have rooms of several routers
+        self._numbers = count(1)
+        self._seed = namespace_seed(model)  # of most requests
+
+    def make(self, submission: Submission) -> list[tuple[GenerateRequest, PlacementRequest]]:
+        """What workers and the policy are told of each choice, in the order of choices."""
+        s, page_tokens = submission, self._placer.page_tokens
+        seed = self._seed
+        if s.extra_key or s.cache_salt:
+            seed = namespace_seed(self._model, s.extra_key, s.cache_salt)
+        output_tokens = self._placer.output_tokens(s.sampling.max_new_tokens)
+        requests = []
+        for prompt in s.prompts:
+            packed = pack_tokens(prompt)
+            hashes = digest_hashes(page_digests(seed, packed, page_tokens)) if page_tokens else _NO_PAGES
+            to_place = PlacementRequest(len(prompt), hashes, output_tokens, s.session, s.tenant, s.priority)
+            for choice in range(s.n):
+                request = GenerateRequest(
+                    request_id=s.request_id, sampling=s.sampling, extra_key=s.extra_key,
+                    cache_salt=s.cache_salt, tenant=s.tenant, priority=s.priority,
+                    room=self._first_room | next(self._numbers), epoch=0, prompt=packed, choice=choice,
+                )  # fmt: skip
+                requests.append((request, to_place))
+        return requests
