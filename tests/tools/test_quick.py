@@ -48,8 +48,11 @@ def test_what_all_tests_share_runs_all_of_them() -> None:
     assert "tests/e2e" not in everything()
 
 
-def test_documents_run_nothing() -> None:
-    assert folders_for(["README.md", "docs/routing.md"]) == []
+def test_documents_run_what_is_about_all_rooms() -> None:
+    found = folders_for(["README.md", "docs/routing.md"])
+    assert {"tests/test_owner_map.py", "tests/test_structure.py"} <= set(found)
+    assert all(name.endswith(".py") for name in found)
+    assert folders_for(["tests/e2e/test_oracle.py"]) == found  # no unit tests there
 
 
 def test_what_is_named_is_there() -> None:
