@@ -21,7 +21,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.metrics import SchedulerMetrics
 from scheduler.req import Req, RequestLimits
 from scheduler.scheduler import Scheduler
-from wire.messages import GenerateRequest, OutputDelta, SamplingParams
+from wire.request import GenerateRequest, OutputDelta, SamplingParams
 
 Prompt = npt.NDArray[np.int32]
 

@@ -42,7 +42,7 @@ from kvcache.tree_node import TreeNode
 from scheduler.config import SchedulerConfig
 from scheduler.req import Req, RequestLimits
 from scheduler.scheduler import Scheduler
-from wire.messages import GenerateRequest, SamplingParams
+from wire.request import GenerateRequest, SamplingParams
 
 PAGE_SIZES = (1, 16, 64)
 RUNNING = 64

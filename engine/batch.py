@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.spec import ModelSpec
-from wire.messages import TokenLogprobs
+from wire.request import TokenLogprobs
 
 if TYPE_CHECKING:
     from engine.sampling_state import SamplingState

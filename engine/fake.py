@@ -25,7 +25,7 @@ from engine.launch import Launched, LaunchQueue
 from engine.spec import ModelSpec
 from kvcache.layout import GroupSpec, KVGroupSpec, StateGroupSpec, StateTensor
 from kvcache.pool import KVCache, MambaPool, MHAKVCache
-from wire.messages import TokenLogprobs
+from wire.request import TokenLogprobs
 
 FAKE_WINDOW = 40
 """Tokens that a windowed fake layer sees: more than a page, and not a multiple of most page sizes."""

@@ -21,7 +21,7 @@ import torch
 from engine.batch import BatchResult, SamplingRow
 from engine.noise import gumbel, noise_key
 from engine.sampling_state import SamplingState
-from wire.messages import SamplingParams, TokenLogprobs
+from wire.request import SamplingParams, TokenLogprobs
 
 LOWEST_TEMPERATURE = 1e-6
 """Lower temperatures sample like this one: the best token, or one whose score is within rounding of it."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from wire.messages import SamplingParams
+from wire.request import SamplingParams
 
 
 class SamplingState:

@@ -25,18 +25,9 @@ from scheduler.config import Phase
 from scheduler.node_policy import AfterPrefill
 from scheduler.req import Req
 from wire.mailbox import Mail
-from wire.messages import (
-    KVDone,
-    KVFailed,
-    KVTarget,
-    OutputDelta,
-    Prefill,
-    Receipt,
-    RejectKind,
-    Release,
-    kind_of,
-)
+from wire.messages import KVDone, KVFailed, KVTarget, Prefill, Receipt, RejectKind, Release, kind_of
 from wire.records import Role
+from wire.request import OutputDelta
 from wire.retransmitter import RetransmitKey
 from wire.stages import RequestStage
 from worker.role import Services, WorkerRole

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvtransfer.sender import KVSender
-from wire.messages import TokenLogprobs
+from wire.request import TokenLogprobs
 from worker.role import Room
 
 

@@ -11,7 +11,8 @@ from scheduler.budget import BatchAdmission
 from scheduler.req import Req, ReqState
 from scheduler.request_table import RequestTable
 from scheduler.results import Results
-from wire.messages import RejectKind, TokenLogprobs
+from wire.messages import RejectKind
+from wire.request import TokenLogprobs
 
 
 class HandOff:

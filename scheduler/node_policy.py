@@ -6,7 +6,8 @@ from enum import StrEnum
 from typing import Protocol
 
 from scheduler.req import Req
-from wire.messages import OutputDelta, RejectKind
+from wire.messages import RejectKind
+from wire.request import OutputDelta
 
 
 class AfterPrefill(StrEnum):

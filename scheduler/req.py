@@ -15,7 +15,7 @@ from engine.sampling_state import SamplingState
 from kvcache.radix_key import Namespace
 from kvcache.request import StateHold
 from wire.codec import unpack_tokens
-from wire.messages import GenerateRequest
+from wire.request import GenerateRequest
 from wire.stages import RequestStage, Stamp, stamp
 
 _arrivals = itertools.count()

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from wire.messages import AnyMessage, FinishReason, OutputDelta, TokenLogprobs, TokenRun, Tokens
+from wire.messages import AnyMessage, Tokens
+from wire.request import FinishReason, OutputDelta, TokenLogprobs, TokenRun
 
 
 class OutputKey(NamedTuple):

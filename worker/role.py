@@ -18,17 +18,9 @@ from scheduler.node_policy import AfterPrefill, NodePolicy
 from scheduler.req import Req
 from scheduler.scheduler import Scheduler
 from wire.mailbox import Mail, Mailbox
-from wire.messages import (
-    Decode,
-    OutputDelta,
-    Prefill,
-    Rejected,
-    RejectKind,
-    Reserved,
-    Timeline,
-    kind_of,
-)
+from wire.messages import Decode, Prefill, Rejected, RejectKind, Reserved, Timeline, kind_of
 from wire.records import Role
+from wire.request import OutputDelta
 from wire.retransmitter import RetransmitKey, Retransmitter
 from worker.options import WorkerOptions
 from worker.outbox import Outbox, OutputKey

@@ -15,7 +15,7 @@ from router.api.http_errors import to_http
 from router.api.request_body import RequestBody, SamplingBody
 from router.service import Router
 from router.streams.generation import Answer, Generation, Submission
-from wire.messages import SamplingParams
+from wire.request import SamplingParams
 
 DONE = b"data: [DONE]\n\n"
 # Longer texts are tokenised on another thread (the tokenizer releases the GIL), so that other streams go on.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from router.streams.generation import ChoiceCounts
-from wire.messages import FinishReason, OutputDelta, TokenLogprobs
+from wire.request import FinishReason, OutputDelta, TokenLogprobs
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from router.api.http_errors import error_body
 from router.placement.policy import RoleCandidates
 from router.service import Router
 from router.streams.generation import Submission
-from wire.messages import SamplingParams
+from wire.request import SamplingParams
 
 
 async def health(_: Router, request: HttpRequest) -> None:

@@ -15,7 +15,7 @@ from router.api.collection import CollectedChoice, Collection
 from router.api.request_body import RequestBody, SamplingBody, TokenId, parse
 from router.service import Router
 from router.streams.generation import ChoiceCounts, Generation, Submission
-from wire.messages import FinishReason, OutputDelta
+from wire.request import FinishReason, OutputDelta
 
 
 class NativeSampling(SamplingBody):

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from common.errors import InvalidRequest
-from wire.messages import SamplingParams
+from wire.request import SamplingParams
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Body = TypeVar("Body", bound=BaseModel)

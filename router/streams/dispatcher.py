@@ -16,17 +16,9 @@ from router.placement.prediction import Prediction
 from router.streams.stream import RoomStream
 from router.streams.worker_mail import WorkerMail
 from router.trace import TraceStore
-from wire.messages import (
-    AnyMessage,
-    Receipt,
-    Rejected,
-    Reserved,
-    Timeline,
-    TokenRun,
-    Tokens,
-    kind_of,
-)
+from wire.messages import AnyMessage, Receipt, Rejected, Reserved, Timeline, Tokens, kind_of
 from wire.records import WorkerRecord
+from wire.request import TokenRun
 from wire.retransmitter import RetransmitKey
 from wire.sockets import Mail
 

@@ -10,8 +10,9 @@ from typing import Protocol
 
 from router.options import RoomOptions
 from router.placement.placement import Placement
-from wire.messages import Abort, AnyMessage, Decode, GenerateRequest, Prefill, Resend
+from wire.messages import Abort, AnyMessage, Decode, Prefill, Resend
 from wire.records import WorkerRecord
+from wire.request import GenerateRequest
 from wire.retransmitter import RetransmitKey
 
 _LONGEST_SILENCE_S = 8.0  # between two Resends

@@ -20,7 +20,7 @@ import msgspec
 from common.errors import BatonError, SlowClient
 from router.text.detokenize import Detokenizer
 from router.text.stop_strings import StopStrings
-from wire.messages import FinishReason, OutputDelta, RequestCore
+from wire.request import FinishReason, OutputDelta, RequestCore
 
 MOST_UNREAD = 1 << 20
 """Bytes of a stream that may wait for a client who does not read; beyond, the request is aborted. (Pausing it

@@ -10,8 +10,8 @@ from router.placement.placer import Placer
 from router.placement.policy import PlacementRequest
 from router.streams.generation import Submission
 from wire.codec import pack_tokens
-from wire.messages import GenerateRequest
 from wire.page_hash import namespace_seed, page_digests
+from wire.request import GenerateRequest
 
 _NO_PAGES = as_hashes([])
 

@@ -23,8 +23,9 @@ from router.options import RouterOptions
 from router.placement.placement import Placement
 from router.placement.policy import Choice, PlacementRequest
 from router.streams.epoch import RoomEpoch, RoomMail
-from wire.messages import GenerateRequest, OutputDelta, Rejected, RejectKind, TokenRun
+from wire.messages import Rejected, RejectKind
 from wire.records import WorkerRecord
+from wire.request import GenerateRequest, OutputDelta, TokenRun
 from wire.retransmitter import RetransmitKey
 
 _FIRST_PAUSE_S = 0.1  # before a restart that no better worker can take at once

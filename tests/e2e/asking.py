@@ -8,7 +8,8 @@ from typing import Any
 
 from tests.harness.local_stack import Stack
 from wire.codec import pack_tokens
-from wire.messages import Ack, Decode, GenerateRequest, SamplingParams, TokenLogprobs, Tokens
+from wire.messages import Ack, Decode, Tokens
+from wire.request import GenerateRequest, SamplingParams, TokenLogprobs
 
 _ANSWER_S = 60.0
 _TRACE_S = 20.0

@@ -25,7 +25,7 @@ from tests.harness.local_stack import stack
 from tests.scheduler.rig import Recorder
 from tests.support.oracle import EVERY, HYBRID, WINDOWED
 from tests.support.reference import draw_model, reference_generate
-from wire.messages import GenerateRequest, SamplingParams
+from wire.request import GenerateRequest, SamplingParams
 from worker.build import build_engine, build_scheduler
 from worker.options import WorkerOptions
 

@@ -17,7 +17,7 @@ import pytest
 
 from tests.e2e.asking import ask, one_choice, timeline
 from tests.harness.local_stack import Stack, stack
-from wire.messages import SamplingParams, TokenLogprobs
+from wire.request import SamplingParams, TokenLogprobs
 
 CHUNK = 32
 PAGE_SIZE = 16

@@ -16,7 +16,7 @@ from engine.fake import FakeEngine, FakeTiming, fake_generate, fake_spec
 from kvcache.layout import KVGroupSpec, StateGroupSpec
 from kvcache.pool import KVCache, MambaPool, MHAKVCache
 from tests.support.driver import Driver, Lane
-from wire.messages import SamplingParams
+from wire.request import SamplingParams
 
 _random = random.Random(3)
 PROMPTS = [[_random.randrange(32768) for _ in range(n)] for n in (1, 20, 47)]

@@ -8,7 +8,7 @@ import pytest
 from engine.sampling_state import SamplingState
 from tests.engine.conftest import PROMPTS, Drawn
 from tests.support.driver import Driver, Lane, open_runner
-from wire.messages import SamplingParams
+from wire.request import SamplingParams
 
 PARAMS = SamplingParams(
     temperature=0.8, top_k=60, top_p=0.95, seed=41, repetition_penalty=1.1, frequency_penalty=0.2

@@ -24,7 +24,7 @@ from transformers import (
 from engine.batch import SamplingRow
 from engine.sampler import process, sample, sample_row, warp
 from engine.sampling_state import SamplingState
-from wire.messages import SamplingParams
+from wire.request import SamplingParams
 
 VOCAB = 97
 PROMPT = np.array([3, 5, 5, 90], dtype=np.int32)

@@ -17,14 +17,8 @@ from scheduler.config import SchedulerConfig
 from scheduler.node_policy import AfterPrefill
 from scheduler.req import Req, RequestLimits
 from scheduler.scheduler import Scheduler
-from wire.messages import (
-    FinishReason,
-    GenerateRequest,
-    OutputDelta,
-    RejectKind,
-    SamplingParams,
-    TokenLogprobs,
-)
+from wire.messages import RejectKind
+from wire.request import FinishReason, GenerateRequest, OutputDelta, SamplingParams, TokenLogprobs
 
 VOCAB = 499
 EOS = tuple(range(5, VOCAB, 12))

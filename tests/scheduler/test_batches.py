@@ -9,7 +9,7 @@ import pytest
 from engine.batch import UNKNOWN_TOKEN
 from scheduler.config import SchedulerConfig
 from tests.scheduler.rig import Rig
-from wire.messages import FinishReason
+from wire.request import FinishReason
 from wire.stages import RequestStage
 
 CONFIG = SchedulerConfig(model="m", max_running_requests=8, chunked_prefill_size=32)

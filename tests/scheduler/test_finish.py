@@ -8,7 +8,8 @@ from engine.errors import EngineError
 from engine.fake import FakeTiming
 from scheduler.config import SchedulerConfig
 from tests.scheduler.rig import Rig
-from wire.messages import FinishReason, RejectKind
+from wire.messages import RejectKind
+from wire.request import FinishReason
 
 PROMPT = list(range(30))
 

@@ -26,7 +26,7 @@ from engine.runner import ModelRunner
 from engine.sampling_state import SamplingState
 from kvcache.layout import KVGroupSpec, LatentGroupSpec, StateGroupSpec
 from kvcache.pool import MambaPool, MHAKVCache, MLAKVCache
-from wire.messages import SamplingParams
+from wire.request import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=1 << 20)
 STATE_SLOTS = 32

@@ -29,8 +29,6 @@ from wire.messages import (
     Announced,
     AnyMessage,
     Decode,
-    FinishReason,
-    GenerateRequest,
     GroupTarget,
     Inspect,
     Inspected,
@@ -44,14 +42,13 @@ from wire.messages import (
     Resend,
     Reserved,
     Timeline,
-    TokenLogprobs,
-    TokenRun,
     Tokens,
     TransferEndpoint,
     Withdraw,
     kind_of,
 )
 from wire.records import GroupLayout, Role, WorkerLoad, WorkerRecord, layout_digest
+from wire.request import FinishReason, GenerateRequest, TokenLogprobs, TokenRun
 from wire.retransmitter import RetransmitKey, Retransmitter
 from wire.security import curve_for
 from wire.stages import RequestStage, Stamp, stamp

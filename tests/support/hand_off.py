@@ -26,18 +26,16 @@ from wire.messages import (
     Ack,
     AnyMessage,
     Decode,
-    FinishReason,
-    GenerateRequest,
     Prefill,
     Receipt,
     Rejected,
     Resend,
     Reserved,
-    SamplingParams,
     Timeline,
     Tokens,
     kind_of,
 )
+from wire.request import FinishReason, GenerateRequest, SamplingParams
 from worker import loop, mail, parts, role
 from worker.loop import Worker
 from worker.options import KVEventsOptions, WorkerOptions

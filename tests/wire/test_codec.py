@@ -14,18 +14,14 @@ from wire.messages import (
     Abort,
     AnyMessage,
     Decode,
-    FinishReason,
-    GenerateRequest,
     GroupTarget,
     KVDone,
     KVTarget,
     Prefill,
-    SamplingParams,
-    TokenLogprobs,
-    TokenRun,
     Tokens,
     TransferEndpoint,
 )
+from wire.request import FinishReason, GenerateRequest, SamplingParams, TokenLogprobs, TokenRun
 
 REQUEST = GenerateRequest(
     request_id="r-1",

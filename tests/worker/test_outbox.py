@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from wire.messages import AnyMessage, FinishReason, OutputDelta, TokenLogprobs, TokenRun, Tokens
+from wire.messages import AnyMessage, Tokens
+from wire.request import FinishReason, OutputDelta, TokenLogprobs, TokenRun
 from worker.outbox import Outbox, OutputKey
 
 A, B = OutputKey(1, 1), OutputKey(2, 1)

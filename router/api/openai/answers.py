@@ -11,7 +11,7 @@ from router.api.collection import CollectedChoice
 from router.api.openai.logprobs import chat_logprobs, completion_logprobs
 from router.streams.generation import ChoiceCounts, Generation
 from router.text.detokenize import DetokenizerFactory
-from wire.messages import OutputDelta, TokenLogprobs
+from wire.request import OutputDelta, TokenLogprobs
 
 _encode = msgspec.json.Encoder().encode
 

@@ -14,7 +14,7 @@ from router.api.openai.schema import ChatBody, CompletionBody, OpenAIBody
 from router.api.request_body import parse
 from router.service import Router
 from router.streams.generation import Submission
-from wire.messages import SamplingParams
+from wire.request import SamplingParams
 
 _MOST_PROMPTS = 256
 

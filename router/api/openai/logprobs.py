@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from router.text.detokenize import DetokenizerFactory
-from wire.messages import TokenLogprobs
+from wire.request import TokenLogprobs
 
 
 def chat_logprobs(

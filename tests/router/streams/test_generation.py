@@ -13,7 +13,7 @@ from common.errors import SlowClient, Unavailable
 from router.api.openai.answers import CompletionStyle, SseWriter
 from router.streams.generation import MOST_UNREAD, ChoiceOutput, Generation, Submission
 from router.text.tokenization import Tokenization
-from wire.messages import FinishReason, OutputDelta, SamplingParams
+from wire.request import FinishReason, OutputDelta, SamplingParams
 
 
 class Request:

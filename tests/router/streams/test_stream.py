@@ -14,22 +14,9 @@ from router.placement.placement import Placement
 from router.placement.policy import Choice, PlacementRequest
 from router.streams.stream import RoomStream
 from tests.router.directory.test_directory import record
-from wire.messages import (
-    Abort,
-    AnyMessage,
-    Decode,
-    FinishReason,
-    GenerateRequest,
-    OutputDelta,
-    Prefill,
-    Rejected,
-    RejectKind,
-    Resend,
-    SamplingParams,
-    TokenLogprobs,
-    TokenRun,
-)
+from wire.messages import Abort, AnyMessage, Decode, Prefill, Rejected, RejectKind, Resend
 from wire.records import Role, WorkerRecord
+from wire.request import FinishReason, GenerateRequest, OutputDelta, SamplingParams, TokenLogprobs, TokenRun
 from wire.retransmitter import RetransmitKey
 
 P, D, E = record("p"), record("d", role=Role.DECODE), record("e", role=Role.DECODE)

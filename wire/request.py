@@ -1,0 +1,94 @@
+"""One choice of one request, and its output."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How the next token is chosen. Stop strings are the router's: workers never see text."""
+
+    max_new_tokens: int = 16
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0  # always set by the router; noise is a function of (seed, choice, position)
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    top_logprobs: int | None = None  # None: no logprobs; k: the chosen token's and the k best
+
+
+class RequestCore(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """What the router and the workers both need of a request. Extended by what each of them adds."""
+
+    request_id: str
+    sampling: SamplingParams
+    extra_key: str = ""
+    cache_salt: str = ""
+    tenant: str = ""
+    priority: int = 0  # greater runs first
+
+
+class GenerateRequest(RequestCore, frozen=True, omit_defaults=True, kw_only=True):
+    """One choice of one request, as prefill and decode workers get it.
+
+    `prompt` is int32 little-endian token ids. `forced` are the output tokens the router has already
+    forwarded (a restarted or migrated request): they are input, and the next position is sampled.
+    """
+
+    room: int
+    epoch: int
+    prompt: bytes
+    choice: int = 0
+    forced: tuple[int, ...] = ()
+
+
+class FinishReason(StrEnum):
+    """Why a room's output ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Natural-log probability of the chosen token, and of the best ones, (token, logprob) best first."""
+
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
+class TokenRun(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """Tokens of one room from output position `start` on.
+
+    `logprobs`, when asked for, is as long as `tokens`. `cached_tokens` counts prompt tokens that were not
+    computed again anywhere.
+    """
+
+    room: int
+    epoch: int
+    start: int
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish: FinishReason | None = None
+    cached_tokens: int = 0
+
+
+class OutputDelta(msgspec.Struct, frozen=True, gc=False):
+    """New output of a room, as it is passed within a process. Not a message.
+
+    `logprobs`, when asked for, is as long as `tokens`. `finish` comes with the last tokens. `matched` is the
+    stop string or the stop token that ended the output, where one did and it is known.
+    """
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish: FinishReason | None = None
+    matched: str | int | None = None
