@@ -142,8 +142,8 @@ class PrefixAffinity(Policy):
         self.decode_trees.forget(worker)
 
     def _add(self, trees: PrefixTrees, candidates: RoleCandidates, row: int, prompt: list[int]) -> None:
-        capacity = int(candidates.workers.capacity[row]) // max(1, candidates.page_tokens)
-        trees.add(candidates.workers.names[row], prompt, capacity)
+        record = candidates.workers.estimates[row].record
+        trees.add(record.id, prompt, record.total_tokens // max(1, candidates.page_tokens))
 
     def _follow(
         self,

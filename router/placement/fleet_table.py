@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from router.index.global_index import GlobalIndex
-from router.index.native.build import native
 from router.placement.load_estimate import WorkerLoadEstimate
 from wire.records import Role
 
@@ -32,30 +31,13 @@ class WorkerArrays:
     names: list[str]
     slots: Integers  # the worker's column in the index's matches
     hosts: Integers  # equal numbers, over both roles: the same host
-    figures: Floats  # [4, workers]: queued, requests, context, capacity
+    queued: Floats  # prefill tokens ahead of a new prompt
+    requests: Floats  # requests that run on the worker, or wait to
+    context: Floats  # KV tokens that requests hold, or will hold
+    spare: Floats  # KV tokens that they leave; negative when more is assigned than fits
 
     def __len__(self) -> int:
         return len(self.names)
-
-    @property
-    def queued(self) -> Floats:
-        """Prefill tokens ahead of a new prompt."""
-        return self.figures[0, :]
-
-    @property
-    def requests(self) -> Floats:
-        """Requests that run on the worker, or wait to."""
-        return self.figures[1, :]
-
-    @property
-    def context(self) -> Floats:
-        """KV tokens that requests hold, or will hold."""
-        return self.figures[2, :]
-
-    @property
-    def capacity(self) -> Floats:
-        """KV tokens."""
-        return self.figures[3, :]
 
     def row(self, worker: str | None) -> int | None:
         """The row of that worker, or None if it is not here."""
@@ -66,8 +48,14 @@ class WorkerArrays:
         kept = [row for row, name in enumerate(self.names) if name not in avoid]
         if not kept or len(kept) == len(self):
             return self
-        estimates, names = [self.estimates[row] for row in kept], [self.names[row] for row in kept]
-        return WorkerArrays(estimates, names, self.slots[kept], self.hosts[kept], self.figures[:, kept])
+        return WorkerArrays(
+            [self.estimates[row] for row in kept],
+            [self.names[row] for row in kept],
+            *(
+                array[kept]
+                for array in (self.slots, self.hosts, self.queued, self.requests, self.context, self.spare)
+            ),
+        )
 
 
 class FleetTable:
@@ -81,17 +69,19 @@ class FleetTable:
         hosts: dict[str, int] = {}
         host = np.array([hosts.setdefault(one.record.host, len(hosts)) for one in estimates], np.int64)
         slots = np.array([index.join(name) for name in self._rows], np.int64)
-        # The first four rows are those of WorkerArrays. A reported queue is base - rate * now, at least 0.
-        self._figures = figures = np.zeros((7, len(estimates)))
-        self._queued, self._requests, self._context, self._capacity = figures[:4]
-        self._base, self._rate, self._since = figures[4:]
-        self._compiled = native()
+        # A reported queue is base - rate * now, at least 0.
+        self._base, self._rate, self._since, self._queued, self._requests, self._context, self._spare = (
+            np.zeros((7, len(estimates)))
+        )
         for one in estimates:
             self.reported(one)
         names, split = list(self._rows), sum(one.record.role is Role.PREFILL for one in estimates)
 
         def arrays(part: slice) -> WorkerArrays:
-            return WorkerArrays(estimates[part], names[part], slots[part], host[part], figures[:4, part])
+            return WorkerArrays(
+                estimates[part], names[part], slots[part], host[part],
+                self._queued[part], self._requests[part], self._context[part], self._spare[part],
+            )  # fmt: skip
 
         self._prefill, self._decode = arrays(slice(split)), arrays(slice(split, None))
 
@@ -104,28 +94,21 @@ class FleetTable:
         rate = load.prefill_tokens_per_s
         self._base[row] = load.queued_prefill_tokens + rate * estimate.reported_at
         self._rate[row] = rate
-        self._capacity[row] = estimate.record.total_tokens
         self.assigned(estimate)
 
     def assigned(self, estimate: WorkerLoadEstimate) -> None:
         """Rewrite what depends on the load that routers have assigned to a worker."""
-        row = self._rows[estimate.record.id]
+        row, context = self._rows[estimate.record.id], estimate.context()
         self._since[row] = estimate.own.since_tokens + estimate.peers.since_tokens
         self._requests[row] = estimate.requests()
-        self._context[row] = estimate.context()
+        self._context[row] = context
+        self._spare[row] = estimate.record.total_tokens - context
 
     def project(self, now: float) -> tuple[WorkerArrays, WorkerArrays]:
         """Prefill and decode workers, with their queues as they are expected to be now."""
-        if self._compiled is not None:
-            self._compiled.project(self._figures, now)
-        else:
-            self._project(now)
-        return self._prefill, self._decode
-
-    def _project(self, now: float) -> None:
-        """The same in numpy."""
         queued = self._queued
         np.multiply(self._rate, now, out=queued)
         np.subtract(self._base, queued, out=queued)
         np.maximum(queued, 0.0, out=queued)
         np.add(queued, self._since, out=queued)
+        return self._prefill, self._decode

@@ -105,6 +105,9 @@ class Policy(ABC):
         self.weights = weights
         self.alone_tokens = alone_tokens
         self.chance = chance
+        # The first row of `found` counts the pages of all tiers, so the others subtract what is not saved.
+        credits = weights.host_credit, weights.storage_credit, weights.expected_credit
+        self._saved_by_tier = np.array([[1.0], *([credit - 1.0] for credit in credits)])
 
     @abstractmethod
     def choose(self, request: PlacementRequest, prefill: RoleCandidates, decode: RoleCandidates) -> Choice:
@@ -121,13 +124,10 @@ class Policy(ABC):
         """A worker has left, or was replaced by one that holds nothing."""
 
     def left(self, request: PlacementRequest, candidates: RoleCandidates) -> Floats:
-        """Prompt tokens to compute, by row, at least 1. What slower tiers hold is weighted."""
-        credits = self.weights.host_credit, self.weights.storage_credit, self.weights.expected_credit
-        pages = candidates.matches.found.take(candidates.workers.slots, 1)
-        saved = pages[Tier.GPU] * float(candidates.page_tokens)
-        for tier, credit in zip((Tier.CPU, Tier.STORAGE, Tier.EXPECTED), credits, strict=True):
-            saved += pages[tier] * ((credit - 1.0) * candidates.page_tokens)
-        left: Floats = np.maximum(1.0, request.prompt_tokens - saved)
+        """Prompt tokens to compute, by slot, at least 1. What slower tiers hold is weighted."""
+        saved = np.add.reduce(candidates.matches.found * self._saved_by_tier, 0)
+        saved *= candidates.page_tokens
+        left: Floats = np.maximum(request.prompt_tokens - saved, 1.0)
         return left
 
     def cheapest(self, costs: Floats) -> int:

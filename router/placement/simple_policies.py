@@ -15,7 +15,10 @@ class SimplePolicy(Policy):
 
     def choose(self, request: PlacementRequest, prefill: RoleCandidates, decode: RoleCandidates) -> Choice:
         d = self.choose_decode(decode)
-        if len(prefill.workers) == 0 or self.left(request, decode)[d] <= self.alone_tokens:
+        if (
+            len(prefill.workers) == 0
+            or self.left(request, decode)[decode.workers.slots[d]] <= self.alone_tokens
+        ):
             return Choice(request, prefill, decode, None, d)
         return Choice(request, prefill, decode, self.choose_prefill(prefill), d)
 

