@@ -189,12 +189,13 @@ class Admission:
     def _decode_full(self, request: PlacementRequest | None) -> bool:
         """Whether there are decode workers and none has memory and a row for the room."""
         need = request.prompt_tokens + int(request.output_tokens) if request is not None else 1
-        decoding = [
-            one
-            for one in self._placer.fleet.estimates()
-            if one.record.role is Role.DECODE and not one.record.draining
-        ]
-        return bool(decoding) and not any(one.can_start(need) for one in decoding)
+        full = False
+        for one in self._placer.fleet.estimates():  # 0.4 us per full worker
+            if one.record.role is Role.DECODE and not one.record.draining:
+                if one.can_start(need):
+                    return False
+                full = True
+        return full
 
     def _rooms_to_end(self, ahead: float, request: PlacementRequest | None) -> float:
         """How many rooms must end before a room with this many ahead of it may run."""

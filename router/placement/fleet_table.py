@@ -51,11 +51,9 @@ class WorkerArrays:
         return WorkerArrays(
             [self.estimates[row] for row in kept],
             [self.names[row] for row in kept],
-            *(
-                array[kept]
-                for array in (self.slots, self.hosts, self.queued, self.requests, self.context, self.spare)
-            ),
-        )
+            self.slots[kept], self.hosts[kept],
+            self.queued[kept], self.requests[kept], self.context[kept], self.spare[kept],
+        )  # fmt: skip
 
 
 class FleetTable:

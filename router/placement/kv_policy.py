@@ -66,7 +66,7 @@ class KVPolicy(Policy):
         if alone is not None:
             costs["alone"] = alone
         if len(prefill.workers):
-            held = decode.matches.pages.take(decode.workers.slots) * float(decode.page_tokens)
+            held = decode.matches.pages.take(decode.workers.slots) * np.float64(decode.page_tokens)
             costs["move"] = (request.prompt_tokens - held) * self.weights.transfer
             costs["decode"] = load + costs["move"]
             costs["prefill"] = self._prefill(left.take(prefill.workers.slots), prefill)

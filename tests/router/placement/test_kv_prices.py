@@ -31,10 +31,11 @@ class Worker(NamedTuple):
 
 
 class Fleet(NamedTuple):
-    """Workers of both roles, and the row of the session's last request in each."""
+    """Workers of both roles, the prompt, and the row of the session's last request in each role."""
 
     prefill: list[Worker]
     decode: list[Worker]
+    prompt: int
     page_tokens: int
     last_prefill: int | None
     last_decode: int | None
@@ -58,7 +59,8 @@ class Fleet(NamedTuple):
 few = st.integers(0, 3)  # so that many cost the same
 tokens = st.one_of(few.map(lambda n: n * 500), st.integers(0, 5000))
 queues = st.one_of(tokens, st.floats(0, 5000))
-workers = st.builds(Worker, queues, few, tokens, tokens, few, st.tuples(*[st.integers(0, 8)] * 4))
+pages = st.tuples(*[st.integers(0, 3)] * 4).map(lambda tiers: (sum(tiers), *tiers[1:]))
+workers = st.builds(Worker, queues, few, tokens, tokens, few, pages)
 weights = st.builds(
     lambda **said: PolicyWeights.model_validate(said),
     prefill_queue=st.sampled_from([1.0, 2.0]),
@@ -79,16 +81,18 @@ def fleets(draw: st.DrawFn) -> Fleet:
     slots = draw(st.permutations(range(count + SPARE_SLOTS)))[:count]
     last_prefill = draw(st.none() | st.integers(0, len(prefill) - 1)) if prefill else None
     last_decode = draw(st.none() | st.integers(0, len(decode) - 1))
-    return Fleet(prefill, decode, draw(st.sampled_from([0, 1, 16])), last_prefill, last_decode, slots)
+    page_tokens = draw(st.sampled_from([0, 1, 16]))
+    held = page_tokens * max(one.pages[0] for one in prefill + decode)
+    prompt = max(1, held + draw(st.integers(0, 20) | st.integers(0, 3000)))
+    return Fleet(prefill, decode, prompt, page_tokens, last_prefill, last_decode, slots)
 
 
 class Formula:
     """The formula of kv_policy.py, written out for one worker and one pair at a time."""
 
-    def __init__(self, weights: PolicyWeights, alone_tokens: int, prompt: int, output: float, fleet: Fleet):
-        self.w, self.alone_tokens, self.prompt, self.output, self.fleet = (
-            weights, alone_tokens, prompt, output, fleet,
-        )  # fmt: skip
+    def __init__(self, weights: PolicyWeights, alone_tokens: int, output: float, fleet: Fleet):
+        self.w, self.alone_tokens, self.output = weights, alone_tokens, output
+        self.fleet, self.prompt = fleet, fleet.prompt
         self.shortest = min((one.queued for one in fleet.prefill), default=0.0)
 
     def left(self, worker: Worker) -> float:
@@ -132,17 +136,17 @@ class Formula:
         return costs | {(None, d): cost for d in rows if (cost := self.alone(d)) is not None}
 
 
-cases = (fleets(), weights, st.sampled_from([0, 16, 100, 5000]), st.integers(1, 3000), st.floats(0, 500), few)
+cases = (fleets(), weights, st.sampled_from([0, 16, 100, 5000]), st.floats(0, 500), few)
 
 
 @settings(deadline=None, max_examples=400)
 @given(*cases)
 def test_the_choice_costs_least(
-    fleet: Fleet, weighed: PolicyWeights, alone: int, prompt: int, output: float, seed: int
+    fleet: Fleet, weighed: PolicyWeights, alone: int, output: float, seed: int
 ) -> None:
     policy = KVPolicy(weighed, alone, random.Random(seed))
-    choice = policy.choose(PlacementRequest(prompt, as_hashes([]), output), *fleet.candidates())
-    costs = Formula(weighed, alone, prompt, output, fleet).all()
+    choice = policy.choose(PlacementRequest(fleet.prompt, as_hashes([]), output), *fleet.candidates())
+    costs = Formula(weighed, alone, output, fleet).all()
     chosen, least = costs[choice.prefill_row, choice.decode_row], min(costs.values())
     assert chosen == pytest.approx(least, rel=1e-9, abs=1e-6)
     if choice.prefill_row is not None:  # alone wins where it costs no more
@@ -153,11 +157,11 @@ def test_the_choice_costs_least(
 @settings(deadline=None, max_examples=200)
 @given(*cases)
 def test_the_costs_that_are_shown_are_the_formulas(
-    fleet: Fleet, weighed: PolicyWeights, alone: int, prompt: int, output: float, seed: int
+    fleet: Fleet, weighed: PolicyWeights, alone: int, output: float, seed: int
 ) -> None:
     policy = KVPolicy(weighed, alone, random.Random(seed))
-    choice = policy.choose(PlacementRequest(prompt, as_hashes([]), output), *fleet.candidates())
-    shown, formula = policy.costs(choice), Formula(weighed, alone, prompt, output, fleet)
+    choice = policy.choose(PlacementRequest(fleet.prompt, as_hashes([]), output), *fleet.candidates())
+    shown, formula = policy.costs(choice), Formula(weighed, alone, output, fleet)
     rows = range(len(fleet.decode))
     alones = [formula.alone(d) for d in rows]
     assert ("prefill" in shown) == ("decode" in shown) == bool(fleet.prefill)
@@ -174,9 +178,9 @@ def test_equal_workers_take_turns_wherever_they_are_in_the_arrays() -> None:
     one = Worker(333.3, 3, 1777, 1234, 0, (7, 1, 2, 3))
     for count in (2, 3, 5, 9, 33):
         workers = [one._replace(host=host) for host in range(count)]
-        fleet = Fleet(workers, workers, 16, None, None, list(range(2 * count)))
+        fleet = Fleet(workers, workers, 1999, 16, None, None, list(range(2 * count)))
         policy = KVPolicy(PolicyWeights.model_validate({}), 0, random.Random(1))
-        request = PlacementRequest(1999, as_hashes([]), 321.5)
+        request = PlacementRequest(fleet.prompt, as_hashes([]), 321.5)
         choices = [policy.choose(request, *fleet.candidates()) for _ in range(20 * count)]
         assert {choice.prefill_row for choice in choices} == set(range(count))
         assert {choice.decode_row for choice in choices} == set(range(count))
