@@ -120,7 +120,7 @@ async def _serve(options: RouterOptions, listener: socket.socket, given: argpars
             access_log=False,
             server_header=False,
             date_header=False,
-            proxy_headers=False,  # nobody here asks for the client's address
+            proxy_headers=False,  # the client's address is not used
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_GRACE_S,
         )

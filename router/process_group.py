@@ -89,7 +89,7 @@ class ProcessGroup:
         task.add_done_callback(self._answering.discard)
 
     def close(self) -> None:
-        """Answer nobody any more."""
+        """Stop answering."""
         for task in self._answering:
             task.cancel()
 

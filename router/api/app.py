@@ -34,7 +34,7 @@ _PATHS = {path for _, path in _ROUTES}
 
 
 def build_app(router: Router) -> App:
-    """The application that serves a router. Whoever made the router closes it."""
+    """The application that serves a router. It does not close the router."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

@@ -23,8 +23,8 @@ from router.text.stop_strings import StopStrings
 from wire.request import FinishReason, OutputDelta, RequestCore
 
 MOST_UNREAD = 1 << 20
-"""Bytes of a stream that may wait for a client who does not read; beyond, the request is aborted. (Pausing it
-instead would keep its KV cache on a worker for as long as the client likes.)"""
+"""Bytes of a stream that may wait for a client to read. With more, the request is aborted: if it paused, its
+KV cache would stay on a worker for as long as the client does not read."""
 
 
 class Submission(RequestCore, frozen=True, kw_only=True):

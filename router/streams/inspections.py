@@ -18,7 +18,7 @@ class Inspections:
         self._waiting: dict[int, asyncio.Future[str]] = {}
 
     async def ask(self, to: str, what: str, timeout_s: float) -> str:
-        """The report of whoever has the mailbox at `to`. Raises TimeoutError when none comes."""
+        """The report of the process with the mailbox at `to`. Raises TimeoutError when none comes."""
         token = next(self._tokens)
         self._waiting[token] = asyncio.get_running_loop().create_future()
         self._send(to, Inspect(what, token))
@@ -28,7 +28,7 @@ class Inspections:
             del self._waiting[token]
 
     def answer(self, message: Inspected) -> None:
-        """A report has come. One that nobody waits for is dropped."""
+        """A report has come. It is dropped if nothing waits for it."""
         waiting = self._waiting.get(message.token)
         if waiting is not None and not waiting.done():
             waiting.set_result(message.body)

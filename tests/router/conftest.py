@@ -32,7 +32,7 @@ class RouterProcess:
     _openai: OpenAI | None = None
 
     def openai(self) -> OpenAI:
-        """The official client; one for all who ask."""
+        """The official client, made once."""
         if self._openai is None:
             self._openai = OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
         return self._openai

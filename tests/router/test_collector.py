@@ -1,4 +1,4 @@
-"""Nothing that belongs to a request is left for the garbage collector: freeze_gc relies on it."""
+"""A request leaves nothing for the garbage collector: freeze_gc relies on it."""
 
 from __future__ import annotations
 

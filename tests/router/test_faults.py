@@ -1,4 +1,4 @@
-"""Whatever is lost, doubled, late, refused or dies: every token exactly once, and the right one."""
+"""Faults of messages and workers: every token still comes exactly once, and is the right one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ QUICK = {
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[RouterProcess]:
-    """One router for all these tests: whatever went wrong in one must not matter to the next."""
+    """One router for these tests: the faults of one test must not affect the next."""
     running = start_router(tmp_path_factory.mktemp("faults"), model, **QUICK)
     yield running
     assert running.stop() == 0

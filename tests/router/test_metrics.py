@@ -1,4 +1,4 @@
-"""What the router says of itself to Prometheus."""
+"""The router's metrics for Prometheus, of one process and of several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A router with too much to do: what clients are told, whose turn it is, and that nothing of it stays."""
+"""An overloaded router: answers to clients, the order of rooms, and recovery."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def queued(router: RouterProcess) -> float:
 
 
 def order(worker: FakeWorker) -> list[int]:
-    """Prompts in the order in which the worker heard of them."""
+    """Prompts in the order in which the worker was sent them."""
     seen: dict[int, None] = {}
     for message in list(worker.seen):
         if isinstance(message, Decode):

@@ -55,7 +55,7 @@ def serves(router: RouterProcess, prompts: range) -> None:
 
 
 def asks_until(router: RouterProcess, processes: int, worker: FakeWorker) -> None:
-    """The worker has heard of so many processes: each gives all its rooms an upper half of its own."""
+    """The worker has had rooms of so many processes: each has upper 32 bits of its own for all its rooms."""
 
     def heard() -> bool:
         ask(router, 0)
@@ -65,7 +65,7 @@ def asks_until(router: RouterProcess, processes: int, worker: FakeWorker) -> Non
 
 
 def served_by(worker: FakeWorker) -> set[int]:
-    """The upper halves."""
+    """The upper 32 bits of the worker's rooms."""
     return {message.room >> 32 for message in list(worker.seen) if isinstance(message, Decode)}
 
 

@@ -91,7 +91,7 @@ def started(*placements: Placement | None) -> tuple[Host, RoomStream]:
 
 
 def placed(decode: WorkerRecord, prefill: WorkerRecord | None, hold_prefill: bool = False) -> Placement:
-    """Workers, with a load that nobody counts."""
+    """Workers, with a load that is not counted anywhere."""
     load = WorkerLoadEstimate(decode, 0.0)
     return Placement(decode, prefill, hold_prefill, 0, 1, 1, load, load, 1, 0, [])
 
