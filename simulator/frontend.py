@@ -1,8 +1,8 @@
-"""Frontend: one router replica, made of the product's own parts, and the rooms that it has placed.
+"""Frontend: one router replica, made of the product's own parts, and the attempts that it has placed.
 
 The parts are DirectoryClient, GlobalIndex, Admission, Fleet, Placer, RouterPeers and the policy. What the
-product's Dispatcher, RoomStream and EventPlane do with sockets (give a room its turn, start it again after a
-loss, follow a worker's events) is here without.
+product's Dispatcher, RoomStream and EventPlane do with sockets is modelled here without them: give a room its
+turn, start it again after a loss, follow a worker's events.
 """
 
 from __future__ import annotations
@@ -18,31 +18,32 @@ from router.placement.peers import TELL_AFTER_S, RouterPeers
 from router.placement.placer import Placer
 from router.placement.policies import make_policy
 from router.placement.policy import Choice, PlacementRequest
+from simulator.attempt import Attempt
 from simulator.clock import Clock
 from simulator.options import SimulationOptions
-from simulator.request import Attempt, Request
+from simulator.request import Request
 from simulator.worker import ModelledWorker
 from wire.messages import AssignedLoads, View
 from wire.records import WorkerRecord
 
 
 class FrontendHost(Protocol):
-    """What a router needs of the rest."""
+    """What a router needs of its surroundings."""
 
     def worker(self, record: WorkerRecord) -> ModelledWorker:
-        """The life that this record speaks of."""
+        """The worker with this id and incarnation."""
 
     def send(self, sender: str, to: str, message: AssignedLoads) -> None:
-        """A word to another router."""
+        """Send a message to another router."""
 
     def ended(self, request: Request) -> None:
         """A request is over."""
 
 
 class Frontend:
-    """See the module."""
+    """Takes requests, and hears from workers, as a router does."""
 
-    def __init__(self, clock: Clock, options: SimulationOptions, number: int, around: FrontendHost) -> None:
+    def __init__(self, clock: Clock, options: SimulationOptions, number: int, host: FrontendHost) -> None:
         self.index = GlobalIndex()
         self.address = f"router{number}"
         chance = random.Random(f"{options.seed} {self.address}")
@@ -53,23 +54,23 @@ class Frontend:
         self.admission = Admission(options.admission, self.placer)
         self.peers = RouterPeers(
             self.placer.fleet, self.address, 0,
-            lambda to, message: around.send(self.address, to, message),
+            lambda to, message: host.send(self.address, to, message),
             lambda: clock.after(TELL_AFTER_S, self.peers.flush),
         )  # fmt: skip
         self._clock = clock
         self._options = options
-        self._host = around
+        self._host = host
         self._client = DirectoryClient("", lambda _to, _message: None, options.lease_s)
-        self._incarnations: dict[str, int] = {}  # whose events are followed
-        self._early: dict[tuple[str, int], list[tuple[bool, list[int]]]] = {}
+        self._incarnations: dict[str, int] = {}  # of the workers whose events are followed
+        self._early_events: dict[tuple[str, int], list[tuple[bool, list[int]]]] = {}
         self._waiting: dict[int, Request] = {}  # in admission's queue
-        self._tries: dict[int, Attempt] = {}  # by request
-        self._unplaced: list[Request] = []  # nobody is there to take them
+        self._attempts: dict[int, Attempt] = {}  # by request
+        self._unplaced: list[Request] = []  # no worker was there to take them
 
     # -- requests --------------------------------------------------------------------------------------
 
     def arrive(self, request: Request) -> None:
-        """A request comes in: it is refused, or waits for its turn, which may be now."""
+        """A request comes in. It is refused, or waits for its turn, which may be now."""
         now, wanted = self._clock.now, self._placement_request(request)
         try:
             self.admission.check(1)
@@ -82,7 +83,7 @@ class Frontend:
         self._admit(request.number, judged[0] if judged is not None else None)
 
     def tick(self) -> None:
-        """Time passes."""
+        """Time has passed."""
         now = self._clock.now
         self.placer.tick(now)
         self.peers.tick(now)
@@ -94,10 +95,10 @@ class Frontend:
         request.rejected = True
         self._host.ended(request)
 
-    def _admit(self, fresh: int = -1, choice: Choice | None = None) -> None:
-        """Workers for those whose turn it is; `choice` was just made for `fresh`."""
+    def _admit(self, judged: int = -1, choice: Choice | None = None) -> None:
+        """Place the requests whose turn it is. `choice` was just made for the request `judged`."""
         while (number := self.admission.admit(self._clock.now)) is not None:
-            self._place(self._waiting.pop(number), choice if number == fresh else None)
+            self._place(self._waiting.pop(number), choice if number == judged else None)
 
     def _placement_request(self, request: Request) -> PlacementRequest:
         trace = request.trace
@@ -117,53 +118,54 @@ class Frontend:
             return
         placement = self.placer.place(choice, now)
         self.admission.placed(request.number, placement.prefill_tokens)
-        prefill = self._host.worker(placement.prefill) if placement.prefill is not None else None
-        decode = self._host.worker(placement.decode)
-        one = Attempt(
-            request, placement, prefill, decode, choice.request.prompt_tokens,
+        attempt = Attempt(
+            request, placement, choice.request.prompt_tokens,
             request.trace.output_tokens - request.forwarded, request.trace.hashes,
         )  # fmt: skip
-        if prefill is None:
-            one.at_prefill = one.at_decode
-        request.tries += 1
+        request.attempts += 1
         request.prefill = placement.prefill.id if placement.prefill is not None else None
         request.decode = placement.decode.id
-        self._tries[request.number] = one
-        self._clock.after(self._options.message_s, decode.decode, one)
-        if prefill is not None and not placement.hold_prefill:
-            self._clock.after(self._options.message_s, prefill.prefill, one)
+        self._attempts[request.number] = attempt
+        self._clock.after(self._options.message_s, self._host.worker(placement.decode).decode, attempt)
+        if not placement.hold_prefill:
+            self._send_prefill(attempt)
 
-    # -- what workers say ------------------------------------------------------------------------------
+    def _send_prefill(self, attempt: Attempt) -> None:
+        record = attempt.placement.prefill
+        if record is not None:
+            self._clock.after(self._options.message_s, self._host.worker(record).prefill, attempt)
 
-    def reserved(self, one: Attempt) -> None:
-        """D has reserved: a prompt that had to wait for it goes out."""
-        if not one.over and one.prefill is not None and one.placement.hold_prefill:
-            self._clock.after(self._options.message_s, one.prefill.prefill, one)
+    # -- what workers send -----------------------------------------------------------------------------
 
-    def first_token(self, one: Attempt) -> None:
-        """The first token of this try came."""
-        if one.lost:
+    def reserved(self, attempt: Attempt) -> None:
+        """D has reserved memory. Send P its prompt, if that was held back until now."""
+        if not attempt.over and attempt.placement.hold_prefill:
+            self._send_prefill(attempt)
+
+    def first_token(self, attempt: Attempt) -> None:
+        """The first token of an attempt came."""
+        if attempt.lost:
             return
-        request = one.request
-        self.placer.prefilled(one.placement, self._clock.now)
+        request = attempt.request
+        self.placer.prefilled(attempt.placement, self._clock.now)
         request.forwarded += 1
         if request.first_at < 0:
             request.first_at = self._clock.now
-        if one.output == 1:
-            self._end(one)
+        if attempt.output == 1:
+            self._end(attempt)
 
-    def done(self, one: Attempt) -> None:
-        """The last token of this try came."""
-        if not one.lost:
-            one.request.forwarded += one.output - 1
-            self._end(one)
+    def done(self, attempt: Attempt) -> None:
+        """The last token of an attempt came."""
+        if not attempt.lost:
+            attempt.request.forwarded += attempt.output - 1
+            self._end(attempt)
 
-    def _end(self, one: Attempt) -> None:
-        request = one.request
-        one.over = True
+    def _end(self, attempt: Attempt) -> None:
+        request = attempt.request
+        attempt.end()
         request.last_at = self._clock.now
-        del self._tries[request.number]
-        self.placer.close(one.placement, self._clock.now)
+        del self._attempts[request.number]
+        self.placer.close(attempt.placement, self._clock.now)
         self.placer.answered(request.forwarded)
         self.admission.produced(request.number, request.forwarded)
         self.admission.leave(request.number)
@@ -173,7 +175,7 @@ class Frontend:
     # -- who is there ----------------------------------------------------------------------------------
 
     def view(self, view: View) -> None:
-        """The directory's news."""
+        """Take the directory's View."""
         now = self._clock.now
         change = self._client.take(view, now)
         self.placer.update(list(self._client.workers.values()), now)
@@ -185,31 +187,36 @@ class Frontend:
         for record in change.joined:
             self.index.join(record.id)
             self._incarnations[record.id] = record.incarnation
-            for stored, pages in self._early.pop((record.id, record.incarnation), []):
+            for stored, pages in self._early_events.pop((record.id, record.incarnation), []):
                 self.event(record, stored, pages)
         unplaced, self._unplaced = self._unplaced, []
         for request in unplaced:
             self._place(request)
 
     def event(self, record: WorkerRecord, stored: bool, pages: list[int]) -> None:
-        """A worker's KV event. One from before its View is kept, as the worker's replay buffer would."""
+        """Take a worker's KV event. One that comes before the worker's View is kept until then."""
         known = self._incarnations.get(record.id, -1)
         if known == record.incarnation:
             (self.index.store if stored else self.index.remove)(record.id, pages, "GPU")
         elif known < record.incarnation:
-            self._early.setdefault((record.id, record.incarnation), []).append((stored, pages))
+            self._early_events.setdefault((record.id, record.incarnation), []).append((stored, pages))
 
     def _lost(self, record: WorkerRecord) -> None:
-        """A worker is gone: its rooms start again elsewhere, from what was forwarded."""
-        for one in [one for one in self._tries.values() if self._needs(one, record)]:
-            one.over = one.lost = True
-            del self._tries[one.request.number]
-            self.placer.close(one.placement, self._clock.now)
-            for other in (one.prefill, one.decode):
+        """A worker is gone. Its requests start again elsewhere, from what was forwarded."""
+        for attempt in [one for one in self._attempts.values() if _needs(one, record)]:
+            attempt.end(lost=True)
+            del self._attempts[attempt.request.number]
+            self.placer.close(attempt.placement, self._clock.now)
+            for other in (attempt.placement.prefill, attempt.placement.decode):
                 if other is not None:
-                    self._clock.after(self._options.message_s, other.abort, one)
-            self._place(one.request, avoid=frozenset({record.id}))
+                    self._clock.after(self._options.message_s, self._host.worker(other).abort, attempt)
+            self._place(attempt.request, avoid=frozenset({record.id}))
 
-    def _needs(self, one: Attempt, record: WorkerRecord) -> bool:
-        lost = self._host.worker(record)
-        return one.decode is lost or (one.prefill is lost and not one.received)
+
+def _needs(attempt: Attempt, record: WorkerRecord) -> bool:
+    """Whether an attempt cannot go on without this worker."""
+    lost, placement = (record.id, record.incarnation), attempt.placement
+    p, d = placement.prefill, placement.decode
+    if (d.id, d.incarnation) == lost:
+        return True
+    return p is not None and (p.id, p.incarnation) == lost and not attempt.received

@@ -1,4 +1,4 @@
-"""Simulation: a trace replayed in virtual time. Composes routers, directory and modelled workers."""
+"""Simulation: replays a trace in virtual time. Composes routers, directory and modelled workers."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from router.directory.directory import Directory
+from simulator.attempt import Attempt
 from simulator.batch import ItlHistogram
 from simulator.clock import Clock
 from simulator.frontend import Frontend
 from simulator.options import SimulationOptions
-from simulator.request import Attempt, Request, TraceRequest
+from simulator.request import Request, TraceRequest
 from simulator.worker import ModelledWorker
 from wire.messages import Announce, AssignedLoads, View
 from wire.records import GroupLayout, Role, WorkerLoad, WorkerRecord
@@ -20,7 +23,7 @@ _PROGRESS_EVERY = 0.05
 
 
 class Restart(NamedTuple):
-    """A worker's process dies, and another takes its place."""
+    """A worker's process dies, and another takes its place after a while."""
 
     at_s: float
     worker: str
@@ -29,7 +32,7 @@ class Restart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What happens: requests in the order of their arrival, and what goes wrong meanwhile."""
+    """Requests in the order of their arrival, and the restarts of workers."""
 
     name: str
     requests: Sequence[TraceRequest]
@@ -37,11 +40,11 @@ class Trace:
 
 
 class Simulation:
-    """One run. `requests` say afterwards what became of each."""
+    """One run. Afterwards `requests` has the outcome of each request."""
 
     def __init__(self, trace: Trace, options: SimulationOptions) -> None:
         self.clock = Clock()
-        self.gaps = ItlHistogram()
+        self.itl = ItlHistogram()
         self.requests: list[Request] = []
         self.all_workers: list[ModelledWorker] = []  # every life
         self._trace = trace
@@ -52,7 +55,7 @@ class Simulation:
         self.routers = [Frontend(self.clock, options, number, self) for number in range(options.routers)]
 
     def run(self, progress: Callable[[float], None] = lambda _share: None) -> None:
-        """To the last request's end. `progress` is told the share of requests that are over."""
+        """Run until the last request ends. `progress` is called with the share of requests that are over."""
         options, clock = self.options, self.clock
         names = [("p", Role.PREFILL, options.prefill), ("d", Role.DECODE, options.decode)]
         for letter, role, count in names:
@@ -75,56 +78,53 @@ class Simulation:
     # -- FrontendHost --------------------------------------------------------------------------------
 
     def worker(self, record: WorkerRecord) -> ModelledWorker:
-        """See FrontendHost."""
         return self._lives[record.id, record.incarnation]
 
     def send(self, sender: str, to: str, message: AssignedLoads) -> None:
-        """See FrontendHost."""
         receiver = next(router for router in self.routers if router.address == to)
         self.clock.after(self.options.message_s, self._tell, receiver, sender, message)
 
     def ended(self, request: Request) -> None:
-        """See FrontendHost."""
         assert not request.ended
         request.ended = True
         self._open -= 1
 
     # -- WorkerListener ------------------------------------------------------------------------------
 
-    def first_token(self, one: Attempt) -> None:
-        """See WorkerListener."""
-        self.clock.after(self.options.message_s, self._router(one).first_token, one)
+    def first_token(self, attempt: Attempt) -> None:
+        self.clock.after(self.options.message_s, self._router(attempt).first_token, attempt)
+        if attempt.output == 1 and not attempt.alone:  # D is not needed
+            attempt.end()
+            self.worker(attempt.placement.decode).abort(attempt)
 
-    def reserved(self, one: Attempt) -> None:
-        """See WorkerListener. The router and P are told."""
-        self.clock.after(self.options.message_s, self._router(one).reserved, one)
-        if one.prefill is not None:
-            self.clock.after(self.options.message_s, one.prefill.target, one)
+    def reserved(self, attempt: Attempt) -> None:
+        self.clock.after(self.options.message_s, self._router(attempt).reserved, attempt)
+        placement = attempt.placement
+        if placement.prefill is not None:
+            prefill, decode = self.worker(placement.prefill), self.worker(placement.decode)
+            self.clock.after(self.options.message_s, prefill.target, attempt, decode)
 
-    def done(self, one: Attempt) -> None:
-        """See WorkerListener."""
-        self.clock.after(self.options.message_s, self._router(one).done, one)
+    def done(self, attempt: Attempt) -> None:
+        self.clock.after(self.options.message_s, self._router(attempt).done, attempt)
 
     def stored(self, worker: ModelledWorker, pages: list[int]) -> None:
-        """See WorkerListener."""
         self._publish(worker, True, pages)
 
     def removed(self, worker: ModelledWorker, pages: list[int]) -> None:
-        """See WorkerListener."""
         self._publish(worker, False, pages)
 
     # -- what happens --------------------------------------------------------------------------------
 
-    def _router(self, one: Attempt) -> Frontend:
-        return self.routers[one.request.number % len(self.routers)]
+    def _router(self, attempt: Attempt) -> Frontend:
+        return self.routers[attempt.request.number % len(self.routers)]
 
     def _tell(self, receiver: Frontend, sender: str, message: AssignedLoads) -> None:
         receiver.peers.take(sender, message, self.clock.now)
 
-    def _arrive(self, number: int, one: TraceRequest) -> None:
-        request = Request(number, one, self.clock.now)
+    def _arrive(self, number: int, trace: TraceRequest) -> None:
+        request = Request(number, trace, self.clock.now)
         self.requests.append(request)
-        if one.prompt_tokens + one.output_tokens > self.options.worker.kv_tokens:
+        if trace.prompt_tokens + trace.output_tokens > self.options.worker.kv_tokens:
             request.rejected = True
             self.ended(request)
         else:
@@ -146,23 +146,25 @@ class Simulation:
             max_context_tokens=model.kv_tokens, total_tokens=model.kv_tokens,
             max_running_requests=model.max_running, pid=0, host=name, transfer_backends=(),
         )  # fmt: skip
-        worker = ModelledWorker(self.clock, record, model, self, self.gaps)
+        worker = ModelledWorker(self.clock, record, model, self, self.itl)
         self._lives[name, incarnation] = worker
         self.all_workers.append(worker)
         return worker
 
     def _announce(
-        self, worker: ModelledWorker, said: WorkerLoad | None = None, renew_at: float = 0.0
+        self, worker: ModelledWorker, reported: WorkerLoad | None = None, renew_at: float = 0.0
     ) -> None:
-        """It reports when its load has moved, and renews its lease when that is due. The product's workers
-        also keep a small movement to themselves until then."""
+        """The worker reports when its load has changed, and renews its lease when that is due.
+
+        The product's workers also wait until then when their load has changed only a little.
+        """
         if worker.dead:
             return
-        now, record = self.clock.now, worker.reported()
-        if record.load != said or now >= renew_at:
-            self._directory.announce(Announce(record), now)
+        now, load = self.clock.now, worker.load()
+        if load != reported or now >= renew_at:
+            self._directory.announce(Announce(replace(worker.record, load=load)), now)
             renew_at = now + self.options.report_interval_s
-        self.clock.after(self.options.report_gap_s, self._announce, worker, record.load, renew_at)
+        self.clock.after(self.options.report_gap_s, self._announce, worker, load, renew_at)
 
     def _views(self) -> None:
         self._directory.expire(self.clock.now)
@@ -176,16 +178,16 @@ class Simulation:
     def _crash(self, restart: Restart) -> None:
         lives = [one for one in self.all_workers if one.record.id == restart.worker and not one.dead]
         for worker in lives:
-            for one, lacking in worker.crash():
-                if not one.over:
-                    one.request.forwarded += one.output - 1 - lacking
+            for attempt, lacking in worker.crash():
+                if not attempt.over:
+                    attempt.request.forwarded += attempt.output - 1 - lacking
             self.clock.after(restart.back_after_s, self._return, worker.record)
 
     def _return(self, record: WorkerRecord) -> None:
         self._announce(self._start(record.id, record.role, record.incarnation + 1))
 
     def _settle(self) -> None:
-        """Let what is under way arrive, so that memory and index can be compared."""
+        """Let messages arrive, so that memory and index can be compared."""
         end = self.clock.now + 2.0 + self.options.event_delay_s
         self.clock.at(end, lambda: None)
         self.clock.run(lambda: self.clock.now >= end)

@@ -66,14 +66,14 @@ def summarise(simulation: Simulation, options: SimulationOptions) -> Summary:
         itl_p50=float(np.quantile(itl, 0.5)),
         itl_p90=float(np.quantile(itl, 0.9)),
         itl_p99=float(np.quantile(itl, 0.99)),
-        gap_p50=simulation.gaps.quantile(0.5),
-        gap_p99=simulation.gaps.quantile(0.99),
+        gap_p50=simulation.itl.quantile(0.5),
+        gap_p99=simulation.itl.quantile(0.99),
         hit_rate=sum(one.cached_tokens for one in served) / prompt,
         moved_rate=sum(one.moved_tokens for one in served) / prompt,
         alone_rate=sum(one.prefill is None for one in served) / max(1, len(served)),
         prefill_spread=_spread([one.prefilled_tokens for one in workers if one.record.role is Role.PREFILL]),
         decode_spread=_spread([one.batch.tokens for one in workers if one.record.role is Role.DECODE]),
-        restarts=sum(one.tries - 1 for one in served),
+        restarts=sum(one.attempts - 1 for one in served),
         rejected=len(requests) - len(served),
     )
 

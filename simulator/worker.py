@@ -1,41 +1,37 @@
-"""ModelledWorker: one modelled worker of any role. Queue of prompts, memory, running batch, network.
+"""ModelledWorker: one modelled worker of any role: its prompts, memory, running batch and network.
 
-It does what Baton's workers do: D reserves memory first come first served and tells P where to write; P
-computes without waiting, chunk by chunk, and ships each chunk once it knows where; a prompt that is done
+It does what Baton's workers do. D reserves memory first come, first served, and tells P where to write. P
+computes without waiting, chunk by chunk, and ships each chunk once it knows where. A prompt that is computed
 before that keeps nothing on P that could not be evicted. A prefill worker has no batch, a decode worker
-prefills only what the router gives it alone, a colocated one does everything; it is one class.
+prefills only what the router gives it alone, and a colocated worker does everything. One class serves all.
 """
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import deque
 from typing import Protocol
 
-import msgspec
-
+from simulator.attempt import Attempt
 from simulator.batch import DecodeBatch, ItlHistogram, Steps
-from simulator.cache import PrefixCache
 from simulator.clock import Clock
 from simulator.link import Link
+from simulator.memory import WorkerMemory
 from simulator.options import Schedule, WorkerModel
-from simulator.request import Attempt, AttemptMemory
+from simulator.prompt_queue import PromptQueue
 from wire.records import WorkerLoad, WorkerRecord
-
-_KEPT = 1 - 1 / 32  # of earlier prompts, with each new one, as in the product's workers
 
 
 class WorkerListener(Protocol):
-    """What a worker tells its surroundings, at once: messages take their time there."""
+    """What a worker tells its surroundings. Calls come at once; delays of messages are the listener's."""
 
-    def first_token(self, one: Attempt) -> None:
+    def first_token(self, attempt: Attempt) -> None:
         """The prompt is computed."""
 
-    def reserved(self, one: Attempt) -> None:
+    def reserved(self, attempt: Attempt) -> None:
         """D has memory for it."""
 
-    def done(self, one: Attempt) -> None:
-        """Its last token is out."""
+    def done(self, attempt: Attempt) -> None:
+        """Its last token is made."""
 
     def stored(self, worker: ModelledWorker, pages: list[int]) -> None:
         """Pages are cached now."""
@@ -53,27 +49,22 @@ class ModelledWorker:
         record: WorkerRecord,
         model: WorkerModel,
         listener: WorkerListener,
-        gaps: ItlHistogram,
+        itl: ItlHistogram,
     ) -> None:
         self.record = record
         self.dead = False
         self.link = Link(model.link_bytes_per_s)
-        self.cache = PrefixCache(
-            model.kv_tokens, model.page_tokens,
-            lambda pages: listener.stored(self, pages), lambda pages: listener.removed(self, pages),
-        )  # fmt: skip
-        self.batch = DecodeBatch(model, gaps)
+        self.memory = WorkerMemory(
+            model, lambda pages: listener.stored(self, pages), lambda pages: listener.removed(self, pages)
+        )
+        self.batch = DecodeBatch[Attempt](model, itl)
         self.prefilled_tokens = 0  # computed here so far
         self._clock = clock
         self._model = model
         self._listener = listener
-        self._waiting: deque[Attempt] = deque()  # for memory
-        self._reservations = 0
-        self._queue: list[tuple[int, int, Attempt]] = []  # prompts by (urgency, arrival)
-        self._queued = 0
-        self._queued_tokens = 0  # of prompts not started, what they need if nothing is cached
-        self._prompts_lately = 0.0  # tokens of prompts that were begun, fading
-        self._computed_lately = 0.0  # of them, those that were not cached
+        self._waiting: deque[Attempt] = deque()  # for memory to decode in
+        self._prompts = PromptQueue()
+        self._targets: dict[Attempt, ModelledWorker] = {}  # where to ship prompts to
         self._chunk: list[tuple[Attempt, int]] = []
         self._run: Steps | None = None
         self._run_number = 0
@@ -81,57 +72,58 @@ class ModelledWorker:
 
     # -- what others send ----------------------------------------------------------------------------
 
-    def prefill(self, one: Attempt) -> None:
+    def prefill(self, attempt: Attempt) -> None:
         """The router wants this prompt computed here."""
-        if self.dead or one.over:
+        if self.dead or attempt.over:
             return
-        self._enqueue(one)
+        self._prompts.push(attempt)
         self._kick()
 
-    def decode(self, one: Attempt) -> None:
-        """The router wants this request decoded here, and prefilled if nobody else does."""
-        if self.dead or one.over:
+    def decode(self, attempt: Attempt) -> None:
+        """The router wants this request decoded here, and prefilled if no other worker does."""
+        if self.dead or attempt.over:
             return
-        if one.prefill is None:
-            self._enqueue(one)
+        if attempt.alone:
+            self._prompts.push(attempt)
             self._kick()
         else:
-            self._waiting.append(one)
+            self._waiting.append(attempt)
             self._admit()
 
-    def target(self, one: Attempt) -> None:
-        """D has told where to write."""
-        if self.dead or one.over:
+    def target(self, attempt: Attempt, decode: ModelledWorker) -> None:
+        """D has reserved memory: ship the prompt there."""
+        if self.dead or attempt.over:
             return
-        one.reserved = True
-        if one.computed == one.prompt and not self._keep_again(one):
-            one.started, one.computed = False, 0
-            self._enqueue(one)
+        attempt.reserved = True
+        self._targets[attempt] = decode
+        if attempt.computed == attempt.prompt and not self.memory.lock_prompt(attempt):
+            attempt.started, attempt.computed = False, 0
+            self._prompts.push(attempt)
             self._kick()
-        elif one.computed:
-            self._ship(one)
+        elif attempt.computed:
+            self._ship(attempt)
 
-    def received(self, one: Attempt) -> None:
+    def received(self, attempt: Attempt) -> None:
         """All KV of a prompt has come."""
-        if self.dead or one.over:
+        if self.dead or attempt.over:
             return
-        one.received = True
-        self._cache(one, one.at_decode, len(one.hashes))
-        self.batch.join(one, one.output - 1)
+        attempt.received = True
+        self.memory.insert(attempt, attempt.prompt)
+        self._join(attempt)
         self._kick()
 
-    def abort(self, one: Attempt) -> None:
-        """That try is over, and `over` says so already. What its running chunk uses stays until it ends."""
+    def abort(self, attempt: Attempt) -> None:
+        """The attempt is over, as its `over` says. What its running chunk uses stays until the chunk ends."""
         if self.dead:
             return
-        if one in self._waiting:
-            self._waiting.remove(one)
-        elif not any(one is other for other, _ in self._chunk):
-            self._dequeue(one)
-            self._let_go(one, one.at_decode if one.decode is self else one.at_prefill)
+        if attempt in self._waiting:
+            self._waiting.remove(attempt)
+        elif not any(attempt is other for other, _ in self._chunk):
+            self._prompts.remove(attempt)
+            self._let_go(attempt)
 
     def crash(self) -> list[tuple[Attempt, int]]:
-        """The process dies. Returns the tries that were decoding, with the tokens that they never sent."""
+        """The process dies. Returns the attempts that were decoding, with the tokens that they never sent."""
         if self._run is not None and not self._chunk:
             whole = self._run.under_way(self._clock.now) - 1
             if whole:
@@ -139,218 +131,140 @@ class ModelledWorker:
         self.dead = True
         return self.batch.unfinished()
 
-    # -- what it says of itself ----------------------------------------------------------------------
-
-    def reported(self) -> WorkerRecord:
-        """Its record as of now."""
-        return msgspec.structs.replace(self.record, load=self.load())
-
     def load(self) -> WorkerLoad:
-        """How busy it is. As the product's workers do, it takes waiting prompts to be as cached as the last
-        ones: they are matched when their turn comes."""
-        running = len(self.batch)
+        """How busy it is."""
+        running, available = len(self.batch), self.memory.cache.available
         return WorkerLoad(
-            queued_prefill_tokens=self._left_to_prefill(),
+            queued_prefill_tokens=self._prompts.tokens(),
             running_requests=running + len(self._chunk),
-            waiting_requests=len(self._queue) - len(self._chunk) + len(self._waiting),
-            free_tokens=self.cache.available,
-            headroom_tokens=0 if self._waiting else self.cache.available,
-            headroom_rows=max(0, self._model.max_running - self._reservations),
+            waiting_requests=len(self._prompts) - len(self._chunk) + len(self._waiting),
+            free_tokens=available,
+            headroom_tokens=0 if self._waiting else available,
+            headroom_rows=self.memory.free_rows,
             prefill_tokens_per_s=self._model.prefill_tokens_per_s,
             decode_step_s=self.batch.steps(self._clock.now, 0).first if running else 0.0,
         )
 
-    def _left_to_prefill(self) -> int:
-        share = self._computed_lately / self._prompts_lately if self._prompts_lately else 1.0
-        waiting = sum(not one.started for _, _, one in self._queue)
-        started = sum(one.left for _, _, one in self._queue if one.started)
-        return max(waiting, round(share * self._queued_tokens)) + started
-
     # -- memory --------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Reserve for those who wait, in order; the first one that does not fit holds up the rest."""
-        while self._waiting and self._reserve(self._waiting[0], self._waiting[0].prompt):
-            one = self._waiting.popleft()
-            one.shipped = one.at_decode.pages * self.cache.page
-            self._listener.reserved(one)
+        """Reserve memory in order of arrival. The first attempt that does not fit holds up the others."""
+        while self._waiting and self.memory.reserve(self._waiting[0], self._waiting[0].prompt):
+            attempt = self._waiting.popleft()
+            attempt.shipped = self.memory.cached_tokens(attempt)
+            self._listener.reserved(attempt)
 
-    def _reserve(self, one: Attempt, usable: int) -> bool:
-        """Memory for a request with all its output, of whose prompt so many tokens may be cached."""
-        if self._reservations == self._model.max_running:
-            return False
-        if not self._take(one, one.at_decode, one.prompt + one.output, usable):
-            return False
-        self._reservations += 1
-        return True
-
-    def _take(self, one: Attempt, hold: AttemptMemory, tokens: int, usable: int) -> bool:
-        """Memory for a request: cached pages among its first `usable` tokens, new memory for the rest."""
-        hashes = one.hashes[: usable // self.cache.page]
-        matched = hashes[: self.cache.match(hashes)]
-        self.cache.lock(matched)
-        rest = tokens - len(matched) * self.cache.page
-        if not self.cache.hold(rest):
-            self.cache.unlock(matched)
-            return False
-        hold.pages, hold.tokens = len(matched), rest
-        return True
-
-    def _cache(self, one: Attempt, hold: AttemptMemory, pages: int) -> None:
-        """Its leading pages so far become cached."""
-        new = one.hashes[hold.pages : pages]
-        self.cache.insert(new)
-        hold.tokens -= len(new) * self.cache.page
-        hold.pages += len(new)
-
-    def _let_go(self, one: Attempt, hold: AttemptMemory) -> None:
-        """It needs nothing here any more."""
-        if hold is one.at_decode and (hold.pages or hold.tokens):
-            self._reservations -= 1
-        self.cache.unlock(one.hashes[: hold.pages])
-        self.cache.release(hold.tokens)
-        hold.pages = hold.tokens = 0
+    def _let_go(self, attempt: Attempt) -> None:
+        """The attempt needs nothing here any more."""
+        self._targets.pop(attempt, None)
+        self.memory.release(attempt)
         self._admit()
         self._kick()
 
-    def _keep_again(self, one: Attempt) -> bool:
-        """A prompt that was computed before D had room: is all of it still there?"""
-        if self.cache.match(one.hashes) < len(one.hashes):
-            return False
-        self.cache.lock(one.hashes)
-        one.at_prefill.pages = len(one.hashes)
-        return True
-
     # -- prompts -------------------------------------------------------------------------------------
 
-    def _enqueue(self, one: Attempt) -> None:
-        self._queued += 1
-        insort(self._queue, (-one.request.trace.priority, self._queued, one))
-        self._queued_tokens += one.prompt
-
-    def _dequeue(self, one: Attempt) -> bool:
-        for at, entry in enumerate(self._queue):
-            if entry[2] is one:
-                del self._queue[at]
-                if not one.started:
-                    self._queued_tokens -= one.prompt
-                return True
-        return False
-
-    def _start(self, one: Attempt) -> bool:
-        """Its turn has come: what is cached now need not be computed. False while there is no memory."""
-        usable = one.prompt - 1  # the last token is always computed
-        if one.prefill is None:
-            begun = self._reserve(one, usable)
-        else:
-            begun = self._take(one, one.at_prefill, one.prompt, usable)
-        if not begun:
+    def _start(self, attempt: Attempt) -> bool:
+        """Its turn has come: what is cached now need not be computed. Returns False without memory."""
+        usable = attempt.prompt - 1  # the last token is always computed
+        begin = self.memory.reserve if attempt.alone else self.memory.take
+        if not begin(attempt, usable):
             return False
-        one.started = True
-        self._queued_tokens -= one.prompt
-        one.computed = one.at_prefill.pages * self.cache.page
-        one.request.cached_tokens = one.computed
-        self._prompts_lately = _KEPT * self._prompts_lately + one.prompt
-        self._computed_lately = _KEPT * self._computed_lately + one.left
+        attempt.started, attempt.computed = True, self.memory.cached_tokens(attempt)
+        attempt.request.cached_tokens = attempt.computed
+        self._prompts.started(attempt)
         return True
 
     def _take_chunk(self) -> int:
         """Fill the step's chunk from the queue. Returns its tokens."""
         budget = self._model.chunk_tokens
-        for _, _, one in self._queue:
-            if budget == 0 or not (one.started or self._start(one)):
+        for attempt in self._prompts:
+            if budget == 0 or not (attempt.started or self._start(attempt)):
                 break
-            tokens = min(budget, one.prompt - one.computed)
-            self._chunk.append((one, tokens))
+            tokens = min(budget, attempt.left)
+            self._chunk.append((attempt, tokens))
             budget -= tokens
         return self._model.chunk_tokens - budget
 
-    def _computed(self, one: Attempt, tokens: int) -> None:
+    def _computed(self, attempt: Attempt, tokens: int) -> None:
         """A chunk of it is done."""
         self.prefilled_tokens += tokens
-        if one.over:
-            self._dequeue(one)
-            self._let_go(one, one.at_prefill)
+        if attempt.over:
+            self._prompts.remove(attempt)
+            self._let_go(attempt)
             return
-        one.computed += tokens
-        self._cache(one, one.at_prefill, one.computed // self.cache.page)
-        if one.computed == one.prompt:
-            self._dequeue(one)
-            self._prefilled(one)
-        elif one.reserved:
-            self._ship(one)
+        attempt.computed += tokens
+        self.memory.insert(attempt, attempt.computed)
+        if attempt.computed == attempt.prompt:
+            self._prompts.remove(attempt)
+            self._prefilled(attempt)
+        elif attempt.reserved:
+            self._ship(attempt)
 
-    def _prefilled(self, one: Attempt) -> None:
-        if not one.told:
-            one.told, one.last_at = True, self._clock.now
-            self._listener.first_token(one)
-        if one.output == 1:
-            self._let_go(one, one.at_prefill)
-            if one.prefill is not None:
-                one.over = True
-                one.decode.abort(one)
-        elif one.prefill is None:
-            one.received = True
-            self.batch.join(one, one.output - 1)
-        elif one.reserved:
-            self._ship(one)
+    def _prefilled(self, attempt: Attempt) -> None:
+        """All of the prompt is computed."""
+        if not attempt.told:
+            attempt.told, attempt.last_at = True, self._clock.now
+            self._listener.first_token(attempt)
+        if attempt.alone and attempt.output > 1:
+            attempt.received = True
+            self._join(attempt)
+        elif attempt.reserved and attempt.output > 1:
+            self._ship(attempt)
         else:
-            self._let_go(one, one.at_prefill)
+            self._let_go(attempt)
 
-    def _ship(self, one: Attempt) -> None:
+    def _ship(self, attempt: Attempt) -> None:
         """Send what is computed and has not been sent."""
-        tokens = max(0, one.computed - one.shipped)
-        end = self.link.send(one.decode.link, tokens * self._model.kv_bytes_per_token, self._clock.now)
-        one.shipped += tokens
-        one.request.moved_tokens += tokens
-        if one.computed == one.prompt:
-            self._clock.at(end, self._shipped, one)
+        decode = self._targets[attempt]
+        tokens = max(0, attempt.computed - attempt.shipped)
+        end = self.link.send(decode.link, tokens * self._model.kv_bytes_per_token, self._clock.now)
+        attempt.shipped += tokens
+        attempt.request.moved_tokens += tokens
+        if attempt.computed == attempt.prompt:
+            self._clock.at(end, self._shipped, attempt, decode)
 
-    def _shipped(self, one: Attempt) -> None:
+    def _shipped(self, attempt: Attempt, decode: ModelledWorker) -> None:
         if not self.dead:
-            self._let_go(one, one.at_prefill)
-            one.decode.received(one)
+            self._let_go(attempt)
+            decode.received(attempt)
 
     # -- steps ---------------------------------------------------------------------------------------
 
+    def _join(self, attempt: Attempt) -> None:
+        """The attempt has all its KV and one token: decode the others."""
+        self.batch.join(attempt, attempt.prompt + 1, attempt.output - 1, attempt.last_at)
+
     def _kick(self) -> None:
-        """Something has changed: begin a step, or end a run of many with the one under way."""
+        """Something has changed: begin a step, or end a run of many steps with the one under way."""
         if self.dead:
             return
-        if self._run is None:
-            self._begin()
-        elif self._planned > 1:
-            steps = self._run.under_way(self._clock.now)
+        if self._run is not None:
+            steps = self._run.under_way(self._clock.now) if self._planned > 1 else self._planned
             if steps < self._planned:
-                self._plan(steps)
-
-    def _begin(self) -> None:
-        schedule, rows = self._model.schedule, len(self.batch)
-        tokens = 0
-        if self._queue and not (schedule is Schedule.DECODE_FIRST and rows):
-            tokens = self._take_chunk()
-        if not tokens and not rows:
+                self._plan(self._run, steps)
             return
-        self._run = self.batch.steps(self._clock.now, tokens)
-        self._plan(self._run.most)
+        rows, tokens = len(self.batch), 0
+        if self._prompts and not (self._model.schedule is Schedule.DECODE_FIRST and rows):
+            tokens = self._take_chunk()
+        if tokens or rows:
+            self._run = self.batch.steps(self._clock.now, tokens)
+            self._plan(self._run, self._run.most)
 
-    def _plan(self, steps: int) -> None:
-        assert self._run is not None
+    def _plan(self, run: Steps, steps: int) -> None:
         self._planned = steps
         self._run_number += 1
-        self._clock.at(self._run.end(steps), self._ended, self._run_number)
+        self._clock.at(run.end(steps), self._ended, run, self._run_number)
 
-    def _ended(self, number: int) -> None:
+    def _ended(self, run: Steps, number: int) -> None:
         if self.dead or number != self._run_number:
             return
-        assert self._run is not None
-        done = self.batch.advance(self._run, self._planned)
+        done = self.batch.advance(run, self._planned)
         chunk, self._chunk = self._chunk, []
-        self._planned = 0  # what follows changes much: the next step begins once all of it has
-        for one in done:
-            self._listener.done(one)
-            self._let_go(one, one.at_decode)
-        for one, tokens in chunk:
-            self._computed(one, tokens)
+        self._planned = 0  # the changes that follow must not plan: the next step begins after all of them
+        for attempt in done:
+            self._listener.done(attempt)
+            self._let_go(attempt)
+        for attempt, tokens in chunk:
+            self._computed(attempt, tokens)
         self._run = None
         self._kick()

@@ -13,7 +13,6 @@ from tools.shipped import ROOT, shipped_files
 MOST_METHODS = 20
 LARGE_CLASSES = {
     "BasePrefixCache",  # the protocol of the field
-    "ModelledWorker",
 }
 """Classes that may have more than MOST_METHODS methods."""
 

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import random
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 
 from cluster.cli import main
 from common.errors import ConfigError
+from router.placement.load_estimate import WorkerLoadEstimate
 from router.placement.placement import Placement
-from simulator.batch import ItlHistogram
+from simulator.attempt import Attempt
+from simulator.batch import DecodeBatch, ItlHistogram
 from simulator.cache import PrefixCache
 from simulator.clock import Clock
 from simulator.options import SimulationOptions, WorkerModel
-from simulator.request import Attempt, Request, TraceRequest
+from simulator.request import Request, TraceRequest
 from simulator.simulation import Restart, Simulation, Trace
 from simulator.summary import Summary, summarise
 from simulator.sweep import GRID_STEP, REFINED, sustained
@@ -50,10 +52,10 @@ def check(simulation: Simulation) -> None:
         assert one.rejected or one.forwarded == one.trace.output_tokens
         assert one.rejected or one.arrived_at <= one.first_at <= one.last_at
     for worker in alive(simulation):
-        assert (worker.cache.held, worker.cache.locked) == (0, 0), worker.record.id
+        assert (worker.memory.cache.held, worker.memory.cache.locked) == (0, 0), worker.record.id
         for router in simulation.routers:
             held = set(router.index.held(worker.record.id))
-            assert held == worker.cache.pages(), worker.record.id
+            assert held == worker.memory.cache.pages(), worker.record.id
     for router in simulation.routers:
         for estimate in router.placer.fleet.estimates():
             assert estimate.own == dataclasses.replace(estimate.own, requests=0, prefills=0, context_tokens=0)
@@ -92,7 +94,7 @@ def test_every_request_ends_once_and_memory_balances(policy: str) -> None:
     trace = shared_prefixes()
     simulation = replayed(trace, policy=policy, worker={"kv_tokens": 60_000})
     assert [one.trace for one in simulation.requests] == list(trace.requests)
-    assert all(one.tries == 1 for one in simulation.requests)
+    assert all(one.attempts == 1 for one in simulation.requests)
 
 
 def test_a_run_is_a_function_of_its_seed() -> None:
@@ -107,7 +109,7 @@ def test_restarts_lose_no_request() -> None:
     trace = shared_prefixes(rate=12.0, restarts=4)
     simulation = replayed(trace, lease_s=1.5, worker={"kv_tokens": 60_000})
     assert len(simulation.all_workers) == 8
-    assert sum(one.tries > 1 for one in simulation.requests) > 0
+    assert sum(one.attempts > 1 for one in simulation.requests) > 0
 
 
 @pytest.mark.parametrize("schedule", ["prefill-first", "decode-first", "mixed"])
@@ -161,19 +163,19 @@ def test_without_events_kv_knows_no_more_than_what_it_expects() -> None:
 
 
 class Listener:
-    """Hears when prompts are computed."""
+    """Notes when prompts are computed."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.first: list[float] = []
 
-    def first_token(self, one: Attempt) -> None:
+    def first_token(self, attempt: Attempt) -> None:
         self.first.append(self.clock.now)
 
-    def reserved(self, one: Attempt) -> None:
+    def reserved(self, attempt: Attempt) -> None:
         raise AssertionError("nobody decodes")
 
-    def done(self, one: Attempt) -> None:
+    def done(self, attempt: Attempt) -> None:
         raise AssertionError("nobody decodes")
 
     def stored(self, worker: ModelledWorker, pages: list[int]) -> None:
@@ -183,12 +185,14 @@ class Listener:
         """Nobody asks."""
 
 
-def a_try(
-    prefill: ModelledWorker | None, decode: ModelledWorker, prompt: int, output: int, first_page: int = 0
-) -> Attempt:
+def attempt(prefill: ModelledWorker, prompt: int, output: int, first_page: int) -> Attempt:
     hashes = np.arange(first_page, first_page + prompt // PAGE, dtype=np.int64)
     request = Request(0, TraceRequest(0.0, prompt, output, hashes), 0.0)
-    return Attempt(request, cast("Placement", None), prefill, decode, prompt, output, hashes)
+    load = WorkerLoadEstimate(prefill.record, 0.0)
+    placement = Placement(
+        prefill.record, prefill.record, False, 0, prompt, prompt + output, load, load, 1, 0, []
+    )
+    return Attempt(request, placement, prompt, output, hashes)
 
 
 @pytest.mark.parametrize("load", [0.5, 0.8])
@@ -197,21 +201,20 @@ def test_one_prefill_worker_queues_like_md1(load: float) -> None:
     clock, chance, at, arrivals = Clock(), random.Random(7), 0.0, []
     model = WorkerModel.model_validate({"chunk_tokens": 4096})
     listener, service = Listener(clock), 4096 / model.prefill_tokens_per_s
-    p, d = (ModelledWorker(clock, record(name), model, listener, ItlHistogram()) for name in "pd")
+    worker = ModelledWorker(clock, record("p"), model, listener, ItlHistogram())
     for number in range(40_000):
         at += chance.expovariate(load / service)
         arrivals.append(at)
-        clock.at(at, p.prefill, a_try(p, d, 4096, 1, 8 * number))
+        clock.at(at, worker.prefill, attempt(worker, 4096, 1, 8 * number))
     clock.run(lambda: False)
     waits = np.array(listener.first) - np.array(arrivals) - service
     assert waits.mean() == pytest.approx(service * load / (2 * (1 - load)), rel=0.05)
 
 
 def test_steps_in_one_go_equal_steps_one_by_one() -> None:
-    clock, model = Clock(), WorkerModel.model_validate({})
-    worker = ModelledWorker(clock, record("d"), model, Listener(clock), ItlHistogram())
-    batch, one = worker.batch, a_try(None, worker, 5000, 101)
-    batch.join(one, 100)
+    model = WorkerModel.model_validate({})
+    batch = DecodeBatch[str](model, ItlHistogram())
+    batch.join("request", 5001, 100, 3.0)
     run = batch.steps(3.0, 0)
     at, context = 3.0, 5001
     for step in range(1, 101):
@@ -219,7 +222,7 @@ def test_steps_in_one_go_equal_steps_one_by_one() -> None:
         context += 1
         assert run.end(step) == pytest.approx(at)
         assert run.under_way(at - 1e-6) == step
-    assert batch.advance(run, 100) == [one]
+    assert batch.advance(run, 100) == ["request"]
     assert len(batch) == batch.context == 0
 
 

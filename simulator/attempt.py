@@ -1,0 +1,43 @@
+"""Attempt: one epoch of a simulated request on its workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from router.index.page_table import Hashes
+from router.placement.placement import Placement
+from simulator.request import Request
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """A placement of a request, and how far it got. Without a prefill worker D does the request alone."""
+
+    request: Request
+    placement: Placement
+    prompt: int  # tokens, those forwarded by earlier attempts included
+    output: int  # tokens still to come
+    hashes: Hashes  # of the prompt's whole pages
+    over: bool = False  # nobody waits for it
+    lost: bool = False  # it is over because a worker was lost; the request gets another attempt
+    reserved: bool = False  # D has memory for it, and P knows where to write
+    started: bool = False  # the worker that prefills has begun
+    computed: int = 0  # prompt tokens with KV on that worker
+    told: bool = False  # the first token was sent
+    shipped: int = 0  # prompt tokens that were sent to D, or that D had
+    received: bool = False  # D has the KV of the whole prompt
+    last_at: float = -1.0  # when its latest token was made, until it joins D's batch
+
+    @property
+    def alone(self) -> bool:
+        """Whether D computes the prompt, too."""
+        return self.placement.prefill is None
+
+    @property
+    def left(self) -> int:
+        """Prompt tokens to compute."""
+        return self.prompt - self.computed
+
+    def end(self, lost: bool = False) -> None:
+        """Nobody waits for it any more."""
+        self.over, self.lost = True, lost
