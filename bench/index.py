@@ -87,11 +87,11 @@ class Timed:
 
 def time_ingest(load: Load, remote: Remote, core: ModuleType | None, rounds: int) -> dict[str, float]:
     """Blocks per second, by the key in `values`."""
-    forms = {"ingest": Form.NODE, "ingest_per_page": Form.PAGE, "ingest_foreign": Form.FOREIGN}
+    forms = {"ingest": Form.NODE, "ingest_per_page": Form.PAGE, "ingest_foreign": Form.EXTERNAL}
     sides: dict[str, Callable[[], float]] = {}
     for name, form in forms.items():
         sides[f"{name}_blocks_s"] = partial(index_baton.ingest, load, remote, form)
-        if core is not None and form != Form.FOREIGN:
+        if core is not None and form != Form.EXTERNAL:
             sides[f"dynamo_{name}_blocks_s"] = partial(_dynamo_ingest, core, load, remote, form)
     sides["ingest_in_process_blocks_s"] = partial(index_baton.ingest_in_process, load)
     if core is not None:

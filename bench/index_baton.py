@@ -58,7 +58,7 @@ class BatonIndex:
 def ingest(load: Load, remote: Remote, form: Form) -> float:
     """Blocks per second into an empty index."""
     remote.call("prepare", form)
-    filled = BatonIndex(load, remote, "foreign" if form == Form.FOREIGN else "baton")
+    filled = BatonIndex(load, remote, "foreign" if form == Form.EXTERNAL else "baton")
     try:
         return filled.fill(form)
     finally:

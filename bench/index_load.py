@@ -28,7 +28,7 @@ class Form(StrEnum):
 
     NODE = "node"  # one BlockStored with all its pages: our publisher's
     PAGE = "page"  # one BlockStored per page, in one batch: SGLang's
-    FOREIGN = "foreign"  # one BlockStored, hashes unsigned and opaque: vLLM's
+    EXTERNAL = "external"  # one BlockStored, with unsigned hashes of another engine: vLLM's
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Load:
 
     def _payload(self, sequence: int, start: int, form: Form) -> bytes:
         hashes, tokens = self.hashes[sequence], self.tokens[sequence]
-        if form == Form.FOREIGN:
+        if form == Form.EXTERNAL:
             hashes = (hashes ^ np.int64(0x5555)).astype(np.uint64)
         pages, ids = hashes.tolist(), tokens.tolist()
         step = 1 if form == Form.PAGE else self.shape.pages - start

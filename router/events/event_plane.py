@@ -1,8 +1,8 @@
-"""Event plane: follows every worker's KV events and keeps the global index.
+"""EventPlane: follows every worker's KV events and keeps the global index up to date.
 
-One thread owns the sockets and is the index's only writer; a worker's part of it is a Feed (event_feed.py).
-`follow`, `forget` and `close` are told to it by one other thread. A worker that is started again has a new
-incarnation in its record, and loses its old pages at once.
+One thread owns the sockets and is the only writer of the index; it has a Feed per worker (feed.py). One other
+thread calls `follow`, `forget` and `close`. A worker that was restarted has a new incarnation in its record,
+and its old pages are dropped at once.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from wire.security import Curve
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.1
-_HURRIED_TICK_S = 0.02
+_URGENT_TICK_S = 0.02
 
 
 class EventPlane:
-    """Feeds an index from the workers that `follow` names. Close it."""
+    """Fills an index from the workers that `follow` names. Close it."""
 
     def __init__(self, index: GlobalIndex, curve: Curve | None) -> None:
         self._index = index
@@ -50,27 +50,27 @@ class EventPlane:
         self._thread.start()
 
     def follow(self, record: WorkerRecord) -> None:
-        """A worker (or a new incarnation of one) is there. One thread calls follow, forget and close."""
+        """Follow a worker, or the new incarnation of one."""
         self._commands.append((record.id, record))
         self._wake_out.send(b"")
 
     def forget(self, worker: str) -> None:
-        """A worker is gone: drop its pages."""
+        """A worker is gone. Drop its pages."""
         self._commands.append((worker, None))
         self._wake_out.send(b"")
 
     def unsure(self) -> list[str]:
-        """Workers that may hold pages which the index does not know of (yet)."""
+        """Workers that may hold pages that are not in the index."""
         return [worker for worker, feed in list(self._feeds.items()) if feed.known is not Known.ALL]
 
     @property
     def bad_events(self) -> int:
-        """Events that could not be used; by kind in `counters`."""
+        """Events that could not be used. `counters` has them by kind."""
         return self.counters.bad_events_total
 
     @property
     def resets(self) -> int:
-        """Times that a worker's pages were forgotten because events were lost for good."""
+        """How often a worker's pages were forgotten because events were lost."""
         return self.counters.resets
 
     def close(self) -> None:
@@ -86,30 +86,26 @@ class EventPlane:
 
     def _run(self) -> None:
         try:
-            ticked_at = hurry_s = 0.0
+            ticked_at = tick_s = 0.0
             while not self._closing:
-                self._sockets.poll(hurry_s)
+                self._sockets.poll(tick_s)
                 now = time.monotonic()
-                if now - ticked_at >= hurry_s:
+                if now - ticked_at >= tick_s:
                     ticked_at = now
                     for feed in self._feeds.values():
                         feed.tick(now)
-                hurried = any(feed.hurried for feed in self._feeds.values())
-                hurry_s = _HURRIED_TICK_S if hurried else _TICK_S
+                urgent = any(feed.urgent for feed in self._feeds.values())
+                tick_s = _URGENT_TICK_S if urgent else _TICK_S
         except BaseException:
-            log.exception("the event plane died: the index follows nobody any more")
+            log.exception("the event plane has failed; the index is no longer updated")
             raise
 
-    def _take_commands(self) -> None:
+    def _take_commands(self, now: float) -> None:
         self._wake_in.recv()
-        now = time.monotonic()
         while self._commands:
-            feed = self._obey(*self._commands.popleft())
-            if feed is not None:
-                feed.tick(now)
+            self._follow_or_forget(*self._commands.popleft(), now)
 
-    def _obey(self, worker: str, record: WorkerRecord | None) -> Feed | None:
-        """The new feed, where there is one."""
+    def _follow_or_forget(self, worker: str, record: WorkerRecord | None, now: float) -> None:
         feed = self._feeds.get(worker)
         if feed is not None and (record is None or record.incarnation != feed.record.incarnation):
             feed.close()
@@ -120,15 +116,15 @@ class EventPlane:
             else:
                 self._index.reset(worker)
         if record is None or not record.events or worker in self._feeds:
-            return None
+            return
         self._index.join(worker)
         try:
             feed = Feed(record, self._sockets, self._reader(record), self.counters)
         except zmq.ZMQError as error:
             log.error("worker %s: its events cannot be followed: %s", worker, error)
-            return None
+            return
         self._feeds[worker] = feed
-        return feed
+        feed.tick(now)
 
     def _reader(self, record: WorkerRecord) -> Reader:
         if record.page_hashes == "foreign":
@@ -138,7 +134,7 @@ class EventPlane:
 
 
 class _OwnReader:
-    """Applies a worker's batches whose hashes are ours."""
+    """Applies the batches of a Baton worker, whose hashes the index uses."""
 
     def __init__(self, index: GlobalIndex, worker: str) -> None:
         self._index = index

@@ -1,16 +1,16 @@
-"""ExternalHashes: another engine's blocks as our pages.
+"""ExternalHashes: translates the blocks of another engine into Baton's pages.
 
-vLLM's and SGLang's block hashes mean something to those engines only, while a prompt is looked up by the page
-hash chain (wire/page_hash.py). So the chain is computed here from the events' token_ids, and a block is kept
-with the pages it stands for, because its removal names nothing else.
+The index looks prompts up by page hash (wire/page_hash.py). vLLM and SGLang name blocks by hashes of their
+own. So page hashes are computed here from the token_ids of the events. The pages of each block are kept,
+because an event that removes a block has only its name.
 
-block      the engine's unit, under its own hash: one page, several (a multiple), or a part (a divisor)
-state      digest after the last whole page, and the tokens since: where a block's child continues
-namespace  lora_name, cache_salt and extra_keys: the chain's seed; a key that is neither is folded in
+block      the engine's unit, under its own hash: one page, several pages, or a part of a page
+state      the digest after the last whole page and the tokens since; the next block continues from it
+namespace  lora_name, cache_salt and extra_keys. They are the seed of the page hashes; other keys are mixed in
 
-A namespace that cannot be told exactly becomes one that no request asks for: a hit that is missed, and never
-one that is wrong. A page that takes several blocks is there once the last of them is, and goes with the last:
-engines evict a prefix's tail first. Memory: an entry of about 250 bytes per block that the engine holds.
+A namespace that cannot be determined exactly becomes one that no request uses. So a hit may be missed, but
+none is wrong. A page made of several blocks is stored with the last of them and removed with the last,
+because engines evict the tail of a prefix first. Each block that the engine holds takes about 250 bytes here.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _DIGEST = 32
 _TOKEN = 4
 _64_BITS = 0xFFFF_FFFF_FFFF_FFFF  # engines write hashes signed or unsigned
 
-_State = bytes  # a digest, and int32 tokens; a stored block's: the digests of its pages, or such a state
+_State = bytes  # a digest and int32 tokens; or, for a block of whole pages, the digests of its pages
 
 _seed = lru_cache(4096)(namespace_seed)
 
 
 class Unusable(WireError):
-    """An event that says nothing about our pages, and what kind of unusable it is."""
+    """An event that cannot be translated, and the kind of the reason."""
 
     def __init__(self, kind: UnreadKind, reason: str) -> None:
         super().__init__(reason)
@@ -58,28 +58,28 @@ class ExternalHashes:
     """The blocks of one worker."""
 
     def __init__(self, model: str, page_size: int) -> None:
-        """`model` and `page_size` are those that prompts are hashed with."""
+        """`model` and `page_size` are those of the prompts' page hashes."""
         self._model = model
         self._page_size = page_size
-        self._block_size = page_size  # of the blocks that are remembered: an engine has one size
+        self._block_size = page_size  # of the blocks here: an engine has one size
         self._blocks: dict[str, dict[int, _State]] = {medium: {} for medium in ("GPU", "CPU", "STORAGE")}
         self._primary: dict[int, bool] = {}  # by vLLM's group index
 
     def __len__(self) -> int:
-        """Blocks remembered, each once per tier."""
+        """The number of blocks, counted per tier."""
         return sum(map(len, self._blocks.values()))
 
     def clear(self) -> None:
-        """The engine's cache was reset, or its past is lost."""
+        """Forget all blocks: the engine's cache was reset, or events were lost."""
         for blocks in self._blocks.values():
             blocks.clear()
 
     def stored(self, event: BlockStored) -> list[PageDigest]:
-        """The pages that became whole. Raises Unusable, and then nothing is remembered."""
+        """Return the pages that are complete now. Raises Unusable, and then nothing has changed."""
         blocks = self._tier(event)
         self._check_stored_group(event)
         names = [name & _64_BITS for name in event.block_hashes]
-        if not event.token_ids:  # vLLM's offloading: blocks that were told of before, in another tier now
+        if not event.token_ids:  # vLLM's offloading: blocks of an earlier event are in another tier now
             states = [self._known(name) for name in names]
             pages = [page for state in states for page in self._pages(state)]
         else:
@@ -88,7 +88,7 @@ class ExternalHashes:
         return pages
 
     def removed(self, event: BlockRemoved) -> list[PageDigest]:
-        """The pages that are whole no longer; none for blocks that were never usable. Raises Unusable."""
+        """Return the pages that are no longer complete. Unknown blocks have none. Raises Unusable."""
         blocks = self._tier(event)
         if event.group_idx is not None and not self._primary.get(event.group_idx, event.group_idx == 0):
             raise Unusable("other_group", f"group {event.group_idx} does not decide reuse")
@@ -99,7 +99,7 @@ class ExternalHashes:
                 pages += self._pages(state)
         return pages
 
-    # -- what an event is about --------------------------------------------------------------------
+    # -- tiers and groups --------------------------------------------------------------------------
 
     def _tier(self, event: BlockStored | BlockRemoved) -> dict[int, _State]:
         medium = MEDIA.get((event.medium or "GPU").upper())
@@ -108,7 +108,7 @@ class ExternalHashes:
         return self._blocks[medium]
 
     def _check_stored_group(self, event: BlockStored) -> None:
-        """Only full attention (or latents) decides reuse; BlockRemoved names a group by its index alone."""
+        """Only full attention or latents decide reuse. BlockRemoved has no more than a group's index."""
         index, kind = event.group_idx, event.kv_cache_spec_kind
         decides = index in (None, 0)
         if kind is not None:
@@ -128,7 +128,7 @@ class ExternalHashes:
     # -- hashing -----------------------------------------------------------------------------------
 
     def _hash(self, event: BlockStored, count: int) -> tuple[list[_State], list[PageDigest]]:
-        """States after each block, and the pages that they complete."""
+        """Return the state after each block, and the pages that the blocks complete."""
         size = event.block_size
         self._check_size(size)
         if len(event.token_ids) != count * size:
@@ -153,7 +153,7 @@ class ExternalHashes:
         return states, pages
 
     def _extend(self, state: _State, tokens: bytes, size: int) -> tuple[list[_State], list[PageDigest]]:
-        """Blocks of `size` tokens after `state`."""
+        """The same for blocks of `size` tokens that continue `state`."""
         page, digest = self._page_size, state[:_DIGEST]
         raw = state[_DIGEST:] + tokens
         pages = page_digests(digest, raw, page)
@@ -173,7 +173,8 @@ class ExternalHashes:
         page = self._page_size
         if size < 1 or (size % page and page % size):
             raise Unusable(
-                "block_size", f"blocks of {size} tokens are not made of pages of {page}, nor reverse"
+                "block_size",
+                f"blocks of {size} tokens are neither a multiple nor a divisor of pages of {page}",
             )
         if size != self._block_size:
             if len(self):
@@ -181,24 +182,24 @@ class ExternalHashes:
             self._block_size = size
 
     def _after(self, state: _State) -> _State:
-        """Where a stored block's child continues."""
+        """The state from which the next block continues."""
         return state[-_DIGEST:] if self._holds_pages(state) else state
 
     def _pages(self, state: _State) -> list[PageDigest]:
-        """The pages that a stored block completes."""
+        """The pages that a block completes."""
         if not self._holds_pages(state):
             return []
         return [state[i : i + _DIGEST] for i in range(0, len(state), _DIGEST)]
 
     def _holds_pages(self, state: _State) -> bool:
-        """Whole pages it has, or (of a block smaller than a page) a digest and tokens since."""
+        """Whether a block's state is a list of whole pages, not a digest and tokens."""
         return len(state) == _DIGEST or self._block_size > self._page_size
 
     def _namespace(self, event: BlockStored, count: int) -> tuple[PageDigest, list[list[Any]]]:
-        """The chain's seed, and per block what its extra_keys say beyond that.
+        """The seed of the page hashes, and per block the extra keys that are not in the seed.
 
-        vLLM lists per block: hashes of images (with their offsets), the LoRA's name, and in a prompt's first
-        block the cache salt.
+        vLLM lists per block the hashes of images with their offsets, the LoRA's name, and in the first block
+        of a prompt the cache salt.
         """
         lora = event.lora_name or (f"lora_id:{event.lora_id}" if event.lora_id else "")
         salt = event.cache_salt or ""
@@ -224,7 +225,7 @@ class ExternalReader:
         self._hashes = hashes
 
     def apply(self, payload: bytes) -> Sequence[Unread]:
-        """One batch. Returns what could not be used; raises WireError when nothing could."""
+        """Apply one batch. Returns the events that could not be used; raises WireError when none could."""
         batch = decode_batch(payload)
         unread = batch.unread
         for event in batch.events:
@@ -252,6 +253,6 @@ class ExternalReader:
 
 
 def _fold(state: _State, keys: list[Any]) -> _State:
-    """A state that only the same keys lead to."""
+    """Mix keys into a state. Other keys lead to another state."""
     chain = hashlib.sha256(b"baton-foreign-keys" + state[:_DIGEST] + msgspec.msgpack.encode(keys))
     return chain.digest() + state[_DIGEST:]

@@ -1,12 +1,12 @@
-"""EventOrdering: puts a publisher's numbered batches in order, and notices what is missing or not the same.
+"""EventOrdering: puts a publisher's numbered batches in order, and notices missing or different ones.
 
-Two streams carry them: live ones, of which some may be lost, and replies to what was asked for, each of them
-whole and in order (unless the publisher's queue ran over). A reply is asked from the last batch that was
-applied, not from the next: it comes again, and must be the same. A publisher that has begun anew at the same
-address lacks it, or has another under its number, and is noticed whatever its number is by now.
+Batches come on two ways. Live batches may be lost. Replays are answers to requests; each is complete and in
+order, unless the publisher's queue overflowed. A replay is requested from the last batch that was applied,
+not from the next one: that batch comes again and must be the same. So a publisher that was restarted at the
+same address is noticed, whatever its numbers are: it lacks the batch, or has another one under its number.
 
-At most one reply is due at a time; it is over at its end marker, or abandoned with its connection. So what a
-reply begins with can be compared with what was asked.
+At most one replay is under way. It ends with its end marker, or is abandoned with its connection. So the
+first batch of a replay can be compared with what was requested.
 """
 
 from __future__ import annotations
@@ -19,147 +19,156 @@ from typing import NamedTuple
 class Verdict(Enum):
     """What to do with the batches of a step."""
 
-    FOLLOWS = auto()  # apply them
-    REPLACES = auto()  # what came before them is lost: forget all that is known, then apply them
-    START_OVER = auto()  # another stream, or a broken reply: forget all, begin with a new repair
+    APPLY = auto()
+    REPLACE = auto()  # earlier batches are lost: forget everything, then apply these
+    START_OVER = (
+        auto()
+    )  # it is another stream, or a broken replay: forget everything, use a new EventOrdering
 
 
 class OrderingStep(NamedTuple):
-    """Batches that can be applied now, in order, and how."""
+    """Batches to apply now, in order."""
 
-    ready: Sequence[bytes]
-    verdict: Verdict = Verdict.FOLLOWS
+    batches: Sequence[bytes]
+    verdict: Verdict = Verdict.APPLY
 
 
-class _Reply(Enum):
-    NONE = auto()  # none is due
-    DUE = auto()  # nothing of it has come
-    REPAIRS = auto()  # it continues what is known
-    REPLACES = auto()  # it began later than asked; until it ends, live batches wait
-    STALE = auto()  # asked before a doubt: it may continue another stream than what was applied meanwhile
+class _Replay(Enum):
+    NONE = auto()
+    REQUESTED = auto()  # nothing of it has come
+    CONTINUES = auto()  # it continues what was applied
+    REPLACES = auto()  # it began later than requested; live batches wait until it ends
+    STALE = auto()  # it was requested before `distrust`: it may continue another stream than what was applied
 
 
 _NOTHING = OrderingStep(())
 
 
 class EventOrdering:
-    """Batches of one publisher, numbered from 0."""
+    """The batches of one publisher, numbered from 0."""
 
     def __init__(self) -> None:
         self.expected = 0  # the next number to apply
-        self.doubtful = False  # live batches may be another stream's: ask, and until then do not listen
-        self._early: dict[int, bytes] = {}
-        self._heard = -1  # the last number that came live on this connection, where numbers only rise
-        self._last: bytes | None = None  # applied under `expected - 1`; None: it came in another form
-        self._reply = _Reply.NONE
-        self._asked = 0
-        self._asked_batch: bytes | None = None
-        self._asked_anew = True  # nothing was known when it was asked
-        self._asked_in_doubt = False  # of the doubt there is now
+        self.distrusted = False  # live batches may be of another stream, and are ignored until a replay
+        self._early: dict[int, bytes] = {}  # batches that came before an earlier one
+        self._last_live = -1  # the last live number of this connection; these numbers only rise
+        self._last_batch: bytes | None = (
+            None  # what was applied as `expected - 1`; None: a part of a snapshot
+        )
+        self._replay = _Replay.NONE
+        self._start = 0  # of the replay under way: its first number ...
+        self._start_batch: bytes | None = None  # ... what was applied under that number ...
+        self._requested_when_empty = True  # ... whether nothing had been applied ...
+        self._settles_distrust = False  # ... and whether it was requested after the last `distrust`
 
     @property
     def gap(self) -> bool:
-        """Something was lost on the way, and nobody is repairing it: ask."""
-        return bool(self._early) and self._reply is _Reply.NONE
+        """Batches are missing, and no replay is under way."""
+        return bool(self._early) and self._replay is _Replay.NONE
 
     @property
-    def reply_due(self) -> bool:
-        """`ask` was called, and that reply has not ended."""
-        return self._reply is not _Reply.NONE
+    def replaying(self) -> bool:
+        """A replay was requested and has not ended."""
+        return self._replay is not _Replay.NONE
 
-    def ask(self) -> int:
-        """The number from which to ask for a replay. The reply goes to `replayed`, its end to `ended`."""
-        assert self._reply is _Reply.NONE, "one reply at a time"
-        self._reply = _Reply.DUE
-        self._asked, self._asked_batch = max(0, self.expected - 1), self._last
-        self._asked_anew, self._asked_in_doubt = self.expected == 0, self.doubtful
-        return self._asked
+    def request_replay(self) -> int:
+        """Begin a replay. Returns the number from which to request it."""
+        assert self._replay is _Replay.NONE, "one replay at a time"
+        self._replay = _Replay.REQUESTED
+        self._start, self._start_batch = max(0, self.expected - 1), self._last_batch
+        self._requested_when_empty, self._settles_distrust = self.expected == 0, self.distrusted
+        return self._start
 
-    def abandon(self) -> Verdict:
-        """The reply will not come (further)."""
-        broken = self._reply is _Reply.REPLACES
-        self._reply = _Reply.NONE
-        return Verdict.START_OVER if broken else Verdict.FOLLOWS
+    def abandon_replay(self) -> Verdict:
+        """No more of the replay will come."""
+        broken = self._replay is _Replay.REPLACES
+        self._replay = _Replay.NONE
+        return Verdict.START_OVER if broken else Verdict.APPLY
 
-    def doubt(self) -> None:
-        """The next live batch may be another stream's, whatever its number: the connection was made anew, or
-        numbers fell. What came live is forgotten; a reply brings it."""
-        self.doubtful = True
-        self._asked_in_doubt = False
+    def distrust(self) -> None:
+        """The next live batch may be of another stream, whatever its number.
+
+        Call it after a new connection. Live batches are ignored until a replay that is requested later ends.
+        """
+        self.distrusted = True
+        self._settles_distrust = False
         self._early.clear()
-        self._heard = -1
-        if self._reply in (_Reply.DUE, _Reply.REPAIRS):
-            self._reply = _Reply.STALE
+        self._last_live = -1
+        if self._replay in (_Replay.REQUESTED, _Replay.CONTINUES):
+            self._replay = _Replay.STALE
 
-    def live(self, number: int, payload: bytes) -> Sequence[bytes]:
-        """The batches that can be applied now, in order."""
-        if self.doubtful:
+    def live(self, number: int, batch: bytes) -> Sequence[bytes]:
+        """Take a live batch. Returns the batches to apply now, in order."""
+        if self.distrusted:
             return ()
-        if number <= self._heard:
-            self.doubt()
+        if number <= self._last_live:
+            self.distrust()
             return ()
-        self._heard = number
-        if number == self.expected and not self._early and self._reply is not _Reply.REPLACES:
-            self.expected, self._last = number + 1, payload
-            return (payload,)
+        self._last_live = number
+        if number == self.expected and not self._early and self._replay is not _Replay.REPLACES:
+            self.expected, self._last_batch = number + 1, batch
+            return (batch,)
         if number < self.expected:
-            return ()  # it is late: a reply on the other socket was quicker
-        self._early[number] = payload
-        return () if self._reply is _Reply.REPLACES else self._in_order()
+            return ()  # a replay brought it earlier
+        self._early[number] = batch
+        return () if self._replay is _Replay.REPLACES else self._in_order()
 
-    def replayed(self, number: int, payload: bytes) -> OrderingStep:
-        """One batch of the reply that is due."""
-        if self._reply is _Reply.DUE:
-            if number > self._asked:
-                self._reply, self.expected = _Reply.REPLACES, number
-                return self._replace(number, Verdict.REPLACES, payload)
-            if number == self._asked and self._differs(payload):
+    def replayed(self, number: int, batch: bytes) -> OrderingStep:
+        """Take a batch of the replay."""
+        if self._replay is _Replay.REQUESTED:
+            if number > self._start:
+                self._replay, self.expected = _Replay.REPLACES, number
+                return self._replace(number, Verdict.REPLACE, batch)
+            if number == self._start and self._differs(batch):
                 return OrderingStep((), Verdict.START_OVER)
-            self._reply = _Reply.REPAIRS
-        if self._reply is _Reply.REPLACES:
-            return self._replace(number, Verdict.FOLLOWS, payload)
-        if self._reply in (_Reply.NONE, _Reply.STALE) or number < self.expected:
+            self._replay = _Replay.CONTINUES
+        if self._replay is _Replay.REPLACES:
+            return self._replace(number, Verdict.APPLY, batch)
+        if self._replay in (_Replay.NONE, _Replay.STALE) or number < self.expected:
             return _NOTHING
-        self._early[number] = payload
+        self._early[number] = batch
         return OrderingStep(self._in_order())
 
-    def ended(self) -> OrderingStep:
-        """The reply's end marker."""
-        reply, self._reply = self._reply, _Reply.NONE
-        if reply is _Reply.NONE:
+    def replay_ended(self) -> OrderingStep:
+        """Take the replay's end marker."""
+        replay, self._replay = self._replay, _Replay.NONE
+        if replay is _Replay.NONE:
             return _NOTHING
-        if reply is _Reply.DUE and not self._asked_anew:
-            return OrderingStep((), Verdict.START_OVER)  # it does not have what it published
-        if self._asked_in_doubt:
-            self.doubtful = False
-        if reply is _Reply.REPLACES:
-            self._early = {n: payload for n, payload in self._early.items() if n >= self.expected}
+        if replay is _Replay.REQUESTED and not self._requested_when_empty:
+            return OrderingStep((), Verdict.START_OVER)  # the publisher lacks what was applied
+        if self._settles_distrust:
+            self.distrusted = False
+        if replay is _Replay.REPLACES:
+            self._early = {number: batch for number, batch in self._early.items() if number >= self.expected}
         return OrderingStep(self._in_order())
 
-    def skip(self) -> Sequence[bytes]:
-        """Give up what is missing before the first batch that is there. Forget all that is known before."""
-        self._reply = _Reply.NONE
+    def skip_gap(self) -> Sequence[bytes]:
+        """Give up the missing batches. Forget everything, then apply what this returns."""
+        self._replay = _Replay.NONE
         self.expected = min(self._early, default=self.expected)
         return self._in_order()
 
-    def _differs(self, payload: bytes) -> bool:
-        """Is this another batch than the one that was applied last, or may it be?"""
-        if self._asked_batch is None:
-            return self._asked_in_doubt and not self._asked_anew
-        return self._asked_batch != payload
+    def _differs(self, batch: bytes) -> bool:
+        """Whether this is, or may be, another batch than the one applied under its number."""
+        if self._start_batch is None:
+            return self._settles_distrust and not self._requested_when_empty
+        return self._start_batch != batch
 
-    def _replace(self, number: int, verdict: Verdict, payload: bytes) -> OrderingStep:
-        """A batch of a reply that began later than asked. Live ones under its numbers may be other batches: a
-        snapshot has as many as it takes."""
+    def _replace(self, number: int, verdict: Verdict, batch: bytes) -> OrderingStep:
+        """A batch of a replay that began later than requested.
+
+        Live batches with its numbers may differ from it, because a snapshot takes as many numbers as it has
+        batches.
+        """
         if number != self.expected:
             return OrderingStep((), Verdict.START_OVER)
-        self.expected, self._last = number + 1, None
-        return OrderingStep((payload,), verdict)
+        self.expected, self._last_batch = number + 1, None
+        return OrderingStep((batch,), verdict)
 
     def _in_order(self) -> list[bytes]:
         ready = []
-        while (payload := self._early.pop(self.expected, None)) is not None:
-            ready.append(payload)
+        while (batch := self._early.pop(self.expected, None)) is not None:
+            ready.append(batch)
             self.expected += 1
-            self._last = payload
+            self._last_batch = batch
         return ready

@@ -1,7 +1,8 @@
-"""Sockets: those of all feeds, polled together, and who reads each. On the event plane's thread."""
+"""Sockets: polls the sockets of all feeds, and calls their readers. On the event plane's thread."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import zmq
@@ -10,16 +11,16 @@ from wire.security import Curve
 
 
 class Sockets:
-    """The sockets of all feeds, and who reads them."""
+    """Sockets, each with a function that reads it."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], curve: Curve | None) -> None:
         self._context = context
         self._curve = curve
         self._poller = zmq.Poller()
-        self._readers: dict[zmq.Socket[bytes], Callable[[], None]] = {}
+        self._readers: dict[zmq.Socket[bytes], Callable[[float], None]] = {}
 
-    def connect(self, kind: int, address: str, on_ready: Callable[[], None]) -> zmq.Socket[bytes]:
-        """A SUB or DEALER. Raises ZMQError for an address that is none."""
+    def connect(self, kind: int, address: str, read: Callable[[float], None]) -> zmq.Socket[bytes]:
+        """Open a SUB or DEALER socket. Raises ZMQError for an invalid address."""
         socket: zmq.Socket[bytes] = self._context.socket(kind)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.LINGER, 0)
@@ -32,23 +33,25 @@ class Sockets:
         except zmq.ZMQError:
             socket.close()
             raise
-        self.watch(socket, on_ready)
+        self.watch(socket, read)
         return socket
 
-    def watch(self, socket: zmq.Socket[bytes], on_ready: Callable[[], None]) -> None:
-        """Call `on_ready` from `poll` while there is something to read."""
-        self._readers[socket] = on_ready
+    def watch(self, socket: zmq.Socket[bytes], read: Callable[[float], None]) -> None:
+        """Call `read` with the monotonic time from `poll`, while there is something to read."""
+        self._readers[socket] = read
         self._poller.register(socket, zmq.POLLIN)
 
     def close(self, socket: zmq.Socket[bytes]) -> None:
-        """Close it, and read it no more."""
+        """Close a socket, and poll it no more."""
         self._poller.unregister(socket)
         del self._readers[socket]
         socket.close()
 
     def poll(self, timeout_s: float) -> None:
-        """Wait for something to read, and let it be read."""
-        for socket, _ in self._poller.poll(int(timeout_s * 1000)):
-            reader = self._readers.get(socket)  # it may have been closed by another's reader
-            if reader is not None:
-                reader()
+        """Wait for something to read, and call its readers."""
+        ready = self._poller.poll(int(timeout_s * 1000))
+        now = time.monotonic()
+        for socket, _ in ready:
+            read = self._readers.get(socket)  # another reader may have closed it
+            if read is not None:
+                read(now)

@@ -276,7 +276,7 @@ def test_a_worker_that_gives_no_snapshot_for_long_is_known_in_part_and_then_whol
     seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its engine is busy. Meanwhile nothing is believed that is not so."""
-    for name, seconds in {"_STALLED_S": 0.1, "_GIVE_UP_S": 0.3, "_AGAIN_S": 0.3}.items():
+    for name, seconds in {"_STALLED_S": 0.1, "_GIVE_UP_S": 0.3, "_SNAPSHOT_EVERY_S": 0.3}.items():
         monkeypatch.setattr(event_feed, name, seconds)
     with TreeWorker(buffer_batches=4) as worker, lossy(worker, 0.5, 1) as addresses:
         worker.deaf = True

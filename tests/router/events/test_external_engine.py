@@ -25,8 +25,8 @@ def pages_of(tokens: list[int], extra_key: str = "", cache_salt: str = "", page:
     return [event_hash(digest) for digest in page_digests(seed, array("i", tokens).tobytes(), page)]
 
 
-class Foreign:
-    """A reader, and the engine that it reads."""
+class ExternalEngine:
+    """An engine, and the reader of its events."""
 
     def __init__(self, page: int = PAGE) -> None:
         self.index = GlobalIndex()
@@ -60,7 +60,7 @@ TOKENS = list(range(100, 124))
 
 @pytest.mark.parametrize("names", [[2**64 - 1, 5], [-1, 5], [b"\xff" * 32, b"\0" * 7 + b"\5"]])
 def test_blocks_are_hashed_anew_and_removed_by_their_own_names(names: list[Any]) -> None:
-    engine = Foreign()
+    engine = ExternalEngine()
     assert engine.read(stored(names, TOKENS[:8])) == []
     assert engine.held == set(pages_of(TOKENS[:8]))
     child = stored([9], TOKENS[8:12], parent=names[-1])
@@ -74,7 +74,7 @@ def test_blocks_are_hashed_anew_and_removed_by_their_own_names(names: list[Any])
 
 
 def test_signed_and_unsigned_names_are_the_same_block() -> None:
-    engine = Foreign()
+    engine = ExternalEngine()
     engine.read(stored([2**64 - 7], TOKENS[:4]), stored([3], TOKENS[4:8], parent=-7))
     assert engine.held == set(pages_of(TOKENS[:8]))
     engine.read(["BlockRemoved", [-7], "GPU"])
@@ -85,7 +85,7 @@ def test_signed_and_unsigned_names_are_the_same_block() -> None:
 @given(data=st.data())
 def test_a_tree_of_blocks_larger_smaller_and_as_large_as_pages(page: int, data: st.DataObject) -> None:
     """Blocks of 4 tokens; an engine that evicts the tails first, as all do."""
-    engine = Foreign(page)
+    engine = ExternalEngine(page)
     blocks: dict[int, tuple[int | None, list[int]]] = {}  # name -> parent, tokens from the beginning
     for name in range(1, data.draw(st.integers(1, 12))):
         leaves = [one for one in blocks if all(parent != one for parent, _ in blocks.values())]
@@ -116,7 +116,7 @@ def test_a_tree_of_blocks_larger_smaller_and_as_large_as_pages(page: int, data: 
     ({"extra_keys": [None, []]}, "", ""),
 ])  # fmt: skip
 def test_namespaces_of_the_field_are_ours(fields: dict[str, Any], extra_key: str, salt: str) -> None:
-    engine = Foreign()
+    engine = ExternalEngine()
     engine.read(stored([1, 2], TOKENS[:8], **fields))
     later = {key: value for key, value in fields.items() if key == "lora_name"}
     engine.read(stored([3], TOKENS[8:12], parent=2, **later))
@@ -125,21 +125,21 @@ def test_namespaces_of_the_field_are_ours(fields: dict[str, Any], extra_key: str
 
 def test_what_is_not_a_namespace_of_ours_is_never_found_nor_mixed_up() -> None:
     """The tokens of two images are the same placeholders; a LoRA that is only numbered is nobody's name."""
-    engine = Foreign()
+    engine = ExternalEngine()
     for name, image in ((10, "cat"), (20, "dog")):
         keys = [None, [[image, 0]], [[image, 4]]]
         assert engine.read(stored([name, name + 1, name + 2], TOKENS[:12], extra_keys=keys)) == []
     engine.read(stored([30], TOKENS[:4], lora_id=4))
     assert len(engine.held) == 1 + 2 + 2 + 1, "only the block before the images is shared"
     assert engine.held & set(pages_of(TOKENS[:12])) == set(pages_of(TOKENS[:4]))
-    again = Foreign()
+    again = ExternalEngine()
     again.read(stored([1], TOKENS[:4]))
     again.read(stored([2], TOKENS[4:8], parent=1, extra_keys=[[["cat", 0]]]))
     assert again.held < engine.held, "however it is cut into events"
 
 
 def test_groups_that_do_not_decide_reuse_are_left_out_and_counted() -> None:
-    engine = Foreign()
+    engine = ExternalEngine()
     full = {"group_idx": 1, "kv_cache_spec_kind": "full_attention"}
     window = {"group_idx": 0, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 8}
     unread = engine.read(
@@ -149,17 +149,17 @@ def test_groups_that_do_not_decide_reuse_are_left_out_and_counted() -> None:
     assert engine.held == set(pages_of(TOKENS[:8]))
     assert engine.read(removed([2], group_idx=1)) == []
     assert engine.held == set(pages_of(TOKENS[:4]))
-    older = Foreign()
+    older = ExternalEngine()
     unread = older.read(*(stored([i], TOKENS[:4], group_idx=i) for i in (0, 1)), removed([0], group_idx=1))
     assert [event.kind for event in unread] == ["other_group"] * 2
     assert older.held == set(pages_of(TOKENS[:4]))
     for kind in ("mla_attention", "sink_full_attention"):
-        assert Foreign().read(stored([1], TOKENS[:4], group_idx=2, kv_cache_spec_kind=kind)) == []
-    assert Foreign().read(stored([1], TOKENS[:4], kv_cache_spec_kind="mamba"))[0].kind == "other_group"
+        assert ExternalEngine().read(stored([1], TOKENS[:4], group_idx=2, kv_cache_spec_kind=kind)) == []
+    assert ExternalEngine().read(stored([1], TOKENS[:4], kv_cache_spec_kind="mamba"))[0].kind == "other_group"
 
 
 def test_a_block_may_be_in_several_tiers_and_is_forgotten_with_the_last() -> None:
-    engine = Foreign()
+    engine = ExternalEngine()
     engine.read(stored([1, 2], TOKENS[:8]))
     assert engine.read(stored([1, 2], [], medium="CPU", block_size=0)) == [], "offloaded: no tokens are told"
     engine.read(removed([1, 2]))
@@ -189,7 +189,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("bad", "kind"), BAD.values(), ids=BAD.keys())
 def test_what_cannot_be_used_is_named_and_harms_nothing(bad: dict[str, Any], kind: str) -> None:
-    engine = Foreign()
+    engine = ExternalEngine()
     unread = engine.read(stored([1], TOKENS[:4]), bad, stored([2], TOKENS[4:8], parent=1))
     assert [event.kind for event in unread] == [kind]
     assert unread[0].reason

@@ -54,7 +54,7 @@ def ours(draw: st.DrawFn) -> AnyEvent:
 
 
 @st.composite
-def foreign(draw: st.DrawFn) -> dict[str, Any]:
+def other_events(draw: st.DrawFn) -> dict[str, Any]:
     """The map in another engine's style: unsigned hashes, fields in any order, unknown or left out."""
     event = msgpack.unpackb(encode_batch(0.0, [draw(ours())]), strict_map_key=False)[1][0]
     if "block_hashes" in event and draw(st.booleans()):
@@ -107,7 +107,7 @@ def test_our_own_batches_are_all_understood(batches: list[list[AnyEvent]]) -> No
 
 
 @settings(deadline=None)
-@given(st.lists(foreign(), max_size=5), st.none() | st.integers(0, 300))
+@given(st.lists(other_events(), max_size=5), st.none() | st.integers(0, 300))
 def test_maps_of_other_engines_are_understood(events: list[dict[str, Any]], rank: int | None) -> None:
     _, said = both([msgpack.packb([1.5, events, rank])])
     assert said == [len(events)]

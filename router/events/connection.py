@@ -1,0 +1,101 @@
+"""PublisherConnection: the sockets to one publisher of KV events. On the event plane's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import zmq
+
+from router.events.sockets import Sockets
+from wire.records import WorkerRecord
+
+_AT_ONCE = 1000  # messages of one publisher, so that others get their turn
+
+
+class PublisherConnection:
+    """Live batches by SUB, replays by DEALER, and for external engines a monitor of the SUB's connection.
+
+    Baton's workers have new addresses after a restart. An external engine may come back at its old ones, so
+    it matters whether its connection was lost.
+    """
+
+    def __init__(
+        self,
+        record: WorkerRecord,
+        sockets: Sockets,
+        read_live: Callable[[float], None],
+        read_replay: Callable[[float], None],
+    ) -> None:
+        """The functions are called with the time when there is something to read. Raises ZMQError for an
+        invalid address."""
+        self._record = record
+        self._sockets = sockets
+        self._read_replay = read_replay
+        self._live = sockets.connect(zmq.SUB, record.events, read_live)
+        try:
+            self._replay = self._connect_replay()
+        except zmq.ZMQError:
+            sockets.close(self._live)
+            raise
+        self._monitor: zmq.Socket[bytes] | None = None
+        if record.page_hashes == "foreign":
+            self._monitor = self._live.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            sockets.watch(self._monitor, read_live)
+
+    @property
+    def can_replay(self) -> bool:
+        """Whether the publisher has a replay socket."""
+        return self._replay is not None
+
+    def close(self) -> None:
+        """Close the sockets."""
+        if self._monitor is not None:
+            self._live.disable_monitor()
+            self._sockets.close(self._monitor)
+        self._sockets.close(self._live)
+        if self._replay is not None:
+            self._sockets.close(self._replay)
+
+    def request(self, start: int) -> bool:
+        """Request a replay from number `start`. Returns False when the queue to the publisher is full."""
+        assert self._replay is not None
+        try:
+            self._replay.send_multipart([b"", start.to_bytes(8, "big")], zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def reconnect_replay(self) -> None:
+        """Replace the replay socket, so that an abandoned replay cannot mix with the next."""
+        if self._replay is not None:
+            self._sockets.close(self._replay)
+        self._replay = self._connect_replay()
+
+    def lost(self) -> bool:
+        """Read the monitor: whether the publisher has disconnected since the last call."""
+        if self._monitor is None or not self._monitor.poll(0):
+            return False
+        self._monitor.recv_multipart(zmq.NOBLOCK)
+        return True
+
+    def live(self) -> Iterator[list[bytes]]:
+        """The live messages that have come, as frames."""
+        return self._messages(self._live)
+
+    def replay(self) -> Iterator[list[bytes]]:
+        """The messages of the replay that have come, until `reconnect_replay` or `close`."""
+        return self._messages(self._replay) if self._replay is not None else iter(())
+
+    def _messages(self, socket: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
+        for _ in range(_AT_ONCE):
+            if socket.closed:
+                return
+            try:
+                yield socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+
+    def _connect_replay(self) -> zmq.Socket[bytes] | None:
+        if not self._record.replay:
+            return None
+        return self._sockets.connect(zmq.DEALER, self._record.replay, self._read_replay)
