@@ -175,10 +175,13 @@ class DecodeRole(WorkerRole[DecodeRoom]):
     # -- the room ends -----------------------------------------------------------------------------
 
     def abandon(self, room: DecodeRoom) -> None:
-        if room.hold is DecodeHold.WAITING:
-            self._quarantine(room)
-        elif room.hold is DecodeHold.SCHEDULER:
-            self.scheduler.abort(room.room, room.epoch)
+        match room.hold:
+            case DecodeHold.BOOTSTRAP:
+                self.scheduler.hand_off.withdraw(room.req)
+            case DecodeHold.WAITING:
+                self._quarantine(room)
+            case DecodeHold.SCHEDULER:
+                self.scheduler.abort(room.room, room.epoch)
 
     def _quarantine(self, room: DecodeRoom) -> None:
         """Cancel the reservation; its pages are free once no write to them can be in progress."""

@@ -130,11 +130,6 @@ class RoomTable:
                     grant.interrupt()  # under the lock: once finished, its connection serves another room
             return known.fence
 
-    def writers(self) -> int:
-        """Grants that are out."""
-        with self._lock:
-            return sum(len(room.grants) for room in self._rooms.values())
-
 
 def _contained(opened: PageIds, pages: PageIds) -> bool:
     """Whether every page is among the opened (sorted) ones, and none comes twice."""

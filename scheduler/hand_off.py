@@ -48,6 +48,10 @@ class HandOff:
         req.state = ReqState.RESERVED
         return True
 
+    def withdraw(self, req: Req) -> None:
+        """A request that `reserve` has refused will not be tried again: it loses its place in the order."""
+        self._admission.withdraw(req)
+
     def cancel_reservation(self, req: Req) -> GroupPages:
         """Give back the row and the locks of a reservation. Returns its pages, which are still allocated.
 

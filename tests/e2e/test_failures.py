@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from engine.fake import fake_generate
-from tests.harness.local_stack import Stack, stack
+from tests.harness.local_stack import Stack, stack, wait_for_workers
 from tests.harness.processes import Child
 from wire.mailbox import Mailbox
 
@@ -40,6 +40,10 @@ def prompts(count: int, seed: int) -> list[list[int]]:
 
 def kill(child: Child) -> None:
     child.kill()
+
+
+def go_on(child: Child) -> None:
+    child.process.send_signal(signal.SIGCONT)
 
 
 def leave(child: Child) -> None:
@@ -90,23 +94,46 @@ def take(children: list[Child], one: Child) -> Child:
     return one
 
 
-def test_a_stopped_prefill_worker_holds_decode_pages_in_quarantine_until_it_is_gone(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    """SIGSTOP is not death: its writes could still land, so decode must not reuse what it was offered."""
-    with stack(tiny_model, tmp_path, prefill=1, decode=1, router=ROUTER, **OPTIONS) as running:
-        (prompt,) = prompts(1, seed=3)
-        running.generate(prompt, 4)
+def test_pages_that_a_stopped_writer_was_granted_are_quarantined(tiny_model: Path, tmp_path: Path) -> None:
+    """Prefill is stopped in a write. Until the write is over, or prefill is killed, the pages stay unused.
+
+    Decode serves alone meanwhile, from a pool so small that it would reuse pages that are free. The late
+    write would then show in an answer.
+    """
+    flag = tmp_path / "stop"
+    options = {**OPTIONS, "max_total_tokens": 768}
+    router = {**ROUTER, "first_token_timeout_s": 5.0}
+    runner = ("tests.support.stops_in_write", str(flag))
+    with stack(tiny_model, tmp_path, 1, 1, router, runner, **options) as running:
+        (prefill,), (decode,) = running.prefill, running.decode
+        for seed, end in ((3, go_on), (4, kill)):
+            prompt, *others = prompts(13, seed)
+            running.settle()
+            wait_for_workers(running, 2)
+            flag.touch()
+            try:
+                assert_right(running, [prompt])
+                assert not flag.exists(), "nothing was written"
+                pages = -(-len(prompt) // 16)
+                assert running.inspect(decode, "memory")["quarantined_pages"] == pages
+                assert_right(running, others)
+                assert running.inspect(decode, "memory")["quarantined_pages"] == pages
+                with ThreadPoolExecutor(1) as pool:
+                    asking = pool.submit(assert_right, running, [other[::-1] for other in others])
+                    wait_until_busy(running)
+                    end(prefill)
+                    asking.result(60.0)
+            finally:
+                go_on(prefill)
+        running.prefill.clear()
         running.settle()
-        prefill = running.prefill.pop()
-        prefill.process.send_signal(signal.SIGSTOP)
-        try:
-            answer = running.generate(prompt[::-1], OUTPUT_TOKENS)  # decode ends up doing it alone
-            assert answer["output_ids"] == fake_generate(prompt[::-1], OUTPUT_TOKENS)
-        finally:
-            prefill.process.send_signal(signal.SIGCONT)
-            prefill.kill()
-        running.settle()
+
+
+def assert_right(running: Stack, asked: list[list[int]]) -> None:
+    answers = running.generate_all(asked, OUTPUT_TOKENS)
+    assert [answer["output_ids"] for answer in answers] == [
+        fake_generate(prompt, OUTPUT_TOKENS) for prompt in asked
+    ]
 
 
 def test_a_client_that_leaves_frees_both_sides(tiny_model: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from kvcache.buffers import allocate_private, allocate_shared
 from kvtransfer.pages import PageIds, PageWrite
 from kvtransfer.receiver import PoolReceiver
 from kvtransfer.region import GroupRegion
+from kvtransfer.rooms import RoomTable
 from kvtransfer.select import open_receiver, open_sender
 from kvtransfer.transport import Bounds
 from wire.messages import TransferEndpoint
@@ -130,3 +131,9 @@ def _sender_main(conn: Connection, backend: str, shapes: Shapes, seed: int) -> N
 def permuted(rng: np.random.Generator, num_pages: int, count: int) -> PageIds:
     """`count` different pages, never the scratch page 0."""
     return rng.permutation(np.arange(1, num_pages))[:count].astype(np.int64)
+
+
+def grants_out(table: RoomTable) -> int:
+    """Writes that are granted and not over. The table keeps this to itself: only tests count them."""
+    with table._lock:
+        return sum(len(room.grants) for room in table._rooms.values())

@@ -76,4 +76,4 @@ def test_a_staged_batch_that_is_not_finished_is_not_applied() -> None:
     next(batches).view()[:] = b"x" * target.nbytes
     batches.close()
     assert int(target.tensor.count_nonzero()) == 0
-    assert not target._lock.locked()
+    assert not target._lock.locked(), "a lock that is not given back blocks the next batch"

@@ -6,50 +6,17 @@ Both workers run in this thread; the fake engine's answers betray a page or a st
 from __future__ import annotations
 
 import itertools
-import random
-from dataclasses import asdict
 from typing import Any
 
 import pytest
 
-from engine.fake import fake_generate
-from kvtransfer.pages import as_pages
-from tests.harness.local_stack import in_use
-from tests.support.hand_off import GROUPS, Pair, pair
+from tests.support.granted_writer import GrantedWriter
+from tests.support.hand_off import GROUPS, Pair, held, pair, prompt_of, right
 from tests.support.left_over import left_over
-from wire.codec import unpack_tokens
 from wire.messages import Decode, KVTarget
-from worker.loop import Worker
 
 PAGE_SIZE = 4
 every_model = pytest.mark.parametrize("groups", GROUPS, ids=lambda groups: "+".join(("full", *groups)))
-
-
-def prompt_of(seed: int, length: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(1000) for _ in range(length)]
-
-
-def right(both: Pair, room: int, groups: tuple[str, ...]) -> list[int]:
-    """What the room must be answered."""
-    request = both.outputs[room].request
-    prompt = unpack_tokens(request.prompt).tolist()
-    return fake_generate(prompt, request.sampling.max_new_tokens, groups=groups)
-
-
-def held(worker: Worker) -> dict[str, Any]:
-    """What is neither free nor an unlocked part of the cache, in any group. The books must balance."""
-    return in_use(asdict(worker.check_memory()))
-
-
-def settle(both: Pair) -> None:
-    """Let every deadline pass; then nothing may be held."""
-    for _ in range(8):
-        both.pass_time(40.0)
-        both.run_dry()
-    for worker in (both.prefill, both.decode):
-        assert not worker.rooms()
-        assert held(worker) == {}
 
 
 def target_of(both: Pair) -> KVTarget:
@@ -83,7 +50,7 @@ def test_decode_asks_each_group_for_what_it_lacks(groups: tuple[str, ...], lengt
             assert (target.groups["state"].first_page, len(target.groups["state"].page_ids)) == (0, 1)
         both.run_dry()
         assert both.outputs[1].tokens == right(both, 1, groups)
-        settle(both)
+        both.settle()
 
 
 @every_model
@@ -108,7 +75,7 @@ def test_full_pages_that_decode_holds_do_not_travel_although_their_window_is_gon
             assert (asked.first_page, len(asked.page_ids)) == (42 // PAGE_SIZE, 21 - 42 // PAGE_SIZE)
         both.run_dry()
         assert both.outputs[2].tokens == right(both, 2, groups)
-        settle(both)
+        both.settle()
 
 
 @every_model
@@ -129,7 +96,7 @@ def test_a_room_without_target_holds_nothing_and_comes_back(groups: tuple[str, .
             both.network.letters += late
             both.run_dry()
             assert both.outputs[room].tokens == right(both, room, groups)
-        settle(both)
+        both.settle()
 
 
 @every_model
@@ -143,7 +110,7 @@ def test_abort_at_every_stage_leaves_nothing(groups: tuple[str, ...]) -> None:
             over = not both.outputs[1].open
             both.abort(1)
             both.run_dry()
-            settle(both)
+            both.settle()
         if over:
             assert steps > 20, "a hand-off has more steps than that"
             return
@@ -153,8 +120,7 @@ def test_abort_at_every_stage_leaves_nothing(groups: tuple[str, ...]) -> None:
 def test_what_a_writer_may_still_touch_is_quarantined_in_every_group(groups: tuple[str, ...]) -> None:
     with pair(groups) as both:
         target = ask_and_see_target(both, 1, prompt_of(1, 50), 9)
-        rooms = both.decode.parts.role._receivers._rooms
-        grant = rooms.begin(1, 1, "full", as_pages(target.groups["full"].page_ids[:1]), 1, "shm")
+        writer = GrantedWriter(target)
         both.abort(1)
         to_decode = [letter.to == both.decode.record().mailbox for letter in both.network.letters]
         both.deliver(to_decode.index(True))
@@ -163,9 +129,9 @@ def test_what_a_writer_may_still_touch_is_quarantined_in_every_group(groups: tup
         for group in groups:
             assert report.groups[group].quarantined == len(target.groups[group].page_ids) > 0
             assert report.groups[group].held == 0
-        rooms.finish(grant, landed=False)
+        writer.end()
         both.run_dry()
-        settle(both)
+        both.settle()
 
 
 @every_model
@@ -185,7 +151,7 @@ def test_requests_and_evicted_nodes_are_freed_by_their_counts(groups: tuple[str,
         with left_over("scheduler", "kvcache", "prefill_node", "decode_node", "kvtransfer", "wire") as found:
             serve(both, range(6, 30))
         assert found == []
-        settle(both)
+        both.settle()
 
 
 @pytest.mark.parametrize(
@@ -198,4 +164,4 @@ def test_workers_whose_pages_differ_refuse_each_other(differs: dict[str, Any]) -
         rejected = both.outputs[1].rejected
         assert rejected is not None
         assert "lays its pages out differently" in rejected.message
-        settle(both)
+        both.settle()

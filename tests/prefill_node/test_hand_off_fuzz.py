@@ -7,14 +7,12 @@ chunks; messages lost, doubled and reordered; rooms restarted and aborted; deadl
 from __future__ import annotations
 
 import random
-from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from engine.fake import fake_generate
 from kvcache.eviction import POLICIES
-from tests.harness.local_stack import in_use
 from tests.support.hand_off import GROUPS, Pair, pair
 from wire.messages import KVDone, KVFailed, KVTarget, RejectKind, Release
 
@@ -136,12 +134,7 @@ class Rooms:
         unfinished = [room for room, output in self.pair.outputs.items() if output.open]
         assert not unfinished, f"rooms {unfinished} never end"
         self.check()
-        for _ in range(8):
-            self.pair.pass_time(40.0)
-            self.pair.run_dry()
-        for worker in (self.pair.prefill, self.pair.decode):
-            assert not worker.rooms()
-            assert in_use(asdict(worker.check_memory())) == {}
+        self.pair.settle()
 
 
 def run_seed(seed: int, moves: int) -> None:

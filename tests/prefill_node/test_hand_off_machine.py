@@ -7,7 +7,6 @@ and deadlines have passed, every room is over and every page and row of both wor
 from __future__ import annotations
 
 import random
-from dataclasses import asdict
 from typing import ClassVar
 
 import pytest
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.fake import fake_generate
-from tests.harness.local_stack import in_use
 from tests.support.hand_off import Pair, pair
 from wire.codec import unpack_tokens
 
@@ -103,12 +101,7 @@ class HandOff(RuleBasedStateMachine):
             self.pair.pass_time(3.0)
             self.pair.run_dry()
         assert not [output for output in self.pair.outputs.values() if output.open]
-        for _ in range(8):
-            self.pair.pass_time(40.0)
-            self.pair.run_dry()
-        for worker in (self.pair.prefill, self.pair.decode):
-            assert not worker.rooms()
-            assert in_use(asdict(worker.check_memory())) == {}
+        self.pair.settle()
 
 
 _SETTINGS = settings(

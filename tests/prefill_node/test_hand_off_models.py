@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,10 @@ import pytest
 
 from kvcache.quant import KVFormat
 from router.directory.directory import Directory
-from tests.harness.local_stack import in_use
-from tests.support.hand_off import Pair, pair
+from tests.support.hand_off import Pair, held, pair
 from tests.support.reference import draw_model
 from tests.support.tiny_models import FAMILIES, MIXED, make_tiny, write_tiny
 from wire.messages import Announce, Announced, AnnounceRefused
-from worker.loop import Worker
 
 pytestmark = pytest.mark.slow
 FORMATS = [form.value for form in KVFormat if form is not KVFormat.AUTO]
@@ -62,16 +59,6 @@ def quantisable(family: str, directory: Path) -> Path:
     return path
 
 
-def settle(both: Pair) -> None:
-    """Let every deadline pass; then nothing may be held in any group."""
-    for _ in range(8):
-        both.pass_time(60.0)
-        both.run_dry()
-    for worker in (both.prefill, both.decode):
-        assert not worker.rooms()
-        assert in_use(asdict(worker.check_memory())) == {}
-
-
 def answer(both: Pair, room: int, prompt: list[int], split: bool) -> list[int]:
     both.ask(room, prompt, OUTPUT_TOKENS, split)
     both.run_dry()
@@ -95,7 +82,7 @@ def test_quantised_kv_answers_the_same_apart_or_not(models: Path, family: str, f
     prompt = prompt_of(5, 77)
     with pair(**options) as both:
         alone = answer(both, 1, prompt, split=False)
-        settle(both)
+        both.settle(60.0)
     assert len(set(alone)) > OUTPUT_TOKENS // 6, "too dull to tell anything"
     for chunk, page_size, depth in ((24, 8, 0), (None, 16, 1)):
         changed = {"chunked_prefill_size": chunk, "page_size": page_size, "overlap_depth": depth}
@@ -104,11 +91,11 @@ def test_quantised_kv_answers_the_same_apart_or_not(models: Path, family: str, f
             assert answer(both, 2, prompt, split=True) == alone, "apart, and cached on both sides"
             assert answer(both, 3, prompt, split=False) == alone, "decode alone, from what was sent"
             cousin = answer(both, 4, [*prompt[:64], *prompt_of(6, 9)], split=True)
-            settle(both)
+            both.settle(60.0)
         with pair(**{**options, **changed, "prefix_cache": "none"}) as both:
             assert answer(both, 1, prompt, split=True) == alone, "apart, and never cached"
             assert answer(both, 4, [*prompt[:64], *prompt_of(6, 9)], split=False) == cousin
-            settle(both)
+            both.settle(60.0)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral_window", "deepseek_v2", "qwen3_next"])
@@ -130,7 +117,7 @@ def test_workers_that_store_kv_differently_refuse_each_other(models: Path, famil
         both.restart(1, split=False)
         both.run_dry()
         given = both.outputs[1].tokens
-        settle(both)
+        both.settle(60.0)
     with pair(**options) as both:
         assert answer(both, 1, prompt, split=False) == given
 
@@ -145,10 +132,6 @@ def seen(both: Pair, room: int, tokens: int) -> None:
         both.step(step)
         step += 1
         assert step < 100_000
-
-
-def held(worker: Worker) -> dict[str, Any]:
-    return in_use(asdict(worker.check_memory()))
 
 
 def again_cases() -> list[Any]:
@@ -184,4 +167,4 @@ def test_a_room_that_starts_again_in_mid_stream_goes_on_exactly(
             both.insist(room)
         both.run_dry()
         assert [both.outputs[room].tokens for room in (0, 1)] == answers[:2]
-        settle(both)
+        both.settle(60.0)

@@ -51,15 +51,14 @@ def test_retraction_repeats_and_loses_nothing(page_size: int, depth: int) -> Non
 
 def test_retracted_resume_before_others() -> None:
     rig = Rig(pool_tokens=128, config=replace(CONFIG, decode_reserve_tokens=0))
-    rig.add(range(32), 40)
-    rig.add(range(40, 72), 40)
+    first = [rig.add(range(32), 40), rig.add(range(40, 72), 40)]
     while rig.scheduler.metrics.retracted == 0:
         rig.step()
-    rig.add(range(80, 90), 2, priority=9)
-    head = rig.scheduler._requests.waiting.head
-    assert head is not None
-    assert head.resumed
+    (retracted,) = (req for req in first if req.resumed)
+    late = rig.add(range(80, 90), 2, priority=9)
+    before = len(rig.policy.prefilled)
     rig.run()
+    assert rig.policy.prefilled[before:] == [retracted, late]
     rig.assert_outputs()
     rig.close()
 

@@ -153,10 +153,12 @@ class Fuzz:
             self.decode.memory.quarantine(pages, room)
             self.fenced.append(room)
         elif reference.state is ReqState.NEW:
-            self.decode.scheduler._admission.withdraw(reference)
+            self.decode.scheduler.hand_off.withdraw(reference)
 
     def abort(self) -> None:
-        running = [room for room, _ in self.decode.scheduler._requests.live if room not in self.pairs]
+        policy = self.decode.policy
+        over = {*self.pairs, *self.gone, *policy.finished, *policy.failed}
+        running = [room for room in self.decode.expected if room not in over]
         if running:
             room = self.rng.choice(running)
             if self.decode.scheduler.abort(room, 1):

@@ -1,24 +1,16 @@
-"""What a worker says of its speed, and when it says that its load has moved."""
+"""What a scheduler says of its speed."""
 
 from __future__ import annotations
 
-import queue
-import threading
 from dataclasses import replace
 
-import msgspec
 import pytest
 
 from engine.batch import Engine, ForwardBatch, Pending
 from engine.spec import ModelSpec
 from scheduler.config import SchedulerConfig
 from scheduler.rates import Rates
-from tests.router.directory.test_directory import record
 from tests.scheduler.rig import Rig
-from wire.mailbox import Mailbox
-from wire.messages import Announce, Withdraw
-from wire.records import WorkerLoad, WorkerRecord
-from worker.heartbeat import Heartbeat, has_moved
 
 CONFIG = SchedulerConfig(model="m", max_running_requests=8, chunked_prefill_size=32)
 
@@ -115,53 +107,3 @@ def test_a_queue_counts_what_is_left_to_compute() -> None:
     rig.run()
     assert load().queued_prefill_tokens == 0
     rig.close()
-
-
-def test_what_moves_a_load() -> None:
-    said = WorkerLoad(queued_prefill_tokens=1000, running_requests=16, headroom_tokens=5000, headroom_rows=9)
-    assert not has_moved(said, said)
-    assert not has_moved(said, msgspec.structs.replace(said, queued_prefill_tokens=1050, decode_step_s=0.0))
-    assert has_moved(said, msgspec.structs.replace(said, queued_prefill_tokens=2000))
-    assert has_moved(said, msgspec.structs.replace(said, queued_prefill_tokens=0))
-    assert not has_moved(said, msgspec.structs.replace(said, running_requests=17))
-    assert has_moved(said, msgspec.structs.replace(said, waiting_requests=4))
-    assert has_moved(said, msgspec.structs.replace(said, headroom_tokens=0))
-    assert has_moved(said, msgspec.structs.replace(said, headroom_rows=0))
-    assert has_moved(said, msgspec.structs.replace(said, prefill_tokens_per_s=1.0))
-
-
-def test_a_load_that_moved_is_announced_long_before_the_renewal() -> None:
-    heard: queue.Queue[Announce | Withdraw] = queue.Queue()
-    wanted = threading.Event()
-
-    with Mailbox() as directory, Mailbox() as worker:
-        load = WorkerLoad()
-
-        def current() -> WorkerRecord:
-            return record(load=load)
-
-        heartbeat = Heartbeat(worker, lambda: directory.address, current, interval_s=600.0)
-        thread = threading.Thread(target=_listen, args=(directory, heard, wanted), daemon=True)
-        thread.start()
-        heartbeat._thread.start()
-        first = heard.get(timeout=10)
-        assert isinstance(first, Announce)
-        for queued in (1000, 1010, 5000):
-            load = WorkerLoad(queued_prefill_tokens=queued)
-            heartbeat.on_load(load)
-            if queued == 1010:  # no news: nothing is said of it but with the next
-                continue
-            told = heard.get(timeout=10)
-            assert isinstance(told, Announce)
-            assert told.record.load == load
-        heartbeat.stop()
-        assert isinstance(heard.get(timeout=10), Withdraw)
-        wanted.set()
-        thread.join(timeout=10)
-
-
-def _listen(mailbox: Mailbox, heard: queue.Queue[Announce | Withdraw], enough: threading.Event) -> None:
-    while not enough.is_set():
-        for mail in mailbox.wait(0.05):
-            if isinstance(mail.message, Announce | Withdraw):
-                heard.put(mail.message)

@@ -5,10 +5,11 @@ clock that the test controls. Memory, scheduler, both roles and the transport (s
 from __future__ import annotations
 
 import itertools
+import random
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -17,9 +18,11 @@ from msgspec.structs import replace
 
 from decode_node import role as decode_role
 from decode_node.worker import DecodeWorker
+from engine.fake import fake_generate
 from prefill_node import role as prefill_role
 from prefill_node.worker import PrefillWorker
-from wire.codec import decode, encode, pack_tokens
+from tests.harness.local_stack import in_use
+from wire.codec import decode, encode, pack_tokens, unpack_tokens
 from wire.mailbox import Mail
 from wire.messages import (
     Abort,
@@ -31,6 +34,7 @@ from wire.messages import (
     Rejected,
     Resend,
     Reserved,
+    RoomMessage,
     Timeline,
     Tokens,
     kind_of,
@@ -167,6 +171,26 @@ class Pair:
             if letter.to == worker.record().mailbox:
                 worker.turn([Mail(letter.sender, letter.message)])
 
+    def hold_back(self, kind: type[RoomMessage]) -> Letter:
+        """Run until a message of this kind is on its way. It is taken from the network and not delivered."""
+        deadline = time.monotonic() + TRANSFER_S
+        while True:
+            for letter in self.network.letters:
+                if isinstance(letter.message, kind):
+                    self.network.letters.remove(letter)
+                    return letter
+            assert time.monotonic() < deadline, f"no {kind.__name__} was sent"
+            self.turn(self.prefill)
+            self.turn(self.decode)
+            self._moving()
+            if self.network.letters:
+                self.deliver(0)
+
+    def arrive(self, letter: Letter) -> None:
+        """Deliver a message that was held back, or that the test has made up."""
+        self.network.letters.insert(0, letter)
+        self.deliver(0)
+
     def turn(self, worker: Worker) -> bool:
         """One turn without mail."""
         return worker.turn([])
@@ -195,6 +219,32 @@ class Pair:
                 busy = True
                 self.deliver(0)
             quiet = 0 if busy or self._moving() else quiet + 1
+
+    def run_dry_without(self, stopped: Worker) -> None:
+        """Deliver everything but the mail of one worker, which is not turned either and keeps its mail."""
+        address, kept = stopped.record().mailbox, []
+        other = self.decode if stopped is self.prefill else self.prefill
+        quiet = 0
+        while quiet < 3:
+            busy = self.turn(other)
+            while self.network.letters:
+                letter = self.network.letters[0]
+                if letter.to == address:
+                    kept.append(self.network.letters.pop(0))
+                    continue
+                busy = True
+                self.deliver(0)
+            quiet = 0 if busy else quiet + 1
+        self.network.letters += kept
+
+    def settle(self, seconds: float = 40.0) -> None:
+        """Let every deadline pass, `seconds` at a time. Then no room may be left and nothing may be held."""
+        for _ in range(8):
+            self.pass_time(seconds)
+            self.run_dry()
+        for worker in (self.prefill, self.decode):
+            assert not worker.rooms()
+            assert held(worker) == {}
 
     def _moving(self) -> bool:
         """Is a transfer thread at work, even for an aborted room? Then give it the processor."""
@@ -234,6 +284,24 @@ class Pair:
         output = self.outputs[room]
         for worker in (self.prefill, self.decode):
             self.post(worker, Resend(room, output.request.epoch, len(output.tokens)))
+
+
+def held(worker: Worker) -> dict[str, Any]:
+    """What is neither free nor an unlocked part of the cache, in any group. The books must balance."""
+    return in_use(asdict(worker.check_memory()))
+
+
+def prompt_of(seed: int, length: int) -> list[int]:
+    """Random tokens."""
+    rng = random.Random(seed)
+    return [rng.randrange(1000) for _ in range(length)]
+
+
+def right(both: Pair, room: int, groups: tuple[str, ...] = ()) -> list[int]:
+    """What the room must be answered."""
+    request = both.outputs[room].request
+    prompt = unpack_tokens(request.prompt).tolist()
+    return fake_generate(prompt, request.sampling.max_new_tokens, groups=groups)
 
 
 GROUPS: tuple[tuple[str, ...], ...] = ((), ("window",), ("state",), ("window", "state"))

@@ -1,0 +1,379 @@
+"""DecodeRole message by message: reservations, quarantine, and every way in which a hand-off ends.
+
+Prefill, scheduler, memory and the transport (shm) are the real ones; the test is the router and the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from common.errors import TransferError
+from decode_node.room import DecodeHold, DecodeRoom
+from tests.support.granted_writer import GrantedWriter
+from tests.support.hand_off import GROUPS, ROUTER, Letter, Pair, held, pair, prompt_of, right
+from wire.messages import (
+    KVDone,
+    KVFailed,
+    KVTarget,
+    Receipt,
+    RejectKind,
+    Release,
+    Reserved,
+    RoomMessage,
+    Timeline,
+    Tokens,
+)
+from wire.stages import RequestStage
+
+PAGE_SIZE = 4
+every_model = pytest.mark.parametrize("groups", GROUPS, ids=lambda groups: "+".join(("full", *groups)))
+
+
+@pytest.fixture
+def both() -> Iterator[Pair]:
+    with pair() as workers:
+        yield workers
+
+
+def target_of(both: Pair, room: int, prompt: list[int], n: int = 6) -> KVTarget:
+    """Ask; what decode says to prefill. It is lost on its way, so decode says it again in a while."""
+    both.ask(room, prompt, n)
+    target = both.hold_back(KVTarget).message
+    assert isinstance(target, KVTarget)
+    assert target.room == room
+    return target
+
+
+def room_of(both: Pair) -> DecodeRoom:
+    """The only room on decode."""
+    (room,) = both.decode.rooms()
+    assert isinstance(room, DecodeRoom)
+    return room
+
+
+def from_prefill(both: Pair, message: RoomMessage) -> None:
+    """A message of the prefill worker arrives at decode, which confirms it at once."""
+    prefill, decode = both.prefill.record().mailbox, both.decode.record().mailbox
+    both.arrive(Letter(prefill, decode, message))
+    receipts = [letter for letter in both.network.letters if isinstance(letter.message, Receipt)]
+    confirmed = [letter for letter in receipts if letter.to == prefill and letter.sender == decode]
+    assert confirmed, "not confirmed"
+    both.network.letters.remove(confirmed[-1])
+
+
+def sent_to_router(both: Pair, kind: type[Any]) -> list[Any]:
+    """Messages of this kind from decode to the router that are on their way."""
+    decode = both.decode.record().mailbox
+    return [
+        letter.message
+        for letter in both.network.letters
+        if (letter.sender, letter.to) == (decode, ROUTER) and isinstance(letter.message, kind)
+    ]
+
+
+def ended(both: Pair, room: int) -> None:
+    """Nothing of the room is left on decode; the router, which insists, gets its answer all the same."""
+    assert not both.decode.rooms()
+    assert held(both.decode) == {}
+    both.run_dry()
+    if both.outputs[room].open:
+        both.insist(room)
+        both.run_dry()
+        assert both.outputs[room].tokens == right(both, room)
+    both.settle()
+
+
+# -- reservations ---------------------------------------------------------------------------------------
+
+
+def test_a_reservation_holds_a_row_and_what_is_not_cached_and_both_peers_hear_of_it(both: Pair) -> None:
+    target = target_of(both, 1, prompt_of(1, 50))
+    assert room_of(both).hold is DecodeHold.WAITING
+    report = both.decode.check_memory()
+    assert report.held_pages == len(target.groups["full"].page_ids) == 13
+    assert report.held_rows == 1
+    assert [(message.room, message.epoch) for message in sent_to_router(both, Reserved)] == [(1, 1)]
+    both.start(1)
+    for _ in range(len(both.network.letters)):
+        both.deliver(0)
+    assert len(both.decode.rooms()) == 1
+    assert both.decode.check_memory().held_pages == 13, "a repeated start reserves nothing again"
+    both.abort(1)
+    both.run_dry()
+    ended(both, 1)
+
+
+def test_rooms_are_reserved_in_the_order_of_their_arrival() -> None:
+    with pair(max_total_tokens=256) as both:
+        target_of(both, 1, prompt_of(1, 150))
+        for room, length in ((2, 120), (3, 8)):
+            both.ask(room, prompt_of(room, length), 6)
+        both.run_dry_without(both.prefill)
+        holds = {room.room: room.hold for room in both.decode.rooms()}
+        assert holds == {1: "waiting", 2: "bootstrap", 3: "bootstrap"}, "the small one passes nobody"
+        both.pass_time(1.0)
+        both.run_dry()
+        for room in (1, 2, 3):
+            assert both.outputs[room].tokens == right(both, room)
+        both.settle()
+
+
+# -- the KV comes --------------------------------------------------------------------------------------
+
+
+def test_the_first_message_repeats_the_token_that_prefill_has_sent(both: Pair) -> None:
+    both.ask(1, prompt_of(1, 30), 5)
+    done = both.hold_back(KVDone)
+    both.run_dry()
+    assert len(both.outputs[1].tokens) == 1, "token 0 does not wait for the transfer"
+    both.arrive(done)
+    (first, *_) = (run for tokens in sent_to_router(both, Tokens) for run in tokens.runs)
+    assert (first.start, first.tokens[:1]) == (0, both.outputs[1].tokens)
+    both.run_dry()
+    assert both.outputs[1].tokens == right(both, 1)
+    both.settle()
+
+
+def test_a_done_of_an_older_epoch_commits_nothing(both: Pair) -> None:
+    both.ask(1, prompt_of(1, 30), 5)
+    stale = both.hold_back(KVDone).message
+    both.restart(1, split=True)
+    done = both.hold_back(KVDone)
+    assert isinstance(stale, KVDone)
+    assert isinstance(done.message, KVDone)
+    assert (stale.epoch, done.message.epoch) == (1, 2)
+    from_prefill(both, stale)
+    assert room_of(both).hold is DecodeHold.WAITING
+    both.arrive(done)
+    both.run_dry()
+    assert both.outputs[1].tokens == right(both, 1)
+    both.settle()
+
+
+def test_a_done_for_a_room_that_is_not_here_is_confirmed_only(both: Pair) -> None:
+    from_prefill(both, KVDone(7, 1, 30, 5, 0))
+    assert not both.network.letters
+    assert not both.decode.rooms()
+
+
+def test_a_repeated_done_changes_nothing(both: Pair) -> None:
+    both.ask(1, prompt_of(1, 30), 5)
+    done = both.hold_back(KVDone).message
+    assert isinstance(done, KVDone)
+    for _ in range(3):
+        from_prefill(both, done)
+    both.run_dry()
+    from_prefill(both, done)
+    assert both.outputs[1].tokens == right(both, 1)
+    both.settle()
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"context_tokens": 29}, "29 tokens were computed where 30 are expected"),
+        ({"kv_bytes": 1}, "bytes arrived"),
+        ({"checksums": {"full": [0] * 8}}, "the checksums of group full differ"),
+    ],
+    ids=["tokens", "bytes", "checksums"],
+)
+def test_a_done_that_does_not_fit_what_arrived_fails_the_room(changed: dict[str, Any], says: str) -> None:
+    with pair(kv_checksums=True) as both:
+        both.ask(1, prompt_of(1, 30), 5)
+        done = both.hold_back(KVDone).message
+        assert isinstance(done, KVDone)
+        from_prefill(both, _changed(done, changed))
+        both.run_dry()
+        rejected = both.outputs[1].rejected
+        assert rejected is not None
+        assert rejected.why is RejectKind.FAILED
+        assert says in rejected.message
+        ended(both, 1)
+
+
+def _changed(done: KVDone, fields: dict[str, Any]) -> KVDone:
+    return KVDone(**{**{name: getattr(done, name) for name in done.__struct_fields__}, **fields})
+
+
+def test_a_done_before_every_page_has_landed_fails_the_room(both: Pair) -> None:
+    target_of(both, 1, prompt_of(1, 30))
+    from_prefill(both, KVDone(1, 1, 30, 5, 0))
+    both.run_dry()
+    rejected = both.outputs[1].rejected
+    assert rejected is not None
+    assert "missing pages: 8 of group full" in rejected.message
+    ended(both, 1)
+
+
+# -- the KV does not come ------------------------------------------------------------------------------
+
+
+@every_model
+def test_what_was_reserved_is_quarantined_until_the_fence(groups: tuple[str, ...]) -> None:
+    """A write in progress cannot be recalled: pages and slots of every group wait until it is over."""
+    with pair(groups) as both:
+        target = target_of(both, 1, prompt_of(1, 50))
+        offered = {name: set(group.page_ids) for name, group in target.groups.items()}
+        writer = GrantedWriter(target)
+        both.abort(1)
+        both.run_dry_without(both.prefill)
+        report = both.decode.check_memory()
+        assert report.quarantined_pages == len(offered["full"])
+        for name in groups:
+            assert report.groups[name].quarantined == len(offered[name]) > 0
+        assert not both.decode.rooms()
+        again = target_of(both, 2, prompt_of(1, 50))
+        for name, group in again.groups.items():
+            assert not offered[name] & set(group.page_ids), f"{name}: offered to two writers"
+        writer.end()
+        both.turn(both.decode)
+        report = both.decode.check_memory()
+        assert report.quarantined_pages == 0
+        assert all(report.groups[name].quarantined == 0 for name in groups)
+        both.pass_time(1.0)
+        both.run_dry()
+        assert both.outputs[2].tokens == right(both, 2, groups)
+        both.settle()
+
+
+def test_a_worker_with_quarantined_pages_is_not_drained(both: Pair) -> None:
+    writer = GrantedWriter(target_of(both, 1, prompt_of(1, 50)))
+    both.abort(1)
+    both.run_dry_without(both.prefill)
+    assert both.decode.parts.role.busy
+    writer.end()
+    both.turn(both.decode)
+    assert not both.decode.parts.role.busy
+    both.settle()
+
+
+def test_a_writer_of_an_older_epoch_is_refused(both: Pair) -> None:
+    stale = target_of(both, 1, prompt_of(1, 30))
+    both.restart(1, split=True)
+    target = both.hold_back(KVTarget).message
+    assert isinstance(target, KVTarget)
+    assert target.epoch == 2
+    with pytest.raises(TransferError, match="epoch 1 is not open"):
+        GrantedWriter(stale)
+    GrantedWriter(target).end()
+    both.abort(1)
+    both.run_dry()
+    ended(both, 1)
+
+
+def test_a_failure_on_prefill_is_told_to_the_router(both: Pair) -> None:
+    target_of(both, 1, prompt_of(1, 30))
+    from_prefill(both, KVFailed(1, 1, "no way to your pages"))
+    both.run_dry()
+    rejected = both.outputs[1].rejected
+    assert rejected is not None
+    assert (rejected.why, rejected.message) == (RejectKind.FAILED, "no way to your pages")
+    ended(both, 1)
+
+
+def test_kv_that_does_not_come_in_time_fails_the_room(both: Pair) -> None:
+    target_of(both, 1, prompt_of(1, 30))
+    both.network.letters.clear()  # prefill hears nothing, decode hears nothing
+    both.clock.now += 121.0
+    both.turn(both.decode)
+    both.run_dry()
+    rejected = both.outputs[1].rejected
+    assert rejected is not None
+    assert "no KV arrived in time (room was in waiting)" in rejected.message
+    ended(both, 1)
+
+
+def test_a_release_ends_the_room_without_a_word_of_output(both: Pair) -> None:
+    """Token 0 was the last: prefill has sent it, and there is no KV to wait for."""
+    both.ask(1, prompt_of(1, 30), 1)
+    release = both.hold_back(Release)
+    assert room_of(both).hold is DecodeHold.WAITING
+    both.arrive(release)
+    assert not both.decode.rooms()
+    assert held(both.decode) == {}
+    assert not sent_to_router(both, Tokens)
+    assert len(sent_to_router(both, Timeline)) == 1
+    both.run_dry()
+    assert isinstance(release.message, Release)
+    from_prefill(both, release.message)
+    assert both.outputs[1].tokens == right(both, 1)
+    both.settle()
+
+
+# -- the client leaves ---------------------------------------------------------------------------------
+
+
+def test_abort_of_a_room_that_waits_for_memory_lets_the_next_one_have_it() -> None:
+    with pair(max_total_tokens=256) as both:
+        target_of(both, 1, prompt_of(1, 150))
+        both.ask(2, prompt_of(2, 120), 6)
+        both.run_dry_without(both.prefill)
+        assert [room.hold for room in both.decode.rooms()] == ["waiting", "bootstrap"]
+        both.turn(both.decode)
+        assert both.decode.record().load.headroom_tokens == 0, "an older room waits for what is free"
+        both.abort(2)
+        both.run_dry_without(both.prefill)
+        both.turn(both.decode)
+        assert both.decode.record().load.headroom_tokens > 0
+        both.abort(1)
+        both.run_dry()
+        ended(both, 1)
+
+
+def test_abort_of_a_reserved_room_frees_its_pages(both: Pair) -> None:
+    target_of(both, 1, prompt_of(1, 50))
+    both.abort(1)
+    both.run_dry_without(both.prefill)
+    assert both.outputs[1].aborted
+    ended(both, 1)
+
+
+def test_abort_of_a_decoding_room_keeps_what_it_computed_in_the_cache(both: Pair) -> None:
+    both.ask(1, prompt_of(1, 50), 100)
+    done = both.hold_back(KVDone)
+    both.arrive(done)
+    for step in range(1000):
+        if len(both.outputs[1].tokens) >= 3:
+            break
+        both.step(step)
+    assert room_of(both).hold is DecodeHold.SCHEDULER
+    both.abort(1)
+    both.run_dry()
+    assert not both.decode.rooms()
+    assert held(both.decode) == {}
+    target = target_of(both, 2, prompt_of(1, 50))
+    assert target.groups["full"].first_page == 12, "the whole pages of the prompt are cached here"
+    both.pass_time(1.0)
+    both.run_dry()
+    assert both.outputs[2].tokens == right(both, 2)
+    both.settle()
+
+
+def test_a_late_message_for_an_aborted_room_is_confirmed_and_nothing_else(both: Pair) -> None:
+    both.ask(1, prompt_of(1, 30), 5)
+    done = both.hold_back(KVDone).message
+    assert isinstance(done, KVDone)
+    both.abort(1)
+    both.run_dry()
+    for late in (done, KVFailed(1, 1, "too late"), Release(1, 1)):
+        from_prefill(both, late)
+        assert not both.network.letters
+    ended(both, 1)
+
+
+# -- without a hand-off --------------------------------------------------------------------------------
+
+
+def test_without_prefill_the_room_is_computed_here(both: Pair) -> None:
+    both.ask(1, prompt_of(1, 30), 5, split=False)
+    while not both.decode.rooms():
+        both.deliver(0)
+    room = room_of(both)
+    assert (room.prefill, room.hold) == (None, DecodeHold.SCHEDULER)
+    both.run_dry()
+    assert not {RequestStage.DECODE_BOOTSTRAP, RequestStage.DECODE_WAITING} & room.req.stages_seen
+    assert both.outputs[1].tokens == right(both, 1)
+    both.settle()

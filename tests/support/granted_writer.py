@@ -1,0 +1,34 @@
+"""A writer over shared memory that stays in the middle of a write for as long as a test wants."""
+
+from __future__ import annotations
+
+import socket
+
+from common.errors import TransferError
+from kvtransfer.channel import Channel
+from kvtransfer.pages import PageWrite, as_pages
+from kvtransfer.transport import Bounds
+from wire.messages import KVTarget
+
+
+class GrantedWriter:
+    """A writer in this process that decode has granted a write to a KVTarget's pages, not ended yet."""
+
+    def __init__(self, target: KVTarget, group: str = "full") -> None:
+        """Raises Refusal when decode does not let these pages be written."""
+        (endpoint,) = (endpoint for endpoint in target.endpoints if endpoint.backend == "shm")
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.connect("\0" + endpoint.address.removeprefix("@"))
+        self._channel = Channel(sock, endpoint, Bounds())
+        pages = as_pages(target.groups[group].page_ids)
+        try:
+            page_bytes = self._channel.pools.groups[group].page_bytes
+            self._channel.begin(PageWrite(target.room, target.epoch, group, pages, pages), page_bytes)
+        except TransferError:
+            self._channel.close()
+            raise
+
+    def end(self) -> None:
+        """The write is over; decode has confirmed that."""
+        self._channel.end()
+        self._channel.close()
