@@ -1,13 +1,12 @@
-"""Global index: which worker holds which pages, from the KV events they publish.
+"""GlobalIndex: which worker holds which pages, from the KV events that workers publish.
 
-A page is named by its event hash, a chain over everything before it; so a worker's match is the number of
-leading hashes it holds. The pages are in a PageTable (page_table.py); names, slots and what is expected are
-here. A slot is given again only after `drop`, and stays a worker's while it is there.
+A page is named by its event hash, which is chained over everything before it. So a worker's match is the
+number of leading hashes that it holds. The pages are in a PageTable (page_table.py), where a worker is a
+slot. A worker keeps its slot until `drop`; then another worker may get it.
 
-What is *expected* counts as held until it is confirmed by an event, taken back, or too old: else a burst on
-one new prefix would be spread over workers that each compute it.
+Pages that are *expected* on a worker count as held (router/placement/expected_pages.py).
 
-Threads: the event plane's writes (`apply`, `store`, `remove`, `clear`), the event loop does the rest.
+Threads: the event plane's thread calls `apply`, `store`, `remove` and `clear`; the event loop calls the rest.
 """
 
 from __future__ import annotations
@@ -25,59 +24,59 @@ _TIERS = {"GPU": Tier.GPU, "CPU": Tier.CPU, "STORAGE": Tier.STORAGE}
 
 
 class Matches(NamedTuple):
-    """One prompt against every worker, in pages.
+    """How many leading pages of one prompt each worker holds.
 
-    `found` is int32 [4, slots], a row per Tier: the first counts all leading pages that a worker holds, the
-    others those of them that are nowhere better than there.
+    `found` is int32 [4, slots] with a row per Tier. The first row counts the pages in any tier. Each other
+    row counts the pages among them whose best tier is that one.
     """
 
     found: npt.NDArray[np.int32]
 
     @property
     def pages(self) -> npt.NDArray[np.int32]:
-        """All leading pages, by slot."""
+        """Leading pages in any tier, by slot."""
         return self.found[Tier.GPU, :]
 
     @property
     def host(self) -> npt.NDArray[np.int32]:
-        """Of them: in CPU memory."""
+        """The part whose best tier is CPU memory."""
         return self.found[Tier.CPU, :]
 
     @property
     def storage(self) -> npt.NDArray[np.int32]:
-        """Of them: in storage."""
+        """The part whose best tier is storage."""
         return self.found[Tier.STORAGE, :]
 
     @property
     def expected(self) -> npt.NDArray[np.int32]:
-        """Of them: on their way."""
+        """The part that is expected only."""
         return self.found[Tier.EXPECTED, :]
 
 
 class GlobalIndex:
-    """Pages by worker id."""
+    """The pages of all workers, by worker id."""
 
     def __init__(self, table: PageTable | None = None) -> None:
         self._table: PageTable = table if table is not None else make_page_table()
         self._slots: dict[str, int] = {}
         self._names: list[str | None] = []
-        self.version = 0  # grows when a slot is given or given up
+        self.version = 0  # grows with each `join` of a new worker and each `drop`
 
     def __len__(self) -> int:
-        """Different pages known."""
+        """The number of different pages."""
         return len(self._table)
 
     @property
     def slots(self) -> int:
-        """Length of `find`'s rows: every slot given so far is below it."""
+        """The length of a match's rows. Every slot so far is less."""
         return len(self._names)
 
     def names(self) -> list[str | None]:
-        """Worker ids by slot; None where nobody is."""
+        """Worker ids by slot; None for a free slot."""
         return list(self._names)
 
     def join(self, worker: str) -> int:
-        """A worker that may hold pages: its slot. Joining twice changes nothing."""
+        """Add a worker, unless it is there, and return its slot."""
         slot = self._slots.get(worker)
         if slot is None:
             slot = self._names.index(None) if None in self._names else len(self._names)
@@ -87,7 +86,7 @@ class GlobalIndex:
         return slot
 
     def drop(self, worker: str) -> None:
-        """A worker is gone, and its pages with it."""
+        """A worker is gone. Forget its pages and free its slot."""
         slot = self._slots.pop(worker, None)
         if slot is not None:
             self._table.clear(slot, ALL)
@@ -95,11 +94,11 @@ class GlobalIndex:
             self.version += 1
 
     def reset(self, worker: str) -> None:
-        """A worker's process was replaced: nothing of what was known or expected holds. It keeps its slot."""
+        """A worker's process was replaced. Forget its pages, those expected too; it keeps its slot."""
         self._table.clear(self._slots[worker], ALL)
 
     def apply(self, worker: str, payload: bytes) -> list[Unread]:
-        """One event batch. Returns what could not be understood; raises WireError when nothing could."""
+        """Apply an event batch. Returns the events that could not be used; raises WireError if none could."""
         slot = self._slots[worker]
         if self._table.apply(slot, payload) >= 0:
             return []
@@ -118,7 +117,7 @@ class GlobalIndex:
         return unread
 
     def store(self, worker: str, hashes: Sequence[int] | Hashes, medium: str | None) -> None:
-        """Pages became reusable. Raises ValueError for a tier nobody knows."""
+        """Pages became reusable. Raises ValueError for an unknown tier."""
         self._table.store(self._slots[worker], _tier(medium), as_hashes(hashes))
 
     def remove(self, worker: str, hashes: Sequence[int] | Hashes, medium: str | None) -> None:
@@ -126,7 +125,7 @@ class GlobalIndex:
         self._table.remove(self._slots[worker], _tier(medium), as_hashes(hashes))
 
     def clear(self, worker: str) -> None:
-        """A worker's cache was reset. What is on its way may still come."""
+        """A worker's cache was reset. Pages that are expected may still come."""
         self._table.clear(self._slots[worker], HELD)
 
     def expect(self, slot: int, hashes: Hashes) -> None:
@@ -134,32 +133,32 @@ class GlobalIndex:
         self._table.store(slot, Tier.EXPECTED, hashes)
 
     def unexpect(self, slot: int, hashes: Hashes) -> None:
-        """They have come (an event says so), or will not."""
+        """They have come, which an event says, or will not."""
         self._table.remove(slot, Tier.EXPECTED, hashes)
 
     def held(self, worker: str) -> set[int]:
-        """Every page of a worker, in any tier. Scans: for tests and debugging. {} for a stranger."""
+        """All pages of a worker that are not just expected; {} for an unknown worker. Slow: for tests."""
         slot = self._slots.get(worker)
         return set() if slot is None else set(self._table.held(slot))
 
     def find(self, hashes: Hashes) -> Matches:
-        """How much of a prompt each worker holds."""
+        """Match a prompt against every worker."""
         found = np.empty((4, len(self._names)), np.int32)
         self._table.find(hashes, found)
         return Matches(found)
 
     def nbytes(self) -> int:
-        """Memory of the pages."""
+        """Bytes of memory that the pages take."""
         return self._table.nbytes()
 
 
 def digest_hashes(digests: Sequence[bytes]) -> Hashes:
-    """Page digests (wire/page_hash.py) as the table knows pages: `event_hash` of each."""
+    """Convert page digests (wire/page_hash.py) to the hashes of the table: the `event_hash` of each."""
     return np.frombuffer(b"".join(digests), ">i8")[::4].astype(np.int64)
 
 
 def as_hashes(hashes: Sequence[int] | Hashes) -> Hashes:
-    """Page hashes as the table takes them. Unsigned ones (vLLM's) become the same 64 bits, signed."""
+    """Convert page hashes to an array. Unsigned ones (vLLM's) become signed with the same 64 bits."""
     try:
         return np.array(hashes, np.int64)
     except OverflowError:

@@ -1,8 +1,8 @@
-"""PageTable: page hash -> which workers hold it, in which tier. The index's memory, without names or sockets.
+"""PageTable: page hash -> the workers that hold the page, and in which tiers.
 
-Workers are *slots* here: small integers that `global_index.py` gives out, so that a match over all workers is
-one row of an array. Two tables have this interface: the one in C++ (`native/`), and `PythonPageTable`, which
-tests compare it with and which takes over where nothing can be compiled.
+A worker is a *slot* here, a small integer from global_index.py, so that a match over all workers is one row
+of an array. Two tables have this interface: the one in C++ (`native/`), and PythonPageTable. Tests compare
+the two, and the router uses PythonPageTable where nothing can be compiled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Hashes = npt.NDArray[np.int64]
 
 
 class Tier(IntEnum):
-    """Where a page is, cheapest first. EXPECTED: on its way (being prefilled or transferred)."""
+    """Where a page is, cheapest first. EXPECTED: it is being prefilled or transferred."""
 
     GPU = 0
     CPU = 1
@@ -29,47 +29,47 @@ class Tier(IntEnum):
     EXPECTED = 3
 
 
-HELD = 0b0111  # a mask of tiers: what workers have said themselves
+HELD = 0b0111  # a mask of the tiers that KV events report
 ALL = 0b1111
 
 
 class PageTable(Protocol):
-    """Safe to call from several threads; `find` never waits for `apply` longer than one batch takes."""
+    """Safe to call from several threads. `find` waits for `apply` at most as long as one batch takes."""
 
     def store(self, slot: int, tier: int, hashes: Hashes) -> None:
         """The worker in `slot` holds these pages in `tier`."""
 
     def remove(self, slot: int, tier: int, hashes: Hashes) -> None:
-        """They have left that tier. Pages that were not there change nothing."""
+        """They have left that tier. Pages that were not there are ignored."""
 
     def clear(self, slot: int, tiers: int) -> None:
-        """The worker holds nothing in the tiers of this mask (HELD, ALL)."""
+        """The worker holds nothing in the tiers of this mask (HELD or ALL)."""
 
     def apply(self, slot: int, payload: bytes) -> int:
-        """A whole event batch of our own form, for the tiers GPU, CPU and STORAGE.
+        """Apply an event batch of Baton's own form, for the tiers GPU, CPU and STORAGE.
 
-        Returns its events; -1 when it is not of that form, and then nothing has changed.
+        Returns the number of its events, or -1 for a batch of another form; then nothing has changed.
         """
 
     def find(self, hashes: Hashes, found: npt.NDArray[np.int32]) -> None:
-        """Match a prompt against every worker. `found` is int32 [4, slots], written whole.
+        """Match a prompt against every worker, and write all of `found`, an int32 array [4, slots].
 
-        Row GPU counts the leading pages that the slot's worker holds in any tier. The other rows say how many
-        of those are nowhere better than in CPU memory, in storage, or on their way.
+        Row GPU counts the leading pages that the slot's worker holds in any tier. Each other row counts the
+        pages among them whose best tier is that one.
         """
 
     def held(self, slot: int) -> list[int]:
-        """Every page of a worker that is more than expected. Scans."""
+        """All pages of a worker that are not just expected. Scans the table."""
 
     def __len__(self) -> int:
-        """Different pages known."""
+        """The number of different pages."""
 
     def nbytes(self) -> int:
-        """Memory of the table, as far as it knows itself."""
+        """Bytes of memory that the table takes."""
 
 
 def make_page_table() -> PageTable:
-    """The table in C++; the reference where it cannot be compiled."""
+    """Make the table in C++, or in Python where nothing can be compiled."""
     compiled = native()
     if compiled is None:
         return PythonPageTable()
@@ -78,37 +78,32 @@ def make_page_table() -> PageTable:
 
 
 class PythonPageTable:
-    """The reference: a dict per page of slot -> mask of tiers."""
+    """A dict per page from slot to a mask of tiers."""
 
     def __init__(self) -> None:
         self._pages: dict[int, dict[int, int]] = {}
         self._lock = threading.Lock()
 
     def store(self, slot: int, tier: int, hashes: Hashes) -> None:
-        """See PageTable."""
         with self._lock:
             for page in hashes.tolist():
                 holders = self._pages.setdefault(page, {})
                 holders[slot] = holders.get(slot, 0) | 1 << tier
 
     def remove(self, slot: int, tier: int, hashes: Hashes) -> None:
-        """See PageTable."""
         with self._lock:
             for page in hashes.tolist():
                 self._take(page, slot, 1 << tier)
 
     def clear(self, slot: int, tiers: int) -> None:
-        """See PageTable."""
         with self._lock:
             for page in [page for page, holders in self._pages.items() if slot in holders]:
                 self._take(page, slot, tiers)
 
-    def apply(self, slot: int, payload: bytes) -> int:  # noqa: ARG002  the caller reads it event by event
-        """See PageTable."""
+    def apply(self, slot: int, payload: bytes) -> int:  # noqa: ARG002  the caller applies it event by event
         return -1
 
     def find(self, hashes: Hashes, found: npt.NDArray[np.int32]) -> None:
-        """See PageTable."""
         with self._lock:
             self._find(hashes, found)
 
@@ -127,7 +122,6 @@ class PythonPageTable:
                     found[best, slot] += 1
 
     def held(self, slot: int) -> list[int]:
-        """See PageTable."""
         with self._lock:
             return [page for page, holders in self._pages.items() if holders.get(slot, 0) & HELD]
 
@@ -135,8 +129,7 @@ class PythonPageTable:
         return len(self._pages)
 
     def nbytes(self) -> int:
-        """See PageTable. A guess from the sizes of dicts and ints."""
-        return len(self._pages) * 350
+        return len(self._pages) * 350  # an estimate from the sizes of dicts and ints
 
     def _take(self, page: int, slot: int, tiers: int) -> None:
         holders = self._pages.get(page)

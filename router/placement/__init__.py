@@ -1,1 +1,1 @@
-"""Who computes a request, and when: load, policies, placer, admission, prediction."""
+"""Chooses a request's workers, and when it may have them: load, policies, placer, admission, prediction."""

@@ -1,20 +1,19 @@
-"""FairQueue: rooms that wait for their turn, no tenant at another's expense.
+"""FairQueue: a queue of rooms that is fair between tenants.
 
-A virtual token counter per tenant (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024).
-It grows by what the tenant is served, prompt tokens at its turn and output tokens as they come, over the
-tenant's weight; the waiting tenant with the smallest counter is next. A tenant that comes to wait after it
-did not is lifted to the smallest counter among those that wait: time in which it wanted nothing is no credit.
+Each tenant has a virtual token counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI
+2024). It grows by what the tenant is served, divided by its weight: by prompt tokens when a room's turn
+comes, and by output tokens as they are produced. The waiting tenant with the smallest counter is next. When a
+tenant begins to wait, its counter is lifted to the smallest counter of those that wait, so idle time earns no
+credit.
 
-    A  |#########|##|          serve B, then C, then A
-    B  |####|
-    C  |######|                D comes: it starts at B's, and of equals goes who was served longest ago
+    A  |#########|##|          order: B, then C, then A B  |####| C  |######|                D arrives: it
+    starts at B's counter. Of equals, who was served longest ago is next
 
-Deficit round robin was rejected: it must know what a request costs when its turn comes, and here most of the
-cost, the output, is known only afterwards. Within a tenant: greater priority first, then first come.
+Deficit round robin was rejected. It must know a request's cost when its turn comes, and here most of the
+cost, the output, is known only later. Within a tenant, greater priority comes first, then earlier arrival.
 
-Memory: tenants with rooms, and a bounded number of those that have none but are ahead of the others still.
-Whose counter is no greater than what it would be lifted to is forgotten, and nothing is lost by that. Pure;
-belongs to one thread.
+Memory is bounded: tenants with rooms are kept, and at most _MOST_IDLE others. A tenant whose counter is not
+above the value that it would be lifted to is forgotten without any loss. Pure; belongs to one thread.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _MOST_IDLE = 4096
 
 
 class Ahead(NamedTuple):
-    """What is served before a newcomer, by the counters of now."""
+    """What would be served before a new room, by the current counters."""
 
     rooms: float
     tokens: float
@@ -53,11 +52,11 @@ class Waiting:
 class _Tenant:
     name: str
     weight: float
-    counter: float  # what it was served, over its weight
+    counter: float  # what it was served, divided by its weight
     waiting: list[Waiting] = field(default_factory=list)
     waiting_tokens: int = 0
-    running: int = 0  # rooms that had their turn and are not over
-    turn: int = 0  # number of its last one
+    running: int = 0  # rooms that had their turn and have not ended
+    turn: int = 0  # the number of its last turn
 
 
 def _order(waiting: Waiting) -> tuple[int, int]:
@@ -65,18 +64,18 @@ def _order(waiting: Waiting) -> tuple[int, int]:
 
 
 class FairQueue:
-    """Push, head, pop; then charge what the room is served, until it is over."""
+    """Call `push`, `head` and `pop`; then `charge` what the room is served, until it ends with `over`."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         """`weights` are shares of service; a tenant that is not named has weight 1."""
         self._weights = weights
         self._tenants: dict[str, _Tenant] = {}
-        self._queued: dict[str, _Tenant] = {}  # those that wait
-        self._idle: dict[str, _Tenant] = {}  # those without rooms, longest first
-        self._waiting: dict[int, Waiting] = {}  # by room, first come first
-        self._last: _Tenant | None = None  # whose turn was last
+        self._queued: dict[str, _Tenant] = {}  # tenants that wait
+        self._idle: dict[str, _Tenant] = {}  # tenants without rooms, longest idle first
+        self._waiting: dict[int, Waiting] = {}  # by room, in the order of arrival
+        self._last: _Tenant | None = None  # the tenant of the last turn
         self._running = 0
-        self.tokens = 0  # of prompts, of those that wait
+        self.tokens = 0  # prompt tokens of the rooms that wait
         self._numbers = count(1)
 
     def __len__(self) -> int:
@@ -86,16 +85,16 @@ class FairQueue:
         return room in self._waiting
 
     def __iter__(self) -> Iterator[Waiting]:
-        """First come first, whatever their turns."""
+        """In the order of arrival."""
         return iter(self._waiting.values())
 
     @property
     def tenants(self) -> int:
-        """How many are remembered."""
+        """The number of tenants in memory."""
         return len(self._tenants)
 
     def push(self, room: int, tenant: str, priority: int, tokens: int, until: float) -> None:
-        """Wait for a turn; `tokens` of prompt, at least 1, are charged then."""
+        """Add a room. Its prompt `tokens`, at least 1, are charged when its turn comes."""
         assert room not in self._waiting, f"room {room} waits already"
         owner = self._enter(tenant)
         waiting = Waiting(room, tenant, (-priority, next(self._numbers)), max(1, tokens), until)
@@ -106,11 +105,11 @@ class FairQueue:
         self._waiting[room] = waiting
 
     def head(self) -> Waiting | None:
-        """Whose turn is next."""
+        """The room whose turn is next."""
         return self._next().waiting[0] if self._queued else None
 
     def pop(self) -> Waiting:
-        """The head takes its turn. The queue must not be empty."""
+        """Give the head its turn. The queue must not be empty."""
         owner = self._next()
         waiting = owner.waiting[0]
         self._take(owner, waiting)
@@ -122,26 +121,26 @@ class FairQueue:
         return waiting
 
     def remove(self, room: int) -> None:
-        """A room that waits gives up."""
+        """Remove a room that waits."""
         waiting = self._waiting[room]
         owner = self._tenants[waiting.tenant]
         self._take(owner, waiting)
         self._retire(owner)
 
     def charge(self, tenant: str, input_tokens: int, output_tokens: int) -> None:
-        """A tenant with running rooms was served so much, or less than was charged (negative)."""
+        """A tenant with running rooms was served these tokens. Negative numbers correct an earlier charge."""
         owner = self._tenants[tenant]
         owner.counter += (INPUT_WEIGHT * input_tokens + OUTPUT_WEIGHT * output_tokens) / owner.weight
 
     def over(self, tenant: str) -> None:
-        """One of its running rooms has ended."""
+        """One of a tenant's running rooms has ended."""
         owner = self._tenants[tenant]
         owner.running -= 1
         self._running -= 1
         self._retire(owner)
 
     def ahead(self, tenant: str, priority: int) -> Ahead:
-        """What would be served before a room that this tenant pushes now."""
+        """What would be served before a room that the tenant pushes now."""
         owner = self._tenants.get(tenant)
         level = self._level()
         weight = self._weights.get(tenant, 1.0)
@@ -163,11 +162,11 @@ class FairQueue:
     # -- inside --------------------------------------------------------------------------------
 
     def _next(self) -> _Tenant:
-        # A heap of counters would have to follow every charge; those that wait are few.
+        # A heap would have to follow every charge, and few tenants wait.
         return min(self._queued.values(), key=lambda one: (one.counter, one.turn))
 
     def _level(self) -> float:
-        """Where a tenant that has not waited begins."""
+        """The counter that a tenant has at least when it begins to wait."""
         if self._queued:
             return min(one.counter for one in self._queued.values())
         return self._last.counter if self._last is not None else 0.0
@@ -190,10 +189,10 @@ class FairQueue:
             del self._queued[owner.name]
 
     def _retire(self, owner: _Tenant) -> None:
-        """Forget whom nothing is lost by, and if there are too many the others that are idle longest."""
+        """Forget an idle tenant if nothing is lost by it, or if too many tenants are idle."""
         if owner.waiting or owner.running:
             return
-        if not self._queued and not self._running:  # nobody is at anybody's expense
+        if not self._queued and not self._running:  # no room is left: start afresh
             self._tenants.clear()
             self._idle.clear()
             self._last = None

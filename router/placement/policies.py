@@ -1,4 +1,4 @@
-"""Policies by name."""
+"""The policies by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ POLICIES: dict[str, type[Policy]] = {
 def make_policy(
     name: str, weights: PolicyWeights, alone_tokens: int, chance: random.Random | None = None
 ) -> Policy:
-    """The policy of that name. Raises ConfigError listing the names there are."""
+    """Make a policy. Raises ConfigError, with the known names, for an unknown name."""
     if name not in POLICIES:
         raise ConfigError("policy", f"{name!r} is unknown", f"choose one of {', '.join(POLICIES)}")
     return POLICIES[name](weights, alone_tokens, chance or random.Random())

@@ -1,6 +1,6 @@
-// Reads an event batch (wire/events.py) from its MessagePack: maps tagged by `type`, hashes as integers. Whatever
-// is not of that form is not understood as a whole, and read in Python. The bytes come from peers: every read is
-// bounded, nothing recurses, and nothing is allocated for a length before that many bytes have been seen.
+// Reads an event batch (wire/events.py) from MessagePack: maps tagged by `type`, hashes as integers. A batch of any
+// other form is refused as a whole, and Python reads it. The bytes come from peers: every read is bounded, nothing
+// recurses, and memory for a length is allocated only after that many bytes have been seen.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -13,7 +13,7 @@ namespace baton {
 struct Event {
   enum Kind : uint8_t { kNone, kStored, kRemoved, kCleared };
   Kind kind = kNone;
-  Tiers tiers = 1;  // GPU, where no medium is named
+  Tiers tiers = 1;  // GPU is the default medium
   size_t first = 0, count = 0;  // its pages in Batch::pages
   bool does_the_same(const Event& other) const { return kind == other.kind && tiers == other.tiers; }
 };
@@ -21,7 +21,7 @@ struct Event {
 struct Batch {
   bool understood = false;
   int64_t told = 0;           // events that were read
-  std::vector<Event> events;  // of those, neighbours that do the same to other pages are one
+  std::vector<Event> events;  // neighbours that do the same to other pages are merged
   std::vector<uint64_t> pages;
 };
 
@@ -29,7 +29,7 @@ struct Text {
   const char* data = nullptr;
   size_t size = 0;
   bool is(const char* other) const { return size == std::strlen(other) && !std::memcmp(data, other, size); }
-  // Without regard to case; `other` is in capitals.
+  // Ignores case; `other` is in capitals.
   bool is_any_case(const char* other) const {
     if (size != std::strlen(other)) return false;
     for (size_t i = 0; i < size; ++i)
@@ -38,7 +38,7 @@ struct Text {
   }
 };
 
-// How many bytes an integer takes, by its first; 0 where none begins.
+// The size of an integer in bytes, by its first byte; 0 for a byte that begins no integer.
 struct IntegerBytes {
   uint8_t after[256] = {};
   constexpr IntegerBytes() {
@@ -50,8 +50,8 @@ struct IntegerBytes {
 };
 inline constexpr IntegerBytes kIntegerBytes;
 
-// A cursor over MessagePack. Each function returns false, and then the cursor is of no use, when what follows is
-// not what its name says.
+// A cursor over MessagePack. A function returns false if what follows is not what the function reads. The cursor
+// must not be used afterwards.
 class Reader {
  public:
   Reader(const uint8_t* data, size_t size) : at_(data), end_(data + size) {}
@@ -76,7 +76,7 @@ class Reader {
     return true;
   }
 
-  // Its 64 bits; signed ones are sign-extended.
+  // An integer as 64 bits; signed ones are sign-extended.
   bool integer(uint64_t& value) {
     if (at_end()) return false;
     const uint8_t lead = *at_++;
@@ -100,7 +100,7 @@ class Reader {
 
   bool pair_is_next() const { return !at_end() && *at_ == 0x92; }
 
-  // Integers that nobody wants to know. Tokens are most of a batch, and of unpredictable length: no branch on it.
+  // Skips integers. Most of a batch is tokens, whose sizes are unpredictable, so there is no branch on the size.
   bool skip_integers(uint64_t count) {
     for (; count > 0; --count) {
       const size_t bytes = at_end() ? 0 : kIntegerBytes.after[*at_];
@@ -110,7 +110,7 @@ class Reader {
     return true;
   }
 
-  // `count` values of any kind, however deep: a container adds its own to those still to come.
+  // Skips `count` values of any kind and depth: a container adds its members to the values that remain.
   bool skip(uint64_t count) {
     for (; count > 0; --count) {
       if (count > left()) return false;  // a value takes a byte at least
@@ -129,8 +129,8 @@ class Reader {
     return true;
   }
 
-  // The length of a container or text: in the lead byte's lowest bits, or in 1 (`lead8`, where there is one),
-  // 2 (`lead16`) or 4 (the byte after it) bytes.
+  // The length of a container or text. It is in the lead byte's lowest bits, or in the next 1 (`lead8`, if the
+  // kind has it), 2 (`lead16`) or 4 bytes.
   bool sized(uint8_t fix, uint8_t mask, uint8_t lead16, uint8_t lead8, uint64_t& size) {
     if (at_end()) return false;
     const uint8_t lead = *at_++;
@@ -140,7 +140,7 @@ class Reader {
     return lead8 && lead == lead8 && big_endian(1, size);
   }
 
-  // One value without its members; `inner` is how many it has.
+  // Skips one value without its members; `inner` becomes their number.
   bool skip_head(uint64_t& inner) {
     const uint8_t lead = *at_++;
     uint64_t bytes = 0;
@@ -166,7 +166,7 @@ class Reader {
   const uint8_t* end_;
 };
 
-// One event's map. Fields may come in any order, so what they say together is judged at the end.
+// The map of one event. Fields come in any order, so they are judged together at the end.
 class EventReader {
  public:
   EventReader(Reader& reader, std::vector<uint64_t>& pages) : reader_(reader), pages_(pages) {}
@@ -188,7 +188,7 @@ class EventReader {
   enum Seen : uint32_t { kType = 1, kHashes = 2, kTokens = 4, kSize = 8, kMedium = 16 };
 
   bool has(uint32_t wanted) const { return (seen_ & wanted) == wanted; }
-  // False for a field that comes twice.
+  // Returns false for a field that comes twice.
   bool first_time(Seen field) {
     const bool first = !(seen_ & field);
     seen_ |= field;
@@ -205,7 +205,7 @@ class EventReader {
     Text text;
     if (name.is("parent_block_hash") || name.is("lora_id")) return reader_.nil() || reader_.integer(ignored);
     if (name.is("lora_name") || name.is("cache_salt")) return reader_.nil() || reader_.text(text);
-    if (name.is("group_idx") || name.is("kv_cache_spec_kind")) return reader_.nil();  // not every group counts
+    if (name.is("group_idx") || name.is("kv_cache_spec_kind")) return reader_.nil();  // Python knows which counts
     if (name.is("extra_keys")) return reader_.nil() || (reader_.array(ignored) && reader_.skip(ignored));
     return reader_.skip(1);
   }

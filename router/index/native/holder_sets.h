@@ -1,5 +1,5 @@
-// Who holds a page: interned sets of (slot, mask of tiers), so that a page costs one number however many workers
-// hold it, and pages that were inserted together share theirs.
+// The holders of pages: interned sets of (slot, mask of tiers). So a page needs one number for any number of
+// workers, and pages that were inserted together share a set.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -14,7 +14,7 @@ using Tiers = uint32_t;  // a mask of 1 << tier
 
 constexpr int kTiers = 4;
 constexpr Tiers kAllTiers = (1u << kTiers) - 1;
-constexpr Tiers kHeldTiers = 0b0111;  // all but what is expected
+constexpr Tiers kHeldTiers = 0b0111;  // all but EXPECTED
 constexpr Slot kMaxSlot = (1u << 28) - 1;
 
 inline uint64_t mixed(uint64_t value) {
@@ -23,7 +23,7 @@ inline uint64_t mixed(uint64_t value) {
   return value ^ (value >> 33);
 }
 
-// One member of a set. Sets are sorted by it, and so by slot.
+// One member of a set. Sets are sorted by member, and so by slot.
 struct Holder {
   uint32_t code;
   Holder(Slot slot, Tiers tiers) : code(slot << kTiers | tiers) {}
@@ -32,7 +32,7 @@ struct Holder {
   bool operator==(Holder other) const { return code == other.code; }
 };
 
-// What happens to one slot's tiers in a set.
+// A change to one slot's tiers in a set.
 struct Change {
   Slot slot;
   Tiers taken;
@@ -47,18 +47,18 @@ class HolderSets {
  public:
   using Members = std::vector<Holder>;
 
-  // The set without members. Another one may be empty too, after `forget`.
+  // The set without members. Other sets may become empty by `forget`.
   static constexpr SetId kNobody = 0;
 
   explicit HolderSets(uint64_t seed) : seed_(seed), sets_(1), interned_(8, Hash{this}, Equal{this}) {
     interned_.insert(kNobody);
   }
-  HolderSets(const HolderSets&) = delete;  // the functors point here
+  HolderSets(const HolderSets&) = delete;  // the functors have a pointer to it
 
   const Members& members(SetId id) const { return sets_[id].members; }
 
-  // The set that `id` becomes; kNobody when nobody is left. It lives until its last page is dropped, so the
-  // caller gives it pages before it asks for the next.
+  // The set that `id` becomes, or kNobody when no member is left. A set lives until its last page is dropped, so
+  // the caller must give it pages before it asks for the next set.
   SetId changed(SetId id, const Change& change) {
     Step& step = steps_[mixed(uint64_t{id} << 32 | change.slot << 8 | change.taken << 4 | change.given) % kSteps];
     if (step.from == id && step.from_life == sets_[id].life && step.change == change &&
@@ -77,9 +77,9 @@ class HolderSets {
     if (set.pages == 0 && id != kNobody) release(id);
   }
 
-  // A slot leaves every set, in these tiers. Sets change in place, which spares a walk over all pages; two may
-  // then have the same members, and only one of them is found by `computed`. Returns the pages that nobody
-  // holds any more.
+  // Removes a slot from every set, in these tiers. Sets change in place, so that pages need not be visited. Two
+  // sets may then have the same members, and `computed` finds only one of them. Returns the number of pages that
+  // no worker holds any more.
   uint64_t forget(Slot slot, Tiers tiers) {
     const Change change{slot, tiers, 0};
     uint64_t dead = 0;
@@ -94,7 +94,7 @@ class HolderSets {
     return dead;
   }
 
-  // Which tiers each set has for a slot, by id.
+  // The tiers that each set has for a slot, by the set's id.
   std::vector<uint8_t> tiers_of(Slot slot) const {
     std::vector<uint8_t> tiers(sets_.size());
     for (SetId id = 0; id < sets_.size(); ++id) {
@@ -114,10 +114,10 @@ class HolderSets {
   struct Set {
     Members members;
     uint64_t pages = 0;  // table entries that name this set
-    uint32_t life = 0;   // counted up when the members change or the id is given again
+    uint32_t life = 0;   // grows when the members change or the id is used again
     bool interned = false;
   };
-  // One remembered answer of `changed`; void once either set's life has gone on.
+  // One cached result of `changed`. It is void when the `life` of either set has changed.
   struct Step {
     SetId from = 0;
     uint32_t from_life = ~0u;
@@ -178,7 +178,7 @@ class HolderSets {
   SetId fresh_id() {
     if (free_.empty()) {
       sets_.emplace_back();
-      free_.reserve(sets_.size());  // so that `release` cannot fail
+      free_.reserve(sets_.size());  // so that `release` cannot run out of memory
       return static_cast<SetId>(sets_.size() - 1);
     }
     const SetId id = free_.back();
@@ -192,7 +192,7 @@ class HolderSets {
     free_.push_back(id);
   }
 
-  // The set is about to get other members or none: nobody may find it by those it has.
+  // Call it before a set's members change: the set can no longer be found by them.
   void retire(SetId id) {
     if (sets_[id].interned) interned_.erase(id);
     sets_[id].interned = false;

@@ -1,4 +1,4 @@
-// PageTable: page hash -> set of holders. The index's memory behind router/index/page_table.py, without Python.
+// PageTable: page hash -> set of holders, as router/index/page_table.py describes it. Does not use Python.
 #pragma once
 #include <cstring>
 #include <memory>
@@ -10,10 +10,10 @@
 
 namespace baton {
 
-// `key` is the page's hash, mixed with the table's seed: its highest bits choose the shard, its lowest the place.
+// `key` is the page's hash, mixed with the table's seed. Its highest bits choose the shard, its lowest the place.
 
-// One part of the table: open addressing with linear probing. Each part grows by itself, so that no caller ever
-// waits for the whole table to be copied; and by a fifth rather than twofold, so that little of it is empty.
+// A shard of the table: open addressing with linear probing. Each shard grows separately, so no caller waits for a
+// copy of the whole table. It grows by a fifth, not by a factor of two, so that few entries are empty.
 class Shard {
  public:
   struct Entry {  // 12 bytes: a 64-bit hash would be padded to 16
@@ -35,7 +35,7 @@ class Shard {
 
   bool full() const { return (used_ + 1) * 16ull > capacity_ * 13ull; }
 
-  // The page's entry; a new one has nobody. The shard is not full.
+  // The page's entry. A new one has the empty set. The shard must not be full.
   Entry* find_or_add(uint64_t page, uint64_t key) {
     Entry* entry = probe(page, key);
     if (entry->set == kUnused) {
@@ -45,7 +45,7 @@ class Shard {
     return entry;
   }
 
-  // Leave out the pages that nobody holds, and make room for half as many as are left.
+  // Drops the pages that no worker holds, and makes room for half as many as are left.
   void rebuild(HolderSets& sets, uint64_t seed) {
     uint32_t live = 0;
     for (uint32_t i = 0; i < capacity_; ++i) live += is_live(entries_[i], sets);
@@ -87,10 +87,10 @@ class Shard {
 
   std::unique_ptr<Entry[]> entries_;
   uint32_t capacity_ = 0;
-  uint32_t used_ = 0;  // entries, with the pages that nobody holds any more
+  uint32_t used_ = 0;  // entries, those of pages that no worker holds included
 };
 
-// Safe to call from several threads. Never calls into Python, so its mutex is held for microseconds.
+// Safe to call from several threads. It never calls Python, so its mutex is held for microseconds.
 class PageTable {
  public:
   explicit PageTable(uint64_t seed) : seed_(seed), sets_(seed) {}
@@ -108,14 +108,14 @@ class PageTable {
     sweep();
   }
 
-  // Time grows with the sets that there are, not with the pages.
+  // Takes time in proportion to the number of sets, not of pages.
   void clear(Slot slot, Tiers tiers) {
     const std::lock_guard<std::mutex> lock(mutex_);
     live_ -= sets_.forget(slot, tiers);
     sweep();
   }
 
-  // A whole batch: its events, or -1 and nothing has changed. Others may look between two events.
+  // Applies a batch. Returns the number of events, or -1 if nothing has changed. `find` may run between two events.
   int64_t apply(Slot slot, const uint8_t* payload, size_t size) {
     const Batch batch = read_batch(payload, size);
     if (!batch.understood) return -1;
@@ -128,13 +128,13 @@ class PageTable {
     return batch.told;
   }
 
-  // found: int32 [kTiers, slots], written whole; see PageTable.find in page_table.py.
+  // Writes all of `found`, int32 [kTiers, slots]; see PageTable.find in page_table.py.
   void find(const uint64_t* pages, size_t count, int32_t* found, size_t slots) {
     std::memset(found, 0, kTiers * slots * sizeof(int32_t));
     const std::lock_guard<std::mutex> lock(mutex_);
     KeysAhead keys(*this, pages, count);
     SetId set = Shard::kUnused;
-    size_t first = 0;  // of the pages that have `set`
+    size_t first = 0;  // the first page of the run that has `set`
     for (size_t i = 0; i < count; ++i) {
       const uint64_t key = keys.take(i);
       const Shard::Entry* entry = shard_of(key).find(pages[i], key);
@@ -173,7 +173,7 @@ class PageTable {
  private:
   static constexpr size_t kShards = 256;
 
-  // Keys of pages, a few pages before they are needed: memory answers while others are worked on.
+  // Prefetches the entries of pages a few pages ahead of their use.
   class KeysAhead {
    public:
     KeysAhead(const PageTable& table, const uint64_t* pages, size_t count)
@@ -199,8 +199,8 @@ class PageTable {
     uint64_t keys_[kAhead];
   };
 
-  // Consecutive pages that go from one set to one other are counted together. What has been counted is settled
-  // even when memory ends in the middle of a batch.
+  // Consecutive pages that move from one set to another are counted together. The count is applied even if memory
+  // runs out in the middle of a batch.
   struct Run {
     PageTable& table;
     SetId from = 0, to = 0;
@@ -236,7 +236,8 @@ class PageTable {
     }
   }
 
-  // The run's workers that hold every page before `first` hold those before `end` too. Whether there is one.
+  // Workers of the run's set that hold every page before `first` also hold those before `end`. Returns whether there
+  // is such a worker.
   bool extend(SetId set, size_t first, size_t end, int32_t* found, size_t slots) const {
     bool any = false;
     const int32_t run = static_cast<int32_t>(end - first);
@@ -268,7 +269,7 @@ class PageTable {
     entries_ -= before;
   }
 
-  // Give memory back after an eviction, one shard a call, when most entries are pages that nobody holds.
+  // Gives memory back when no worker holds most entries' pages, one shard per call.
   void sweep() {
     if (entries_ - live_ > live_ + 4 * kShards) rebuild(shards_[swept_++ % kShards]);
   }
@@ -276,12 +277,12 @@ class PageTable {
   Shard& shard_of(uint64_t key) { return shards_[key >> 56]; }
   const Shard& shard_of(uint64_t key) const { return shards_[key >> 56]; }
 
-  const uint64_t seed_;  // pages are named by peers: they shall not choose where they go
+  const uint64_t seed_;  // peers choose the hashes, and must not be able to choose places
   std::mutex mutex_;
   HolderSets sets_;
   Shard shards_[kShards];
   uint64_t entries_ = 0;
-  uint64_t live_ = 0;  // entries that somebody holds
+  uint64_t live_ = 0;  // entries of pages that some worker holds
   size_t swept_ = 0;
 };
 
