@@ -1,27 +1,28 @@
-"""The router's index: how fast events go in, how fast a prompt is matched and placed, what a page costs.
+"""Measures the router's index: ingest of events, match and placement of a prompt, memory of a page.
 
     python -m bench.index [--json] [--rounds N] [--churn BLOCKS_PER_S]
 
-64 workers hold 104 of 1,600 sequences each; a sequence is 2,048 tokens (128 pages of 16), its first half one
-of 40 shared prefixes. Everything that is timed runs on one core, another process publishes from another.
+Each of 64 workers holds 104 of 1,600 sequences. A sequence is 2,048 tokens (128 pages of 16), and its first
+half is one of 40 shared prefixes. All that is timed runs on one core; another process publishes from another
+core.
 
-- ingest_blocks_s: all of it through 64 real sockets into the event plane and the index, in our publisher's
-  form (one BlockStored per inserted node). ingest_per_page_blocks_s: one BlockStored per page, a node's in
-  one batch. ingest_foreign_blocks_s: hashes of another engine, so pages are hashed from token_ids.
-  ingest_in_process_blocks_s: our form without sockets.
-- find_*_us: 128 ready page hashes against all workers, in a loop over all sequences in random order, while
-  the workers evict and insert again at `--churn` blocks per second (what they reached: *_churn_blocks_s).
-  find_idle_p50_us: the same with 100 us of sleep before each, when caches have gone cold.
-- select_*_us: the same hashes to (P, D) of 32 prefill and 32 decode workers with policy `kv`, loads counted
-  and the choice booked, under the same churn.
+- ingest_blocks_s: everything through 64 real sockets into the event plane and the index, in the form of
+  Baton's publisher (one BlockStored per inserted node). ingest_per_page_blocks_s: one BlockStored per page,
+  and one batch per node. ingest_foreign_blocks_s: hashes of another engine, so pages are hashed from
+  token_ids. ingest_in_process_blocks_s: Baton's form without sockets.
+- find_*_us: the match of 128 ready page hashes against all workers, for sequences in random order, while the
+  workers evict and insert again at `--churn` blocks per second (*_churn_blocks_s: the rate that they
+  reached). find_idle_p50_us: the same with 100 us of sleep before each match, so that caches are cold.
+- select_*_us: the choice of (P, D) among 32 prefill and 32 decode workers with policy `kv` for the same
+  hashes, and its placement, under the same churn.
 - bytes_per_block: growth of a process per different page; bytes_per_held_block: per page and worker.
 
-Beside them `dynamo_*`, measured in turn in the same run, when NVIDIA Dynamo is installed:
+When NVIDIA Dynamo is installed, `dynamo_*` are measured alternately in the same run:
 
     pip install ai-dynamo-runtime==1.6.1
 
-SelectionService follows the same sockets (it always hashes the tokens itself, and selects one worker, not a
-pair); RadixTree is fed in process (dynamo_ingest_in_process_blocks_s), matched, and measured for memory.
+SelectionService follows the same sockets. It always hashes the tokens itself, and selects one worker, not a
+pair. RadixTree is filled in process (dynamo_ingest_in_process_blocks_s), matched, and measured for memory.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ IDLE_S = 1e-4
 
 
 class Timed:
-    """Times one call for many sequences, under churn, as often as it is asked to; keeps every sample."""
+    """Times a call for many sequences, under churn, in rounds. Keeps every sample."""
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class Timed:
         self.churn_blocks_s: list[float] = []
 
     def __call__(self) -> float:
-        """One round: the median."""
+        """Run one round. Returns its median in seconds."""
         sequences = self._random.integers(0, Shape().sequences, self._count).tolist()
         started = time.perf_counter()
         self._start_churn()
@@ -81,12 +82,12 @@ class Timed:
         return float(np.median(new))
 
     def percentile_us(self, percent: float) -> float:
-        """Of all rounds."""
+        """A percentile over all rounds, in microseconds."""
         return round(float(np.percentile(self.samples, percent)) * 1e6, 2)
 
 
 def time_ingest(load: Load, remote: Remote, core: ModuleType | None, rounds: int) -> dict[str, float]:
-    """Blocks per second, by the key in `values`."""
+    """Measure ingest. Returns blocks per second, by key of `values`."""
     forms = {"ingest": Form.NODE, "ingest_per_page": Form.PAGE, "ingest_foreign": Form.EXTERNAL}
     sides: dict[str, Callable[[], float]] = {}
     for name, form in forms.items():
@@ -111,7 +112,7 @@ def _dynamo_ingest(core: ModuleType, load: Load, remote: Remote, form: Form) -> 
 def time_calls(
     load: Load, remote: Remote, peer: Remote, core: ModuleType | None, rounds: int, churn: float
 ) -> dict[str, float]:
-    """Times of find and select, by the key in `values`."""
+    """Measure find and select. Returns microseconds, by key of `values`."""
     with ExitStack() as stack:
         filled = stack.enter_context(index_baton.filled(load, remote))
         selector = index_baton.Selector(load, filled)
@@ -141,7 +142,7 @@ def time_calls(
 
 
 def weigh(core: ModuleType | None) -> dict[str, float]:
-    """Memory, by the key in `values`."""
+    """Measure memory. Returns bytes, by key of `values`."""
     values = {}
     for prefix, side in {"": "baton", "dynamo_": "dynamo"}.items():
         if side == "baton" or core is not None:
@@ -152,7 +153,7 @@ def weigh(core: ModuleType | None) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, and print the result."""
+    """Measure everything, and print the result."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""Our side of bench.index: the event plane, the index and the placer as the router composes them."""
+"""Baton's side of bench.index: the event plane, the index and the placer, composed as in the router."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from router.placement.policies import make_policy
 from router.placement.policy import PlacementRequest
 from wire.records import PageHashes, WorkerRecord
 
-OUTSTANDING = 64  # rooms at a time
+OUTSTANDING = 64  # rooms that are placed at a time
 _LOOK_S = 0.002
 
 
 class BatonIndex:
-    """An index that a plane fills from 64 workers' sockets."""
+    """An index that an event plane fills from the sockets of 64 workers."""
 
     def __init__(self, load: Load, remote: Remote, page_hashes: PageHashes = "baton") -> None:
         self._load = load
@@ -37,7 +37,7 @@ class BatonIndex:
         remote.call("wait_subscribed")
 
     def fill(self, form: Form) -> float:
-        """Receive everything; blocks per second from the first send until the last is in the index."""
+        """Receive everything. Returns blocks per second, from the first send until all are in the index."""
         batches = sum(1 for _ in self._load.insertions())
         started = time.perf_counter()
         self._remote.start("send", form)
@@ -50,13 +50,13 @@ class BatonIndex:
         return self._load.blocks() / took
 
     def close(self) -> None:
-        """Stop the plane; the workers close too."""
+        """Stop the event plane, and close the workers' sockets."""
         self._plane.close()
         self._remote.call("close")
 
 
 def ingest(load: Load, remote: Remote, form: Form) -> float:
-    """Blocks per second into an empty index."""
+    """Fill an empty index. Returns blocks per second."""
     remote.call("prepare", form)
     filled = BatonIndex(load, remote, "foreign" if form == Form.EXTERNAL else "baton")
     try:
@@ -66,7 +66,7 @@ def ingest(load: Load, remote: Remote, form: Form) -> float:
 
 
 def ingest_in_process(load: Load) -> float:
-    """Blocks per second into an empty index without sockets."""
+    """Fill an empty index without sockets. Returns blocks per second."""
     index = GlobalIndex()
     for worker in range(load.shape.workers):
         index.join(f"w{worker}")
@@ -81,7 +81,7 @@ def ingest_in_process(load: Load) -> float:
 
 @contextmanager
 def filled(load: Load, remote: Remote) -> Iterator[BatonIndex]:
-    """An index that holds everything, with workers that can churn."""
+    """A filled index, with workers that can churn."""
     remote.call("prepare", Form.NODE)
     made = BatonIndex(load, remote)
     try:
@@ -92,7 +92,7 @@ def filled(load: Load, remote: Remote) -> Iterator[BatonIndex]:
 
 
 class Selector:
-    """Chooses and places, with a fixed number of rooms under way. Only choose and place are timed."""
+    """Chooses and places, and closes each room after OUTSTANDING others. Only choose and place are timed."""
 
     def __init__(self, load: Load, filled: BatonIndex) -> None:
         weights = PolicyWeights.model_validate({})
@@ -106,7 +106,7 @@ class Selector:
         self._rooms: deque[Placement] = deque()
 
     def select(self, sequence: int) -> float:
-        """Seconds of one choice of (P, D) and its placement."""
+        """Choose (P, D) for a sequence and place it. Returns seconds."""
         placer, request = self._placer, self._requests[sequence]
         started = time.perf_counter()
         now = time.monotonic()
@@ -122,7 +122,7 @@ class Selector:
 
 
 def find(filled: BatonIndex, load: Load, sequence: int) -> float:
-    """Seconds of one match of 128 ready hashes against all workers."""
+    """Match 128 ready hashes against all workers. Returns seconds."""
     hashes = load.hashes[sequence]
     started = time.perf_counter()
     _ = filled.index.find(hashes).pages

@@ -1,8 +1,8 @@
-"""What the workers of bench.index hold, and the events that say so.
+"""The pages that the workers of bench.index hold, and the events that announce them.
 
-Every sequence is a prefix that many share and a suffix of its own. A worker holds some of all sequences: the
-first with a prefix comes as one node of all pages, the next as a node of its suffix. Batches are encoded
-once; two workers that insert the same node send the same bytes.
+A sequence is a shared prefix and a suffix of its own. A worker holds some of the sequences. Its first
+sequence with a prefix is inserted as one node of all pages, later ones as a node of their suffix. Batches are
+encoded once; two workers that insert the same node send the same bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VOCABULARY = 100_000
 
 
 class Form(StrEnum):
-    """How a node is told."""
+    """The form of the events of a node."""
 
     NODE = "node"  # one BlockStored with all its pages: our publisher's
     PAGE = "page"  # one BlockStored per page, in one batch: SGLang's
@@ -33,7 +33,7 @@ class Form(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Who holds how much. Sequences are `pages` long, the first `shared` pages are those of its prefix."""
+    """The size of the load. Sequences have `pages` pages; the first `shared` of them are the prefix."""
 
     workers: int = 64
     sequences: int = 1600
@@ -44,7 +44,7 @@ class Shape:
 
 
 class Insertion(NamedTuple):
-    """A worker inserts `sequence`, from page `start` on."""
+    """A worker inserts a sequence from page `start` on."""
 
     worker: int
     sequence: int
@@ -52,7 +52,7 @@ class Insertion(NamedTuple):
 
 
 class Load:
-    """The sequences, who inserts what, and the batches. The same in every process that makes it."""
+    """The sequences, the insertions and the batches. The same in every process."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -69,7 +69,7 @@ class Load:
         self.payload = cache(self._payload)  # (sequence, start, form) -> one batch
 
     def insertions(self) -> Iterator[Insertion]:
-        """What fills all workers, one after the other as their requests come."""
+        """The insertions that fill all workers, in turn."""
         seen: set[tuple[int, int]] = set()
         for turn in range(self.shape.held):
             for worker in range(self.shape.workers):
@@ -79,15 +79,15 @@ class Load:
                 seen.add(key)
 
     def blocks(self) -> int:
-        """Pages that the insertions say, counted by worker."""
+        """The number of pages in all insertions."""
         return sum(self.shape.pages - insertion.start for insertion in self.insertions())
 
     def different_pages(self) -> int:
-        """Pages that somebody holds."""
+        """The number of different pages that workers hold."""
         return len(np.unique(self.hashes[np.unique(self.held)]))
 
     def removal(self, sequence: int) -> bytes:
-        """The batch that evicts a sequence's suffix."""
+        """The batch that removes a sequence's suffix."""
         pages: list[int] = self.hashes[sequence, self.shape.shared :].tolist()
         return encode_batch(1.0, [BlockRemoved(pages, "GPU")])
 

@@ -1,4 +1,4 @@
-"""What the index's pages cost in memory: the growth of a fresh process while it fills."""
+"""Measures the memory of the index's pages: the growth of a new process while it is filled."""
 
 from __future__ import annotations
 
@@ -14,31 +14,29 @@ from bench.index_dynamo import DynamoTree, dynamo
 from bench.index_load import Form, Load, Shape
 from router.index.global_index import GlobalIndex
 
-SHAPE = Shape(
-    sequences=6400, prefixes=160, held=416
-)  # four times the timed one: the process's own noise is less
+SHAPE = Shape(sequences=6400, prefixes=160, held=416)  # four times the timed load, so that noise matters less
 
 
 class Memory(NamedTuple):
-    """Of all pages."""
+    """Memory of an index, and the pages in it."""
 
     nbytes: int
     pages: int  # different ones
-    held: int  # pages of all workers
+    held: int  # pages, counted per worker
 
     @property
     def per_page(self) -> float:
-        """Bytes of a page, however many workers hold it."""
+        """Bytes per different page."""
         return self.nbytes / self.pages
 
     @property
     def per_held_page(self) -> float:
-        """Bytes of one page on one worker."""
+        """Bytes per page and worker."""
         return self.nbytes / self.held
 
 
 def measure(side: str) -> Memory:
-    """Fill "baton" or "dynamo" in a process of its own."""
+    """Measure "baton" or "dynamo" in a process of its own."""
     spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe()
     process = spawn.Process(target=_measure, args=(there, side), daemon=True)

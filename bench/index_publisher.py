@@ -1,7 +1,7 @@
-"""The publishing side of bench.index: a process of its own with a PUB and a replay socket per worker.
+"""The publishing side of bench.index: a process with a PUB and a replay socket per worker.
 
-Frames are those of kvcache/publisher.py. Batches are encoded before they are wanted, so that a measurement
-is of the receiver. The sockets are XPUB, which is PUB on the wire and tells when a subscriber has come.
+Frames are those of kvcache/publisher.py. Batches are encoded in advance, so that only the receiver is
+measured. The sockets are XPUB, which is PUB on the wire and reports new subscribers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TICK_S = 0.002
 
 
 class _Worker:
-    """One worker's sockets. Numbers its batches from 0."""
+    """The sockets of one worker, which numbers its batches from 0."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.pub, self.replay = context.socket(zmq.XPUB), context.socket(zmq.ROUTER)
@@ -42,13 +42,13 @@ class _Worker:
         )
 
     def send(self, payload: bytes) -> None:
-        """The next batch."""
+        """Publish a batch under the next number."""
         self.pub.send_multipart(self._frames(self._number, payload))
         self._kept.append(payload)
         self._number += 1
 
     def answer(self) -> None:
-        """What replay requests have come."""
+        """Answer the replay requests that have come."""
         while self.replay.poll(0):
             peer, _, start = self.replay.recv_multipart()
             first = self._number - len(self._kept)
@@ -63,7 +63,7 @@ class _Worker:
 
 
 class Publisher:
-    """What the process does. Every method that is not underlined can be called from the other one."""
+    """Runs in the publishing process. The measuring process may call every public method."""
 
     def __init__(self, shape: Shape) -> None:
         self._load = Load(shape)
@@ -77,39 +77,41 @@ class Publisher:
             self._load.payload(insertion.sequence, insertion.start, form)
 
     def open(self) -> list[tuple[str, ...]]:
-        """Fresh sockets, as of workers that have just started: (events, replay) of each."""
+        """Open new sockets. Returns the (events, replay) addresses of each worker."""
         self._workers = [_Worker(self._context) for _ in range(self._load.shape.workers)]
         return [worker.addresses for worker in self._workers]
 
     def wait_subscribed(self) -> None:
-        """Until every worker has a subscriber."""
+        """Wait until every worker has a subscriber."""
         for worker in self._workers:
             assert worker.pub.poll(int(TIMEOUT_S * 1000)), "nobody subscribes"
             worker.pub.recv()
 
     def send(self, form: Form) -> None:
-        """All insertions."""
+        """Publish all insertions."""
         for worker, sequence, start in self._load.insertions():
             self._workers[worker].answer()
             self._workers[worker].send(self._load.payload(sequence, start, form))
 
     def churn(self, connection: Connection, blocks_s: float) -> int:
-        """Evict and insert again, in equal parts, at that rate until the other process sends something. How
-        many blocks."""
+        """Evict and insert again, in equal parts, at this rate until the other process sends something.
+
+        Returns the number of blocks.
+        """
         shape = self._load.shape
         random = np.random.default_rng(6)
         step = shape.pages - shape.shared
-        started, told = time.perf_counter(), 0
+        started, sent = time.perf_counter(), 0
         while not connection.poll(_TICK_S):
             self._answer()
-            while told < (time.perf_counter() - started) * blocks_s:
+            while sent < (time.perf_counter() - started) * blocks_s:
                 at = int(random.integers(shape.workers))
                 sequence = int(self._load.held[at, random.integers(shape.held)])
                 self._workers[at].send(self._removals[sequence])
                 self._workers[at].send(self._load.payload(sequence, shape.shared, Form.NODE))
-                told += 2 * step
+                sent += 2 * step
         connection.recv()
-        return told
+        return sent
 
     def _answer(self) -> None:
         for worker in self._workers:
@@ -124,32 +126,32 @@ class Publisher:
 
 
 class Remote:
-    """The publisher, from the measuring process."""
+    """Calls the publisher from the measuring process."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Do it there, and wait until it is done."""
+        """Call a method, and wait for its result."""
         self.start(method, *arguments)
         return self.result()
 
     def start(self, method: str, *arguments: Any) -> None:
-        """Begin it there."""
+        """Call a method without waiting."""
         self._connection.send((method, arguments))
 
     def result(self) -> Any:
-        """Wait for what was begun."""
+        """Wait for the result of `start`."""
         assert self._connection.poll(TIMEOUT_S), "the publisher does not answer"
         return self._connection.recv()
 
     def open(self, page_hashes: PageHashes = "baton") -> list[WorkerRecord]:
-        """Fresh workers; call `wait_subscribed` when they are followed."""
+        """Open new workers. Call `wait_subscribed` when they are followed."""
         addresses = self.call("open")
         return [_record(at, events, replay, page_hashes) for at, (events, replay) in enumerate(addresses)]
 
     def stop_churn(self) -> int:
-        """End what `start("churn", ...)` began; how many blocks."""
+        """End the churn that `start("churn", ...)` began. Returns the number of blocks."""
         self._connection.send(None)
         blocks: int = self.result()
         return blocks
@@ -157,7 +159,7 @@ class Remote:
 
 @contextmanager
 def publisher(shape: Shape, cores: set[int]) -> Iterator[Remote]:
-    """A publishing process on these cores."""
+    """Run a publishing process on these cores."""
     spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe()
     process = spawn.Process(target=_serve, args=(there, shape, cores), daemon=True)
@@ -191,7 +193,7 @@ def _serve(connection: Connection, shape: Shape, cores: set[int]) -> None:
 
 
 def _record(at: int, events: str, replay: str, page_hashes: PageHashes) -> WorkerRecord:
-    """WorkerRole of them prefill, half decode; eight to a host; no two are equally busy."""
+    """Half of the workers prefill, half decode; eight share a host; no two are equally busy."""
     load = WorkerLoad(
         queued_prefill_tokens=100 * at, running_requests=at % 7, free_tokens=1 << 21,
         headroom_tokens=1 << 20, headroom_rows=64, prefill_tokens_per_s=20_000.0, decode_step_s=0.02,

@@ -1,11 +1,11 @@
-"""PrefixCache: the KV memory of one modelled worker: pages of prompts that are cached, tokens that are not.
+"""PrefixCache: the KV memory of one modelled worker.
 
     capacity = cached pages (locked or evictable) + held (tokens of requests outside the cache) + free
 
-A page is named by its hash, a chain over everything before it, so the tree is implied: a prompt's match is
-the number of its leading pages that are there. Least recently used goes first. A path is always touched from
-its end to its root, so a page is more recent than everything below it, and the oldest one is a leaf: an
-ordered dict is enough, where a real tree needs a heap of leaves.
+A page is named by its hash, which is chained over everything before it. So a set of hashes implies the tree:
+a prompt's match is the number of its leading pages in the set. The least recently used page is evicted first.
+A path is always touched from its end to its root, so a page is more recent than everything below it and the
+oldest page is a leaf. Therefore an ordered dict is enough, where a real tree needs a heap of leaves.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from router.index.page_table import Hashes
 
 
 class PrefixCache:
-    """One worker's. `stored` and `removed` are told what the router's index should learn."""
+    """Cached pages, and memory held outside the cache."""
 
     def __init__(
         self,
@@ -26,31 +26,34 @@ class PrefixCache:
         stored: Callable[[list[int]], None],
         removed: Callable[[list[int]], None],
     ) -> None:
-        """`capacity` in tokens, pages of `page` tokens."""
+        """`capacity` is in tokens, and a page has `page` tokens.
+
+        `stored` and `removed` are called with the pages that enter and leave the cache.
+        """
         self.page = page
         self.capacity = capacity
         self.held = 0  # tokens
         self._stored = stored
         self._removed = removed
-        self._locked: dict[int, int] = {}  # page -> who uses it
+        self._locked: dict[int, int] = {}  # page -> number of users
         self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest first
 
     def pages(self) -> set[int]:
-        """Everything that is cached."""
+        """All cached pages."""
         return self._locked.keys() | self._evictable.keys()
 
     @property
     def locked(self) -> int:
-        """Cached tokens that somebody uses."""
+        """Cached tokens in use."""
         return len(self._locked) * self.page
 
     @property
     def available(self) -> int:
-        """Tokens that are free or could be."""
+        """Tokens that are free or evictable."""
         return self.capacity - self.held - self.locked
 
     def match(self, hashes: Hashes) -> int:
-        """Leading pages that are cached. Touches nothing."""
+        """The number of leading pages that are cached. Changes nothing."""
         locked, evictable = self._locked, self._evictable
         found = 0
         for page in hashes.tolist():
@@ -70,7 +73,7 @@ class PrefixCache:
                 locked[page] = 1
 
     def unlock(self, hashes: Hashes) -> None:
-        """They, in the same number of calls as `lock`, may go. The end of the path is the first to."""
+        """Undo one `lock` of these pages. The end of the path becomes evictable first."""
         locked, evictable = self._locked, self._evictable
         for page in reversed(hashes.tolist()):
             if locked[page] == 1:
@@ -80,8 +83,10 @@ class PrefixCache:
                 locked[page] -= 1
 
     def hold(self, tokens: int) -> bool:
-        """Memory for so many tokens, evicting what must go; False, and nothing happens, if there is not as
-        much."""
+        """Take memory for this many tokens, evicting pages if necessary.
+
+        Returns False, and changes nothing, if there is not enough.
+        """
         if tokens > self.available:
             return False
         self.held += tokens
@@ -89,12 +94,12 @@ class PrefixCache:
         return True
 
     def release(self, tokens: int) -> None:
-        """Give held memory back."""
+        """Return held memory."""
         assert 0 <= tokens <= self.held
         self.held -= tokens
 
     def insert(self, hashes: Hashes) -> None:
-        """Held tokens become these cached, locked pages. What somebody else has cached meanwhile is used."""
+        """Turn held tokens into these cached, locked pages. Pages that are cached already are reused."""
         locked, evictable, new = self._locked, self._evictable, []
         for page in hashes.tolist():
             if page in locked:

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Clock:
-    """Calls things when they are due. Equal times run in the order they were asked for."""
+    """Calls functions when they are due. Those of equal times are called in the order of `at`."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -16,16 +16,16 @@ class Clock:
         self._asked = 0
 
     def at(self, when: float, call: Callable[..., None], *arguments: Any) -> None:
-        """Call it at `when` (seconds), or at once if that is past."""
+        """Call a function at `when` (seconds), or as soon as possible if that is past."""
         self._asked += 1
         heapq.heappush(self._due, (max(when, self.now), self._asked, call, arguments))
 
     def after(self, delay: float, call: Callable[..., None], *arguments: Any) -> None:
-        """Call it in `delay` seconds."""
+        """Call a function in `delay` seconds."""
         self.at(self.now + delay, call, *arguments)
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Until that is true or nothing is due."""
+        """Run until `until()` is true or nothing is due."""
         while self._due and not until():
             self.now, _, call, arguments = heapq.heappop(self._due)
             call(*arguments)

@@ -1,5 +1,5 @@
-"""Link: one worker's way into the network and out of it. A transfer needs the sender's way out and the
-receiver's way in, one transfer at a time on each, first come first served."""
+"""Link: one worker's network. A transfer needs the sender's outgoing and the receiver's incoming direction.
+Each direction has one transfer at a time, first come, first served."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Link:
         self._in_free_at = 0.0
 
     def send(self, to: Link, size: float, now: float) -> float:
-        """When so many bytes will have arrived."""
+        """Begin a transfer of `size` bytes as soon as possible. Returns when they will have arrived."""
         start = max(now, self._out_free_at, to._in_free_at)
         end = start + size / min(self._bytes_per_s, to._bytes_per_s)
         self._out_free_at = to._in_free_at = end

@@ -1,4 +1,4 @@
-"""The curves of a sweep as a picture. The only module that imports matplotlib, and never its windows."""
+"""Draws the curves of a sweep. The only module that imports matplotlib."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STYLES = {"ttft_p50": ":", "ttft_p90": "-", "ttft_p99": "--"}
 
 
 def draw(runs: Sequence[Summary], slo_ttft_s: float, path: Path) -> None:
-    """Attainment, goodput and time to first token over the speed, a colour per policy."""
+    """Draw attainment, goodput and time to first token over the speed, in a colour per policy."""
     figure = Figure(figsize=(16, 5), layout="constrained")
     FigureCanvasAgg(figure)
     share, goodput, ttft = figure.subplots(1, 3)

@@ -1,4 +1,4 @@
-"""`baton replay`: runs, tables, the comparison of all policies, the picture."""
+"""The command `baton replay`: single runs, and the comparison of all policies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PROCESSES = 2
 
 
 def replay(arguments: argparse.Namespace) -> int:
-    """The command. Raises ConfigError for what cannot be run."""
+    """Run the command. Raises ConfigError for invalid arguments."""
     options = make_options(arguments)
     policies = list(POLICIES) if arguments.policy == "all" else arguments.policy.split(",")
     for policy in policies:
@@ -37,7 +37,7 @@ def replay(arguments: argparse.Namespace) -> int:
     if arguments.png is not None:
         _check_picture(arguments.png)
     speeds = _speeds(arguments.speed)
-    read_trace(arguments.trace)  # so that a wrong one is told before anything starts
+    read_trace(arguments.trace)  # a wrong one is reported before anything starts
     wanted = [
         options.model_copy(update={"policy": policy, "speed": speed})
         for policy in policies
@@ -74,7 +74,7 @@ _FLAGS = {
 
 
 def make_options(arguments: argparse.Namespace) -> SimulationOptions:
-    """What the flags say. `--set` wins."""
+    """The options that the flags give. `--set` overrides the others."""
     raw: dict[str, Any] = {}
     for flag, path in _FLAGS.items():
         value = getattr(arguments, flag)
@@ -108,7 +108,7 @@ def _speeds(text: str) -> list[float]:
 def _compare(
     trace: str, options: SimulationOptions, policies: Sequence[str], report: _Report
 ) -> dict[str, Any]:
-    """Every policy's sustained rate, the runs at shares of round-robin's, and the hot trace."""
+    """Each policy's sustained rate, also on the hot trace, and runs at fractions of round-robin's rate."""
     by_policy = [options.model_copy(update={"policy": policy}) for policy in policies]
     hot = [one for one in by_policy if one.policy in ("kv", "prefix-affinity")]
     with Pool(_processes(), report.finished) as pool:
@@ -139,7 +139,7 @@ def _processes() -> int:
 
 
 class _Report:
-    """Progress on stderr, and every run that is over."""
+    """Shows progress on stderr, and keeps the finished runs."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -147,7 +147,7 @@ class _Report:
         self._runs: list[tuple[str, Summary]] = []
 
     def share(self, share: float) -> None:
-        """Of a single run."""
+        """Show the progress of a single run."""
         end = "\n" if share >= 1 else ""
         if self._out.isatty():
             self._out.write(f"\r{share:4.0%}{end}")
@@ -156,7 +156,7 @@ class _Report:
         self._out.flush()
 
     def finished(self, trace: str, summary: Summary) -> None:
-        """One of many runs."""
+        """Show that one of many runs is finished."""
         with self._lock:
             self._runs.append((trace, summary))
             self._out.write(

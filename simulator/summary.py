@@ -1,4 +1,4 @@
-"""Summary: what a run was like, in figures."""
+"""Summary: the figures of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from wire.records import Role
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Seconds unless said. Percentiles of ITL are over requests (each one's mean), of gaps over tokens."""
+    """In seconds unless stated. `itl` is over requests (the mean of each), `gap` over all pairs of tokens."""
 
     policy: str
     speed: float
@@ -31,21 +31,21 @@ class Summary:
     itl_p99: float
     gap_p50: float
     gap_p99: float
-    hit_rate: float  # prompt tokens that nobody computed
-    moved_rate: float  # prompt tokens that were sent to D
-    alone_rate: float  # requests that D did by itself
+    hit_rate: float  # share of prompt tokens that were cached where the prompt was prefilled
+    moved_rate: float  # share of prompt tokens that were sent to D
+    alone_rate: float  # share of requests that D did alone
     prefill_spread: float  # busiest worker's computed prompt tokens over the mean
-    decode_spread: float  # the same, of output tokens
+    decode_spread: float  # the same for output tokens
     restarts: int
     rejected: int
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The figures by name, for JSON."""
         return asdict(self)
 
 
 def summarise(simulation: Simulation, options: SimulationOptions) -> Summary:
-    """Of a run that is over."""
+    """Summarise a finished run."""
     requests = simulation.requests
     served = [one for one in requests if not one.rejected]
     good = sum(met(one, options) for one in served)
@@ -79,7 +79,7 @@ def summarise(simulation: Simulation, options: SimulationOptions) -> Summary:
 
 
 def met(one: Request, options: SimulationOptions) -> bool:
-    """It met both objectives."""
+    """Whether a request met both objectives."""
     return one.ttft <= options.slo_ttft_s and one.itl <= options.slo_itl_s
 
 

@@ -1,9 +1,9 @@
-"""Sweep: many runs on few processes, and the highest rate that a policy sustains.
+"""Runs many simulations on few processes, and finds the highest speed that a policy sustains.
 
-Sustained rate: on a grid of speeds, each GRID_STEP times the last, the highest one reached going up from
-FIRST before the first at which less than SHARE of the requests meet both objectives, refined by bisection to
-REFINED; where FIRST fails already, going down from it to the first that does not. So where attainment is not
-monotone, it is the first fall that counts: nobody would run beyond it.
+A speed passes when at least SHARE of the requests meet both objectives. From FIRST the speed is multiplied by
+GRID_STEP until one fails (or, if FIRST fails, divided until one passes). Bisection between the last that
+passed and the first that failed gives the sustained rate, within a factor of REFINED. So if attainment is not
+monotone, the first failure counts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Run = Callable[[str, SimulationOptions], Summary]
 def run_once(
     trace: str, options: SimulationOptions, progress: Callable[[float], None] = lambda _share: None
 ) -> Summary:
-    """One run, in this process."""
+    """Run one simulation in this process."""
     simulation = Simulation(_trace(trace), options)
     simulation.run(progress)
     return summarise(simulation, options)
@@ -44,11 +44,11 @@ def _trace(name: str) -> Trace:
 
 
 class Pool:
-    """Runs on `processes` processes. Call from any thread; each call waits for its run."""
+    """Runs simulations on several processes. Any thread may call it; each call waits for its run."""
 
     def __init__(self, processes: int, finished: Callable[[str, Summary], None]) -> None:
-        """`finished` is told the trace and the summary of every run, on the thread that wanted it."""
-        spawn = multiprocessing.get_context("spawn")  # a fork would share this process's threads' locks
+        """`finished` is called with the trace and the summary of each run, on the thread that started it."""
+        spawn = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
         self._processes = ProcessPoolExecutor(processes, spawn)
         self._finished = finished
 
@@ -61,24 +61,24 @@ class Pool:
         self._processes.shutdown(cancel_futures=True)
 
     def run(self, trace: str, options: SimulationOptions) -> Summary:
-        """One run."""
+        """Run one simulation."""
         summary = self._processes.submit(run_once, trace, options).result()
         self._finished(trace, summary)
         return summary
 
     def all(self, wanted: list[tuple[str, SimulationOptions]]) -> list[Summary]:
-        """Many, in that order."""
+        """Run many simulations. Returns their summaries in the same order."""
         with ThreadPoolExecutor(max(1, len(wanted))) as threads:
             return list(threads.map(lambda one: self.run(*one), wanted))
 
     def sustained(self, wanted: list[tuple[str, SimulationOptions]]) -> list[float]:
-        """The sustained rate of each; their own speeds do not matter."""
+        """Find the sustained rate of each. The speeds in the options are ignored."""
         with ThreadPoolExecutor(max(1, len(wanted))) as threads:
             return list(threads.map(lambda one: sustained(self.run, *one), wanted))
 
 
 def sustained(run: Run, trace: str, options: SimulationOptions) -> float:
-    """See the module. 0 when nothing above LOWEST passes, the greatest tried when all below HIGHEST do."""
+    """Find the sustained rate. It is 0 if no speed above LOWEST passes; the search ends at HIGHEST."""
 
     def passes(speed: float) -> bool:
         return run(trace, options.model_copy(update={"speed": speed})).attainment >= SHARE

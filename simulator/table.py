@@ -1,4 +1,4 @@
-"""What `baton replay` prints."""
+"""The output of `baton replay`."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _COLUMNS = (
     ("alone", "alone_rate", "{:>6.1%}"), ("P max/mean", "prefill_spread", "{:>10.2f}"),
     ("D max/mean", "decode_spread", "{:>10.2f}"),
 )  # fmt: skip
-_TOLD = ("kv/round-robin", "kv/least-loaded", "kv/prefix-affinity", "hot")
+_SHOWN_RATIOS = ("kv/round-robin", "kv/least-loaded", "kv/prefix-affinity", "hot")
 
 
 def as_json(result: Mapping[str, Any]) -> str:
-    """One line."""
+    """The result as one line of JSON."""
     return json.dumps({**result, "runs": [one.as_dict() for one in result["runs"]]}) + "\n"
 
 
 def as_table(result: Mapping[str, Any], hot_trace: str) -> str:
-    """A run a line; after a comparison, the sustained rates, and their ratios in the last line."""
+    """One line per run. After a comparison also the sustained rates, and their ratios in the last line."""
     lines = [" ".join(_width(form).format(title) for title, _, form in _COLUMNS)]
     lines += [
         " ".join(form.format(_value(one, name)) for _, name, form in _COLUMNS) for one in result["runs"]
@@ -36,7 +36,7 @@ def as_table(result: Mapping[str, Any], hot_trace: str) -> str:
         for key, title in (("sustained", "sustained rate"), ("sustained_hot", f"on {hot_trace}")):
             rates = "  ".join(f"{policy} {rate:.2f}" for policy, rate in result[key].items())
             lines.append(f"{title}, {SHARE:.0%} of requests meet both objectives: {rates}")
-        lines.append(" ".join(f"{name}={result['ratios'][name]:.2f}" for name in _TOLD))
+        lines.append(" ".join(f"{name}={result['ratios'][name]:.2f}" for name in _SHOWN_RATIOS))
     return "\n".join(lines) + "\n"
 
 

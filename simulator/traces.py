@@ -1,8 +1,9 @@
-"""Traces: Mooncake's format, and generated ones that need nothing but a seed.
+"""Traces: files in Mooncake's format, and traces generated from a seed.
 
-A file has one JSON object a line: `timestamp` (ms), `input_length`, `output_length` (tokens) and `hash_ids`,
-one id per block of 512 tokens, equal where everything up to there is equal. `session`, `tenant` and
-`priority` may be there too. A generated trace is named KIND:SEED, for example `chat:1`.
+A file has one JSON object per line: `timestamp` (ms), `input_length`, `output_length` (tokens) and
+`hash_ids`, with one id per block of 512 tokens. Equal ids mean that everything up to the end of the block is
+equal. `session`, `tenant` and `priority` are optional. A generated trace is named KIND:SEED, for example
+`chat:1`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class _Line(msgspec.Struct):
 
 
 def read_trace(name: str) -> Trace:
-    """A file, or one of GENERATORS by KIND:SEED. Raises ConfigError for what is neither."""
+    """Read a file, or generate a trace named KIND:SEED. Raises ConfigError for any other name."""
     kind, colon, seed = name.partition(":")
     if colon and kind in GENERATORS and not Path(name).exists():
         if not seed.isdecimal():
@@ -78,7 +79,7 @@ def _request(at_s: float, prompt: int, output: int, blocks: list[int], session: 
 
 
 def _chat(name: str, chance: random.Random) -> Trace:
-    """Conversations of several turns, one prompt in common: ten minutes, two conversations a second."""
+    """Ten minutes of conversations, two a second. They have several turns and share one system prompt."""
     ids, requests = count(), list[TraceRequest]()
     shared = _blocks(ids, 2)
     for session, start in enumerate(_arrivals(chance, rate=2.0, seconds=600.0)):
@@ -94,7 +95,7 @@ def _conversation(
     blocks: list[int],
     question: tuple[int, int],
 ) -> list[TraceRequest]:
-    """Each turn's prompt is everything before it and a question. The answer is in the next one's prompt."""
+    """Each turn's prompt is everything before it and a question. The next prompt includes the answer."""
     turns, at, requests = 1 + int(chance.expovariate(1 / 4)), start, []
     blocks, length = list(blocks), len(blocks) * BLOCK
     for _ in range(turns):
@@ -103,17 +104,17 @@ def _conversation(
         output = min(1000, 2 + int(chance.expovariate(1 / 200)))
         requests.append(_request(at, length, output, blocks, session))
         if length % BLOCK:
-            blocks = blocks[:-1]  # the page that the answer completes is another one than the prompt's
+            blocks = blocks[:-1]  # the answer completes this page, which changes its hash
         length += output
         at += output * 0.02 + chance.expovariate(1 / 20)
     return requests
 
 
 def _hot(name: str, chance: random.Random) -> Trace:
-    """One hot prefix, pools that churn, two workers that restart: ten minutes.
+    """Ten minutes with one hot prefix, more documents than fit in memory, and two workers that restart.
 
-    Six requests in ten begin with one system prompt of 24 blocks and one of 40 tool lists; the others are
-    documents, each read by a few requests close in time, together more than eight pools of 1 M tokens hold.
+    Six of ten requests begin with one system prompt of 24 blocks and one of 40 tool lists. The others read
+    documents, a few requests close in time per document. Together these exceed eight pools of 1 M tokens.
     """
     ids, requests = count(), list[TraceRequest]()
     hot = _blocks(ids, 24)
@@ -132,7 +133,7 @@ def _hot(name: str, chance: random.Random) -> Trace:
 
 
 def _agents(name: str, chance: random.Random) -> Trace:
-    """Bursts: an agent's task is up to 24 calls that begin alike, most of them at nearly the same time."""
+    """Bursts: a task is 4 to 24 calls with a common prefix, most of them at nearly the same time."""
     ids, requests = count(), list[TraceRequest]()
     system = _blocks(ids, 8)
     for at in _arrivals(chance, rate=0.5, seconds=600.0):
@@ -143,7 +144,7 @@ def _agents(name: str, chance: random.Random) -> Trace:
 
 
 def _long(name: str, chance: random.Random) -> Trace:
-    """Long prompts that nobody has sent before, short answers."""
+    """Long prompts without any common prefix, and short answers."""
     ids, requests = count(), list[TraceRequest]()
     for at in _arrivals(chance, rate=4.0, seconds=600.0):
         requests.append(_tail(chance, ids, at, _blocks(ids, chance.randint(8, 90)), tail=(1, 511)))
@@ -153,7 +154,7 @@ def _long(name: str, chance: random.Random) -> Trace:
 def _tail(
     chance: random.Random, ids: Iterator[int], at: float, blocks: list[int], tail: tuple[int, int]
 ) -> TraceRequest:
-    """A prompt that begins with these blocks and ends with something of its own."""
+    """A prompt that begins with these blocks and ends with tokens of its own."""
     own = chance.randint(*tail)
     output = min(1000, 2 + int(chance.expovariate(1 / 150)))
     return _request(at, len(blocks) * BLOCK + own, output, blocks + _blocks(ids, -(-own // BLOCK)))
