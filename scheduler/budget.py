@@ -119,11 +119,10 @@ class BatchAdmission:
         promised = self.promised()
         return Capacity(promised.tokens + self.growth(req), promised.window_pages + peak)
 
-    def _admitted(self, req: Req) -> bool:
+    def _count_cached(self, req: Req) -> None:
         if not req.resumed:
             req.cached_tokens = min(req.cache_protected_len, req.prompt_len)
             self._metrics.cached_tokens += req.cached_tokens
-        return True
 
     # -- reservations ------------------------------------------------------------------------------
 
@@ -133,7 +132,8 @@ class BatchAdmission:
         outranked = head is not None and (head.resumed or (head is self._blocked and _before(head, req)))
         if not outranked and self._pages.reserve(req, self._spare(req, prefills=False)):
             self.withdraw(req)
-            return self._admitted(req)
+            self._count_cached(req)
+            return True
         if self._claim is None or self._claim is req or _before(req, self._claim):
             self._claim, self._claim_age = req, 0
         return False
@@ -154,7 +154,8 @@ class BatchAdmission:
         if self._pages.take(req, match_len, self._spare(req)):
             self._blocked = None
             self._rates.admitted(req.prefill_len, req.prefill_len - req.scheduled_len)
-            return self._admitted(req)
+            self._count_cached(req)
+            return True
         self._blocked = req
         return False
 
@@ -170,32 +171,46 @@ class BatchAdmission:
         while budget > 0:
             req = requests.chunked
             if req is None:
-                if len(requests.running) + len(chunks) >= self._config.max_running_requests:
+                req = self._admit_next(len(chunks))
+                if req is None:
                     break
-                req = requests.waiting.head
-                if req is None or req.in_flight or not self._admit(req):
-                    break
-                requests.waiting.pop()
-                req.state = ReqState.PREFILL
                 if req.scheduled_len == req.prefill_len:
                     complete.append(req)
                     continue
                 requests.chunked = req
-            whole = self._end(req, budget, is_first=not chunks)
-            end = first_cut(req.scheduled_len, whole, self._pages.cut_points(req, req.prefill_len))
-            if end == req.scheduled_len or not self._pages.extend_window(req, end):
+            chunk = self._next_chunk(req, budget, is_first=not chunks)
+            if chunk is None:
                 break
-            self._metrics.cut_forwards += end < whole
-            hold = req.state_hold
-            slots = (0, 0) if hold is None else hold.prefill(end)
-            is_last = end == req.prefill_len
-            chunk = Chunk(req, req.scheduled_len, end, is_last, is_last and not req.is_kv_only, *slots)
             chunks.append(chunk)
             if not chunk.is_last:
                 break
             requests.chunked = None
-            budget -= end - chunk.start
+            budget -= chunk.end - chunk.start
         return chunks, complete
+
+    def _admit_next(self, chunks: int) -> Req | None:
+        """Admit the head of the queue. None when it must wait; this step has `chunks` chunks so far."""
+        requests = self._requests
+        if len(requests.running) + chunks >= self._config.max_running_requests:
+            return None
+        req = requests.waiting.head
+        if req is None or req.in_flight or not self._admit(req):
+            return None
+        requests.waiting.pop()
+        req.state = ReqState.PREFILL
+        return req
+
+    def _next_chunk(self, req: Req, budget: int, is_first: bool) -> Chunk | None:
+        """The request's next chunk. None when the budget or the window's pages are too small for one."""
+        whole = self._end(req, budget, is_first)
+        end = first_cut(req.scheduled_len, whole, self._pages.cut_points(req, req.prefill_len))
+        if end == req.scheduled_len or not self._pages.extend_window(req, end):
+            return None
+        self._metrics.cut_forwards += end < whole
+        hold = req.state_hold
+        slots = (0, 0) if hold is None else hold.prefill(end)
+        is_last = end == req.prefill_len
+        return Chunk(req, req.scheduled_len, end, is_last, is_last and not req.is_kv_only, *slots)
 
     def _end(self, req: Req, budget: int, is_first: bool) -> int:
         start, total = req.scheduled_len, req.prefill_len
