@@ -1,1 +1,1 @@
-"""Moves pages between processes and hosts. Knows buffers and bytes; knows no model."""
+"""Moves pages between processes and hosts: buffers and bytes, no model."""

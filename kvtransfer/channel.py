@@ -1,5 +1,5 @@
-"""The sender's half of the control protocol: a Channel per connection, a Peer per receiver, a PeerSender
-that every backend's sender is built on."""
+"""The sender's side of the control protocol: a Channel per connection, a Peer per receiver, and PeerSender,
+the base of every backend's sender."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from wire.messages import TransferEndpoint
 
 
 class Uncertain(TransferError):
-    """The write failed and some of its bytes may still land: the receiver must make sure itself."""
+    """The write failed, and some of its bytes may still land: only the receiver can put an end to that."""
 
 
 class Refusal(TransferError):
-    """This write is not granted (room closed, pages not open, pools that differ); nothing was begun."""
+    """The write is not granted: room closed, pages not open, or different pools. Nothing was written."""
 
 
 class Channel:
-    """One greeted connection to a receiver: one write at a time. Owns the socket and received descriptors."""
+    """One authenticated connection to a receiver, for one write at a time. Owns socket and descriptors."""
 
     def __init__(self, sock: socket.socket, endpoint: TransferEndpoint, bounds: Bounds) -> None:
-        """Greets. Raises TransferError, the socket closed."""
+        """Authenticate. Raises TransferError, after closing the socket."""
         self.sock = sock
         self.fds: list[int] = []
-        self.used = False  # carried a write before: the peer may have dropped it while idle
+        self.used = False  # for a write before: the peer may have closed it while it was idle
         try:
             bound(sock, bounds.silence_s)
             challenge = receive_frame(sock)
@@ -62,7 +62,7 @@ class Channel:
             raise
 
     def begin(self, write: PageWrite, page_bytes: int) -> Granted:
-        """Obtain the grant. Raises Refusal (the channel stays good) or TransferError."""
+        """Get a grant. Raises Refusal, after which the channel can be used again, or TransferError."""
         info = self.pools.groups.get(write.group)
         theirs = info.page_bytes if info is not None else 0
         if theirs != page_bytes:
@@ -77,12 +77,12 @@ class Channel:
         return answer
 
     def end(self) -> None:
-        """Give the grant back, all bytes landed, and hear that they are counted."""
+        """All bytes have landed: give the grant back and wait until the receiver has counted them."""
         send_frame(self.sock, End(landed=True))
         self.expect_ended()
 
     def expect_ended(self) -> None:
-        """The receiver confirms what it was told last. Raises TransferError."""
+        """Wait until the receiver confirms the last frame. Raises TransferError."""
         if not isinstance(receive_frame(self.sock), Ended):
             raise TransferError("the peer does not confirm the write")
 
@@ -94,7 +94,7 @@ class Channel:
 
 
 class Peer:
-    """One receiver as a sender knows it: idle channels, and how many writes are in progress."""
+    """A sender's state for one receiver: idle channels, and how many writes are in progress."""
 
     def __init__(self, endpoint: TransferEndpoint) -> None:
         self.endpoint = endpoint
@@ -104,7 +104,7 @@ class Peer:
 
 
 class GrantedWrite(NamedTuple):
-    """A write that holds its grant."""
+    """A write that has its grant."""
 
     peer: Peer
     channel: Channel
@@ -114,9 +114,9 @@ class GrantedWrite(NamedTuple):
 
 
 class PeerSender(ABC):
-    """A SenderTransport: asks for the grant, has the backend move the bytes, gives the grant back.
+    """A SenderTransport: gets the grant, lets the backend move the bytes, gives the grant back.
 
-    Threads: any number may write; each has a channel of its own, so nobody waits for somebody else's write.
+    Any number of threads may write. Each write has a channel of its own, so none waits for another.
     """
 
     def __init__(self, regions: PoolRegion, bounds: Bounds) -> None:
@@ -132,17 +132,16 @@ class PeerSender(ABC):
 
     @abstractmethod
     def _move(self, granted: GrantedWrite) -> None:
-        """Move the bytes; on return all have been handed over. Raises TransferError; Uncertain when some may
-        land later."""
+        """Move the bytes and return when all have been handed over. Raises TransferError; Uncertain if some
+        may land later."""
 
     def _attach(self, peer: Peer, channel: Channel) -> None:  # noqa: B027 - only shm has something to do
-        """A new channel: take what came with it."""
+        """A channel has been opened: take over the descriptors that came with it."""
 
     def _detach(self, peer: Peer) -> None:  # noqa: B027 - only shm has something to do
-        """No write is in progress and none will be."""
+        """No write to the peer is in progress, and none will be."""
 
     def write(self, endpoint: TransferEndpoint, write: PageWrite) -> int:
-        """See SenderTransport."""
         region = self._regions.get(write.group)
         if region is None or not check_pages(region, write.src_pages):
             raise TransferError(f"this worker has no such pages of group {write.group}")
@@ -157,14 +156,12 @@ class PeerSender(ABC):
         return len(write) * region.page_bytes
 
     def drain(self, endpoint: TransferEndpoint) -> None:
-        """See SenderTransport."""
         with self._lock:
             peer = self._peers.pop(endpoint.address, None)
             if peer is not None:
                 self._retire(peer)
 
     def close(self) -> None:
-        """See SenderTransport."""
         with self._lock:
             self._closed = True
             for peer in self._peers.values():
@@ -185,13 +182,13 @@ class PeerSender(ABC):
         with self._lock:
             peer.users -= 1
             if peer.users == 0 and not peer.idle and self._peers.get(peer.endpoint.address) is peer:
-                del self._peers[peer.endpoint.address]  # its last channel broke: keep nothing of it
+                del self._peers[peer.endpoint.address]  # its last channel broke
                 peer.leaving = True
             if peer.leaving and peer.users == 0:
                 self._retire(peer)
 
     def _retire(self, peer: Peer) -> None:
-        """Under the lock. What writes still use goes with the last of them."""
+        """Close idle channels; the last write in progress does the rest. The caller holds the lock."""
         peer.leaving = True
         while peer.idle:
             peer.idle.pop().close()
@@ -199,7 +196,7 @@ class PeerSender(ABC):
             self._detach(peer)
 
     def _begin(self, peer: Peer, region: GroupRegion, write: PageWrite) -> tuple[Channel, Granted]:
-        """A channel that holds the grant. A channel that went stale while idle is replaced, once each."""
+        """A channel with the grant. One that the peer closed while it was idle is replaced by another."""
         while True:
             with self._lock:
                 channel = peer.idle.pop() if peer.idle else None
@@ -212,7 +209,7 @@ class PeerSender(ABC):
                 self._put_back(peer, channel)
                 raise
             except TransferError as error:
-                self._give_up(channel, certain=True)  # it may have been granted all the same
+                self._give_up(channel, certain=True)  # the receiver may have granted it all the same
                 if not channel.used or isinstance(error, Silent):
                     raise
 
@@ -231,11 +228,11 @@ class PeerSender(ABC):
         self._put_back(granted.peer, channel)
 
     def _give_up(self, channel: Channel, certain: bool) -> None:
-        """The write failed. Say what is known and hang up; the receiver reads the End before the hang-up."""
+        """The write failed: send what is known about it and close. The receiver reads that End first."""
         try:
             send_frame(channel.sock, End(landed=False, certain=certain))
         except TransferError:
-            pass  # a receiver that cannot hear it finds out by itself, which the fences allow for
+            pass  # a receiver that does not get it finds out by itself: the fences allow for that
         finally:
             channel.close()
 

@@ -1,4 +1,4 @@
-"""Optional CRC-32 of every page, taken where the page is sent and compared where it has arrived."""
+"""Optional CRC-32 of every page, computed by the sender and compared by the receiver."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvtransfer.region import GroupRegion
 
 
 def page_checksums(region: GroupRegion, pages: PageIds) -> list[int]:
-    """CRC-32 of each page, in order. About 1 GB/s a thread; the GIL is released for each page."""
+    """CRC-32 of each page, in order. About 1 GB/s per thread; the GIL is released for each page."""
     size = region.page_bytes
     sums: list[int] = []
     for host in region.to_host(pages):

@@ -1,9 +1,9 @@
 """The control frames between a sender's transport and a receiver's, over a Unix or TCP stream.
 
-The receiver speaks first: `Challenge`; the sender proves that it has the endpoint's token: `Hello`; the
-receiver describes its pools: `Pools`. Then, any number of times, one after the other: `Begin`, answered by
-`Granted` or `Refused`; the bytes move, in whatever way the backend has; `End`, answered by `Ended`.
-A frame is a little-endian uint32 length and a typed MessagePack struct.
+The receiver begins with `Challenge`. The sender proves with `Hello` that it has the endpoint's token. The
+receiver describes its pools in `Pools`. Writes follow, one after the other: `Begin`, answered by `Granted` or
+`Refused`; the bytes, which every backend moves in its own way; `End`, answered by `Ended`. A frame is a
+little-endian uint32 length and a typed MessagePack struct.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from common.errors import TransferError
 
 _LENGTH = struct.Struct("<I")
 _MAX_FRAME = 16 << 20  # page ids of the longest write: millions of pages
-_MAX_HELLO = 4096  # what a stranger may make us read
+_MAX_HELLO = 4096  # of a peer that is not authenticated yet
 
 
 class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
@@ -44,15 +44,15 @@ class PoolInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Pools(msgspec.Struct, frozen=True, tag="pools"):
-    """The receiver's pools by group; shm sends their descriptors along, in this order. `session` is the
-    backend's own address of the pools' owner, when it has one."""
+    """The receiver's pools by group. shm sends their descriptors with it, in this order. `session` is the
+    receiver's address in the backend, for a backend that has its own."""
 
     groups: dict[str, PoolInfo]
     session: str = ""
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """May I write these pages (int64, little-endian) of this room and epoch?"""
+    """Asks to write these pages (int64, little-endian) of this room and epoch."""
 
     room: int
     epoch: int
@@ -61,8 +61,8 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
 
 
 class Granted(msgspec.Struct, frozen=True, tag="granted"):
-    """Yes; the receiver counts on an End. `stage` is the address of a staging buffer to write to instead of
-    the pool (0: none)."""
+    """The write may begin, and the receiver waits for its End. `stage` is the address of a staging buffer to
+    write to instead of the pool (0: none)."""
 
     stage: int = 0
 
@@ -76,21 +76,20 @@ class Staged(msgspec.Struct, frozen=True, tag="staged"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """No, nothing was begun; the connection stays good."""
+    """The write may not begin. The connection can be used again."""
 
     reason: str
 
 
 class End(msgspec.Struct, frozen=True, tag="end"):
-    """The write is over. `landed` says that all bytes are there; otherwise `certain` says whether it is
-    certain that no more of them will come."""
+    """The write is over. `landed`: all bytes are there. Otherwise `certain`: no more of them will come."""
 
     landed: bool
     certain: bool = True
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
-    """Counted."""
+    """The receiver has counted what the last frame reported."""
 
 
 Frame = Challenge | Hello | Pools | Begin | Granted | Refused | Staged | End | Ended
@@ -99,7 +98,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class Silent(TransferError):
-    """Nothing came within the socket's bound, and no frame had begun."""
+    """No frame began within the socket's time limit."""
 
 
 class Gone(TransferError):
@@ -107,10 +106,10 @@ class Gone(TransferError):
 
 
 def bound(sock: socket.socket, silence_s: float) -> None:
-    """Make every blocking call on the socket fail after this long.
+    """Make every blocking call on the socket fail after `silence_s`.
 
-    Kernel timeouts rather than `settimeout`: those put the socket into non-blocking mode, where MSG_WAITALL
-    means nothing and each call costs a poll.
+    The timeouts are the kernel's. `settimeout` would make the socket non-blocking: MSG_WAITALL would have no
+    effect, and each call would need a poll.
     """
     sock.setblocking(True)
     limit = struct.pack("@ll", int(silence_s), int(silence_s % 1 * 1e6))
@@ -119,7 +118,7 @@ def bound(sock: socket.socket, silence_s: float) -> None:
 
 
 def send_frame(sock: socket.socket, frame: Frame, fds: list[int] | None = None) -> None:
-    """Send one frame, with descriptors (Unix sockets only). Raises TransferError."""
+    """Send one frame, and descriptors with it (Unix sockets only). Raises TransferError."""
     body = _encoder.encode(frame)
     data = _LENGTH.pack(len(body)) + body
     try:
@@ -134,7 +133,7 @@ def send_frame(sock: socket.socket, frame: Frame, fds: list[int] | None = None) 
 def receive_frame(sock: socket.socket, limit: int = _MAX_FRAME, fds: list[int] | None = None) -> Frame:
     """Receive one frame; descriptors that come with it are appended to `fds`.
 
-    Raises Silent, Gone, or TransferError when the peer breaks off or talks nonsense.
+    Raises Silent, Gone, or TransferError for a frame that is cut off or does not decode.
     """
     head = _receive(sock, _LENGTH.size, fds, starts=True)
     (length,) = _LENGTH.unpack(head)
@@ -148,14 +147,14 @@ def receive_frame(sock: socket.socket, limit: int = _MAX_FRAME, fds: list[int] |
 
 
 def expect_hello(sock: socket.socket, token: str, nonce: bytes) -> None:
-    """Hear the peer's Hello. Raises TransferError when it does not know the token."""
+    """Receive the peer's Hello. Raises TransferError when the peer does not know the token."""
     frame = receive_frame(sock, limit=_MAX_HELLO)
     if not isinstance(frame, Hello) or not hmac.compare_digest(frame.proof, proof_of(token, nonce)):
         raise TransferError("the peer does not know this endpoint's token")
 
 
 def proof_of(token: str, nonce: bytes) -> bytes:
-    """What a Hello must carry."""
+    """The proof that a Hello must contain."""
     return hmac.digest(token.encode(), nonce, hashlib.sha256)
 
 

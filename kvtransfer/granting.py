@@ -1,4 +1,4 @@
-"""GrantingReceiver: the receiver's half of the control protocol; every backend's receiver is built on it."""
+"""GrantingReceiver: the receiver's side of the control protocol, the base of every backend's receiver."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Session = TypeVar("Session")
 
 
 class GrantingReceiver(ABC, Generic[Session]):
-    """A ReceiverTransport behind a listening stream socket: greets peers, grants writes, sees them through.
+    """A ReceiverTransport behind a listening stream socket: authenticates peers and grants writes.
 
-    A backend says how it knows that a granted write is over (`_see_through`).
+    A backend implements `_see_through`: how it finds out that a granted write is over.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class GrantingReceiver(ABC, Generic[Session]):
         rooms: RoomTable,
         bounds: Bounds,
     ) -> None:
-        """`sock` is bound; peers reach it at the endpoint, which gets its token here."""
+        """`sock` is bound. Peers reach it at `endpoint`, to which this adds the token."""
         self._regions = regions
         self._rooms = rooms
         self._bounds = bounds
@@ -48,27 +48,25 @@ class GrantingReceiver(ABC, Generic[Session]):
 
     @abstractmethod
     def _admit(self, sock: socket.socket) -> AbstractContextManager[Session]:
-        """Around a peer's whole connection, from before the greeting: what the backend knows of the peer."""
+        """Around a peer's whole connection, opened before it is authenticated: the backend's own state."""
 
     @abstractmethod
     def _see_through(self, sock: socket.socket, session: Session, grant: Grant) -> None:
         """Answer Granted, and finish the grant when nothing can be written under it any more: at once after
-        an End, otherwise when that is certain. Raises TransferError when the peer is to be dropped."""
+        an End, otherwise when that is certain. Raises TransferError to drop the peer."""
 
     def _send_pools(self, sock: socket.socket, session: Session) -> None:  # noqa: ARG002 - for overriders
         send_frame(sock, Pools(self._infos()))
 
     def _interrupt(self, sock: socket.socket, region: GroupRegion) -> Callable[[], None] | None:  # noqa: ARG002
-        """What makes a granted write stop when its room is closed; None when it can only be waited for."""
+        """A callback that stops a granted write when its room is closed; None if nothing can stop it."""
         return None
 
     @property
     def endpoint(self) -> TransferEndpoint:
-        """See ReceiverTransport."""
         return self._endpoint
 
     def close(self) -> None:
-        """See ReceiverTransport."""
         self._listener.close()
 
     def _infos(self) -> dict[str, PoolInfo]:
@@ -85,13 +83,13 @@ class GrantingReceiver(ABC, Generic[Session]):
                 self._serve_one(sock, session)
 
     def _serve_one(self, sock: socket.socket, session: Session) -> None:
-        """One whole write, or a stretch of silence."""
+        """Handle one whole write, or return after a time of silence."""
         try:
             frame = receive_frame(sock)
         except Silent:
             return
         if isinstance(frame, End):
-            return  # of a write that was refused after its sender had given up on it
+            return  # its sender had given up on the write before it was refused
         if not isinstance(frame, Begin):
             raise TransferError("expected a Begin")
         try:

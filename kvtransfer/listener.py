@@ -1,7 +1,7 @@
 """Listener: accepts a receiver's peers, one thread each, and ends them all on close.
 
-A thread a peer, because what a peer does is a blocking copy into the pool that releases the GIL; there are
-as many peers as sender threads in the cluster that write to this worker, and no more than `_MAX_PEERS`.
+Each peer has a thread because its work is a blocking copy into the pool that releases the GIL. There are as
+many peers as sender threads in the cluster that write to this worker, and at most `_MAX_PEERS`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Listener:
         self._thread = threading.Thread(target=self._accept, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begin to accept. Apart from construction, because `serve` may look at whoever owns this."""
+        """Begin to accept. Not in the constructor, because `serve` may use the object that owns this one."""
         self._thread.start()
 
     def close(self) -> None:
@@ -92,7 +92,7 @@ class Listener:
 
 
 def hang_up(sock: socket.socket) -> None:
-    """Wake whoever is blocked on the socket; its owner closes it."""
+    """Shut the socket down, which wakes a thread that is blocked on it. Its owner closes it."""
     try:
         sock.shutdown(socket.SHUT_RDWR)
     except OSError:
@@ -100,7 +100,7 @@ def hang_up(sock: socket.socket) -> None:
 
 
 def greet(sock: socket.socket, token: str, bounds: Bounds) -> None:
-    """The receiver's half of the greeting. Raises TransferError for a stranger."""
+    """Authenticate the peer. Raises TransferError when it does not know the token."""
     bound(sock, bounds.silence_s)
     nonce = secrets.token_bytes(16)
     send_frame(sock, Challenge(nonce))

@@ -1,14 +1,14 @@
-"""mooncake: one-sided writes through Mooncake's TransferEngine, RDMA where there is a device, else its TCP.
+"""mooncake: one-sided writes through Mooncake's TransferEngine: RDMA if there is a device, else its TCP.
 
-The control protocol (grants) runs over a TCP connection of ours. Pages of `_DIRECT_BYTES` and more go
-straight from pool to pool. Smaller ones are gathered into a staging buffer, written to the receiver's as one
-block, and scattered there: Mooncake's cost per entry makes 32 KiB pages half as fast as one block.
+The control protocol (grants) has a TCP connection of its own. Pages of `_DIRECT_BYTES` and more are written
+from pool to pool. Smaller ones are gathered into a staging buffer, written to the receiver's as one block,
+and scattered there: because of Mooncake's cost per entry, 32 KiB pages are half as fast as one block.
 
-The fence. Staged: only this process stores into the pool, and looks at the room before each scatter. Direct:
-the grant ends with the sender's `End`, sent after Mooncake said that everything was applied. When that End
-does not come (the peer is gone, its write failed, or the room was closed and the peer stays silent), this
-side's engine is stopped, which ends every thread and connection that could still store something, and a new
-one takes its place: other writes in progress fail and are tried again.
+The fence. Staged: only this process stores into the pool, and it checks the room before each scatter. Direct:
+the grant ends with the sender's `End`, sent after Mooncake has reported that everything was applied. When
+that End does not come (the peer is gone, its write failed, or the room was closed and the peer is silent),
+this side's engine is stopped. That ends every thread and connection that could still store something. A new
+engine takes its place; other writes in progress fail and are tried again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 BACKEND = "mooncake"
 _DIRECT_BYTES = 256 << 10
-_MAX_SPOILED = 8  # staging buffers that a failed write may still be under way to
+_MAX_SPOILED = 8  # staging buffers that a failed write may still change
 _HALF_BYTES = 4 << 20  # a staging buffer is two halves: one is written while the other is scattered
 
 
@@ -56,8 +56,8 @@ class _Stage:
 
 
 class _Stages:
-    """Staging buffers of one engine, lent one per write. A spoiled one, to which something may still be
-    written, is kept but never lent again."""
+    """Staging buffers of one engine, one per write in progress. A spoiled one, which a failed write may still
+    change, is kept but not used again."""
 
     def __init__(self, engine: MooncakeEngine) -> None:
         self._engine = engine
@@ -78,13 +78,13 @@ class _Stages:
             self._free.append(stage)
 
     def spoil(self) -> None:
-        """One that is lent will not come back."""
+        """A buffer that was taken will not be given back."""
         with self._lock:
             self.spoiled += 1
 
 
 class _Station:
-    """A receiver's engine with everything that must go when it is stopped."""
+    """A receiver's engine, and what ends with it."""
 
     def __init__(self, regions: PoolRegion, interface: str, progress_s: float) -> None:
         self.engine = MooncakeEngine(interface, progress_s)
@@ -99,9 +99,9 @@ class MooncakeReceiver(GrantingReceiver[_Station]):
     """ReceiverTransport over Mooncake."""
 
     def __init__(self, regions: PoolRegion, rooms: RoomTable, bounds: Bounds, interface: str) -> None:
-        """Raises ConfigError when Mooncake or the interface cannot be had."""
+        """Raises ConfigError when Mooncake or the interface does not work here."""
         self._interface = interface
-        self._lock = threading.Lock()  # guards the station, and its engine against being stopped while used
+        self._lock = threading.Lock()  # guards the station: its engine is not stopped while it is used
         self._station = _Station(regions, interface, bounds.silence_s)
         sock = listening_socket(interface)
         host, port = sock.getsockname()
@@ -109,14 +109,14 @@ class MooncakeReceiver(GrantingReceiver[_Station]):
         super().__init__(sock, endpoint, regions, rooms, bounds)
 
     def close(self) -> None:
-        """See ReceiverTransport. Without its engine, no grant of this backend stays out."""
+        """Stop listening and the engine. After that no grant of this backend is unfinished."""
         super().close()
         with self._lock:
             self._halt()
 
     @contextmanager
     def _admit(self, sock: socket.socket) -> Iterator[_Station]:
-        """The engine that this peer writes through, as long as it is the current one."""
+        """The current engine, through which this peer writes."""
         with self._lock:
             if self._station.stopped:
                 if self._listener.closing.is_set():
@@ -148,7 +148,7 @@ class MooncakeReceiver(GrantingReceiver[_Station]):
     def _see_direct(self, sock: socket.socket, station: _Station, grant: Grant) -> None:
         landed = False
         try:
-            with suppress(TransferError):  # a peer that tired of waiting has left its End behind
+            with suppress(TransferError):  # a peer that has given up has sent its End before
                 send_frame(sock, Granted())
             end = self._await_end(sock, grant)
             landed = end.landed
@@ -162,8 +162,8 @@ class MooncakeReceiver(GrantingReceiver[_Station]):
         send_frame(sock, Ended())
 
     def _await_end(self, sock: socket.socket, grant: Grant) -> End:
-        """The sender's End. Raises TransferError when it does not come in time: within the bound of a write,
-        and of silence once the room is closed."""
+        """Wait for the sender's End. Raises TransferError when it does not come within `write_s`, or within
+        `silence_s` after the room was closed."""
         poller = select.poll()
         poller.register(sock, select.POLLIN)
         deadline = time.monotonic() + self._bounds.write_s
@@ -182,7 +182,7 @@ class MooncakeReceiver(GrantingReceiver[_Station]):
             stage = None if station.stopped else station.stages.take()
         if stage is None:
             self._rooms.finish(grant, landed=False)
-            raise TransferError("Mooncake was started anew")
+            raise TransferError("Mooncake was restarted")
         landed = False
         try:
             send_frame(sock, Granted(stage=stage.ptr))
@@ -190,7 +190,7 @@ class MooncakeReceiver(GrantingReceiver[_Station]):
         finally:
             self._rooms.finish(grant, landed=landed)
             if landed:
-                station.stages.give_back(stage)  # nobody writes to it any more
+                station.stages.give_back(stage)  # no write to it is in progress
             else:
                 self._spoil(station)
         if not landed:
@@ -198,13 +198,13 @@ class MooncakeReceiver(GrantingReceiver[_Station]):
         send_frame(sock, Ended())
 
     def _spoil(self, station: _Station) -> None:
-        """A staging buffer is lost to a write that failed. When they add up, a new engine gets new ones."""
+        """A failed write may still change a staging buffer. After too many of those, restart the engine."""
         station.stages.spoil()
         if station.stages.spoiled >= _MAX_SPOILED:
             self._stop(station)
 
     def _scatter_all(self, sock: socket.socket, stage: _Stage, grant: Grant) -> bool:
-        """Put what arrives in the staging buffer where it belongs; whether all of it came."""
+        """Copy what arrives in the staging buffer to its pages. Whether all of it arrived."""
         region, done = self._regions[grant.group], 0
         while isinstance(frame := receive_frame(sock), Staged):
             end = done + frame.count
@@ -224,14 +224,14 @@ class MooncakeReceiver(GrantingReceiver[_Station]):
         return isinstance(frame, End) and frame.landed and done == len(grant.pages)
 
     def _stop(self, station: _Station) -> None:
-        """After this nothing that was written through this station can land. Idempotent."""
+        """Stop the engine: nothing that was written through this station can land after that. Idempotent."""
         with self._lock:
             if not station.stopped:
                 log.warning("stopping Mooncake's engine: a write in progress cannot be waited for")
                 self._halt()
 
     def _halt(self) -> None:
-        """Under the lock, on the current station."""
+        """Stop the current station's engine. The caller holds the lock."""
         self._station.stopped = True
         self._station.engine.close()
         for sock in self._station.peers:
@@ -242,7 +242,7 @@ class MooncakeSender(PeerSender):
     """SenderTransport over Mooncake."""
 
     def __init__(self, regions: PoolRegion, bounds: Bounds, interface: str) -> None:
-        """Raises ConfigError when Mooncake or the interface cannot be had."""
+        """Raises ConfigError when Mooncake or the interface does not work here."""
         super().__init__(regions, bounds)
         self._engine = MooncakeEngine(interface, bounds.silence_s)
         for region in regions.values():
@@ -250,7 +250,7 @@ class MooncakeSender(PeerSender):
         self._stages = _Stages(self._engine)
 
     def close(self) -> None:
-        """See SenderTransport. The engine stops with the last write in progress."""
+        """Drain every peer. The engine stops with the last write in progress."""
         super().close()
         self._engine.close()
 
@@ -305,8 +305,8 @@ class MooncakeSender(PeerSender):
         self._stages.give_back(stage)
 
     def _write_half(self, granted: GrantedWrite, stage: _Stage, offset: int, pages: PageIds) -> None:
-        """Gather these pages in one half of my staging buffer and write it to the receiver's. Raises
-        Uncertain: the engine may still be reading from mine."""
+        """Gather these pages in one half of this side's staging buffer and write it to the receiver's. Raises
+        Uncertain: the engine may still be reading the buffer."""
         region, at = granted.region, 0
         for host in region.to_host(pages):
             target = np.arange(at, at + len(host.pages))

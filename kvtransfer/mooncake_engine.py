@@ -1,9 +1,9 @@
-"""The seam to Mooncake's TransferEngine: import, environment, protocol, registration, batched writes, end.
+"""MooncakeEngine: the interface to Mooncake's TransferEngine.
 
-Properties of Mooncake 0.3, measured: dropping the last reference stops its threads and closes its
-sockets, so nothing is stored by it afterwards; a batch takes at most 1,024 entries; a write that returned 0
-has been applied at the receiver; one that failed may still be partly under way; an engine inherited through
-fork hangs; `initialize` returning 0 does not mean RDMA.
+Properties of Mooncake 0.3, measured: dropping the last reference stops its threads and closes its sockets, so
+it stores nothing afterwards. A batch takes at most 1,024 entries. A write that returned 0 has been applied at
+the receiver; a part of one that failed may still be in progress. An engine inherited through fork hangs.
+`initialize` returning 0 does not mean RDMA.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _INFINIBAND = Path("/sys/class/infiniband")
 
 
 class MooncakeEngine:
-    """One TransferEngine with its registered memory. `session` is what a peer calls it by."""
+    """One TransferEngine with its registered memory. `session` is its address for peers."""
 
     def __init__(self, interface: str, progress_s: float) -> None:
-        """Raises ConfigError when the package, a library it needs, or the network is not there."""
+        """Raises ConfigError when the package, a library that it needs, or the network is missing."""
         self.protocol = "rdma" if has_rdma() else "tcp"
         kind = _engine_class()
         for key, value in {
@@ -52,9 +52,9 @@ class MooncakeEngine:
             )
 
     def write(self, session: str, sources: list[int], targets: list[int], lengths: list[int]) -> None:
-        """Copy pieces of registered memory into the peer's; returns when all are applied there.
+        """Copy pieces of registered memory into the peer's, and return when all are applied there.
 
-        Raises TransferError; then some may have been applied and some may still be under way.
+        Raises TransferError. Then some may have been applied, and some may still be in progress.
         """
         engine = self._engine
         if engine is None:
@@ -66,7 +66,7 @@ class MooncakeEngine:
                 raise TransferError(f"Mooncake's write to {session} failed with {code}")
 
     def close(self) -> None:
-        """Stop it: no thread of it is left when this returns. No write may be in progress."""
+        """Stop the engine and all of its threads. No write may be in progress."""
         self._engine = None
 
 

@@ -1,4 +1,4 @@
-"""Which page goes where, and which neighbours can go as one copy."""
+"""PageWrite: which page goes where; and runs of neighbouring pages, which are copied at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ PageIds = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class PageWrite:
-    """Of one (room, epoch, group): page `src_pages[i]` of my pool becomes page `dst_pages[i]` of the peer's.
+    """Page `src_pages[i]` of this worker's pool goes to page `dst_pages[i]` of the peer's, for one room,
+    epoch and group.
 
     Both arrays are one-dimensional, of equal length and int64; a page occurs at most once in `dst_pages`.
     """
@@ -47,7 +48,7 @@ def as_pages(pages: object) -> PageIds:
 
 
 def coalesce(src_pages: PageIds, dst_pages: PageIds) -> Runs:
-    """The runs of a write, in its order."""
+    """The runs of a write, in the order of its pages."""
     if len(src_pages) == 0:
         return Runs(src_pages, dst_pages, src_pages)
     breaks = (np.diff(src_pages) != 1) | (np.diff(dst_pages) != 1)
@@ -59,8 +60,8 @@ def coalesce(src_pages: PageIds, dst_pages: PageIds) -> Runs:
 def copy_pages(src: int, src_pages: PageIds, dst: int, dst_pages: PageIds, page_bytes: int) -> None:
     """Copy page `src_pages[i]` of the pool at address `src` to page `dst_pages[i]` of the one at `dst`.
 
-    One memcpy a run, the GIL released around each (ctypes). process_vm_writev would be one call for all of
-    them, and measured a fifth slower; numpy's and torch's gathers copy twice.
+    One memcpy per run, by ctypes, which releases the GIL. process_vm_writev would take all runs in one call,
+    but measured 20% slower; gathers in numpy and torch copy twice.
     """
     for first, target, pages in zip(
         *(column.tolist() for column in coalesce(src_pages, dst_pages)), strict=True

@@ -1,7 +1,7 @@
 """The memory that pages are moved from and to: one PoolRegion per worker, one GroupRegion per KV group.
 
-A region on the host is used in place. A region that the CPU cannot address (a GPU's) is reached through a
-pinned host buffer, a few pages at a time; backends that need only the pointer (RDMA) take `ptr` as it is.
+A region on the host is used in place. A region that the CPU cannot address (a GPU's) is copied through a
+pinned host buffer, a few pages at a time. Backends that need only an address (RDMA) use `ptr`.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ class GroupRegion:
         return self.num_pages * self.page_bytes
 
     def to_host(self, pages: PageIds) -> Generator[HostPages]:
-        """These pages, in order, in batches the CPU can read, each valid until the next is asked for."""
+        """These pages, in order, in batches that the CPU can read. A batch is valid until the next one."""
         if not self.staged:
             yield HostPages(self.ptr, self.nbytes, pages)
             return
-        with self._lock:  # one staging buffer; a second reader waits for it
+        with self._lock:  # a second user waits for the staging buffer
             stage = self._stage()
             for first in range(0, len(pages), len(stage)):
                 batch = torch.from_numpy(pages[first : first + len(stage)])
@@ -88,10 +88,10 @@ class GroupRegion:
                 yield HostPages(stage.data_ptr(), stage.numel(), np.arange(count))
 
     def from_host(self, pages: PageIds) -> Generator[HostPages]:
-        """Batches to be filled by the caller; what is filled is in the region once the next is asked for.
+        """Batches for the caller to fill. A batch is in the region when the caller asks for the next one.
 
-        A caller that must not write any more stops iterating: the batch it holds is then not applied (where
-        the region is used in place, it is applied as far as it was filled).
+        A caller that must not write any more stops iterating: then its last batch is not applied. Where the
+        region is used in place, it is applied as far as it was filled.
         """
         if not self.staged:
             yield HostPages(self.ptr, self.nbytes, pages)
@@ -122,7 +122,7 @@ def region_of(pool: torch.Tensor, fd: int | None = None) -> GroupRegion:
 
 
 def pool_regions(memory: Memory) -> dict[str, GroupRegion]:
-    """A worker's pools by group, without those that have no bytes: a full group of no layers only counts."""
+    """A worker's pools by group, without those that have no bytes (a full group without layers)."""
     return {
         name: region_of(pool.bytes, pool.fd) for name, pool in memory.kv_caches.items() if pool.page_bytes
     }

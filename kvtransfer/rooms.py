@@ -1,4 +1,4 @@
-"""RoomTable: which pages of my pools may be written to, for which room and epoch, and who is writing."""
+"""RoomTable: which pages of this worker's pools may be written, for which room and epoch, and by whom."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Key = tuple[int, int]
 
 @dataclass(eq=False)
 class Grant:
-    """Leave for one writer to write `nbytes` into pages of one open room, until it is finished.
+    """Permission for one writer to write `nbytes` into pages of one open room, until it is finished.
 
-    `revoked` becomes true when the room is closed meanwhile: a writer on this side stops at once, a remote
-    one is waited for.
+    `revoked` becomes true when the room is closed in between. A writer in this process then stops at once; a
+    remote one must be waited for.
     """
 
     key: Key
@@ -44,12 +44,12 @@ class _Room:
 
 
 class RoomTable:
-    """One per decode worker: every backend grants from the same table, so a room has one count and one fence.
+    """One per decode worker. All backends grant from the same table, so a room has one count and one fence.
 
-    Shared by the owner's thread (open, close) and the backends' (begin, finish); one lock, held briefly.
+    The owner's thread opens and closes rooms, the backends' threads begin and finish writes.
 
-    A closed room is kept only while a grant of it is out. So nothing is remembered of finished rooms: a late
-    writer finds its room unknown, which is as good as closed.
+    A closed room is kept only while a grant of it is not finished. To a late writer its room is unknown, and
+    the write is refused as if the room were closed.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class RoomTable:
         self._lock = threading.Lock()
 
     def open(self, room: int, epoch: int, pages: Mapping[str, PageIds]) -> None:
-        """Let these pages be written for this room and epoch, which must not be known here."""
+        """Let these pages be written for this room and epoch, which must not be open already."""
         ordered = {group: np.sort(as_pages(ids)) for group, ids in pages.items()}
         landed = {group: np.zeros(len(ids), dtype=np.bool_) for group, ids in ordered.items()}
         with self._lock:
@@ -74,8 +74,8 @@ class RoomTable:
         backend: str,
         interrupt: Callable[[], None] | None = None,
     ) -> Grant:
-        """Leave to write these pages. Raises TransferError when they are not open. `interrupt` is called
-        if the room is closed before the grant is finished; it must neither block nor come back here."""
+        """Grant a write of these pages. Raises TransferError when they are not open. `interrupt` is called
+        if the room is closed before the grant is finished; it must neither block nor call this table."""
         grant = Grant((room, epoch), group, pages, nbytes, backend, interrupt)
         with self._lock:
             known = self._rooms.get(grant.key)
@@ -88,7 +88,7 @@ class RoomTable:
         return grant
 
     def finish(self, grant: Grant, landed: bool) -> None:
-        """Nothing more will be written under this grant; `landed` says that all of it was."""
+        """Nothing more will be written under this grant. `landed`: all of it was."""
         with self._lock:
             known = self._rooms[grant.key]
             known.grants.remove(grant)
@@ -101,7 +101,7 @@ class RoomTable:
                 known.fence.pass_()
 
     def landed(self, room: int, epoch: int) -> Landed:
-        """Progress of an open room; nothing for one that is not known."""
+        """Progress of an open room; nothing for an unknown one."""
         with self._lock:
             known = self._rooms.get((room, epoch))
             if known is None:
@@ -111,8 +111,8 @@ class RoomTable:
             return Landed(known.nbytes.copy(), missing, known.backend)
 
     def close_room(self, room: int, epoch: int) -> Fence:
-        """Refuse new writers; the fence passes when the last grant is finished. Closing twice, or closing
-        what is not known, is harmless."""
+        """Refuse new writers. The fence passes when the last grant is finished; for an unknown room it has
+        passed. May be called again."""
         with self._lock:
             known = self._rooms.get((room, epoch))
             if known is None:
@@ -127,7 +127,7 @@ class RoomTable:
             for grant in known.grants:
                 grant.revoked = True
                 if grant.interrupt is not None:
-                    grant.interrupt()  # under the lock: once finished, its connection serves another room
+                    grant.interrupt()  # under the lock: after `finish` the connection serves another room
             return known.fence
 
 

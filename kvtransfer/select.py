@@ -1,9 +1,9 @@
-"""Which backends a worker offers or can use, and the one a pair of workers takes.
+"""Which backends a worker offers or can use, and which of them a pair of workers takes.
 
 Decode opens every backend that its machine has and lists the endpoints in every KVTarget, best first: shared
-memory, then RDMA, then plain TCP. Prefill takes the first that works for it. `--kv-transfer-backend` on
-either side narrows that side to one; Mooncake over TCP is only taken when it is named, because the plain
-tcp backend is faster.
+memory, then RDMA, then plain TCP. Prefill takes the first that works for it. `kv_transfer_backend` limits a
+worker to one backend. Mooncake over TCP is taken only when it is named, because the plain tcp backend is
+faster.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def check_backend(name: str) -> str:
 def open_receiver(
     regions: PoolRegion, backend: str = AUTO, interface: str = "127.0.0.1", bounds: Bounds | None = None
 ) -> PoolReceiver:
-    """Open a decode worker's pools. Raises ConfigError when the named backend cannot be had here."""
+    """Open a decode worker's pools. Raises ConfigError when the named backend does not work here."""
     check_backend(backend)
     bounds = bounds or Bounds()
     rooms = RoomTable()
@@ -54,7 +54,7 @@ def open_receiver(
 
 
 class PoolSender:
-    """SenderTransport over every backend this worker can use: each write goes by its endpoint's."""
+    """SenderTransport over every backend that this worker can use; an endpoint names its backend."""
 
     def __init__(self, transports: Mapping[str, SenderTransport], host: str) -> None:
         """Owns the transports. `host` is `common.host.host_identity()`."""
@@ -82,16 +82,13 @@ class PoolSender:
         )
 
     def write(self, endpoint: TransferEndpoint, write: PageWrite) -> int:
-        """See SenderTransport."""
         return self._transports[endpoint.backend].write(endpoint, write)
 
     def drain(self, endpoint: TransferEndpoint) -> None:
-        """See SenderTransport."""
         if endpoint.backend in self._transports:
             self._transports[endpoint.backend].drain(endpoint)
 
     def close(self) -> None:
-        """See SenderTransport."""
         for transport in self._transports.values():
             transport.close()
 
@@ -103,7 +100,7 @@ def open_sender(
     interface: str = "127.0.0.1",
     bounds: Bounds | None = None,
 ) -> PoolSender:
-    """A prefill worker's way out. Raises ConfigError when the named backend cannot be had here."""
+    """The backends of a prefill worker. Raises ConfigError when the named one does not work here."""
     check_backend(backend)
     bounds = bounds or Bounds()
     transports: dict[str, SenderTransport] = {}

@@ -1,11 +1,12 @@
 """shm: the decode worker's pool is a memfd that prefill workers on the same host map and write into.
 
-The receiver listens on an abstract Unix socket with a random name, and passes the descriptors to a peer that
-proves the endpoint's token and runs under the same user. A sender maps each pool once per receiver.
+The receiver listens on an abstract Unix socket with a random name. It passes the descriptors to a peer that
+proves that it knows the endpoint's token and runs under the same user. A sender maps each pool once per
+receiver.
 
-The fence: a grant ends with the sender's `End`, which it sends after its last store; or, failing that, when
-the kernel reports through a pidfd that the process has exited, all of its threads included. A stopped peer,
-or one whose connection merely broke, keeps its grant: its pages stay in quarantine until it is killed.
+The fence: a grant ends with the sender's `End`, which it sends after its last store; without an `End`, when
+the kernel reports through a pidfd that the process has exited with all of its threads. A peer that is
+stopped, or whose connection broke, keeps its grant: the pages stay in quarantine until the peer is killed.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class ShmReceiver(GrantingReceiver[int]):
         if uid != os.getuid():
             raise TransferError(f"process {pid} runs under user {uid}")
         try:
-            # Before the greeting: who answers the challenge is alive after this line, so the pid, taken when
-            # it connected, has not been given to another process in between.
+            # Before authentication: a peer that answers the challenge is alive after this line, so its pid,
+            # taken when it connected, has not been given to another process in between.
             pidfd = os.pidfd_open(pid)
         except ProcessLookupError:
             raise TransferError(f"process {pid} is gone") from None
@@ -83,7 +84,7 @@ class ShmReceiver(GrantingReceiver[int]):
         send_frame(sock, Pools(self._infos()), fds=fds)
 
     def _see_through(self, sock: socket.socket, pidfd: int, grant: Grant) -> None:
-        with contextlib.suppress(TransferError):  # a peer that tired of waiting has left its End behind
+        with contextlib.suppress(TransferError):  # a peer that has given up has sent its End before
             send_frame(sock, Granted())
         try:
             end = self._await_end(sock, pidfd)
@@ -94,7 +95,7 @@ class ShmReceiver(GrantingReceiver[int]):
         send_frame(sock, Ended())
 
     def _await_end(self, sock: socket.socket, pidfd: int) -> End:
-        """The sender's End. Raises TransferError when it cannot come any more."""
+        """Wait for the sender's End. Raises TransferError when it cannot come any more."""
         poller = select.poll()
         poller.register(sock, select.POLLIN)
         poller.register(pidfd, select.POLLIN)
@@ -110,7 +111,7 @@ class ShmReceiver(GrantingReceiver[int]):
         raise TransferError("the receiver is closing")
 
     def _await_exit(self, grant: Grant, pidfd: int) -> None:
-        """Finish the grant once the writer has exited; leave it out when this receiver closes first."""
+        """Finish the grant when the writer has exited. If this receiver closes first, do not finish it."""
         poller = select.poll()
         poller.register(pidfd, select.POLLIN)
         while not self._listener.closing.is_set():
@@ -126,7 +127,7 @@ class _Mapping:
         if os.fstat(fd).st_size < nbytes:
             raise TransferError("the peer's pool is smaller than it says")
         self._mmap = mmap.mmap(fd, nbytes)
-        self._mmap.madvise(mmap.MADV_DONTFORK)  # a forked child could write after this process was seen gone
+        self._mmap.madvise(mmap.MADV_DONTFORK)  # a forked child could write after this process has exited
         self._mmap.madvise(mmap.MADV_HUGEPAGE)
         self._export: ctypes.c_char | None = ctypes.c_char.from_buffer(self._mmap)
         self.ptr = ctypes.addressof(self._export)

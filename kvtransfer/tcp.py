@@ -1,12 +1,12 @@
 """tcp: page bytes over one stream per writer, from pool to pool without a copy in between.
 
-The sender hands the kernel its pages as they lie (sendmsg); the receiver lets the kernel put them where they
-belong (recvmsg_into). Both know page ids and size, so the stream has no framing of its own.
+The sender gives its pages to the kernel in place (sendmsg), and the receiver's kernel stores them in place
+(recvmsg_into). Both know page ids and page size, so the stream needs no framing.
 
-The fence: every store into the pool is a receive call of this process, made only after looking whether the
-room is still open. Closing a room hangs up on who is writing to it, which ends a receive in progress; the
-grant is finished once that call has returned. It needs nothing of the peer, so it passes within
-milliseconds even for a peer that is stopped or unreachable.
+The fence: every store into the pool is a receive call of this process, made only while the room is open.
+Closing a room shuts down the connections of its writers, which ends a receive in progress; the grant is
+finished when that call has returned. Nothing is needed from the peer, so the fence passes within milliseconds
+even if the peer is stopped or unreachable.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TcpReceiver(GrantingReceiver[None]):
         super().__init__(sock, TransferEndpoint(BACKEND, f"{host}:{port}"), regions, rooms, bounds)
 
     @contextmanager
-    def _admit(self, sock: socket.socket) -> Iterator[None]:  # noqa: ARG002 - nothing to know of a peer
+    def _admit(self, sock: socket.socket) -> Iterator[None]:  # noqa: ARG002 - no state per peer
         yield None
 
     def _interrupt(self, sock: socket.socket, region: GroupRegion) -> Callable[[], None]:  # noqa: ARG002
@@ -90,8 +90,8 @@ class TcpSender(PeerSender):
                 for buffers in _calls(host, region.page_bytes):
                     _send_all(granted.channel.sock, buffers, deadline)
 
-    def _give_up(self, channel: Channel, certain: bool) -> None:  # noqa: ARG002 - the hang-up says it all
-        channel.close()  # an End would land as page bytes
+    def _give_up(self, channel: Channel, certain: bool) -> None:  # noqa: ARG002 - closing is always certain
+        channel.close()  # an End would be taken for page bytes
 
 
 def listening_socket(interface: str) -> socket.socket:
@@ -120,7 +120,7 @@ def connected_socket(address: str, bounds: Bounds) -> socket.socket:
 
 
 def _tune(sock: socket.socket) -> None:
-    """No delay for control frames; a peer whose host vanished is noticed within half a minute."""
+    """No delay for control frames; a peer whose host is down is noticed within half a minute."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15)
@@ -147,18 +147,18 @@ def _calls(host: HostPages, page_bytes: int) -> Iterator[list[memoryview]]:
 
 
 def _receive_all(sock: socket.socket, buffers: list[memoryview]) -> None:
-    """Fill every buffer, in one call unless the peer breaks off or is silent for too long."""
+    """Fill every buffer in one call. Raises TransferError when the peer stops sending."""
     wanted = sum(map(len, buffers))
     try:
         got = sock.recvmsg_into(buffers, 0, socket.MSG_WAITALL)[0]
     except OSError as error:
         raise TransferError(f"the connection broke during a write: {error}") from None
     if got < wanted:
-        raise TransferError("the peer broke off or fell silent during a write")
+        raise TransferError("the peer stopped sending during a write")
 
 
 def _send_all(sock: socket.socket, buffers: list[memoryview], deadline: float) -> None:
-    """Send every buffer, within the socket's own bound on silence and the deadline."""
+    """Send every buffer. Raises TransferError after the deadline, or the socket's own time limit."""
     while buffers:
         if time.monotonic() > deadline:
             raise TransferError("the write took too long")

@@ -1,9 +1,9 @@
-"""What every backend offers: SenderTransport on the prefill side, ReceiverTransport on the decode side.
+"""What every backend implements: SenderTransport on the prefill side, ReceiverTransport on the decode side.
 
-All backends keep one promise: a write happens under a *grant*, asked of the receiver for this room, epoch
-and these pages, and given back when the bytes have landed or when it is certain that none will. So the
-receiver always knows which rooms can still be written to, and closing a room needs no help from a sender
-that has none in progress (docs/decisions/0004-fences.md).
+In all backends a write happens under a *grant*. The sender asks the receiver for it, for one room, epoch and
+set of pages, and gives it back when the bytes have landed or certainly will not. So the receiver always knows
+which rooms can still be written to, and can close a room without its sender unless a write is in progress
+(docs/decisions/0004-fences.md).
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from wire.messages import TransferEndpoint
 
 @dataclass(frozen=True)
 class Bounds:
-    """How long a peer may keep us waiting, in seconds."""
+    """Time limits on a peer, in seconds."""
 
     connect_s: float = 5.0
-    silence_s: float = 10.0  # no byte and no answer for this long: the transfer failed
-    write_s: float = 120.0  # one whole write
+    silence_s: float = 10.0  # without a byte or an answer
+    write_s: float = 120.0  # for one whole write
 
 
 class Fence:
-    """Passes when nothing of a closed room and epoch can land any more. Never un-passes."""
+    """Passes, for good, when nothing of a closed room and epoch can land any more."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
 
     @property
     def passed(self) -> bool:
-        """Whether the room's pages may be given to somebody else."""
+        """Whether the room's pages may be reused."""
         return self._event.is_set()
 
     def wait(self, timeout_s: float) -> bool:
@@ -42,16 +42,16 @@ class Fence:
         return self._event.wait(timeout_s)
 
     def pass_(self) -> None:
-        """Called by the transport, once it can prove it."""
+        """Called when the transport knows that no write can land."""
         self._event.set()
 
 
 @dataclass(frozen=True)
 class Landed:
-    """What has arrived for a room, by the receiver's own count.
+    """What has arrived for a room, as the receiver counts it.
 
-    By KV group: bytes, and pages that are still missing (groups that miss none are left out). `backend`
-    brought the last of it ("" when there is nothing yet).
+    By KV group: bytes, and pages that are still missing (groups that miss none are left out). `backend` moved
+    the last of it; "" when nothing has arrived.
     """
 
     nbytes: Mapping[str, int]
@@ -71,22 +71,23 @@ class SenderTransport(Protocol):
     """Writes pages of this worker's pools into other workers' pools. Safe to call from several threads."""
 
     def write(self, endpoint: TransferEndpoint, write: PageWrite) -> int:
-        """Copy the pages; returns bytes, all landed. Blocks, bounded. Raises TransferError."""
+        """Copy the pages and return the bytes, all of which have landed. Blocks for at most the time limits.
+        Raises TransferError."""
 
     def drain(self, endpoint: TransferEndpoint) -> None:
-        """The peer is gone or will not be written to: drop connections and mappings when writes are over."""
+        """Drop the connections and mappings to this peer, when writes in progress are over."""
 
     def close(self) -> None:
-        """Drain every peer; later writes fail."""
+        """Drain every peer. Later writes fail."""
 
 
 class ReceiverTransport(Protocol):
-    """One backend's way into this worker's pools. Rooms open and close in the RoomTable that it was given."""
+    """One backend's way into this worker's pools. It grants writes from the RoomTable it was built with."""
 
     @property
     def endpoint(self) -> TransferEndpoint:
-        """How to reach it; contains a token, so only members of the cluster may see it."""
+        """How to reach it. It contains a token, so only members of the cluster may see it."""
 
     def close(self) -> None:
-        """Stop listening and drop every peer. A grant that is out may stay out: while a peer of shm or RDMA
-        lives, the memory must too."""
+        """Stop listening and drop every peer. A grant may remain unfinished: as long as a peer of shm or RDMA
+        runs, the memory must exist."""

@@ -24,9 +24,9 @@ EMPTY_SLOTS: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
 
 class ReqState(StrEnum):
-    """Who holds the request. Only the Scheduler changes it."""
+    """Where the request is. Only the scheduler package changes it."""
 
-    NEW = "new"  # nobody yet
+    NEW = "new"  # no one yet
     WAITING = "waiting"  # in the queue; holds no memory
     PREFILL = "prefill"  # admitted: row, slots of the whole prefill, locked prefix
     RUNNING = "running"  # in the decode batch

@@ -79,7 +79,7 @@ def build_scheduler(
 def open_publisher(
     options: WorkerOptions, memory: Memory, curve: Curve | None, on_snapshot_wanted: Callable[[], None]
 ) -> EventPublisher | None:
-    """Publish what the cache stores and removes; None when events are off."""
+    """The publisher of what the cache stores and removes; None when events are off."""
     if not options.kv_events_config.enable or options.prefix_cache == "none":
         return None
     return EventPublisher(memory.config.events, curve, on_snapshot_wanted)
@@ -147,7 +147,7 @@ def _context_tokens(options: WorkerOptions, spec: ModelSpec, total_tokens: int) 
 
 
 def _state_slots(config: CacheConfig, spec: ModelSpec, fraction: float) -> int:
-    """Slots of a state group: as many as requests can use, in at most half of what KV may have."""
+    """Slots of a state group: as many as the requests can use, in at most half of the memory for KV."""
     sizes = [group.page_bytes(config.page_size) for group in spec.groups if group.kind == "state"]
     if config.state_slots is not None or not sizes:
         return config.num_state_slots
@@ -158,8 +158,8 @@ def _state_slots(config: CacheConfig, spec: ModelSpec, fraction: float) -> int:
 
 
 def _affordable_tokens(config: CacheConfig, spec: ModelSpec, fraction: float) -> int:
-    """Tokens whose KV of all groups fits into that share of what is free now, but no more than all requests
-    can use."""
+    """Tokens whose KV of all groups fits into that share of the free memory; at most what all requests can
+    use."""
     page_size = config.page_size
     budget = int(_free_memory(config.device) * fraction)
     pages = pages_in(budget, spec.groups, page_size, config.swa_full_tokens_ratio, config.num_state_slots)
@@ -171,7 +171,7 @@ def _affordable_tokens(config: CacheConfig, spec: ModelSpec, fraction: float) ->
 
 
 def _free_memory(device: str) -> int:
-    """Bytes that can be allocated now; on the host without swapping, as Linux estimates."""
+    """Bytes that can be allocated now; on the host, Linux's estimate of what needs no swapping."""
     if device == "cuda":
         return int(torch.cuda.mem_get_info()[0])
     for line in Path("/proc/meminfo").read_text().splitlines():

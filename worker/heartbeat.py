@@ -1,8 +1,8 @@
-"""Heartbeat: keeps a worker's lease at the directory, on a thread of its own.
+"""Heartbeat: renews a worker's lease at the directory, on a thread of its own.
 
-Not on the engine loop: a forward may take longer than a lease, and finding a restarted directory may block.
-The loop only says what its load is; when that has moved, the thread announces it without waiting for the
-lease's next renewal, so that routers choose by fresh figures.
+It is not on the engine loop because a forward may take longer than a lease, and because finding a restarted
+directory may block. The loop reports its load; when that has changed, the thread announces it at once rather
+than at the next renewal, so that routers choose by recent figures.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ from wire.records import WorkerLoad, WorkerRecord
 
 log = logging.getLogger(__name__)
 
-_GAP_S = 0.1  # between two announcements, whatever happens
+_GAP_S = 0.1  # least time between two announcements
 
 
-def has_moved(said: WorkerLoad, now: WorkerLoad) -> bool:
-    """Would a router decide otherwise? Whether a figure has moved by more than an eighth, or from or to 0."""
+def has_moved(announced: WorkerLoad, now: WorkerLoad) -> bool:
+    """Whether a router might choose differently: a figure differs by more than an eighth, or from or to 0."""
+    requests = announced.running_requests + announced.waiting_requests
     return (
-        _apart(said.queued_prefill_tokens, now.queued_prefill_tokens)
-        or _apart(said.running_requests + said.waiting_requests, now.running_requests + now.waiting_requests)
-        or _apart(said.headroom_tokens, now.headroom_tokens)
-        or _apart(said.headroom_rows, now.headroom_rows)
-        or (said.prefill_tokens_per_s > 0) != (now.prefill_tokens_per_s > 0)
-        or (said.decode_step_s > 0) != (now.decode_step_s > 0)
+        _differ(announced.queued_prefill_tokens, now.queued_prefill_tokens)
+        or _differ(requests, now.running_requests + now.waiting_requests)
+        or _differ(announced.headroom_tokens, now.headroom_tokens)
+        or _differ(announced.headroom_rows, now.headroom_rows)
+        or (announced.prefill_tokens_per_s > 0) != (now.prefill_tokens_per_s > 0)
+        or (announced.decode_step_s > 0) != (now.decode_step_s > 0)
     )
 
 
-def _apart(one: int, other: int) -> bool:
+def _differ(one: int, other: int) -> bool:
     return 8 * abs(one - other) > max(one, other)
 
 
 class Heartbeat:
-    """Says the worker's record every `interval_s`. `resolve` finds the directory's mailbox address."""
+    """Announces the worker's record every `interval_s`. `resolve` finds the directory's mailbox address."""
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class Heartbeat:
         self._interval_s = interval_s
         self._address: str | None = None
         self._answered_at = 0.0
-        self._said = WorkerLoad()
+        self._announced = WorkerLoad()
         self._stop = threading.Event()
         self._soon = threading.Event()
         self._joined = threading.Event()
@@ -79,7 +80,7 @@ class Heartbeat:
             raise ConfigError(self._refusal.key, self._refusal.problem, self._refusal.remedy)
 
     def on_answer(self, answer: Announced | AnnounceRefused) -> None:
-        """The directory's answer, passed on by whoever reads the mailbox."""
+        """The directory has answered. Called on the thread that reads the mailbox."""
         if isinstance(answer, AnnounceRefused):
             self._refusal = answer
         else:
@@ -87,15 +88,15 @@ class Heartbeat:
         self._joined.set()
 
     def on_load(self, load: WorkerLoad) -> None:
-        """From the engine loop, which is not held up: the record has this load from now on."""
-        if has_moved(self._said, load):
+        """The record has this load from now on. Called on the engine loop; does not block."""
+        if has_moved(self._announced, load):
             self._soon.set()
 
     def announce_soon(self) -> None:
-        """Say the record now: something routers should know at once has changed (draining)."""
+        """Announce the record now, because something has changed that routers need at once (draining)."""
         if self._address is not None:
             record = self._record()
-            self._said = record.load
+            self._announced = record.load
             self._mailbox.send(self._address, Announce(record))
 
     def stop(self) -> None:

@@ -1,7 +1,8 @@
 """A worker as a plain process: `python -m prefill_node --options FILE.json`.
 
-Prints one line of JSON when ready, drains on SIGTERM or SIGINT (leaves at once when it has not joined yet),
-exits 2 with one line on stderr when its options cannot work, and 1 when its engine loop has died.
+It prints one line of JSON when it is ready. On SIGTERM or SIGINT it drains, or exits at once if it has not
+joined yet. It exits with 2 and one line on stderr when its options cannot work, and with 1 when its engine
+loop has died.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ def run_worker(
 
 
 def _serve(worker: Worker) -> int:
-    _on_signals(_leave)  # joining may take a minute, and there is nothing to finish yet
+    _on_signals(_leave)  # joining may take a minute, and no room runs yet
     record = worker.start()
     freeze_gc()
-    # Not an Event: its set() waits for a lock that the interrupted wait() may hold. This put() never does.
+    # Not an Event: its set() takes a lock that the interrupted wait() may hold. This put() takes none.
     told: queue.SimpleQueue[int] = queue.SimpleQueue()
     _on_signals(lambda number, _: told.put(number))
     ready = {"ready": True, "id": record.id, "mailbox": record.mailbox, "events": record.events}

@@ -1,9 +1,9 @@
-"""Outbox: what a worker has said about its rooms, kept until the router acknowledged it.
+"""Outbox: the output of a worker's rooms, kept until the router has acknowledged it.
 
-One `Tokens` message per step and router, not per request. ZeroMQ may lose what was in flight when a
-connection broke, so a room's output stays here until the router's cumulative Ack covers it; the router asks
-`Resend` on a gap or silence. Output that is retired but never acknowledged (its router died) goes when its
-lease ends.
+There is one `Tokens` message per step and router, not per request. ZeroMQ may lose messages when a connection
+breaks, so a room's output is kept until the router's cumulative `Ack` covers it. The router sends `Resend`
+when it sees a gap or nothing. Output that is retired and never acknowledged (its router died) is dropped when
+its lease ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from wire.request import FinishReason, OutputDelta, TokenLogprobs, TokenRun
 
 
 class OutputKey(NamedTuple):
-    """Whose output it is."""
+    """The room and epoch of an output."""
 
     room: int
     epoch: int
@@ -102,17 +102,17 @@ class Outbox:
         return True
 
     def retire(self, key: OutputKey, now: float) -> None:
-        """The room will say no more here: what is not acknowledged waits no longer than its lease."""
+        """The room's output is complete. What is not acknowledged is kept for the lease, no longer."""
         output = self._outputs.get(key)
         if output is not None and output.expires_at is None:
             output.expires_at = now + self._lease_s
 
     def discard(self, key: OutputKey) -> None:
-        """Nobody wants this room's output any more."""
+        """Drop the room's output: it was aborted or rejected."""
         self._outputs.pop(key, None)
 
     def sweep(self, now: float) -> None:
-        """Drop finished output whose router never came for it."""
+        """Drop retired output whose lease has ended."""
         for key, output in list(self._outputs.items()):
             if output.expires_at is not None and now >= output.expires_at:
                 del self._outputs[key]

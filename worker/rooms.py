@@ -1,10 +1,10 @@
-"""Rooms: which room runs on this worker in which epoch, which are over, and what came too early.
+"""Rooms: which room runs on this worker in which epoch, which are over, and what arrived too early.
 
-    unknown --start--> active --end--> tombstone --lease--> unknown
+    unknown --start--> active --end--> tombstone --lease ends--> unknown
 
-A tombstone refuses whatever comes late for its epoch or an older one, so a repeated or reordered message
-can never start a finished room again. A hand-off message for a room that is not here yet is parked under a
-lease: the router's two messages (to prefill and to decode) race with the workers' own.
+A tombstone refuses messages of its epoch and older ones, so a repeated or reordered message cannot start a
+finished room again. A hand-off message for a room that has not started here is parked under a lease: the
+router's messages to prefill and to decode may arrive after the workers' own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from wire.messages import AnyMessage
 
 
 class StartVerdict(Enum):
-    """What a start message means to this worker."""
+    """What a start message is to this worker."""
 
     NEW = "new"
     REPEATED = "repeated"
@@ -24,7 +24,7 @@ class StartVerdict(Enum):
 
 
 class HasEpoch(Protocol):
-    """What the registry needs of a room's state."""
+    """What Rooms needs of a room."""
 
     @property
     def room(self) -> int: ...
@@ -36,7 +36,7 @@ RoomState = TypeVar("RoomState", bound=HasEpoch)
 
 
 class Rooms(Generic[RoomState]):
-    """The registry. Used by the engine loop only; time is passed in."""
+    """The registry of rooms. Used by the engine loop only; time is passed in."""
 
     def __init__(self, tombstone_s: float, parking_s: float) -> None:
         self._tombstone_s = tombstone_s
@@ -53,7 +53,7 @@ class Rooms(Generic[RoomState]):
         return list(self._active.values())
 
     def admission(self, room: int, epoch: int) -> StartVerdict:
-        """Is a start message for (room, epoch) new, a repeat, or too late?"""
+        """Whether a start message for (room, epoch) is new, a repeat, or too late."""
         if self._buried(room, epoch):
             return StartVerdict.STALE
         current = self._active.get(room)
@@ -62,7 +62,7 @@ class Rooms(Generic[RoomState]):
         return StartVerdict.REPEATED if current.epoch == epoch else StartVerdict.STALE
 
     def start(self, state: RoomState) -> None:
-        """The room runs here from now on. An older epoch must have been ended before."""
+        """Add a room. Its older epoch must have been ended before."""
         assert self.admission(state.room, state.epoch) is StartVerdict.NEW
         assert state.room not in self._active
         self._active[state.room] = state
@@ -73,7 +73,7 @@ class Rooms(Generic[RoomState]):
         return state if state is not None and epoch in (None, state.epoch) else None
 
     def end(self, room: int, epoch: int, now: float) -> RoomState | None:
-        """Bury (room, epoch) and all before it. Returns the state if it was active."""
+        """Leave a tombstone for (room, epoch) and all older epochs. Returns the room if it was active."""
         buried, _ = self._tombstones.get(room, (0, 0.0))
         self._tombstones[room] = (max(buried, epoch), now + self._tombstone_s)
         for key in [key for key in self._parked if key[0] == room and key[1] <= epoch]:
@@ -84,14 +84,14 @@ class Rooms(Generic[RoomState]):
         return self._active.pop(room)
 
     def park(self, room: int, epoch: int, sender: str, message: AnyMessage, now: float) -> bool:
-        """Keep a message for a room that has not started here. False when it is buried: refuse it."""
+        """Keep a message for a room that has not started here. False if there is a tombstone: refuse it."""
         if self._buried(room, epoch):
             return False
         self._parked[room, epoch] = (sender, message, now + self._parking_s)
         return True
 
     def unpark(self, room: int, epoch: int) -> tuple[str, AnyMessage] | None:
-        """The (sender, message) parked for a room that starts now."""
+        """Take the (sender, message) that was parked for a room."""
         parked = self._parked.pop((room, epoch), None)
         return None if parked is None else parked[:2]
 
