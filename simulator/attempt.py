@@ -23,7 +23,7 @@ class Attempt:
     reserved: bool = False  # D has memory for it, and P knows where to write
     started: bool = False  # the worker that prefills has begun
     computed: int = 0  # prompt tokens with KV on that worker
-    told: bool = False  # the first token was sent
+    first_token_sent: bool = False
     shipped: int = 0  # prompt tokens that were sent to D, or that D had
     received: bool = False  # D has the KV of the whole prompt
     last_at: float = -1.0  # when its latest token was made, until it joins D's batch

@@ -202,8 +202,8 @@ class ModelledWorker:
 
     def _prefilled(self, attempt: Attempt) -> None:
         """All of the prompt is computed."""
-        if not attempt.told:
-            attempt.told, attempt.last_at = True, self._clock.now
+        if not attempt.first_token_sent:
+            attempt.first_token_sent, attempt.last_at = True, self._clock.now
             self._listener.first_token(attempt)
         if attempt.alone and attempt.output > 1:
             attempt.received = True

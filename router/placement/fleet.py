@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from router.index.global_index import GlobalIndex
 from router.placement.fleet_table import FleetTable, WorkerArrays
-from router.placement.load_estimate import WorkerLoadEstimate
+from router.placement.load_estimate import AssignedLoad, WorkerLoadEstimate
 from wire.records import WorkerRecord
 
 
@@ -29,7 +29,7 @@ class Fleet:
         return worker in self._estimates
 
     def estimate(self, worker: str) -> WorkerLoadEstimate | None:
-        """A live worker's estimate. Call `own_changed` or `peers_changed` after you write to it."""
+        """A live worker's estimate. Call `own_changed` after you have changed its `own` load."""
         return self._estimates.get(worker)
 
     def estimates(self) -> list[WorkerLoadEstimate]:
@@ -64,16 +64,15 @@ class Fleet:
         return sorted(gone)
 
     def own_changed(self, estimate: WorkerLoadEstimate) -> None:
-        """The load that this router has assigned to a worker has changed."""
-        self.peers_changed(estimate)
+        """The load that this router has assigned to a worker has changed. Ignored if the worker has left."""
         if self._estimates.get(estimate.record.id) is estimate:
+            self._rewrite(estimate)
             self._on_assigned(estimate)
 
-    def peers_changed(self, estimate: WorkerLoadEstimate) -> None:
-        """The load that other routers have assigned has changed. Ignored for a worker that has left."""
-        name = estimate.record.id
-        if self._estimates.get(name) is estimate and name in self._table:
-            self._table.assigned(estimate)
+    def set_peers(self, estimate: WorkerLoadEstimate, load: AssignedLoad) -> None:
+        """The other routers together have assigned this load to a live worker."""
+        estimate.peers = load
+        self._rewrite(estimate)
 
     def candidates(
         self, now: float, avoid: frozenset[str] = frozenset()
@@ -85,6 +84,10 @@ class Fleet:
         if not avoid:
             return prefill, decode
         return prefill.without(avoid), decode.without(avoid)
+
+    def _rewrite(self, estimate: WorkerLoadEstimate) -> None:
+        if estimate.record.id in self._table:  # a draining worker is not
+            self._table.assigned(estimate)
 
     def _rebuild(self) -> None:
         for name in self._estimates:

@@ -24,7 +24,8 @@ Integers = npt.NDArray[np.int64]
 class WorkerArrays:
     """Workers of one role that take new work. Arrays have one entry per worker.
 
-    They are views of the table's arrays, and valid until the fleet changes.
+    They are views of the table's arrays: the next `FleetTable.project` and each change of an estimate show in
+    them.
     """
 
     estimates: list[WorkerLoadEstimate]
@@ -44,7 +45,7 @@ class WorkerArrays:
         return self.names.index(worker) if worker is not None and worker in self.names else None
 
     def without(self, avoid: frozenset[str]) -> WorkerArrays:
-        """The workers that are not in `avoid`, or all of them if nobody else is there."""
+        """The workers that are not in `avoid`, or all of them if there are no others."""
         kept = [row for row, name in enumerate(self.names) if name not in avoid]
         if not kept or len(kept) == len(self):
             return self

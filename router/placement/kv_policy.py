@@ -14,7 +14,7 @@ holds, s what that saves when slower tiers are weighted, q the prompt tokens que
 load_D are reduced by `session` for the workers of the session's last request. Only what a queue has more than
 the shortest is priced convex. So a worker with a hot prefix is left once that excess nears the objective, and
 the prefix gets a second holder. (If the whole queue were convex, long queues on all workers would make hits
-worth little, and misses make more work for everybody.) D alone is a candidate when there is no P or
+worth little, and misses add work for all workers.) D alone is a candidate when there is no P or
 left(d) <= alone_tokens. It wins when it costs no more than the best pair.
 
 The prices are computed with numpy, in a fixed small number of operations for any number of workers.

@@ -146,8 +146,7 @@ class RouterPeers:
             if row is not None and row.incarnation == estimate.record.incarnation:
                 _add(total, row)
         if total != estimate.peers:
-            estimate.peers = total
-            self._fleet.peers_changed(estimate)
+            self._fleet.set_peers(estimate, total)
 
 
 def _row(estimate: WorkerLoadEstimate) -> AssignedLoadRow:

@@ -20,7 +20,7 @@ struct Event {
 
 struct Batch {
   bool understood = false;
-  int64_t told = 0;           // events that were read
+  int64_t events_read = 0;
   std::vector<Event> events;  // neighbours that do the same to other pages are merged
   std::vector<uint64_t> pages;
 };
@@ -265,7 +265,7 @@ inline Batch read_batch(const uint8_t* data, size_t size) {
   Reader reader(data, size);
   uint64_t elements, events, rank;
   if (!reader.array(elements) || elements != 3 || !reader.real() || !reader.array(events)) return batch;
-  for (; events > 0; --events, ++batch.told) {
+  for (; events > 0; --events, ++batch.events_read) {
     Event event;
     if (!EventReader(reader, batch.pages).read(event)) return batch;
     if (!batch.events.empty() && batch.events.back().does_the_same(event)) batch.events.back().count += event.count;

@@ -48,16 +48,16 @@ class HolderSets {
   using Members = std::vector<Holder>;
 
   // The set without members. Other sets may become empty by `forget`.
-  static constexpr SetId kNobody = 0;
+  static constexpr SetId kEmptySet = 0;
 
   explicit HolderSets(uint64_t seed) : seed_(seed), sets_(1), interned_(8, Hash{this}, Equal{this}) {
-    interned_.insert(kNobody);
+    interned_.insert(kEmptySet);
   }
   HolderSets(const HolderSets&) = delete;  // the functors have a pointer to it
 
   const Members& members(SetId id) const { return sets_[id].members; }
 
-  // The set that `id` becomes, or kNobody when no member is left. A set lives until its last page is dropped, so
+  // The set that `id` becomes, or kEmptySet when no member is left. A set lives until its last page is dropped, so
   // the caller must give it pages before it asks for the next set.
   SetId changed(SetId id, const Change& change) {
     Step& step = steps_[mixed(uint64_t{id} << 32 | change.slot << 8 | change.taken << 4 | change.given) % kSteps];
@@ -74,7 +74,7 @@ class HolderSets {
   void drop_pages(SetId id, uint64_t pages) {
     Set& set = sets_[id];
     set.pages -= pages;
-    if (set.pages == 0 && id != kNobody) release(id);
+    if (set.pages == 0 && id != kEmptySet) release(id);
   }
 
   // Removes a slot from every set, in these tiers. Sets change in place, so that pages need not be visited. Two

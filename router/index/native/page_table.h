@@ -39,7 +39,7 @@ class Shard {
   Entry* find_or_add(uint64_t page, uint64_t key) {
     Entry* entry = probe(page, key);
     if (entry->set == kUnused) {
-      *entry = {static_cast<uint32_t>(page), static_cast<uint32_t>(page >> 32), HolderSets::kNobody};
+      *entry = {static_cast<uint32_t>(page), static_cast<uint32_t>(page >> 32), HolderSets::kEmptySet};
       ++used_;
     }
     return entry;
@@ -125,7 +125,7 @@ class PageTable {
       else if (event.kind == Event::kRemoved) remove(slot, event.tiers, pages, event.count);
       else clear(slot, kHeldTiers);
     }
-    return batch.told;
+    return batch.events_read;
   }
 
   // Writes all of `found`, int32 [kTiers, slots]; see PageTable.find in page_table.py.
@@ -138,7 +138,7 @@ class PageTable {
     for (size_t i = 0; i < count; ++i) {
       const uint64_t key = keys.take(i);
       const Shard::Entry* entry = shard_of(key).find(pages[i], key);
-      const SetId next = entry ? entry->set : HolderSets::kNobody;
+      const SetId next = entry ? entry->set : HolderSets::kEmptySet;
       if (next == set) continue;
       if (i > 0 && !extend(set, first, i, found, slots)) return;
       if (sets_.members(next).empty()) return;
@@ -258,7 +258,7 @@ class PageTable {
     const uint32_t before = shard.used();
     Shard::Entry* entry = shard.find_or_add(page, key);
     entries_ += shard.used() - before;
-    sets_.add_pages(HolderSets::kNobody, shard.used() - before);
+    sets_.add_pages(HolderSets::kEmptySet, shard.used() - before);
     return entry;
   }
 

@@ -367,6 +367,7 @@ class Offers(RuleBasedStateMachine):
                 self.running(self.house.end(room, self.now))
         assert not self.rooms("waits")
         assert not self.rooms("runs")
+        # Private: a tenant that is remembered shows nowhere else.
         assert self.house.admission._queue.tenants == 0
 
 

@@ -209,6 +209,7 @@ class Fairness(RuleBasedStateMachine):
         assert {one.room for one in self.queue} == set(self.waiting)
         assert len(self.queue) == len(self.waiting)
         busy = {*self.waiting.values(), *(str(tenant) for tenant, _ in self.running.values())}
+        # Private: which tenants are remembered shows nowhere else.
         assert busy <= self.queue._tenants.keys()
         if not busy:
             assert self.queue.tenants == 0

@@ -18,7 +18,7 @@ from router.placement import kv_policy
 from router.placement.placement import Placement
 from router.placement.placer import Placer
 from router.placement.policies import POLICIES, make_policy
-from router.placement.policy import Choice, PlacementRequest
+from router.placement.policy import Choice, PlacementRequest, Policy
 from tests.router.directory.test_directory import record
 from wire.records import Role, WorkerLoad, WorkerRecord
 
@@ -34,11 +34,19 @@ def ask(pages: int, output: float = 16) -> PlacementRequest:
     return PlacementRequest(pages * PAGE, as_hashes(range(pages)), output)
 
 
+class IndexedPlacer(Placer):
+    """A placer whose index a test can write to."""
+
+    def __init__(self, index: GlobalIndex, policy: Policy, expect_s: float) -> None:
+        super().__init__(index, policy, expect_s)
+        self.index = index
+
+
 def placer(
     name: str, workers: list[WorkerRecord], alone_tokens: int = 0, weights: PolicyWeights = WEIGHTS
-) -> Placer:
-    """Workers of that policy, with everything of it seeded."""
-    made = Placer(GlobalIndex(), make_policy(name, weights, alone_tokens, random.Random(1)), 10.0)
+) -> IndexedPlacer:
+    """A placer with that policy and these workers. Chance is seeded."""
+    made = IndexedPlacer(GlobalIndex(), make_policy(name, weights, alone_tokens, random.Random(1)), 10.0)
     made.update(workers, 0.0)
     made.page_tokens = PAGE
     return made
@@ -64,8 +72,8 @@ def names(placement: Placement) -> tuple[str | None, str]:
     return placement.prefill.id if placement.prefill is not None else None, placement.decode.id
 
 
-def hold(made: Placer, worker: str, pages: int, medium: str = "GPU") -> None:
-    made._index.store(worker, list(range(pages)), medium)
+def hold(made: IndexedPlacer, worker: str, pages: int, medium: str = "GPU") -> None:
+    made.index.store(worker, list(range(pages)), medium)
 
 
 def test_prefill_left_is_weighed_against_the_queue() -> None:
