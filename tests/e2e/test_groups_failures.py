@@ -7,7 +7,6 @@ models (`make oracle`) say what transformers does, whoever dies in between.
 from __future__ import annotations
 
 import random
-import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -68,19 +67,22 @@ def test_a_worker_that_dies_in_mid_stream(tiny_model: Path, tmp_path: Path, role
 def test_states_and_windows_stay_in_quarantine_while_a_peer_may_write(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    """A stopped prefill worker is not dead. Meanwhile decode serves alone, from what memory is left."""
+    """Prefill is stopped in a write. Meanwhile decode serves alone, from what memory is left."""
     asked = prompts(8, seed=9)
-    options = {**HYBRID, "hand_off_timeout_s": 3.0}
+    flag = tmp_path / "stop"
+    options = {**HYBRID, "hand_off_timeout_s": 3.0, "runner": ("tests.support.stops_in_write", str(flag))}
     with stack(tiny_model, tmp_path, prefill=1, decode=1, router=ROUTER, **options) as running:
         running.generate(asked[0], 4)
         prefill = running.prefill.pop()
-        prefill.process.send_signal(signal.SIGSTOP)
+        flag.touch()
         try:
             answers = running.generate_all(asked, OUTPUT_TOKENS)
             assert [answer["output_ids"] for answer in answers] == right(asked)
+            held = running.inspect(running.decode[0], "memory")
+            assert held["quarantined_pages"] > 0
+            assert all(held["groups"][group]["quarantined"] > 0 for group in GROUPS)
         finally:
-            prefill.process.send_signal(signal.SIGCONT)
-            prefill.kill()
+            kill(prefill)
         running.settle()
 
 
