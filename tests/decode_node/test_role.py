@@ -39,7 +39,7 @@ def both() -> Iterator[Pair]:
 
 
 def target_of(both: Pair, room: int, prompt: list[int], n: int = 6) -> KVTarget:
-    """Ask; what decode says to prefill. It is lost on its way, so decode says it again in a while."""
+    """Ask. Returns the KVTarget that decode sends; it is lost, so decode sends it again later."""
     both.ask(room, prompt, n)
     target = both.hold_back(KVTarget).message
     assert isinstance(target, KVTarget)
@@ -75,7 +75,7 @@ def sent_to_router(both: Pair, kind: type[Any]) -> list[Any]:
 
 
 def ended(both: Pair, room: int) -> None:
-    """Nothing of the room is left on decode; the router, which insists, gets its answer all the same."""
+    """Nothing of the room is left on decode. A router that asks again gets its answer."""
     assert not both.decode.rooms()
     assert held(both.decode) == {}
     both.run_dry()

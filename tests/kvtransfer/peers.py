@@ -1,4 +1,4 @@
-"""Pools with known bytes, and a prefill worker's transfer half in a real process of its own (spawned)."""
+"""Pools with known bytes, and the sending side of a transfer in a spawned process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Shapes = Mapping[str, tuple[int, int]]
 
 
 def pool(num_pages: int, page_bytes: int, seed: int | None = None, staged: bool = False) -> GroupRegion:
-    """Private pages: numbered, and random by seed; without a seed zero."""
+    """A private pool: numbered random pages by seed, or zeros without a seed."""
     tensor = allocate_private(num_pages * page_bytes).tensor.view(num_pages, page_bytes)
     if seed is not None:
         page = np.random.default_rng(seed).integers(0, 256, page_bytes, np.uint8)
@@ -42,7 +42,7 @@ def pool(num_pages: int, page_bytes: int, seed: int | None = None, staged: bool 
 
 
 def pools(shapes: Shapes, seed: int, staged: bool = False) -> dict[str, GroupRegion]:
-    """A `pool` for every group, each with bytes of its own."""
+    """A `pool` for every group, each with different bytes."""
     return {name: pool(*shape, seed + i, staged) for i, (name, shape) in enumerate(shapes.items())}
 
 
@@ -88,7 +88,7 @@ class SenderProcess:
         self._conn.send((endpoint, write, times))
 
     def outcome(self, timeout_s: float = 30.0) -> int:
-        """Bytes of what was started. Raises its TransferError."""
+        """Wait for what was started. Returns its bytes, or raises its TransferError."""
         assert self._conn.poll(timeout_s), "the sender does not answer"
         answer: Any = self._conn.recv()
         if isinstance(answer, str):

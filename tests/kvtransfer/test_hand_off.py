@@ -27,7 +27,7 @@ NOWHERE = TransferEndpoint("recorder", "")
 
 
 class Recorder:
-    """A SenderTransport that remembers; `gate` holds every write back, `failure` fails it."""
+    """A SenderTransport that records writes. `gate` holds every write back, `failure` fails it."""
 
     def __init__(self) -> None:
         self.writes: list[PageWrite] = []
@@ -257,7 +257,7 @@ def test_a_hand_off_end_to_end(backend: str, staged: bool) -> None:
 
 
 SHAPES = {"full": (40, 4096), "window": (20, 192), "state": (5, (1 << 20) + 64)}
-"""A latent as well as keys and values may be "full": nothing here knows what the bytes mean."""
+"""Pages of keys and values, or of latents: kvtransfer does not know what the bytes mean."""
 
 
 @pytest.mark.parametrize("staged", [False, True], ids=["in place", "staged"])

@@ -1,4 +1,4 @@
-"""What of a worker's memory is open to transfers."""
+"""Which of a worker's memory is open to transfers."""
 
 from __future__ import annotations
 

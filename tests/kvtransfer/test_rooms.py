@@ -1,4 +1,4 @@
-"""RoomTable: who may write where, and when a closed room is over."""
+"""RoomTable: which writes are granted, and when the fence of a closed room passes."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_layouts_that_differ_have_different_digests(change: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("spec", [replace(SPEC, head_dim=16), LatentGroupSpec((0,), 16, 16, torch.bfloat16)])
 def test_pools_of_different_dtypes_refuse_each_other(spec: KVGroupSpec | LatentGroupSpec) -> None:
-    """The same model, its KV stored in another form: bytes of one are nonsense to the other."""
+    """The same model with KV in another format: the bytes of one cannot be read by the other."""
     stored = [replace(spec, stored=form) for form in KVFormat]
     digests = {layout_digest((spec.to_layout(16),)) for spec in [*stored, replace(spec, dtype=torch.float32)]}
     assert len(digests) == len(KVFormat) + 1

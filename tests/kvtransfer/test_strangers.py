@@ -1,4 +1,4 @@
-"""Peers that do not know the token, talk nonsense or fall silent; and nothing left behind."""
+"""Peers without the token, with malformed frames or silent; and no resources left behind."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _holdings() -> tuple[int, int, int, list[str]]:
 
 
 def _named() -> list[str]:
-    """Shared memory with a name: there must never be any of ours."""
+    """Named shared memory: Baton must leave none."""
     return [name for name in os.listdir("/dev/shm") if "baton" in name]
 
 

@@ -1,4 +1,4 @@
-"""The hand-off step by step, for models of one and of several KV groups: what travels, and what is held.
+"""The hand-off step by step, for models of one and of several KV groups: pages sent, pages held.
 
 Both workers run in this thread; the fake engine's answers betray a page or a state that went astray.
 """
@@ -25,7 +25,7 @@ def target_of(both: Pair) -> KVTarget:
 
 
 def ask_and_see_target(both: Pair, room: int, prompt: list[int], n: int) -> KVTarget:
-    """Ask; stop where decode has said what it lacks."""
+    """Ask, and stop when decode has sent its KVTarget."""
     both.ask(room, prompt, n)
     while not any(isinstance(letter.message, KVTarget) for letter in both.network.letters):
         index = next(i for i, letter in enumerate(both.network.letters) if isinstance(letter.message, Decode))
@@ -36,7 +36,7 @@ def ask_and_see_target(both: Pair, room: int, prompt: list[int], n: int) -> KVTa
 @every_model
 @pytest.mark.parametrize("length", [1, 4, 39, 40, 41, 90])
 def test_decode_asks_each_group_for_what_it_lacks(groups: tuple[str, ...], length: int) -> None:
-    """Of a window only what the next query sees; of a state one slot; of the full group every page."""
+    """Every page of the full group, the window that the next query sees, one slot of the state group."""
     with pair(groups) as both:
         target = ask_and_see_target(both, 1, prompt_of(length, length), 9)
         pages = -(-length // PAGE_SIZE)
@@ -57,7 +57,7 @@ def test_decode_asks_each_group_for_what_it_lacks(groups: tuple[str, ...], lengt
 def test_full_pages_that_decode_holds_do_not_travel_although_their_window_is_gone(
     groups: tuple[str, ...],
 ) -> None:
-    """Another room decodes from the same prefix, so the prefix stays; its window part is long behind it."""
+    """Another room that decodes from the prefix locks it, but its window is past the prefix."""
     prompt = prompt_of(2, 140)
     with pair(groups) as both:
         both.ask(1, prompt, 60)
@@ -101,7 +101,7 @@ def test_a_room_without_target_holds_nothing_and_comes_back(groups: tuple[str, .
 
 @every_model
 def test_abort_at_every_stage_leaves_nothing(groups: tuple[str, ...]) -> None:
-    """The client leaves one step later each time, until the room is over before it does."""
+    """The client leaves one step later each time, until the room is over before the abort."""
     for steps in itertools.count(0, 2):
         with pair(groups) as both:
             both.ask(1, prompt_of(1, 60), 5)

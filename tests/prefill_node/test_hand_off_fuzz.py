@@ -1,4 +1,4 @@
-"""The hand-off with odd configurations: what test_hand_off_machine does to messages, over options it keeps.
+"""The hand-off with unusual options. test_hand_off_machine does the same to messages, with fixed options.
 
 Tiny pools of each group, page sizes, eviction policies, no prefix cache, steps launched ahead, unlimited
 chunks; messages lost, doubled and reordered; rooms restarted and aborted; deadlines that pass.
@@ -42,7 +42,7 @@ def options_of(rng: random.Random, groups: tuple[str, ...]) -> dict[str, Any]:
 
 
 class Rooms:
-    """Rooms of one pair, and all that may happen to them."""
+    """Rooms of one pair, and the events that may happen to them."""
 
     def __init__(self, both: Pair, rng: random.Random, groups: tuple[str, ...]) -> None:
         self.pair, self.rng, self.groups = both, rng, groups
@@ -122,7 +122,7 @@ class Rooms:
         self.finish()
 
     def finish(self) -> None:
-        """A router that insists gets every answer; when all deadlines have passed nothing is held."""
+        """A router that repeats itself gets every answer. When all deadlines have passed, nothing is held."""
         for room in [room for room, output in self.pair.outputs.items() if output.aborted]:
             self.pair.abort(room)  # a router says so until it is confirmed
         self.pair.run_dry()

@@ -1,4 +1,4 @@
-"""The hand-off under every order, loss and repetition of messages that a state machine can think of.
+"""The hand-off under orders, losses and repetitions of messages that a state machine chooses.
 
 Whatever happens: what the router has of a room is a prefix of the right answer; once everything is delivered
 and deadlines have passed, every room is over and every page and row of both workers is free or cached.
@@ -20,7 +20,7 @@ from wire.codec import unpack_tokens
 
 
 class HandOff(RuleBasedStateMachine):
-    """Rooms come and go while letters are delivered in any order, lost and doubled."""
+    """Rooms start and end while messages are delivered in any order, lost and doubled."""
 
     groups: ClassVar[tuple[str, ...]] = ()  # of the fake model, beside its full group
 
@@ -92,7 +92,7 @@ class HandOff(RuleBasedStateMachine):
             self._context.__exit__(None, None, None)
 
     def _everything_ends(self) -> None:
-        """A router that insists gets every answer; after the deadlines nothing is held."""
+        """A router that repeats itself gets every answer. After all deadlines nothing is held."""
         self.pair.run_dry()
         for _ in range(4):
             unfinished = [room for room, output in self.pair.outputs.items() if output.open]

@@ -48,7 +48,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def quantisable(family: str, directory: Path) -> Path:
-    """The tiny model, its latents in whole blocks of fp4."""
+    """The tiny model, with latents that fill whole blocks of fp4."""
     if family != "deepseek_v2":
         return make_tiny(family, directory, 3)
     config = {**FAMILIES, **MIXED}[family]()
@@ -67,7 +67,7 @@ def answer(both: Pair, room: int, prompt: list[int], split: bool) -> list[int]:
 
 
 def quantised_cases() -> list[object]:
-    """Every family with one format, formats in turn; the rest where asked for."""
+    """Every family with one of the formats; the other combinations are marked oracle_full."""
     cases = []
     for i, family in enumerate(QUANTISED):
         for j, form in enumerate(FORMATS):
@@ -100,7 +100,7 @@ def test_quantised_kv_answers_the_same_apart_or_not(models: Path, family: str, f
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral_window", "deepseek_v2", "qwen3_next"])
 def test_workers_that_store_kv_differently_refuse_each_other(models: Path, family: str) -> None:
-    """The directory by the option's name; and the workers, were they to meet after all."""
+    """The directory refuses by the option's name. Workers that meet without it refuse each other, too."""
     options = {**REAL, "model": str(quantisable(family, models)), "kv_cache_dtype": "fp8_e4m3"}
     prompt = prompt_of(7, 50)
     with pair(**options, prefill_differs={"kv_cache_dtype": "fp4_e2m1"}) as both:
@@ -126,7 +126,7 @@ def test_workers_that_store_kv_differently_refuse_each_other(models: Path, famil
 
 
 def seen(both: Pair, room: int, tokens: int) -> None:
-    """Until the router has so many tokens of the room."""
+    """Run until the router has `tokens` tokens of the room."""
     step = 0
     while both.outputs[room].open and len(both.outputs[room].tokens) < tokens:
         both.step(step)
@@ -135,7 +135,7 @@ def seen(both: Pair, room: int, tokens: int) -> None:
 
 
 def again_cases() -> list[Any]:
-    """Of latents, windows and states one each in `make test`, with results a step late."""
+    """In `make test`: one family each with latents, windows and states, at overlap depth 1."""
     quick = {("deepseek_v3", 1), ("gpt_oss", 1), ("qwen3_next", 1)}
     return [
         pytest.param(*case, marks=() if case in quick else pytest.mark.oracle_full)
@@ -147,7 +147,7 @@ def again_cases() -> list[Any]:
 def test_a_room_that_starts_again_in_mid_stream_goes_on_exactly(
     models: Path, family: str, depth: int
 ) -> None:
-    """Again and again: apart, alone, apart; with others beside it, one of whom leaves."""
+    """Several restarts, with and without prefill, beside other rooms, one of which is aborted."""
     prompts = [prompt_of(seed, length) for seed, length in ((11, 61), (12, 96), (13, 7))]
     path, answers = draw_model(family, models, 3, prompts, OUTPUT_TOKENS)
     with pair(**{**REAL, "model": str(path), "overlap_depth": depth}) as both:

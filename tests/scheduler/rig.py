@@ -1,4 +1,4 @@
-"""A scheduler over real memory and the fake engine, with everything watched that could go wrong."""
+"""A scheduler over real memory and the fake engine, with checks of memory and output after every step."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from wire.request import FinishReason, GenerateRequest, OutputDelta, SamplingPar
 
 VOCAB = 499
 EOS = tuple(range(5, VOCAB, 12))
-"""So many that random output runs into one soon."""
+"""So many that random output soon contains one."""
 DEFAULT = SchedulerConfig(model="m", max_running_requests=8)
 
 
 class Recorder:
-    """A NodePolicy that remembers, and objects to a token that comes twice, early or late."""
+    """A NodePolicy that records its calls, and fails if a token is reported twice or out of order."""
 
     def __init__(self, after: AfterPrefill = AfterPrefill.DECODE) -> None:
         self.after = after
@@ -64,7 +64,7 @@ class Recorder:
 
 @dataclass
 class _Watched:
-    """A Pending that tells when its pages are no longer in use."""
+    """A Pending that reports when its pages are no longer in use."""
 
     pending: Pending
     landed: Callable[[], None]
@@ -77,7 +77,7 @@ class _Watched:
 
 
 class WatchedEngine:
-    """Knows which pages launched forwards touch, and can be told to fail."""
+    """An Engine that records which pages launched forwards touch, and can be made to fail."""
 
     def __init__(self, inner: Engine, window: int, page_size: int) -> None:
         self.inner = inner
@@ -114,12 +114,12 @@ def touched(batch: ForwardBatch, window: int, page_size: int) -> dict[str, set[i
 
 
 GROUPS: tuple[tuple[str, ...], ...] = ((), ("window",), ("state",), ("window", "state"))
-"""What a model may have beside full attention: every combination."""
+"""The kinds of groups that a model may have beside full attention, in every combination."""
 
 
 @dataclass
 class Rig:
-    """One worker's scheduler. `expected` is what each room must end with.
+    """One worker's scheduler. `expected` is the output that each room must end with.
 
     `tight` gives the groups beside the full one as little memory as one request can live with; `interval` is
     the tokens between a decoding request's checkpoints.
@@ -182,7 +182,7 @@ class Rig:
     def req(
         self, prompt: Sequence[int], max_new: int = 8, forced: int = 0, priority: int = 0, **sampling: object
     ) -> Req:
-        """A request whose outputs the oracle knows; `forced` of them are given as input."""
+        """A request whose outputs are known; the first `forced` of them are given as input."""
         self.rooms += 1
         params = SamplingParams(max_new_tokens=max_new, **sampling)  # type: ignore[arg-type]
         outputs = fake_generate(prompt, max_new, VOCAB, self.groups, self.window)
@@ -222,7 +222,7 @@ class Rig:
                 assert not free & pages[name], f"a {name} page is free while a launched forward can touch it"
 
     def run(self, limit: int = 5000) -> int:
-        """Step until idle; the number of steps."""
+        """Step until idle. Returns the number of steps."""
         steps = 0
         while not self.scheduler.idle:
             assert self.step(), "a step did nothing though the scheduler is not idle"
@@ -231,7 +231,7 @@ class Rig:
         return steps
 
     def assert_outputs(self, *skip: int) -> None:
-        """Every room but `skip` has finished with exactly what the oracle says."""
+        """Every room but `skip` has finished with the expected output."""
         for room, tokens in self.expected.items():
             if room not in skip:
                 assert self.policy.outputs.get(room) == tokens, f"room {room}"

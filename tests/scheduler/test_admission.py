@@ -1,4 +1,4 @@
-"""Who is admitted when: order, growth, fairness, retraction."""
+"""Admission: order, growth, fairness, retraction."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_victim_has_fewest_outputs_then_longest_input() -> None:
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_the_largest_is_not_starved_by_small_ones(depth: int) -> None:
-    """Small requests never stop coming; the large one still gets in once those before it have ended."""
+    """Small requests keep arriving. The large one is admitted when those before it have ended."""
     rig = Rig(pool_tokens=256, config=replace(CONFIG, overlap_depth=depth, max_running_requests=16))
     for i in range(8):
         rig.add(range(i, i + 20), 10)

@@ -117,7 +117,7 @@ def test_a_failed_forward_fails_its_requests_only(depth: int) -> None:
 @pytest.mark.parametrize("engine_overlap", [False, True])
 @pytest.mark.parametrize("failing", [1, 2, 3, 4])
 def test_who_joins_while_a_forward_fails_goes_on(failing: int, engine_overlap: bool) -> None:
-    """The step after the failed one is launched already, with the failed requests' rows in it."""
+    """The next step was launched before the failure, with the failed requests' rows in it."""
     config = SchedulerConfig(
         model="m", max_running_requests=8, overlap_depth=1, max_prefill_tokens=64, chunked_prefill_size=32
     )

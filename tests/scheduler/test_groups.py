@@ -1,4 +1,4 @@
-"""Models with a window group, a state group or both: what requests hold, what is cached, what is short."""
+"""Models with a window group, a state group or both: memory of requests, caching, and too little memory."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_forwards_end_where_a_state_is_wanted(chunk: int | None) -> None:
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("groups", HYBRID, ids="+".join)
 def test_the_least_memory_serves_everybody(groups: tuple[str, ...], page_size: int, depth: int) -> None:
-    """One window and three states: requests wait for each other, cached prefixes go, nothing stops."""
+    """With one window and three states, requests wait for each other, and all of them finish."""
     rig = Rig(page_size, groups=groups, config=replace(CONFIG, overlap_depth=depth), tight=True, interval=16)
     for start in (0, 0, 30, 60, 0):
         rig.add(range(start, start + 90), 40)
@@ -193,7 +193,7 @@ def test_lanes_that_outgrow_the_window_pool_are_retracted(depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_chunk_that_finds_no_window_page_waits_and_then_gives_way(depth: int) -> None:
-    """While somebody else runs it waits; alone it would wait for ever, so what it holds is given back."""
+    """While another request runs it waits. Alone it would wait for ever, so it is retracted."""
     config = replace(CONFIG, overlap_depth=depth)
     rig = Rig(16, pool_tokens=2048, groups=("window",), window=40, config=config, tight=True)
     running = rig.add(range(20), 12)

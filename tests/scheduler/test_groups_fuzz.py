@@ -1,4 +1,4 @@
-"""Random schedules of two workers over every combination of groups, far from what anybody would configure.
+"""Random schedules of two workers over every combination of groups, with unusual options.
 
 What test_machine does not vary: eviction policies, prefix caching off, every page size, odd numbers of state
 slots, stop tokens on top of ends of sequence, forwards that fail, peers that write into what decode had
@@ -65,7 +65,7 @@ class Fuzz:
         self.fenced: list[int] = []
 
     def prompt(self) -> list[int]:
-        """Few beginnings, so that they meet in the tree; page borders come often."""
+        """A prompt. Beginnings are few, so that prompts share prefixes; many end on page borders."""
         rng = self.rng
         size = self.prefill.page_size
         length = rng.choice([rng.randrange(1, 130), size * rng.randrange(1, max(2, 120 // size))])
@@ -133,7 +133,7 @@ class Fuzz:
                 return
 
     def drop(self) -> None:
-        """Both halves end. A peer writes on into what decode had reserved, until the fence passes."""
+        """The room ends on both workers. A peer writes to what decode had reserved until the fence passes."""
         if not self.pairs:
             return
         room = self.rng.choice(list(self.pairs))
@@ -200,7 +200,7 @@ class Fuzz:
                 assert outputs == rig.expected[room][: len(outputs)], f"room {room}"
 
     def finish(self) -> None:
-        """Every room ends: nothing may wait for ever, nothing may be held at the end."""
+        """Every room ends, and at the end nothing is held."""
         for _ in range(1500):
             for rig in (self.prefill, self.decode):
                 rig.step()

@@ -230,7 +230,7 @@ def test_a_parked_request_may_be_released_or_aborted_while_it_waits() -> None:
 @pytest.mark.parametrize("groups", GROUPS, ids="+".join)
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_hand_off_of_a_request_that_is_decoding_ahead(page_size: int, groups: tuple[str, ...]) -> None:
-    """With overlap a decode row is out when the policy takes the request over: its token is dropped."""
+    """With overlap a decode step is in flight when the request is handed off; its token is dropped."""
     config = SchedulerConfig(model="m", max_running_requests=4, overlap_depth=1)
     prefill = Rig(page_size, 512, config=config, after=AfterPrefill.HAND_OFF, groups=groups)
     decode = decode_rig(page_size, 1, groups=groups)

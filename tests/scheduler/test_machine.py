@@ -1,4 +1,4 @@
-"""A state machine over everything that nodes ask of two schedulers, in any order."""
+"""A state machine over all operations of a prefill and a decode scheduler, in any order."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LONG = settings(
 
 
 class TwoWorkers(RuleBasedStateMachine):
-    """P and D with tiny pools; a request is known to both by the same room number."""
+    """P and D with tiny pools. A request has the same room number on both."""
 
     groups: ClassVar[tuple[str, ...]] = ()
 
@@ -123,7 +123,7 @@ class TwoWorkers(RuleBasedStateMachine):
     @precondition(lambda self: self._in(sent=ReqState.WAITING))
     @rule()
     def prefill_on(self) -> None:
-        """Without it few rooms would come as far as a transfer."""
+        """Without this rule few rooms would reach a transfer."""
         while self.prefill.step():
             pass
 
@@ -133,7 +133,7 @@ class TwoWorkers(RuleBasedStateMachine):
             self.decode.step()
 
     def _in(self, sent: ReqState | None = None, reference: ReqState | None = None) -> list[int]:
-        """Rooms whose halves are in these states."""
+        """Rooms whose requests on P (`sent`) and D (`reference`) are in these states."""
         return [
             room
             for room, (a, b) in self.pairs.items()
@@ -172,7 +172,7 @@ class TwoWorkers(RuleBasedStateMachine):
     @precondition(lambda self: len(self.pairs) > 2)
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
-        """The client is gone: both halves end, whatever they hold."""
+        """The client is gone: the room ends on both workers."""
         room = data.draw(st.sampled_from(self._in()))
         self.dropped.add(room)
         sent, reference = self.pairs.pop(room)

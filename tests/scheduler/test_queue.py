@@ -1,4 +1,4 @@
-"""The order of those who wait."""
+"""The order of the waiting queue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a scheduler says of its speed."""
+"""The speed that a scheduler reports."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Clock:
 
 
 class SlowEngine:
-    """Each forward takes 0.1 s and a millisecond per token of a prompt, by the clock."""
+    """Each forward takes 0.1 s plus a millisecond per prompt token, on the given clock."""
 
     def __init__(self, inner: Engine, clock: Clock) -> None:
         self.inner = inner

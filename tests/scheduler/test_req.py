@@ -1,4 +1,4 @@
-"""What a request's message may not say."""
+"""Requests that are refused when their message arrives."""
 
 from __future__ import annotations
 

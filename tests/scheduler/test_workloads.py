@@ -1,4 +1,4 @@
-"""Random workloads: whatever the schedule, every request gets the oracle's tokens and memory balances."""
+"""Random workloads: every request gets the expected tokens, and memory balances."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_tokens_equal_the_oracle_with_more_groups(
 
 @pytest.mark.parametrize("groups", GROUPS, ids="+".join)
 def test_random_workloads_reach_what_they_should(groups: tuple[str, ...]) -> None:
-    """The workloads above are worth something only if they retract, evict, reuse and cut."""
+    """The workloads above must retract, evict, reuse and cut, or they would test little."""
     rigs = [_play(seed, 16, 1, aborts=False, groups=groups) for seed in range(12)]
     assert sum(rig.scheduler.metrics.retracted for rig in rigs) > 0
     assert sum(rig.scheduler.metrics.cached_tokens for rig in rigs) > 0

@@ -87,7 +87,7 @@ class FakeMailbox:
 
 @dataclass
 class Output:
-    """What the router has of one room."""
+    """What the router has received of one room."""
 
     request: GenerateRequest
     split: bool
@@ -124,7 +124,7 @@ class Pair:
         self.start(room)
 
     def start(self, room: int) -> None:
-        """Say the room's start messages (again)."""
+        """Send the room's start messages, perhaps again."""
         output = self.outputs[room]
         if output.split:
             self.post(self.prefill, Prefill(output.request, self.decode.record().mailbox))
@@ -140,7 +140,7 @@ class Pair:
         self.start(room)
 
     def insist(self, room: int) -> None:
-        """What a router does about a silent room: start it again where it was refused, else repeat."""
+        """What a router does about a silent room: restart it if it was rejected, else repeat itself."""
         if self.outputs[room].rejected is not None:
             self.restart(room, split=False)
         else:
@@ -247,7 +247,7 @@ class Pair:
             assert held(worker) == {}
 
     def _moving(self) -> bool:
-        """Is a transfer thread at work, even for an aborted room? Then give it the processor."""
+        """Whether a transfer thread is at work, even for an aborted room. If so, let it run."""
         sending = any(room.hold is prefill_role.PrefillHold.HAND_OFF for room in self.prefill.rooms())
         if sending or self.decode.parts.role.busy:
             time.sleep(0.001)
@@ -287,7 +287,7 @@ class Pair:
 
 
 def held(worker: Worker) -> dict[str, Any]:
-    """What is neither free nor an unlocked part of the cache, in any group. The books must balance."""
+    """What is neither free nor an unlocked part of the cache, in any group. Checks that memory balances."""
     return in_use(asdict(worker.check_memory()))
 
 
@@ -298,19 +298,19 @@ def prompt_of(seed: int, length: int) -> list[int]:
 
 
 def right(both: Pair, room: int, groups: tuple[str, ...] = ()) -> list[int]:
-    """What the room must be answered."""
+    """The right answer to the room."""
     request = both.outputs[room].request
     prompt = unpack_tokens(request.prompt).tolist()
     return fake_generate(prompt, request.sampling.max_new_tokens, groups=groups)
 
 
 GROUPS: tuple[tuple[str, ...], ...] = ((), ("window",), ("state",), ("window", "state"))
-"""What the fake model has beside its full group: every combination."""
+"""The groups of the fake model beside its full group, in every combination."""
 SMALL = {
     "window": {"swa_full_tokens_ratio": 0.3},
     "state": {"max_mamba_cache_size": 24, "mamba_track_interval": 8},
 }
-"""Little memory for each group, so that it runs short in a test; yet enough for a few rooms at once."""
+"""Memory of each group for only a few rooms at once, so that it runs short in a test."""
 
 
 @contextmanager

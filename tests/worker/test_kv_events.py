@@ -1,4 +1,4 @@
-"""A worker's KV events: who asks too late is told what the tree holds, by an idle engine loop, too."""
+"""A worker's KV events: a router that asks too late gets a snapshot, from an idle engine loop too."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SECONDS = 20.0
 
 
 class Router:
-    """As much of one as a test needs."""
+    """The part of a router that this test needs."""
 
     def __init__(self, worker: Worker, mailbox: Mailbox) -> None:
         self._to = worker.record().mailbox
@@ -31,7 +31,7 @@ class Router:
         self._split = isinstance(worker, PrefillWorker)
 
     def generate(self, room: int, prompt: list[int]) -> None:
-        """Until the first token."""
+        """Ask, and wait for the first token."""
         request = GenerateRequest(
             request_id=f"r{room}", room=room, epoch=1, prompt=pack_tokens(prompt),
             sampling=SamplingParams(max_new_tokens=1),
@@ -55,7 +55,7 @@ class Router:
 
 
 def tell(replay: Replay) -> dict[int, Page]:
-    """What a router that knows nothing learns now."""
+    """The pages that a new router learns of by a replay."""
     pages, batches = Pages("m"), replay.ask(0)
     assert min(batches) > 4, "the buffer reaches back so far"
     pages.apply(batches, first=min(batches))

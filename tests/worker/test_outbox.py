@@ -1,4 +1,4 @@
-"""Outbox: one message per step and router; nothing is forgotten before it is acknowledged."""
+"""Outbox: one message per step and router; output is kept until it is acknowledged."""
 
 from __future__ import annotations
 

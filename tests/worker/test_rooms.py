@@ -1,4 +1,4 @@
-"""Rooms: whatever order and however often messages come, a room runs at most once per epoch."""
+"""Rooms: in any order of messages and with any repeats, a room runs at most once per epoch."""
 
 from __future__ import annotations
 
