@@ -18,7 +18,7 @@ from tests.harness.leftovers import Run
 
 DEMO_MODEL = ROOT / "deploy" / "demo_model"
 QUESTION = "How do I use os.path.join to build the path of a file from its parts?"
-_READY_S = 100.0
+_READY_S = 200.0
 _END_S = 60.0
 
 

@@ -92,9 +92,9 @@ def test_a_drained_peer_is_unmapped() -> None:
 
 
 def _once(backend: str) -> None:
-    with receiving(backend, 4, 64, QUICK) as (receiver, _):
+    with receiving(backend, 4, 64) as (receiver, _):
         receiver.open(1, 0, {"full": np.arange(1, 3)})
-        sender = open_sender({"full": pool(4, 64, 1)}, host_identity(), backend, bounds=QUICK)
+        sender = open_sender({"full": pool(4, 64, 1)}, host_identity(), backend)
         sender.write(receiver.endpoints[0], WRITE)
         sender.close()
 
