@@ -23,6 +23,7 @@ class Fleet:
         self._on_assigned = on_assigned
         self._index = index
         self._estimates: dict[str, WorkerLoadEstimate] = {}
+        self._suspected: frozenset[str] = frozenset()
         self._table = FleetTable([], index)
 
     def __contains__(self, worker: str) -> bool:
@@ -55,13 +56,19 @@ class Fleet:
             self._estimates[record.id] = estimate
         if same:
             for estimate in self._estimates.values():
-                if estimate.record.id in self._table:  # a draining worker is not
+                if estimate.record.id in self._table:  # a draining or suspected worker is not
                     self._table.reported(estimate)
         else:
             self._rebuild()
         for estimate in assigned:
             self.own_changed(estimate)
         return sorted(gone)
+
+    def suspect(self, workers: frozenset[str]) -> None:
+        """These, and no others, get no new work until the next call, as if they were draining."""
+        if workers != self._suspected:
+            self._suspected = workers
+            self._rebuild()
 
     def own_changed(self, estimate: WorkerLoadEstimate) -> None:
         """The load that this router has assigned to a worker has changed. Ignored if the worker has left."""
@@ -86,11 +93,15 @@ class Fleet:
         return prefill.without(avoid), decode.without(avoid)
 
     def _rewrite(self, estimate: WorkerLoadEstimate) -> None:
-        if estimate.record.id in self._table:  # a draining worker is not
+        if estimate.record.id in self._table:  # a draining or suspected worker is not
             self._table.assigned(estimate)
 
     def _rebuild(self) -> None:
         for name in self._estimates:
             self._index.join(name)  # before the table notes the index's version
-        active = [one for one in self._estimates.values() if not one.record.draining]
+        active = [
+            one
+            for name, one in self._estimates.items()
+            if not one.record.draining and name not in self._suspected
+        ]
         self._table = FleetTable(active, self._index)

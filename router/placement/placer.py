@@ -51,6 +51,10 @@ class Placer:
         if records:
             self.page_tokens = records[0].groups[0].page_size
 
+    def suspect(self, workers: frozenset[str]) -> None:
+        """These, and no others, are suspected of being gone: rooms wait rather than get one of them."""
+        self.fleet.suspect(workers)
+
     def choose(
         self, request: PlacementRequest, now: float, avoid: frozenset[str] = frozenset()
     ) -> Choice | None:

@@ -91,9 +91,17 @@ class Dispatcher:
         self.admit(now)
 
     def lost(self, worker: WorkerRecord, now: float) -> None:
-        """A worker is gone: its rooms start again elsewhere."""
+        """A worker's lease ended, or its process was replaced: its rooms start again elsewhere."""
+        self.suspected(worker, "was lost", now)
+
+    def suspected(self, worker: WorkerRecord, why: str, now: float) -> None:
+        """A worker is silent: all rooms that need it start again elsewhere at once.
+
+        `why` completes the sentence "worker x ...". Call `Placer.suspect` before, so that no room gets the
+        worker again.
+        """
         for room in list(self.rooms.values()):
-            room.on_worker_lost(worker, now)
+            room.on_worker_gone(worker, why, now)
 
     def close(self) -> None:
         """Give up every room."""

@@ -158,11 +158,11 @@ class RoomStream:
         else:
             self._restart(worker, Unavailable(f"worker {worker.id}: {message.message}"), now)
 
-    def on_worker_lost(self, lost: WorkerRecord, now: float) -> None:
-        """A worker's lease ended, or its process was replaced."""
-        worker = self._needed(lost.mailbox, self.request.epoch)
+    def on_worker_gone(self, gone: WorkerRecord, why: str, now: float) -> None:
+        """A worker is lost, or suspected of it. `why` completes the sentence "worker x ..."."""
+        worker = self._needed(gone.mailbox, self.request.epoch)
         if worker is not None:
-            self._restart(worker, Unavailable(f"worker {worker.id} was lost"), now)
+            self._restart(worker, Unavailable(f"worker {worker.id} {why}"), now)
 
     def on_given_up(self, key: RetransmitKey, now: float) -> None:
         """A worker has acknowledged none of the repeats of a message."""

@@ -222,3 +222,15 @@ class Books(RuleBasedStateMachine):
 
 TestBooks = Books.TestCase
 TestBooks.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+def test_a_suspected_worker_gets_no_room_and_is_back_when_it_is_suspected_no_more() -> None:
+    made = placer("kv", [prefill("p"), prefill("q"), decode("d"), decode("e")])
+    made.suspect(frozenset({"p", "d"}))
+    assert chosen(made.choose(ask(60), 0.0)) == ("q", "e")
+    made.suspect(frozenset({"p", "q", "d"}))
+    assert chosen(made.choose(ask(60), 0.0)) == (None, "e"), "D alone, rather than a suspected P"
+    made.suspect(frozenset({"d", "e"}))
+    assert made.choose(ask(60), 0.0) is None, "a room waits, rather than get a suspected D"
+    made.suspect(frozenset())
+    assert made.choose(ask(60), 0.0) is not None, "it is back"

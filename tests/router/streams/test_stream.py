@@ -207,17 +207,17 @@ def test_prefill_is_not_needed_any_more_once_decode_speaks() -> None:
     _, room = started(PAIR)
     room.on_run(P.mailbox, run(0, 5), 0.1)
     room.on_run(D.mailbox, run(0, 5, 6), 0.2)
-    room.on_worker_lost(P, 0.3)
+    room.on_worker_gone(P, "was lost", 0.3)
     room.on_rejected(P.mailbox, Rejected(1, 0, RejectKind.UNKNOWN, "who?"), 0.3)
     assert room.request.epoch == 0
-    room.on_worker_lost(D, 0.4)
+    room.on_worker_gone(D, "was lost", 0.4)
     assert room.request.epoch == 1
 
 
 def test_prefill_lost_before_decode_speaks_starts_again() -> None:
     host, room = started(PAIR)
     room.on_run(P.mailbox, run(0, 5), 0.1)
-    room.on_worker_lost(P, 0.2)
+    room.on_worker_gone(P, "was lost", 0.2)
     again = host.of(Decode)[-1]
     assert isinstance(again, Decode)
     assert again.request.forced == (5,)

@@ -1,0 +1,112 @@
+"""The dispatcher with rooms and workers that are not there: what happens to all rooms at once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from common.errors import BatonError
+from router.index.global_index import GlobalIndex, as_hashes
+from router.metrics import RoomMetrics
+from router.options import RouterOptions
+from router.placement.placer import Placer
+from router.placement.policies import make_policy
+from router.placement.policy import PlacementRequest
+from router.streams.dispatcher import Dispatcher
+from router.streams.stream import RoomStream
+from router.trace import TraceStore
+from tests.router.directory.test_directory import record
+from wire.messages import Abort, AnyMessage, Decode, Prefill, Tokens
+from wire.records import Role, WorkerLoad, WorkerRecord
+from wire.request import GenerateRequest, OutputDelta, SamplingParams, TokenRun
+from wire.sockets import Mail
+
+ROOMY = WorkerLoad(free_tokens=1 << 20, headroom_tokens=1 << 20, headroom_rows=1 << 10)
+P, Q = record("p", load=ROOMY), record("q", load=ROOMY)
+D, E = record("d", role=Role.DECODE, load=ROOMY), record("e", role=Role.DECODE, load=ROOMY)
+OPTIONS = RouterOptions(model=Path("m"), served_model_name="m", prefill_on_decode_tokens=0)
+
+
+class Sink:
+    """What one room said."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.error: BatonError | None = None
+
+    def on_tokens(self, delta: OutputDelta, cached_tokens: int) -> bool:
+        self.tokens += delta.tokens
+        return False
+
+    def on_error(self, error: BatonError) -> None:
+        self.error = error
+
+
+class Desk:
+    """A dispatcher, and everything that it sent."""
+
+    def __init__(self, *workers: WorkerRecord) -> None:
+        self.sent: list[tuple[str, AnyMessage]] = []
+        self.placer = Placer(GlobalIndex(), make_policy("kv", OPTIONS.weights, 0), 10.0)
+        self.placer.update(list(workers), time.monotonic())
+        metrics = RoomMetrics(CollectorRegistry())
+        self.dispatcher = Dispatcher(
+            OPTIONS, self.placer, TraceStore(), metrics, lambda to, message: self.sent.append((to, message))
+        )
+
+    def open(self, number: int) -> Sink:
+        sink = Sink()
+        request = GenerateRequest(
+            request_id="r", room=number, epoch=0, prompt=b"\0\0\0\0" * 64, sampling=SamplingParams()
+        )
+        to_place = PlacementRequest(64, as_hashes([]), 4.0)
+        room = RoomStream(request, to_place, self.dispatcher, self.dispatcher.mail, sink, OPTIONS)
+        self.dispatcher.open([room], None, time.monotonic())
+        return sink
+
+    def on(self, worker: WorkerRecord, kind: type[Prefill | Decode], epoch: int) -> set[int]:
+        """The rooms that a worker was told to start in that epoch."""
+        return {
+            message.room
+            for to, message in self.sent
+            if to == worker.mailbox and isinstance(message, kind) and message.epoch == epoch
+        }
+
+    def tokens(self, worker: WorkerRecord, room: int, *tokens: int, epoch: int = 0) -> None:
+        run = TokenRun(room, epoch, 0, list(tokens))
+        self.dispatcher.take(Mail(worker.mailbox, Tokens(worker.id, [run])), time.monotonic())
+
+
+def test_one_suspicion_restarts_every_room_of_the_worker_at_once_and_no_other() -> None:
+    async def run() -> None:
+        desk = Desk(P, Q, D, E)
+        sinks = {number: desk.open(number) for number in range(8)}
+        on_d = desk.on(D, Decode, 0)
+        assert on_d
+        assert on_d < set(sinks)
+        desk.placer.suspect(frozenset({D.id}))
+        desk.dispatcher.suspected(D, "does not answer", time.monotonic())
+        assert desk.on(E, Decode, 1) == on_d
+        assert desk.on(D, Decode, 1) == set()
+        aborted = {message.room for to, message in desk.sent if isinstance(message, Abort)}
+        assert aborted == on_d
+        assert all(sink.error is None for sink in sinks.values())
+
+    asyncio.run(run())
+
+
+def test_a_suspected_prefill_worker_matters_only_until_decode_speaks() -> None:
+    async def run() -> None:
+        desk = Desk(P, D)
+        for number in (1, 2):
+            desk.open(number)
+        desk.tokens(D, 1, 7)
+        desk.placer.suspect(frozenset({P.id}))
+        desk.dispatcher.suspected(P, "does not answer", time.monotonic())
+        assert desk.on(D, Decode, 1) == {2}
+        assert desk.on(P, Prefill, 1) == set(), "D alone, while P is suspected"
+
+    asyncio.run(run())
