@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from engine.fake import fake_generate
+from tests.chaos.network import Network
 from tests.e2e.test_failures import OPTIONS, OUTPUT_TOKENS, ROUTER, kill, prompts, take, wait_until_busy
 from tests.harness.local_stack import Stack, stack
 from tests.harness.processes import Child
@@ -92,11 +93,16 @@ def test_a_bad_network(tiny_model: Path, tmp_path: Path) -> None:
     asked = [[rng.randrange(256) for _ in range(rng.randrange(1, 150))] for _ in range(24)]
     asked += [prompt[:64] + asked[0][:9] for prompt in asked[:8]]
     options = {**HYBRID, "fake_step_s": 0.0}
-    with stack(
-        tiny_model, tmp_path, prefill=2, decode=2, router={"prefill_on_decode_tokens": 0},
-        runner=("tests.support.chaos", "3"), **options,
-    ) as running:  # fmt: skip
+    with (
+        Network(3) as network,
+        stack(
+            tiny_model, tmp_path, prefill=2, decode=2, router={"prefill_on_decode_tokens": 0},
+            runner=("tests.chaos.launcher", network.address), **options,
+        ) as running,
+    ):  # fmt: skip
+        network.faults.lose_all()
         answers = running.generate_all(asked, OUTPUT_TOKENS)
+        network.faults.heal()
         assert [answer["output_ids"] for answer in answers] == right(asked)
         running.settle()
 
