@@ -1,10 +1,14 @@
-"""HandOff: a request passes from a prefill worker's scheduler to a decode worker's.
+"""HandOff: a request passes from one worker's scheduler to another's.
 
 decode worker     reserve ─> add_transferred, or cancel_reservation
 prefill worker    (on_prefilled answers HAND_OFF) ─> release, or park ─> readmit ─> on_prefilled again
+a decode worker   pause ─> release, or resume
+that has it
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from kvcache.memory import GroupPages
 from scheduler.budget import BatchAdmission
@@ -19,12 +23,19 @@ class HandOff:
     """The operations of both sides of a transfer. Called on the scheduler's thread."""
 
     def __init__(
-        self, requests: RequestTable, admission: BatchAdmission, results: Results, pre_alloc_rows: int
+        self,
+        requests: RequestTable,
+        admission: BatchAdmission,
+        results: Results,
+        take_results: Callable[[int], bool],
+        pre_alloc_rows: int,
     ) -> None:
-        """At most `pre_alloc_rows` requests are reserved, or have their KV and do not run yet, at a time."""
+        """At most `pre_alloc_rows` requests are reserved, or have their KV and do not run yet, at a time.
+        `take_results` takes results until at most so many forwards are in flight."""
         self._requests = requests
         self._admission = admission
         self._results = results
+        self._take_results = take_results
         self._pre_alloc_rows = pre_alloc_rows
 
     # -- on the decode worker ------------------------------------------------------------------------
@@ -90,11 +101,34 @@ class HandOff:
     def _free_rows(self) -> int:
         return self._pre_alloc_rows - self._requests.count(ReqState.RESERVED, ReqState.TRANSFERRED)
 
-    # -- on the prefill worker -----------------------------------------------------------------------
+    # -- on a decode worker that has the request -----------------------------------------------------
+
+    def pause(self, req: Req) -> bool:
+        """Take a decoding request out of the batch; it keeps its row, pages and locks, and its growth stays
+        promised. Not to be called from a NodePolicy's methods.
+
+        A launched forward has to end first: its result is waited for and taken, so output may be reported.
+        After True, the KV of `req.kv_committed_len` tokens is valid, all but the last token's, and nothing
+        changes until `resume`, `release` or `Scheduler.abort`. False when the request does not decode: it
+        waits for its prefill or is in it (try again later), or it is over.
+        """
+        if req.in_flight:
+            self._take_results(0)
+        if req.state not in (ReqState.RUNNING, ReqState.TRANSFERRED):
+            return False
+        self._requests.pause(req)
+        return True
+
+    def resume(self, req: Req) -> None:
+        """Let a paused request go on where it was: it joins the batch as soon as there is a place."""
+        self._requests.resume(req)
+
+    # -- on a worker that hands a request off --------------------------------------------------------
 
     def release(self, req: Req, is_insert: bool = True) -> None:
-        """End a request that is handed off or parked. `is_insert`: its KV may stay in the tree."""
-        assert req.state in (ReqState.HANDED_OFF, ReqState.PARKED, ReqState.DONE), f"{req} is not handed off"
+        """End a request that is handed off, parked or paused. `is_insert`: its KV may stay in the tree."""
+        ends = (ReqState.HANDED_OFF, ReqState.PARKED, ReqState.PAUSED, ReqState.DONE)
+        assert req.state in ends, f"{req} is not handed off"
         self._requests.end(req, is_insert)
 
     def park(self, req: Req) -> None:

@@ -32,6 +32,7 @@ class ReqState(StrEnum):
     RUNNING = "running"  # in the decode batch
     RESERVED = "reserved"  # decode: pages wait for a transfer; only cancel_reservation may end it
     TRANSFERRED = "transferred"  # KV has come; waits for a place in the decode batch
+    PAUSED = "paused"  # was decoding: out of the batch with all that it holds, until resume or release
     HANDED_OFF = "handed_off"  # prefill: the policy holds it until release or park
     PARKED = "parked"  # prefill: no memory, and unknown to the scheduler; readmit brings its KV back
     DONE = "done"  # finished, failed or aborted; its memory goes once no launched forward touches it

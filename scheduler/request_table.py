@@ -14,9 +14,10 @@ from scheduler.queue import WaitingQueue
 from scheduler.req import Req, ReqState
 from scheduler.running import RunningBatch
 
-HOLDING = frozenset(
-    {ReqState.PREFILL, ReqState.RUNNING, ReqState.RESERVED, ReqState.TRANSFERRED, ReqState.HANDED_OFF}
-)
+HOLDING = frozenset({
+    ReqState.PREFILL, ReqState.RUNNING, ReqState.RESERVED, ReqState.TRANSFERRED, ReqState.PAUSED,
+    ReqState.HANDED_OFF,
+})  # fmt: skip
 """States in which a request has a row and slots."""
 
 
@@ -27,7 +28,7 @@ class RequestTable:
         self.pages = pages
         self.running = running
         self.waiting = WaitingQueue()
-        self.transferred: deque[Req] = deque()  # their KV has arrived; they wait for the decode batch
+        self.transferred: deque[Req] = deque()  # their KV is here; they wait for the decode batch
         self.chunked: Req | None = None  # the one request whose prefill has begun and has chunks left
         self.live: dict[tuple[int, int], Req] = {}  # (room, epoch) -> a request that is not DONE
         self.leaving: dict[int, Req] = {}  # by id(): released when their forwards have landed
@@ -123,6 +124,20 @@ class RequestTable:
         self.close(req, is_insert=True)
         req.resumed = True
         self.wait(req, kv_only)
+
+    def pause(self, req: Req) -> None:
+        """Take a decoding request out of the batch. It keeps its memory, in which nothing changes."""
+        assert req.in_flight == 0, f"{req} is in a launched forward"
+        self.detach(req)
+        req.state = ReqState.PAUSED
+        if req.state_hold is not None:  # no forward changes the state now, so its length is known again
+            req.state_hold.live_len = req.kv_committed_len
+
+    def resume(self, req: Req) -> None:
+        """Let a paused request decode again, before those that have not decoded yet."""
+        assert req.state is ReqState.PAUSED, f"{req} is not paused"
+        req.state = ReqState.TRANSFERRED
+        self.transferred.appendleft(req)
 
     def park(self, req: Req) -> None:
         """Forget a handed-off request and release its memory. Its KV stays in the tree, evictable."""

@@ -62,7 +62,9 @@ class Scheduler:
         self._admission = BatchAdmission(config, self._requests, self.metrics, self._rates)
         self._results = Results(self._requests, policy, self.metrics)
         pre_alloc_rows = max(self._pool.size - config.max_running_requests, 0)
-        self.hand_off = HandOff(self._requests, self._admission, self._results, pre_alloc_rows)
+        self.hand_off = HandOff(
+            self._requests, self._admission, self._results, self._take_results, pre_alloc_rows
+        )
         self._ended_early: list[Req] = []  # need no forward; in the queue until the next step answers them
 
     # -- requests ----------------------------------------------------------------------------------
@@ -206,7 +208,8 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether a step would do nothing. Reserved, handed-off and parked requests wait for a peer."""
+        """Whether a step would do nothing. Reserved, paused, handed-off and parked requests wait for someone
+        else."""
         requests = self._requests
         return not (
             self._results.in_flight

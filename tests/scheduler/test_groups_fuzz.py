@@ -63,6 +63,8 @@ class Fuzz:
         self.pairs: dict[int, tuple[Req, Req]] = {}
         self.gone: set[int] = set()
         self.fenced: list[int] = []
+        self.asked: list[Req] = []
+        self.paused: list[Req] = []
 
     def prompt(self) -> list[int]:
         """A prompt. Beginnings are few, so that prompts share prefixes; many end on page borders."""
@@ -87,7 +89,7 @@ class Fuzz:
 
     def ask_decode(self) -> None:
         prompt, max_new, more = self.shape()
-        self.decode.add(prompt, max_new, **more)
+        self.asked.append(self.decode.add(prompt, max_new, **more))
         self.prefill.rooms = self.decode.rooms
 
     def ask_pair(self) -> None:
@@ -164,6 +166,17 @@ class Fuzz:
             if self.decode.scheduler.abort(room, 1):
                 self.gone.add(room)
 
+    def pause(self) -> None:
+        for req in self.asked:
+            if req.state is not ReqState.PAUSED and self.decode.scheduler.hand_off.pause(req):
+                self.paused.append(req)
+                return
+
+    def resume(self) -> None:
+        self.paused = [req for req in self.paused if req.state is ReqState.PAUSED]  # others were aborted
+        if self.paused:
+            self.decode.scheduler.hand_off.resume(self.paused.pop())
+
     def fence(self) -> None:
         if self.fenced:
             room = self.fenced.pop(self.rng.randrange(len(self.fenced)))
@@ -183,7 +196,7 @@ class Fuzz:
     def run(self, moves: int) -> None:
         names = (
             ["step"] * 12 + ["ask_decode"] * 2 + ["ask_pair"] * 3 + ["reserve"] * 4 + ["transfer"] * 4
-            + ["park", "readmit", "readmit", "drop", "abort", "fence", "evict"]
+            + ["park", "readmit", "readmit", "drop", "abort", "fence", "evict", "pause", "resume", "resume"]
         )  # fmt: skip
         failures = self.rng.random() < 0.15
         for _ in range(moves):
@@ -205,6 +218,7 @@ class Fuzz:
             for rig in (self.prefill, self.decode):
                 rig.step()
             self.fence()
+            self.resume()
             self.reserve()
             for room, (sent, reference) in list(self.pairs.items()):
                 over = {
