@@ -20,7 +20,6 @@ import time
 from common.errors import TransferError
 from kvtransfer.sender import Sent
 from prefill_node.room import PrefillHold, PrefillRoom
-from prefill_node.shipper import PageShipper
 from scheduler.config import Phase
 from scheduler.node_policy import AfterPrefill
 from scheduler.req import Req
@@ -31,6 +30,7 @@ from wire.request import OutputDelta
 from wire.retransmitter import RetransmitKey
 from wire.stages import RequestStage
 from worker.role import Services, WorkerRole
+from worker.shipper import PageShipper
 
 
 class PrefillRole(WorkerRole[PrefillRoom]):
@@ -43,7 +43,7 @@ class PrefillRole(WorkerRole[PrefillRoom]):
 
     def __init__(self, services: Services) -> None:
         super().__init__(services)
-        self._shipper = PageShipper(services)
+        self._shipper = PageShipper(services, RequestStage.PREFILL_TRANSFER_KV_CACHE)
 
     def backends(self) -> tuple[str, ...]:
         return self._shipper.backends
@@ -97,7 +97,7 @@ class PrefillRole(WorkerRole[PrefillRoom]):
             room.hold = PrefillHold.SCHEDULER
             self.scheduler.hand_off.readmit(room.req)
         elif room.hold is PrefillHold.HAND_OFF and room.sender is not None:
-            self._shipper.ship_rest(room.sender, room.req)
+            self._shipper.ship_rest(room.sender, room.req, room.req.input_len)
 
     # -- NodePolicy --------------------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ class PrefillRole(WorkerRole[PrefillRoom]):
         room = self._room_of(req)
         room.hold = PrefillHold.HAND_OFF
         if room.sender is not None:
-            self._shipper.ship_rest(room.sender, req)
+            self._shipper.ship_rest(room.sender, req, req.input_len)
         return AfterPrefill.HAND_OFF
 
     def _room_of(self, req: Req) -> PrefillRoom:

@@ -1,4 +1,4 @@
-"""PageShipper: a prefill worker's way into decode workers' pools."""
+"""PageShipper: a worker's way into decode workers' pools, for requests that it hands off."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvtransfer.region import pool_regions
 from kvtransfer.select import open_sender
 from kvtransfer.sender import KVSender, SenderThreads, Sent
 from kvtransfer.transport import Bounds
-from prefill_node.peers import MappedPeers
 from scheduler.req import Req
 from wire.messages import KVTarget
 from wire.records import layout_digest
 from wire.stages import RequestStage
+from worker.mapped_peers import MappedPeers
 from worker.role import Services
 
 
@@ -27,11 +27,13 @@ class PageShipper:
     to the loop.
     """
 
-    def __init__(self, services: Services) -> None:
-        """Raises ConfigError when the transfer backend cannot be had on this machine."""
+    def __init__(self, services: Services, stage: RequestStage) -> None:
+        """A request enters `stage` when its first pages leave. Raises ConfigError when the transfer backend
+        cannot be had on this machine."""
         options = services.options
         self._memory = services.memory
         self._page_size = options.page_size
+        self._stage = stage
         self._primary = services.memory.specs[0].name
         self._layout = layout_digest(services.memory.layouts())
         self._nudge = services.mailbox.nudge
@@ -71,13 +73,13 @@ class PageShipper:
         """Send the whole pages of the primary group that are computed: nothing changes them any more."""
         end = req.kv_committed_len // self._page_size * self._page_size
         if end > sender.start_send_idx:
-            req.stamp(RequestStage.PREFILL_TRANSFER_KV_CACHE)
+            req.stamp(self._stage)
             sender.send(self._primary_pages(req, end), end)
 
-    def ship_rest(self, sender: KVSender, req: Req) -> None:
-        """The prefill is complete: send what has not been sent, of every group."""
-        end = req.input_len
-        req.stamp(RequestStage.PREFILL_TRANSFER_KV_CACHE)
+    def ship_rest(self, sender: KVSender, req: Req, end: int) -> None:
+        """No forward of the request will follow here: send what has not been sent of its first `end` tokens,
+        all that are computed, in every group."""
+        req.stamp(self._stage)
         sender.send({**self._primary_pages(req, end), **self._last_pages(req, end)}, end, last=True)
 
     def take_sent(self) -> Iterator[Sent]:

@@ -1,6 +1,6 @@
 """MappedPeers: decode workers that pages were sent to: a pool does not stay mapped after its owner left.
 
-Prefill does not watch the directory; a decode worker that has been sent nothing for a while is let go, gone
+A worker does not watch the directory; a decode worker that has been sent nothing for a while is let go, gone
 or not. One that lives only costs a new connection and a new mapping at its next room.
 """
 
