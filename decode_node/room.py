@@ -26,3 +26,9 @@ class DecodeRoom(Room):
     hold: DecodeHold
     receiver: KVReceiver | None = None
     kv_bytes: int = 0
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        if self.prefill is None or self.hold is DecodeHold.SCHEDULER:
+            return (self.router,)
+        return (self.router, self.prefill)

@@ -29,6 +29,10 @@ class PrefillRoom(Room):
     first_token: int | None = None
     first_logprobs: TokenLogprobs | None = None
 
+    @property
+    def peers(self) -> tuple[str, ...]:
+        return (self.router, self.decode)
+
     def stop_sending(self) -> None:
         """Send nothing more of the room.
 

@@ -13,8 +13,10 @@ from router.options import RouterOptions
 from router.placement.peers import TELL_AFTER_S, RouterPeers
 from router.placement.placer import Placer
 from router.streams.dispatcher import Dispatcher
+from router.suspicions import Suspicions
 from wire.loop_mailbox import LoopMailbox
 from wire.messages import AssignedLoads, View
+from wire.peer_monitors import PeerState
 from wire.records import Role, WorkerRecord
 from wire.sockets import Mail
 
@@ -37,6 +39,7 @@ class Membership:
         self._placer = placer
         self._events = events
         self._dispatcher = dispatcher
+        self.suspicions = Suspicions(dispatcher.suspected, placer.suspect)
         self._loop = asyncio.get_running_loop()
         self._flush: asyncio.TimerHandle | None = None  # of what the peers are to be told
         self.peers = RouterPeers(
@@ -52,8 +55,12 @@ class Membership:
 
     @property
     def ready(self) -> bool:
-        """A decode worker that takes new work is there."""
-        return any(record.role is Role.DECODE and not record.draining for record in self.workers)
+        """A decode worker that takes new work and is not suspected is there."""
+        suspected = self.suspicions.suspected
+        return any(
+            record.role is Role.DECODE and not record.draining and record.id not in suspected
+            for record in self.workers
+        )
 
     def move_directory(self, address: str) -> None:
         """The directory is at `address` now (an actor that was started again)."""
@@ -77,6 +84,12 @@ class Membership:
             return False
         return True
 
+    def on_peer(self, address: str, state: PeerState) -> None:
+        """A peer of this router's mailbox has come up or gone down."""
+        now = time.monotonic()
+        self.suspicions.on_peer(address, state, now)
+        self._dispatcher.admit(now)
+
     def close(self) -> None:
         """Tell peers nothing more."""
         if self._flush is not None:
@@ -91,6 +104,7 @@ class Membership:
         self.context_limit = min((record.max_context_tokens for record in self.workers), default=None)
         self._placer.update(self.workers, now)
         self.peers.meet(view.routers)
+        self.suspicions.update(change.lost, self.workers, now)
         for record in change.lost:
             self._events.forget(record.id)
             self._dispatcher.lost(record, now)
@@ -98,4 +112,5 @@ class Membership:
         for record in change.joined:
             if record.model == self._model:
                 self._events.follow(record)
+        self._mailbox.watch(frozenset(record.mailbox for record in self.workers))
         self._dispatcher.admit(now)

@@ -31,6 +31,7 @@ from router.trace import TraceStore
 from wire.loop_mailbox import LoopMailbox
 from wire.mailbox import Mail
 from wire.messages import Inspect, Inspected
+from wire.peer_monitors import PeerState
 from wire.security import curve_for
 
 _TICK_S = 0.05
@@ -55,7 +56,7 @@ class Router:
         self.placer = Placer(index, policy, options.expect_s, self._on_assigned)
         self._requests = RoomRequests(options.served_model_name, self.placer)
         self._log = RequestLog(traces, self.metrics, self.placer)
-        self._mailbox = LoopMailbox(options.interface, curve, self._on_mail)
+        self._mailbox = LoopMailbox(options.interface, curve, self._on_mail, self._on_peer)
         self.mailbox_address = self._mailbox.address  # also of the directory, if this router hosts it
         send = self._mailbox.send
         self._inspections = Inspections(send)
@@ -142,6 +143,9 @@ class Router:
 
     def _on_assigned(self, estimate: WorkerLoadEstimate) -> None:
         self.membership.peers.assigned(estimate)
+
+    def _on_peer(self, address: str, state: PeerState) -> None:
+        self.membership.on_peer(address, state)
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(_TICK_S, self._tick)

@@ -11,11 +11,13 @@ called again.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import zmq
 
 from wire.messages import AnyMessage
+from wire.peer_monitors import PEER_CHECK_S, PeerState
 from wire.security import Curve
 from wire.sockets import Inbound, Mail, PeerSockets
 
@@ -30,20 +32,23 @@ class LoopMailbox:
         interface: str,
         curve: Curve | None,
         on_mail: Callable[[list[Mail]], None],
+        on_peer: Callable[[str, PeerState], None],
     ) -> None:
-        """Bind a fresh port on `interface`. `on_mail` is called on the loop with mail, in order of
-        arrival."""
+        """Bind a fresh port on `interface`. On the loop, `on_mail` is called with mail, in order of arrival,
+        and `on_peer` with the address of a peer that has come up or gone down."""
         self._loop = asyncio.get_running_loop()
         self._on_mail = on_mail
         self._context = zmq.Context()
         self._inbound = Inbound(self._context, interface, curve)
         self.address = self._inbound.address
-        self._peers = PeerSockets(self._context, self.address, curve)
+        self._peers = PeerSockets(self._context, self.address, curve, on_peer)
         self._descriptor = int(self._inbound.socket.getsockopt(zmq.FD))
         self._closed = False
         self._flush_due = False
         self._loop.add_reader(self._descriptor, self._read)
         self._loop.call_soon(self._read)  # for mail that came before the loop watched the descriptor
+        self._loop.add_reader(self._peers.descriptor, self._check_peers)
+        self._check = self._loop.call_later(PEER_CHECK_S, self._check_soon)
 
     @property
     def dropped(self) -> int:
@@ -70,18 +75,36 @@ class LoopMailbox:
         """Drop the connection to a peer that is gone, and what is queued for it."""
         self._peers.forget(peer)
 
+    def watch(self, peers: frozenset[str]) -> None:
+        """Stay connected to these peers, so that their states are reported though nothing is sent.
+
+        Any others are closed when they are idle, those of the last call too.
+        """
+        self._peers.watch(peers)
+
     def close(self) -> None:
         """Stop listening and free the port. What is queued gets half a second to leave."""
         if not self._closed:
             self._peers.flush()
             self._closed = True
+            self._check.cancel()
             self._loop.remove_reader(self._descriptor)
+            self._loop.remove_reader(self._peers.descriptor)
+            self._peers.close()
             self._context.destroy(linger=500)
 
     def _flush(self) -> None:
         self._flush_due = False
         if not self._closed:
             self._peers.flush()
+
+    def _check_soon(self) -> None:
+        self._check = self._loop.call_later(PEER_CHECK_S, self._check_soon)
+        self._check_peers()
+
+    def _check_peers(self) -> None:
+        if not self._closed:
+            self._peers.check(time.monotonic())
 
     def _read(self) -> None:
         if self._closed:

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import deque
 
 import zmq
 
 from common.host import LOOPBACK
 from wire.messages import AnyMessage
+from wire.peer_monitors import PEER_CHECK_S, PeerState
 from wire.security import Curve
 from wire.sockets import Inbound, Mail, PeerSockets
 
@@ -36,7 +38,10 @@ class Mailbox:
         self._context = zmq.Context()
         self._inbound = Inbound(self._context, interface, curve)
         self.address = self._inbound.address
-        self._peers = PeerSockets(self._context, self.address, curve)
+        self._peers = PeerSockets(self._context, self.address, curve, self._on_peer)
+        self._states: dict[str, PeerState] = {}  # of peers that have changed, until taken
+        self._states_lock = threading.Lock()
+        self._watched: frozenset[str] = frozenset()
         self._outbox: deque[tuple[str, AnyMessage | None]] = deque()
         self._inbox: queue.SimpleQueue[Mail | None] = queue.SimpleQueue()
         wake_address = f"inproc://wake-{id(self)}"
@@ -69,6 +74,24 @@ class Mailbox:
         """Drop the connection to a peer that is gone, and what is queued for it."""
         self._outbox.append((peer, None))
         self._wake()
+
+    def watch(self, peers: frozenset[str]) -> None:
+        """Stay connected to these peers, so that their states are reported though nothing is sent.
+
+        Any others are closed when they are idle, those of the last call too.
+        """
+        if peers != self._watched:
+            self._watched = peers
+            self._wake()
+
+    def take_peers(self) -> dict[str, PeerState]:
+        """The peers that have come up or gone down since the last call, by address. One that goes down ends a
+        `wait`."""
+        if not self._states:
+            return {}
+        with self._states_lock:
+            states, self._states = self._states, {}
+        return states
 
     def take(self) -> list[Mail]:
         """All mail that has arrived, without waiting."""
@@ -122,8 +145,10 @@ class Mailbox:
         poller = zmq.Poller()
         poller.register(self._inbound.socket, zmq.POLLIN)
         poller.register(self._wake_in, zmq.POLLIN)
+        poller.register(self._peers.descriptor, zmq.POLLIN)
+        check_at = 0.0
         while not self._closing:
-            ready = dict(poller.poll(1000))
+            ready = dict(poller.poll(int(PEER_CHECK_S * 1000)))
             if self._wake_in in ready:
                 self._wake_in.recv()
                 with self._wake_lock:
@@ -132,13 +157,32 @@ class Mailbox:
             if self._inbound.socket in ready:
                 for mail in self._inbound.receive(_AT_ONCE)[0]:
                     self._inbox.put(mail)
+            now = time.monotonic()
+            if now >= check_at or self._peers.descriptor in ready:
+                check_at = now + PEER_CHECK_S
+                self._peers.check(now)
         self._flush()
+        self._peers.close()
+
+    def _on_peer(self, address: str, state: PeerState) -> None:
+        with self._states_lock:
+            self._states[address] = state
+        if state is PeerState.DOWN:
+            self.nudge()
 
     def _flush(self) -> None:
+        watched = self._watched
+        if watched != self._peers.watched:
+            self._peers.watch(watched)
         while self._outbox:
             address, message = self._outbox.popleft()
             if message is None:
-                self._peers.forget(address)
+                self._forget(address)
             else:
                 self._peers.send(address, message)
         self._peers.flush()
+
+    def _forget(self, address: str) -> None:
+        self._peers.forget(address)
+        with self._states_lock:
+            self._states.pop(address, None)

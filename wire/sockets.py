@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ import zmq
 from common.errors import WireError
 from wire.codec import decode, encode
 from wire.messages import AnyMessage
+from wire.peer_monitors import PeerMonitors, PeerState, send_heartbeats
 from wire.security import Curve
 
 log = logging.getLogger(__name__)
@@ -99,16 +101,27 @@ class _Peer:
 
 
 class PeerSockets:
-    """Connections to the mailboxes that were sent something. Idle ones are closed."""
+    """Connections to the mailboxes that were sent something or are watched. Others are closed when idle.
+
+    `on_peer` is called from `check` with the address of a peer that has come up or gone down. Sending to a
+    peer that is down is no error: ZeroMQ keeps what is queued until the peer is up again or forgotten.
+    """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], reply_address: str, curve: Curve | None
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        reply_address: str,
+        curve: Curve | None,
+        on_peer: Callable[[str, PeerState], None],
     ) -> None:
         self._context = context
         reply = reply_address.encode()
         self._head = bytes((len(reply),)) + reply
         self._curve = curve
         self._peers: dict[str, _Peer] = {}
+        self.watched: frozenset[str] = frozenset()
+        self._monitors = PeerMonitors(context, on_peer)
+        self.descriptor = self._monitors.descriptor  # readable when a peer may have changed
         self._unsent: list[_Peer] = []
         self.dropped = 0  # messages
 
@@ -132,12 +145,31 @@ class PeerSockets:
         for peer in unsent:
             self._send(peer)
 
+    def watch(self, addresses: frozenset[str]) -> None:
+        """Stay connected to these peers, so that their states are reported though nothing is sent.
+
+        Any others are closed when they are idle, those of the last call too.
+        """
+        self.watched = addresses
+        for address in addresses:
+            if address not in self._peers:
+                self._connect(address)
+
+    def check(self, now: float) -> None:
+        """Report peers that have come up or gone down."""
+        self._monitors.check(now)
+
     def forget(self, address: str) -> None:
         """Drop the connection to a peer that is gone, and what is queued for it."""
         peer = self._peers.pop(address, None)
         if peer is not None:
             peer.messages = 0
+            self._monitors.remove(address)
             peer.socket.close(linger=0)
+
+    def close(self) -> None:
+        """Stop monitoring. The sockets are closed with their context, when what is queued has left."""
+        self._monitors.close()
 
     def _send(self, peer: _Peer) -> None:
         if not peer.messages:
@@ -156,9 +188,15 @@ class PeerSockets:
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         if self._curve is not None:
             self._curve.connect(socket)
+        send_heartbeats(socket)
+        self._monitors.add(address, socket)
         socket.connect(address)
-        now = time.monotonic()
-        peer = self._peers[address] = _Peer(socket, now, bytearray())
-        for idle in [name for name, known in self._peers.items() if now - known.used_at > _IDLE_PEER_S]:
-            self.forget(idle)
+        self._forget_idle()
+        peer = self._peers[address] = _Peer(socket, time.monotonic(), bytearray())
         return peer
+
+    def _forget_idle(self) -> None:
+        idle_since = time.monotonic() - _IDLE_PEER_S
+        for name in [name for name, known in self._peers.items() if known.used_at < idle_since]:
+            if name not in self.watched:
+                self.forget(name)

@@ -173,6 +173,8 @@ class Worker:
         """One turn of the loop. Whether the scheduler did something: then the next turn must not wait."""
         for mail in mails:
             self._mail.handle(mail)
+        for address, state in self._services.mailbox.take_peers().items():
+            self._role.on_peer(address, state)
         self._role.poll(time.monotonic())
         busy = self._scheduler.step()
         self._services.outbox.flush()
@@ -203,6 +205,7 @@ class Worker:
     def _sweep(self, now: float) -> None:
         self._swept_at = now
         self._role.sweep(now)
+        self._services.mailbox.watch(frozenset(peer for room in self.rooms() for peer in room.peers))
         self._services.retransmitter.tick(now)
         self._services.rooms.sweep(now)
         self._services.outbox.sweep(now)

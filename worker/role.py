@@ -19,6 +19,7 @@ from scheduler.req import Req
 from scheduler.scheduler import Scheduler
 from wire.mailbox import Mail, Mailbox
 from wire.messages import Decode, Prefill, Rejected, RejectKind, Reserved, Timeline, kind_of
+from wire.peer_monitors import PeerState
 from wire.records import Role
 from wire.request import OutputDelta
 from wire.retransmitter import RetransmitKey, Retransmitter
@@ -47,6 +48,11 @@ class Room:
     @property
     def epoch(self) -> int:
         return self.key.epoch
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """The mailboxes that must be up for the room to go on here."""
+        return (self.router,)
 
 
 RoomType = TypeVar("RoomType", bound=Room)
@@ -130,6 +136,9 @@ class WorkerRole(ABC, Generic[RoomType]):
         return False
 
     # -- what is the same in every role --------------------------------------------------------------
+
+    def on_peer(self, address: str, state: PeerState) -> None:
+        """A mailbox to which this worker is connected has come up or gone down: a router's or a worker's."""
 
     def on_chunk(self, req: Req) -> None:
         """See NodePolicy. A role that sends pages while a prompt is computed overrides it."""

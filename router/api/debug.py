@@ -59,6 +59,25 @@ async def workers(router: Router, request: HttpRequest) -> None:
     await request.respond_json({"workers": router.membership.workers, "accounts": router.accounts()})
 
 
+async def suspicions(router: Router, request: HttpRequest) -> None:
+    """GET /debug/suspicions: the last few hundred workers that this process did not believe to be alive.
+
+    Each with the cause, when the suspicion began and when it ended (null: it has not).
+    """
+    rows = [
+        {
+            "worker": one.worker,
+            "incarnation": one.incarnation,
+            "cause": one.cause,
+            "at_unix": one.at_unix,
+            "at_monotonic": one.at_monotonic,
+            "cleared_at_unix": one.cleared_at_unix,
+        }
+        for one in router.membership.suspicions.history
+    ]
+    await request.respond_json({"suspicions": rows})
+
+
 async def route(router: Router, request: HttpRequest) -> None:
     """GET /debug/route?prompt=...: which workers the policy would choose now, and what each would cost.
 

@@ -111,7 +111,7 @@ class OnLoop:
     """A LoopMailbox and what it was told."""
 
     def __init__(self, curve: Curve | None = None) -> None:
-        self.mailbox = LoopMailbox("127.0.0.1", curve, self._take)
+        self.mailbox = LoopMailbox("127.0.0.1", curve, self._take, lambda *_: None)
         self.mail: list[Mail] = []
         self._told = asyncio.Event()
 
