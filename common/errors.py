@@ -8,6 +8,7 @@ BatonError
 │   ├── SlowClient          400  its stream waits unread; sent in the stream, after status 200
 │   └── Overloaded          429  try again after `retry_after_s`
 ├── Unavailable             503  no worker can take the request within its bound
+├── RequestFailed           500  the model has no usable output for this request (logits that are not finite)
 ├── PeerError                    another process sent something wrong, or is gone
 │   ├── WireError                a frame does not decode, or its values are impossible
 │   ├── TransferError            KV pages did not arrive
@@ -65,6 +66,10 @@ class Overloaded(UserError):
 
 class Unavailable(BatonError):
     """No worker could take the request within its bound."""
+
+
+class RequestFailed(BatonError):
+    """The model has no usable output for this request. Another try would most likely fail too."""
 
 
 class PeerError(BatonError):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -83,10 +84,15 @@ class ForwardBatch:
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
-    """What one forward sampled, in the order of `ForwardBatch.sampled`."""
+    """What one forward sampled, in the order of `ForwardBatch.sampled`.
+
+    `failures`: sequence of the batch (an index into S) -> why that sequence has no result. What the forward
+    wrote for it is not valid KV, and its entry in `tokens` is not used. The other sequences are valid.
+    """
 
     tokens: npt.NDArray[np.int64]  # [N]
     logprobs: list[TokenLogprobs | None]  # [N], None where the request asked for none
+    failures: Mapping[int, str] = field(default_factory=dict)
 
 
 class Pending(Protocol):

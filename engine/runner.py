@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -45,10 +46,14 @@ class ModelRunner:
 
     def _run(self, batch: ForwardBatch) -> BatchResult:
         with torch.inference_mode(), self._last_tokens.placeholders_on_failure(batch):
-            logits = self.logits(batch, batch.starts()[1:][batch.sampled] - 1)
-            result = sampler.sample(logits, batch.sampling)
-        self._last_tokens.record(batch, result.tokens)
-        return result
+            hidden = self._hidden(batch)
+            ends = batch.starts()[1:][batch.sampled] - 1
+            sampled = sampler.sample(self._lm_head(hidden[self._to_device(ends)]), batch.sampling)
+            failures = failed_sequences(hidden, batch)
+        for i, problem in sampled.failures.items():
+            failures.setdefault(int(batch.sampled[i]), problem)
+        self._last_tokens.record(batch, sampled.tokens)
+        return BatchResult(sampled.tokens, sampled.logprobs, failures)
 
     def logits(self, batch: ForwardBatch, places: npt.NDArray[np.int64]) -> torch.Tensor:
         """Run the model. Returns logits [len(places), vocab] after the new tokens at `places` of the pack.
@@ -56,6 +61,11 @@ class ModelRunner:
         No other token goes through lm_head. Call it on the thread that runs forwards, or while nothing is
         launched.
         """
+        logits: torch.Tensor = self._lm_head(self._hidden(batch)[self._to_device(places)])
+        return logits
+
+    def _hidden(self, batch: ForwardBatch) -> torch.Tensor:
+        """Run the model's layers. Returns what the last one says of each new token, [T, hidden]."""
         input_ids = self._to_device(self._last_tokens.resolve(batch))
         self.attention.prepare(batch)
         if self._states is not None:
@@ -67,9 +77,21 @@ class ModelRunner:
             use_cache=False,
             paged=self.attention,
         )
-        hidden: torch.Tensor = output.last_hidden_state[0, self._to_device(places)]
-        logits: torch.Tensor = self._lm_head(hidden)
-        return logits
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        return hidden
 
     def _to_device(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
+
+
+def failed_sequences(hidden: torch.Tensor, batch: ForwardBatch) -> dict[int, str]:
+    """The sequences of the batch of which some hidden state [T, hidden] is not finite, with the reason.
+
+    A chunk that samples nothing has no logits, but its pages are cached. A value in its K or V that is not
+    finite makes a hidden state not finite, because the token itself attends to it.
+    """
+    if math.isfinite(float(hidden.sum(dtype=torch.float32))):
+        return {}
+    finite = hidden.sum(-1, dtype=torch.float32).isfinite().cpu().numpy()
+    owners = np.repeat(np.arange(len(batch.q_lens)), batch.q_lens)
+    return {int(i): "the model's hidden states are not finite" for i in np.unique(owners[~finite])}

@@ -16,6 +16,7 @@ from kvcache.radix_key import Namespace
 from kvcache.request import StateHold
 from wire.codec import unpack_tokens
 from wire.request import GenerateRequest
+from wire.sampling_ranges import check_sampling
 from wire.stages import RequestStage, Stamp, stamp
 
 _arrivals = itertools.count()
@@ -124,8 +125,9 @@ class Req:
         known = len(prompt) + len(request.forced)
         if known >= limits.max_context_tokens:
             raise ContextTooLong(known + 1, limits.max_context_tokens, "messages")
-        # All of these ids index arrays of the whole batch: one bad id would fail every request in it.
         sampling = request.sampling
+        check_sampling(sampling)
+        # All of these ids index arrays of the whole batch: one bad id would fail every request in it.
         for name, given in (
             ("prompt", prompt),
             ("forced", request.forced),

@@ -77,15 +77,22 @@ class Results:
             return
         self._requests.pages.deferred.landed(step.number)
         tokens, logprobs = result.tokens.tolist(), result.logprobs
+        failures = result.failures
         for i, req in enumerate(step.decode):
-            if self._requests.landed(req):
+            if not self._requests.landed(req):
+                self._metrics.surplus_tokens += 1
+            elif i in failures:
+                self._fail_alone(req, failures[i])
+            else:
                 req.kv_committed_len += 1
                 self._output(req, tokens[i], logprobs[i])
-            else:
-                self._metrics.surplus_tokens += 1
         sample = len(step.decode)
-        for chunk in step.chunks:
-            if not chunk.is_last:
+        for i, chunk in enumerate(step.chunks, start=sample):
+            if i in failures:
+                if self._requests.landed(chunk.req):
+                    self._fail_alone(chunk.req, failures[i])
+                sample += chunk.samples
+            elif not chunk.is_last:
                 self._chunk(chunk)
             elif not chunk.samples:
                 self._restored(chunk)
@@ -161,6 +168,11 @@ class Results:
         for req in (*step.decode, *(chunk.req for chunk in step.chunks)):
             if self._requests.landed(req):
                 self.fail(req, RejectKind.FAILED, message)
+
+    def _fail_alone(self, req: Req, problem: str) -> None:
+        """Fail one request of a forward whose other results are valid."""
+        where = f"after {req.prompt_len + len(req.output_ids)} tokens"
+        self.fail(req, RejectKind.FAILED_ALONE, f"room {req.room} failed {where}: {problem}")
 
     def fail(self, req: Req, why: RejectKind, message: str) -> None:
         """End the request without a result."""

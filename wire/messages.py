@@ -138,6 +138,7 @@ class RejectKind(StrEnum):
     OVERLOADED = "overloaded"  # a 429, or another worker
     DRAINING = "draining"  # start again on another worker
     FAILED = "failed"  # transfer or engine failed: start again, on any worker
+    FAILED_ALONE = "failed_alone"  # only this request of a forward failed: start again once, then a 500
     UNKNOWN = "unknown"  # Resend for a room that this worker does not know: start again
 
 

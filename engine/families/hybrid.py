@@ -45,8 +45,10 @@ def _groups(shapes_of: Callable[[Any], Shapes]) -> Callable[[Any, Dtypes], tuple
             if kind in _KEEP_STATE
             for name, shape in shapes_of(config).items()
         ]
-        attending = tuple(layer for layer, kind in kinds if kind in _ATTEND)
-        return full_group(config, dtypes, attending), StateGroupSpec(tuple(tensors))
+        full = full_group(config, dtypes, tuple(layer for layer, kind in kinds if kind in _ATTEND))
+        if not tensors:  # layer_types may name no layer that keeps a state
+            return (full,)
+        return full, StateGroupSpec(tuple(tensors))
 
     return groups
 
@@ -68,6 +70,14 @@ def _mamba2(config: Any) -> Shapes:
 
 def _short_conv(config: Any) -> Shapes:
     return {CONV: (config.hidden_size, config.conv_L_cache)}
+
+
+def _some_attend(config: Any) -> None:
+    if not _ATTEND & set(config.layer_types):
+        raise UnsupportedModel(
+            "no layer in its layer_types attends: transformers' own generate refuses such a model",
+            "use a model with a layer of full_attention",
+        )
 
 
 def _unbounded_time_step(config: Any) -> None:
@@ -123,12 +133,21 @@ FAMILIES: dict[str, Family] = {
         "Lfm2ForCausalLM",
         _groups(_short_conv),
         layer_types=frozenset({"conv", "full_attention"}),
+        check=_some_attend,
         prepare=_pack_mixers,
     ),
     "qwen3_5_text": Family(
-        "Qwen3_5ForCausalLM", _groups(_delta_net), layer_types=_LINEAR_OR_FULL, prepare=_pack_mixers
+        "Qwen3_5ForCausalLM",
+        _groups(_delta_net),
+        layer_types=_LINEAR_OR_FULL,
+        check=_some_attend,
+        prepare=_pack_mixers,
     ),
     "qwen3_next": Family(
-        "Qwen3NextForCausalLM", _groups(_delta_net), layer_types=_LINEAR_OR_FULL, prepare=_pack_mixers
+        "Qwen3NextForCausalLM",
+        _groups(_delta_net),
+        layer_types=_LINEAR_OR_FULL,
+        check=_some_attend,
+        prepare=_pack_mixers,
     ),
 }

@@ -12,6 +12,7 @@ from common.errors import (
     InvalidRequest,
     ModelNotFound,
     Overloaded,
+    RequestFailed,
     UserError,
 )
 
@@ -32,6 +33,7 @@ _KINDS: tuple[tuple[type[BatonError], int, str, str | None], ...] = (
     (ModelNotFound, 404, "invalid_request_error", "model_not_found"),
     (Overloaded, 429, "rate_limit_error", "overloaded"),
     (UserError, 400, "invalid_request_error", None),
+    (RequestFailed, 500, "server_error", "request_failed"),
     (BatonError, 503, "service_unavailable", None),
 )
 

@@ -12,16 +12,17 @@ from common.errors import InvalidRequest
 from router.api.answering import DONE, encode, encode_prompts, generating, is_batch, make_submission, stream
 from router.api.asgi import HttpRequest
 from router.api.collection import CollectedChoice, Collection
-from router.api.request_body import RequestBody, SamplingBody, TokenId, parse
+from router.api.request_body import OutputLength, RequestBody, SamplingBody, TokenId, parse
 from router.service import Router
 from router.streams.generation import ChoiceCounts, Generation, Submission
 from wire.request import FinishReason, OutputDelta
+from wire.sampling_ranges import MOST_TOP_LOGPROBS
 
 
 class NativeSampling(SamplingBody):
     """`sampling_params` of /generate."""
 
-    max_new_tokens: int = Field(128, ge=1)
+    max_new_tokens: OutputLength = 128
     min_new_tokens: int = Field(0, ge=0)
 
 
@@ -32,7 +33,7 @@ class GenerateBody(RequestBody):
     input_ids: list[TokenId] | list[list[TokenId]] | None = None
     sampling_params: dict[str, Any] = Field(default_factory=dict)
     return_logprob: bool = False
-    top_logprobs_num: int = Field(0, ge=0, le=20)
+    top_logprobs_num: int = Field(0, ge=0, le=MOST_TOP_LOGPROBS)
 
 
 class TokenizeBody(BaseModel):

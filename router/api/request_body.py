@@ -12,10 +12,24 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from common.errors import InvalidRequest
 from wire.request import SamplingParams
+from wire.sampling_ranges import (
+    LOGIT_BIAS,
+    PENALTY,
+    PROBABILITY,
+    REPETITION_PENALTY,
+    TEMPERATURE,
+    ParamRange,
+)
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+OutputLength = Annotated[int, Field(ge=1, lt=2**31)]
+Bias = Annotated[float, Field(ge=LOGIT_BIAS.low, le=LOGIT_BIAS.high)]
 Body = TypeVar("Body", bound=BaseModel)
 _MOST_STOPS = 16
+
+
+def _within(allowed: ParamRange, default: float) -> Any:
+    return Field(default, ge=allowed.low, le=allowed.high)
 
 
 class RequestBody(BaseModel):
@@ -34,17 +48,17 @@ class SamplingBody(BaseModel):
     """How tokens are sampled, and where an output ends."""
 
     # Empty collections come from factories: pydantic deep-copies a default, which took half of the parsing.
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    temperature: float = Field(1.0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1, description="0 or -1: off")
-    min_p: float = Field(0.0, ge=0, le=1)
+    temperature: float = _within(TEMPERATURE, 1.0)
+    top_p: float = Field(1.0, gt=PROBABILITY.low, le=PROBABILITY.high)
+    top_k: int = Field(0, ge=-1, lt=2**31, description="0 or -1: off")
+    min_p: float = _within(PROBABILITY, 0.0)
     seed: int | None = None
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(1.0, gt=0)
-    logit_bias: dict[TokenId, float] = Field(default_factory=dict)
+    presence_penalty: float = _within(PENALTY, 0.0)
+    frequency_penalty: float = _within(PENALTY, 0.0)
+    repetition_penalty: float = _within(REPETITION_PENALTY, 1.0)
+    logit_bias: dict[TokenId, Bias] = Field(default_factory=dict)
     min_tokens: int = Field(0, ge=0)
     stop: str | list[str] = Field(default_factory=list)
     stop_token_ids: list[TokenId] = Field(default_factory=list)

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from common.errors import BatonError, InvalidRequest, Overloaded, Unavailable
+from common.errors import BatonError, InvalidRequest, Overloaded, RequestFailed, Unavailable
 from router.options import RouterOptions
 from router.placement.placement import Placement
 from router.placement.policy import Choice, PlacementRequest
@@ -86,6 +86,7 @@ class RoomStream:
         self._options = options
         self._epoch: RoomEpoch | None = None  # None: the room waits for workers, or is done
         self._avoid: set[str] = set()  # workers that failed an epoch
+        self._failed_alone = False  # a worker said so in an earlier epoch
         self._why_waiting: BatonError | None = None
         self._wait_until = 0.0
         self._check_at = 0.0  # tick() has nothing to do before
@@ -152,6 +153,15 @@ class RoomStream:
             return
         if message.why is RejectKind.INVALID:
             self.fail(InvalidRequest(message.message))
+        elif message.why is RejectKind.FAILED_ALONE:
+            # Once more, because one worker's memory or device may be at fault. The same again elsewhere comes
+            # from the request or the model, and every further try would end alike.
+            error = RequestFailed(f"worker {worker.id}: {message.message}")
+            if self._failed_alone:
+                self.fail(error)
+            else:
+                self._failed_alone = True
+                self._restart(worker, error, now)
         elif message.why is RejectKind.OVERLOADED:
             wait = message.retry_after_s or self._options.retry_after_s
             self._restart(worker, Overloaded(message.message, wait), now)

@@ -158,6 +158,10 @@ def test_a_convolution_is_handed_what_transformers_cache_hands_it(lengths: tuple
             Lfm2Config(num_hidden_layers=2, layer_types=["conv", "linear_attention"]),
             "layer_types in config.json holds linear_attention",
         ),
+        (
+            Lfm2Config(num_hidden_layers=2, layer_types=["conv", "conv"]),
+            "no layer in its layer_types attends",
+        ),
         (JambaConfig(), "model_type 'jamba'"),
         (NemotronHConfig(), "model_type 'nemotron_h'"),
     ],

@@ -16,7 +16,7 @@ import pytest
 from kvcache.quant import KVFormat
 from router.directory.directory import Directory
 from tests.support.hand_off import Pair, held, pair
-from tests.support.reference import draw_model
+from tests.support.reference import MIN_MARGIN, draw_model, reference_generate
 from tests.support.tiny_models import FAMILIES, MIXED, make_tiny, write_tiny
 from wire.messages import Announce, Announced, AnnounceRefused
 
@@ -120,6 +120,27 @@ def test_workers_that_store_kv_differently_refuse_each_other(models: Path, famil
         both.settle(60.0)
     with pair(**options) as both:
         assert answer(both, 1, prompt, split=False) == given
+
+
+# -- hybrids without states -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "lfm2"])
+def test_a_hybrid_whose_layers_all_attend(models: Path, family: str) -> None:
+    """The pools' sizes are chosen by the worker, as when it is started."""
+    config = MIXED[family]()
+    config.layer_types = ["full_attention"] * 4
+    path = models / f"{family}-attending"
+    write_tiny(config, path, 4)
+    prompt = prompt_of(15, 77)
+    expected, margin = reference_generate(path, prompt, OUTPUT_TOKENS)
+    assert margin >= MIN_MARGIN
+    sizes = {"max_total_tokens": None, "kv_memory_fraction": 0.1, "max_running_requests": 2}
+    with pair(**{**REAL, "model": str(path), **sizes}) as both:
+        assert answer(both, 1, prompt, split=True) == expected, "apart"
+        assert answer(both, 2, prompt, split=True) == expected, "apart, and cached on both sides"
+        assert answer(both, 3, prompt, split=False) == expected, "decode alone, from what was sent"
+        both.settle(60.0)
 
 
 # -- rooms that start again ----------------------------------------------------------------------------

@@ -67,11 +67,12 @@ class _Watched:
     """A Pending that reports when its pages are no longer in use."""
 
     pending: Pending
+    failures: dict[int, str]
     landed: Callable[[], None]
 
     def result(self, timeout_s: float) -> BatchResult:
         try:
-            return self.pending.result(timeout_s)
+            return replace(self.pending.result(timeout_s), failures=self.failures)
         finally:
             self.landed()
 
@@ -87,6 +88,7 @@ class WatchedEngine:
         self.launches = 0
         self.batches: list[ForwardBatch] = []
         self.fail_launch: int | None = None
+        self.bad_rows: set[int] = set()  # req_to_token rows whose sequences fail alone
 
     def launch(self, batch: ForwardBatch) -> Pending:
         self.launches += 1
@@ -95,7 +97,9 @@ class WatchedEngine:
             batch = replace(batch, out_slots=batch.out_slots + 10**9)
         self.in_flight[number] = touched(batch, self.window, self.page_size)
         self.batches.append(batch)
-        return _Watched(self.inner.launch(batch), lambda: self.in_flight.pop(number, None) and None)
+        failures = {i: "not finite" for i, row in enumerate(batch.rows.tolist()) if row in self.bad_rows}
+        landed = lambda: self.in_flight.pop(number, None) and None  # noqa: E731
+        return _Watched(self.inner.launch(batch), failures, landed)
 
     def close(self) -> None:
         self.inner.close()

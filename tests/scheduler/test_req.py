@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from common.errors import InvalidRequest
@@ -14,6 +16,22 @@ def test_sampling_with_ids_outside_the_vocabulary_is_refused(field: str, bad: in
     value = {3: 1.0, bad: 2.0} if field == "logit_bias" else (3, bad)
     with pytest.raises(InvalidRequest, match=field) as refused:
         Rig().req([1, 2, 3], **{field: value})
+    assert refused.value.param == field
+
+
+@pytest.mark.parametrize(
+    ("field", "bad"),
+    [
+        ("temperature", math.nan), ("temperature", math.inf), ("temperature", -0.1), ("top_p", 1.1),
+        ("min_p", math.nan), ("presence_penalty", -2.1), ("frequency_penalty", math.inf),
+        ("repetition_penalty", 0.0), ("repetition_penalty", 1e30), ("logit_bias", {3: math.inf}),
+        ("logit_bias", {3: 1.0, 4: math.nan}), ("logit_bias", {3: -100.5}), ("top_k", -2), ("seed", -1),
+        ("min_tokens", -1), ("top_logprobs", -1), ("top_logprobs", 21),
+    ],
+)  # fmt: skip
+def test_sampling_that_a_router_would_refuse_is_refused_here_too(field: str, bad: object) -> None:
+    with pytest.raises(InvalidRequest, match=field) as refused:
+        Rig().req([1, 2, 3], **{field: bad})  # type: ignore[arg-type]
     assert refused.value.param == field
 
 

@@ -7,9 +7,8 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from common.errors import InvalidRequest
-from router.api.request_body import RequestBody, SamplingBody, TokenId
-
-_MOST_LOGPROBS = 20
+from router.api.request_body import OutputLength, RequestBody, SamplingBody, TokenId
+from wire.sampling_ranges import MOST_TOP_LOGPROBS
 
 
 class StreamOptions(BaseModel):
@@ -43,8 +42,8 @@ class CompletionBody(OpenAIBody):
     """POST /v1/completions."""
 
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
-    max_tokens: int = Field(16, ge=1)
-    logprobs: int | None = Field(None, ge=0, le=_MOST_LOGPROBS)
+    max_tokens: OutputLength = 16
+    logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
     best_of: int | None = None
     echo: Literal[False] = False
     suffix: Literal[""] = ""
@@ -61,10 +60,10 @@ class ChatBody(OpenAIBody):
     """POST /v1/chat/completions."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: OutputLength | None = None
+    max_completion_tokens: OutputLength | None = None
     logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=_MOST_LOGPROBS)
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["auto", "none"] = "auto"
     response_format: dict[str, Any] | None = None

@@ -242,6 +242,31 @@ def test_what_is_sent_to_the_workers(service: Service) -> None:
         ("/v1/completions", {"prompt": "a", "echo": True}, "echo", "False"),
         ("/v1/completions", {"prompt": "a", "best_of": 2}, "best_of", "not supported"),
         ("/v1/completions", {"prompt": "a", "temperature": -1}, "temperature", "greater"),
+        ("/v1/completions", {"prompt": "a", "temperature": 101}, "temperature", "less"),
+        ("/v1/completions", {"prompt": "a", "temperature": "inf"}, "temperature", "less|finite"),
+        ("/v1/completions", {"prompt": "a", "top_p": "nan"}, "top_p", "finite"),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {"5": 100.1}}, "logit_bias", "less"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "logit_bias": {"5": "-Infinity"}},
+            "logit_bias",
+            "finite|greater",
+        ),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {"5": "NaN"}}, "logit_bias", "finite"),
+        ("/v1/completions", {"prompt": "a", "presence_penalty": 2.1}, "presence_penalty", "less"),
+        ("/v1/completions", {"prompt": "a", "repetition_penalty": 1e-30}, "repetition_penalty", "greater"),
+        ("/v1/completions", {"prompt": "a", "repetition_penalty": 1e30}, "repetition_penalty", "less"),
+        ("/v1/completions", {"prompt": "a", "top_k": 10**30}, "top_k", "less|parse"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 10**30}, "max_tokens", "less|parse"),
+        (
+            "/v1/chat/completions",
+            {"messages": CHAT, "frequency_penalty": "inf"},
+            "frequency_penalty",
+            "finite",
+        ),
+        ("/generate", {"text": "a", "sampling_params": {"temperature": "Infinity"}}, "temperature", "finite"),
+        ("/generate", {"text": "a", "sampling_params": {"logit_bias": {"5": -101}}}, "logit_bias", "greater"),
+        ("/generate", {"text": "a", "sampling_params": {"min_p": "nan"}}, "min_p", "finite"),
         ("/v1/completions", {"prompt": "a", "stream_options": {}}, "stream_options", "stream=true"),
         ("/v1/completions", {"prompt": [100000]}, "prompt", "vocabulary"),
         ("/v1/completions", {"prompt": []}, "prompt", "prompt"),
@@ -278,6 +303,22 @@ def test_what_is_wrong_is_named(
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
     assert re.search(words, error["message"]), error["message"]
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", '{"prompt": "a", "temperature": %s}'),
+        ("/v1/completions", '{"prompt": "a", "logit_bias": {"5": %s}}'),
+        ("/generate", '{"text": "a", "sampling_params": {"presence_penalty": %s}}'),
+    ],
+)
+def test_numbers_that_are_not_finite_never_parse(service: Service, path: str, body: str, number: str) -> None:
+    router, *_ = service
+    response = router.http.post(path, content=(body % number).encode())
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["type"] == "invalid_request_error"
 
 
 def test_what_is_not_json_or_not_there(service: Service) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import BatonError, InvalidRequest, Overloaded, Unavailable
+from common.errors import BatonError, InvalidRequest, Overloaded, RequestFailed, Unavailable
 from router.index.global_index import as_hashes
 from router.options import RouterOptions
 from router.placement.load_estimate import WorkerLoadEstimate
@@ -167,6 +167,19 @@ def test_logprobs_are_cut_with_their_tokens() -> None:
     room.on_run(D.mailbox, TokenRun(1, 0, 0, [5], [a]), 0.1)
     room.on_run(D.mailbox, TokenRun(1, 0, 0, [5, 6], [a, b]), 0.2)
     assert host.logprobs == [a, b]
+
+
+def test_a_request_that_fails_alone_is_tried_once_more_and_then_refused() -> None:
+    host, room = started(ALONE, placed(E, None))
+    room.on_rejected(D.mailbox, Rejected(1, 0, RejectKind.FAILED_ALONE, "room 1: not finite"), 0.1)
+    assert host.avoided[-1] == frozenset({"d"})
+    assert [message.epoch for message in host.of(Decode)] == [0, 1]
+    assert host.error is None
+    room.on_rejected(E.mailbox, Rejected(1, 1, RejectKind.FAILED_ALONE, "room 1: not finite"), 0.2)
+    assert isinstance(host.error, RequestFailed)
+    assert "worker e: room 1: not finite" in str(host.error)
+    assert room.done
+    assert host.booked == 0
 
 
 @pytest.mark.parametrize("why", [RejectKind.DRAINING, RejectKind.FAILED, RejectKind.UNKNOWN])
