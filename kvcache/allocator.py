@@ -31,17 +31,19 @@ class BaseTokenToKVPoolAllocator(ABC):
         self.page_size = page_size
         self.need_sort = need_sort
         self._ring = np.empty(num_pages, np.int32)
-        self._is_free = np.ones(num_pages + 1, bool)  # page 0 counts as free: it is never freed
+        # By page, 0 while it is allocated: see `_mark_freed`. Page 0 counts as freed, because it never is.
+        self._freed = np.ones(num_pages + 1, np.int32)
+        self._places = np.arange(1, num_pages + 1, dtype=np.int32)
         self._group: list[Pages] | None = None
         self.clear()
 
     def clear(self) -> None:
         """Every page is free again, in order."""
-        self._ring[:] = np.arange(1, self.num_pages + 1, dtype=np.int32)
+        self._ring[:] = self._places
         self._head, self._count = 0, self.num_pages
         self._released: list[Pages] = []
         self._released_count = 0
-        self._is_free[:] = True
+        self._freed[:] = 1
         self._group = None
 
     @property
@@ -75,12 +77,13 @@ class BaseTokenToKVPoolAllocator(ABC):
             pages = pages.copy()
         self._head = (self._head + n) % max(1, self.num_pages)
         self._count -= n
-        self._is_free[pages] = False
+        self._freed[pages] = 0
         return pages
 
     def free_page_ids(self, pages: npt.NDArray[np.integer]) -> None:
         """Give pages back, each once. Inside a free group they stay allocated until its taker frees them."""
         if self._group is not None:
+            self._mark_freed(pages)
             self._group.append(pages.astype(np.int32))
         else:
             self.free_now(pages)
@@ -90,20 +93,32 @@ class BaseTokenToKVPoolAllocator(ABC):
         n = len(pages)
         if n == 0:
             return
-        if np.count_nonzero(self._is_free[pages]):
-            assert pages.all(), "page 0 is scratch and never freed"
-            raise AssertionError(f"freed twice: {pages[self._is_free[pages]][:8]}")
-        self._is_free[pages] = True
+        self._mark_freed(pages)
         if self.need_sort:
             self._released.append(pages.astype(np.int32))
             self._released_count += n
             return
-        assert self._count + n <= self.num_pages, "the same page twice in one free"
         tail = (self._head + self._count) % self.num_pages
         first = min(n, self.num_pages - tail)
         self._ring[tail : tail + first] = pages[:first]
         self._ring[: n - first] = pages[first:]
         self._count += n
+
+    def _mark_freed(self, pages: npt.NDArray[np.integer]) -> None:
+        """Refuse pages that are free, or in the open group, or twice in `pages`.
+
+        Each page is marked with its place in `pages`. A page that is there twice keeps one place only, so a
+        second look finds it, without sorting.
+        """
+        freed, places = self._freed, self._places[: len(pages)]
+        if np.count_nonzero(freed[pages]):
+            assert pages.all(), "page 0 is scratch and never freed"
+            raise AssertionError(f"freed twice: {pages[freed[pages] != 0][:8]}")
+        assert len(places) == len(pages), "more pages in one free than there are"
+        freed[pages] = places
+        if len(pages) > 1 and np.count_nonzero(freed[pages] != places):
+            twice = pages[freed[pages] != places]
+            raise AssertionError(f"freed twice, by one free: {twice[:8]}")
 
     def merge_and_sort_free(self) -> None:
         """Bring back the waiting pages and put all free pages in ascending order."""
@@ -120,6 +135,7 @@ class BaseTokenToKVPoolAllocator(ABC):
     def free_group_take(self) -> Pages:
         """End the group without freeing: its pages are the caller's, to free when nothing reads them."""
         pages = self.pending_pages()
+        self._freed[pages] = 0
         self._group = None
         return pages
 

@@ -16,6 +16,7 @@ from hypothesis.stateful import (
 )
 
 from kvcache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator, make_allocator
+from tests.scheduler.rig import Rig
 
 
 def ints(*values: int) -> np.ndarray:
@@ -88,6 +89,50 @@ def test_a_double_free_and_the_scratch_page_are_refused() -> None:
         allocator.free(ints(5))
     with pytest.raises(AssertionError, match="scratch"):
         allocator.free(ints(0))
+
+
+@pytest.mark.parametrize("need_sort", [False, True])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_the_same_page_twice_in_one_free_is_refused_at_once(page_size: int, need_sort: bool) -> None:
+    allocator = make_allocator(8, page_size, need_sort)
+    slots = allocator.alloc(6 * page_size)
+    assert slots is not None
+    with pytest.raises(AssertionError, match=r"freed twice, by one free: \[2\]"):
+        allocator.free(np.concatenate([slots[: 2 * page_size], slots[page_size:]]))
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_page_is_in_a_free_group_once(page_size: int) -> None:
+    for again in ([2, 3], [3, 4, 4]):
+        allocator = make_allocator(8, page_size)
+        allocator.alloc(6 * page_size)
+        allocator.free_group_begin()
+        allocator.free_page_ids(ints(1, 2))
+        with pytest.raises(AssertionError, match="freed twice"):
+            allocator.free_page_ids(ints(*again))
+
+
+def test_what_a_free_group_handed_over_is_freed_once() -> None:
+    allocator = make_allocator(8, 4)
+    allocator.alloc(6 * 4)
+    allocator.free_group_begin()
+    allocator.free_page_ids(ints(1, 2))
+    taken = allocator.free_group_take()
+    allocator.free_page_ids(taken)
+    with pytest.raises(AssertionError, match="freed twice"):
+        allocator.free_page_ids(taken)
+
+
+@pytest.mark.parametrize("groups", [("window",), ("state",)])
+def test_the_other_groups_refuse_it_too(groups: tuple[str, ...]) -> None:
+    rig = Rig(groups=groups)
+    pages = rig.memory.allocators[groups[0]].alloc_pages(3)
+    assert pages is not None
+    with pytest.raises(AssertionError, match="freed twice, by one free"):
+        rig.memory.free({groups[0]: pages[[0, 1, 1]]})
+    row = rig.memory.req_to_token_pool.alloc(1)
+    with pytest.raises(AssertionError, match="is free already"):
+        rig.memory.req_to_token_pool.free([row[0], row[0]])
 
 
 class AllocatorMachine(RuleBasedStateMachine):
