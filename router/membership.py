@@ -9,11 +9,13 @@ from router.directory.client import DirectoryClient
 from router.directory.directory import Directory
 from router.directory.server import DirectoryServer
 from router.events.event_plane import EventPlane
+from router.local_workers import LocalWorkers
 from router.options import RouterOptions
 from router.placement.peers import TELL_AFTER_S, RouterPeers
 from router.placement.placer import Placer
 from router.streams.dispatcher import Dispatcher
 from router.suspicions import Suspicions
+from router.unanswered import Unanswered
 from wire.loop_mailbox import LoopMailbox
 from wire.messages import AssignedLoads, View
 from wire.peer_monitors import PeerState
@@ -31,6 +33,7 @@ class Membership:
         placer: Placer,
         events: EventPlane,
         dispatcher: Dispatcher,
+        unanswered: Unanswered,
     ) -> None:
         self.workers: list[WorkerRecord] = []  # live, and of the served model
         self.context_limit: int | None = None  # the longest prompt + output that all of them take
@@ -39,7 +42,9 @@ class Membership:
         self._placer = placer
         self._events = events
         self._dispatcher = dispatcher
+        self._unanswered = unanswered
         self.suspicions = Suspicions(dispatcher.suspected, placer.suspect)
+        self._local = LocalWorkers(self._on_exit)
         self._loop = asyncio.get_running_loop()
         self._flush: asyncio.TimerHandle | None = None  # of what the peers are to be told
         self.peers = RouterPeers(
@@ -72,6 +77,7 @@ class Membership:
             self._server.tick(now)
         self._client.tick(now)
         self.peers.tick(now)
+        self.suspicions.on_silence(self._unanswered.silent(now), now)
 
     def take(self, mail: Mail, now: float) -> bool:
         """Take a message of the directory, a worker to the directory, or a peer. False for any other."""
@@ -91,9 +97,15 @@ class Membership:
         self._dispatcher.admit(now)
 
     def close(self) -> None:
-        """Tell peers nothing more."""
+        """Tell peers nothing more, watch no worker."""
+        self._local.close()
         if self._flush is not None:
             self._flush.cancel()
+
+    def _on_exit(self, record: WorkerRecord) -> None:
+        now = time.monotonic()
+        self.suspicions.on_exit(record, now)
+        self._dispatcher.admit(now)
 
     def _flush_soon(self) -> None:
         self._flush = self._loop.call_later(TELL_AFTER_S, self.peers.flush)
@@ -112,5 +124,6 @@ class Membership:
         for record in change.joined:
             if record.model == self._model:
                 self._events.follow(record)
+        self._local.update(self.workers)
         self._mailbox.watch(frozenset(record.mailbox for record in self.workers))
         self._dispatcher.admit(now)

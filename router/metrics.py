@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from router.events.counters import EventCounters
 from router.measures import Count, Distribution
+from router.suspicions import Suspicions
 from wire.records import Role, WorkerRecord
 from wire.stages import Stamp
 
@@ -99,6 +100,27 @@ class EventMetrics(Collector):
             ("restarts", "A publisher began anew at the same address", events.restarts),
         ):
             yield CounterMetricFamily(f"baton_router_event_{name}", about, value=count)
+
+
+class SuspicionMetrics(Collector):
+    """Reads the suspicions when Prometheus asks."""
+
+    def __init__(self, registry: CollectorRegistry, suspicions: Suspicions) -> None:
+        self._suspicions = suspicions
+        registry.register(self)
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        begun = CounterMetricFamily(
+            "baton_router_suspicions",
+            "Workers that were not believed to be alive, by cause",
+            labels=["cause"],
+        )
+        for cause, count in self._suspicions.counts.items():
+            begun.add_metric([cause], count)
+        yield begun
+        yield GaugeMetricFamily(
+            "baton_router_suspected", "Workers that are suspected now", value=len(self._suspicions.suspected)
+        )
 
 
 class LevelMetrics(Collector):

@@ -12,7 +12,7 @@ from common.errors import ContextTooLong, InvalidRequest, ModelNotFound, Unavail
 from router.events.event_plane import EventPlane
 from router.index.global_index import GlobalIndex
 from router.membership import Membership
-from router.metrics import EventMetrics, LevelMetrics, RequestMetrics, RoomMetrics
+from router.metrics import EventMetrics, LevelMetrics, RequestMetrics, RoomMetrics, SuspicionMetrics
 from router.options import RouterOptions
 from router.placement.load_estimate import WorkerLoadEstimate
 from router.placement.placer import Placer
@@ -28,6 +28,7 @@ from router.streams.room_requests import RoomRequests
 from router.streams.stream import RoomStream
 from router.text.tokenization import Tokenization
 from router.trace import TraceStore
+from router.unanswered import Unanswered
 from wire.loop_mailbox import LoopMailbox
 from wire.mailbox import Mail
 from wire.messages import Inspect, Inspected
@@ -58,12 +59,16 @@ class Router:
         self._log = RequestLog(traces, self.metrics, self.placer)
         self._mailbox = LoopMailbox(options.interface, curve, self._on_mail, self._on_peer)
         self.mailbox_address = self._mailbox.address  # also of the directory, if this router hosts it
-        send = self._mailbox.send
+        self._unanswered = Unanswered(self._mailbox.send)
+        send = self._unanswered.send
         self._inspections = Inspections(send)
         self._events = EventPlane(index, curve)
         EventMetrics(registry, self._events.counters)
         self._dispatcher = rooms = Dispatcher(options, self.placer, traces, RoomMetrics(registry), send)
-        self.membership = known = Membership(options, self._mailbox, self.placer, self._events, rooms)
+        self.membership = known = Membership(
+            options, self._mailbox, self.placer, self._events, rooms, self._unanswered
+        )
+        SuspicionMetrics(registry, known.suspicions)
         LevelMetrics(registry, rooms.rooms, rooms.waiting, known.peers, index, lambda: known.workers)
         self.processes = ProcessGroup(registry, traces, send, self._inspections, first_process)
         self._loop = asyncio.get_running_loop()
@@ -156,6 +161,7 @@ class Router:
     def _on_mail(self, batch: list[Mail]) -> None:
         now = time.monotonic()
         for mail in batch:
+            self._unanswered.heard(mail.sender)
             if self._dispatcher.take(mail, now) or self.membership.take(mail, now):
                 pass
             elif isinstance(mail.message, Inspected):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -17,17 +17,22 @@ from wire.peer_monitors import PeerState
 from wire.records import WorkerRecord
 
 _KEPT = 500  # suspicions, for /debug/suspicions
+_TURNS_S = 2.0  # an engine loop whose last turn is not older turns
 
 
 class SuspicionCause(StrEnum):
     """Why a worker is suspected."""
 
     UNREACHABLE = "unreachable"  # its mailbox answers no heartbeats, or refuses connections
+    EXITED = "exited"  # its process on this host has ended
+    SILENT = "silent"  # nothing comes from it, though it answers heartbeats and its engine loop turns
     LOST = "lost"  # the directory does not list it any more, though it was not leaving
 
 
 _WHAT = {
     SuspicionCause.UNREACHABLE: "does not answer heartbeats",
+    SuspicionCause.EXITED: "has exited",
+    SuspicionCause.SILENT: "answers nothing",
     SuspicionCause.LOST: "was lost",
 }
 """What completes the sentence "worker x ..."."""
@@ -84,7 +89,19 @@ class Suspicions:
         if state is PeerState.DOWN:
             self.suspect(record, SuspicionCause.UNREACHABLE, now)
         else:
-            self.clear(record.id, SuspicionCause.UNREACHABLE)
+            self._clear(record.id, SuspicionCause.UNREACHABLE)
+
+    def on_exit(self, record: WorkerRecord, now: float) -> None:
+        """A worker's process has ended."""
+        self.suspect(record, SuspicionCause.EXITED, now)
+
+    def on_silence(self, silent: Collection[str], now: float) -> None:
+        """Take the mailboxes that were asked something long ago and from which nothing has come since."""
+        for record in self._workers.values():
+            if record.mailbox not in silent:
+                self._clear(record.id, SuspicionCause.SILENT)
+            elif record.load.since_turn_s < _TURNS_S:  # else it is slow, or its own watchdog will act
+                self.suspect(record, SuspicionCause.SILENT, now)
 
     def suspect(self, record: WorkerRecord, cause: SuspicionCause, now: float) -> None:
         """There is reason not to believe that a worker is alive."""
@@ -96,7 +113,7 @@ class Suspicions:
         self._tell()
         self._on_suspected(record, _WHAT[cause], now)
 
-    def clear(self, worker: str, cause: SuspicionCause) -> None:
+    def _clear(self, worker: str, cause: SuspicionCause) -> None:
         """One reason is gone. With the last one the suspicion ends."""
         current = self._current.get(worker)
         if current is not None:

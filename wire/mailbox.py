@@ -78,7 +78,8 @@ class Mailbox:
     def watch(self, peers: frozenset[str]) -> None:
         """Stay connected to these peers, so that their states are reported though nothing is sent.
 
-        Any others are closed when they are idle, those of the last call too.
+        Any others are closed when they are idle, those of the last call too. The state of a peer that was not
+        watched before is reported again if it is known.
         """
         if peers != self._watched:
             self._watched = peers

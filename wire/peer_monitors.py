@@ -73,7 +73,7 @@ def send_heartbeats(socket: zmq.Socket[bytes]) -> None:
 
 
 class PeerMonitors:
-    """Reports each change of a peer's state, once. Used by the thread that uses the sockets.
+    """Reports each change of a peer's state. Used by the thread that uses the sockets.
 
     `descriptor` becomes readable when there is something to `check`.
     """
@@ -113,6 +113,10 @@ class PeerMonitors:
         one.socket.disable_monitor()
         one.monitor.close(linger=0)
 
+    def repeat(self, address: str) -> None:
+        """Report the peer's state with the next check, if it is known, though it has not changed."""
+        self._changed.append(self._by_address[address])
+
     def check(self, now: float) -> None:
         """Read what the monitors say, and report peers that have changed."""
         patience_s = _PAUSE_S if now - self._checked_at < _OWN_GAP_S else _OWN_GAP_S
@@ -125,7 +129,7 @@ class PeerMonitors:
             self._settle(one, PeerState.DOWN)
         changed, self._changed = self._changed, []
         for one in changed:  # last, because who is told may remove a peer
-            if one.state is not None:
+            if one.state is not None and self._by_address.get(one.address) is one:
                 self._on_peer(one.address, one.state)
 
     def close(self) -> None:

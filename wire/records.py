@@ -49,6 +49,9 @@ class WorkerLoad(msgspec.Struct, frozen=True):
     headroom_rows: int = 0  # requests that can be reserved at once
     prefill_tokens_per_s: float = 0.0  # of prompts while it prefills, lately; 0: not known yet
     decode_step_s: float = 0.0  # of one step of the running batch, lately; 0: not known yet
+    since_turn_s: float = (
+        0.0  # since the engine loop's last turn ended: a long forward, or a loop that is stuck
+    )
 
 
 PageHashes = Literal["baton", "foreign"]
@@ -78,4 +81,5 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     transfer_backends: tuple[str, ...]
     load: WorkerLoad = WorkerLoad()
     draining: bool = False
+    process_start: int = 0  # as in common.host; with `pid` it names the process. 0: not known
     page_hashes: PageHashes = "baton"  # which hashes name the pages in its KV events

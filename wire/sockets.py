@@ -148,11 +148,14 @@ class PeerSockets:
     def watch(self, addresses: frozenset[str]) -> None:
         """Stay connected to these peers, so that their states are reported though nothing is sent.
 
-        Any others are closed when they are idle, those of the last call too.
+        Any others are closed when they are idle, those of the last call too. The state of a peer that was not
+        watched before is reported again if it is known.
         """
-        self.watched = addresses
-        for address in addresses:
-            if address not in self._peers:
+        new, self.watched = addresses - self.watched, addresses
+        for address in new:
+            if address in self._peers:
+                self._monitors.repeat(address)
+            else:
                 self._connect(address)
 
     def check(self, now: float) -> None:

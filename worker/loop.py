@@ -15,8 +15,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from msgspec.structs import replace
+
 from common.errors import WorkerLost
-from common.host import host_identity
+from common.host import host_identity, process_start
 from kvcache.memory import MemoryReport
 from scheduler.req import RequestLimits
 from wire.mailbox import Mail
@@ -106,9 +108,10 @@ class Worker:
             total_tokens=services.memory.total_tokens,
             max_running_requests=self.options.max_running_requests,
             pid=os.getpid(),
+            process_start=process_start(os.getpid()),
             host=host_identity(),
             transfer_backends=self._role.backends(),
-            load=self._load,
+            load=replace(self._load, since_turn_s=round(time.monotonic() - self._beat_at, 3)),
             draining=self._drain.begun,
         )
 

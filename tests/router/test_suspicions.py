@@ -65,3 +65,34 @@ def test_a_worker_that_the_directory_lost_is_in_the_history_and_one_that_left_is
     assert (kept.worker, kept.cause, kept.at_monotonic) == ("d", SuspicionCause.LOST, 5.0)
     assert told.suspicions.counts == {SuspicionCause.LOST: 1}
     assert (told.ended, told.avoided) == ([], []), "the dispatcher is told by who read the view"
+
+
+def test_several_causes_are_one_suspicion_that_ends_with_the_last() -> None:
+    told = Told()
+    told.suspicions.on_silence({D.mailbox}, 1.0)
+    told.suspicions.on_peer(D.mailbox, DOWN, 2.0)
+    assert told.ended == ["d"]
+    told.suspicions.on_silence(set(), 3.0)
+    assert told.suspicions.suspected == {"d"}
+    told.suspicions.on_peer(D.mailbox, UP, 4.0)
+    assert told.suspicions.suspected == frozenset()
+    assert [one.cause for one in told.suspicions.history] == [SuspicionCause.SILENT]
+
+
+def test_a_worker_whose_loop_does_not_turn_is_slow_and_not_silent() -> None:
+    told = Told()
+    slow = replace(D, load=replace(D.load, since_turn_s=4.0))
+    told.suspicions.update([], [P, slow], 0.5)
+    told.suspicions.on_silence({D.mailbox}, 1.0)
+    assert told.suspicions.suspected == frozenset()
+
+
+def test_an_exit_is_for_good() -> None:
+    told = Told()
+    told.suspicions.on_exit(D, 1.0)
+    told.suspicions.on_peer(D.mailbox, UP, 1.0)
+    told.suspicions.on_silence(set(), 1.0)
+    assert told.suspicions.suspected == {"d"}
+    told.suspicions.update([D], [P], 4.0)
+    assert told.suspicions.suspected == frozenset()
+    assert told.suspicions.counts == {SuspicionCause.EXITED: 1}, "its lost lease is not another suspicion"
