@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import errno
 import json
+import secrets
 import signal
 import socket
 import sys
@@ -72,7 +73,12 @@ def main() -> None:
             raise ConfigError("--processes", f"{given.processes} processes cannot serve", "give at least 1")
         if given.further is not None:
             directory, port, _ = given.further
-            options = options.model_copy(update={"directory": directory, "port": int(port)})
+            key = sys.stdin.readline().strip() or None  # of the first process: see processes.py
+            options = options.model_copy(
+                update={"directory": directory, "port": int(port), "resume_key": key}
+            )
+        elif not (options.resume_key or options.cluster_secret):
+            options = options.model_copy(update={"resume_key": secrets.token_hex(16)})
         shared = given.further is not None or given.processes > 1
         with _listen(options, shared) as listener:
             uvloop.run(_serve(options, listener, given))
@@ -105,7 +111,8 @@ async def _serve(options: RouterOptions, listener: socket.socket, given: argpars
     router = Router(options, None if given.further is None else given.further[2])
     host, port = listener.getsockname()[:2]
     further = options.directory or router.mailbox_address, str(port), router.mailbox_address
-    processes = RouterProcesses(("--options", str(given.options), "--further", *further), router.processes)
+    arguments = ("--options", str(given.options), "--further", *further)
+    processes = RouterProcesses(arguments, router.processes, options.resume_key or "")
     try:
         await processes.start(given.processes - 1)
         shown = f"[{host}]" if ":" in host else host

@@ -105,13 +105,26 @@ class RoomOptions(Options):
     max_restarts: int = Field(3, ge=0, description="of a room, whatever the reason")
 
 
+class ResumeOptions(Options):
+    """Streams that another router goes on with (docs/resuming.md)."""
+
+    resume_key: str | None = Field(
+        None, min_length=16,
+        description="signs the ids of streams, the same in all routers; null: derived from cluster_secret, "
+        "or random when there is none",
+    )  # fmt: skip
+    resume_valid_s: float = Field(
+        86_400.0, gt=0, lt=2**31, description="how long a client may use a stream's ids"
+    )
+
+
 class LeaseOptions(Options):
     """The directory that a router hosts."""
 
     lease_s: float = Field(5.0, gt=0, description="a worker that is silent for longer counts as lost")
 
 
-class RouterSettings(PlacementOptions, AdmissionOptions, RoomOptions, LeaseOptions):
+class RouterSettings(PlacementOptions, AdmissionOptions, RoomOptions, ResumeOptions, LeaseOptions):
     """Router options."""
 
 

@@ -33,9 +33,13 @@ class _Further(NamedTuple):
 class RouterProcesses:
     """Starts further processes, starts those again that end, and ends them."""
 
-    def __init__(self, arguments: Sequence[str], group: ProcessGroup) -> None:
-        """`python -m router ARGUMENTS` is a further process. `group` is told of those that serve."""
+    def __init__(self, arguments: Sequence[str], group: ProcessGroup, resume_key: str) -> None:
+        """`python -m router ARGUMENTS` is a further process. `group` is told of those that serve.
+
+        `resume_key` is the first line on the stdin of each: every user of the machine can read arguments.
+        """
         self._command = [sys.executable, "-m", "router", *arguments]
+        self._resume_key = resume_key
         self._group = group
         self._keepers: list[asyncio.Task[None]] = []
         self._running: set[Process] = set()
@@ -65,7 +69,9 @@ class RouterProcesses:
     async def _spawn(self) -> _Further:
         process = await asyncio.create_subprocess_exec(*self._command, stdin=PIPE, stdout=PIPE)
         self._running.add(process)
+        assert process.stdin is not None
         assert process.stdout is not None
+        process.stdin.write(f"{self._resume_key}\n".encode())
         try:
             said = await asyncio.wait_for(process.stdout.readline(), _READY_S)
         except TimeoutError:

@@ -21,11 +21,13 @@ from router.placement.policy import Choice
 from router.placement.prediction import Prediction
 from router.process_group import ProcessGroup
 from router.streams.dispatcher import Dispatcher
-from router.streams.generation import Answer, ChoiceOutput, Generation, Submission
+from router.streams.generation import Answer, ChoiceCounts, ChoiceOutput, Generation, Submission
 from router.streams.inspections import Inspections
 from router.streams.request_log import RequestLog
+from router.streams.resume import ResumeTokens
+from router.streams.resumed_output import Resumed, ResumedOutput
 from router.streams.room_requests import RoomRequests
-from router.streams.stream import RoomStream
+from router.streams.stream import RoomSink, RoomStream
 from router.text.tokenization import Tokenization
 from router.trace import TraceStore
 from router.unanswered import Unanswered
@@ -55,6 +57,7 @@ class Router:
         traces, index, curve = TraceStore(), GlobalIndex(), curve_for(options.cluster_secret)
         policy = make_policy(options.policy, options.weights, options.prefill_on_decode_tokens)
         self.placer = Placer(index, policy, options.expect_s, self._on_assigned)
+        self.resume_tokens = ResumeTokens(options)
         self._requests = RoomRequests(options.served_model_name, self.placer)
         self._log = RequestLog(traces, self.metrics, self.placer)
         self._mailbox = LoopMailbox(options.interface, curve, self._on_mail, self._on_peer)
@@ -108,22 +111,41 @@ class Router:
             raise ContextTooLong(len(prompt) + (wanted if wanted is not None else 1), limit, param)
         return wanted if wanted is not None else limit - len(prompt)
 
-    def submit(self, submission: Submission, answer: Answer) -> Generation:
-        """Start a request. Raises Overloaded when there is no place for it, or when it would be too late."""
+    def number_rooms(self, count: int) -> int:
+        """The first of `count` consecutive room numbers, for a submission."""
+        return self._requests.number(count)
+
+    def submit(self, submission: Submission, answer: Answer, resumed: Resumed | None = None) -> Generation:
+        """Start a request. Raises Overloaded when there is no place for it, or when it would be too late.
+
+        With `resumed`, the answer is given what its client does not have yet.
+        """
         dispatcher, now = self._dispatcher, time.monotonic()
-        dispatcher.admission.check(submission.choice_count)
+        ended = {} if resumed is None else resumed.ended()
         requests = self._requests.make(submission)
-        judged = dispatcher.admission.judge(requests[0][1], now)
-        numbers = [request.room for request, _ in requests]
+        running = [index for index in range(len(requests)) if index not in ended]
+        dispatcher.admission.check(len(running))
+        judged = dispatcher.admission.judge(requests[running[0]][1], now) if running else None
+        numbers = [requests[index][0].room for index in running]
         self._log.submitted(submission, numbers)
-        generation = Generation(submission, answer, partial(dispatcher.stop, numbers), self._log)
+        generation = Generation(submission, answer, partial(dispatcher.stop, numbers), self._log, ended)
         rooms = []
-        for counts, (request, to_place) in zip(generation.choices, requests, strict=True):
-            detokenizer = self.tokenization.detokenizers.make(submission.skip_special_tokens)
-            output = ChoiceOutput(counts, generation, detokenizer, submission.stop)
-            rooms.append(RoomStream(request, to_place, dispatcher, dispatcher.mail, output, self.options))
-        dispatcher.open(rooms, judged, now)
+        for index in running:
+            sink = self._make_sink(generation.choices[index], generation, resumed)
+            rooms.append(RoomStream(*requests[index], dispatcher, dispatcher.mail, sink, self.options))
+        if rooms:
+            dispatcher.open(rooms, judged, now)
+        else:  # the client has everything but the end of the stream
+            self._log.ended(generation)
         return generation
+
+    def _make_sink(self, counts: ChoiceCounts, generation: Generation, resumed: Resumed | None) -> RoomSink:
+        submission = generation.submission
+        detokenizer = self.tokenization.detokenizers.make(submission.skip_special_tokens)
+        output = ChoiceOutput(counts, generation, detokenizer, submission.stop)
+        if resumed is None or not resumed.positions[counts.index].tokens:
+            return output
+        return ResumedOutput(output, counts, generation, resumed)
 
     def explain(self, submission: Submission) -> tuple[Choice, Prediction | None] | None:
         """What the policy would choose for a request now, and when the first token would come."""

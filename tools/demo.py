@@ -137,10 +137,10 @@ def _chat(options: LocalOptions, model: str, request_id: str) -> None:
 def _deltas(response: http.client.HTTPResponse) -> Iterator[str]:
     """Text of each server-sent chunk. Raises DemoFailed when the stream does not end with [DONE]."""
     for line in response:
-        data = line.decode().strip().removeprefix("data:").strip()
+        name, _, data = line.decode().strip().partition(": ")
         if data == "[DONE]":
             return
-        if data:
+        if name == "data":
             choices = json.loads(data).get("choices", [])
             yield "".join(choice["delta"].get("content") or "" for choice in choices)
     raise DemoFailed("the stream ended without [DONE]")

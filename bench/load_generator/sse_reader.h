@@ -74,7 +74,7 @@ class SseReader {
         }
     }
 
-    // Counts lines that begin with "data:"; an event is one line here, as every OpenAI server writes them.
+    // Counts lines that begin with "data:"; an event has one of them, as every OpenAI server writes them.
     void take_body(std::string_view piece) {
         begun_ = begun_ || !piece.empty();
         while (!piece.empty()) {

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -11,19 +12,26 @@ import msgspec
 
 from common.errors import BatonError, InvalidRequest
 from router.api.asgi import HttpRequest
+from router.api.event_ids import EventIds, NoIds
 from router.api.http_errors import to_http
 from router.api.request_body import RequestBody, SamplingBody
 from router.service import Router
-from router.streams.generation import Answer, Generation, Submission
-from wire.request import SamplingParams
+from router.streams.generation import Answer, ChoiceCounts, Generation, Submission
+from router.streams.resume import HEADER, MOST_CHOICES, ChoicePosition
+from router.streams.resumed_output import Resumed
+from wire.request import OutputDelta, SamplingParams
 
 DONE = b"data: [DONE]\n\n"
+_LAST_EVENT_ID = HEADER.lower().encode()
 # Longer texts are tokenised on another thread (the tokenizer releases the GIL), so that other streams go on.
 _LONG_TEXT = 16_384
 
 
 class StreamedAnswer(Answer, Protocol):
     """An answer whose events are sent while it grows."""
+
+    def replay(self, choice: ChoiceCounts, text: str, delta: OutputDelta) -> None:
+        """A choice has gained what the client has already: no event says it again."""
 
     def take(self) -> bytes:
         """The events that have not been taken yet."""
@@ -64,14 +72,18 @@ def _known_tokens(router: Router, tokens: list[int], param: str) -> list[int]:
 
 
 def make_submission(
+    router: Router,
     request: HttpRequest,
     body: RequestBody,
     params: SamplingBody,
     prompts: list[list[int]],
     sampling: SamplingParams,
-    session: str,
+    session: str = "",
+    length_given: bool = True,
 ) -> Submission:
-    """What the router is asked to do. Headers win over the body."""
+    """What the router is asked to do. Headers win over the body. Raises InvalidRequest."""
+    if request.header(_LAST_EVENT_ID) and not body.stream:
+        raise InvalidRequest("only a stream can be resumed: repeat this request without the header", HEADER)
     return Submission(
         request_id=request.request_id,
         prompts=prompts,
@@ -85,15 +97,22 @@ def make_submission(
         priority=body.priority,
         session=request.header(b"x-baton-session") or session,
         arrived_ns=request.arrived_ns,
+        first_room=router.number_rooms(len(prompts) * params.n),
+        seed_given=params.seed is not None,
+        length_given=length_given,
     )
 
 
 @contextmanager
 def generating(
-    router: Router, request: HttpRequest, submission: Submission, answer: Answer
+    router: Router,
+    request: HttpRequest,
+    submission: Submission,
+    answer: Answer,
+    resumed: Resumed | None = None,
 ) -> Iterator[Generation]:
     """Submit, and stop what still runs when the block ends or the client goes."""
-    generation = router.submit(submission, answer)
+    generation = router.submit(submission, answer, resumed)
     watch = request.watch(generation)
     try:
         yield generation
@@ -103,23 +122,38 @@ def generating(
 
 
 async def stream(
-    router: Router, request: HttpRequest, submission: Submission, answer: StreamedAnswer
+    router: Router,
+    request: HttpRequest,
+    submission: Submission,
+    form: str,
+    make_answer: Callable[[Submission, EventIds], StreamedAnswer],
 ) -> None:
-    """Serve a request as events.
+    """Serve a request as events, from where its Last-Event-ID says. `form` names the kind of its events.
 
-    The head goes out with the first token, so that what fails before has an HTTP status of its own.
+    The head goes out with the first token, so that what fails before has an HTTP status of its own. A stream
+    that fails later ends in an error event, and without [DONE].
     """
-    with generating(router, request, submission, answer) as generation:
+    last_id, now = request.header(_LAST_EVENT_ID), time.time()
+    positions = [ChoicePosition()] * submission.choice_count
+    if last_id:
+        resumption = router.resume_tokens.open(last_id, submission, form, now)
+        submission, positions = resumption.submission, resumption.positions
+    ids: EventIds = NoIds()
+    if len(positions) <= MOST_CHOICES:
+        ids = EventIds(router.resume_tokens.sign(submission, form, now), positions)
+    answer = make_answer(submission, ids)
+    resumed = Resumed(positions, answer.replay) if last_id else None
+    with generating(router, request, submission, answer, resumed) as generation:
         await generation.more()
         if generation.abandoned:
             return
         await request.begin_sse()
         try:
-            last = await _send_events(request, generation, answer)
+            end = await _send_events(request, generation, answer) + answer.end(generation)
         except BatonError as error:
-            last = b"data: " + msgspec.json.encode(to_http(error).body) + b"\n\n"
+            end = b"event: error\ndata: " + msgspec.json.encode(to_http(error).body) + b"\n\n"
         if not generation.abandoned:
-            await request.send_sse(last + answer.end(generation), more=False)
+            await request.send_sse(end, more=False)
 
 
 async def _send_events(request: HttpRequest, generation: Generation, answer: StreamedAnswer) -> bytes:

@@ -12,6 +12,7 @@ from common.errors import InvalidRequest
 from router.api.answering import DONE, encode, encode_prompts, generating, is_batch, make_submission, stream
 from router.api.asgi import HttpRequest
 from router.api.collection import CollectedChoice, Collection
+from router.api.event_ids import EventIds
 from router.api.request_body import OutputLength, RequestBody, SamplingBody, TokenId, parse
 from router.service import Router
 from router.streams.generation import ChoiceCounts, Generation, Submission
@@ -76,9 +77,9 @@ async def generate(router: Router, request: HttpRequest) -> None:
         router.room_for(prompt, params.max_new_tokens, param)
     top = body.top_logprobs_num if body.return_logprob else None
     sampling = params.sampling(params.max_new_tokens, top, router.tokenization.vocab_size)
-    submission = make_submission(request, body, params, prompts, sampling, session="")
+    submission = make_submission(router, request, body, params, prompts, sampling)
     if body.stream:
-        await stream(router, request, submission, NativeEvents(submission))
+        await stream(router, request, submission, "generate", NativeEvents)
     else:
         await _whole(router, request, submission, as_list=params.n > 1 or is_batch(given))
 
@@ -100,9 +101,10 @@ class NativeEvents:
     Each says by `index` to which choice it belongs.
     """
 
-    def __init__(self, submission: Submission) -> None:
+    def __init__(self, submission: Submission, ids: EventIds) -> None:
         self.unread = 0
         self._submission = submission
+        self._ids = ids
         self._collection = Collection(submission.choice_count)
         self._events: list[bytes] = []
 
@@ -111,9 +113,14 @@ class NativeEvents:
         self._collection.add(choice, text, delta)
         collected = self._collection.choices[choice.index]
         answer = {**_answer(self._submission, choice, collected), "index": choice.index}
-        event = b"data: " + msgspec.json.encode(answer) + b"\n\n"
+        event_id = self._ids.after(choice, delta.finish is not None)
+        event = event_id + b"data: " + msgspec.json.encode(answer) + b"\n\n"
         self._events.append(event)
         self.unread += len(event)
+
+    def replay(self, choice: ChoiceCounts, text: str, delta: OutputDelta) -> None:
+        """Events that follow repeat this part, too."""
+        self._collection.add(choice, text, delta)
 
     def take(self) -> bytes:
         """The events that have not been taken yet."""

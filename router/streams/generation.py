@@ -12,7 +12,8 @@ took a tenth of the router's time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Protocol
 
 import msgspec
@@ -36,6 +37,9 @@ class Submission(RequestCore, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     session: str = ""
     arrived_ns: int = 0  # Unix clock
+    first_room: int = 0  # choice k has room first_room + k
+    seed_given: bool = True  # by the client; else the router drew it
+    length_given: bool = True  # by the client; else max_new_tokens is what the context leaves
 
     @property
     def choice_count(self) -> int:
@@ -86,6 +90,16 @@ class ChoiceOutput:
 
     def on_tokens(self, delta: OutputDelta, cached_tokens: int) -> bool:
         """Add tokens to the answer. Returns True when a stop string ended it."""
+        text, delta, stopped = self.read(delta)
+        counts = self._counts
+        counts.cached_tokens = cached_tokens
+        counts.output_tokens += len(delta.tokens)
+        self._generation.add(counts, text, delta)
+        return stopped
+
+    def read(self, delta: OutputDelta) -> tuple[str, OutputDelta, bool]:
+        """The text of the choice's next tokens, those of them that belong to the answer, and whether a stop
+        string ended it."""
         tokens, finish, text, stopped = delta.tokens, delta.finish, "", False
         if finish is FinishReason.STOP and tokens:  # the token that stops is not part of the text
             delta = OutputDelta(tokens, delta.logprobs, finish, tokens[-1])
@@ -102,10 +116,7 @@ class ChoiceOutput:
                 break
         if finish is not None and not stopped:
             text += self._rest()
-        self._counts.cached_tokens = cached_tokens
-        self._counts.output_tokens += len(delta.tokens)
-        self._generation.add(self._counts, text, delta)
-        return stopped
+        return text, delta, stopped
 
     def on_error(self, error: BatonError) -> None:
         """The request fails with its choice."""
@@ -137,14 +148,16 @@ class Generation:
         answer: Answer,
         stop: Callable[[str], None],
         observer: GenerationObserver,
+        known: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
-        """`stop` is called with a reason to stop the request's rooms."""
+        """`stop` is called with a reason to stop the request's rooms. `known`: the output tokens of choices
+        that have ended already, for a client that has them."""
         self.submission = submission
-        self.choices = [ChoiceCounts(index) for index in range(submission.choice_count)]
+        self.choices = [ChoiceCounts(index, known.get(index, 0)) for index in range(submission.choice_count)]
         self._answer = answer
         self._stop_rooms = stop
         self._observer = observer
-        self._running = submission.choice_count
+        self._running = submission.choice_count - len(known)
         self._begun = False
         self._fresh = False  # something was added since `more` last returned
         self._client_left = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from itertools import count
 
 from router.index.global_index import as_hashes, digest_hashes
 from router.placement.placer import Placer
@@ -22,9 +21,14 @@ class RoomRequests:
     def __init__(self, model: str, placer: Placer) -> None:
         self._model = model
         self._placer = placer
-        self._first_room = secrets.randbits(31) << 32  # workers have rooms of several routers
-        self._numbers = count(1)
+        self._next_room = (secrets.randbits(31) << 32) + 1  # workers have rooms of several routers
         self._seed = namespace_seed(model)  # of most requests
+
+    def number(self, count: int) -> int:
+        """The first of `count` consecutive room numbers that no other request has."""
+        first = self._next_room
+        self._next_room += count
+        return first
 
     def make(self, submission: Submission) -> list[tuple[GenerateRequest, PlacementRequest]]:
         """What workers and the policy are told of each choice, in the order of choices."""
@@ -33,7 +37,7 @@ class RoomRequests:
         if s.extra_key or s.cache_salt:
             seed = namespace_seed(self._model, s.extra_key, s.cache_salt)
         output_tokens = self._placer.output_tokens(s.sampling.max_new_tokens)
-        requests = []
+        requests: list[tuple[GenerateRequest, PlacementRequest]] = []
         for prompt in s.prompts:
             packed = pack_tokens(prompt)
             hashes = digest_hashes(page_digests(seed, packed, page_tokens)) if page_tokens else _NO_PAGES
@@ -42,7 +46,7 @@ class RoomRequests:
                 request = GenerateRequest(
                     request_id=s.request_id, sampling=s.sampling, extra_key=s.extra_key,
                     cache_salt=s.cache_salt, tenant=s.tenant, priority=s.priority,
-                    room=self._first_room | next(self._numbers), epoch=0, prompt=packed, choice=choice,
+                    room=s.first_room + len(requests), epoch=0, prompt=packed, choice=choice,
                 )  # fmt: skip
                 requests.append((request, to_place))
         return requests

@@ -5,7 +5,6 @@ Real processes, a tiny model in float32.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from openai import OpenAI
 
 from tests.e2e.asking import ask, timeline
 from tests.harness.local_stack import Stack, stack
+from tests.support.sse import DONE, sse_events
 from tests.support.tiny_models import VOCAB_SIZE
 
 EOS = 258
@@ -57,15 +57,14 @@ def completion(running: Stack, **fields: Any) -> dict[str, Any]:
     assert answer.status_code == 200, answer.text
     if not body.get("stream"):
         return dict(answer.json())
-    lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
-    assert lines.pop() == "[DONE]"
-    *chunks, last = map(json.loads, lines)
-    *_, final = choices = [chunk["choices"][0] for chunk in chunks]
+    *chunks, last, done = sse_events(answer.text.split("\n"))
+    assert done.data == DONE
+    *_, final = choices = [chunk.json["choices"][0] for chunk in chunks]
     assert [choice["finish_reason"] for choice in choices[:-1]] == [None] * (len(choices) - 1)
     text = "".join(choice["text"] for choice in choices)
     return {
         "choices": [{"text": text, "finish_reason": final["finish_reason"]}],
-        "usage": last["usage"],
+        "usage": last.json["usage"],
     }
 
 

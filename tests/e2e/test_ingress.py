@@ -13,6 +13,7 @@ import pytest
 
 from bench.router_rig import ROOT, served_router
 from tests.support.fake_worker import FakeWorker
+from tests.support.sse import DONE, sse_events
 from wire.records import Role
 
 _BODY = {"prompt": "Hello", "ignore_eos": True}
@@ -48,8 +49,8 @@ def test_haproxy_passes_streams_errors_and_a_client_that_leaves() -> None:
         wrong = client.post("/v1/completions", json={**_BODY, "frobnicate": 1})
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "frobnicate")
         with client.stream("POST", "/v1/completions", json={**_BODY, "max_tokens": 5, "stream": True}) as got:
-            events = [line for line in got.iter_lines() if line]
-        assert (len(events), events[-1]) == (6, "data: [DONE]")
+            events = list(sse_events(got.iter_lines()))
+        assert (len(events), events[-1].data) == (6, DONE)
         with client.stream(
             "POST", "/v1/completions", json={**_BODY, "max_tokens": 5000, "stream": True}
         ) as got:

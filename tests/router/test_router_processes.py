@@ -15,6 +15,7 @@ import pytest
 
 from tests.router.conftest import RouterProcess, start_router, wait_until
 from tests.support.fake_worker import FakeWorker, expected_tokens
+from tests.support.sse import sse_events
 from wire.codec import pack_tokens
 from wire.messages import Decode
 from wire.records import Role
@@ -27,11 +28,15 @@ def children(process: int) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
 
 
-def fetch(router: RouterProcess, path: str, body: bytes | None = None, request_id: str = "") -> bytes:
+def fetch(
+    router: RouterProcess, path: str, body: bytes | None = None, request_id: str = "", last_id: str = ""
+) -> bytes:
     """On a connection of its own, so that the kernel chooses a process."""
     request = urllib.request.Request(f"{router.url}{path}", body)
     if request_id:
         request.add_header("X-Request-Id", request_id)
+    if last_id:
+        request.add_header("Last-Event-ID", last_id)
     with urllib.request.urlopen(request, timeout=20) as answer:
         content: bytes = answer.read()
     return content
@@ -122,6 +127,30 @@ def test_any_process_answers_for_all(tmp_path: Path, model: Path, workers: list[
     wait_until(replaced, 30.0)
     ask(router, 0)
     wait_until(lambda: output_tokens(router) == 3 * len(asked) + 3)
+    assert router.stop() == 0
+
+
+def test_any_process_goes_on_with_a_stream_of_another(
+    tmp_path: Path, model: Path, workers: list[FakeWorker]
+) -> None:
+    """No key is configured: the processes share the one that the first has drawn."""
+    router = start_router(tmp_path, model, processes=2)
+    decode = FakeWorker(Role.DECODE, router.mailbox)
+    workers.append(decode)
+    router.wait_for_workers(1)
+    asks_until(router, 2, decode)
+    body = json.dumps({"input_ids": [7], "sampling_params": {"max_new_tokens": 3}, "stream": True}).encode()
+    whole = list(sse_events(fetch(router, "/generate", body).decode().split("\n")))
+    heard_before = served_by(decode)
+    decode.seen.clear()
+
+    def both_went_on() -> bool:
+        rest = list(sse_events(fetch(router, "/generate", body, last_id=whole[1].id).decode().split("\n")))
+        assert [event.data for event in rest[1:]] == [whole[-1].data]
+        assert rest[0].json["output_ids"] == expected_tokens(pack_tokens([7]), 3)
+        return served_by(decode) == heard_before
+
+    wait_until(both_went_on, 30.0)
     assert router.stop() == 0
 
 

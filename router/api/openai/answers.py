@@ -8,6 +8,7 @@ import msgspec
 
 from router.api.answering import DONE
 from router.api.collection import CollectedChoice
+from router.api.event_ids import EventIds
 from router.api.openai.logprobs import chat_logprobs, completion_logprobs
 from router.streams.generation import ChoiceCounts, Generation
 from router.text.detokenize import DetokenizerFactory
@@ -49,6 +50,10 @@ class Style:
     def logprobs(self, index: int, text: str, tokens: list[int], logprobs: list[TokenLogprobs]) -> Any:
         """The log-probabilities of a chunk."""
         raise NotImplementedError
+
+    def replayed(self, index: int, text: str) -> None:
+        """The client has this text already."""
+        self._offsets[index] = self._offsets.get(index, 0) + len(text)
 
 
 class ChatStyle(Style):
@@ -106,7 +111,9 @@ class CompletionStyle(Style):
 class SseWriter:
     """One request's events, in order. Implements StreamedAnswer. All but text and finish is encoded once."""
 
-    def __init__(self, style: Style, request_id: str, created: int, model: str, include_usage: bool) -> None:
+    def __init__(
+        self, style: Style, request_id: str, created: int, model: str, include_usage: bool, ids: EventIds
+    ) -> None:
         head = {
             "id": style.id_prefix + request_id,
             "object": style.chunk_name,
@@ -118,19 +125,26 @@ class SseWriter:
         self._end = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
         self._running = style.after + b'null,"finish_reason":null' + self._end
         self._style = style
+        self._ids = ids
         self._before: dict[int, bytes] = {}  # choice -> what its events begin with, after the first
         self._events: list[bytes] = []
         self.unread = 0
 
     def add(self, choice: ChoiceCounts, text: str, delta: OutputDelta) -> None:
         """Add one event."""
+        event_id = self._ids.after(choice, delta.finish is not None)
         before = self._before.get(choice.index) or self._first(choice.index)
         if delta.finish is None and (delta.logprobs is None or not self._style.with_logprobs):
-            event = before + _encode(text) + self._running
+            event = event_id + before + _encode(text) + self._running
         else:
-            event = before + _encode(text) + self._rest(choice.index, text, delta)
+            event = event_id + before + _encode(text) + self._rest(choice.index, text, delta)
         self._events.append(event)
         self.unread += len(event)
+
+    def replay(self, choice: ChoiceCounts, text: str, delta: OutputDelta) -> None:  # noqa: ARG002
+        """What follows is no longer the choice's first event."""
+        self._first(choice.index)
+        self._style.replayed(choice.index, text)
 
     def take(self) -> bytes:
         """The events that have not been taken yet."""

@@ -9,12 +9,12 @@ from common.errors import InvalidRequest
 from router.api.answering import encode, encode_prompts, generating, make_submission, stream
 from router.api.asgi import HttpRequest
 from router.api.collection import Collection
+from router.api.event_ids import EventIds
 from router.api.openai.answers import ChatStyle, CompletionStyle, SseWriter, Style, usage
 from router.api.openai.schema import ChatBody, CompletionBody, OpenAIBody
 from router.api.request_body import parse
 from router.service import Router
 from router.streams.generation import Submission
-from wire.request import SamplingParams
 
 _MOST_PROMPTS = 256
 
@@ -34,7 +34,10 @@ async def chat_completions(router: Router, request: HttpRequest) -> None:
     top = (body.top_logprobs or 0) if body.logprobs else None
     sampling = body.sampling(length, top, router.tokenization.vocab_size)
     style = ChatStyle(router.tokenization.detokenizers, body.logprobs)
-    await _answer(router, request, body, [prompt], sampling, style)
+    submission = make_submission(
+        router, request, body, body, [prompt], sampling, body.prompt_cache_key, body.wanted is not None
+    )
+    await _answer(router, request, body, submission, style)
 
 
 async def completions(router: Router, request: HttpRequest) -> None:
@@ -48,7 +51,8 @@ async def completions(router: Router, request: HttpRequest) -> None:
         router.room_for(prompt, body.max_tokens, "prompt")
     sampling = body.sampling(body.max_tokens, body.logprobs, router.tokenization.vocab_size)
     style = CompletionStyle(router.tokenization.detokenizers, body.logprobs is not None)
-    await _answer(router, request, body, prompts, sampling, style)
+    submission = make_submission(router, request, body, body, prompts, sampling, body.prompt_cache_key)
+    await _answer(router, request, body, submission, style)
 
 
 async def models(router: Router, request: HttpRequest) -> None:
@@ -68,17 +72,19 @@ async def _answer(
     router: Router,
     request: HttpRequest,
     body: OpenAIBody,
-    prompts: list[list[int]],
-    sampling: SamplingParams,
+    submission: Submission,
     style: Style,
 ) -> None:
-    submission = make_submission(request, body, body, prompts, sampling, body.prompt_cache_key)
-    if body.stream:
-        model, created = router.options.served_model_name, int(time.time())
-        writer = SseWriter(style, request.request_id, created, model, body.include_usage)
-        await stream(router, request, submission, writer)
-    else:
+    if not body.stream:
         await _whole(router, request, submission, style)
+        return
+
+    def writer(submission: Submission, ids: EventIds) -> SseWriter:
+        model, created = router.options.served_model_name, int(time.time())
+        return SseWriter(style, submission.request_id, created, model, body.include_usage, ids)
+
+    form = f"{style.chunk_name}+usage" if body.include_usage else style.chunk_name
+    await stream(router, request, submission, form, writer)
 
 
 async def _whole(router: Router, request: HttpRequest, submission: Submission, style: Style) -> None:

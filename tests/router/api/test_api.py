@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 from router.text.tokenization import Tokenization
 from tests.router.conftest import RouterProcess, start_router, wait_until
 from tests.support.fake_worker import FakeWorker, expected_tokens
+from tests.support.sse import DONE, sse_events
 from wire.codec import pack_tokens
 from wire.messages import Abort, Decode, Prefill
 from wire.records import Role
@@ -161,9 +161,9 @@ def test_a_stop_string_over_several_tokens_ends_the_answer_and_the_work(
 def sse(router: RouterProcess, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     with router.http.stream("POST", path, json=body) as response:
         assert response.status_code == 200
-        lines = [line for line in response.iter_lines() if line]
-    assert lines[-1] == "data: [DONE]"
-    yield from (json.loads(line.removeprefix("data: ")) for line in lines[:-1])
+        *events, last = sse_events(response.iter_lines())
+    assert last.data == DONE
+    yield from (event.json for event in events)
 
 
 def test_a_client_that_leaves_aborts_both(service: Service) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from common.errors import SlowClient, Unavailable
+from router.api.event_ids import NoIds
 from router.api.openai.answers import CompletionStyle, SseWriter
 from router.streams.generation import MOST_UNREAD, ChoiceOutput, Generation, Submission
 from router.text.tokenization import Tokenization
@@ -24,7 +25,7 @@ class Request:
         self.ends = 0
         self.stopped: list[str] = []  # reasons given for stopping all rooms
         submission = Submission(request_id="r", prompts=[[1]], sampling=SamplingParams(), n=n)
-        self.writer = SseWriter(CompletionStyle(detokenizers, False), "r", 1, "m", include_usage=False)
+        self.writer = SseWriter(CompletionStyle(detokenizers, False), "r", 1, "m", False, NoIds())
         self.generation = Generation(submission, self.writer, self.stopped.append, self)
         self.outputs = [
             ChoiceOutput(counts, self.generation, detokenizers.make(), stop)

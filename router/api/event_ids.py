@@ -1,0 +1,37 @@
+"""EventIds: the ids of a stream's events, from which another router can go on (streams/resume.py)."""
+
+from __future__ import annotations
+
+from router.streams.generation import ChoiceCounts
+from router.streams.resume import ChoicePosition
+
+
+class EventIds:
+    """Keeps the positions of a stream's choices."""
+
+    def __init__(self, token: str, positions: list[ChoicePosition]) -> None:
+        """`positions` are those from which the stream begins."""
+        self._head = b"id: " + token.encode() + b":"
+        self._positions = [_written(*position) for position in positions]
+        self._only = len(positions) == 1
+
+    def after(self, choice: ChoiceCounts, finished: bool) -> bytes:
+        """The id line of an event that brings a choice to its present count. Call it for every event."""
+        if self._only and not finished:
+            return b"%b%d\n" % (self._head, choice.output_tokens)
+        self._positions[choice.index] = _written(choice.output_tokens, finished)
+        return self._head + b".".join(self._positions) + b"\n"
+
+
+class NoIds(EventIds):
+    """For a stream of so many choices that naming all positions would cost more than the events."""
+
+    def __init__(self) -> None:
+        super().__init__("", [])
+
+    def after(self, choice: ChoiceCounts, finished: bool) -> bytes:  # noqa: ARG002
+        return b""
+
+
+def _written(tokens: int, finished: bool) -> bytes:
+    return b"%d%b" % (tokens, b"f" if finished else b"")

@@ -1,0 +1,176 @@
+"""A stream that broke off goes on at any position: nothing is lost, doubled or different.
+
+The fake model's tokens are random bytes: many characters are unfinished between two events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.text.tokenization import Tokenization
+from tests.router.api.test_api import text_of
+from tests.router.conftest import RouterProcess, start_router, wait_until
+from tests.support.fake_worker import FakeWorker
+from tests.support.sse import DONE, SseEvent, sse_events
+from wire.messages import Decode
+from wire.records import Role
+
+Service = tuple[RouterProcess, FakeWorker]
+USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
+MESSAGES = [{"role": "user", "content": "Go on"}]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Service]:
+    router = start_router(tmp_path_factory.mktemp("resuming"), model)
+    decode = FakeWorker(Role.DECODE, router.mailbox, max_context=512, cached_tokens=3)
+    router.wait_for_workers(1)
+    yield router, decode
+    decode.close()
+    assert router.stop() == 0
+
+
+def ask(router: RouterProcess, path: str, body: dict[str, Any], last_id: str = "") -> list[SseEvent]:
+    """All events of a stream, which ends well."""
+    headers = {"Last-Event-ID": last_id} if last_id else {}
+    with router.http.stream("POST", path, json={**body, "stream": True}, headers=headers) as response:
+        assert response.status_code == 200, response.read()
+        events = list(sse_events(response.iter_lines()))
+    assert events[-1].data == DONE
+    return events
+
+
+def openai_answer(events: list[SseEvent]) -> dict[str, Any]:
+    """What a client of the OpenAI API has made of the events."""
+    choices: dict[int, dict[str, Any]] = {}
+    usage = None
+    for event in events:
+        if event.data == DONE:
+            continue
+        usage = event.json.get("usage") or usage
+        for choice in event.json["choices"]:
+            known = choices.setdefault(
+                choice["index"], {"text": "", "logprobs": [], "offsets": [], "roles": 0, "finish": None}
+            )
+            assert known["finish"] is None, "nothing follows a choice's end"
+            delta = choice.get("delta", {})
+            known["roles"] += "role" in delta
+            known["text"] += delta["content"] if "delta" in choice else choice["text"]
+            logprobs = choice["logprobs"] or {}
+            known["logprobs"] += logprobs.get("content", logprobs.get("token_logprobs", []))
+            known["offsets"] += logprobs.get("text_offset", [])
+            known["finish"] = choice["finish_reason"]
+    if usage is not None:
+        del usage["prompt_tokens_details"]  # what was cached for those who computed last
+    return {"choices": choices, "usage": usage}
+
+
+def native_answer(events: list[SseEvent]) -> dict[int, Any]:
+    answers = {}
+    for event in events:
+        if event.data != DONE:
+            answer = event.json
+            del answer["meta_info"]["e2e_latency"], answer["meta_info"]["id"]
+            answers[answer["index"]] = answer
+    return answers
+
+
+OPENAI = {
+    "plain": ("/v1/completions", {"prompt": "Hello", "max_tokens": 12, **USAGE}),
+    "chat": ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 12}),
+    "choices": ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 5, "n": 2, **USAGE}),
+    "logprobs": ("/v1/completions", {"prompt": "Hello", "max_tokens": 12, "logprobs": 2, **USAGE}),
+    "chat logprobs": (
+        "/v1/chat/completions",
+        {"messages": MESSAGES, "max_tokens": 9, "logprobs": True, "top_logprobs": 1, "n": 2, **USAGE},
+    ),
+}
+
+
+@pytest.mark.parametrize(("path", "body"), OPENAI.values(), ids=OPENAI)
+def test_a_stream_goes_on_at_every_event(service: Service, path: str, body: dict[str, Any]) -> None:
+    router, _ = service
+    whole = ask(router, path, body)
+    want = openai_answer(whole)
+    assert all(choice["finish"] for choice in want["choices"].values())
+    for cut, event in enumerate(whole):
+        rest = ask(router, path, body, event.id)
+        assert openai_answer(whole[: cut + 1] + rest) == want, f"after event {cut}"
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_native_events_go_on_with_the_whole_text(service: Service, n: int) -> None:
+    router, _ = service
+    sampling = {"max_new_tokens": 8, "n": n}
+    body = {"text": "Hello", "sampling_params": sampling, "return_logprob": True}
+    whole = ask(router, "/generate", body)
+    for cut, event in enumerate(whole):
+        rest = ask(router, "/generate", body, event.id)
+        assert len(rest) >= len(whole) - cut - 1, "what the client has is not sent again"
+        assert native_answer(whole[: cut + 1] + rest) == native_answer(whole), f"after event {cut}"
+
+
+def test_a_stop_string_is_found_over_the_border(service: Service, model: Path) -> None:
+    router, _ = service
+    tokenization = Tokenization(model)
+    text = text_of(tokenization, tokenization.encode("Hello"), 64)
+    stop = text[20:26]
+    body = {"prompt": "Hello", "max_tokens": 64, "stop": stop, **USAGE}
+    whole = ask(router, "/v1/completions", body)
+    want = openai_answer(whole)
+    assert want["choices"][0]["text"] == text[: text.index(stop)]
+    for cut, event in enumerate(whole):
+        rest = ask(router, "/v1/completions", body, event.id)
+        assert openai_answer(whole[: cut + 1] + rest) == want, f"after event {cut}"
+
+
+def test_what_the_router_chose_is_kept(service: Service) -> None:
+    """The body names neither a seed nor a length."""
+    router, decode = service
+    body = {"messages": MESSAGES}
+    with router.http.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
+        event = next(sse_events(response.iter_lines()))
+    first = _last_decode(decode)
+    ask(router, "/v1/chat/completions", body, event.id)
+    again = _last_decode(decode)
+    assert again.room != first.room
+    assert again.request.sampling == first.request.sampling
+
+
+def _last_decode(decode: FakeWorker) -> Decode:
+    wait_until(lambda: any(isinstance(message, Decode) for message in decode.seen))
+    return [message for message in decode.seen if isinstance(message, Decode)][-1]
+
+
+def test_a_client_that_names_more_than_there_is_gets_the_end(service: Service) -> None:
+    router, _ = service
+    body = {"prompt": "Hello", "max_tokens": 6}
+    token = ask(router, "/v1/completions", body)[0].id.partition(":")[0]
+    ended = ask(router, "/v1/completions", body, f"{token}:99")
+    assert [event.json["choices"][0]["finish_reason"] for event in ended[:-1]] == ["length"]
+    assert [event.data for event in ask(router, "/v1/completions", body, f"{token}:6f")] == [DONE]
+
+
+def test_ids_that_do_not_fit_are_refused(service: Service) -> None:
+    router, _ = service
+    body = {"prompt": "Hello", "max_tokens": 6, "stream": True}
+    event_id = ask(router, "/v1/completions", body)[0].id
+    for wrong, header in (
+        ({**body, "prompt": "Hallo"}, event_id),
+        (body, event_id.replace(":", "!")),
+        ({**body, "stream": False}, event_id),
+        (body, "1"),
+    ):
+        answer = router.http.post("/v1/completions", json=wrong, headers={"Last-Event-ID": header})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Last-Event-ID")
+    assert ask(router, "/v1/completions", body, event_id), "nothing was lost by that"
+
+
+def test_a_stream_of_very_many_choices_has_no_ids(service: Service) -> None:
+    router, _ = service
+    events = ask(router, "/v1/completions", {"prompt": ["a", "b"], "n": 65, "max_tokens": 1})
+    assert {event.id for event in events} == {""}

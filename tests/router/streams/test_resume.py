@@ -1,0 +1,118 @@
+"""Resume tokens: who may go on with which stream."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from common.errors import InvalidRequest
+from router.options import RouterOptions
+from router.streams.generation import Submission
+from router.streams.resume import MOST_CHOICES, ChoicePosition, ResumeTokens
+from wire.request import SamplingParams
+
+NOW = 1_800_000_000.0
+FORM = "text_completion"
+ASKED = Submission(
+    request_id="r", prompts=[[1, 2, 3]], sampling=SamplingParams(max_new_tokens=9, seed=77), n=2,
+    first_room=(1 << 62) + 5, stop=("x",), tenant="t",
+)  # fmt: skip
+
+
+def tokens(**options: Any) -> ResumeTokens:
+    given = {"resume_key": "k" * 16, "resume_valid_s": 100.0, **options}
+    return ResumeTokens(RouterOptions(model=Path("m"), served_model_name="m", **given))
+
+
+def refused(event_id: str, submission: Submission = ASKED, form: str = FORM, **options: Any) -> str:
+    """Why the id does not fit. It fits as it was made."""
+    with pytest.raises(InvalidRequest) as caught:
+        tokens(**options).open(event_id, submission, form, NOW)
+    assert caught.value.param == "Last-Event-ID"
+    return str(caught.value)
+
+
+def event_id(positions: str = "3.12f") -> str:
+    return f"{tokens().sign(ASKED, FORM, NOW)}:{positions}"
+
+
+def test_any_router_with_the_key_reads_what_another_signed() -> None:
+    resumed = tokens().open(event_id(), replace(ASKED, first_room=1, request_id="other"), FORM, NOW + 99)
+    assert resumed.positions == [ChoicePosition(3), ChoicePosition(12, finished=True)]
+    assert resumed.first_room == ASKED.first_room
+    assert (resumed.submission.first_room, resumed.submission.sampling) == (1, ASKED.sampling)
+
+
+def test_what_the_first_router_chose_is_in_the_token() -> None:
+    chosen = replace(ASKED, seed_given=False, length_given=False)
+    signed = tokens().sign(chosen, FORM, NOW)
+    again = replace(chosen, sampling=replace(chosen.sampling, seed=1, max_new_tokens=500))
+    resumed = tokens().open(f"{signed}:0.0", again, FORM, NOW)
+    assert resumed.submission.sampling == chosen.sampling
+
+
+def test_an_id_is_short() -> None:
+    assert len(tokens().sign(ASKED, FORM, NOW)) == 56
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prompts": [[1, 2, 4]]}, {"stop": ()}, {"tenant": "other"}, {"cache_salt": "s"}, {"extra_key": "e"},
+        {"skip_special_tokens": False}, {"sampling": replace(ASKED.sampling, seed=78)},
+        {"sampling": replace(ASKED.sampling, temperature=0.5)}, {"prompts": [[1, 2, 3]] * 2, "n": 1},
+    ],
+)  # fmt: skip
+def test_it_is_good_for_the_request_that_it_was_made_for(change: dict[str, Any]) -> None:
+    assert "another request" in refused(event_id(), replace(ASKED, **change))
+
+
+def test_it_is_good_for_the_same_kind_of_stream_and_model() -> None:
+    assert "another request" in refused(event_id(), form="generate")
+    foreign = ResumeTokens(RouterOptions(model=Path("m"), served_model_name="other", resume_key="k" * 16))
+    with pytest.raises(InvalidRequest, match="another request"):
+        foreign.open(event_id(), ASKED, FORM, NOW)
+
+
+def test_every_altered_character_of_the_token_is_noticed() -> None:
+    good = event_id()
+    for place in range(56):
+        other = "A" if good[place] != "A" else "B"
+        refused(good[:place] + other + good[place + 1 :])
+
+
+def test_a_foreign_key_and_an_old_id_are_refused() -> None:
+    assert "another key" in refused(event_id(), resume_key="K" * 16)
+    assert "another key" in refused(event_id(), resume_key=None)
+    assert "another key" in refused(event_id(), resume_key=None, cluster_secret="s")
+    with pytest.raises(InvalidRequest, match="expired"):
+        tokens().open(event_id(), ASKED, FORM, NOW + 100)
+
+
+def test_the_cluster_secret_is_the_key_of_all_routers() -> None:
+    one, other = (tokens(resume_key=None, cluster_secret="secret") for _ in range(2))
+    assert other.open(f"{one.sign(ASKED, FORM, NOW)}:0.0", ASKED, FORM, NOW).first_room == ASKED.first_room
+
+
+@pytest.mark.parametrize(
+    "positions",
+    ["", "1", "1.2.3", "-1.2", "1.2x", "f.1", "1..2", "1.2.", "1_0.2", "123456789.1", "1.2" * 5000, "١.2"],
+)
+def test_positions_that_are_none_are_refused(positions: str) -> None:
+    refused(event_id(positions))
+
+
+def test_what_is_no_id_at_all_is_refused() -> None:
+    for wrong in (":", "1", "x" * 56, "=" * 56 + ":1.1", "x" * 100_000, " " + event_id(), event_id() + "\n"):
+        refused(wrong)
+
+
+def test_the_longest_id_fits() -> None:
+    many = replace(ASKED, n=MOST_CHOICES)
+    positions = [ChoicePosition(12_345_678, finished=True)] * MOST_CHOICES
+    written = ".".join("12345678f" for _ in range(MOST_CHOICES))
+    signed = tokens().sign(many, FORM, NOW)
+    assert tokens().open(f"{signed}:{written}", many, FORM, NOW).positions == positions
