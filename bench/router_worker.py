@@ -67,7 +67,7 @@ def _record(role: Role, address: str, model: str, pid: int) -> WorkerRecord:
 def _kv_target(record: WorkerRecord) -> bytes:
     """What follows room and epoch in a KVTarget: keys and values of a MessagePack map, without its head."""
     rest = {
-        "decode": record.id, "incarnation": record.incarnation, "host": record.host,
+        "decode": record.id, "host": record.host,
         "layout": layout_digest(record.groups), "endpoints": [TransferEndpoint("shm", "")],
         "groups": {"full": GroupTarget(0, list(range(_PROMPT_PAGES)))},
     }  # fmt: skip

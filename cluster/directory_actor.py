@@ -29,7 +29,7 @@ class DirectoryActor:
     """Hosts the directory in a process of its own."""
 
     def __init__(self, interface: str, cluster_secret: str | None, lease_s: float) -> None:
-        self._host = DirectoryHost(node_interface(interface), cluster_secret, lease_s)
+        self._host = DirectoryHost(node_interface(interface), cluster_secret, lease_s, is_new=False)
 
     def address(self) -> str:
         """Mailbox address of this incarnation."""

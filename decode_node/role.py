@@ -129,7 +129,6 @@ class DecodeRole(WorkerRole[DecodeRoom]):
             room.room,
             room.epoch,
             decode=self.worker_id,
-            incarnation=self.incarnation,
             host=self._host,
             layout=self._layout,
             endpoints=self._receivers.endpoints,

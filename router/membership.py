@@ -52,11 +52,8 @@ class Membership:
         )
         self._server: DirectoryServer | None = None
         if options.directory is None:
-            directory = Directory(options.lease_s, time.time_ns() // 1_000_000)
-            self._server = DirectoryServer(directory, mailbox.send)
-        self._client = DirectoryClient(
-            options.directory or mailbox.address, mailbox.send, grace_s=options.lease_s * 2
-        )
+            self._server = DirectoryServer(Directory(options.lease_s), mailbox.send)
+        self._client = DirectoryClient(options.directory or mailbox.address, mailbox.send)
 
     @property
     def ready(self) -> bool:
@@ -111,7 +108,7 @@ class Membership:
         self._flush = self._loop.call_later(TELL_AFTER_S, self.peers.flush)
 
     def _on_view(self, view: View, now: float) -> None:
-        change = self._client.take(view, now)
+        change = self._client.take(view)
         self.workers = [record for record in self._client.workers.values() if record.model == self._model]
         self.context_limit = min((record.max_context_tokens for record in self.workers), default=None)
         self._placer.update(self.workers, now)

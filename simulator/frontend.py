@@ -60,7 +60,7 @@ class Frontend:
         self._clock = clock
         self._options = options
         self._host = host
-        self._client = DirectoryClient("", lambda _to, _message: None, options.lease_s)
+        self._client = DirectoryClient("", lambda _to, _message: None)
         self._incarnations: dict[str, int] = {}  # of the workers whose events are followed
         self._early_events: dict[tuple[str, int], list[tuple[bool, list[int]]]] = {}
         self._waiting: dict[int, Request] = {}  # in admission's queue
@@ -177,7 +177,7 @@ class Frontend:
     def view(self, view: View) -> None:
         """Take the directory's View."""
         now = self._clock.now
-        change = self._client.take(view, now)
+        change = self._client.take(view)
         self.placer.update(list(self._client.workers.values()), now)
         self.peers.meet(view.routers)
         for record in change.lost:

@@ -51,7 +51,7 @@ class Simulation:
         self.options = options
         self._open = len(trace.requests)
         self._lives: dict[tuple[str, int], ModelledWorker] = {}
-        self._directory = Directory(options.lease_s, started_at_ms=0)
+        self._directory = Directory(options.lease_s)
         self.routers = [Frontend(self.clock, options, number, self) for number in range(options.routers)]
 
     def run(self, progress: Callable[[float], None] = lambda _share: None) -> None:
@@ -168,8 +168,8 @@ class Simulation:
 
     def _views(self) -> None:
         self._directory.expire(self.clock.now)
-        view = self._directory.view()
-        view = View(view.version, view.records, [router.address for router in self.routers])
+        directory, addresses = self._directory, [router.address for router in self.routers]
+        view = View(0, directory.version, directory.records(), addresses)
         for router in self.routers:
             router.view(view)
             router.tick()

@@ -177,7 +177,6 @@ class KVTarget(RoomMessage, frozen=True, tag="kv_target"):
     """
 
     decode: str  # decode worker id
-    incarnation: int
     host: str  # as in WorkerRecord
     layout: str
     endpoints: list[TransferEndpoint]
@@ -211,10 +210,35 @@ class Release(RoomMessage, frozen=True, tag="release"):
 # -- directory -------------------------------------------------------------------------------------
 
 
-class Announce(Message, frozen=True, tag="announce"):
-    """A worker renews its lease, with its current load."""
+class Join(Message, frozen=True, tag="join"):
+    """A worker process asks for its incarnation, again and again until it has one. `nonce` is the process's
+    own, drawn at its start. An older process of the same id is replaced at once."""
+
+    worker: str
+    nonce: int
+
+
+class Joined(Message, frozen=True, tag="joined"):
+    """The process is the worker of that id, as this incarnation. A repeated Join gets the same."""
+
+    worker: str
+    nonce: int
+    incarnation: int
+    lease_s: float
+
+
+class Replaced(Message, frozen=True, tag="replaced"):
+    """A newer process is the worker of that id, or this one has withdrawn: it ends its rooms and itself."""
+
+    worker: str
+    nonce: int
+
+
+class Announce(Message, frozen=True, tag="announce", omit_defaults=True):
+    """A worker renews its lease, with its current load. `nonce` is that of its Join."""
 
     record: WorkerRecord
+    nonce: int = 0  # 0: it has not joined, but chosen an incarnation itself
 
 
 class Announced(Message, frozen=True, tag="announced"):
@@ -242,17 +266,24 @@ class Withdraw(Message, frozen=True, tag="withdraw"):
     incarnation: int
 
 
-class Watch(Message, frozen=True, tag="watch"):
+class Watch(Message, frozen=True, tag="watch", omit_defaults=True):
     """A router asks for every View of the next few seconds, and to be listed in them. It repeats the message
-    to renew both."""
+    to renew both, with a greater `number` each time. `seen` are the highest incarnations that it has seen, by
+    worker id."""
+
+    number: int = 0
+    seen: dict[str, int] = {}
 
 
 class View(Message, frozen=True, tag="view", omit_defaults=True):
-    """All records whose lease holds. `version` grows with every change of membership or draining.
+    """All records whose lease holds. `watch` is the greatest number of a Watch that the directory has from
+    this router; `version` grows with every change of membership or draining. A View is newer than another if
+    (`watch`, `version`) is greater, also when the directory has been started again between them.
 
     `routers` are the mailboxes of all who watch.
     """
 
+    watch: int
     version: int
     records: list[WorkerRecord]
     routers: list[str] = []
@@ -292,6 +323,6 @@ class AssignedLoads(Message, frozen=True, tag="accounts"):
 
 AnyMessage = (
     Receipt | Prefill | Decode | Abort | Ack | Resend | Inspect | Inspected | Tokens | Timeline | Reserved
-    | Rejected | KVTarget | KVDone | KVFailed | Release | Announce | Announced | AnnounceRefused | Withdraw
-    | Watch | View | AssignedLoads
+    | Rejected | KVTarget | KVDone | KVFailed | Release | Join | Joined | Replaced | Announce | Announced
+    | AnnounceRefused | Withdraw | Watch | View | AssignedLoads
 )  # fmt: skip

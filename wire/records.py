@@ -62,7 +62,8 @@ The engine's block size may be a multiple or a divisor of that."""
 
 
 class WorkerRecord(msgspec.Struct, frozen=True):
-    """One live worker. `incarnation` is new each time the process starts; addresses are too."""
+    """One live worker. `incarnation` is the directory's number for the process; each process has addresses of
+    its own, too."""
 
     id: str
     incarnation: int

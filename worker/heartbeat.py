@@ -1,4 +1,7 @@
-"""Heartbeat: renews a worker's lease at the directory, on a thread of its own.
+"""Heartbeat: joins the directory, and renews the worker's lease there, on a thread of its own.
+
+The worker gets its incarnation from the directory before it announces itself. When the directory says that a
+newer process has joined under its id, this one is over: it announces nothing more, and is unhealthy.
 
 It is not on the engine loop because a forward may take longer than a lease, and because finding a restarted
 directory may block. The loop reports its load; when that has changed, the thread announces it at once rather
@@ -8,18 +11,22 @@ than at the next renewal, so that routers choose by recent figures.
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable
 
-from common.errors import ConfigError
+from common.errors import ConfigError, WorkerLost
 from wire.mailbox import Mailbox
-from wire.messages import Announce, Announced, AnnounceRefused, Withdraw
+from wire.messages import Announce, Announced, AnnounceRefused, Join, Joined, Replaced, Withdraw
 from wire.records import WorkerLoad, WorkerRecord
 
 log = logging.getLogger(__name__)
 
 _GAP_S = 0.1  # least time between two announcements
+_JOIN_S = 0.25  # between two Joins
+
+DirectoryAnswer = Joined | Announced | AnnounceRefused | Replaced
 
 
 def has_moved(announced: WorkerLoad, now: WorkerLoad) -> bool:
@@ -46,11 +53,16 @@ class Heartbeat:
         self,
         mailbox: Mailbox,
         resolve: Callable[[], str],
+        worker: str,
         record: Callable[[], WorkerRecord],
         interval_s: float,
     ) -> None:
+        """`record` is the record of `worker`, with this object's `incarnation`."""
+        self.incarnation = 0  # 0: not joined yet
         self._mailbox = mailbox
         self._resolve = resolve
+        self._worker = worker
+        self._nonce = secrets.randbits(62) + 1
         self._record = record
         self._interval_s = interval_s
         self._address: str | None = None
@@ -58,14 +70,15 @@ class Heartbeat:
         self._announced = WorkerLoad()
         self._stop = threading.Event()
         self._soon = threading.Event()
-        self._joined = threading.Event()
-        self._refusal: AnnounceRefused | None = None
+        self._answered = threading.Event()
+        self._refusal: ConfigError | WorkerLost | None = None
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self, timeout_s: float) -> None:
-        """Join the directory. Raises ConfigError when it refuses the record or does not answer."""
+        """Join the directory. Raises ConfigError when it refuses the record or does not answer, WorkerLost
+        when another process has joined meanwhile."""
         self._thread.start()
-        if not self._joined.wait(timeout_s):
+        if not self._answered.wait(timeout_s):
             self.stop()
             raise ConfigError(
                 "directory",
@@ -75,17 +88,31 @@ class Heartbeat:
         self.check()
 
     def check(self) -> None:
-        """Raises ConfigError when the directory has refused this worker."""
+        """Raises ConfigError when the directory has refused this worker, WorkerLost when it was replaced."""
         if self._refusal is not None:
-            raise ConfigError(self._refusal.key, self._refusal.problem, self._refusal.remedy)
+            raise self._refusal
 
-    def on_answer(self, answer: Announced | AnnounceRefused) -> None:
+    def on_answer(self, answer: DirectoryAnswer) -> None:
         """The directory has answered. Called on the thread that reads the mailbox."""
-        if isinstance(answer, AnnounceRefused):
-            self._refusal = answer
-        else:
-            self._answered_at = time.monotonic()
-        self._joined.set()
+        match answer:
+            case Joined():
+                if answer.nonce == self._nonce and not self.incarnation:
+                    self.incarnation = answer.incarnation
+                    self._soon.set()
+                return
+            case Announced():
+                self._answered_at = time.monotonic()
+            case AnnounceRefused():
+                self._refusal = ConfigError(answer.key, answer.problem, answer.remedy)
+            case Replaced():
+                self._refusal = WorkerLost(f"another process has joined as {self._worker}: this one is over")
+                self._stop.set()
+                self._soon.set()
+        self._answered.set()
+
+    def replaces(self, answer: Replaced) -> bool:
+        """Whether it is this process that was replaced."""
+        return answer.nonce == self._nonce
 
     def on_load(self, load: WorkerLoad) -> None:
         """The record has this load from now on. Called on the engine loop; does not block."""
@@ -94,10 +121,10 @@ class Heartbeat:
 
     def announce_soon(self) -> None:
         """Announce the record now, because something has changed that routers need at once (draining)."""
-        if self._address is not None:
+        if self._address is not None and self.incarnation:
             record = self._record()
             self._announced = record.load
-            self._mailbox.send(self._address, Announce(record))
+            self._mailbox.send(self._address, Announce(record, self._nonce))
 
     def stop(self) -> None:
         """Stop announcing and leave the directory."""
@@ -105,18 +132,26 @@ class Heartbeat:
         self._soon.set()
         if self._thread.is_alive():
             self._thread.join(timeout=5.0)
-        if self._address is not None:
-            record = self._record()
-            self._mailbox.send(self._address, Withdraw(record.id, record.incarnation))
+        if self._address is not None and self.incarnation:
+            self._mailbox.send(self._address, Withdraw(self._worker, self.incarnation))
 
     def _run(self) -> None:
         while not self._stop.is_set():
             if self._address is None or time.monotonic() - self._answered_at > 3 * self._interval_s:
                 self._find_directory()
             self._soon.clear()
+            if not self.incarnation:
+                self._join()
+                continue
             self.announce_soon()
             self._stop.wait(min(_GAP_S, self._interval_s))
             self._soon.wait(max(0.0, self._interval_s - _GAP_S))
+
+    def _join(self) -> None:
+        """Ask for an incarnation. A directory that has just started may answer a later question."""
+        if self._address is not None:
+            self._mailbox.send(self._address, Join(self._worker, self._nonce))
+        self._soon.wait(_JOIN_S)
 
     def _find_directory(self) -> None:
         try:

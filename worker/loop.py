@@ -80,12 +80,13 @@ class Worker:
         if resolve_directory is None:
             return None
         interval_s = self.options.announce_interval_s
-        return Heartbeat(self._services.mailbox, resolve_directory, self.record, interval_s)
+        return Heartbeat(self._services.mailbox, resolve_directory, self.id, self.record, interval_s)
 
     # -- life, from other threads ------------------------------------------------------------------
 
     def start(self) -> WorkerRecord:
-        """Run the loop and join the directory. Raises ConfigError when the directory refuses."""
+        """Run the loop and join the directory. Raises ConfigError when the directory refuses, WorkerLost when
+        another process has joined in this one's place."""
         self._thread.start()
         if self._heartbeat is not None:
             self._heartbeat.start(self.options.join_timeout_s)
@@ -96,7 +97,7 @@ class Worker:
         services, publisher, spec = self._services, self.parts.publisher, self.parts.engine.spec
         return WorkerRecord(
             id=self.id,
-            incarnation=services.incarnation,
+            incarnation=self._heartbeat.incarnation if self._heartbeat is not None else 0,
             role=self._role.name,
             mailbox=services.mailbox.address,
             events=publisher.address if publisher else "",
@@ -116,7 +117,8 @@ class Worker:
         )
 
     def healthy(self) -> None:
-        """Raises WorkerLost when the engine loop has died or is stuck, ConfigError when refused a lease."""
+        """Raises WorkerLost when the engine loop has died or is stuck or another process has taken this one's
+        place, ConfigError when refused a lease."""
         if self._failure is not None:
             raise WorkerLost(f"the engine loop of {self.id} died: {self._failure!r}")
         silent_s = time.monotonic() - self._beat_at

@@ -16,16 +16,18 @@ from wire.messages import (
     Decode,
     Inspect,
     Inspected,
+    Joined,
     Prefill,
     Receipt,
     Rejected,
     RejectKind,
+    Replaced,
     Resend,
     kind_of,
 )
 from wire.retransmitter import RetransmitKey
 from worker.drain import Drain
-from worker.heartbeat import Heartbeat
+from worker.heartbeat import DirectoryAnswer, Heartbeat
 from worker.inspection import worker_report
 from worker.outbox import OutputKey
 from worker.role import Services, WorkerRole
@@ -68,11 +70,22 @@ class MailHandler:
             case Inspect() as message:
                 report = worker_report(message.what, services.memory, self._role.scheduler, services.rooms)
                 services.mailbox.send(mail.sender, Inspected(message.token, report))
-            case Announced() | AnnounceRefused() as message:
-                if self._heartbeat is not None:
-                    self._heartbeat.on_answer(message)
+            case Joined() | Announced() | AnnounceRefused() | Replaced() as message:
+                self._on_directory(message)
             case _:
                 self._role.handle(mail)
+
+    def _on_directory(self, answer: DirectoryAnswer) -> None:
+        if self._heartbeat is None:
+            return
+        if isinstance(answer, Replaced):
+            if not self._heartbeat.replaces(answer):
+                return
+            self._drain.begin(time.monotonic(), 0.0)  # takes no new rooms; those that run go back at once
+            for room in self._services.rooms.active():
+                problem = f"another process has joined as {self._services.worker_id}"
+                self._role.fail(room, RejectKind.DRAINING, problem)
+        self._heartbeat.on_answer(answer)
 
     def _start_room(self, router: str, message: Prefill | Decode) -> None:
         services, room, epoch = self._services, message.room, message.epoch

@@ -2,7 +2,7 @@
 
 It prints one line of JSON when it is ready. On SIGTERM or SIGINT it drains, or exits at once if it has not
 joined yet. It exits with 2 and one line on stderr when its options cannot work, and with 1 when its engine
-loop has died.
+loop has died or another process has taken its place.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ def run_worker(
         worker = make(read_options(WorkerOptions, options_file))
         try:
             return _serve(worker)
+        except WorkerLost as error:
+            sys.stderr.write(f"{error}\n")
+            return 1
         finally:
             worker.close()
 
@@ -55,11 +58,7 @@ def _serve(worker: Worker) -> int:
     sys.stdout.write(json.dumps(ready) + "\n")
     sys.stdout.flush()
     while not _wait(told, _HEALTH_S):
-        try:
-            worker.healthy()
-        except WorkerLost as error:
-            sys.stderr.write(f"{error}\n")
-            return 1
+        worker.healthy()
     worker.drain(_DRAIN_S)
     return 0
 

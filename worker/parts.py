@@ -52,7 +52,6 @@ def open_parts(options: WorkerOptions, kind: type[WorkerRole[Any]]) -> WorkerPar
         worker_id = options.worker_id or f"{kind.name}-{secrets.token_hex(3)}"
         services = Services(
             worker_id=worker_id,
-            incarnation=secrets.randbits(62),
             options=options,
             memory=memory,
             mailbox=mailbox,

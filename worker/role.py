@@ -63,7 +63,6 @@ class Services:
     """The parts of a worker that its role uses."""
 
     worker_id: str
-    incarnation: int
     options: WorkerOptions
     memory: Memory
     mailbox: Mailbox
@@ -83,7 +82,6 @@ class WorkerRole(ABC, Generic[RoomType]):
 
     def __init__(self, services: Services) -> None:
         self.worker_id = services.worker_id
-        self.incarnation = services.incarnation
         self.options = services.options
         self.memory = services.memory
         self.mailbox = services.mailbox

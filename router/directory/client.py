@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from router.directory.directory import GENERATION_SHIFT
 from wire.messages import AnyMessage, View, Watch
 from wire.records import WorkerRecord
 
 _WATCH_EVERY_S = 1.0
+_SEEN = 256  # incarnations that a Watch carries at most, the highest ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,24 +23,27 @@ class ViewChange:
 class DirectoryClient:
     """Watches a directory. Pure but for `send`: time is passed in.
 
-    A directory that has just restarted knows no worker yet. So when a View's generation changes, records of
-    the earlier generation are kept for `grace_s`, in which their workers announce again.
+    Every Watch has a number, and a View says which Watch the directory had last. A directory that was started
+    again, perhaps at another address and with another clock, answers a later Watch than the one before it: so
+    its Views are newer, and what still comes of the earlier one is late. A directory that has just started
+    sends no View until its workers have announced themselves: until then the last one holds.
     """
 
-    def __init__(self, address: str, send: Callable[[str, AnyMessage], None], grace_s: float) -> None:
+    def __init__(self, address: str, send: Callable[[str, AnyMessage], None]) -> None:
         self._address = address
         self._send = send
-        self._grace_s = grace_s
-        self._version = -1
-        self._keep_until = 0.0
+        self._number = 0  # of the last Watch
+        self._last = (-1, -1)  # watch and version of the last View
         self._next_watch_at = 0.0
+        self._seen: dict[str, int] = {}  # worker id -> its highest incarnation
         self.workers: dict[str, WorkerRecord] = {}
 
     def tick(self, now: float) -> None:
         """Renew the watch when it is due."""
         if now >= self._next_watch_at:
             self._next_watch_at = now + _WATCH_EVERY_S
-            self._send(self._address, Watch())
+            self._number += 1
+            self._send(self._address, Watch(self._number, dict(self._seen)))
 
     def move(self, address: str) -> None:
         """The directory has restarted at `address`. The next tick asks there."""
@@ -48,21 +51,24 @@ class DirectoryClient:
             self._address = address
             self._next_watch_at = 0.0
 
-    def take(self, view: View, now: float) -> ViewChange:
-        """Take a View, and return what changed. One that is older than the last is ignored."""
-        if view.version < self._version:
+    def take(self, view: View) -> ViewChange:
+        """Take a View, and return what changed. One that comes late is ignored."""
+        if (view.watch, view.version) < self._last:
             return ViewChange([], [])
-        if self._version >= 0 and view.version >> GENERATION_SHIFT != self._version >> GENERATION_SHIFT:
-            self._keep_until = now + self._grace_s
-        self._version = view.version
-        records = {record.id: record for record in view.records}
-        if now < self._keep_until:
-            records = {**self.workers, **records}
-        before, self.workers = self.workers, records
-        return ViewChange(
-            joined=[r for r in records.values() if _incarnation(before.get(r.id)) != r.incarnation],
-            lost=[r for r in before.values() if _incarnation(records.get(r.id)) != r.incarnation],
+        self._last = view.watch, view.version
+        before, self.workers = self.workers, {record.id: record for record in view.records}
+        change = ViewChange(
+            joined=[r for r in view.records if _incarnation(before.get(r.id)) != r.incarnation],
+            lost=[r for r in before.values() if _incarnation(self.workers.get(r.id)) != r.incarnation],
         )
+        for record in change.joined:
+            self._see(record)
+        return change
+
+    def _see(self, record: WorkerRecord) -> None:
+        self._seen[record.id] = max(record.incarnation, self._seen.get(record.id, 0))
+        if len(self._seen) > _SEEN:
+            del self._seen[min(self._seen, key=self._seen.__getitem__)]
 
 
 def _incarnation(record: WorkerRecord | None) -> int | None:

@@ -3,19 +3,18 @@
 It decides who may join: workers of one model exchange pages, so a record whose weights or page layout differ
 from a live worker of the same model is refused, naming the configuration key to change.
 
-A restart loses nothing: workers announce again within a lease, and a View's `version` carries the directory's
-generation (milliseconds of its start) in the upper bits, so that a client can tell an
-empty directory from one that has just started (client.py).
+A restart loses nothing: workers announce themselves again within a lease, and no View is sent before, so that
+routers keep their last one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wire.messages import Announce, Announced, AnnounceRefused, View, Withdraw
+from router.directory.incarnations import Incarnations
+from wire.messages import Announce, Announced, AnnounceRefused, Join, Joined, Replaced, Withdraw
 from wire.records import GroupLayout, WorkerRecord
 
-GENERATION_SHIFT = 20  # a million membership changes per generation
 _WEIGHT_DTYPES = frozenset({"float32", "bfloat16", "float16"})  # any other is set by kv_cache_dtype
 _STATE = "state"  # the kind of group whose dtype names those of the model's state tensors
 
@@ -29,17 +28,35 @@ class _Lease:
 class Directory:
     """Worker records whose lease holds."""
 
-    def __init__(self, lease_s: float, started_at_ms: int) -> None:
-        """Leases last `lease_s` seconds; `started_at_ms` (Unix clock) tells it from an earlier directory."""
+    def __init__(self, lease_s: float, settles_at: float = 0.0) -> None:
+        """Leases last `lease_s` seconds.
+
+        Until `settles_at` workers of an earlier directory may announce themselves: no incarnation is issued
+        and no View is sent. A directory at an address that nobody has used before can settle at once.
+        """
         self.lease_s = lease_s
-        self.version = started_at_ms << GENERATION_SHIFT
+        self.settles_at = settles_at
+        self.version = 0
+        self._incarnations = Incarnations(settles_at)
         self._leases: dict[str, _Lease] = {}
 
-    def announce(self, message: Announce, now: float) -> Announced | AnnounceRefused:
-        """Join, or renew with the current load. A newer incarnation of the same id replaces the older."""
+    def join(self, message: Join, now: float) -> Joined | Replaced | None:
+        """Issue an incarnation, and end the lease of an older process of that id. None: ask again later."""
+        answer = self._incarnations.join(message, self.lease_s, now)
+        if isinstance(answer, Joined):
+            lease = self._leases.get(message.worker)
+            if lease is not None and lease.record.incarnation != answer.incarnation:
+                self._end(message.worker)
+            self._incarnations.forget(self._leases)
+        return answer
+
+    def announce(self, message: Announce, now: float) -> Announced | AnnounceRefused | Replaced:
+        """Grant a lease, or renew it with the current load. Only the newest process of an id gets one."""
         record = message.record
+        if not self._incarnations.admit(message):
+            return Replaced(record.id, message.nonce)
         known = self._leases.get(record.id)
-        if known is None or known.record.incarnation != record.incarnation:  # a renewal has joined already
+        if known is None or known.record.incarnation != record.incarnation:  # a renewal is admitted already
             refusal = self._refusal(record)
             if refusal is not None:
                 return refusal
@@ -51,39 +68,40 @@ class Directory:
         self._leases[record.id] = _Lease(record, now + self.lease_s)
         return Announced(record.id, record.incarnation, self.lease_s)
 
+    def remember(self, seen: dict[str, int]) -> None:
+        """A router has seen these incarnations, by worker id: the lease of an older process ends."""
+        for worker in self._incarnations.remember(seen):
+            if worker in self._leases:
+                self._end(worker)
+
     def withdraw(self, message: Withdraw) -> bool:
         """Remove a worker that leaves on purpose. Returns False when that incarnation was not there."""
+        self._incarnations.withdraw(message)
         lease = self._leases.get(message.worker)
         if lease is None or lease.record.incarnation != message.incarnation:
             return False
-        del self._leases[message.worker]
-        self.version += 1
+        self._end(message.worker)
         return True
 
     def expire(self, now: float) -> list[WorkerRecord]:
         """Remove, and return, the workers whose lease has ended."""
         ended = [lease.record for lease in self._leases.values() if lease.deadline <= now]
         for record in ended:
-            del self._leases[record.id]
-        if ended:
-            self.version += 1
+            self._end(record.id)
         return ended
 
-    def view(self) -> View:
+    def records(self) -> list[WorkerRecord]:
         """All workers whose lease held at the last `expire`."""
-        return View(self.version, [lease.record for lease in self._leases.values()])
+        return [lease.record for lease in self._leases.values()]
+
+    def _end(self, worker: str) -> None:
+        del self._leases[worker]
+        self.version += 1
 
     def _refusal(self, record: WorkerRecord) -> AnnounceRefused | None:
         for lease in self._leases.values():
             other = lease.record
-            if other.id == record.id:
-                if other.incarnation > record.incarnation:
-                    return AnnounceRefused(
-                        record.id, record.incarnation, "worker_id",
-                        f"a newer worker called {record.id!r} is live", "give each worker its own id",
-                    )  # fmt: skip
-                continue
-            if other.model != record.model:
+            if other.id == record.id or other.model != record.model:
                 continue
             difference = _difference(record, other)
             if difference is not None:

@@ -1,7 +1,7 @@
 """DirectoryServer: serves a Directory over a mailbox.
 
-It takes Announce, Withdraw and Watch, and answers with Announced, AnnounceRefused and Views. Watchers are
-routers. Each View lists them, so that they find each other (router/placement/peers.py).
+It takes Join, Announce, Withdraw and Watch, and answers with Joined, Announced, AnnounceRefused, Replaced and
+Views. Watchers are routers. Each View lists them, so that they find each other (router/placement/peers.py).
 """
 
 from __future__ import annotations
@@ -10,12 +10,20 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-
-from msgspec.structs import replace
+from dataclasses import dataclass
 
 from router.directory.directory import Directory
 from wire.mailbox import Mail, Mailbox
-from wire.messages import Announce, AnnounceRefused, AnyMessage, View, Watch, Withdraw
+from wire.messages import (
+    Announce,
+    AnnounceRefused,
+    AnyMessage,
+    Join,
+    Replaced,
+    View,
+    Watch,
+    Withdraw,
+)
 from wire.security import curve_for
 
 log = logging.getLogger(__name__)
@@ -24,13 +32,19 @@ _WATCH_LEASE_S = 5.0
 _LOAD_INTERVAL_S = 0.1  # loads alone are passed on at most this often; membership at once
 
 
+@dataclass(slots=True)
+class _Watcher:
+    until: float
+    number: int = 0  # of its last Watch
+
+
 class DirectoryServer:
     """Answers the directory's messages. It has no socket and no thread: a mailbox's owner passes it mail."""
 
     def __init__(self, directory: Directory, send: Callable[[str, AnyMessage], None]) -> None:
         self._directory = directory
         self._send = send
-        self._watchers: dict[str, float] = {}  # mailbox address -> until when
+        self._watchers: dict[str, _Watcher] = {}  # by mailbox address
         self._told_version = -1
         self._watchers_changed = False
         self._load_changed = False
@@ -39,20 +53,16 @@ class DirectoryServer:
     def handle(self, mail: Mail, now: float) -> bool:
         """Take a message to the directory. Returns False for any other."""
         message = mail.message
-        if isinstance(message, Announce):
-            answer = self._directory.announce(message, now)
-            if isinstance(answer, AnnounceRefused):
-                log.warning("refused worker %s: %s: %s", answer.worker, answer.key, answer.problem)
-            else:
-                self._load_changed = True
-            self._send(mail.sender, answer)
+        if isinstance(message, Join):
+            joined = self._directory.join(message, now)
+            if joined is not None:
+                self._send(mail.sender, joined)
+        elif isinstance(message, Announce):
+            self._announce(mail.sender, message, now)
         elif isinstance(message, Withdraw):
             self._directory.withdraw(message)
         elif isinstance(message, Watch):
-            if mail.sender not in self._watchers:
-                self._watchers_changed = True
-            self._watchers[mail.sender] = now + _WATCH_LEASE_S
-            self._send(mail.sender, self._view())
+            self._watch(mail.sender, message, now)
         else:
             return False
         self._publish(now)
@@ -62,36 +72,67 @@ class DirectoryServer:
         """End leases and tell the watchers. Call it several times per lease."""
         for record in self._directory.expire(now):
             log.warning("the lease of worker %s ended", record.id)
-        for address, until in list(self._watchers.items()):
-            if until < now:
+        for address, watcher in list(self._watchers.items()):
+            if watcher.until < now:
                 del self._watchers[address]
                 self._watchers_changed = True
         self._publish(now)
 
+    def _announce(self, worker: str, message: Announce, now: float) -> None:
+        answer = self._directory.announce(message, now)
+        if isinstance(answer, AnnounceRefused):
+            log.warning("refused worker %s: %s: %s", answer.worker, answer.key, answer.problem)
+        elif isinstance(answer, Replaced):
+            log.warning("worker %s at %s was replaced, and is refused", answer.worker, worker)
+        else:
+            self._load_changed = True
+        self._send(worker, answer)
+
     def _publish(self, now: float) -> None:
+        if now < self._directory.settles_at:
+            return
         membership = self._watchers_changed or self._directory.version != self._told_version
         if not membership and not (self._load_changed and now >= self._next_loads_at):
             return
         self._told_version = self._directory.version
         self._load_changed = self._watchers_changed = False
         self._next_loads_at = now + _LOAD_INTERVAL_S
-        view = self._view()
         for address in self._watchers:
-            self._send(address, view)
+            self._send_view(address)
 
-    def _view(self) -> View:
-        return replace(self._directory.view(), routers=sorted(self._watchers))
+    def _watch(self, router: str, message: Watch, now: float) -> None:
+        watcher = self._watchers.get(router)
+        if watcher is None:
+            watcher = self._watchers[router] = _Watcher(now)
+            self._watchers_changed = True
+        watcher.number = max(watcher.number, message.number)
+        watcher.until = now + _WATCH_LEASE_S
+        self._directory.remember(message.seen)
+        if now >= self._directory.settles_at:
+            self._send_view(router)
+
+    def _send_view(self, router: str) -> None:
+        directory, number = self._directory, self._watchers[router].number
+        routers = sorted(self._watchers)
+        self._send(router, View(number, directory.version, directory.records(), routers))
 
 
 class DirectoryHost:
     """A directory with a mailbox and a thread of its own, for use without a router (cluster/, tests)."""
 
     def __init__(
-        self, interface: str = "127.0.0.1", cluster_secret: str | None = None, lease_s: float = 3.0
+        self,
+        interface: str = "127.0.0.1",
+        cluster_secret: str | None = None,
+        lease_s: float = 3.0,
+        *,
+        is_new: bool = True,
     ) -> None:
+        """`is_new`: no worker of an earlier directory will find this one. Otherwise it settles first."""
         self._mailbox = Mailbox(interface, curve_for(cluster_secret))
         self.address = self._mailbox.address
-        self._server = DirectoryServer(Directory(lease_s, time.time_ns() // 1_000_000), self._mailbox.send)
+        directory = Directory(lease_s, 0.0 if is_new else time.monotonic() + lease_s)
+        self._server = DirectoryServer(directory, self._mailbox.send)
         self._tick_s = min(0.1, lease_s / 10)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="directory", daemon=True)

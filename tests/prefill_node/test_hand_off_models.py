@@ -104,7 +104,7 @@ def test_workers_that_store_kv_differently_refuse_each_other(models: Path, famil
     options = {**REAL, "model": str(quantisable(family, models)), "kv_cache_dtype": "fp8_e4m3"}
     prompt = prompt_of(7, 50)
     with pair(**options, prefill_differs={"kv_cache_dtype": "fp4_e2m1"}) as both:
-        directory = Directory(3.0, 7)
+        directory = Directory(3.0)
         assert isinstance(directory.announce(Announce(both.prefill.record()), 0.0), Announced)
         refused = directory.announce(Announce(both.decode.record()), 0.1)
         assert isinstance(refused, AnnounceRefused)

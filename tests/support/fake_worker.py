@@ -32,6 +32,8 @@ from wire.messages import (
     GroupTarget,
     Inspect,
     Inspected,
+    Join,
+    Joined,
     KVDone,
     KVTarget,
     Prefill,
@@ -39,6 +41,7 @@ from wire.messages import (
     Rejected,
     RejectKind,
     Release,
+    Replaced,
     Resend,
     Reserved,
     Timeline,
@@ -136,7 +139,7 @@ class FakeWorker:
         roomy = WorkerLoad(free_tokens=1 << 20, headroom_tokens=1 << 20, headroom_rows=1 << 10)
         self.record = WorkerRecord(
             id=worker_id or f"{role}-{next(_ids)}",
-            incarnation=time.time_ns(),
+            incarnation=0,
             role=role,
             mailbox=self.mailbox.address,
             events=events,
@@ -156,8 +159,10 @@ class FakeWorker:
         self.silent = False  # reads messages and answers none
         self.seen: list[AnyMessage] = []
         self.leased = threading.Event()
+        self.replaced = threading.Event()
         self.aborted: set[tuple[int, int]] = set()
         self._directory = directory
+        self._nonce = random.getrandbits(62) + 1
         self._faults = faults or Faults()
         self._step_s = step_s
         self._prefill_s = prefill_s
@@ -239,15 +244,26 @@ class FakeWorker:
                 self._after(delay, partial(self.mailbox.send, to, message))
 
     def _announce(self) -> None:
-        self.mailbox.send(self._directory, Announce(self.record))
+        if self.replaced.is_set():
+            return
+        if self.record.incarnation:
+            self.mailbox.send(self._directory, Announce(self.record, self._nonce))
+        else:
+            self.mailbox.send(self._directory, Join(self.record.id, self._nonce))
 
     def _take(self, mail: Mail) -> None:
         sender, message = mail
         self.seen.append(message)
         if self.silent:
             return
-        if isinstance(message, Announced):
+        if isinstance(message, Joined):
+            if not self.record.incarnation:
+                self.record = msgspec.structs.replace(self.record, incarnation=message.incarnation)
+                self._announce()
+        elif isinstance(message, Announced):
             self.leased.set()
+        elif isinstance(message, Replaced):
+            self.replaced.set()
         elif isinstance(message, Prefill | Decode):
             self._begin(sender, message)
         elif isinstance(message, KVTarget | KVDone | Release):
@@ -294,7 +310,7 @@ class FakeWorker:
                 self._send(sender, Reserved(*key))
                 pages = -(-len(unpack_tokens(request.prompt)) // 16)
                 target = KVTarget(
-                    *key, self.record.id, self.record.incarnation, self.record.host,
+                    *key, self.record.id, self.record.host,
                     layout_digest(self.record.groups), [TransferEndpoint("shm", "")],
                     {"full": GroupTarget(0, list(range(pages)))},
                 )  # fmt: skip

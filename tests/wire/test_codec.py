@@ -44,7 +44,6 @@ EXAMPLES: list[AnyMessage] = [
         1,
         2,
         "d-1",
-        9,
         "host",
         "digest",
         [TransferEndpoint("shm", "@x", {"token": "t"})],

@@ -9,7 +9,7 @@ import msgspec
 
 from tests.router.directory.test_directory import record
 from wire.mailbox import Mailbox
-from wire.messages import Announce, Announced, Withdraw
+from wire.messages import Announce, Announced, Join, Joined, Withdraw
 from wire.records import WorkerLoad, WorkerRecord
 from worker.heartbeat import Heartbeat, has_moved
 
@@ -37,7 +37,7 @@ def test_a_load_that_moved_is_announced_long_before_the_renewal() -> None:
         def current() -> WorkerRecord:
             return record(load=load)
 
-        heartbeat = Heartbeat(worker, lambda: directory.address, current, interval_s=600.0)
+        heartbeat = Heartbeat(worker, lambda: directory.address, "p0", current, interval_s=600.0)
         thread = threading.Thread(target=_listen, args=(directory, heartbeat, heard, wanted), daemon=True)
         thread.start()
         heartbeat.start(timeout_s=10.0)
@@ -64,6 +64,8 @@ def _listen(
     while not enough.is_set():
         for mail in directory.wait(0.05):
             match mail.message:
+                case Join() as message:
+                    heartbeat.on_answer(Joined(message.worker, message.nonce, 1, 3.0))
                 case Announce() as message:
                     heard.put(message)
                     heartbeat.on_answer(Announced(message.record.id, message.record.incarnation, 3.0))

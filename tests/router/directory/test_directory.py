@@ -1,16 +1,29 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
 from router.directory.client import DirectoryClient
-from router.directory.directory import GENERATION_SHIFT, Directory
+from router.directory.directory import Directory
+from router.directory.incarnations import Incarnations
 from router.directory.server import DirectoryHost, DirectoryServer
 from tests.support.fake_worker import FakeWorker, group_layout
 from wire.mailbox import Mail, Mailbox
-from wire.messages import Announce, Announced, AnnounceRefused, View, Watch, Withdraw
+from wire.messages import (
+    Announce,
+    Announced,
+    AnnounceRefused,
+    AnyMessage,
+    Join,
+    Joined,
+    Replaced,
+    View,
+    Watch,
+    Withdraw,
+)
 from wire.records import GroupLayout, Role, WorkerRecord
 
 
@@ -25,7 +38,7 @@ def record(worker: str = "p0", incarnation: int = 1, **changes: Any) -> WorkerRe
 
 
 def test_a_lease_is_renewed_or_ends() -> None:
-    directory = Directory(lease_s=3.0, started_at_ms=7)
+    directory = Directory(lease_s=3.0)
     first = directory.version
     assert directory.announce(Announce(record()), now=0.0) == Announced("p0", 1, 3.0)
     assert directory.version == first + 1
@@ -34,25 +47,25 @@ def test_a_lease_is_renewed_or_ends() -> None:
     assert directory.expire(now=4.9) == []
     assert [r.id for r in directory.expire(now=5.0)] == ["p0"]
     assert directory.version == first + 2
-    assert directory.view().records == []
+    assert directory.records() == []
 
 
 def test_draining_and_a_restart_change_the_version() -> None:
-    directory = Directory(3.0, 7)
+    directory = Directory(3.0)
     directory.announce(Announce(record()), 0.0)
     before = directory.version
     directory.announce(Announce(record(draining=True)), 0.1)
     directory.announce(Announce(record(incarnation=2)), 0.2)
     assert directory.version == before + 2
-    assert [r.incarnation for r in directory.view().records] == [2]
+    assert [r.incarnation for r in directory.records()] == [2]
 
 
 def test_only_its_own_incarnation_withdraws_a_worker() -> None:
-    directory = Directory(3.0, 7)
+    directory = Directory(3.0)
     directory.announce(Announce(record(incarnation=2)), 0.0)
     assert not directory.withdraw(Withdraw("p0", 1))
     assert directory.withdraw(Withdraw("p0", 2))
-    assert directory.view().records == []
+    assert directory.records() == []
 
 
 @pytest.mark.parametrize(
@@ -68,20 +81,20 @@ def test_only_its_own_incarnation_withdraws_a_worker() -> None:
     ],
 )
 def test_a_worker_that_cannot_exchange_pages_is_refused(key: str, changes: dict[str, Any]) -> None:
-    directory = Directory(3.0, 7)
+    directory = Directory(3.0)
     directory.announce(Announce(record("p0")), 0.0)
     refused = directory.announce(Announce(record("d0", **changes)), 0.1)
     assert isinstance(refused, AnnounceRefused)
     assert refused.key == key
     assert "'p0'" in refused.problem
     assert key in refused.remedy
-    assert [r.id for r in directory.view().records] == ["p0"]
+    assert [r.id for r in directory.records()] == ["p0"]
     other_model = directory.announce(Announce(record("d0", model="n", **changes)), 0.1)
     assert isinstance(other_model, Announced)
 
 
 def test_a_refused_worker_may_join_when_the_other_is_gone() -> None:
-    directory = Directory(3.0, 7)
+    directory = Directory(3.0)
     directory.announce(Announce(record("p0")), 0.0)
     odd = Announce(record("d0", groups=(group_layout(page_size=32),)))
     assert isinstance(directory.announce(odd, 0.1), AnnounceRefused)
@@ -89,48 +102,109 @@ def test_a_refused_worker_may_join_when_the_other_is_gone() -> None:
     assert isinstance(directory.announce(odd, 3.1), Announced)
 
 
-def test_of_two_workers_with_one_id_the_older_is_refused() -> None:
-    directory = Directory(3.0, 7)
-    directory.announce(Announce(record(incarnation=5)), 0.0)
-    refused = directory.announce(Announce(record(incarnation=4)), 0.1)
-    assert isinstance(refused, AnnounceRefused)
-    assert refused.key == "worker_id"
+def join(directory: Directory, worker: str, nonce: int, now: float = 0.0) -> int:
+    joined = directory.join(Join(worker, nonce), now)
+    assert isinstance(joined, Joined)
+    return joined.incarnation
 
 
-def view(generation: int, number: int, *records: WorkerRecord) -> View:
-    return View((generation << GENERATION_SHIFT) + number, list(records))
+def test_the_last_process_that_joins_under_an_id_replaces_the_others_at_once() -> None:
+    directory = Directory(3.0)
+    first = join(directory, "w", nonce=11)
+    assert join(directory, "w", nonce=11) == first, "a repeated Join gets the same"
+    old = Announce(record("w", first), 11)
+    assert isinstance(directory.announce(old, 0.1), Announced)
+    second = join(directory, "w", nonce=12)
+    assert second > first
+    assert directory.records() == [], "the older is gone before the newer announces itself"
+    assert directory.announce(old, 0.2) == Replaced("w", 11)
+    assert directory.join(Join("w", 11), 0.2) == Replaced("w", 11)
+    assert isinstance(directory.announce(Announce(record("w", second), 12), 0.3), Announced)
+    directory.expire(4.0)
+    assert directory.announce(old, 4.0) == Replaced("w", 11), "also when the newer is gone"
+    assert isinstance(directory.announce(Announce(record("w", second), 12), 4.1), Announced)
+    directory.withdraw(Withdraw("w", second))
+    assert directory.announce(Announce(record("w", second), 12), 4.2) == Replaced("w", 12), "it comes late"
 
 
-def test_a_client_keeps_its_view_over_a_restart_of_the_directory() -> None:
-    client = DirectoryClient("d", lambda *_: None, grace_s=6.0)
-    change = client.take(view(1, 5, record("a"), record("b")), 0.0)
+def test_a_directory_that_was_restarted_issues_nothing_below_what_was_seen() -> None:
+    directory = Directory(3.0, settles_at=10.0)
+    assert directory.join(Join("new", 1), 9.9) is None
+    assert isinstance(directory.announce(Announce(record("a", 7), 5), 8.0), Announced)
+    directory.remember({"gone": 9, "b": 4})
+    assert directory.announce(Announce(record("b", 3), 6), 9.0) == Replaced("b", 6)
+    assert isinstance(directory.announce(Announce(record("b", 4), 8), 9.0), Announced)
+    assert join(directory, "new", 1, now=10.0) == 10
+    assert join(directory, "a", 2, now=10.0) == 11
+    assert directory.announce(Announce(record("a", 7), 5), 10.1) == Replaced("a", 5)
+
+
+def test_what_nobody_told_a_restarted_directory_in_time_is_older_than_what_it_issues() -> None:
+    directory = Directory(3.0)
+    assert join(directory, "w", 1) == 1
+    directory.remember({"w": 5})
+    assert directory.announce(Announce(record("w", 5), 3), 0.1) == Replaced("w", 3)
+    assert isinstance(directory.announce(Announce(record("w", 1), 1), 0.2), Announced)
+    assert directory.announce(Announce(record("w", 1), 3), 0.3) == Replaced("w", 3), "an equal number"
+    assert join(directory, "x", 2) == 6
+
+
+def test_incarnations_of_ids_that_are_long_gone_are_forgotten() -> None:
+    incarnations = Incarnations(0.0)
+    for number in range(100_010):
+        incarnations.remember({str(number): number})
+    incarnations.forget(live={"0", "1"})
+    assert not incarnations.admit(Announce(record("0", -1))), "it is live"
+    assert incarnations.admit(Announce(record("2", -1))), "it was forgotten"
+    assert not incarnations.admit(Announce(record("12", 11)))
+
+
+def view(watch: int, version: int, *records: WorkerRecord) -> View:
+    return View(watch, version, list(records))
+
+
+def test_a_client_takes_a_restarted_directory_whatever_its_version() -> None:
+    client = DirectoryClient("d", lambda *_: None)
+    change = client.take(view(1, 9, record("a"), record("b")))
     assert [r.id for r in change.joined] == ["a", "b"]
-    change = client.take(view(2, 0), 1.0)
-    assert (change.lost, sorted(client.workers)) == ([], ["a", "b"])
-    client.take(view(2, 1, record("a")), 2.0)
-    assert sorted(client.workers) == ["a", "b"]
-    change = client.take(view(2, 1, record("a")), 7.1)  # b has not come back
-    assert [r.id for r in change.lost] == ["b"]
+    change = client.take(view(2, 0, record("a"), record("c")))
+    assert ([r.id for r in change.lost], [r.id for r in change.joined]) == (["b"], ["c"])
+    change = client.take(view(1, 10, record("a"), record("b")))
+    assert (change.lost, change.joined, sorted(client.workers)) == ([], [], ["a", "c"]), "it comes late"
 
 
 def test_a_client_ignores_a_late_view_and_sees_restarted_workers_as_lost_and_joined() -> None:
-    client = DirectoryClient("d", lambda *_: None, grace_s=6.0)
-    client.take(view(1, 5, record("a")), 0.0)
-    client.take(view(1, 4), 0.1)
+    client = DirectoryClient("d", lambda *_: None)
+    client.take(view(1, 5, record("a")))
+    client.take(view(1, 4))
     assert list(client.workers) == ["a"]
-    change = client.take(view(1, 6, record("a", incarnation=2)), 0.2)
+    change = client.take(view(1, 6, record("a", incarnation=2)))
     assert [r.incarnation for r in change.lost] == [1]
     assert [r.incarnation for r in change.joined] == [2]
 
 
+def test_a_client_tells_the_highest_incarnations_that_it_has_seen() -> None:
+    sent: list[AnyMessage] = []
+    client = DirectoryClient("d", lambda _to, message: sent.append(message))
+    client.take(view(1, 1, record("a", 7), record("b", 3)))
+    client.take(view(1, 2, record("a", 8)))
+    client.tick(0.0)
+    client.take(view(1, 3, *(record(f"w{number}", number) for number in range(10, 310))))
+    client.tick(2.0)
+    first, second = sent
+    assert first == Watch(1, {"a": 8, "b": 3})
+    assert isinstance(second, Watch)
+    assert sorted(second.seen.values()) == list(range(54, 310))
+
+
 def test_a_client_repeats_its_watch() -> None:
     sent: list[tuple[str, object]] = []
-    client = DirectoryClient("d", lambda to, message: sent.append((to, message)), grace_s=6.0)
+    client = DirectoryClient("d", lambda to, message: sent.append((to, message)))
     for now in (0.0, 0.5, 1.1):
         client.tick(now)
     client.move("e")
     client.tick(1.2)
-    assert sent == [("d", Watch()), ("d", Watch()), ("e", Watch())]
+    assert sent == [("d", Watch(1)), ("d", Watch(2)), ("e", Watch(3))]
 
 
 @pytest.mark.parametrize("secret", [None, "a secret"])
@@ -156,6 +230,36 @@ def ids_seen(watcher: Mailbox, good: Any) -> bool:
     return False
 
 
+def test_a_restarted_directory_sends_no_view_before_its_workers_could_announce_themselves() -> None:
+    sent: list[tuple[str, list[str]]] = []
+
+    def send(to: str, message: AnyMessage) -> None:
+        if isinstance(message, View):
+            sent.append((to, [one.id for one in message.records]))
+
+    server = DirectoryServer(Directory(3.0, settles_at=3.0), send)
+    server.handle(Mail("router", Watch()), 0.5)
+    server.handle(Mail("tcp://p0", Announce(record())), 1.0)
+    server.tick(2.9)
+    assert sent == []
+    server.tick(3.0)
+    assert sent == [("router", ["p0"])]
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_over_mailboxes_a_process_that_was_replaced_is_told(is_new: bool) -> None:
+    with DirectoryHost(lease_s=0.5, is_new=is_new) as host, ExitStack() as cleanup:
+        first = FakeWorker(Role.DECODE, host.address, worker_id="w", announce_s=0.1)
+        cleanup.callback(first.close)
+        assert first.leased.wait(5)
+        second = FakeWorker(Role.DECODE, host.address, worker_id="w", announce_s=0.1)
+        cleanup.callback(second.close)
+        assert second.leased.wait(5)
+        assert first.replaced.wait(5)
+        assert first.record.incarnation < second.record.incarnation
+        assert not second.replaced.is_set()
+
+
 def test_every_view_says_who_watches() -> None:
     sent: list[tuple[str, list[str]]] = []
 
@@ -163,7 +267,7 @@ def test_every_view_says_who_watches() -> None:
         assert isinstance(message, View)
         sent.append((to, message.routers))
 
-    server = DirectoryServer(Directory(3.0, 7), send)
+    server = DirectoryServer(Directory(3.0), send)
     server.tick(0.0)
     server.handle(Mail("one", Watch()), 0.0)
     server.handle(Mail("two", Watch()), 1.0)
@@ -180,7 +284,7 @@ def test_group_layouts_are_compared_by_name_not_by_order() -> None:
         layout = group_layout()
         return GroupLayout(name, *[getattr(layout, f) for f in layout.__struct_fields__[1:]])
 
-    directory = Directory(3.0, 7)
+    directory = Directory(3.0)
     directory.announce(Announce(record("a", groups=(named("x"), named("y")))), 0.0)
     answer = directory.announce(Announce(record("b", groups=(named("y"), named("x")))), 0.0)
     assert isinstance(answer, Announced)
