@@ -146,6 +146,17 @@ class SWATokenToKVPoolAllocator:
             own.append(pages[~shared])
         return np.concatenate(own)
 
+    def cut(self, row: int, length: int) -> Pages:
+        """Give up the pages after the first `length` tokens, which are the row's own."""
+        stop, end = self.pages_of(length), int(self.end[row])
+        if stop >= end:
+            return NO_PAGES
+        assert stop >= self.private_from[row], "a page of the tree is cut off"
+        own: Pages = self.table[row, stop:end].copy()
+        self.table[row, stop:end] = 0
+        self.end[row] = stop
+        return own
+
     def release(self, row: int) -> Pages:
         """Give up all pages of a row."""
         own = self._give_up(row, int(self.end[row]))

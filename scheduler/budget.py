@@ -111,13 +111,15 @@ class BatchAdmission:
             f"and this worker has {window.allocator.num_pages}"
         )
 
-    def _spare(self, req: Req, prefills: bool = True) -> Capacity:
-        """What must stay free beside the prefill's slots for the request to be admitted."""
-        peak = self.window_peak(req, self._later(req), prefills)
+    def _spare(self, req: Req, prefills: bool = True, slack_pages: int = 0) -> Capacity:
+        """What must stay free beside the prefill's slots, and `slack_pages` more, for the request to be
+        admitted. The slack is a part of the growth that is taken at once."""
+        peak = self.window_peak(req, self._later(req), prefills) + slack_pages
         if self._requests.is_alone():
             return Capacity(0, peak)
         promised = self.promised()
-        return Capacity(promised.tokens + self.growth(req), promised.window_pages + peak)
+        growth = max(self.growth(req) - slack_pages * self._pages.page_size, 0)
+        return Capacity(promised.tokens + growth, promised.window_pages + peak)
 
     def _count_cached(self, req: Req) -> None:
         if not req.resumed:
@@ -126,17 +128,28 @@ class BatchAdmission:
 
     # -- reservations ------------------------------------------------------------------------------
 
-    def reserve(self, req: Req) -> bool:
-        """Take memory for a prompt whose KV comes by transfer. All of it may be cached here already."""
+    def reserve(self, req: Req, slack: int = 0) -> bool:
+        """Take memory for a prompt whose KV comes by transfer. All of it may be cached here already. `slack`:
+        for how many tokens that may follow it, as far as the request may grow."""
         head = self._requests.waiting.head
         outranked = head is not None and (head.resumed or (head is self._blocked and _before(head, req)))
-        if not outranked and self._pages.reserve(req, self._spare(req, prefills=False)):
+        extent = self._extent(req, slack)
+        slack_pages = self._pages.pages_of(extent) - self._pages.pages_of(req.prefill_len)
+        spare = self._spare(req, prefills=False, slack_pages=slack_pages)
+        if not outranked and self._pages.reserve(req, spare, extent):
             self.withdraw(req)
             self._count_cached(req)
             return True
         if self._claim is None or self._claim is req or _before(req, self._claim):
             self._claim, self._claim_age = req, 0
         return False
+
+    def _extent(self, req: Req, slack: int) -> int:
+        """How many tokens to reserve for. The last token of all has no KV. A pool of windows holds at least
+        one request's window and chunk, so a slack of a chunk fits in it."""
+        if self._pages.window is not None:
+            slack = min(slack, self._step_tokens)
+        return max(min(req.prefill_len + slack, req.limit_len - 1), req.prefill_len)
 
     def withdraw(self, req: Req) -> None:
         """The request no longer competes for memory."""

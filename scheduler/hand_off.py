@@ -8,7 +8,7 @@ that has it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvcache.memory import GroupPages
 from scheduler.budget import BatchAdmission
@@ -40,8 +40,9 @@ class HandOff:
 
     # -- on the decode worker ------------------------------------------------------------------------
 
-    def reserve(self, req: Req) -> bool:
-        """Lock what is cached of the prompt, and take a row and pages for the rest.
+    def reserve(self, req: Req, slack: int = 0) -> bool:
+        """Lock what is cached of the prompt, and take a row and pages for the rest, and for at most `slack`
+        tokens that the request may have more when it comes.
 
         After True, `req.reserved` names the pages that a transfer must fill, by group. After False, try again
         after a step, unless `req.state` is DONE: then the request can never fit, and on_failed has been
@@ -53,7 +54,7 @@ class HandOff:
         if why:
             self._results.fail(req, RejectKind.INVALID, why)
             return False
-        if self._free_rows() <= 0 or not self._admission.reserve(req):
+        if self._free_rows() <= 0 or not self._admission.reserve(req, slack):
             return False
         self._requests.enrol(req)
         req.state = ReqState.RESERVED
@@ -74,25 +75,48 @@ class HandOff:
         self._requests.end(req)
         return pages
 
-    def add_transferred(
-        self, req: Req, first_token: int, logprobs: TokenLogprobs | None, cached_tokens: int
-    ) -> None:
-        """Every reserved page has arrived, and the prefill worker sampled `first_token`.
+    def filled(self, req: Req, context_tokens: int) -> GroupPages:
+        """Of the pages that `req.reserved` names, those that a transfer of this many tokens fills, by group:
+        not the slack that was not needed, nor pages that have left the window."""
+        return self._requests.pages.filled(req, context_tokens)
 
-        The prompt enters this worker's tree, the first token is reported like any other, and the request
-        decodes without a forward over its prompt. `cached_tokens` is how much of the prompt the prefill
-        worker had cached: what it computed again, this worker's cache did not save.
+    def add_transferred(
+        self,
+        req: Req,
+        first_token: int,
+        logprobs: TokenLogprobs | None,
+        cached_tokens: int,
+        output: Sequence[int] = (),
+        output_logprobs: Sequence[TokenLogprobs] = (),
+    ) -> None:
+        """The KV of the prompt and of `output` has arrived, and the other worker sampled `first_token`.
+
+        All of it enters this worker's tree, tokens are reported like any others, and the request decodes
+        without a forward over its prompt. `cached_tokens` is how much of the prompt the other worker had
+        cached: what it computed again, this worker's cache did not save. `output` is what that worker has
+        sampled in this request since `reserve`. Where log-probabilities are asked for, `output_logprobs` are
+        those of its last tokens, and only these are reported: the others were before.
         """
         assert req.state is ReqState.RESERVED, f"{req} is not reserved"
+        length = req.prefill_len + len(output)
+        assert length <= req.kv_allocated_len, f"{req} got more than was reserved"
         req.state = ReqState.TRANSFERRED
-        req.kv_committed_len = req.scheduled_len = req.prefill_len
+        for token in output:
+            self._append(req, token)
+        if logprobs is not None:
+            req.emitted_len += len(output) - len(output_logprobs)
+        req.kv_committed_len = req.scheduled_len = length
         req.cached_tokens = cached_tokens
-        req.reserved = {}
+        self._requests.pages.settle(req, length)
         self._requests.pages.cache_prefix(req, self._results.last_launch)
-        req.output_ids.append(first_token)
-        req.sampling.record(first_token)
+        self._append(req, first_token)
         self._requests.transferred.append(req)
-        self._results.report(req, None if logprobs is None else [logprobs])
+        self._results.report(req, None if logprobs is None else [*output_logprobs, logprobs])
+
+    @staticmethod
+    def _append(req: Req, token: int) -> None:
+        req.output_ids.append(token)
+        req.sampling.record(token)
 
     def headroom_rows(self) -> int:
         """How many more requests can be reserved, as far as rows, state slots and window pages go."""

@@ -79,21 +79,22 @@ class Pages:
         an admitted prompt never stops half-way because there are too few.
         """
         match = self.memory.cache.match_prefix(self._key(req, match_len))
-        return self._take(req, match, len(match.device_indices), spare)
+        return self._take(req, match, len(match.device_indices), spare, req.prefill_len)
 
-    def reserve(self, req: Req, spare: Capacity) -> bool:
-        """`take` for a prompt that comes by transfer. `req.reserved` has the pages that each group needs."""
+    def reserve(self, req: Req, spare: Capacity, extent: int) -> bool:
+        """`take` for a prompt that comes by transfer, with pages for `extent` tokens, not fewer than the
+        prompt's. `req.reserved` has those that are not cached here, by group."""
         total = req.prefill_len
         match = self.memory.cache.match_parts(self._key(req, total))
-        if not self._take(req, match, total, spare):
+        if not self._take(req, match, total, spare, extent):
             return False
         first = req.cache_protected_len
-        slots = self.slots(req, total)[first :: self.page_size]
+        slots = self.slots(req, extent)[first :: self.page_size]
         missing = slots.astype(np.int64) // self.page_size
         req.reserved = {self._primary: ReservedPages(first // self.page_size, missing)}
         if self.window is not None:
             row = _row(req)
-            assert self.window.extend(row, total), "window pages were counted, yet cannot be allocated"
+            assert self.window.extend(row, extent), "window pages were counted, yet cannot be allocated"
             own = self.window.private_pages(row).astype(np.int64)
             req.reserved["window"] = ReservedPages(int(self.window.private_from[row]), own)
         if (hold := req.state_hold) is not None:
@@ -101,11 +102,37 @@ class Pages:
             req.reserved["state"] = ReservedPages(0, np.array([hold.live], np.int64))
         return True
 
+    def filled(self, req: Req, length: int) -> GroupPages:
+        """Of the reserved pages, in order, those that a transfer of `length` tokens fills: what a query at
+        that position sees."""
+        return {name: reserved.within(*self._seen(name, length)) for name, reserved in req.reserved.items()}
+
+    def _seen(self, group: str, length: int) -> tuple[int, int]:
+        """The logical pages of a group, from and to, that a sequence of `length` tokens needs."""
+        if group == "state":
+            return 0, 1
+        first = 0 if group == self._primary or self.window is None else self.window.needed_from(length)
+        return first, self.pages_of(length)
+
+    def settle(self, req: Req, length: int) -> None:
+        """A transfer has filled the reservation up to `length` tokens: free what it did not need."""
+        row, end = _row(req), self.pages_of(length) * self.page_size
+        spare = self._req_to_token[row, end : req.kv_allocated_len : self.page_size] // self.page_size
+        self.memory.free({self._primary: spare})
+        req.kv_allocated_len = end
+        if self.window is not None:
+            own = np.concatenate([self.window.slide(row, length), self.window.cut(row, length)])
+            self.memory.free({"window": own})
+        if (hold := req.state_hold) is not None:
+            hold.live_len = length
+        req.reserved = {}
+
     def _key(self, req: Req, length: int) -> RadixKey:
         return RadixKey(req.fill_ids[:length], req.namespace, req.tenant)
 
-    def _take(self, req: Req, match: MatchResult, starts_at: int, spare: Capacity) -> bool:
-        """`take` a request whose first forward here has its first query at position `starts_at`."""
+    def _take(self, req: Req, match: MatchResult, starts_at: int, spare: Capacity, extent: int) -> bool:
+        """`take` slots for `extent` tokens of a request whose first forward here has its first query at
+        position `starts_at`."""
         cache, node = self.memory.cache, match.last_device_node
         # A lock makes evictable pages protected, so free memory is counted after it.
         cache.inc_lock_ref(node)
@@ -117,14 +144,14 @@ class Pages:
         if self.window is not None:
             self.window.attach(row, starts_at, match.part("window"))
         prefix = len(match.device_indices)
-        wanted = self.pages_of(req.prefill_len - prefix) * self.page_size
+        wanted = self.pages_of(extent - prefix) * self.page_size
         if not self._fits(row, wanted, spare):
             self._free_row(row)
             cache.dec_lock_ref(node)
             return False
         req.req_pool_idx = row
         req.prefix_indices = match.device_indices
-        extended = alloc_for_extend(self.memory, req, req.prefill_len)
+        extended = alloc_for_extend(self.memory, req, extent)
         assert extended, "free and evictable tokens were counted, yet cannot be allocated"
         if self.states is not None:
             pair = self.states.alloc(STATE_PAIR)

@@ -57,6 +57,10 @@ class ReservedPages(NamedTuple):
     first_page: int
     pages: npt.NDArray[np.int64]
 
+    def within(self, first: int, end: int) -> npt.NDArray[np.int64]:
+        """Those of the logical pages `first` up to `end`."""
+        return self.pages[max(first - self.first_page, 0) : max(end - self.first_page, 0)]
+
 
 class Req:
     """A request with its place in memory. Implements kvcache's CachedRequest.
