@@ -136,7 +136,7 @@ class BatchAdmission:
         extent = self._extent(req, slack)
         slack_pages = self._pages.pages_of(extent) - self._pages.pages_of(req.prefill_len)
         spare = self._spare(req, prefills=False, slack_pages=slack_pages)
-        if not outranked and self._pages.reserve(req, spare, extent):
+        if not outranked and self._requests.reservations.reserve(req, spare, extent):
             self.withdraw(req)
             self._count_cached(req)
             return True

@@ -71,14 +71,14 @@ class HandOff:
         passed.
         """
         assert req.state is ReqState.RESERVED, f"{req} is not reserved"
-        pages = self._requests.pages.split_reservation(req)
+        pages = self._requests.reservations.split(req)
         self._requests.end(req)
         return pages
 
     def filled(self, req: Req, context_tokens: int) -> GroupPages:
         """Of the pages that `req.reserved` names, those that a transfer of this many tokens fills, by group:
         not the slack that was not needed, nor pages that have left the window."""
-        return self._requests.pages.filled(req, context_tokens)
+        return self._requests.reservations.filled(req, context_tokens)
 
     def add_transferred(
         self,
@@ -107,7 +107,7 @@ class HandOff:
             req.emitted_len += len(output) - len(output_logprobs)
         req.kv_committed_len = req.scheduled_len = length
         req.cached_tokens = cached_tokens
-        self._requests.pages.settle(req, length)
+        self._requests.reservations.settle(req, length)
         self._requests.pages.cache_prefix(req, self._results.last_launch)
         self._append(req, first_token)
         self._requests.transferred.append(req)

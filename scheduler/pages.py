@@ -20,7 +20,7 @@ from kvcache.memory import GroupPages, Memory
 from kvcache.radix_key import RadixKey
 from kvcache.request import STATE_PAIR, StateHold, state_slot
 from scheduler.deferred import DeferredFrees
-from scheduler.req import Req, ReservedPages
+from scheduler.req import Req
 from scheduler.running import RunningBatch
 
 
@@ -78,59 +78,15 @@ class Pages:
         The request's own window pages are part of `spare`. The primary group's slots are allocated at once:
         an admitted prompt never stops half-way because there are too few.
         """
-        match = self.memory.cache.match_prefix(self._key(req, match_len))
-        return self._take(req, match, len(match.device_indices), spare, req.prefill_len)
+        match = self.memory.cache.match_prefix(self.key(req, match_len))
+        return self.take_slots(req, match, len(match.device_indices), spare, req.prefill_len)
 
-    def reserve(self, req: Req, spare: Capacity, extent: int) -> bool:
-        """`take` for a prompt that comes by transfer, with pages for `extent` tokens, not fewer than the
-        prompt's. `req.reserved` has those that are not cached here, by group."""
-        total = req.prefill_len
-        match = self.memory.cache.match_parts(self._key(req, total))
-        if not self._take(req, match, total, spare, extent):
-            return False
-        first = req.cache_protected_len
-        slots = self.slots(req, extent)[first :: self.page_size]
-        missing = slots.astype(np.int64) // self.page_size
-        req.reserved = {self._primary: ReservedPages(first // self.page_size, missing)}
-        if self.window is not None:
-            row = _row(req)
-            assert self.window.extend(row, extent), "window pages were counted, yet cannot be allocated"
-            own = self.window.private_pages(row).astype(np.int64)
-            req.reserved["window"] = ReservedPages(int(self.window.private_from[row]), own)
-        if (hold := req.state_hold) is not None:
-            hold.live, hold.live_len = hold.private[0], total
-            req.reserved["state"] = ReservedPages(0, np.array([hold.live], np.int64))
-        return True
-
-    def filled(self, req: Req, length: int) -> GroupPages:
-        """Of the reserved pages, in order, those that a transfer of `length` tokens fills: what a query at
-        that position sees."""
-        return {name: reserved.within(*self._seen(name, length)) for name, reserved in req.reserved.items()}
-
-    def _seen(self, group: str, length: int) -> tuple[int, int]:
-        """The logical pages of a group, from and to, that a sequence of `length` tokens needs."""
-        if group == "state":
-            return 0, 1
-        first = 0 if group == self._primary or self.window is None else self.window.needed_from(length)
-        return first, self.pages_of(length)
-
-    def settle(self, req: Req, length: int) -> None:
-        """A transfer has filled the reservation up to `length` tokens: free what it did not need."""
-        row, end = _row(req), self.pages_of(length) * self.page_size
-        spare = self._req_to_token[row, end : req.kv_allocated_len : self.page_size] // self.page_size
-        self.memory.free({self._primary: spare})
-        req.kv_allocated_len = end
-        if self.window is not None:
-            own = np.concatenate([self.window.slide(row, length), self.window.cut(row, length)])
-            self.memory.free({"window": own})
-        if (hold := req.state_hold) is not None:
-            hold.live_len = length
-        req.reserved = {}
-
-    def _key(self, req: Req, length: int) -> RadixKey:
+    @staticmethod
+    def key(req: Req, length: int) -> RadixKey:
+        """What the cache knows the request's first `length` tokens by."""
         return RadixKey(req.fill_ids[:length], req.namespace, req.tenant)
 
-    def _take(self, req: Req, match: MatchResult, starts_at: int, spare: Capacity, extent: int) -> bool:
+    def take_slots(self, req: Req, match: MatchResult, starts_at: int, spare: Capacity, extent: int) -> bool:
         """`take` slots for `extent` tokens of a request whose first forward here has its first query at
         position `starts_at`."""
         cache, node = self.memory.cache, match.last_device_node
@@ -179,7 +135,7 @@ class Pages:
 
     def extend_window(self, req: Req, end: int) -> bool:
         """Allocate window pages for a chunk that ends at `end`. False, and none, if there are too few."""
-        return self.window is None or self.window.extend(_row(req), end)
+        return self.window is None or self.window.extend(row_of(req), end)
 
     def grow(self, running: RunningBatch) -> bool:
         """Allocate the next page of every request at a page border. False if there are too few pages."""
@@ -227,7 +183,7 @@ class Pages:
             self.memory.cache.cache_unfinished_req(req, chunked)
             self.deferred.hold(self.memory.free_group_take(), last_launch)
         if self.window is not None:  # no launched forward starts before the committed length
-            self.memory.free({"window": self.window.slide(_row(req), req.kv_committed_len)})
+            self.memory.free({"window": self.window.slide(row_of(req), req.kv_committed_len)})
 
     def cut_points(self, req: Req, total: int) -> tuple[int, ...]:
         """Lengths below `total` at which the cache wants a forward of this request to end."""
@@ -243,20 +199,6 @@ class Pages:
         release_kv_cache(self.memory, req, is_insert=is_insert)
         req.forget_memory()
 
-    def split_reservation(self, req: Req) -> GroupPages:
-        """Give back row and locks of a reservation. Returns the pages that a peer may write to, still
-        allocated."""
-        pages: GroupPages = {name: reserved.pages for name, reserved in req.reserved.items()}
-        row = _row(req)
-        if self.window is not None:
-            self.window.release(row)
-        if self.states is not None and (hold := req.state_hold) is not None:
-            self.states.free([slot for slot in hold.private if slot != hold.live])
-        self.memory.cache.dec_lock_ref(req.last_node)
-        self._pool.free(row)
-        req.forget_memory()
-        return pages
-
     def private_pages(self, req: Req) -> GroupPages:
         """Pages and slots that this request holds outside the tree."""
         row = req.req_pool_idx
@@ -271,6 +213,7 @@ class Pages:
         return pages
 
 
-def _row(req: Req) -> int:
+def row_of(req: Req) -> int:
+    """The request's row; it must have one."""
     assert req.req_pool_idx is not None, f"{req} has no row"
     return req.req_pool_idx

@@ -12,6 +12,7 @@ from kvcache.memory import GroupPages
 from scheduler.pages import Pages
 from scheduler.queue import WaitingQueue
 from scheduler.req import Req, ReqState
+from scheduler.reservations import Reservations
 from scheduler.running import RunningBatch
 
 HOLDING = frozenset({
@@ -26,6 +27,7 @@ class RequestTable:
 
     def __init__(self, pages: Pages, running: RunningBatch) -> None:
         self.pages = pages
+        self.reservations = Reservations(pages)
         self.running = running
         self.waiting = WaitingQueue()
         self.transferred: deque[Req] = deque()  # their KV is here; they wait for the decode batch

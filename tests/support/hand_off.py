@@ -39,6 +39,7 @@ from wire.messages import (
     Tokens,
     kind_of,
 )
+from wire.peer_monitors import PeerState
 from wire.request import FinishReason, GenerateRequest, SamplingParams
 from worker import loop, mail, parts, role
 from worker.loop import Worker
@@ -71,9 +72,17 @@ class FakeMailbox:
 
     def __init__(self, *_: Any) -> None:
         self.address = f"worker-{next(self.network.names)}"
+        self.peers: dict[str, PeerState] = {}  # that have come up or gone down
 
     def send(self, to: str, message: AnyMessage) -> None:
         self.network.letters.append(Letter(self.address, to, decode(encode(message))))
+
+    def take_peers(self) -> dict[str, PeerState]:
+        states, self.peers = self.peers, {}
+        return states
+
+    def watch(self, peers: frozenset[str]) -> None:
+        """All are."""
 
     def nudge(self) -> None:
         """The test turns the loop itself."""
