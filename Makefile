@@ -4,7 +4,7 @@ PY := .venv/bin/python
 # Two workers on one small machine share its cores: one compute thread each, unless a bench asks for more.
 TEST_ENV := OMP_NUM_THREADS=1 RAY_DISABLE_IMPORT_WARNING=1 RAY_USAGE_STATS_ENABLED=0
 
-.PHONY: help setup demo check lint types imports dead quick test oracle invariants e2e peers wheel demo-quality kv-quant
+.PHONY: help setup demo check lint types imports dead quick test oracle mutants invariants e2e peers wheel demo-quality kv-quant
 
 help:  ## list the targets and their variables
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -12,6 +12,7 @@ help:  ## list the targets and their variables
 	@sed -nE 's/^#: ([A-Z_]+=[A-Z0-9]*) +(.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 
 #: TORCH_INDEX=URL   where setup and wheel take torch from; if it is empty or does not answer: pip's own index
+#: ONLY=TEXT         mutants: those whose line, as it is printed, has this in it
 #: KEEP=1            demo: leave what it started running
 #: ALL=1             quick: the unit tests of all rooms
 
@@ -43,6 +44,9 @@ test: setup check  ## all that a change must pass: check, unit tests, an oracle 
 
 oracle: setup  ## the whole matrix against transformers.generate
 	@$(TEST_ENV) $(PY) -m tools.run_tests "oracle or oracle_full" tests/e2e tests/engine tests/prefill_node
+
+mutants: setup  ## over 300 curated one-line faults: do the tests see them? (ONLY=kvcache/: some of them)
+	@$(TEST_ENV) $(PY) -m tests.mutants --only "$(ONLY)"
 
 invariants: setup  ## long runs of the hypothesis state machines
 	@$(TEST_ENV) $(PY) -m tools.run_tests "invariants"

@@ -33,6 +33,14 @@ def test_pages_start_at_one_and_none_is_taken_when_short() -> None:
     assert allocator.available_size() == 4
 
 
+def test_what_was_allocated_does_not_change_when_some_of_it_is_freed() -> None:
+    allocator = make_allocator(4, 1)
+    pages = allocator.alloc_pages(2)
+    assert pages is not None
+    allocator.free_page_ids(pages[1:])
+    assert pages.tolist() == [1, 2]
+
+
 def test_free_takes_each_page_of_a_run_once_and_the_last_one_may_be_partly_filled() -> None:
     allocator = PagedTokenToKVPoolAllocator(3, 4)
     allocator.alloc(12)

@@ -62,6 +62,10 @@ def test_a_free_group_spans_all_groups_but_what_is_evicted_is_free_at_once() -> 
     built.states.free(slots.tolist())
     assert built.cache.tree.evict("state", 1) == 1
     assert built.states.allocator.available_pages() == before + 1
+    for name in ("window", "full"):
+        before = built.allocators[name].available_pages()
+        evicted = built.cache.tree.evict(name, 1)
+        assert built.allocators[name].available_pages() == before + evicted > before
     taken = built.free_group_take()
     assert {name: pages.tolist() for name, pages in taken.items()} == {"state": slots.tolist()}
     built.free(taken)

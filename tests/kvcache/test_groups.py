@@ -84,6 +84,32 @@ def test_a_combined_match_needs_the_window_and_the_state_at_one_length() -> None
     assert cached_tokens(built) == 0, "A had a state but no window left"
 
 
+def test_window_pages_of_an_inner_node_go_one_by_one() -> None:
+    built = memory(PAGE, specs=groups("window", window=8))
+    insert(built, A + B)
+    insert(built, A + B + C)
+    tree = built.cache.tree
+    assert [tree.evict("window", 1) for _ in range(4)] == [1, 1, 1, 1]
+    assert cached_tokens(built) == 24, "all of them were the inner node's"
+
+
+def test_both_parts_of_a_split_node_can_be_evicted_from() -> None:
+    built = memory(PAGE, specs=groups("window", window=8))
+    insert(built, A + B)
+    assert len(built.cache.match_prefix(key(A + C)).device_indices) == 8
+    assert built.cache.tree.evict("window", 4) == 4
+
+
+def test_both_parts_of_a_node_that_a_match_splits_were_used_by_it() -> None:
+    built = memory(PAGE, specs=groups("window", window=8))
+    insert(built, A + B, window=[1, 1, 0, 1])
+    insert(built, C)
+    assert len(built.cache.match_prefix(key(A + B)).device_indices) == 8
+    ages = [node.last_access for node in built.cache.tree.nodes() if node.token_array()[0] != C[0]]
+    assert len(ages) == 2
+    assert ages[0] == ages[1]
+
+
 # -- repeats, turns and forks --------------------------------------------------------------------------
 
 

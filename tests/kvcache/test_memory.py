@@ -71,6 +71,7 @@ def test_kv_is_written_where_the_page_layout_says(dtype: torch.dtype, page_size:
 def test_layout_and_capacity() -> None:
     layout = SPEC.to_layout(16)
     assert (layout.shape, layout.dtype, layout.page_bytes) == ((2, 2, 2, 16, 4), "float32", 2048)
+    assert dataclasses.replace(SPEC, tile_order="pairs").to_layout(16).tile_order == "pairs"
     assert pages_in(2048 * 10 + 5, (SPEC,), 16) == 9
     with pytest.raises(ConfigError):
         dataclasses.replace(SPEC, v_head_dim=8)

@@ -16,7 +16,7 @@ from kvcache.components.holdings import GroupHoldings
 from kvcache.config import CacheConfig, KVEventsConfig
 from kvcache.eviction import POLICIES, Evictor
 from kvcache.radix_cache import RadixCache
-from kvcache.radix_key import Namespace
+from kvcache.radix_key import Namespace, RadixKey
 from kvcache.radix_tree import RadixTree
 from kvcache.report import pretty_print
 from kvcache.request import CachedRequest
@@ -31,9 +31,11 @@ from tests.kvcache.support import (
     memory,
     pages_of,
     put,
+    radix_cache,
     reference_hashes,
     request,
 )
+from wire.events import BlockRemoved
 
 A, B, C = [1] * 4, [2] * 4, [3] * 4
 
@@ -71,8 +73,8 @@ def test_a_bigram_page_needs_one_token_more_and_reports_pairs() -> None:
     built = memory()
     bigram = Namespace("model", is_bigram=True)
     put(built, range(9), bigram)
+    assert matched(built, [*range(8), 99], bigram) == 4, "parts in the last token, before any split"
     assert matched(built, range(8), bigram) == 4
-    assert matched(built, [*range(8), 99], bigram) == 4
     assert matched(built, range(9), bigram) == 8
     (event,) = built.take_events()
     assert event.token_ids == [[i, i + 1] for i in range(8)]
@@ -91,16 +93,42 @@ def test_a_locked_path_survives_eviction_and_a_split_inherits_the_lock() -> None
     built.check_memory()
 
 
+def test_both_parts_of_a_split_have_its_hits_priority_age_and_tenant() -> None:
+    built = memory()
+    cache = radix_cache(built)
+    for _ in range(3):
+        pages = built.allocator.alloc_pages(3)
+        assert pages is not None
+        inserted = cache.insert(RadixKey(A + B + C, NAMESPACE, "tenant"), pages, priority=7)
+        built.allocator.free_page_ids(pages[: inserted.prefix_len // 4])
+    (whole,) = cache.tree.nodes()
+    before = (whole.hit_count, whole.priority, whole.created, whole.tenant)
+    assert before[:2] == (2, 7)
+    matched(built, [*A, 9])
+    upper, lower = cache.tree.nodes()
+    for part in (upper, lower):
+        assert (part.hit_count, part.priority, part.created, part.tenant) == before
+
+
+def test_a_chunked_prefill_is_no_hit_on_itself() -> None:
+    built = memory()
+    for end in (4, 8, 12):
+        put(built, (A + B + C)[:end], chunked=True)
+    assert [node.hit_count for node in built.cache.tree.nodes()] == [0, 0, 0]
+    put(built, A + B)
+    assert [node.hit_count for node in built.cache.tree.nodes()] == [1, 1, 0]
+
+
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [
-        ("lru", [2, 3, 4, 1]),
-        ("mru", [1, 4, 3, 2]),
+        ("lru", [2, 4, 3, 1]),
+        ("mru", [1, 3, 4, 2]),
         ("lfu", [4, 3, 2, 1]),
         ("fifo", [1, 2, 3, 4]),
         ("filo", [4, 3, 2, 1]),
-        ("priority", [3, 4, 1, 2]),
-        ("slru", [3, 4, 2, 1]),
+        ("priority", [4, 3, 1, 2]),
+        ("slru", [4, 3, 2, 1]),
     ],
 )
 def test_policies(policy: str, expected: list[int]) -> None:
@@ -108,7 +136,8 @@ def test_policies(policy: str, expected: list[int]) -> None:
     for name, hits, priority in ((1, 4, 1), (2, 3, 9), (3, 1, 0), (4, 0, 0)):
         for _ in range(hits + 1):
             put(built, [name] * 4, priority=priority)
-    matched(built, [1] * 4)
+    for used in (3, 1):
+        matched(built, [used] * 4)
     left, gone = {1, 2, 3, 4}, []
     while left:
         assert built.cache.tree.evict("full", 1) == 1
@@ -157,6 +186,11 @@ def test_lookup_of_many_offers_keeps_the_heap_small() -> None:
             pass
     # Nothing but memory shows how many entries a heap has.
     assert len(built.cache.tree.components[0].evictor._heap) == 1
+    falling = memory(eviction_policy="mru")  # its keys change with every use, so an entry is made each time
+    put(falling, A)
+    for _ in range(1000):
+        matched(falling, A)
+    assert len(falling.cache.tree.components[0].evictor._heap) < 100
 
 
 def test_events_are_chained_by_the_written_definition_and_survive_splits() -> None:
@@ -164,7 +198,9 @@ def test_events_are_chained_by_the_written_definition_and_survive_splits() -> No
     salted = Namespace("model", extra_key="lora", cache_salt="s")
     put(built, A + B + C, salted)
     put(built, A + C, salted)
-    first, second = built.take_events()
+    put(built, A + B + C + A, salted)
+    first, second, third = built.take_events()
+    assert third.parent_block_hash == first.block_hashes[-1], "the last page above, not the first"
     assert first.block_hashes == reference_hashes(salted, A + B + C, 4)
     assert first.parent_block_hash is None
     assert (first.token_ids, first.block_size, first.medium) == (A + B + C, 4, "GPU")
@@ -173,7 +209,7 @@ def test_events_are_chained_by_the_written_definition_and_survive_splits() -> No
     assert second.parent_block_hash == first.block_hashes[0]
     built.cache.tree.evict("full", 25)
     removed = [name for event in built.take_events() for name in event.block_hashes]
-    assert sorted(removed) == sorted(first.block_hashes + second.block_hashes)
+    assert sorted(removed) == sorted(first.block_hashes + second.block_hashes + third.block_hashes)
 
 
 def test_hashes_are_computed_only_when_events_are_on() -> None:
@@ -196,7 +232,9 @@ def test_an_overflow_becomes_a_clear_and_a_snapshot(caplog: pytest.LogCaptureFix
     expected = [name for i in range(1, 6) for name in reference_hashes(NAMESPACE, [i] * 8, 4)]
     assert sorted(index.blocks) == sorted(expected)
     built.cache.tree.evict("full", 2)
-    index.read(built.take_events())
+    events = built.take_events()
+    assert [type(event) for event in events] == [BlockRemoved], "what follows a snapshot is none"
+    index.read(events)
     assert len(index.blocks) == 8
 
 

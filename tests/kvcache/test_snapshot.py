@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import ExitStack
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -47,7 +48,8 @@ def test_a_snapshot_has_no_more_batches_than_it_may(sizes: list[int], at_most: i
     for i, size in enumerate(sizes):
         put(built, [1000 + i] * size)
     snapshot = built.snapshot()
-    batches = list(snapshot.batches(at_most))
+    with mock.patch("kvcache.snapshot._BATCH_PAGES", 1):
+        batches = list(snapshot.batches(at_most))
     assert 1 <= len(batches) <= at_most
     assert all(batches)
     consumer = Index()
@@ -124,8 +126,10 @@ def test_peers_that_wait_share_one_snapshot() -> None:
         assert all(answer == answers[0] for answer in answers)
         assert len(names_in([*answers[0].values()])) == 2
         assert publisher.snapshots == 1
+        publisher.publish_snapshot(built.snapshot())
         for peer in peers:
             assert list(peer.ask(3)) == [3, 4], "each peer was answered once"
+        assert publisher.snapshots == 1, "nobody waits any more"
 
 
 def test_a_snapshot_nobody_waits_for_is_not_sent() -> None:

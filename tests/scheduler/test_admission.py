@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from scheduler.budget import CLAIM_STEPS
 from scheduler.config import SchedulerConfig
+from scheduler.node_policy import AfterPrefill
 from scheduler.retraction import pick_victim
 from tests.scheduler.rig import Rig
 
@@ -138,4 +140,67 @@ def test_a_reservation_that_waits_leaves_no_headroom_to_later_ones() -> None:
     assert rig.scheduler.hand_off.reserve(large)
     rig.memory.quarantine(rig.scheduler.hand_off.cancel_reservation(large), "large")
     rig.memory.release_quarantine("large")
+    rig.close()
+
+
+def test_a_reservation_passes_no_older_request_that_waits_for_memory() -> None:
+    """The queue's head does not fit; a reservation that came later would, and does not pass it."""
+    rig = Rig(pool_tokens=512, max_context=512, pre_alloc=3, config=CONFIG)
+    rig.add(range(100), 60)
+    rig.step()
+    large = rig.add([9] * 350, 10)
+    rig.step()
+    assert large.req_pool_idx is None
+    small = rig.req([7] * 20, 4)
+    assert not rig.scheduler.hand_off.reserve(small)
+    while not rig.scheduler.hand_off.reserve(small):
+        rig.step()
+    assert large.req_pool_idx is not None or large.room in rig.policy.finished
+    rig.memory.quarantine(rig.scheduler.hand_off.cancel_reservation(small), "small")
+    rig.memory.release_quarantine("small")
+    rig.run()
+    rig.assert_outputs(small.room)
+    rig.close()
+
+
+def test_a_claim_that_is_not_renewed_ends() -> None:
+    """A reservation that was refused and is never tried again keeps nobody out for long."""
+    rig = Rig(pool_tokens=512, max_context=512, pre_alloc=3, config=CONFIG)
+    runner = rig.add(range(100), 200)
+    rig.step()
+    assert not rig.scheduler.hand_off.reserve(rig.req([9] * 300, 10))
+    small = rig.add([7] * 20, 2)
+    rig.step()
+    assert small.req_pool_idx is None
+    for _ in range(CLAIM_STEPS + 2):
+        rig.step()
+    assert small.room in rig.policy.finished
+    assert runner.room not in rig.policy.finished
+    rig.run()
+    rig.close()
+
+
+def test_a_claim_holds_back_no_request_of_greater_priority() -> None:
+    rig = Rig(pool_tokens=512, max_context=512, pre_alloc=3, config=CONFIG)
+    rig.add(range(100), 100)
+    rig.step()
+    assert not rig.scheduler.hand_off.reserve(rig.req([9] * 300, 10))
+    urgent = rig.add([7] * 20, 2, priority=1)
+    rig.step()
+    assert urgent.req_pool_idx is not None
+    rig.run()
+    rig.close()
+
+
+def test_a_prompt_that_finds_no_row_locks_nothing() -> None:
+    """Handed-off requests keep their rows, so a third one of the same prompt is tried in vain."""
+    rig = Rig(config=replace(CONFIG, max_running_requests=2), after=AfterPrefill.HAND_OFF)
+    reqs = [rig.add(range(50), 2) for _ in range(3)]
+    for _ in range(6):
+        rig.step()
+    assert [req.req_pool_idx is not None for req in reqs] == [True, True, False]
+    for req in reqs[:2]:
+        rig.scheduler.hand_off.release(req)
+    rig.run()
+    rig.scheduler.hand_off.release(reqs[2])
     rig.close()

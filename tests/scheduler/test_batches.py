@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from engine.batch import UNKNOWN_TOKEN
@@ -24,9 +25,37 @@ def test_decode_rows_and_chunks_share_a_forward() -> None:
     batch = rig.engine.batches[-1]
     assert batch.q_lens.tolist() == [1, 16]  # one token of 32 goes to the decode row, the rest page-floored
     assert batch.sampled.tolist() == [0]
+    assert [row.position for row in batch.sampling] == [1]
     assert batch.seq_lens.tolist() == [first.prompt_len + 1, 16]
     rig.run()
     rig.assert_outputs()
+    rig.close()
+
+
+def test_a_batch_shares_no_memory_with_what_the_next_step_changes() -> None:
+    """A forward may run in a thread while the next step is scheduled."""
+    rig = Rig(config=CONFIG, groups=("window", "state"))
+    rig.add(range(20), 30)
+    rig.step()
+    rig.add(range(40, 90), 4)
+    for _ in range(4):
+        rig.step()
+    running = rig.scheduler._running
+    assert running.states is not None
+    assert rig.memory.swa is not None
+    changing = [
+        running.rows, running.lens, running.next_ids, running.page_table, running.states.reads,
+        running.states.writes, rig.memory.req_to_token_pool.req_to_token, rig.memory.swa.table,
+    ]  # fmt: skip
+    for batch in rig.engine.batches:
+        assert batch.window is not None
+        assert batch.state is not None
+        parts = (batch, batch.window, batch.state)
+        given = [getattr(part, name) for part in parts for name in part.__slots__]
+        arrays = [array for array in given if isinstance(array, np.ndarray)]
+        assert len(arrays) == 12
+        assert not any(np.shares_memory(array, one) for array in arrays for one in changing)
+    rig.run()
     rig.close()
 
 

@@ -28,6 +28,7 @@ def test_length_stop_eos_and_min_tokens(depth: int) -> None:
     ignoring = rig.add(PROMPT, 12, ignore_eos=True)
     stopping = rig.add(PROMPT, 12, ignore_eos=True, stop_token_ids=(third,))
     late = rig.add(PROMPT, 12, min_tokens=4)
+    just = rig.add(PROMPT, 12, min_tokens=3)  # the third may not be the last
     one = rig.add(PROMPT, 1)
     rig.run()
     assert len(rig.policy.outputs[plain.room]) == 3
@@ -36,6 +37,7 @@ def test_length_stop_eos_and_min_tokens(depth: int) -> None:
     assert rig.policy.finished[ignoring.room] is FinishReason.LENGTH
     assert rig.policy.outputs[stopping.room] == rig.policy.outputs[plain.room]
     assert len(rig.policy.outputs[late.room]) > 3
+    assert len(rig.policy.outputs[just.room]) > 3
     assert rig.policy.finished[one.room] is FinishReason.LENGTH
     rig.assert_outputs()
     rig.close()
@@ -86,6 +88,14 @@ def test_prompt_that_can_never_fit_names_both_lengths() -> None:
     assert why is RejectKind.INVALID
     assert "70" in message
     assert "64" in message
+    rig.close()
+
+
+def test_a_prompt_as_long_as_the_memory_leaves_no_room_for_a_token() -> None:
+    rig = Rig(pool_tokens=64)
+    req = rig.add(range(64), 2)
+    rig.run()
+    assert rig.policy.failed[req.room][0] is RejectKind.INVALID
     rig.close()
 
 

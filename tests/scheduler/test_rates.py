@@ -107,3 +107,9 @@ def test_a_queue_counts_what_is_left_to_compute() -> None:
     rig.run()
     assert load().queued_prefill_tokens == 0
     rig.close()
+
+
+def test_every_waiting_prompt_counts_a_token_at_least() -> None:
+    rates = Rates(Clock())
+    rates.admitted(100, 0)
+    assert rates.to_compute(3, 300) == 3

@@ -6,8 +6,11 @@ import math
 
 import pytest
 
-from common.errors import InvalidRequest
+from common.errors import ContextTooLong, InvalidRequest
+from scheduler.req import Req, RequestLimits
 from tests.scheduler.rig import VOCAB, Rig
+from wire.codec import pack_tokens
+from wire.request import GenerateRequest, SamplingParams
 
 
 @pytest.mark.parametrize("bad", [-1, VOCAB, 1 << 63])
@@ -40,3 +43,24 @@ def test_the_whole_vocabulary_may_be_named() -> None:
     req = rig.req([1, 2, 3], logit_bias={0: 1.0, VOCAB - 1: -1.0}, stop_token_ids=(0, VOCAB - 1))
     assert req.request.sampling.stop_token_ids == (0, VOCAB - 1)
     rig.close()
+
+
+def asked(prompt: list[int], forced: tuple[int, ...] = ()) -> Req:
+    """The request of a message, on a worker that holds contexts of 10 tokens."""
+    request = GenerateRequest(
+        request_id="r", sampling=SamplingParams(), room=1, epoch=0, prompt=pack_tokens(prompt), forced=forced
+    )
+    return Req.from_request(request, "m", RequestLimits(10, VOCAB, ()))
+
+
+def test_a_context_leaves_room_for_a_token() -> None:
+    assert asked([1] * 9).prompt_len == 9
+    assert asked([1] * 5, (2,) * 4).input_len == 9
+    for prompt, forced in (([1] * 10, ()), ([1] * 5, (2,) * 5)):
+        with pytest.raises(ContextTooLong):
+            asked(prompt, forced)
+
+
+def test_forced_tokens_outside_the_vocabulary_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="forced"):
+        asked([1], (VOCAB,))
