@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ _QUEUED_PER_PEER = 100_000  # frames
 _LONGEST_FRAME = 1 << 20  # bytes; a longer message has a frame of its own
 _LENGTH = 4
 _IDLE_PEER_S = 300.0
+_DOWN_PEER_S = 10.0  # longer than a partition that rooms survive; a process that is gone never comes back
 
 
 class Mail(NamedTuple):
@@ -104,7 +105,8 @@ class PeerSockets:
     """Connections to the mailboxes that were sent something or are watched. Others are closed when idle.
 
     `on_peer` is called from `check` with the address of a peer that has come up or gone down. Sending to a
-    peer that is down is no error: ZeroMQ keeps what is queued until the peer is up again or forgotten.
+    peer that is down is no error: ZeroMQ keeps what is queued until the peer is up again or forgotten. One
+    that is down, is not watched and is sent nothing for ten seconds is forgotten.
     """
 
     def __init__(
@@ -120,7 +122,9 @@ class PeerSockets:
         self._curve = curve
         self._peers: dict[str, _Peer] = {}
         self.watched: frozenset[str] = frozenset()
-        self._monitors = PeerMonitors(context, on_peer)
+        self._on_peer = on_peer
+        self._down: set[str] = set()
+        self._monitors = PeerMonitors(context, self._on_state)
         self.descriptor = self._monitors.descriptor  # readable when a peer may have changed
         self._unsent: list[_Peer] = []
         self.dropped = 0  # messages
@@ -159,12 +163,15 @@ class PeerSockets:
                 self._connect(address)
 
     def check(self, now: float) -> None:
-        """Report peers that have come up or gone down."""
+        """Report peers that have come up or gone down, and forget those that are down for long."""
         self._monitors.check(now)
+        if self._down:
+            self._forget_unused(self._down, now - _DOWN_PEER_S)
 
     def forget(self, address: str) -> None:
         """Drop the connection to a peer that is gone, and what is queued for it."""
         peer = self._peers.pop(address, None)
+        self._down.discard(address)
         if peer is not None:
             peer.messages = 0
             self._monitors.remove(address)
@@ -194,12 +201,20 @@ class PeerSockets:
         send_heartbeats(socket)
         self._monitors.add(address, socket)
         socket.connect(address)
-        self._forget_idle()
-        peer = self._peers[address] = _Peer(socket, time.monotonic(), bytearray())
+        now = time.monotonic()
+        self._forget_unused(self._peers, now - _IDLE_PEER_S)
+        peer = self._peers[address] = _Peer(socket, now, bytearray())
         return peer
 
-    def _forget_idle(self) -> None:
-        idle_since = time.monotonic() - _IDLE_PEER_S
-        for name in [name for name, known in self._peers.items() if known.used_at < idle_since]:
-            if name not in self.watched:
-                self.forget(name)
+    def _on_state(self, address: str, state: PeerState) -> None:
+        if state is PeerState.DOWN:
+            self._down.add(address)
+        else:
+            self._down.discard(address)
+        self._on_peer(address, state)
+
+    def _forget_unused(self, addresses: Iterable[str], since: float) -> None:
+        """Forget those of the peers that are not watched and were sent nothing since then."""
+        for address in [one for one in addresses if self._peers[one].used_at < since]:
+            if address not in self.watched:
+                self.forget(address)

@@ -14,12 +14,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import zmq
 
 from wire.loop_mailbox import LoopMailbox
 from wire.mailbox import Mailbox
 from wire.messages import Inspected, Watch
 from wire.peer_monitors import PeerState
 from wire.security import curve_for
+from wire.sockets import PeerSockets
 
 ROOT = Path(__file__).resolve().parents[2]
 DETECTED_S = 6.0  # 2 on a machine that is not busy with other tests
@@ -124,6 +126,30 @@ def test_nobody_at_an_address_is_down_at_once() -> None:
     with Mailbox() as mailbox:
         mailbox.watch(frozenset({address}))
         assert until(mailbox, address, DOWN) < DETECTED_S
+
+
+def test_a_peer_that_stays_down_holds_no_descriptors() -> None:
+    with peer() as there:
+        address = there.address
+    told: list[tuple[str, PeerState]] = []
+    context = zmq.Context()
+    sockets = PeerSockets(context, "tcp://127.0.0.1:1", None, lambda *state: told.append(state))
+    context.socket(zmq.PUSH).close()  # the context's own descriptors come with its first socket
+    before = len(os.listdir("/proc/self/fd"))
+    sockets.send(address, Watch())
+    sockets.flush()
+    deadline = time.monotonic() + PATIENCE_S
+    while not told and time.monotonic() < deadline:
+        sockets.check(time.monotonic())
+        time.sleep(0.02)
+    assert told == [(address, DOWN)]
+    assert len(os.listdir("/proc/self/fd")) > before
+    sockets.check(time.monotonic() + 60.0)
+    while len(os.listdir("/proc/self/fd")) > before:  # ZeroMQ closes a socket on a thread of its own
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    sockets.close()
+    context.destroy(linger=0)
 
 
 def test_a_stranger_is_down() -> None:
