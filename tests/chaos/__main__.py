@@ -1,0 +1,79 @@
+"""`make chaos`: the matrix of docs/reliability.md over real processes.
+
+python -m tests.chaos [--scenarios N] [--seed S] [--only ROLE/STATE/FAULT/TRANSPORT/ENGINE]
+
+A line for each scenario, then what was not as promised, then one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+from tests.chaos.bench import Bench
+from tests.chaos.matrix import Cell, cells
+from tests.chaos.scenario import Outcome
+from tests.chaos.totals import Totals
+
+_AT_ONCE = 40  # scenarios that are sorted, so that those of one stack follow each other
+
+
+def sorted_by_stack(drawn: Iterator[Cell], count: int) -> Iterator[Cell]:
+    """The first cells, in an order in which a stack is used for many before the next one is built."""
+    chosen = itertools.islice(drawn, count)
+    while block := list(itertools.islice(chosen, _AT_ONCE)):
+        yield from sorted(block, key=lambda cell: (cell.transport, cell.engine, cell.state == "retracted"))
+
+
+def say(line: str) -> None:
+    """A line at once: a run takes an hour."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def describe(outcome: Outcome) -> str:
+    """A scenario's line, with which it can be repeated."""
+    verdict = "missed" if outcome.missed else "FAILED" if outcome.counts else "ok"
+    detect = f" detect {outcome.detect_s[0]:.2f}" if outcome.detect_s else ""
+    resume = f" resume {max(outcome.resume_s):.2f}" if outcome.resume_s else ""
+    return f"{verdict:7}{outcome.took_s:5.1f} s  {outcome.cell}{detect}{resume}"
+
+
+def main() -> int:
+    """0 when everything was as promised."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--scenarios", type=int, default=600)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", default="")
+    given = parser.parse_args()
+    totals, begun = Totals(), time.monotonic()
+    with ExitStack() as cleanup:
+        files = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="baton-chaos-")))
+        bench = cleanup.enter_context(Bench(files, given.seed))
+        for number, cell in enumerate(
+            sorted_by_stack(cells(given.seed, given.only), given.scenarios), start=1
+        ):
+            outcome = bench.play(cell, number)
+            totals.add(outcome)
+            totals.disturbed = bench.disturbed
+            say(f"{number:4} {describe(outcome)}")
+            for problem in outcome.problems:
+                say(f"       {problem}")
+    failures = totals.failures(whole=not given.only)
+    say(f"{time.monotonic() - begun:.0f} s")
+    for failure in failures:
+        say(f"NOT AS PROMISED: {failure}")
+    say(totals.line())
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
