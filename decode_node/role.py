@@ -10,9 +10,6 @@ are quarantined until the transport's fence has passed (docs/decisions/0004-fenc
 
 from __future__ import annotations
 
-import time
-from collections import deque
-
 from common.errors import TransferError
 from common.host import host_identity
 from decode_node.room import DecodeHold, DecodeRoom
@@ -22,26 +19,30 @@ from kvtransfer.select import open_receiver
 from kvtransfer.transport import Bounds, Fence
 from scheduler.config import Phase
 from scheduler.node_policy import AfterPrefill
+from scheduler.queue import WaitingQueue
 from scheduler.req import Req
 from wire.mailbox import Mail
 from wire.messages import (
+    Abort,
     Decode,
     GroupTarget,
     KVDone,
     KVFailed,
+    KVReady,
     KVTarget,
     Receipt,
     RejectKind,
     Release,
     Reserved,
+    RoomStatus,
     Timeline,
     kind_of,
 )
 from wire.records import Role, layout_digest
-from wire.retransmitter import RetransmitKey
 from wire.stages import RequestStage
 from worker.outbox import OutputKey
 from worker.role import Services, WorkerRole
+from worker.rooms import StartVerdict
 
 
 class DecodeRole(WorkerRole[DecodeRoom]):
@@ -62,7 +63,7 @@ class DecodeRole(WorkerRole[DecodeRoom]):
         )
         self._host = host_identity()
         self._layout = layout_digest(services.memory.layouts())
-        self._bootstrap: deque[DecodeRoom] = deque()  # FIFO: no later room passes one that waits
+        self._bootstrap = WaitingQueue()  # no later room passes one that waits
         self._fences: dict[OutputKey, Fence] = {}  # of rooms whose pages are quarantined
 
     def backends(self) -> tuple[str, ...]:
@@ -79,36 +80,43 @@ class DecodeRole(WorkerRole[DecodeRoom]):
 
     def make_room(self, router: str, req: Req, message: Decode) -> DecodeRoom:
         hold = DecodeHold.SCHEDULER if message.prefill is None else DecodeHold.BOOTSTRAP
-        deadline = time.monotonic() + self.options.hand_off_timeout_s
-        return DecodeRoom(req, router, message.prefill, deadline, hold)
+        return DecodeRoom(req, router, message.prefill, hold)
 
     def begin(self, room: DecodeRoom) -> None:
         if room.prefill is None:
             self.scheduler.add(room.req)
             return
         room.req.stamp(RequestStage.DECODE_BOOTSTRAP)
-        self._bootstrap.append(room)
+        self._bootstrap.push(room.req)
 
     def on_prefilled(self, req: Req) -> AfterPrefill:  # noqa: ARG002  every request stays here
         return AfterPrefill.DECODE
 
     def poll(self, now: float) -> None:
-        while self._bootstrap and self._try_reserve(self._bootstrap[0], now):
-            self._bootstrap.popleft()
+        while (head := self._bootstrap.head) is not None:
+            if self.scheduler.hand_off.reserve(head):
+                room = self.rooms.get(head.room, head.epoch)
+                assert room is not None, "a room that ends leaves the queue"
+                self._bootstrap.pop()
+                self._reserved(room, now)
+            elif self._bootstrap.head is head:
+                break  # else it can never fit, and on_failed has ended the room
         self._lift_quarantine()
 
     def sweep(self, now: float) -> None:
-        for room in self.rooms.active():
-            if room.hold is not DecodeHold.SCHEDULER and now >= room.deadline:
-                self.fail(room, RejectKind.FAILED, f"no KV arrived in time (room was in {room.hold})")
+        for key, prefill in self.questions.tick(now):
+            room = self.rooms.get(*key)
+            assert room is not None, "a room that ends takes its question with it"
+            self.fail(room, RejectKind.FAILED, "no KV came from prefill, which does not answer", prefill)
 
-    def _try_reserve(self, room: DecodeRoom, now: float) -> bool:
-        """Reserve the room's pages and tell prefill where they are. Whether the room can leave the queue:
-        it is reserved, or it is over."""
-        if self.rooms.get(room.room, room.epoch) is not room:
-            return True
-        if not self.scheduler.hand_off.reserve(room.req):
-            return self.rooms.get(room.room, room.epoch) is not room  # on_failed may have ended it
+    def status(self, room: DecodeRoom) -> RoomStatus:
+        if room.hold is DecodeHold.BOOTSTRAP:
+            place = self._bootstrap.place(room.req)
+            return RoomStatus(room.room, room.epoch, room.req.stage, place)
+        return super().status(room)
+
+    def _reserved(self, room: DecodeRoom, now: float) -> None:
+        """The room has its pages: tell prefill where they are."""
         groups = {
             name: GroupTarget(reserved.first_page, reserved.pages.tolist())
             for name, reserved in room.req.reserved.items()
@@ -116,14 +124,12 @@ class DecodeRole(WorkerRole[DecodeRoom]):
         }
         room.receiver = KVReceiver(self._receivers, room.room, room.epoch, room.req.input_len, groups)
         room.hold = DecodeHold.WAITING
-        room.deadline = now + self.options.hand_off_timeout_s
         room.req.stamp(RequestStage.DECODE_WAITING)
         self._tell_target(room, groups, now)
         self.tell_router(room, Reserved(room.room, room.epoch))
-        return True
 
     def _tell_target(self, room: DecodeRoom, groups: dict[str, GroupTarget], now: float) -> None:
-        """Send prefill the room's KVTarget, and again until prefill confirms it."""
+        """Send prefill the room's KVTarget, and again until the KV is here."""
         assert room.prefill is not None
         target = KVTarget(
             room.room,
@@ -134,8 +140,7 @@ class DecodeRole(WorkerRole[DecodeRoom]):
             endpoints=self._receivers.endpoints,
             groups=groups,
         )
-        key = RetransmitKey(room.prefill, room.room, room.epoch, kind_of(target))
-        self.retransmitter.say(key, target, now, self.options.hand_off_timeout_s)
+        self.questions.ask(room.prefill, target, now)
 
     # -- the KV arrives, or does not ---------------------------------------------------------------
 
@@ -146,14 +151,27 @@ class DecodeRole(WorkerRole[DecodeRoom]):
                 room = self.rooms.get(message.room, message.epoch)
                 if room is not None and room.hold is not DecodeHold.SCHEDULER:
                     self._hand_off_ended(room, message)
+            case KVReady() as message:
+                self._tell_whether_known(mail.sender, message)
+
+    def _tell_whether_known(self, prefill: str, message: KVReady) -> None:
+        """Answer a prefill worker that waits for a KVTarget. No answer to a Decode that has not come yet."""
+        room, epoch = message.room, message.epoch
+        if self.rooms.get(room, epoch) is not None:
+            self.mailbox.send(prefill, Receipt(room, epoch, kind_of(message)))
+        elif self.rooms.admission(room, epoch) is StartVerdict.STALE:
+            self.mailbox.send(prefill, Abort(room, epoch, "the room is over on decode"))
 
     def _hand_off_ended(self, room: DecodeRoom, message: KVDone | KVFailed | Release) -> None:
+        self.questions.end(room.key)
         self.retransmitter.forget_room(room.room, room.epoch)
         match message:
             case KVDone():
                 self._commit(room, message)
             case KVFailed():
-                self.fail(room, RejectKind.FAILED, message.reason)
+                self.fail(
+                    room, RejectKind.FAILED, f"no KV came from prefill: {message.reason}", room.prefill or ""
+                )
             case Release():  # token 0 ended the request, and prefill has told the router
                 self.end(room)
                 self.abandon(room)
@@ -165,7 +183,7 @@ class DecodeRole(WorkerRole[DecodeRoom]):
                 raise TransferError("prefill was done before it was told where to write")
             room.kv_bytes = room.receiver.commit(done, verify=self.options.kv_checksums)
         except TransferError as error:
-            self.fail(room, RejectKind.FAILED, str(error))
+            self.fail(room, RejectKind.FAILED, str(error), room.prefill or "")
             return
         room.hold = DecodeHold.SCHEDULER
         room.req.stamp(RequestStage.DECODE_TRANSFERRED)
@@ -176,6 +194,7 @@ class DecodeRole(WorkerRole[DecodeRoom]):
     def abandon(self, room: DecodeRoom) -> None:
         match room.hold:
             case DecodeHold.BOOTSTRAP:
+                self._bootstrap.remove(room.req)
                 self.scheduler.hand_off.withdraw(room.req)
             case DecodeHold.WAITING:
                 self._quarantine(room)

@@ -19,10 +19,9 @@ class DecodeHold(StrEnum):
 
 @dataclass(slots=True)
 class DecodeRoom(Room):
-    """`deadline` bounds the wait for the hand-off. `prefill` is None when this worker prefills itself."""
+    """`prefill` is None when this worker prefills itself."""
 
     prefill: str | None
-    deadline: float
     hold: DecodeHold
     receiver: KVReceiver | None = None
     kv_bytes: int = 0

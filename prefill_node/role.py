@@ -24,7 +24,17 @@ from scheduler.config import Phase
 from scheduler.node_policy import AfterPrefill
 from scheduler.req import Req
 from wire.mailbox import Mail
-from wire.messages import KVDone, KVFailed, KVTarget, Prefill, Receipt, RejectKind, Release, kind_of
+from wire.messages import (
+    KVDone,
+    KVFailed,
+    KVReady,
+    KVTarget,
+    Prefill,
+    Receipt,
+    RejectKind,
+    Release,
+    kind_of,
+)
 from wire.records import Role
 from wire.request import OutputDelta
 from wire.retransmitter import RetransmitKey
@@ -54,7 +64,7 @@ class PrefillRole(WorkerRole[PrefillRoom]):
     # -- the room starts ---------------------------------------------------------------------------
 
     def make_room(self, router: str, req: Req, message: Prefill) -> PrefillRoom:
-        return PrefillRoom(req, router, message.decode, self._deadline())
+        return PrefillRoom(req, router, message.decode)
 
     def begin(self, room: PrefillRoom) -> None:
         room.req.stamp(RequestStage.PREFILL_BOOTSTRAP)
@@ -75,6 +85,7 @@ class PrefillRole(WorkerRole[PrefillRoom]):
         if room is None:
             self._park_target(mail.sender, target)
         elif room.sender is None and self._aim(room, target):
+            self.questions.end(room.key)
             self._resume(room)
 
     def _park_target(self, decode: str, target: KVTarget) -> None:
@@ -130,21 +141,26 @@ class PrefillRole(WorkerRole[PrefillRoom]):
 
     # -- shipping ----------------------------------------------------------------------------------
 
-    def poll(self, now: float) -> None:  # noqa: ARG002  nothing here waits for a time
+    def poll(self, now: float) -> None:
         for room in self.rooms.active():
             if room.hold is PrefillHold.SCHEDULER and room.sender is not None:
                 self._shipper.ship_committed(room.sender, room.req)
             elif room.hold is PrefillHold.HAND_OFF and room.sender is None:
                 room.hold = PrefillHold.PARKED
-                room.deadline = self._deadline()
                 self.scheduler.hand_off.park(room.req)
+                self.questions.ask(room.decode, KVReady(room.room, room.epoch), now)
         for sent in self._shipper.take_sent():
             self._take_sent(sent)
 
     def sweep(self, now: float) -> None:
-        for room in self.rooms.active():
-            if room.hold is PrefillHold.PARKED and now >= room.deadline:
-                self.fail(room, RejectKind.FAILED, "decode did not say where the KV should go in time")
+        for key, decode in self.questions.tick(now):
+            room = self.rooms.get(*key)
+            assert room is not None, "a room that ends takes its question with it"
+            self.fail(room, RejectKind.FAILED, "decode does not say where the KV should go", decode)
+        for decode, target in self.rooms.take_unclaimed(now):
+            assert isinstance(target, KVTarget)
+            reason = "prefill was not asked to compute this room"
+            self._tell(decode, KVFailed(target.room, target.epoch, reason))
         self._shipper.drop_idle(now)
 
     def _take_sent(self, sent: Sent) -> None:
@@ -181,13 +197,10 @@ class PrefillRole(WorkerRole[PrefillRoom]):
 
     def _fail_both(self, room: PrefillRoom, reason: str) -> None:
         """The hand-off has failed: tell the router and decode."""
-        self.fail(room, RejectKind.FAILED, reason)
+        self.fail(room, RejectKind.FAILED, reason, room.decode)
         self._tell(room.decode, KVFailed(room.room, room.epoch, reason))
 
     def _tell(self, decode: str, message: KVDone | KVFailed | Release) -> None:
         """Send a message to decode, and again until decode confirms it."""
         key = RetransmitKey(decode, message.room, message.epoch, kind_of(message))
         self.retransmitter.say(key, message, time.monotonic(), self.options.hand_off_timeout_s)
-
-    def _deadline(self) -> float:
-        return time.monotonic() + self.options.hand_off_timeout_s

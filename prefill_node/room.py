@@ -20,10 +20,9 @@ class PrefillHold(StrEnum):
 
 @dataclass(slots=True)
 class PrefillRoom(Room):
-    """`sender` is set when decode has said where the pages go; `deadline` bounds the wait for that."""
+    """`sender` is set when decode has said where the pages go."""
 
     decode: str  # mailbox address of the decode worker
-    deadline: float
     hold: PrefillHold = PrefillHold.SCHEDULER
     sender: KVSender | None = None
     first_token: int | None = None

@@ -42,6 +42,9 @@ class RoomMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.restarts = Count(registry, "baton_router_restarts", "Rooms started again")
+        self.restart_causes = Count(
+            registry, "baton_router_restart_causes", "Rooms started again, by the cause", "cause"
+        )
         self.kv_bytes = Count(registry, "baton_router_kv_bytes", "KV bytes handed from P to D")
         self.placements = Count(
             registry, "baton_router_placements", "Epochs placed on a pair or on D alone", "kind"

@@ -94,15 +94,16 @@ class PlacementOptions(Options):
 class RoomOptions(Options):
     """Bounds on what a room waits for."""
 
-    worker_wait_s: float = Field(10.0, gt=0, description="for a worker to appear; then 503")
+    worker_wait_s: float = Field(300.0, gt=0, description="for a worker to appear; then 503")
     hold_prefill_s: float = Field(2.0, gt=0, description="Prefill waits for Reserved at most this long")
     receipt_timeout_s: float = Field(
-        15.0, gt=0, description="a worker that acknowledges nothing that long is lost"
+        15.0, gt=0, description="a worker that acknowledges nothing that long, and whose loop turns, is left"
     )
-    first_token_timeout_s: float = Field(120.0, gt=0)
-    token_timeout_s: float = Field(30.0, gt=0, description="between tokens; then the room starts again")
-    silence_s: float = Field(1.0, gt=0, description="before the router asks for a Resend")
-    max_restarts: int = Field(3, ge=0, description="of a room, whatever the reason")
+    silence_s: float = Field(1.0, gt=0, description="before the router asks a worker where a room is")
+    max_restarts: int = Field(
+        5, ge=0, description="of a room since its last new token; those for leaving workers and for broken "
+        "links between two workers do not count",
+    )  # fmt: skip
 
 
 class ResumeOptions(Options):

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
-from wire.messages import Timeline
+from wire.messages import RoomStatus, Timeline
 from wire.stages import Stamp
 
 _KEPT = 2048
@@ -25,6 +25,8 @@ class RequestTrace:
     # By (room, epoch, worker id): a message may come twice.
     timelines: dict[tuple[int, int, str], Timeline] = field(default_factory=dict)
     placements: list[dict[str, Any]] = field(default_factory=list)
+    # The last that each worker said of a room when it was asked, by (room, worker id).
+    statuses: dict[tuple[int, str], RoomStatus] = field(default_factory=dict)
     kv_bytes: int = 0
     kv_backend: str = ""
 
@@ -69,6 +71,7 @@ class RequestTrace:
             "prefill": last.get("prefill"),
             "decode": last.get("decode"),
             "placements": self.placements,
+            "statuses": [{"worker": worker, "said": said} for (_, worker), said in self.statuses.items()],
             "kv_bytes": self.kv_bytes,
             "kv_backend": self.kv_backend,
             "ttft_ms": (self.first_token_ns - self.arrived_ns) / 1e6 if self.first_token_ns else None,
@@ -120,6 +123,12 @@ class TraceStore:
         trace = self._by_room.get(room)
         if trace is not None:
             trace.placements.append({"room": room, "epoch": epoch, "prefill": prefill, "decode": decode})
+
+    def status(self, worker: str, status: RoomStatus) -> None:
+        """Add what a worker said of a room that is silent."""
+        trace = self._by_room.get(status.room)
+        if trace is not None:
+            trace.statuses[status.room, worker] = status
 
     def _forget(self, trace: RequestTrace) -> None:
         for room in trace.rooms:

@@ -239,4 +239,4 @@ class BatchAdmission:
 
 def _before(one: Req, other: Req) -> bool:
     """Whether `one` gets memory before `other`."""
-    return (-one.priority, one.arrival) < (-other.priority, other.arrival)
+    return one.rank < other.rank

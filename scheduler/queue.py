@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from scheduler.req import Req
 
 
-def _order(req: Req) -> tuple[bool, int, int]:
+def _order(req: Req) -> tuple[bool, tuple[int, int, int]]:
     """Requests that have run before come first, then the greater priority, then the earlier arrival."""
-    return (not req.resumed, -req.priority, req.arrival)
+    return (not req.resumed, req.rank)
 
 
 class WaitingQueue:
@@ -44,9 +44,13 @@ class WaitingQueue:
 
     def remove(self, req: Req) -> None:
         """Remove a request, which must be in the queue."""
+        del self._reqs[self.place(req)]
+
+    def place(self, req: Req) -> int:
+        """How many requests are ahead of this one, which must be in the queue."""
         place = bisect_left(self._reqs, _order(req), key=_order)
         assert self._reqs[place] is req, f"room {req.room} is not waiting"
-        del self._reqs[place]
+        return place
 
     def tokens(self) -> int:
         """Tokens that the waiting requests have to prefill if nothing of them is cached."""

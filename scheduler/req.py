@@ -39,6 +39,19 @@ class ReqState(StrEnum):
     DONE = "done"  # finished, failed or aborted; its memory goes once no launched forward touches it
 
 
+_STAGES = {
+    ReqState.NEW: RequestStage.DECODE_BOOTSTRAP,
+    ReqState.WAITING: RequestStage.PREFILL_WAITING,
+    ReqState.PREFILL: RequestStage.PREFILL_FORWARD,
+    ReqState.RUNNING: RequestStage.DECODE_LOOP,
+    ReqState.RESERVED: RequestStage.DECODE_WAITING,
+    ReqState.TRANSFERRED: RequestStage.DECODE_TRANSFERRED,
+    ReqState.PAUSED: RequestStage.DECODE_LOOP,
+    ReqState.HANDED_OFF: RequestStage.PREFILL_TRANSFER_KV_CACHE,
+    ReqState.PARKED: RequestStage.PREFILL_BOOTSTRAP,
+}
+
+
 @dataclass(frozen=True)
 class RequestLimits:
     """What a worker's model and memory can take."""
@@ -75,11 +88,11 @@ class Req:
     """
 
     __slots__ = (
-        "_filled", "_tokens", "arrival", "cache_protected_len", "cached_tokens", "closing", "emitted_len",
+        "_filled", "_tokens", "cache_protected_len", "cached_tokens", "closing", "emitted_len",
         "in_flight", "is_kv_only", "kv_allocated_len", "kv_committed_len", "last_node", "limit_len",
-        "namespace", "origin_input_ids", "output_ids", "prefill_len", "prefix_indices", "req_pool_idx",
-        "request", "reserved", "resumed", "running_index", "sampling", "scheduled_len", "stages_seen",
-        "stamps", "state", "state_hold",
+        "namespace", "origin_input_ids", "output_ids", "prefill_len", "prefix_indices", "rank",
+        "req_pool_idx", "request", "reserved", "resumed", "running_index", "sampling", "scheduled_len",
+        "stages_seen", "stamps", "state", "state_hold",
     )  # fmt: skip
 
     def __init__(
@@ -92,7 +105,8 @@ class Req:
         """`prompt` is `request.prompt` decoded, `namespace` what decides which cached KV it may share."""
         self.request = request
         self.namespace = namespace
-        self.arrival = next(_arrivals)
+        # Its order in queues: the greater priority first, then the earlier arrival at any router.
+        self.rank = (-request.priority, request.arrived_ns, next(_arrivals))
         self.state = ReqState.NEW
         self.resumed = False  # has held memory before: it is admitted before requests that have not
         self.closing: bool | None = None  # set: memory is released when in_flight is 0, into the tree if True
@@ -217,6 +231,11 @@ class Req:
         self.prefill_len = self.prompt_len + len(self.output_ids) - (1 if kv_only else 0)
 
     # -- stages ------------------------------------------------------------------------------------
+
+    @property
+    def stage(self) -> RequestStage:
+        """Where the request is now. Stamps say when it first was there."""
+        return _STAGES[self.state]
 
     def stamp(self, stage: RequestStage) -> None:
         """Enter a stage; a repeat (after retraction, say) is not a new entry, except a prefill chunk."""

@@ -49,6 +49,12 @@ class RequestTable:
         """Live requests in one of these states."""
         return sum(req.state in states for req in self.live.values())
 
+    def place(self, req: Req) -> int:
+        """How many requests are ahead of this one, where it waits."""
+        if req.state is ReqState.WAITING:
+            return self.waiting.place(req)
+        return self.transferred.index(req) if req in self.transferred else 0
+
     def held_rows(self) -> set[int]:
         """Rows in use."""
         everyone = (*self.live.values(), *self.leaving.values())

@@ -12,4 +12,4 @@ def pick_victim(candidates: Iterable[Req]) -> Req:
 
     Among equals the last arrival is retracted, so that of two equal requests the same one always finishes.
     """
-    return min(candidates, key=lambda req: (len(req.output_ids), -req.prompt_len, -req.arrival))
+    return min(candidates, key=lambda req: (len(req.output_ids), -req.prompt_len, -req.rank[-1]))

@@ -235,6 +235,10 @@ class Scheduler:
             decode_step_s=self._rates.decode_step_s,
         )
 
+    def place(self, req: Req) -> int:
+        """How many requests come before this one in the queue that it is in; 0 when it is in none."""
+        return self._requests.place(req)
+
     def check_memory(self) -> MemoryReport:
         """Balance every pool against everything this scheduler holds. Raises AssertionError on a leak."""
         return self._memory.check_memory(self._requests.held_pages(), self._requests.held_rows())

@@ -15,7 +15,7 @@ import msgspec
 
 from wire.records import WorkerRecord
 from wire.request import GenerateRequest, TokenLogprobs, TokenRun
-from wire.stages import Stamp
+from wire.stages import RequestStage, Stamp
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", gc=False):
@@ -85,7 +85,10 @@ class Ack(Message, frozen=True, tag="ack"):
 
 
 class Resend(RoomMessage, frozen=True, tag="resend"):
-    """Send the room's tokens again from position `start` on: some were lost, or none came for a while."""
+    """Send the room's tokens again from position `start` on: some were lost, or none came for a while.
+
+    Answered with Tokens if there are any, else with RoomStatus, or with Rejected when the room is not known.
+    """
 
     start: int
 
@@ -127,6 +130,14 @@ class Timeline(RoomMessage, frozen=True, tag="timeline", omit_defaults=True):
     kv_backend: str = ""
 
 
+class RoomStatus(RoomMessage, frozen=True, tag="room_status", omit_defaults=True):
+    """The worker has the room and no tokens for it yet: where the room is. Answers Resend; never repeated."""
+
+    stage: RequestStage
+    place: int = 0  # requests that come before it in the queue in which it waits
+    waits_for: str = ""  # mailbox of the worker that must act next; "": this one
+
+
 class Reserved(RoomMessage, frozen=True, tag="reserved"):
     """Decode has reserved its pages; a router that held the Prefill back may send it now."""
 
@@ -143,11 +154,16 @@ class RejectKind(StrEnum):
 
 
 class Rejected(RoomMessage, frozen=True, tag="rejected", omit_defaults=True):
-    """This worker will send no (further) tokens for the room in this epoch."""
+    """This worker will send no (further) tokens for the room in this epoch.
+
+    `blamed` is the mailbox of the other worker of the room if that one did not do its part. The router hears
+    both: when neither is suspected, what is between them is broken.
+    """
 
     why: RejectKind
     message: str
     retry_after_s: float = 0.0
+    blamed: str = ""
 
 
 # -- decode <-> prefill ----------------------------------------------------------------------------
@@ -169,7 +185,9 @@ class TransferEndpoint(msgspec.Struct, frozen=True):
 
 
 class KVTarget(RoomMessage, frozen=True, tag="kv_target"):
-    """Decode -> prefill: write the room's pages here. Repeated until a Receipt.
+    """Decode -> prefill: write the room's pages here. Repeated, at growing intervals, until the KV has come.
+
+    Prefill answers each with a Receipt while it has the room, and with KVFailed when the room is over there.
 
     `endpoints` are all ways into the pool, best first. Prefill takes the first that works for it: whether the
     two share a host or a fabric depends on both. `layout` is the digest of decode's page layouts
@@ -181,6 +199,14 @@ class KVTarget(RoomMessage, frozen=True, tag="kv_target"):
     layout: str
     endpoints: list[TransferEndpoint]
     groups: dict[str, GroupTarget]
+
+
+class KVReady(RoomMessage, frozen=True, tag="kv_ready"):
+    """Prefill -> decode: the room's KV is computed, and prefill waits for its KVTarget. Repeated, at growing
+    intervals, until the target comes.
+
+    Decode answers each with a Receipt while it has the room, and with Abort when the room is over there.
+    """
 
 
 class KVDone(RoomMessage, frozen=True, tag="kv_done", omit_defaults=True):
@@ -322,7 +348,7 @@ class AssignedLoads(Message, frozen=True, tag="accounts"):
 
 
 AnyMessage = (
-    Receipt | Prefill | Decode | Abort | Ack | Resend | Inspect | Inspected | Tokens | Timeline | Reserved
-    | Rejected | KVTarget | KVDone | KVFailed | Release | Join | Joined | Replaced | Announce | Announced
-    | AnnounceRefused | Withdraw | Watch | View | AssignedLoads
+    Receipt | Prefill | Decode | Abort | Ack | Resend | Inspect | Inspected | Tokens | Timeline | RoomStatus
+    | Reserved | Rejected | KVTarget | KVReady | KVDone | KVFailed | Release | Join | Joined | Replaced
+    | Announce | Announced | AnnounceRefused | Withdraw | Watch | View | AssignedLoads
 )  # fmt: skip

@@ -42,6 +42,8 @@ class GenerateRequest(RequestCore, frozen=True, omit_defaults=True, kw_only=True
 
     `prompt` is int32 little-endian token ids. `forced` are the output tokens the router has already
     forwarded (a restarted or migrated request): they are input, and the next position is sampled.
+    `arrived_ns` is when the request came to its router, by the Unix clock: the same in every epoch, so that a
+    restart keeps its place in the workers' queues.
     """
 
     room: int
@@ -49,6 +51,7 @@ class GenerateRequest(RequestCore, frozen=True, omit_defaults=True, kw_only=True
     prompt: bytes
     choice: int = 0
     forced: tuple[int, ...] = ()
+    arrived_ns: int = 0
 
 
 class FinishReason(StrEnum):

@@ -63,6 +63,9 @@ class MailHandler:
             case Receipt() as message:
                 key = RetransmitKey(mail.sender, message.room, message.epoch, message.of)
                 services.retransmitter.answered(key)
+                services.questions.answered(
+                    OutputKey(message.room, message.epoch), mail.sender, time.monotonic()
+                )
             case Ack() as message:
                 services.outbox.ack(message.items)
             case Resend() as message:
@@ -122,6 +125,7 @@ class MailHandler:
     def _abort_room(self, room: int, epoch: int) -> None:
         services = self._services
         services.retransmitter.forget_room(room, epoch)
+        services.questions.end(OutputKey(room, epoch))
         services.outbox.discard(OutputKey(room, epoch))
         ended = services.rooms.end(room, epoch, time.monotonic())
         if ended is not None:
@@ -131,6 +135,9 @@ class MailHandler:
         services, room, epoch = self._services, message.room, message.epoch
         if services.outbox.resend(OutputKey(room, epoch), message.start):
             return
-        if services.rooms.get(room, epoch) is None:
+        active = services.rooms.get(room, epoch)
+        if active is not None:
+            services.mailbox.send(router, self._role.status(active))
+        else:
             problem = f"worker {services.worker_id} does not run this room"
             services.mailbox.send(router, Rejected(room, epoch, RejectKind.UNKNOWN, problem))

@@ -133,7 +133,7 @@ class HandOffOptions(Options):
     kv_checksums: bool = Field(False, description="CRC-32 of every page, verified by the receiver")
     transfer_timeout_s: float = Field(60.0, gt=0, description="bound on one chunk's transfer")
     hand_off_timeout_s: float = Field(
-        120.0, gt=0, description="bound on waiting for the other worker of a room"
+        120.0, gt=0, description="the other worker of a room that answers nothing that long has lost it"
     )
 
 

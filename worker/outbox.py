@@ -94,9 +94,9 @@ class Outbox:
                 del self._outputs[key]
 
     def resend(self, key: OutputKey, start: int) -> bool:
-        """Queue the room's tokens from `start` again. False when nothing is kept for this room."""
+        """Queue the room's tokens from `start` again. False when there are none, and its end is not known."""
         output = self._outputs.get(key)
-        if output is None:
+        if output is None or (output.finish is None and start >= output.base + len(output.tokens)):
             return False
         self._unsent.setdefault(output.router, []).append(output.run(key, start))
         return True

@@ -17,6 +17,7 @@ from wire.security import curve_for
 from worker.build import build_engine, build_scheduler, open_publisher
 from worker.options import WorkerOptions
 from worker.outbox import Outbox
+from worker.questions import Questions
 from worker.role import Services, WorkerRole
 from worker.rooms import Rooms
 
@@ -56,6 +57,7 @@ def open_parts(options: WorkerOptions, kind: type[WorkerRole[Any]]) -> WorkerPar
             memory=memory,
             mailbox=mailbox,
             retransmitter=Retransmitter(mailbox.send),
+            questions=Questions(mailbox.send, options.hand_off_timeout_s),
             outbox=Outbox(worker_id, mailbox.send, options.output_lease_s),
             rooms=Rooms(2 * options.hand_off_timeout_s, options.hand_off_timeout_s),
             build_scheduler=schedule,

@@ -18,13 +18,14 @@ from scheduler.node_policy import AfterPrefill, NodePolicy
 from scheduler.req import Req
 from scheduler.scheduler import Scheduler
 from wire.mailbox import Mail, Mailbox
-from wire.messages import Decode, Prefill, Rejected, RejectKind, Reserved, Timeline, kind_of
+from wire.messages import Decode, Prefill, Rejected, RejectKind, Reserved, RoomStatus, Timeline, kind_of
 from wire.peer_monitors import PeerState
 from wire.records import Role
 from wire.request import OutputDelta
 from wire.retransmitter import RetransmitKey, Retransmitter
 from worker.options import WorkerOptions
 from worker.outbox import Outbox, OutputKey
+from worker.questions import Questions
 from worker.rooms import Rooms
 
 _TELL_S = 10.0  # a router that has confirmed nothing by then has asked again itself, or is gone
@@ -67,6 +68,7 @@ class Services:
     memory: Memory
     mailbox: Mailbox
     retransmitter: Retransmitter
+    questions: Questions
     outbox: Outbox
     rooms: Rooms[Any]
     build_scheduler: Callable[[NodePolicy], Scheduler]  # over this worker's engine and memory
@@ -86,6 +88,7 @@ class WorkerRole(ABC, Generic[RoomType]):
         self.memory = services.memory
         self.mailbox = services.mailbox
         self.retransmitter = services.retransmitter
+        self.questions = services.questions
         self.outbox = services.outbox
         self.rooms: Rooms[RoomType] = services.rooms
         self.scheduler = services.build_scheduler(self)
@@ -137,6 +140,7 @@ class WorkerRole(ABC, Generic[RoomType]):
 
     def on_peer(self, address: str, state: PeerState) -> None:
         """A mailbox to which this worker is connected has come up or gone down: a router's or a worker's."""
+        self.questions.on_peer(address, state)
 
     def on_chunk(self, req: Req) -> None:
         """See NodePolicy. A role that sends pages while a prompt is computed overrides it."""
@@ -153,7 +157,7 @@ class WorkerRole(ABC, Generic[RoomType]):
         """See NodePolicy: give the room back to its router."""
         room = self.rooms.get(req.room, req.epoch)
         if room is not None:
-            self.reject(room, why, message)
+            self.fail(room, why, message)
 
     def end(self, room: RoomType) -> None:
         """The room's work on this worker is done: leave a tombstone and send its part of the timeline."""
@@ -166,19 +170,25 @@ class WorkerRole(ABC, Generic[RoomType]):
         """The stages of the room on this worker, for the router's trace."""
         return Timeline(room.room, room.epoch, self.worker_id, room.req.stamps)
 
-    def reject(self, room: RoomType, why: RejectKind, message: str, retry_after_s: float = 0.0) -> None:
-        """Tell the room's router that it ends here without a result. What it holds is not released."""
-        self.rooms.end(room.room, room.epoch, time.monotonic())
-        self.retransmitter.forget_room(room.room, room.epoch)
-        self.outbox.discard(room.key)
-        self.tell_router(room, Rejected(room.room, room.epoch, why, message, retry_after_s))
+    def status(self, room: RoomType) -> RoomStatus:
+        """Where a room is of which the router has heard nothing for a while."""
+        req = room.req
+        waits_for = self.questions.waits_for(room.key)
+        return RoomStatus(room.room, room.epoch, req.stage, self.scheduler.place(req), waits_for)
 
     def tell_router(self, room: RoomType, message: Reserved | Rejected | Timeline) -> None:
         """Send a message to the room's router, and again until the router confirms it."""
         key = RetransmitKey(room.router, message.room, message.epoch, kind_of(message))
         self.retransmitter.say(key, message, time.monotonic(), _TELL_S)
 
-    def fail(self, room: RoomType, why: RejectKind, message: str) -> None:
-        """Reject the room and release what it holds."""
-        self.reject(room, why, message)
+    def fail(self, room: RoomType, why: RejectKind, message: str, blamed: str = "") -> None:
+        """Tell the room's router that it ends here without a result, and release what it holds.
+
+        `blamed` is the other worker's mailbox if that one did not do its part.
+        """
+        self.rooms.end(room.room, room.epoch, time.monotonic())
+        self.retransmitter.forget_room(room.room, room.epoch)
+        self.questions.end(room.key)
+        self.outbox.discard(room.key)
+        self.tell_router(room, Rejected(room.room, room.epoch, why, message, blamed=blamed))
         self.abandon(room)

@@ -87,7 +87,9 @@ class Rooms(Generic[RoomState]):
         """Keep a message for a room that has not started here. False if there is a tombstone: refuse it."""
         if self._buried(room, epoch):
             return False
-        self._parked[room, epoch] = (sender, message, now + self._parking_s)
+        first = self._parked.get((room, epoch))  # a repeat does not extend the lease
+        until = now + self._parking_s if first is None else first[2]
+        self._parked[room, epoch] = (sender, message, until)
         return True
 
     def unpark(self, room: int, epoch: int) -> tuple[str, AnyMessage] | None:
@@ -96,13 +98,15 @@ class Rooms(Generic[RoomState]):
         return None if parked is None else parked[:2]
 
     def sweep(self, now: float) -> None:
-        """Forget tombstones and parked messages whose lease is over."""
+        """Forget tombstones whose lease is over."""
         for room, (_, forgotten_at) in list(self._tombstones.items()):
             if now >= forgotten_at:
                 del self._tombstones[room]
-        for key, (_, _, expires_at) in list(self._parked.items()):
-            if now >= expires_at:
-                del self._parked[key]
+
+    def take_unclaimed(self, now: float) -> list[tuple[str, AnyMessage]]:
+        """Forget the parked messages whose lease is over, and return each with its sender."""
+        late = [key for key, (_, _, expires_at) in self._parked.items() if now >= expires_at]
+        return [self._parked.pop(key)[:2] for key in late]
 
     def _buried(self, room: int, epoch: int) -> bool:
         tombstone = self._tombstones.get(room)

@@ -28,6 +28,7 @@ _ROUTES: dict[tuple[str, str], Handler] = {
     ("GET", "/debug/workers"): debug.workers,
     ("GET", "/debug/route"): debug.route,
     ("GET", "/debug/inspect"): debug.inspect,
+    ("GET", "/debug/rooms"): debug.rooms,
     ("GET", "/debug/suspicions"): debug.suspicions,
 }
 _PREFIXES: dict[tuple[str, str], Handler] = {("GET", "/debug/trace/"): debug.trace}

@@ -78,6 +78,11 @@ async def suspicions(router: Router, request: HttpRequest) -> None:
     await request.respond_json({"suspicions": rows})
 
 
+async def rooms(router: Router, request: HttpRequest) -> None:
+    """GET /debug/rooms: the rooms of this process, their workers, and what those said of silent ones."""
+    await request.respond_json({"rooms": router.rooms()})
+
+
 async def route(router: Router, request: HttpRequest) -> None:
     """GET /debug/route?prompt=...: which workers the policy would choose now, and what each would cost.
 

@@ -84,13 +84,18 @@ class Fleet:
     def candidates(
         self, now: float, avoid: frozenset[str] = frozenset()
     ) -> tuple[WorkerArrays, WorkerArrays]:
-        """Prefill and decode workers that take new work, without those to avoid where there are others."""
+        """Prefill and decode workers that take new work.
+
+        Decode workers to avoid are among them only if there are no others; prefill workers to avoid never:
+        a decode worker can do without any.
+        """
         if self._table.index_version != self._index.version:
             self._rebuild()
         prefill, decode = self._table.project(now)
         if not avoid:
             return prefill, decode
-        return prefill.without(avoid), decode.without(avoid)
+        others = decode.without(avoid)
+        return prefill.without(avoid), others if len(others) else decode
 
     def _rewrite(self, estimate: WorkerLoadEstimate) -> None:
         if estimate.record.id in self._table:  # a draining or suspected worker is not

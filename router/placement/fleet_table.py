@@ -45,9 +45,9 @@ class WorkerArrays:
         return self.names.index(worker) if worker is not None and worker in self.names else None
 
     def without(self, avoid: frozenset[str]) -> WorkerArrays:
-        """The workers that are not in `avoid`, or all of them if there are no others."""
+        """The workers that are not in `avoid`."""
         kept = [row for row, name in enumerate(self.names) if name not in avoid]
-        if not kept or len(kept) == len(self):
+        if len(kept) == len(self):
             return self
         return WorkerArrays(
             [self.estimates[row] for row in kept],

@@ -13,10 +13,12 @@ from router.placement.placement import Placement
 from router.placement.placer import Placer
 from router.placement.policy import Choice, PlacementRequest
 from router.placement.prediction import Prediction
+from router.streams.restarts import RestartCause
+from router.streams.room_report import RoomReport
 from router.streams.stream import RoomStream
 from router.streams.worker_mail import WorkerMail
 from router.trace import TraceStore
-from wire.messages import AnyMessage, Receipt, Rejected, Reserved, Timeline, Tokens, kind_of
+from wire.messages import AnyMessage, Receipt, Rejected, Reserved, RoomStatus, Timeline, Tokens, kind_of
 from wire.records import WorkerRecord
 from wire.request import TokenRun
 from wire.retransmitter import RetransmitKey
@@ -103,6 +105,10 @@ class Dispatcher:
         for room in list(self.rooms.values()):
             room.on_worker_gone(worker, why, now)
 
+    def report(self, now: float) -> list[RoomReport]:
+        """Where every room is, those that wait for their turn last."""
+        return [room.report(now) for rooms in (self.rooms, self.waiting) for room in rooms.values()]
+
     def close(self) -> None:
         """Give up every room."""
         self.stop([*self.waiting, *self.rooms], "the router is closing")
@@ -141,6 +147,11 @@ class Dispatcher:
         if expected is not None:
             self._metrics.ttft_error.observe(expected - now)
 
+    def restarted(self, room: RoomStream, cause: RestartCause) -> None:  # noqa: ARG002
+        """Count it."""
+        self._metrics.restarts.inc()
+        self._metrics.restart_causes.inc(of=cause)
+
     def closed(self, room: RoomStream) -> None:
         """Forget a room. The rooms that wait are given its place when the loop has run what is due now."""
         number = room.number
@@ -149,8 +160,6 @@ class Dispatcher:
         self._first_expected.pop(number, None)
         self.admission.produced(number, len(room.tokens))
         self.admission.leave(number)
-        if room.request.epoch:
-            self._metrics.restarts.inc(room.request.epoch)
         if self.waiting and not self._admit_due:  # not at once: a room that closes may be one of many
             self._admit_due = True
             self._loop.call_soon(self._admit_soon)
@@ -189,9 +198,17 @@ class Dispatcher:
         elif isinstance(message, Reserved | Rejected | Timeline):
             self.mail.send(mail.sender, Receipt(message.room, message.epoch, kind_of(message)))
             self._on_room_message(mail.sender, message, now)
+        elif isinstance(message, RoomStatus):
+            self._on_status(mail.sender, message, now)
         else:
             return False
         return True
+
+    def _on_status(self, sender: str, status: RoomStatus, now: float) -> None:
+        room = self.rooms.get(status.room)
+        worker = None if room is None else room.on_status(sender, status, now)
+        if worker is not None:
+            self._traces.status(worker, status)
 
     def _on_run(self, sender: str, run: TokenRun, now: float) -> None:
         room = self.rooms.get(run.room)

@@ -10,12 +10,14 @@ from typing import Protocol
 
 from router.options import RoomOptions
 from router.placement.placement import Placement
-from wire.messages import Abort, AnyMessage, Decode, Prefill, Resend
+from router.streams.room_report import WorkerReport
+from wire.messages import Abort, AnyMessage, Decode, Prefill, Resend, RoomStatus, kind_of
 from wire.records import WorkerRecord
 from wire.request import GenerateRequest
 from wire.retransmitter import RetransmitKey
 
 _LONGEST_SILENCE_S = 8.0  # between two Resends
+_TURNS_S = 2.0  # an engine loop whose last turn is older is in a long forward
 
 
 class RoomMail(Protocol):
@@ -46,17 +48,18 @@ class RoomEpoch:
         self.number = request.epoch
         self.placement = placement
         self.base = len(request.forced)  # output tokens of earlier epochs
-        self.give_up_at = now + options.first_token_timeout_s  # the next token must come before that
         self._room = request.room
         self._mail = mail
         self._options = options
         self._silence_s = options.silence_s
         self._resend_at = now + self._silence_s
         self._decode_spoke = False
+        self._statuses: dict[str, tuple[RoomStatus, float]] = {}  # the last of each mailbox, and when it came
+        self._told: dict[RetransmitKey, Decode | Prefill] = {}
         self._held: Prefill | None = None  # not sent to P yet
         self._held_until = math.inf
         decode, prefill = placement.decode, placement.prefill
-        mail.say(self._key(decode, "decode"), Decode(request, None if prefill is None else prefill.mailbox))
+        self._tell(decode, Decode(request, None if prefill is None else prefill.mailbox))
         if prefill is not None:
             self._held = Prefill(request, decode.mailbox)
             self._held_until = now + options.hold_prefill_s
@@ -66,7 +69,7 @@ class RoomEpoch:
     @property
     def check_at(self) -> float:
         """When `tick` has something to do."""
-        return min(self._resend_at, self.give_up_at, self._held_until)
+        return min(self._resend_at, self._held_until)
 
     def tick(self, have: int, now: float) -> None:
         """Do what is due. `have`: the room's output tokens so far."""
@@ -81,7 +84,7 @@ class RoomEpoch:
         if held is not None and prefill is not None:
             self._held = None
             self._held_until = math.inf
-            self._mail.say(self._key(prefill, "prefill"), held)
+            self._tell(prefill, held)
 
     def heard(self, sender: str) -> None:
         """A worker sent tokens, which are as good as a receipt."""
@@ -95,11 +98,21 @@ class RoomEpoch:
         elif prefill is not None and sender == prefill.mailbox:
             self._mail.answered(self._key(prefill, "prefill"))
 
+    def on_status(self, sender: str, status: RoomStatus, now: float) -> str | None:
+        """A worker has the room, which is as good as a receipt. Returns its id if the epoch needs it."""
+        worker = self.needed(sender)
+        if worker is None:
+            return None
+        self._mail.answered(self._key(worker, "decode" if worker is self.placement.decode else "prefill"))
+        self._statuses[sender] = status, now
+        return worker.id
+
     def progress(self, now: float) -> float:
         """New tokens came, and more follow. Returns when `tick` is due."""
         self._silence_s = self._options.silence_s
         self._resend_at = now + self._silence_s
-        self.give_up_at = now + self._options.token_timeout_s
+        if self._statuses:
+            self._statuses.clear()
         return self._resend_at
 
     def ask_again(self, have: int, now: float) -> None:
@@ -112,6 +125,16 @@ class RoomEpoch:
         self._silence_s = min(_LONGEST_SILENCE_S, self._silence_s * 2)
         self._resend_at = now + self._silence_s
 
+    def insist(self, key: RetransmitKey) -> bool:
+        """A worker has not acknowledged its start message. If it is only slow, tell it again: True."""
+        placement = self.placement
+        of_decode = key.to == placement.decode.mailbox
+        load = (placement.decode_load if of_decode else placement.prefill_load).record.load
+        if key not in self._told or load.since_turn_s <= _TURNS_S:
+            return False
+        self._mail.say(key, self._told[key])
+        return True
+
     def needed(self, mailbox: str) -> WorkerRecord | None:
         """The worker at an address, if the epoch needs it still: D, or P until D has sent tokens."""
         decode, prefill = self.placement.decode, self.placement.prefill
@@ -120,6 +143,15 @@ class RoomEpoch:
         if prefill is not None and prefill.mailbox == mailbox and not self._decode_spoke:
             return prefill
         return None
+
+    def report(self, now: float) -> list[WorkerReport]:
+        """The epoch's workers, with what each said last about the room."""
+        reports = []
+        for worker in (self.placement.prefill, self.placement.decode):
+            if worker is not None:
+                status, at = self._statuses.get(worker.mailbox, (None, now))
+                reports.append(WorkerReport.of(worker, status, now - at))
+        return reports
 
     def leave(self, abort: str | None) -> None:
         """Stop repeating what the workers were told. With `abort`, a reason, tell them that it is over.
@@ -132,6 +164,11 @@ class RoomEpoch:
                 self._mail.answered(self._key(worker, kind))
                 if abort is not None:
                     self._mail.say(self._key(worker, "abort"), Abort(self._room, self.number, abort))
+
+    def _tell(self, worker: WorkerRecord, message: Decode | Prefill) -> None:
+        key = self._key(worker, kind_of(message))
+        self._told[key] = message
+        self._mail.say(key, message)
 
     def _key(self, worker: WorkerRecord, kind: str) -> RetransmitKey:
         return RetransmitKey(worker.mailbox, self._room, self.number, kind)

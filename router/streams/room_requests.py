@@ -47,6 +47,7 @@ class RoomRequests:
                     request_id=s.request_id, sampling=s.sampling, extra_key=s.extra_key,
                     cache_salt=s.cache_salt, tenant=s.tenant, priority=s.priority,
                     room=s.first_room + len(requests), epoch=0, prompt=packed, choice=choice,
+                    arrived_ns=s.arrived_ns,
                 )  # fmt: skip
                 requests.append((request, to_place))
         return requests

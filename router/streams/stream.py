@@ -2,7 +2,10 @@
 
     waiting ---- workers chosen ---> an epoch ---- finish, abort, error ----> done
        ^                               |
-       +------- restart: epoch + 1 + (rejected, worker lost, timed out)
+       +------- restart: epoch + 1 + (rejected, worker lost or suspected)
+
+No timer ends an epoch. A silent worker is asked, and answers with tokens, with the room's place in its queue,
+or that it does not know the room; one that does not live any more is reported from outside.
 
 The router knows the prompt and every token it has forwarded. A restart sends both (the tokens as `forced`),
 and workers sample from the next position on. Positions count from the room's first output token, over all
@@ -23,12 +26,14 @@ from router.options import RouterOptions
 from router.placement.placement import Placement
 from router.placement.policy import Choice, PlacementRequest
 from router.streams.epoch import RoomEpoch, RoomMail
-from wire.messages import Rejected, RejectKind
+from router.streams.restarts import AvoidedWorkers, RestartBudget, RestartCause
+from router.streams.room_report import RoomReport
+from wire.messages import Rejected, RejectKind, RoomStatus
 from wire.records import WorkerRecord
 from wire.request import GenerateRequest, OutputDelta, TokenRun
 from wire.retransmitter import RetransmitKey
 
-_FIRST_PAUSE_S = 0.1  # before a restart that no better worker can take at once
+_LOOK_AGAIN_S = 0.1  # for a worker
 
 
 class RoomSink(Protocol):
@@ -56,6 +61,9 @@ class RoomHost(Protocol):
 
     def prefilled(self, room: RoomStream, placement: Placement) -> None:
         """The epoch's first token came, so its prefill is over."""
+
+    def restarted(self, room: RoomStream, cause: RestartCause) -> None:
+        """A new epoch begins, now or as soon as there are workers."""
 
     def closed(self, room: RoomStream) -> None:
         """The room is done."""
@@ -85,7 +93,8 @@ class RoomStream:
         self._sink = sink
         self._options = options
         self._epoch: RoomEpoch | None = None  # None: the room waits for workers, or is done
-        self._avoid: set[str] = set()  # workers that failed an epoch
+        self._avoided = AvoidedWorkers()
+        self._budget = RestartBudget(options.max_restarts)
         self._failed_alone = False  # a worker said so in an earlier epoch
         self._why_waiting: BatonError | None = None
         self._wait_until = 0.0
@@ -131,6 +140,7 @@ class RoomStream:
             )
         self.tokens.extend(new)
         if have == epoch.base:
+            self._budget.progress()
             self._host.prefilled(self, epoch.placement)
         if run.finish is not None:
             self._leave_epoch(None)
@@ -146,39 +156,61 @@ class RoomStream:
         if self._epoch is not None and self._epoch.number == epoch:
             self._epoch.send_held()
 
+    def on_status(self, sender: str, status: RoomStatus, now: float) -> str | None:
+        """A worker has the room and no tokens yet. Returns the worker's id, or None for a stale message."""
+        epoch = self._epoch
+        if epoch is None or epoch.number != status.epoch:
+            return None
+        return epoch.on_status(sender, status, now)
+
     def on_rejected(self, sender: str, message: Rejected, now: float) -> None:
         """A worker will send nothing (more) for an epoch."""
         worker = self._needed(sender, message.epoch)
-        if worker is None:
+        if worker is None or self._epoch is None:
             return
-        if message.why is RejectKind.INVALID:
-            self.fail(InvalidRequest(message.message))
-        elif message.why is RejectKind.FAILED_ALONE:
-            # Once more, because one worker's memory or device may be at fault. The same again elsewhere comes
-            # from the request or the model, and every further try would end alike.
-            error = RequestFailed(f"worker {worker.id}: {message.message}")
-            if self._failed_alone:
-                self.fail(error)
-            else:
-                self._failed_alone = True
-                self._restart(worker, error, now)
-        elif message.why is RejectKind.OVERLOADED:
-            wait = message.retry_after_s or self._options.retry_after_s
-            self._restart(worker, Overloaded(message.message, wait), now)
+        error = self._error_of(worker, message)
+        alone = message.why is RejectKind.FAILED_ALONE
+        # Alone once more, because one worker's memory or device may be at fault. The same again elsewhere
+        # comes from the request or the model, and every further try would end alike.
+        if message.why is RejectKind.INVALID or (alone and self._failed_alone):
+            self.fail(error)
+            return
+        self._failed_alone |= alone
+        cause, prefill = RestartCause(message.why), self._epoch.placement.prefill
+        if message.blamed and prefill is not None:
+            # P and D do not get through to each other, but both may to others: only this room avoids P.
+            cause = RestartCause.LINK
+            self._avoided.add(prefill.id, now, because_of=self._epoch.placement.decode.id)
         else:
-            self._restart(worker, Unavailable(f"worker {worker.id}: {message.message}"), now)
+            self._avoided.add(worker.id, now)
+        self._restart(cause, error, now)
+
+    def _error_of(self, worker: WorkerRecord, message: Rejected) -> BatonError:
+        """What the client is told if the room fails with this rejection."""
+        match message.why:
+            case RejectKind.INVALID:
+                return InvalidRequest(message.message)
+            case RejectKind.OVERLOADED:
+                return Overloaded(message.message, message.retry_after_s or self._options.retry_after_s)
+            case RejectKind.FAILED_ALONE:
+                return RequestFailed(f"worker {worker.id}: {message.message}")
+        return Unavailable(f"worker {worker.id}: {message.message}")
 
     def on_worker_gone(self, gone: WorkerRecord, why: str, now: float) -> None:
         """A worker is lost, or suspected of it. `why` completes the sentence "worker x ..."."""
+        self._avoided.gone(gone.id)
         worker = self._needed(gone.mailbox, self.request.epoch)
         if worker is not None:
-            self._restart(worker, Unavailable(f"worker {worker.id} {why}"), now)
+            self._restart(RestartCause.GONE, Unavailable(f"worker {worker.id} {why}"), now)
 
     def on_given_up(self, key: RetransmitKey, now: float) -> None:
         """A worker has acknowledged none of the repeats of a message."""
         worker = self._needed(key.to, key.epoch)
-        if worker is not None and key.kind != "abort":
-            self._restart(worker, Unavailable(f"worker {worker.id} does not answer"), now)
+        if worker is None or self._epoch is None or key.kind == "abort":
+            return
+        if not self._epoch.insist(key):
+            self._avoided.add(worker.id, now)
+            self._restart(RestartCause.SILENT, Unavailable(f"worker {worker.id} does not answer"), now)
 
     # -- time ----------------------------------------------------------------------------------
 
@@ -189,12 +221,20 @@ class RoomStream:
         epoch = self._epoch
         if epoch is None:
             self._place(now)
-        elif now >= epoch.give_up_at:
-            worker = epoch.placement.decode
-            self._restart(worker, Unavailable(f"no token came from worker {worker.id} in time"), now)
         else:
             epoch.tick(len(self.tokens), now)
             self._check_at = epoch.check_at
+
+    def report(self, now: float) -> RoomReport:
+        """Where the room is, for people."""
+        return RoomReport(
+            room=self.number,
+            request_id=self.request.request_id,
+            epoch=self.request.epoch,
+            tokens=len(self.tokens),
+            why=str(self._why_waiting) if self._epoch is None and self._why_waiting else "",
+            workers=[] if self._epoch is None else self._epoch.report(now),
+        )
 
     # -- epochs --------------------------------------------------------------------------------
 
@@ -206,32 +246,31 @@ class RoomStream:
 
     def _place(self, now: float, choice: Choice | None = None) -> None:
         """Start an epoch, or look again soon."""
-        placement = self._host.place(self, frozenset(self._avoid), choice)
+        placement = self._host.place(self, self._avoided.names(now), choice)
         if placement is not None:
             self._epoch = RoomEpoch(self.request, placement, self._mail, self._options, now)
             self._check_at = self._epoch.check_at
         elif now >= self._wait_until:
             self.fail(self._why_waiting or Unavailable("no decode worker is there for this model"))
         else:
-            self._check_at = now + _FIRST_PAUSE_S
+            self._check_at = now + _LOOK_AGAIN_S
 
     def _needed(self, mailbox: str, epoch: int) -> WorkerRecord | None:
         """The worker at an address, if this epoch is the current one and cannot go on without it."""
         current = self._epoch
         return current.needed(mailbox) if current is not None and current.number == epoch else None
 
-    def _restart(self, blamed: WorkerRecord, why: BatonError, now: float) -> None:
+    def _restart(self, cause: RestartCause, why: BatonError, now: float) -> None:
         """Begin a new epoch, on other workers if there are any."""
-        restarts = self.request.epoch + 1
-        if restarts > self._options.max_restarts:
+        pause_s = self._budget.spend(cause)
+        if pause_s is None:
             self.fail(why)
             return
         self._leave_epoch(str(why))
-        self.request = replace(self.request, epoch=restarts, forced=tuple(self.tokens))
-        self._avoid.add(blamed.id)
+        self.request = replace(self.request, epoch=self.request.epoch + 1, forced=tuple(self.tokens))
         self._why_waiting = why
-        pause = 0.0 if restarts == 1 else _FIRST_PAUSE_S * 2 ** (restarts - 2)
-        self._wait_for_worker(now, now + pause)
+        self._host.restarted(self, cause)
+        self._wait_for_worker(now, now + pause_s)
 
     def _leave_epoch(self, abort: str | None) -> None:
         """Free the epoch's workers. With `abort`, a reason, tell them that it is over."""

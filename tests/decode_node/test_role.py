@@ -270,7 +270,11 @@ def test_a_failure_on_prefill_is_told_to_the_router(both: Pair) -> None:
     both.run_dry()
     rejected = both.outputs[1].rejected
     assert rejected is not None
-    assert (rejected.why, rejected.message) == (RejectKind.FAILED, "no way to your pages")
+    assert (rejected.why, rejected.message) == (
+        RejectKind.FAILED,
+        "no KV came from prefill: no way to your pages",
+    )
+    assert rejected.blamed == both.prefill.record().mailbox
     ended(both, 1)
 
 
@@ -282,7 +286,7 @@ def test_kv_that_does_not_come_in_time_fails_the_room(both: Pair) -> None:
     both.run_dry()
     rejected = both.outputs[1].rejected
     assert rejected is not None
-    assert "no KV arrived in time (room was in waiting)" in rejected.message
+    assert rejected.blamed == both.prefill.record().mailbox
     ended(both, 1)
 
 

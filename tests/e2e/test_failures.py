@@ -26,11 +26,7 @@ OPTIONS: dict[str, Any] = {
     "chunked_prefill_size": 48,
     "hand_off_timeout_s": 10.0,
 }
-ROUTER: dict[str, Any] = {
-    "prefill_on_decode_tokens": 0,
-    "token_timeout_s": 3.0,
-    "first_token_timeout_s": 10.0,
-}
+ROUTER: dict[str, Any] = {"prefill_on_decode_tokens": 0}
 
 
 def prompts(count: int, seed: int) -> list[list[int]]:
@@ -102,9 +98,8 @@ def test_pages_that_a_stopped_writer_was_granted_are_quarantined(tiny_model: Pat
     """
     flag = tmp_path / "stop"
     options = {**OPTIONS, "max_total_tokens": 768}
-    router = {**ROUTER, "first_token_timeout_s": 5.0}
     runner = ("tests.support.stops_in_write", str(flag))
-    with stack(tiny_model, tmp_path, 1, 1, router, runner, **options) as running:
+    with stack(tiny_model, tmp_path, 1, 1, ROUTER, runner, **options) as running:
         (prefill,), (decode,) = running.prefill, running.decode
         for seed, end in ((3, go_on), (4, kill)):
             prompt, *others = prompts(13, seed)

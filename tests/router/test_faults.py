@@ -19,8 +19,8 @@ from wire.messages import Decode, Prefill, RejectKind
 from wire.records import Role, WorkerLoad
 
 QUICK = {
-    "silence_s": 0.2, "lease_s": 0.8, "receipt_timeout_s": 2.0, "max_restarts": 5, "token_timeout_s": 3.0,
-    "first_token_timeout_s": 5.0, "worker_wait_s": 8.0, "hold_prefill_s": 0.5,
+    "silence_s": 0.2, "lease_s": 0.8, "receipt_timeout_s": 2.0, "max_restarts": 5, "worker_wait_s": 8.0,
+    "hold_prefill_s": 0.5,
 }  # fmt: skip
 
 

@@ -44,6 +44,7 @@ from wire.messages import (
     Replaced,
     Resend,
     Reserved,
+    RoomStatus,
     Timeline,
     Tokens,
     TransferEndpoint,
@@ -385,6 +386,9 @@ class FakeWorker:
                 self._send(sender, Rejected(message.room, message.epoch, RejectKind.UNKNOWN, text))
         elif message.start < room.upto:
             self._send_tokens(sender, [self._run_of(room, message.start, room.upto - message.start)])
+        else:
+            waits_for = "" if room.ready or room.peer is None else room.peer
+            self._send(sender, RoomStatus(message.room, message.epoch, room.stamps[-1].stage, 0, waits_for))
 
     def _hand_over(self) -> None:
         for (number, epoch), room in list(self._rooms.items()):

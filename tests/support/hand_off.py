@@ -16,7 +16,6 @@ from unittest import mock
 
 from msgspec.structs import replace
 
-from decode_node import role as decode_role
 from decode_node.worker import DecodeWorker
 from engine.fake import fake_generate
 from prefill_node import role as prefill_role
@@ -35,6 +34,7 @@ from wire.messages import (
     Resend,
     Reserved,
     RoomMessage,
+    RoomStatus,
     Timeline,
     Tokens,
     kind_of,
@@ -103,6 +103,7 @@ class Output:
     tokens: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
     rejected: Rejected | None = None  # in the current epoch
+    statuses: list[RoomStatus] = field(default_factory=list)  # of any epoch
     aborted: bool = False
 
     @property
@@ -284,6 +285,8 @@ class Pair:
                         ack = Ack([(run.room, run.epoch, len(output.tokens))])
                         self.post(self.prefill, ack)
                         self.post(self.decode, ack)
+            case RoomStatus():
+                self.outputs[message.room].statuses.append(message)
             case Rejected():
                 output = self.outputs[message.room]
                 if message.epoch == output.request.epoch:
@@ -346,7 +349,7 @@ def pair(
     prefill_options = WorkerOptions(**{**both, **(prefill_differs or {})})
     with ExitStack() as cleanup:
         cleanup.enter_context(mock.patch.object(parts, "Mailbox", mailbox))
-        for module in (loop, mail, role, prefill_role, decode_role):
+        for module in (loop, mail, role, prefill_role):
             cleanup.enter_context(mock.patch.object(module, "time", fake_time))
         prefill, decode = PrefillWorker(prefill_options), DecodeWorker(WorkerOptions(**both))
         cleanup.callback(decode.close)

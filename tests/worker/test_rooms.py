@@ -60,7 +60,9 @@ def test_parked_mail_waits_for_its_room_and_no_longer_than_its_lease() -> None:
     assert registry.unpark(7, 1) == ("tcp://d", Release(7, 1))
     assert registry.unpark(7, 1) is None
     registry.park(8, 1, "tcp://d", Release(8, 1), now=0.0)
-    registry.sweep(10.0)
+    registry.park(8, 1, "tcp://d", Release(8, 1), now=9.0)
+    assert registry.take_unclaimed(9.9) == []
+    assert registry.take_unclaimed(10.0) == [("tcp://d", Release(8, 1))], "a repeat extends no lease"
     assert registry.unpark(8, 1) is None
 
 

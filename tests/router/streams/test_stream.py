@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from common.errors import BatonError, InvalidRequest, Overloaded, RequestFailed, Unavailable
 from router.index.global_index import as_hashes
@@ -12,17 +13,18 @@ from router.options import RouterOptions
 from router.placement.load_estimate import WorkerLoadEstimate
 from router.placement.placement import Placement
 from router.placement.policy import Choice, PlacementRequest
+from router.streams.restarts import RestartCause
 from router.streams.stream import RoomStream
 from tests.router.directory.test_directory import record
-from wire.messages import Abort, AnyMessage, Decode, Prefill, Rejected, RejectKind, Resend
-from wire.records import Role, WorkerRecord
+from wire.messages import Abort, AnyMessage, Decode, Prefill, Rejected, RejectKind, Resend, RoomStatus
+from wire.records import Role, WorkerLoad, WorkerRecord
 from wire.request import FinishReason, GenerateRequest, OutputDelta, SamplingParams, TokenLogprobs, TokenRun
 from wire.retransmitter import RetransmitKey
+from wire.stages import RequestStage
 
 P, D, E = record("p"), record("d", role=Role.DECODE), record("e", role=Role.DECODE)
 OPTIONS = RouterOptions(
-    model=Path("m"), served_model_name="m", silence_s=1, token_timeout_s=20, first_token_timeout_s=60,
-    worker_wait_s=5, hold_prefill_s=2, max_restarts=2,
+    model=Path("m"), served_model_name="m", silence_s=1, worker_wait_s=5, hold_prefill_s=2, max_restarts=2,
 )  # fmt: skip
 
 
@@ -36,6 +38,7 @@ class Host:
         self.avoided: list[frozenset[str]] = []
         self.booked = 0
         self.closed_rooms = 0
+        self.causes: list[RestartCause] = []
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.finish: FinishReason | None = None
@@ -63,6 +66,9 @@ class Host:
 
     def answered(self, key: RetransmitKey) -> None:
         self.pending.pop(key, None)
+
+    def restarted(self, room: RoomStream, cause: RestartCause) -> None:
+        self.causes.append(cause)
 
     def closed(self, room: RoomStream) -> None:
         self.closed_rooms += 1
@@ -192,6 +198,7 @@ def test_a_rejection_starts_again_with_what_was_forwarded(why: RejectKind) -> No
     assert isinstance(again, Decode)
     assert (again.epoch, again.request.forced, again.prefill) == (1, (5, 6), None)
     assert host.avoided == [frozenset(), {"d"}]
+    assert host.causes == [RestartCause(why)]
     assert {type(m) for m in host.pending.values()} == {Abort, Decode}
     assert host.booked == 1
     room.on_run(D.mailbox, run(2, 99), 0.3)  # the old epoch speaks on
@@ -245,13 +252,115 @@ def test_a_worker_that_acknowledges_nothing_is_left() -> None:
     assert room.request.epoch == 1
 
 
-def test_no_token_in_time_starts_again_and_in_the_end_fails() -> None:
-    host, room = started(ALONE)
-    for now in range(0, 400, 1):
+def test_no_timer_ends_an_epoch_and_its_workers_say_where_it_is() -> None:
+    host, room = started(PAIR)
+    for now in range(0, 4000):
         room.tick(float(now))
+        if now % 100 == 50:
+            said = RoomStatus(1, 0, RequestStage.DECODE_BOOTSTRAP, 70 - now // 100, "")
+            assert room.on_status(D.mailbox, said, float(now)) == "d"
+            ready = RoomStatus(1, 0, RequestStage.PREFILL_BOOTSTRAP, 0, D.mailbox)
+            assert room.on_status(P.mailbox, ready, float(now)) == "p"
+    assert (room.request.epoch, host.error) == (0, None)
+    assert host.pending == {}, "a status is as good as a receipt"
+    report = room.report(4000.0)
+    assert [(one.id, one.stage, one.place, one.waits_for) for one in report.workers] == [
+        ("p", "prefill_bootstrap", 0, D.mailbox),
+        ("d", "decode_bootstrap", 31, ""),
+    ]
+    assert room.on_status(D.mailbox, RoomStatus(1, 1, RequestStage.DECODE_LOOP), 4000.0) is None
+    assert room.on_status(E.mailbox, RoomStatus(1, 0, RequestStage.DECODE_LOOP), 4000.0) is None
+    room.on_run(D.mailbox, run(0, 5, 6, 7, 8, finish=FinishReason.LENGTH), 4001.0)
+    assert host.tokens == [5, 6, 7, 8]
+
+
+def test_progress_restores_the_budget() -> None:
+    """Twenty restarts of one stream, each after a token; then three without one."""
+    host, room = started(PAIR)
+    room.request = replace(room.request, sampling=SamplingParams(max_new_tokens=100))
+    for epoch in range(20):
+        room.on_run(D.mailbox, run(epoch, 5, epoch=epoch), float(epoch))
+        room.on_worker_gone(D, "was lost", float(epoch))
+        assert (room.request.epoch, host.error) == (epoch + 1, None)
+    assert host.tokens == [5] * 20
+    for epoch in range(20, 22):
+        room.tick(epoch * 10.0)
+        room.on_worker_gone(D, "was lost", epoch * 10.0)
     assert isinstance(host.error, Unavailable)
-    assert len(host.of(Decode)) == 3
-    assert host.booked == 0
+    assert "worker d was lost" in str(host.error)
+    assert host.causes == [RestartCause.GONE] * 21
+
+
+def test_a_request_that_ends_every_worker_it_meets_fails_with_the_last_of_them() -> None:
+    host, room = started(PAIR, placed(E, None), ALONE)
+    for now, (epoch, worker) in enumerate([(0, D), (1, E), (2, D)]):
+        room.tick(10.0 * now)
+        assert room.request.epoch == epoch
+        room.on_worker_gone(worker, "has exited", 10.0 * now)
+    assert isinstance(host.error, Unavailable)
+    assert "worker d has exited" in str(host.error)
+    assert (room.done, host.booked) == (True, 0)
+
+
+def test_workers_that_leave_and_links_that_break_cost_nothing() -> None:
+    host, room = started(PAIR)
+    now = 0.0
+    for epoch in range(30):
+        room.tick(now)
+        rejected = Rejected(1, epoch, RejectKind.DRAINING, "leaving")
+        if epoch % 2:
+            rejected = Rejected(1, epoch, RejectKind.FAILED, "no KV from prefill", blamed=P.mailbox)
+        room.on_rejected(D.mailbox, rejected, now)
+        now += 10.0
+    assert (host.error, room.request.epoch) == (None, 30)
+    assert set(host.causes) == {RestartCause.DRAINING, RestartCause.LINK}
+
+
+@pytest.mark.parametrize(("sender", "blamed"), [(D, P), (P, D)], ids=["D says it", "P says it"])
+def test_a_broken_pair_costs_the_room_its_prefill_worker_and_nobody_else(
+    sender: WorkerRecord, blamed: WorkerRecord
+) -> None:
+    host, room = started(PAIR, ALONE)
+    said = Rejected(1, 0, RejectKind.FAILED, "no KV from prefill", blamed=blamed.mailbox)
+    room.on_rejected(sender.mailbox, said, 0.1)
+    assert host.avoided == [frozenset(), {"p"}]
+    assert host.causes == [RestartCause.LINK]
+    room.on_rejected(D.mailbox, Rejected(1, 1, RejectKind.FAILED, "engine"), 0.2)
+    room.tick(1.0)
+    assert host.avoided[-1] == {"p", "d"}
+
+
+def test_a_worker_that_is_avoided_for_another_is_absolved_when_that_one_is_gone() -> None:
+    host, room = started(PAIR, ALONE, PAIR)
+    room.on_rejected(P.mailbox, Rejected(1, 0, RejectKind.FAILED, "x", blamed=D.mailbox), 0.1)
+    room.on_worker_gone(D, "does not answer heartbeats", 0.2)
+    room.tick(1.0)
+    assert host.avoided == [frozenset(), {"p"}, frozenset()]
+
+
+def test_nobody_is_avoided_for_ever() -> None:
+    host, room = started(PAIR)
+    room.on_rejected(D.mailbox, Rejected(1, 0, RejectKind.FAILED, "no"), 0.1)
+    room.on_rejected(D.mailbox, Rejected(1, 1, RejectKind.FAILED, "no"), 60.0)
+    assert host.avoided == [frozenset(), {"d"}]
+    room.tick(60.2)
+    assert host.avoided[-1] == {"d"}
+    room.on_run(D.mailbox, run(0, 5, epoch=2), 60.3)
+    room.on_rejected(P.mailbox, Rejected(1, 2, RejectKind.FAILED, "not needed"), 130.0)
+    room.on_worker_gone(D, "was lost", 130.0)
+    assert host.avoided[-1] == frozenset()
+
+
+def test_a_start_message_without_a_receipt_is_repeated_while_the_loop_is_in_a_long_forward() -> None:
+    slow = record("d", role=Role.DECODE, load=WorkerLoad(since_turn_s=20.0))
+    host, room = started(placed(slow, None))
+    key = RetransmitKey(slow.mailbox, 1, 0, "decode")
+    host.pending.clear()
+    room.on_given_up(key, 15.0)
+    assert (room.request.epoch, set(host.pending)) == (0, {key})
+    host, room = started(ALONE)
+    room.on_given_up(key, 15.0)
+    assert (room.request.epoch, host.causes) == (1, [RestartCause.SILENT])
 
 
 def test_a_worker_is_waited_for_but_not_for_ever() -> None:

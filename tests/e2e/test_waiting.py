@@ -1,0 +1,51 @@
+"""What was accepted is never lost: in a queue, without a worker, between workers that are cut off."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from engine.fake import fake_generate
+from tests.e2e.test_failures import prompts
+from tests.harness.local_stack import Stack, stack
+
+OUTPUT_TOKENS = 40
+ROUTER: dict[str, Any] = {"prefill_on_decode_tokens": 0, "silence_s": 0.2, "receipt_timeout_s": 2.0}
+OPTIONS: dict[str, Any] = {
+    "engine": "fake", "fake_step_s": 0.02, "max_total_tokens": 4096, "hand_off_timeout_s": 2.0,
+}  # fmt: skip
+
+
+def restarts(running: Stack) -> str:
+    metrics = running.http.get("/metrics").text
+    return next(line for line in metrics.splitlines() if line.startswith("baton_router_restarts_total"))
+
+
+def stages(running: Stack) -> set[str]:
+    """What workers have said about rooms that are silent."""
+    rooms = running.http.get("/debug/rooms").json()["rooms"]
+    return {worker["stage"] for room in rooms for worker in room["workers"]} - {""}
+
+
+def test_streams_wait_for_a_slow_decode_worker_of_two_rows_longer_than_any_timer(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    asked = prompts(24, seed=5)
+    with stack(tiny_model, tmp_path, 1, 1, ROUTER, max_running_requests=2, **OPTIONS) as running:
+        began, seen = time.monotonic(), set()
+        with ThreadPoolExecutor(len(asked)) as pool:
+            futures = [pool.submit(running.generate, prompt, OUTPUT_TOKENS) for prompt in asked]
+            while not all(future.done() for future in futures):
+                seen |= stages(running)
+                time.sleep(0.1)
+            answers = [future.result() for future in futures]
+        took_s = time.monotonic() - began
+        assert [answer["output_ids"] for answer in answers] == [
+            fake_generate(prompt, OUTPUT_TOKENS) for prompt in asked
+        ]
+        assert took_s > 3 * OPTIONS["hand_off_timeout_s"], "no room waited longer than the timers"
+        assert restarts(running).endswith(" 0.0")
+        assert "decode_bootstrap" in seen, "the router knows where its rooms wait"
+        running.settle()
