@@ -110,7 +110,9 @@ class Membership:
     def _on_view(self, view: View, now: float) -> None:
         change = self._client.take(view)
         self.workers = [record for record in self._client.workers.values() if record.model == self._model]
-        self.context_limit = min((record.max_context_tokens for record in self.workers), default=None)
+        self.context_limit = min(
+            (record.max_context_tokens for record in self.workers), default=self.context_limit
+        )
         self._placer.update(self.workers, now)
         self.peers.meet(view.routers)
         self.suspicions.update(change.lost, self.workers, now)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any, Protocol
 
 import msgspec
@@ -21,6 +21,8 @@ from router.streams.resume import HEADER, MOST_CHOICES, ChoicePosition
 from router.streams.resumed_output import Resumed
 from wire.request import OutputDelta, SamplingParams
 
+_WAITING = b": waiting\n\n"
+_QUIET_S = 2.5  # a stream to which nothing is sent for this long, or twice as long, is sent a comment
 DONE = b"data: [DONE]\n\n"
 _LAST_EVENT_ID = HEADER.lower().encode()
 # Longer texts are tokenised on another thread (the tokenizer releases the GIL), so that other streams go on.
@@ -121,6 +123,23 @@ def generating(
         generation.close()
 
 
+class _QuietTimer:
+    """Lets a generation notice that nothing comes. Its tokens cost nothing more for that."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(_QUIET_S, self._check)
+
+    def close(self) -> None:
+        """Stop."""
+        self._timer.cancel()
+
+    def _check(self) -> None:
+        self._timer = self._loop.call_later(_QUIET_S, self._check)
+        self._generation.check_quiet()
+
+
 async def stream(
     router: Router,
     request: HttpRequest,
@@ -130,8 +149,9 @@ async def stream(
 ) -> None:
     """Serve a request as events, from where its Last-Event-ID says. `form` names the kind of its events.
 
-    The head goes out with the first token, so that what fails before has an HTTP status of its own. A stream
-    that fails later ends in an error event, and without [DONE].
+    The head goes out with the first token, so that what fails before has an HTTP status of its own. When an
+    accepted request is quiet for a while, it goes out with a comment, so that nobody on the way takes the
+    connection for dead. A stream that fails later ends in an error event, and without [DONE].
     """
     last_id, now = request.header(_LAST_EVENT_ID), time.time()
     positions = [ChoicePosition()] * submission.choice_count
@@ -143,7 +163,10 @@ async def stream(
         ids = EventIds(router.resume_tokens.sign(submission, form, now), positions)
     answer = make_answer(submission, ids)
     resumed = Resumed(positions, answer.replay) if last_id else None
-    with generating(router, request, submission, answer, resumed) as generation:
+    with (
+        generating(router, request, submission, answer, resumed) as generation,
+        closing(_QuietTimer(generation)),
+    ):
         await generation.more()
         if generation.abandoned:
             return
@@ -162,7 +185,7 @@ async def _send_events(request: HttpRequest, generation: Generation, answer: Str
     Raises the BatonError that ended the request.
     """
     while True:
-        events = answer.take()
+        events = _WAITING if generation.quiet else answer.take()
         if generation.complete:
             return events
         await request.send_sse(events)

@@ -16,6 +16,7 @@ one thread.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.errors import InvalidRequest, Overloaded
@@ -132,13 +133,19 @@ class Admission:
         self._running[waiting.room] = _Running(waiting.tenant, waiting.tokens)
         return waiting.room
 
-    def overdue(self, now: float) -> list[tuple[int, Overloaded]]:
-        """End the rooms that have waited too long, and return them with their errors."""
+    def overdue(
+        self, now: float, is_accepted: Callable[[int], bool] = lambda _: False
+    ) -> list[tuple[int, Overloaded]]:
+        """End the rooms that have waited too long, and return them with their errors.
+
+        Rooms of an accepted request stay: another choice of it runs, and would be lost with them.
+        """
         late = []
         for waiting in self._queue:
             if waiting.until > now:
                 break  # rooms are in the order of arrival
-            late.append(waiting.room)
+            if not is_accepted(waiting.room):
+                late.append(waiting.room)
         for room in late:
             self.leave(room)
         message = f"no worker was free within {self._options.max_queue_s:g} s"

@@ -86,7 +86,7 @@ class Dispatcher:
             room.tick(now)
             self.admission.produced(number, len(room.tokens))
         self._placer.tick(now)
-        for number, error in self.admission.overdue(now):
+        for number, error in self.admission.overdue(now, lambda number: self.waiting[number].accepted):
             late = self.waiting.get(number)
             if late is not None:  # else it went with another choice of its request
                 late.fail(error)
@@ -199,16 +199,13 @@ class Dispatcher:
             self.mail.send(mail.sender, Receipt(message.room, message.epoch, kind_of(message)))
             self._on_room_message(mail.sender, message, now)
         elif isinstance(message, RoomStatus):
-            self._on_status(mail.sender, message, now)
+            room = self.rooms.get(message.room)
+            worker = None if room is None else room.on_status(mail.sender, message, now)
+            if worker is not None:
+                self._traces.status(worker, message)
         else:
             return False
         return True
-
-    def _on_status(self, sender: str, status: RoomStatus, now: float) -> None:
-        room = self.rooms.get(status.room)
-        worker = None if room is None else room.on_status(sender, status, now)
-        if worker is not None:
-            self._traces.status(worker, status)
 
     def _on_run(self, sender: str, run: TokenRun, now: float) -> None:
         room = self.rooms.get(run.room)

@@ -118,6 +118,15 @@ class ChoiceOutput:
             text += self._rest()
         return text, delta, stopped
 
+    @property
+    def accepted(self) -> bool:
+        """Whether the request is refused no more."""
+        return self._generation.accepted
+
+    def on_admitted(self) -> None:
+        """The choice's turn has come: the request is refused no more."""
+        self._generation.accepted = True
+
     def on_error(self, error: BatonError) -> None:
         """The request fails with its choice."""
         self._generation.fail(error)
@@ -153,6 +162,8 @@ class Generation:
         """`stop` is called with a reason to stop the request's rooms. `known`: the output tokens of choices
         that have ended already, for a client that has them."""
         self.submission = submission
+        self.accepted = False  # a room of it had its turn: it may still fail, but it is not refused any more
+        self.quiet = False  # the last `more` returned because nothing had come for a while
         self.choices = [ChoiceCounts(index, known.get(index, 0)) for index in range(submission.choice_count)]
         self._answer = answer
         self._stop_rooms = stop
@@ -163,6 +174,7 @@ class Generation:
         self._client_left = False
         self._error: BatonError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._waiter_seen: asyncio.Future[None] | None = None  # by the last `check_quiet`
 
     @property
     def ended(self) -> bool:
@@ -182,17 +194,28 @@ class Generation:
     async def more(self) -> bool:
         """Wait until the answer has gained something. False when every choice has ended and nothing is left.
 
-        Raises the BatonError that ended the request, after what came before it.
+        True also after `check_quiet` has found that nothing came; then `quiet` is set. Raises the BatonError
+        that ended the request, after what came before it.
         """
+        self.quiet = False
         if not self._fresh and self._error is None and self._running:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         if self._fresh:
-            self._fresh = False
+            self._fresh = self.quiet = False
             return True
         if self._error is not None:
             raise self._error
-        return False
+        self.quiet = self.quiet and self._running > 0
+        return self.quiet
+
+    def check_quiet(self) -> None:
+        """Wake the task that serves an accepted request if it has waited since the last call."""
+        waiter = self._waiter
+        if self.accepted and waiter is not None and waiter is self._waiter_seen:
+            self.quiet = True
+            self._wake()
+        self._waiter_seen = self._waiter
 
     def add(self, choice: ChoiceCounts, text: str, delta: OutputDelta) -> None:
         """Called by a choice's output."""

@@ -64,6 +64,15 @@ class ResumedOutput:
             return False
         return self._output.on_tokens(rest, cached_tokens)
 
+    @property
+    def accepted(self) -> bool:
+        """Whether the request is refused no more."""
+        return self._output.accepted
+
+    def on_admitted(self) -> None:
+        """The choice's turn has come."""
+        self._output.on_admitted()
+
     def on_error(self, error: BatonError) -> None:
         """The request fails with its choice."""
         self._generation.fail(error)

@@ -39,6 +39,13 @@ _LOOK_AGAIN_S = 0.1  # for a worker
 class RoomSink(Protocol):
     """Where a room's output goes."""
 
+    @property
+    def accepted(self) -> bool:
+        """Whether a room of the request had its turn. Then none of its rooms is refused."""
+
+    def on_admitted(self) -> None:
+        """The room's turn has come: it gets workers, now or as soon as there are any."""
+
     def on_tokens(self, delta: OutputDelta, cached_tokens: int) -> bool:
         """Take new tokens, each exactly once and in order. `delta.finish` is set with the last ones.
 
@@ -100,8 +107,14 @@ class RoomStream:
         self._wait_until = 0.0
         self._check_at = 0.0  # tick() has nothing to do before
 
+    @property
+    def accepted(self) -> bool:
+        """Whether the room's request may not be refused any more, so that it waits for its turn."""
+        return self._sink.accepted
+
     def start(self, now: float, choice: Choice | None = None) -> None:
         """Place the room, by `choice` if that was made already, or wait for a worker."""
+        self._sink.on_admitted()
         self._wait_for_worker(now, now, choice)
 
     def stop(self, reason: str) -> None:

@@ -15,6 +15,7 @@ from decode_node.room import DecodeHold, DecodeRoom
 from tests.support.granted_writer import GrantedWriter
 from tests.support.hand_off import GROUPS, ROUTER, Letter, Pair, held, pair, prompt_of, right
 from wire.messages import (
+    Abort,
     KVDone,
     KVFailed,
     KVTarget,
@@ -25,6 +26,7 @@ from wire.messages import (
     RoomMessage,
     Timeline,
     Tokens,
+    kind_of,
 )
 from wire.stages import RequestStage
 
@@ -121,6 +123,25 @@ def test_rooms_are_reserved_in_the_order_of_their_arrival() -> None:
         both.settle()
 
 
+def test_a_restart_keeps_its_place_in_line() -> None:
+    """Rooms that came later wait already when an earlier one comes from another worker."""
+    with pair(max_total_tokens=256) as both:
+        target_of(both, 1, prompt_of(1, 150))
+        for room, arrived_ns in ((2, 20), (3, 30), (4, 25), (5, 10)):
+            both.ask(room, prompt_of(room, 150), 6, arrived_ns=arrived_ns)
+        both.run_dry_without(both.prefill)
+        order: list[int] = []
+        for _ in range(4):
+            both.abort(order[-1] if order else 1)
+            both.run_dry_without(both.prefill)
+            both.turn(both.decode)
+            order += [room.room for room in both.decode.rooms() if room.req.state == "reserved"]
+        assert order == [5, 2, 4, 3]
+        both.abort(3)
+        both.run_dry()
+        both.settle()
+
+
 # -- the KV comes --------------------------------------------------------------------------------------
 
 
@@ -150,6 +171,46 @@ def test_a_done_of_an_older_epoch_commits_nothing(both: Pair) -> None:
     both.arrive(done)
     both.run_dry()
     assert both.outputs[1].tokens == right(both, 1)
+    both.settle()
+
+
+@pytest.mark.parametrize("late", [KVFailed(1, 1, "late"), Release(1, 1), Abort(1, 1, "late")], ids=kind_of)
+@pytest.mark.parametrize("hold", list(DecodeHold))
+def test_a_late_end_of_an_older_epoch_does_not_end_the_new_one(
+    hold: DecodeHold, late: KVFailed | Release | Abort
+) -> None:
+    with pair(max_total_tokens=256) as both:
+        if hold is DecodeHold.BOOTSTRAP:
+            target_of(both, 2, prompt_of(2, 150))  # takes the memory
+        both.ask(1, prompt_of(1, 100), 6)
+        both.run_dry_without(both.prefill)
+        both.restart(1, split=True)
+        both.run_dry_without(both.prefill)
+        if hold is DecodeHold.SCHEDULER:
+            both.arrive(both.hold_back(KVDone))
+        (room,) = (room for room in both.decode.rooms() if room.room == 1)
+        assert isinstance(room, DecodeRoom)
+        assert (room.epoch, room.hold) == (2, hold)
+        from_prefill(both, late)
+        assert room in both.decode.rooms()
+        assert room.hold is hold
+        both.pass_time(1.0)
+        both.run_dry()
+        assert both.outputs[1].tokens == right(both, 1)
+        both.settle()
+
+
+def test_the_first_tokens_logprobs_come_with_the_kv(both: Pair) -> None:
+    both.ask(1, prompt_of(1, 30), 5, top_logprobs=2)
+    done = both.hold_back(KVDone)
+    assert isinstance(done.message, KVDone)
+    assert done.message.logprobs is not None
+    assert len(done.message.logprobs.top) == 2
+    both.arrive(done)
+    (first, *_) = (run for tokens in sent_to_router(both, Tokens) for run in tokens.runs)
+    assert first.logprobs is not None
+    assert first.logprobs[0] == done.message.logprobs
+    both.run_dry()
     both.settle()
 
 

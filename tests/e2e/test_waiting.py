@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.fake import fake_generate
-from tests.e2e.test_failures import prompts
+from tests.chaos.network import Network
+from tests.e2e.test_failures import prompts, wait_until_busy
 from tests.harness.local_stack import Stack, stack
 
 OUTPUT_TOKENS = 40
@@ -49,3 +50,28 @@ def test_streams_wait_for_a_slow_decode_worker_of_two_rows_longer_than_any_timer
         assert restarts(running).endswith(" 0.0")
         assert "decode_bootstrap" in seen, "the router knows where its rooms wait"
         running.settle()
+
+
+def test_a_cut_between_the_only_pair_leaves_decode_to_serve_alone(tiny_model: Path, tmp_path: Path) -> None:
+    """Neither is suspected: the router hears both, and each of them blames the other."""
+    options = {**OPTIONS, "kv_transfer_backend": "tcp", "hand_off_timeout_s": 60.0}
+    asked = prompts(12, seed=6)
+    with Network() as network:
+        runner = ("tests.chaos.launcher", network.address)
+        with stack(tiny_model, tmp_path, 1, 1, ROUTER, runner, **options) as running:
+            (prefill,), (decode,) = running.prefill, running.decode
+            with ThreadPoolExecutor(len(asked)) as pool:
+                futures = [pool.submit(running.generate, prompt, OUTPUT_TOKENS) for prompt in asked[:6]]
+                wait_until_busy(running)
+                network.faults.cut(f"P/{prefill.process.pid}", f"D/{decode.process.pid}")
+                futures += [pool.submit(running.generate, prompt, OUTPUT_TOKENS) for prompt in asked[6:]]
+                answers = [future.result(60.0) for future in futures]
+            assert [answer["output_ids"] for answer in answers] == [
+                fake_generate(prompt, OUTPUT_TOKENS) for prompt in asked
+            ]
+            assert running.http.get("/debug/suspicions").json()["suspicions"] == []
+            metrics = running.http.get("/metrics").text
+            causes = [line for line in metrics.splitlines() if "restart_causes_total{" in line]
+            assert [cause.split('"')[1] for cause in causes] == ["link"]
+            network.faults.heal()
+            running.settle()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.hand_off import FakeMailbox, Pair, held, pair, prompt_of, right
-from wire.messages import Decode, KVReady, KVTarget, Prefill, RejectKind, Resend, RoomStatus
+from wire.messages import Abort, Decode, KVReady, KVTarget, Prefill, RejectKind, Resend, RoomStatus
 from wire.peer_monitors import PeerState
 from wire.stages import RequestStage
 from worker.loop import Worker
@@ -209,5 +209,24 @@ def test_a_lost_ready_or_target_is_repeated(both: Pair) -> None:
     both.network.letters += late
     both.hold_back(KVTarget)
     wait(both, 1)
+    assert both.outputs[1].tokens == right(both, 1)
+    both.settle()
+
+
+def test_late_messages_of_an_older_epoch_change_nothing_on_prefill(both: Pair) -> None:
+    both.ask(1, prompt_of(1, 50), 6)
+    stale = both.hold_back(KVTarget)
+    both.restart(1, split=True)
+    target = both.hold_back(KVTarget)
+    both.run_dry()
+    (room,) = both.prefill.rooms()
+    assert (room.epoch, room.hold) == (2, "parked")
+    both.arrive(stale)
+    both.post(both.prefill, Abort(1, 1, "late"))
+    both.run_dry()
+    assert both.prefill.rooms() == [room]
+    assert room.hold == "parked"
+    both.arrive(target)
+    both.run_dry()
     assert both.outputs[1].tokens == right(both, 1)
     both.settle()

@@ -184,7 +184,13 @@ class Rig:
         return min(-(-both // self.page_size) + 2, -(-longest // self.page_size))
 
     def req(
-        self, prompt: Sequence[int], max_new: int = 8, forced: int = 0, priority: int = 0, **sampling: object
+        self,
+        prompt: Sequence[int],
+        max_new: int = 8,
+        forced: int = 0,
+        priority: int = 0,
+        arrived_ns: int = 0,
+        **sampling: object,
     ) -> Req:
         """A request whose outputs are known; the first `forced` of them are given as input."""
         self.rooms += 1
@@ -204,6 +210,7 @@ class Rig:
             sampling=params,
             forced=tuple(outputs[:forced]),
             priority=priority,
+            arrived_ns=arrived_ns,
         )
         return Req.from_request(request, "m", self.limits)
 

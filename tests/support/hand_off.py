@@ -124,11 +124,26 @@ class Pair:
 
     # -- the router's part -------------------------------------------------------------------------
 
-    def ask(self, room: int, prompt: list[int], n: int, split: bool = True) -> None:
+    def ask(
+        self,
+        room: int,
+        prompt: list[int],
+        n: int,
+        split: bool = True,
+        arrived_ns: int = 0,
+        top_logprobs: int | None = None,
+    ) -> None:
         """A new room, started on both workers (or on decode alone)."""
-        sampling = SamplingParams(max_new_tokens=n, temperature=0.0, ignore_eos=True)
+        sampling = SamplingParams(
+            max_new_tokens=n, temperature=0.0, ignore_eos=True, top_logprobs=top_logprobs
+        )
         request = GenerateRequest(
-            request_id=f"r{room}", room=room, epoch=1, prompt=pack_tokens(prompt), sampling=sampling
+            request_id=f"r{room}",
+            room=room,
+            epoch=1,
+            prompt=pack_tokens(prompt),
+            sampling=sampling,
+            arrived_ns=arrived_ns,
         )
         self.outputs[room] = Output(request, split)
         self.start(room)

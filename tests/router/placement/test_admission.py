@@ -138,6 +138,14 @@ def test_whoever_waited_too_long_is_told_to_come_back() -> None:
     assert house.end(1, 11.5) == [3]
 
 
+def test_rooms_of_an_accepted_request_wait_on() -> None:
+    house = House(max_in_flight=1, max_queued=5, max_queue_s=10)
+    for room in (1, 2, 3):
+        house.offer(room, now=0.0)
+    assert [room for room, _ in house.admission.overdue(11.0, lambda room: room == 2)] == [3]
+    assert house.end(1, 100.0) == [2]
+
+
 def test_rooms_wait_while_every_prefill_queue_is_long() -> None:
     options: dict[str, object] = {"max_queued": 9, "queue_prefill_tokens": 250}
     house = House([prefill("p", queued_prefill_tokens=300), prefill("q"), decode()], **options)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from common.errors import BatonError
+from common.errors import BatonError, Overloaded
 from router.index.global_index import GlobalIndex, as_hashes
 from router.metrics import RoomMetrics
 from router.options import RouterOptions
@@ -36,10 +36,14 @@ class Sink:
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.error: BatonError | None = None
+        self.accepted = False
 
     def on_tokens(self, delta: OutputDelta, cached_tokens: int) -> bool:
         self.tokens += delta.tokens
         return False
+
+    def on_admitted(self) -> None:
+        self.accepted = True
 
     def on_error(self, error: BatonError) -> None:
         self.error = error
@@ -48,22 +52,23 @@ class Sink:
 class Desk:
     """A dispatcher, and everything that it sent."""
 
-    def __init__(self, *workers: WorkerRecord) -> None:
+    def __init__(self, *workers: WorkerRecord, options: RouterOptions = OPTIONS) -> None:
+        self.options = options
         self.sent: list[tuple[str, AnyMessage]] = []
         self.placer = Placer(GlobalIndex(), make_policy("kv", OPTIONS.weights, 0), 10.0)
         self.placer.update(list(workers), time.monotonic())
         metrics = RoomMetrics(CollectorRegistry())
         self.dispatcher = Dispatcher(
-            OPTIONS, self.placer, TraceStore(), metrics, lambda to, message: self.sent.append((to, message))
+            options, self.placer, TraceStore(), metrics, lambda to, message: self.sent.append((to, message))
         )
 
-    def open(self, number: int) -> Sink:
-        sink = Sink()
+    def open(self, number: int, sink: Sink | None = None) -> Sink:
+        sink = sink or Sink()
         request = GenerateRequest(
             request_id="r", room=number, epoch=0, prompt=b"\0\0\0\0" * 64, sampling=SamplingParams()
         )
         to_place = PlacementRequest(64, as_hashes([]), 4.0)
-        room = RoomStream(request, to_place, self.dispatcher, self.dispatcher.mail, sink, OPTIONS)
+        room = RoomStream(request, to_place, self.dispatcher, self.dispatcher.mail, sink, self.options)
         self.dispatcher.open([room], None, time.monotonic())
         return sink
 
@@ -108,5 +113,19 @@ def test_a_suspected_prefill_worker_matters_only_until_decode_speaks() -> None:
         desk.dispatcher.suspected(P, "does not answer", time.monotonic())
         assert desk.on(D, Decode, 1) == {2}
         assert desk.on(P, Prefill, 1) == set(), "D alone, while P is suspected"
+
+    asyncio.run(run())
+
+
+def test_a_choice_that_waits_for_its_turn_is_not_refused_when_another_of_its_request_runs() -> None:
+    async def run() -> None:
+        desk = Desk(D, options=OPTIONS.model_copy(update={"max_in_flight": 1, "max_queued": 9}))
+        accepted, other = Sink(), Sink()
+        for number, sink in ((1, accepted), (2, accepted), (3, other)):
+            desk.open(number, sink)
+        desk.dispatcher.tick(time.monotonic() + 3600.0)
+        assert isinstance(other.error, Overloaded)
+        assert accepted.error is None
+        assert set(desk.dispatcher.waiting) == {2}
 
     asyncio.run(run())

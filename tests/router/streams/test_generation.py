@@ -123,3 +123,38 @@ def test_a_stop_string_ends_a_choice_with_the_token_that_completes_it(model: Pat
         assert request.generation.complete
 
     asyncio.run(run())
+
+
+def test_only_an_accepted_request_that_waits_is_found_quiet(model: Path) -> None:
+    async def run() -> None:
+        request = Request(model)
+        (output,), generation = request.outputs, request.generation
+        waiting = asyncio.create_task(generation.more())
+        for _ in range(3):
+            await asyncio.sleep(0)
+            generation.check_quiet()
+        assert not waiting.done(), "it may still be refused, with an HTTP status of its own"
+        output.on_admitted()
+        generation.check_quiet()
+        assert await waiting
+        assert generation.quiet
+        waiting = asyncio.create_task(generation.more())
+        await asyncio.sleep(0)
+        generation.check_quiet()
+        await asyncio.sleep(0)
+        assert not waiting.done(), "it waits since after the last check"
+        generation.check_quiet()
+        output.on_tokens(gained(70), 0)
+        assert await waiting
+        assert not generation.quiet, "a token came before the task ran"
+        for token in range(5):
+            generation.check_quiet()
+            output.on_tokens(gained(token), 0)
+            assert await generation.more()
+            assert not generation.quiet
+        generation.check_quiet()
+        output.on_tokens(gained(1, FinishReason.LENGTH), 0)
+        assert await generation.more()
+        assert not await generation.more()
+
+    asyncio.run(run())

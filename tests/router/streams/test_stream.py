@@ -38,6 +38,7 @@ class Host:
         self.avoided: list[frozenset[str]] = []
         self.booked = 0
         self.closed_rooms = 0
+        self.accepted = False
         self.causes: list[RestartCause] = []
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
@@ -78,6 +79,9 @@ class Host:
         self.logprobs += delta.logprobs or []
         self.finish = delta.finish
         return len(self.tokens) >= self.wanted
+
+    def on_admitted(self) -> None:
+        self.accepted = True
 
     def on_error(self, error: BatonError) -> None:
         self.error = error
