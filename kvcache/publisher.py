@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 _END = (-1).to_bytes(8, "big", signed=True)
 _WAIT_FOR_SNAPSHOT_S = 30.0  # a connected peer has asked again by then
 _WAITING_PEERS = 1000
+_ROUND_MS = 250
 
 
 class _Batch(NamedTuple):
@@ -86,6 +87,7 @@ class EventPublisher:
         self.replay_address = self._bind(self._replay, config.interface, curve)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closing = False
+        self.beats = 0  # rounds of the thread and batches that it sent: several a second
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
 
@@ -96,6 +98,11 @@ class EventPublisher:
             curve.serve(socket)
         socket.bind(f"tcp://{interface}:*")
         return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread lives."""
+        return self._thread.is_alive()
 
     @property
     def snapshot_wanted(self) -> bool:
@@ -141,7 +148,8 @@ class EventPublisher:
         poller.register(self._wake, zmq.POLLIN)
         poller.register(self._replay, zmq.POLLIN)
         while not self._closing:
-            ready = dict(poller.poll(1000))
+            self.beats += 1
+            ready = dict(poller.poll(_ROUND_MS))
             if self._wake in ready:
                 os.eventfd_read(self._wake)
             self._flush()
@@ -155,6 +163,7 @@ class EventPublisher:
             if isinstance(what, TreeSnapshot):
                 self._send_snapshot(at, what)
                 continue
+            self.beats += 1
             batch = _Batch(self._next, encode_batch(at, what))
             self._kept.append(batch)
             self._pub.send_multipart(batch.frames(self._topic))
@@ -166,7 +175,10 @@ class EventPublisher:
         if not self._waiting:
             return
         self.snapshots += 1
-        payloads = [encode_batch(at, events) for events in snapshot.batches(self._buffer_batches)]
+        payloads = []
+        for events in snapshot.batches(self._buffer_batches):
+            self.beats += 1
+            payloads.append(encode_batch(at, events))
         first = self._next - len(payloads)
         batches = [_Batch(first + i, payload) for i, payload in enumerate(payloads)]
         now = time.monotonic()
@@ -201,5 +213,6 @@ class EventPublisher:
 
     def _reply(self, peer: bytes, batches: Iterable[_Batch]) -> None:
         for batch in batches:
+            self.beats += 1
             self._replay.send_multipart([peer, b"", *batch.frames(self._topic)])
         self._replay.send_multipart([peer, b"", b"", _END, b""])

@@ -35,6 +35,7 @@ class _Launch:
     at: float
     decode_rows: int
     prefill_tokens: int
+    expected_s: float
 
 
 class Rates:
@@ -52,7 +53,8 @@ class Rates:
 
     def launched(self, decode_rows: int, prefill_tokens: int) -> None:
         """A forward has been launched."""
-        self._in_flight.append(_Launch(self._clock(), decode_rows, prefill_tokens))
+        expected_s = self._expect(decode_rows, prefill_tokens)
+        self._in_flight.append(_Launch(self._clock(), decode_rows, prefill_tokens, expected_s))
 
     def landed(self) -> None:
         """The oldest forward in flight has its result."""
@@ -74,6 +76,19 @@ class Rates:
         cached as of recent ones. They are matched only at admission, because the cache changes until then."""
         share = self._computed / self._prompts if self._prompts > 0 else 1.0
         return max(prompts, round(share * tokens))  # at least one token each
+
+    @property
+    def expected_s(self) -> float:
+        """Seconds that the forwards in flight should take together, by the rates at their launches. Infinite
+        if there was no rate for one of them. Any thread may ask."""
+        return sum(launch.expected_s for launch in self._in_flight.copy())
+
+    def _expect(self, decode_rows: int, prefill_tokens: int) -> float:
+        """A mixed forward takes at most as long as its two parts."""
+        prefill, step = self.prefill_tokens_per_s, self.decode_step_s
+        if (prefill_tokens and not prefill) or (decode_rows and not step):
+            return math.inf
+        return (prefill_tokens / prefill if prefill_tokens else 0.0) + (step if decode_rows else 0.0)
 
     @property
     def prefill_tokens_per_s(self) -> float:

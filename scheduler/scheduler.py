@@ -219,6 +219,11 @@ class Scheduler:
             or len(self._running)
         )
 
+    @property
+    def expected_s(self) -> float:
+        """See Rates. Any thread may ask."""
+        return self._rates.expected_s
+
     def load(self) -> WorkerLoad:
         """How busy this worker is."""
         requests, waiting = self._requests, self._requests.waiting

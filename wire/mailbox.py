@@ -52,8 +52,14 @@ class Mailbox:
         self._wake_lock = threading.Lock()
         self._wake_pending = False
         self._closing = False
+        self.beats = 0  # rounds of the I/O thread, several a second
         self._thread = threading.Thread(target=self._run, name="mailbox", daemon=True)
         self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        """Whether the I/O thread lives."""
+        return self._thread.is_alive()
 
     @property
     def dropped(self) -> int:
@@ -149,6 +155,7 @@ class Mailbox:
         poller.register(self._peers.descriptor, zmq.POLLIN)
         check_at = 0.0
         while not self._closing:
+            self.beats += 1
             ready = dict(poller.poll(int(PEER_CHECK_S * 1000)))
             if self._wake_in in ready:
                 self._wake_in.recv()

@@ -126,14 +126,15 @@ class Heartbeat:
             self._announced = record.load
             self._mailbox.send(self._address, Announce(record, self._nonce))
 
-    def stop(self) -> None:
-        """Stop announcing and leave the directory."""
+    def stop(self, through: Mailbox | None = None) -> None:
+        """Stop announcing and leave the directory, through another mailbox if the worker's may be broken."""
         self._stop.set()
         self._soon.set()
         if self._thread.is_alive():
             self._thread.join(timeout=5.0)
         if self._address is not None and self.incarnation:
-            self._mailbox.send(self._address, Withdraw(self._worker, self.incarnation))
+            leave = Withdraw(self._worker, self.incarnation)
+            (through or self._mailbox).send(self._address, leave)
 
     def _run(self) -> None:
         while not self._stop.is_set():

@@ -9,6 +9,7 @@ mail, for a nudge from another thread, or for the next sweep, whichever comes fi
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -21,19 +22,24 @@ from common.errors import WorkerLost
 from common.host import host_identity, process_start
 from kvcache.memory import MemoryReport
 from scheduler.req import RequestLimits
-from wire.mailbox import Mail
+from wire.mailbox import Mail, Mailbox
 from wire.messages import Rejected, RejectKind
 from wire.records import WorkerRecord
+from wire.security import curve_for
 from worker.drain import Drain
 from worker.heartbeat import Heartbeat
 from worker.mail import MailHandler
 from worker.options import WorkerOptions
 from worker.parts import open_parts
 from worker.role import Room, WorkerRole
+from worker.watchdog import Watchdog, Watched
 
 log = logging.getLogger(__name__)
 
 _SWEEP_S = 0.25
+_THREAD_BOUND_S = 2.0  # for a round of a thread that only moves messages
+_FORWARD_FACTOR = 5  # times the predicted duration of a forward
+_FIRST_FACTOR = 12  # times the bound, while there is no prediction
 _LOAD_S = 0.1  # between two looks at the load, while the loop is busy
 
 
@@ -68,10 +74,21 @@ class Worker:
         self._mail = MailHandler(self._services, self._role, self._limits, self._drain, self._heartbeat)
         self._stop = threading.Event()
         self._failure: BaseException | None = None
+        self.beats = 0  # turns of the loop
         self._beat_at = time.monotonic()
         self._swept_at = 0.0
         self._load_at = 0.0
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
+        self._watchdog = Watchdog(self._watched(), self._give_up)
+
+    def _watched(self) -> list[Watched]:
+        watched = [
+            Watched("engine loop", self, self._turn_bound_s),
+            Watched("mailbox thread", self._services.mailbox, lambda: _THREAD_BOUND_S),
+        ]
+        if self.parts.publisher is not None:
+            watched.append(Watched("event thread", self.parts.publisher, lambda: _THREAD_BOUND_S))
+        return watched
 
     def _open_heartbeat(self, resolve_directory: Callable[[], str] | None) -> Heartbeat | None:
         directory = self.options.directory
@@ -88,6 +105,7 @@ class Worker:
         """Run the loop and join the directory. Raises ConfigError when the directory refuses, WorkerLost when
         another process has joined in this one's place."""
         self._thread.start()
+        self._watchdog.start()
         if self._heartbeat is not None:
             self._heartbeat.start(self.options.join_timeout_s)
         return self.record()
@@ -117,13 +135,12 @@ class Worker:
         )
 
     def healthy(self) -> None:
-        """Raises WorkerLost when the engine loop has died or is stuck or another process has taken this one's
-        place, ConfigError when refused a lease."""
+        """Raises WorkerLost when a thread has died or is stuck or another process has taken this one's place,
+        ConfigError when refused a lease."""
         if self._failure is not None:
             raise WorkerLost(f"the engine loop of {self.id} died: {self._failure!r}")
-        silent_s = time.monotonic() - self._beat_at
-        if self._thread.is_alive() and silent_s > self.options.stuck_after_s:
-            raise WorkerLost(f"the engine loop of {self.id} has been silent for {silent_s:.0f} s")
+        if self._watchdog.failure is not None:
+            raise WorkerLost(f"{self.id}: {self._watchdog.failure}")
         if self._heartbeat is not None:
             self._heartbeat.check()
 
@@ -140,6 +157,7 @@ class Worker:
 
     def close(self) -> None:
         """Leave the directory, end the loop, free everything. Idempotent."""
+        self._watchdog.close()
         if self._heartbeat is not None:
             self._heartbeat.stop()
         self._stop.set()
@@ -148,7 +166,33 @@ class Worker:
             self._thread.join(timeout=30.0)
         self.parts.owned.close()
 
+    # -- when a thread has failed, on the watchdog's thread ------------------------------------------
+
+    def _turn_bound_s(self) -> float:
+        """How long a turn of the loop may take. A forward of a kind without a rate may compile kernels."""
+        bound, expected = self.options.stuck_after_s, self._scheduler.expected_s
+        return bound * _FIRST_FACTOR if math.isinf(expected) else max(bound, _FORWARD_FACTOR * expected)
+
+    def _give_up(self, why: str) -> None:
+        """Leave at once and for good: the directory, so that routers restart the rooms, and the rooms.
+
+        The worker's own mailbox may be what has failed, so that another one tells the directory.
+        """
+        self._stop.set()
+        self._drain.finish()
+        mailbox, message = self._services.mailbox, f"worker {self.id} failed: {self._failure or why}"
+        for room in self.rooms():
+            mailbox.send(room.router, Rejected(room.room, room.epoch, RejectKind.FAILED, message))
+        if self._heartbeat is not None:
+            with Mailbox(self.options.interface, curve_for(self.options.cluster_secret)) as another:
+                self._heartbeat.stop(through=another)
+
     # -- views, on the loop's thread ----------------------------------------------------------------
+
+    @property
+    def running(self) -> bool:
+        """Whether the engine loop lives."""
+        return self._thread.is_alive() and self._failure is None
 
     def rooms(self) -> list[Room]:
         """The rooms that run here, oldest first."""
@@ -169,10 +213,7 @@ class Worker:
         except BaseException as failure:
             log.exception("the engine loop of %s died", self.id)
             self._failure = failure
-            for room in self.rooms():
-                message = f"worker {self.id} failed: {failure}"
-                mailbox.send(room.router, Rejected(room.room, room.epoch, RejectKind.FAILED, message))
-            self._drain.finish()
+            self._watchdog.look_now()
 
     def turn(self, mails: list[Mail]) -> bool:
         """One turn of the loop. Whether the scheduler did something: then the next turn must not wait."""
@@ -184,6 +225,7 @@ class Worker:
         busy = self._scheduler.step()
         self._services.outbox.flush()
         self._publish()
+        self.beats += 1
         self._beat_at = time.monotonic()
         if not busy or self._beat_at - self._load_at >= _LOAD_S:
             self._update_load(self._beat_at)

@@ -2,7 +2,7 @@
 
 It prints one line of JSON when it is ready. On SIGTERM or SIGINT it drains, or exits at once if it has not
 joined yet. It exits with 2 and one line on stderr when its options cannot work, and with 1 when its engine
-loop has died or another process has taken its place.
+loop or another of its threads has died or is stuck, or another process has taken its place.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import queue
 import signal
 import sys
@@ -42,7 +43,8 @@ def run_worker(
             return _serve(worker)
         except WorkerLost as error:
             sys.stderr.write(f"{error}\n")
-            return 1
+            sys.stderr.flush()
+            os._exit(1)  # a stuck thread cannot be joined, nor may what it uses be closed
         finally:
             worker.close()
 

@@ -145,7 +145,11 @@ class LivenessOptions(Options):
     output_lease_s: float = Field(
         60.0, gt=0, description="how long finished output waits for the router's Ack"
     )
-    stuck_after_s: float = Field(120.0, gt=0, description="an engine loop silent for longer is unhealthy")
+    stuck_after_s: float = Field(
+        10.0,
+        gt=0,
+        description="an engine loop is stuck after that, and 5 times its forward's predicted duration",
+    )
 
 
 class WorkerSettings(EngineOptions, MemoryOptions, SchedulingOptions, HandOffOptions, LivenessOptions):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -113,3 +114,25 @@ def test_every_waiting_prompt_counts_a_token_at_least() -> None:
     rates = Rates(Clock())
     rates.admitted(100, 0)
     assert rates.to_compute(3, 300) == 3
+
+
+def test_what_is_in_flight_is_expected_to_take_as_long_as_lately() -> None:
+    clock = Clock()
+    rates = Rates(clock)
+    assert rates.expected_s == 0.0
+    rates.launched(0, 100)
+    assert math.isinf(rates.expected_s), "nothing is known of prefill"
+    clock.now += 2.0
+    rates.landed()
+    assert rates.expected_s == 0.0
+    rates.launched(0, 50)
+    assert rates.expected_s == pytest.approx(1.0)
+    rates.launched(3, 0)
+    assert math.isinf(rates.expected_s), "nothing is known of decode"
+    clock.now += 1.0
+    rates.landed()
+    clock.now += 0.5
+    rates.landed()
+    rates.launched(3, 25)
+    rates.launched(2, 0)
+    assert rates.expected_s == pytest.approx(0.5 + 0.5 + 0.5)
