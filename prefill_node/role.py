@@ -90,7 +90,10 @@ class PrefillRole(WorkerRole[PrefillRoom]):
 
     def _park_target(self, decode: str, target: KVTarget) -> None:
         """Keep the target of a room that has not started here: its Prefill may still be on its way."""
-        if not self.rooms.park(target.room, target.epoch, decode, target, time.monotonic()):
+        room, epoch = target.room, target.epoch
+        if self.rooms.park(room, epoch, decode, target, time.monotonic()):
+            return
+        if not self.retransmitter.is_telling(decode, room, epoch):  # else how it ended is on its way
             self._tell(decode, KVFailed(target.room, target.epoch, "the room is over on prefill"))
 
     def _aim(self, room: PrefillRoom, target: KVTarget) -> bool:

@@ -52,6 +52,10 @@ class Retransmitter:
         """Stop repeating. False when nothing was pending (a repeated answer)."""
         return self._pending.pop(key, None) is not None
 
+    def is_telling(self, to: str, room: int, epoch: int) -> bool:
+        """Whether a message about the room's epoch to `to` is not answered yet."""
+        return any(key.to == to and key.room == room and key.epoch == epoch for key in self._pending)
+
     def forget_room(self, room: int, epoch: int) -> None:
         """Stop repeating everything about a room's epoch."""
         for key in [key for key in self._pending if key.room == room and key.epoch == epoch]:

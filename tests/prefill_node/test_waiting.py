@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.hand_off import FakeMailbox, Pair, held, pair, prompt_of, right
-from wire.messages import Abort, Decode, KVReady, KVTarget, Prefill, RejectKind, Resend, RoomStatus
+from wire.messages import Abort, Decode, KVDone, KVReady, KVTarget, Prefill, RejectKind, Resend, RoomStatus
 from wire.peer_monitors import PeerState
 from wire.stages import RequestStage
 from worker.loop import Worker
@@ -228,5 +228,18 @@ def test_late_messages_of_an_older_epoch_change_nothing_on_prefill(both: Pair) -
     assert room.hold == "parked"
     both.arrive(target)
     both.run_dry()
+    assert both.outputs[1].tokens == right(both, 1)
+    both.settle()
+
+
+def test_a_target_that_crosses_the_end_of_the_room_does_not_make_it_fail(both: Pair) -> None:
+    both.ask(1, prompt_of(1, 50), 6)
+    target = both.hold_back(KVTarget)
+    both.network.letters.append(target)
+    both.hold_back(KVDone)  # it is lost
+    both.network.letters.append(target)
+    both.run_dry()
+    assert both.outputs[1].rejected is None
+    wait(both, 1)
     assert both.outputs[1].tokens == right(both, 1)
     both.settle()
