@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from engine.fake import fake_generate
 from tests.chaos.network import Network
 from tests.e2e.test_failures import prompts, wait_until_busy
 from tests.harness.local_stack import Stack, stack
+from tests.harness.processes import Child
 
 OUTPUT_TOKENS = 40
 ROUTER: dict[str, Any] = {"prefill_on_decode_tokens": 0, "silence_s": 0.2, "receipt_timeout_s": 2.0}
@@ -75,3 +77,28 @@ def test_a_cut_between_the_only_pair_leaves_decode_to_serve_alone(tiny_model: Pa
             assert [cause.split('"')[1] for cause in causes] == ["link"]
             network.faults.heal()
             running.settle()
+
+
+def test_every_stream_ends_complete_after_the_only_pair_was_killed_and_replaced(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    asked = prompts(8, seed=7)
+    with stack(tiny_model, tmp_path, 1, 1, ROUTER, **OPTIONS) as running, ExitStack() as replacements:
+        options = {
+            "model": str(tiny_model), "served_model_name": "m", "directory": running.router.ready["mailbox"],
+            **OPTIONS,
+        }  # fmt: skip
+        with ThreadPoolExecutor(len(asked)) as pool:
+            futures = [pool.submit(running.generate, prompt, OUTPUT_TOKENS) for prompt in asked]
+            wait_until_busy(running)
+            for role, children in (("prefill_node", running.prefill), ("decode_node", running.decode)):
+                children.pop().kill()
+                children.append(replacements.enter_context(Child(role, options, tmp_path)))
+            for child in running.workers:
+                child.wait_ready()
+            answers = [future.result(100.0) for future in futures]
+        assert [answer["output_ids"] for answer in answers] == [
+            fake_generate(prompt, OUTPUT_TOKENS) for prompt in asked
+        ]
+        assert not restarts(running).endswith(" 0.0")
+        running.settle()
