@@ -42,6 +42,8 @@ from wire.stages import RequestStage
 from worker.role import Services, WorkerRole
 from worker.shipper import PageShipper
 
+_ENDS = ("kv_done", "kv_failed", "release")  # kinds of the messages that tell decode how a room ended
+
 
 class PrefillRole(WorkerRole[PrefillRoom]):
     """The sending side of the hand-off."""
@@ -93,7 +95,8 @@ class PrefillRole(WorkerRole[PrefillRoom]):
         room, epoch = target.room, target.epoch
         if self.rooms.park(room, epoch, decode, target, time.monotonic()):
             return
-        if not self.retransmitter.is_telling(decode, room, epoch):  # else how it ended is on its way
+        keys = [RetransmitKey(decode, room, epoch, kind) for kind in _ENDS]
+        if not any(map(self.retransmitter.is_pending, keys)):
             self._tell(decode, KVFailed(target.room, target.epoch, "the room is over on prefill"))
 
     def _aim(self, room: PrefillRoom, target: KVTarget) -> bool:

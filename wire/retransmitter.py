@@ -52,9 +52,9 @@ class Retransmitter:
         """Stop repeating. False when nothing was pending (a repeated answer)."""
         return self._pending.pop(key, None) is not None
 
-    def is_telling(self, to: str, room: int, epoch: int) -> bool:
-        """Whether a message about the room's epoch to `to` is not answered yet."""
-        return any(key.to == to and key.room == room and key.epoch == epoch for key in self._pending)
+    def is_pending(self, key: RetransmitKey) -> bool:
+        """Whether a message is being repeated."""
+        return key in self._pending
 
     def forget_room(self, room: int, epoch: int) -> None:
         """Stop repeating everything about a room's epoch."""

@@ -209,8 +209,10 @@ class Dispatcher:
 
     def _on_run(self, sender: str, run: TokenRun, now: float) -> None:
         room = self.rooms.get(run.room)
-        if room is None:
-            upto = run.start + len(run.tokens)  # a room that is over: the worker may forget it
+        if room is None or run.epoch < room.request.epoch:
+            upto = run.start + len(run.tokens)  # the worker may forget it
+            if run.finish is None:
+                self.mail.dismiss(sender, run.room, run.epoch)
         else:
             upto = room.on_run(sender, run, now)
         self.mail.acknowledge(sender, run.room, run.epoch, upto)

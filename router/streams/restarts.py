@@ -5,6 +5,9 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import NamedTuple
 
+from common.errors import BatonError, InvalidRequest, Overloaded, RequestFailed, Unavailable
+from wire.messages import Rejected, RejectKind
+
 _AVOID_S = 60.0
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
@@ -77,3 +80,15 @@ class AvoidedWorkers:
         for name in [name for name, one in self._avoided.items() if now >= one.until]:
             del self._avoided[name]
         return frozenset(self._avoided)
+
+
+def rejection_error(worker: str, message: Rejected, retry_after_s: float) -> BatonError:
+    """What the client is told if the room fails with this rejection. `retry_after_s` where it says none."""
+    match message.why:
+        case RejectKind.INVALID:
+            return InvalidRequest(message.message)
+        case RejectKind.OVERLOADED:
+            return Overloaded(message.message, message.retry_after_s or retry_after_s)
+        case RejectKind.FAILED_ALONE:
+            return RequestFailed(f"worker {worker}: {message.message}")
+    return Unavailable(f"worker {worker}: {message.message}")

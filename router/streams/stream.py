@@ -21,12 +21,12 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from common.errors import BatonError, InvalidRequest, Overloaded, RequestFailed, Unavailable
+from common.errors import BatonError, Unavailable
 from router.options import RouterOptions
 from router.placement.placement import Placement
 from router.placement.policy import Choice, PlacementRequest
 from router.streams.epoch import RoomEpoch, RoomMail
-from router.streams.restarts import AvoidedWorkers, RestartBudget, RestartCause
+from router.streams.restarts import AvoidedWorkers, RestartBudget, RestartCause, rejection_error
 from router.streams.room_report import RoomReport
 from wire.messages import Rejected, RejectKind, RoomStatus
 from wire.records import WorkerRecord
@@ -181,7 +181,7 @@ class RoomStream:
         worker = self._needed(sender, message.epoch)
         if worker is None or self._epoch is None:
             return
-        error = self._error_of(worker, message)
+        error = rejection_error(worker.id, message, self._options.retry_after_s)
         alone = message.why is RejectKind.FAILED_ALONE
         # Alone once more, because one worker's memory or device may be at fault. The same again elsewhere
         # comes from the request or the model, and every further try would end alike.
@@ -197,17 +197,6 @@ class RoomStream:
         else:
             self._avoided.add(worker.id, now)
         self._restart(cause, error, now)
-
-    def _error_of(self, worker: WorkerRecord, message: Rejected) -> BatonError:
-        """What the client is told if the room fails with this rejection."""
-        match message.why:
-            case RejectKind.INVALID:
-                return InvalidRequest(message.message)
-            case RejectKind.OVERLOADED:
-                return Overloaded(message.message, message.retry_after_s or self._options.retry_after_s)
-            case RejectKind.FAILED_ALONE:
-                return RequestFailed(f"worker {worker.id}: {message.message}")
-        return Unavailable(f"worker {worker.id}: {message.message}")
 
     def on_worker_gone(self, gone: WorkerRecord, why: str, now: float) -> None:
         """A worker is lost, or suspected of it. `why` completes the sentence "worker x ..."."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from wire.messages import Ack, AnyMessage
+from wire.messages import Abort, Ack, AnyMessage
 from wire.retransmitter import RetransmitKey, Retransmitter
 
 
@@ -25,6 +25,12 @@ class WorkerMail:
     def say(self, key: RetransmitKey, message: AnyMessage) -> None:
         """Send a message until it is answered."""
         self._retransmitter.say(key, message, time.monotonic(), self._receipt_timeout_s)
+
+    def dismiss(self, to: str, room: int, epoch: int) -> None:
+        """A worker goes on with an epoch that is over: it was cut off when it was told so."""
+        key = RetransmitKey(to, room, epoch, "abort")
+        if not self._retransmitter.is_pending(key):
+            self.say(key, Abort(room, epoch, "the epoch is over"))
 
     def answered(self, key: RetransmitKey) -> None:
         """Stop repeating a message."""

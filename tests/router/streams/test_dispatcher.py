@@ -19,7 +19,7 @@ from router.streams.dispatcher import Dispatcher
 from router.streams.stream import RoomStream
 from router.trace import TraceStore
 from tests.router.directory.test_directory import record
-from wire.messages import Abort, AnyMessage, Decode, Prefill, Tokens
+from wire.messages import Abort, AnyMessage, Decode, Prefill, Receipt, Tokens
 from wire.records import Role, WorkerLoad, WorkerRecord
 from wire.request import GenerateRequest, OutputDelta, SamplingParams, TokenRun
 from wire.sockets import Mail
@@ -127,5 +127,31 @@ def test_a_choice_that_waits_for_its_turn_is_not_refused_when_another_of_its_req
         assert isinstance(other.error, Overloaded)
         assert accepted.error is None
         assert set(desk.dispatcher.waiting) == {2}
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_was_cut_off_is_told_again_that_an_epoch_or_a_room_is_over() -> None:
+    async def run() -> None:
+        desk = Desk(D, E)
+        desk.open(1)
+        (first,) = (one for one in (D, E) if desk.on(one, Decode, 0))
+        now = time.monotonic()
+        desk.tokens(first, 1, 5)
+        desk.placer.suspect(frozenset({first.id}))
+        desk.dispatcher.suspected(first, "does not answer heartbeats", now)
+        desk.dispatcher.tick(now + 60.0)  # the abort is given up
+        for _ in range(3):
+            desk.sent.clear()
+            desk.tokens(first, 1, 5, 6)
+            aborts = [(to, message) for to, message in desk.sent if isinstance(message, Abort)]
+            assert aborts == [(first.mailbox, Abort(1, 0, "the epoch is over"))]
+            desk.tokens(first, 1, 5, 6)
+            assert len(desk.sent) == 1, "it is being told"
+            desk.dispatcher.take(Mail(first.mailbox, Receipt(1, 0, "abort")), now)
+        desk.dispatcher.stop([1], "the client has gone")
+        desk.sent.clear()
+        desk.tokens(first, 1, 5, 6)
+        assert [message for _, message in desk.sent] == [Abort(1, 0, "the epoch is over")]
 
     asyncio.run(run())
