@@ -16,12 +16,16 @@ from worker.outbox import OutputKey
 
 _REPEAT_S = 0.25, 2.0  # the first and the longest interval without an answer
 _ANEW_S = 1.0, 8.0  # the first and the longest interval after an answer
+_CONNECT_S = (
+    0.5  # for a peer that was down when it was first asked: the question is what connects to it again
+)
 
 
 @dataclass(slots=True)
 class _Question:
     peer: str
     message: KVTarget | KVReady
+    asked_at: float
     unheard_since: float | None  # None: answered
     next_at: float
     repeat_s: float = _REPEAT_S[0]
@@ -41,7 +45,7 @@ class Questions:
     def ask(self, peer: str, message: KVTarget | KVReady, now: float) -> None:
         """Send the message now, and again until `end`."""
         key = OutputKey(message.room, message.epoch)
-        self._questions[key] = _Question(peer, message, now, now + _REPEAT_S[0])
+        self._questions[key] = _Question(peer, message, now, now, now + _REPEAT_S[0])
         self._send(peer, message)
 
     def answered(self, key: OutputKey, peer: str, now: float) -> None:
@@ -75,7 +79,8 @@ class Questions:
         lost = []
         for key, question in list(self._questions.items()):
             since = question.unheard_since
-            if question.peer in self._down or (since is not None and now - since >= self._timeout_s):
+            is_down = question.peer in self._down and now - question.asked_at >= _CONNECT_S
+            if is_down or (since is not None and now - since >= self._timeout_s):
                 del self._questions[key]
                 lost.append((key, question.peer))
             elif now >= question.next_at:

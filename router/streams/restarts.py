@@ -54,6 +54,12 @@ class RestartBudget:
             return 0.0
         return min(_FIRST_PAUSE_S * 2.0 ** (self._tries - 2), _LONGEST_PAUSE_S)
 
+    def exhausted(self, last: BatonError) -> BatonError:
+        """What the client is told when there are none left."""
+        if not isinstance(last, Unavailable):
+            return last
+        return Unavailable(f"{last}; before that, {self._tries} restarts brought no new token")
+
 
 class _Avoided(NamedTuple):
     until: float

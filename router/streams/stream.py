@@ -266,7 +266,7 @@ class RoomStream:
         """Begin a new epoch, on other workers if there are any."""
         pause_s = self._budget.spend(cause)
         if pause_s is None:
-            self.fail(why)
+            self.fail(self._budget.exhausted(why))
             return
         self._leave_epoch(str(why))
         self.request = replace(self.request, epoch=self.request.epoch + 1, forced=tuple(self.tokens))

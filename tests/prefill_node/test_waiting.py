@@ -141,7 +141,7 @@ def test_a_peer_that_is_down_is_blamed_at_once(both: Pair, side: str) -> None:
     mailbox = asker.parts.services.mailbox
     assert isinstance(mailbox, FakeMailbox)
     mailbox.peers[peer.record().mailbox] = PeerState.DOWN
-    both.clock.now += 0.5
+    both.clock.now += 0.75
     both.turn(asker)
     both.run_dry_without(peer)
     rejected = both.outputs[1].rejected

@@ -114,3 +114,20 @@ def test_an_answer_that_is_not_streamed_waits_without_a_word(
     workers.append(FakeWorker(Role.DECODE, router.mailbox))
     asking.join(30.0)
     assert answers == [expected_tokens(pack_tokens([3]), 4)]
+
+
+def test_an_openai_client_does_not_see_the_comments(router: RouterProcess, workers: list[FakeWorker]) -> None:
+    texts: list[str] = []
+
+    def ask() -> None:
+        chunks = router.openai().completions.create(model="tiny", prompt="a", max_tokens=4, stream=True)
+        texts.extend(chunk.choices[0].text for chunk in chunks if chunk.choices)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    other = stream(router, [1, 2], 5)
+    wait_until(lambda: other.comments >= 2, 30.0)  # so the client has had one, too, or will in an instant
+    workers.append(FakeWorker(Role.DECODE, router.mailbox))
+    asking.join(30.0)
+    assert len(texts) >= 1
+    ends_right(other, [1, 2], 5)

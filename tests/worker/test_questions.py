@@ -64,9 +64,11 @@ def test_a_peer_that_is_down_is_given_up_at_once_and_asked_again_when_it_is_up()
     assert asked.lost == [(KEY, "tcp://p")]
     asked.questions.ask("tcp://p", KVReady(*KEY), asked.now)
     asked.until(1.5, answered=False)
+    assert len(asked.lost) == 1, "it may be connecting"
+    asked.until(1.75, answered=False)
     assert asked.lost == [(KEY, "tcp://p")] * 2, "it is still down"
-    asked.questions.on_peer("tcp://p", PeerState.UP)
     asked.questions.ask("tcp://p", KVReady(*KEY), asked.now)
+    asked.questions.on_peer("tcp://p", PeerState.UP)
     asked.until(60.0, answered=True)
     assert len(asked.lost) == 2
 
