@@ -1,7 +1,8 @@
-"""ProcessGroup: the processes of one router (`--processes N`) answer /metrics and /debug/trace as one.
+"""ProcessGroup: the processes of one router (`--processes N`) answer as one.
 
-The first process knows the others by their mailboxes and asks each for what it has; another process that is
-asked over HTTP asks the first. Questions are `Inspect` messages, and every wait is bounded.
+They do so at /metrics, /debug/trace and /debug/rooms. The first process knows the others by their
+mailboxes and asks each for what it has; another process that is asked over HTTP asks the first. Questions are
+`Inspect` messages, and every wait is bounded.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from common.errors import Unavailable
 from router.merged_metrics import MergedMetrics, MetricFamily, collect, exposition
 from router.streams.inspections import Inspections
+from router.streams.room_report import RoomReport
 from router.trace import TraceStore
 from wire.messages import AnyMessage, Inspect, Inspected
 
@@ -23,6 +25,7 @@ log = logging.getLogger(__name__)
 
 _METRICS = "metrics"
 _TRACE = "trace "  # and a request id
+_ROOMS = "rooms"
 _Families = list[MetricFamily]
 
 
@@ -35,6 +38,7 @@ class ProcessGroup:
         traces: TraceStore,
         send: Callable[[str, AnyMessage], None],
         inspections: Inspections,
+        own_rooms: Callable[[], list[RoomReport]],
         first: str | None,
         member_timeout_s: float = 1.0,
         first_timeout_s: float = 4.0,
@@ -47,6 +51,7 @@ class ProcessGroup:
         self._traces = traces
         self._send = send
         self._inspections = inspections
+        self._own_rooms = own_rooms
         self._first = first
         self._member_timeout_s = member_timeout_s
         self._first_timeout_s = first_timeout_s
@@ -82,6 +87,15 @@ class ProcessGroup:
             found = [said for _, said in await self._ask_members(_TRACE + request_id)]
         return next((said.encode() for said in found if said), None)
 
+    async def rooms(self) -> list[RoomReport]:
+        """Where every room of every process is. Raises Unavailable, see `metrics`."""
+        if self._first is not None:
+            return msgspec.json.decode(await self._ask_first(_ROOMS), type=list[RoomReport])
+        rooms = self._own_rooms()
+        for _, said in await self._ask_members(_ROOMS):
+            rooms += msgspec.json.decode(said, type=list[RoomReport])
+        return rooms
+
     def answer(self, to: str, question: Inspect) -> None:
         """Answer another process."""
         task = asyncio.create_task(self._answer(to, question))
@@ -97,6 +111,8 @@ class ProcessGroup:
         if question.what.startswith(_TRACE):
             request_id = question.what.removeprefix(_TRACE)
             found = self._own_trace(request_id) if self._first is not None else await self.trace(request_id)
+        elif question.what == _ROOMS:
+            found = msgspec.json.encode(self._own_rooms() if self._first is not None else await self.rooms())
         elif self._first is not None:
             found = msgspec.json.encode(collect(self._registry))
         else:

@@ -26,7 +26,6 @@ from router.streams.inspections import Inspections
 from router.streams.request_log import RequestLog
 from router.streams.resume import ResumeTokens
 from router.streams.resumed_output import Resumed, ResumedOutput
-from router.streams.room_report import RoomReport
 from router.streams.room_requests import RoomRequests
 from router.streams.stream import RoomSink, RoomStream
 from router.text.tokenization import Tokenization
@@ -74,7 +73,9 @@ class Router:
         )
         SuspicionMetrics(registry, known.suspicions)
         LevelMetrics(registry, rooms.rooms, rooms.waiting, known.peers, index, lambda: known.workers)
-        self.processes = ProcessGroup(registry, traces, send, self._inspections, first_process)
+        self.processes = ProcessGroup(
+            registry, traces, send, self._inspections, lambda: rooms.report(time.monotonic()), first_process
+        )
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_soon(self._tick)
 
@@ -161,10 +162,6 @@ class Router:
             there = ", ".join(sorted(addresses)) or "none"
             raise InvalidRequest(f"no worker is called {worker_id!r}; there are: {there}", "worker")
         return await self._inspections.ask(addresses[worker_id], what, _INSPECT_TIMEOUT_S)
-
-    def rooms(self) -> list[RoomReport]:
-        """Where every room is, as far as its workers have said."""
-        return self._dispatcher.report(time.monotonic())
 
     def accounts(self) -> list[dict[str, object]]:
         """The load that this router and the others have assigned to each worker."""

@@ -79,8 +79,8 @@ async def suspicions(router: Router, request: HttpRequest) -> None:
 
 
 async def rooms(router: Router, request: HttpRequest) -> None:
-    """GET /debug/rooms: the rooms of this process, their workers, and what those said of silent ones."""
-    await request.respond_json({"rooms": router.rooms()})
+    """GET /debug/rooms: all rooms of this router, their workers, and what those said of silent rooms."""
+    await request.respond_json({"rooms": await router.processes.rooms()})
 
 
 async def route(router: Router, request: HttpRequest) -> None:

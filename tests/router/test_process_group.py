@@ -13,6 +13,7 @@ from common.errors import Unavailable
 from router.metrics import RequestMetrics
 from router.process_group import ProcessGroup
 from router.streams.inspections import Inspections
+from router.streams.room_report import RoomReport, WorkerReport
 from router.trace import RequestTrace, TraceStore
 from wire.messages import AnyMessage, Inspect, Inspected
 
@@ -37,7 +38,10 @@ class Process:
         self.metrics = RequestMetrics(registry)
         self.traces = TraceStore()
         self.inspections = Inspections(send)
-        self.group = ProcessGroup(registry, self.traces, send, self.inspections, first, 0.05, 0.2)
+        self.rooms: list[RoomReport] = []
+        self.group = ProcessGroup(
+            registry, self.traces, send, self.inspections, lambda: [*self.rooms], first, 0.05, 0.2
+        )
         post[address] = take
 
     async def aborts(self) -> float:
@@ -58,6 +62,11 @@ def three() -> tuple[Post, list[Process]]:
 def test_each_answers_for_all() -> None:
     async def run() -> None:
         _, processes = three()
+        worker = WorkerReport("d", "decode", "decode_bootstrap", 3, "", 0.5)
+        for number, process in enumerate(processes):
+            process.rooms.append(
+                RoomReport(room=number, request_id="r", epoch=0, tokens=0, why="", workers=[worker])
+            )
         processes[1].traces.open(RequestTrace("r", [7], 1, []))
         for process in processes:
             assert await process.aborts() == 111
@@ -65,6 +74,9 @@ def test_each_answers_for_all() -> None:
             assert found is not None
             assert json.loads(found)["otherData"]["rooms"] == [7]
             assert await process.group.trace("other") is None
+            rooms = await process.group.rooms()
+            assert sorted(room.room for room in rooms) == [0, 1, 2]
+            assert all(room.workers == [worker] for room in rooms)
 
     asyncio.run(run())
 
