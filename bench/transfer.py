@@ -9,6 +9,7 @@ timed alternately, by the sender: from the call until the receiver has confirmed
 
 - shm_vs_memcpy: against memcpy of the same pages, in the same order, within one process's private memory.
 - tcp_vs_socket: against sendall / recv_into of one contiguous block over one blocking loopback connection.
+- sampled_checksums_share, all_checksums_share: the time of checksums on both sides against shm's transfer.
 - mooncake_vs_contiguous: against one Mooncake write of one contiguous block of the same size.
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,13 +32,13 @@ import numpy as np
 from bench.common import alternate, argument_parser, medians, print_result
 from common.host import host_identity
 from kvcache.buffers import allocate_private, allocate_shared
-from kvtransfer.checksum import page_checksums
+from kvtransfer.checksum import checksums, samples
 from kvtransfer.mooncake_engine import MooncakeEngine
 from kvtransfer.pages import PageIds, PageWrite, copy_pages
 from kvtransfer.receiver import PoolReceiver
 from kvtransfer.region import GroupRegion
 from kvtransfer.select import open_receiver, open_sender
-from wire.messages import TransferEndpoint
+from wire.messages import ChecksumMode, TransferEndpoint
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 120.0
@@ -90,8 +92,8 @@ class SendingProcess:
     def contiguous(self, session: str, ptr: int) -> None:
         self._engine.write(session, [self._pool.ptr], [ptr], [self._pool.nbytes])
 
-    def checksums(self, pages: PageIds) -> list[int]:
-        return page_checksums(self._pool, pages)
+    def checksums(self, mode: ChecksumMode, room: int, pages: PageIds) -> list[int]:
+        return checksums(self._pool, pages, samples(mode, room, 0, len(pages), self._shape.page_bytes))
 
 
 def _sending_main(conn: Connection, shape: Shape) -> None:
@@ -140,8 +142,16 @@ class ReceivingProcess:
 
     def verify(self, src: PageIds, dst: PageIds) -> None:
         """Compare every page's checksum with the sender's."""
-        if self.call("checksums", src)[1] != page_checksums(self.pool, dst):
+        self.compare(ChecksumMode.ALL, src, dst)
+
+    def compare(self, mode: ChecksumMode, src: PageIds, dst: PageIds) -> float:
+        """Compare checksums with the sender's, as a hand-off does. Returns the seconds of both sides."""
+        seconds, theirs = self.call("checksums", mode, self._rounds, src)
+        started = time.perf_counter()
+        wanted = samples(mode, self._rounds, 0, len(dst), self.shape.page_bytes)
+        if theirs != checksums(self.pool, dst, wanted):
             raise RuntimeError("a page differs from what was sent")
+        return seconds + time.perf_counter() - started
 
     def stream(self) -> float:
         """Seconds of the plain socket."""
@@ -159,6 +169,21 @@ class ReceivingProcess:
             while rest:
                 rest = rest[sock.recv_into(rest) :]
             sock.sendall(b"x")
+
+
+def _checked(receiving: ReceivingProcess, rounds: int) -> dict[str, float]:
+    """By mode, the time of the checksums on both sides as a share of the time of a transfer by shm."""
+    receiver = open_receiver({"full": receiving.pool}, "shm")
+    shares: dict[str, list[float]] = {mode: [] for mode in ChecksumMode if mode.is_on}
+    try:
+        for _ in range(rounds + 1):
+            src, dst = receiving.order()
+            transfer = receiving.transfer(receiver, src, dst)
+            for mode, found in shares.items():
+                found.append(receiving.compare(ChecksumMode(mode), src, dst) / transfer)
+    finally:
+        receiver.close()
+    return {mode: statistics.median(found[1:]) for mode, found in shares.items()}
 
 
 @contextmanager
@@ -202,8 +227,8 @@ def _compare(
     return [receiving.shape.nbytes / took[side] / 1e9 for side in ("ours", "plain")]
 
 
-def measure(shape: Shape, rounds: int) -> dict[str, list[float]]:
-    """backend -> [GB/s of ours, GB/s of the plain way]."""
+def measure(shape: Shape, rounds: int) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """backend -> [GB/s of ours, GB/s of the plain way]; and the share of the checksums of each mode."""
     with _receiving(shape) as receiving:
         rates = {
             "shm": _compare(receiving, "shm", lambda src, dst: receiving.call("memcpy", src, dst)[0], rounds),
@@ -216,7 +241,8 @@ def measure(shape: Shape, rounds: int) -> dict[str, list[float]]:
             receiving, "mooncake", lambda _src, _dst: receiving.call("contiguous", *target)[0], rounds
         )
         engine.close()
-    return rates
+        checked = _checked(receiving, rounds)
+    return rates, checked
 
 
 def main() -> None:
@@ -229,7 +255,10 @@ def main() -> None:
     ratios: dict[str, float] = {}
     values: dict[str, float] = {}
     for prefix, shape in (("", SHAPE_M), ("demo_", DEMO)):
-        for backend, (ours, theirs) in measure(shape, options.rounds).items():
+        rates, checked = measure(shape, options.rounds)
+        for mode, share in checked.items():
+            values[f"{prefix}{mode}_checksums_share"] = round(share, 5)
+        for backend, (ours, theirs) in rates.items():
             against = plain[backend]
             values[f"{prefix}{backend}_gb_s"] = round(ours, 3)
             values[f"{prefix}{against}_gb_s"] = round(theirs, 3)

@@ -12,6 +12,7 @@ BatonError
 ├── PeerError                    another process sent something wrong, or is gone
 │   ├── WireError                a frame does not decode, or its values are impossible
 │   ├── TransferError            KV pages did not arrive
+│   │   └── PageDiffers          a page is not what was sent
 │   └── WorkerLost               a lease ended or a process died
 └── ConfigError                  exit code 2: names the key, the problem and the remedy
 
@@ -82,6 +83,10 @@ class WireError(PeerError):
 
 class TransferError(PeerError):
     """KV pages did not arrive."""
+
+
+class PageDiffers(TransferError):
+    """The checksum of a page is not what the sender computed. The page must not be read."""
 
 
 class WorkerLost(PeerError):

@@ -10,7 +10,9 @@ are quarantined until the transport's fence has passed (docs/decisions/0004-fenc
 
 from __future__ import annotations
 
-from common.errors import TransferError
+import logging
+
+from common.errors import PageDiffers, TransferError
 from common.host import host_identity
 from decode_node.room import DecodeHold, DecodeRoom
 from kvtransfer.receiver import KVReceiver
@@ -43,6 +45,8 @@ from wire.stages import RequestStage
 from worker.outbox import OutputKey
 from worker.role import Services, WorkerRole
 from worker.rooms import StartVerdict
+
+log = logging.getLogger(__name__)
 
 
 class DecodeRole(WorkerRole[DecodeRoom]):
@@ -139,6 +143,7 @@ class DecodeRole(WorkerRole[DecodeRoom]):
             layout=self._layout,
             endpoints=self._receivers.endpoints,
             groups=groups,
+            checksums=self.options.kv_checksums,
         )
         self.questions.ask(room.prefill, target, now)
 
@@ -181,8 +186,11 @@ class DecodeRole(WorkerRole[DecodeRoom]):
         try:
             if room.receiver is None:
                 raise TransferError("prefill was done before it was told where to write")
-            room.kv_bytes = room.receiver.commit(done, verify=self.options.kv_checksums)
+            room.kv_bytes = room.receiver.commit(done, self.options.kv_checksums)
         except TransferError as error:
+            if isinstance(error, PageDiffers):
+                log.warning("%s: a bad page came from %s: %s", self.worker_id, room.prefill, error)
+                self.scheduler.metrics.bad_hand_offs += 1
             self.fail(room, RejectKind.FAILED, str(error), room.prefill or "")
             return
         room.hold = DecodeHold.SCHEDULER

@@ -111,14 +111,14 @@ class BaseTokenToKVPoolAllocator(ABC):
         second look finds it, without sorting.
         """
         freed, places = self._freed, self._places[: len(pages)]
-        if np.count_nonzero(freed[pages]):
-            assert pages.all(), "page 0 is scratch and never freed"
-            raise AssertionError(f"freed twice: {pages[freed[pages] != 0][:8]}")
-        assert len(places) == len(pages), "more pages in one free than there are"
-        freed[pages] = places
-        if len(pages) > 1 and np.count_nonzero(freed[pages] != places):
-            twice = pages[freed[pages] != places]
-            raise AssertionError(f"freed twice, by one free: {twice[:8]}")
+        at = pages.astype(np.intp)  # once: numpy converts other indices anew at each use
+        if np.count_nonzero(freed.take(at)):
+            assert at.all(), "page 0 is scratch and never freed"
+            raise AssertionError(f"freed twice: {at[freed[at] != 0][:8]}")
+        assert len(places) == len(at), "more pages in one free than there are"
+        freed[at] = places
+        if freed.take(at).tobytes() != places.tobytes():
+            raise AssertionError(f"freed twice, by one free: {at[freed[at] != places][:8]}")
 
     def merge_and_sort_free(self) -> None:
         """Bring back the waiting pages and put all free pages in ascending order."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from common.errors import TransferError
-from kvtransfer.checksum import page_checksums
+from common.errors import PageDiffers, TransferError
+from kvtransfer.checksum import checksums, samples
 from kvtransfer.pages import PageIds, as_pages
 from kvtransfer.region import PoolRegion, check_pages
 from kvtransfer.rooms import RoomTable
 from kvtransfer.transport import Fence, Landed, ReceiverTransport
-from wire.messages import GroupTarget, KVDone, TransferEndpoint
+from wire.messages import ChecksumMode, GroupTarget, KVDone, TransferEndpoint
 
 
 class PoolReceiver:
@@ -80,12 +80,13 @@ class KVReceiver:
         """Bytes that have arrived, and over which backend; final after commit or abort."""
         return self._pool.landed(self.room, self.epoch) if self._final is None else self._final
 
-    def commit(self, done: KVDone, verify: bool = False) -> int:
+    def commit(self, done: KVDone, wanted: ChecksumMode = ChecksumMode.NONE) -> int:
         """The sender says that every page has landed: check that, close the room, return the bytes.
 
-        With `verify` the message must carry checksums, and they are compared on this thread. Raises
-        TransferError when the message is of another room or epoch (then nothing has changed), or when
-        something is missing or different (then the caller must `abort`).
+        The message must carry the `wanted` checksums, or more. All that it carries are compared, on this
+        thread. Raises TransferError when the message is of another room or epoch (then nothing has changed),
+        or when something is missing, and PageDiffers when a page is not what was sent (then the caller must
+        `abort`).
         """
         if (done.room, done.epoch) != (self.room, self.epoch):
             raise TransferError(
@@ -96,9 +97,12 @@ class KVReceiver:
             return landed.total  # a repeat
         if self._final is not None:
             raise TransferError(f"room {self.room} epoch {self.epoch} takes no pages: it was aborted")
-        problem = self._problem(done, landed, verify)
+        problem = self._problem(done, landed, wanted)
         if problem is not None:
             raise TransferError(f"room {self.room} epoch {self.epoch}: {problem}")
+        problem = self._difference(done)
+        if problem is not None:
+            raise PageDiffers(f"room {self.room} epoch {self.epoch}: {problem}")
         self._final = landed
         self._committed = True
         return landed.total
@@ -108,16 +112,27 @@ class KVReceiver:
         self._final = self.landed
         return self._pool.close_room(self.room, self.epoch)
 
-    def _problem(self, done: KVDone, landed: Landed, verify: bool) -> str | None:
+    def _problem(self, done: KVDone, landed: Landed, wanted: ChecksumMode) -> str | None:
         if done.context_tokens != self.context_tokens:
             return f"{done.context_tokens} tokens were computed where {self.context_tokens} are expected"
         if landed.missing or landed.total != done.kv_bytes:
             missing = ", ".join(f"{count} of group {group}" for group, count in landed.missing.items())
             return f"missing pages: {missing or 'none'}; {landed.total} of {done.kv_bytes} bytes arrived"
+        if done.checksums.mode.stricter(wanted) is not done.checksums.mode:
+            return f"kv_checksums is {wanted} here, and the sender's checksums are {done.checksums.mode}"
         if not self._pool.close_room(self.room, self.epoch).passed:
             return "a peer is still writing to its pages"
-        if verify:
-            for group, pages in self._pages.items():
-                if done.checksums.get(group) != page_checksums(self._pool.regions[group], pages):
-                    return f"the checksums of group {group} differ"
+        return None
+
+    def _difference(self, done: KVDone) -> str | None:
+        """Which page is not what was sent, as far as the message's checksums say."""
+        for group, pages in self._pages.items():
+            region = self._pool.regions[group]
+            covered = samples(done.checksums.mode, self.room, self.epoch, len(pages), region.page_bytes)
+            theirs = done.checksums.sums.get(group, [])
+            if len(theirs) != len(covered):
+                return f"{len(theirs)} checksums of group {group} came where {len(covered)} are expected"
+            for sample, sent, here in zip(covered, theirs, checksums(region, pages, covered), strict=True):
+                if sent != here:
+                    return f"page {sample.page} of group {group} differs from what was sent"
         return None

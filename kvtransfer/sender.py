@@ -10,14 +10,14 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from common.errors import TransferError
-from kvtransfer.checksum import page_checksums
+from kvtransfer.checksum import checksums, samples
 from kvtransfer.pages import PageIds, PageWrite, as_pages
 from kvtransfer.region import PoolRegion
 from kvtransfer.transport import SenderTransport
-from wire.messages import GroupTarget, TransferEndpoint
+from wire.messages import NO_CHECKSUMS, ChecksumMode, GroupTarget, PageChecksums, TransferEndpoint
 
 log = logging.getLogger(__name__)
 
@@ -28,15 +28,14 @@ _JOIN_S = 5.0
 class Sent:
     """A room's sending is over: no source page is read after this. Posted once per KVSender.
 
-    `error` is None when every page has landed. `checksums` are by group, in the target's order of pages, and
-    empty when checksums are off.
+    `error` is None when every page has landed.
     """
 
     room: int
     epoch: int
     kv_bytes: int
     error: str | None = None
-    checksums: dict[str, list[int]] = field(default_factory=dict)
+    checksums: PageChecksums = NO_CHECKSUMS
 
 
 @dataclass(frozen=True)
@@ -65,9 +64,13 @@ class KVSender:
         endpoint: TransferEndpoint,
         groups: Mapping[str, GroupTarget],
         primary: str = "full",
+        checks: ChecksumMode = ChecksumMode.NONE,
     ) -> None:
-        """`endpoint` and `groups` are a KVTarget's. The tokens before the first page of `primary`, the
-        primary group, are on the other side already. A primary group without bytes is in no target."""
+        """`endpoint` and `groups` are a KVTarget's, `checks` what was agreed with it.
+
+        The tokens before the first page of `primary`, the primary group, are on the other side already. A
+        primary group without bytes is in no target.
+        """
         self.room = room
         self.epoch = epoch
         self._threads = threads
@@ -83,7 +86,13 @@ class KVSender:
         self._over = False  # Sent is posted, or about to be
         self._error: str | None = None
         self._bytes = 0
-        self._checksums: dict[str, list[int]] = {}
+        self._checksums = PageChecksums(checks, {name: [] for name in groups if checks.is_on})
+        self._samples = {
+            name: samples(checks, room, epoch, len(ids), threads.regions[name].page_bytes)
+            for name, (_, ids) in self._targets.items()
+            if checks.is_on
+        }
+        self._written = dict.fromkeys(groups, 0)  # pages
 
     def send(self, pages: Mapping[str, PageIds], end: int, last: bool = False) -> None:
         """The KV of tokens [0, end) is computed: send what has not been sent.
@@ -178,11 +187,23 @@ class KVSender:
 
     def _carry_out(self, job: _Job) -> None:
         for write in job.writes:
-            if self._threads.checksums:
-                sums = page_checksums(self._threads.regions[write.group], write.src_pages)
-                self._checksums.setdefault(write.group, []).extend(sums)
+            self._check(write)
             if len(write):
                 self._bytes += self._threads.transport.write(self._endpoint, write)
+
+    def _check(self, write: PageWrite) -> None:
+        """Compute the checksums that cover a page of this write, before anything else can change it."""
+        if not self._checksums.mode.is_on:
+            return
+        start = self._written[write.group]
+        end = self._written[write.group] = start + len(write)
+        wanted = [
+            sample._replace(page=sample.page - start)
+            for sample in self._samples[write.group]
+            if start <= sample.page < end
+        ]
+        sums = checksums(self._threads.regions[write.group], write.src_pages, wanted)
+        self._checksums.sums[write.group].extend(sums)
 
 
 class SenderThreads:
@@ -194,12 +215,10 @@ class SenderThreads:
         regions: PoolRegion,
         on_sent: Callable[[Sent], None],
         threads: int = 2,
-        checksums: bool = False,
     ) -> None:
         """`on_sent` is called on a transfer thread and must not block. The caller closes the transport."""
         self.transport = transport
         self.regions = regions
-        self.checksums = checksums
         self._on_sent = on_sent
         self._ready: queue.SimpleQueue[KVSender | None] = queue.SimpleQueue()
         self._threads = [

@@ -36,6 +36,7 @@ class SchedulerMetrics:
     aborted: int = 0
     retracted: int = 0
     cut_forwards: int = 0  # chunks that ended early because the cache wants a state there
+    bad_hand_offs: int = 0  # received with a page that differed from what was sent
     checkpoints: int = 0  # states that decoding requests set aside
     batch_sequences: Histogram = field(default_factory=lambda: Histogram((1, 2, 4, 8, 16, 32, 64, 128, 256)))
     batch_tokens: Histogram = field(

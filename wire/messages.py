@@ -169,6 +169,33 @@ class Rejected(RoomMessage, frozen=True, tag="rejected", omit_defaults=True):
 # -- decode <-> prefill ----------------------------------------------------------------------------
 
 
+class ChecksumMode(StrEnum):
+    """Which pages of a hand-off are compared with what was sent."""
+
+    NONE = "none"
+    SAMPLED = "sampled"
+    ALL = "all"
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is compared."""
+        return self is not ChecksumMode.NONE
+
+    def stricter(self, other: ChecksumMode) -> ChecksumMode:
+        """That of the two modes which checks more."""
+        return max(self, other, key=list(ChecksumMode).index)
+
+
+class PageChecksums(msgspec.Struct, frozen=True):
+    """CRC-32 checksums by group. `mode` says what they cover (kvtransfer/checksum.py)."""
+
+    mode: ChecksumMode = ChecksumMode.NONE
+    sums: dict[str, list[int]] = {}
+
+
+NO_CHECKSUMS = PageChecksums()
+
+
 class GroupTarget(msgspec.Struct, frozen=True):
     """Where one KV group's pages go: logical page `first_page + i` of the sequence into `page_ids[i]`."""
 
@@ -191,7 +218,8 @@ class KVTarget(RoomMessage, frozen=True, tag="kv_target"):
 
     `endpoints` are all ways into the pool, best first. Prefill takes the first that works for it: whether the
     two share a host or a fabric depends on both. `layout` is the digest of decode's page layouts
-    (`wire.records.layout_digest`): prefill refuses a target whose layout differs from its own.
+    (`wire.records.layout_digest`): prefill refuses a target whose layout differs from its own. `checksums` is
+    the least that decode wants; prefill sends these, or more if its own option says more.
     """
 
     decode: str  # decode worker id
@@ -199,6 +227,7 @@ class KVTarget(RoomMessage, frozen=True, tag="kv_target"):
     layout: str
     endpoints: list[TransferEndpoint]
     groups: dict[str, GroupTarget]
+    checksums: ChecksumMode = ChecksumMode.NONE
 
 
 class KVReady(RoomMessage, frozen=True, tag="kv_ready"):
@@ -210,17 +239,14 @@ class KVReady(RoomMessage, frozen=True, tag="kv_ready"):
 
 
 class KVDone(RoomMessage, frozen=True, tag="kv_done", omit_defaults=True):
-    """Prefill -> decode: every page of the room has landed. Repeated until a Receipt.
-
-    `checksums`, when enabled, holds a CRC-32 per page per group in target order.
-    """
+    """Prefill -> decode: every page of the room has landed. Repeated until a Receipt."""
 
     context_tokens: int  # prompt + forced: what the pages hold
     first_token: int
     kv_bytes: int
     logprobs: TokenLogprobs | None = None
     cached_tokens: int = 0
-    checksums: dict[str, list[int]] = {}
+    checksums: PageChecksums = NO_CHECKSUMS
 
 
 class KVFailed(RoomMessage, frozen=True, tag="kv_failed"):

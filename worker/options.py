@@ -14,6 +14,7 @@ from common.options import Options
 from kvcache.config import CacheConfig, KVEventsConfig
 from kvcache.eviction import eviction_policy
 from scheduler.config import SchedulerConfig
+from wire.messages import ChecksumMode
 from wire.options import ServedModel, SocketOptions
 
 
@@ -130,7 +131,11 @@ class HandOffOptions(Options):
     kv_transfer_backend: Literal["auto", "shm", "tcp", "mooncake"] = Field(
         "auto", description="auto, shm, tcp or mooncake"
     )
-    kv_checksums: bool = Field(False, description="CRC-32 of every page, verified by the receiver")
+    kv_checksums: ChecksumMode = Field(
+        ChecksumMode.SAMPLED,
+        description="what of a hand-off is compared with what was sent, by CRC-32: none, sampled (4 KiB in "
+        "every 64 MiB of a group, and at least one) or all (every page); the stricter of P's and D's counts",
+    )
     transfer_timeout_s: float = Field(60.0, gt=0, description="bound on one chunk's transfer")
     hand_off_timeout_s: float = Field(
         120.0, gt=0, description="the other worker of a room that answers nothing that long has lost it"

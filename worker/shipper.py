@@ -47,7 +47,8 @@ class PageShipper:
             options.interface,
             Bounds(write_s=options.transfer_timeout_s),
         )
-        self._threads = SenderThreads(self._transport, regions, self._post, checksums=options.kv_checksums)
+        self._threads = SenderThreads(self._transport, regions, self._post)
+        self._checks = options.kv_checksums
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -66,7 +67,14 @@ class PageShipper:
         endpoint = self._transport.choose(target)
         self._peers.used(endpoint, now)
         return KVSender(
-            self._threads, target.room, target.epoch, self._page_size, endpoint, target.groups, self._primary
+            self._threads,
+            target.room,
+            target.epoch,
+            self._page_size,
+            endpoint,
+            target.groups,
+            self._primary,
+            checks=self._checks.stricter(target.checksums),
         )
 
     def ship_committed(self, sender: KVSender, req: Req) -> None:

@@ -16,9 +16,11 @@ from tests.support.granted_writer import GrantedWriter
 from tests.support.hand_off import GROUPS, ROUTER, Letter, Pair, held, pair, prompt_of, right
 from wire.messages import (
     Abort,
+    ChecksumMode,
     KVDone,
     KVFailed,
     KVTarget,
+    PageChecksums,
     Receipt,
     RejectKind,
     Release,
@@ -237,12 +239,13 @@ def test_a_repeated_done_changes_nothing(both: Pair) -> None:
     [
         ({"context_tokens": 29}, "29 tokens were computed where 30 are expected"),
         ({"kv_bytes": 1}, "bytes arrived"),
-        ({"checksums": {"full": [0] * 8}}, "the checksums of group full differ"),
+        ({"checksums": PageChecksums(ChecksumMode.ALL, {"full": [0] * 8})}, "page 0 of group full differs"),
+        ({"checksums": PageChecksums(ChecksumMode.SAMPLED, {"full": [0]})}, "kv_checksums is all here"),
     ],
-    ids=["tokens", "bytes", "checksums"],
+    ids=["tokens", "bytes", "checksums", "too few checksums"],
 )
 def test_a_done_that_does_not_fit_what_arrived_fails_the_room(changed: dict[str, Any], says: str) -> None:
-    with pair(kv_checksums=True) as both:
+    with pair(kv_checksums="all") as both:
         both.ask(1, prompt_of(1, 30), 5)
         done = both.hold_back(KVDone).message
         assert isinstance(done, KVDone)
@@ -253,6 +256,49 @@ def test_a_done_that_does_not_fit_what_arrived_fails_the_room(changed: dict[str,
         assert rejected.why is RejectKind.FAILED
         assert says in rejected.message
         ended(both, 1)
+
+
+@pytest.mark.parametrize("mode", [ChecksumMode.SAMPLED, ChecksumMode.ALL])
+@pytest.mark.parametrize("group", ["full", "window", "state"])
+def test_a_page_that_is_not_what_was_sent_is_never_read(group: str, mode: ChecksumMode) -> None:
+    """The room starts again, on new pages, and prefill sends what it has cached."""
+    groups = () if group == "full" else (group,)
+    with pair(groups, kv_checksums=mode) as both:
+        both.ask(1, prompt_of(1, 30), 5)
+        done = both.hold_back(KVDone)
+        assert isinstance(done.message, KVDone)
+        assert done.message.checksums.mode is mode
+        (room,) = both.decode.rooms()
+        both.decode.parts.services.memory.kv_caches[group].bytes[room.req.reserved[group].pages] ^= 1
+        both.arrive(done)
+        both.run_dry()
+        rejected = both.outputs[1].rejected
+        assert rejected is not None
+        assert rejected.why is RejectKind.FAILED
+        assert f"of group {group} differs from what was sent" in rejected.message
+        assert not both.outputs[1].tokens[1:], "something was decoded from a bad page"
+        assert both.decode.parts.role.scheduler.metrics.bad_hand_offs == 1
+        both.restart(1, split=True)
+        both.run_dry()
+        assert both.outputs[1].tokens == right(both, 1, groups)
+        assert both.decode.parts.role.scheduler.metrics.bad_hand_offs == 1
+        both.settle()
+
+
+@pytest.mark.parametrize("prefill", list(ChecksumMode))
+@pytest.mark.parametrize("decode", list(ChecksumMode))
+def test_the_stricter_setting_of_two_workers_counts(prefill: ChecksumMode, decode: ChecksumMode) -> None:
+    with pair(kv_checksums=decode, prefill_differs={"kv_checksums": prefill}) as both:
+        both.ask(1, prompt_of(1, 30), 5)
+        done = both.hold_back(KVDone)
+        assert isinstance(done.message, KVDone)
+        assert done.message.checksums.mode is prefill.stricter(decode)
+        count = {ChecksumMode.NONE: 0, ChecksumMode.SAMPLED: 1, ChecksumMode.ALL: 8}
+        assert len(done.message.checksums.sums.get("full", [])) == count[prefill.stricter(decode)]
+        both.arrive(done)
+        both.run_dry()
+        assert both.outputs[1].tokens == right(both, 1)
+        both.settle()
 
 
 def _changed(done: KVDone, fields: dict[str, Any]) -> KVDone:

@@ -151,7 +151,7 @@ def test_real_layers_answer_as_transformers_do_and_tell_what_they_hold(
         mamba_track_interval=16,
         max_running_requests=8,
         decode_reserve_tokens=64,
-        kv_checksums=True,
+        kv_checksums="all",
     ) as running:
         for turn in range(2):
             for prompt, right in zip(prompts, answers, strict=True):

@@ -159,7 +159,7 @@ def served(case: Case, model: Model, tmp_path_factory: pytest.TempPathFactory) -
         mamba_track_interval=max(32, case.page_size),
         overlap_depth=case.overlap,
         prefix_cache=case.prefix_cache,
-        kv_checksums=case.path == "tcp",
+        kv_checksums="all" if case.path == "tcp" else "sampled",
         **options,
     ) as running:
         yield running

@@ -13,14 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.errors import TransferError
+from common.errors import PageDiffers, TransferError
 from common.host import host_identity
 from kvtransfer.pages import PageIds, PageWrite, as_pages
 from kvtransfer.receiver import KVReceiver
 from kvtransfer.select import open_sender
 from kvtransfer.sender import KVSender, SenderThreads, Sent
 from tests.kvtransfer.peers import SHORT, permuted, pool, pools, receiving, receiving_groups
-from wire.messages import GroupTarget, KVDone, TransferEndpoint
+from wire.messages import ChecksumMode, GroupTarget, KVDone, PageChecksums, TransferEndpoint
 
 SIZE = 4  # tokens a page
 NOWHERE = TransferEndpoint("recorder", "")
@@ -226,15 +226,19 @@ def test_a_hand_off_end_to_end(backend: str, staged: bool) -> None:
             regions = {"full": pool(20, page_bytes, seed, staged=staged)}
             sent: queue.SimpleQueue[Sent] = queue.SimpleQueue()
             transport = open_sender(regions, host_identity(), backend, bounds=SHORT)
-            outs.append(
-                (regions, transport, SenderThreads(transport, regions, sent.put, checksums=True), sent)
-            )
+            outs.append((regions, transport, SenderThreads(transport, regions, sent.put), sent))
         for room, (regions, _, senders, sent) in enumerate(outs):
             for epoch in (0, 1):
                 ids = (np.arange(pages) * 2 + 1 + room) + epoch * 20
                 kv = KVReceiver(receiver, room, epoch, tokens, {"full": GroupTarget(0, ids.tolist())})
                 sender = KVSender(
-                    senders, room, epoch, SIZE, receiver.endpoints[0], {"full": GroupTarget(0, ids.tolist())}
+                    senders,
+                    room,
+                    epoch,
+                    SIZE,
+                    receiver.endpoints[0],
+                    {"full": GroupTarget(0, ids.tolist())},
+                    checks=ChecksumMode.ALL,
                 )
                 mine = permuted(np.random.default_rng(room), 20, pages)
                 sender.send({"full": mine}, 13)
@@ -247,7 +251,7 @@ def test_a_hand_off_end_to_end(backend: str, staged: bool) -> None:
                 over = sent.get(timeout=10)
                 assert over.error is None
                 done = KVDone(room, epoch, tokens, 5, over.kv_bytes, checksums=over.checksums)
-                assert kv.commit(done, verify=True) == pages * page_bytes
+                assert kv.commit(done, ChecksumMode.ALL) == pages * page_bytes
                 assert kv.commit(done) == pages * page_bytes, "a repeat is answered alike"
                 assert kv.landed.backend == backend
                 assert torch.equal(data[torch.from_numpy(ids)], regions["full"].tensor[mine])
@@ -269,14 +273,14 @@ def test_a_hand_off_of_three_groups(backend: str, staged: bool) -> None:
         regions = pools(SHAPES, seed=3, staged=staged)
         sent: queue.SimpleQueue[Sent] = queue.SimpleQueue()
         transport = open_sender(regions, host_identity(), backend, bounds=SHORT)
-        senders = SenderThreads(transport, regions, sent.put, checksums=True)
+        senders = SenderThreads(transport, regions, sent.put)
         groups = {
             "full": GroupTarget(2, [30, 9, 10, 11, 5, 4]),
             "window": GroupTarget(5, [8, 3, 4]),
             "state": GroupTarget(0, [4]),
         }
         kv = KVReceiver(receiver, 1, 0, tokens, groups)
-        sender = KVSender(senders, 1, 0, SIZE, receiver.endpoints[0], groups)
+        sender = KVSender(senders, 1, 0, SIZE, receiver.endpoints[0], groups, checks=ChecksumMode.ALL)
         mine = permuted(np.random.default_rng(1), 40, 8)
         tails = {"window": as_pages([0, 0, 0, 0, 1, 2, 17, 18]), "state": as_pages([3])}
         for end in (13, 24):
@@ -286,27 +290,27 @@ def test_a_hand_off_of_three_groups(backend: str, staged: bool) -> None:
         assert over.error is None
         nbytes = {"full": 6 * 4096, "window": 3 * 192, "state": (1 << 20) + 64}
         assert over.kv_bytes == sum(nbytes.values())
-        assert {group: len(sums) for group, sums in over.checksums.items()} == {
+        assert {group: len(sums) for group, sums in over.checksums.sums.items()} == {
             "full": 6,
             "window": 3,
             "state": 1,
         }
-        wrong = {**over.checksums, "state": [1]}
+        wrong = PageChecksums(ChecksumMode.ALL, {**over.checksums.sums, "state": [1]})
         other = KVReceiver(receiver, 2, 0, tokens, {"window": GroupTarget(5, [1])})
         with pytest.raises(TransferError, match="1 of group window"):
             other.commit(KVDone(2, 0, tokens, 5, 0))
         done = KVDone(1, 0, tokens, 5, over.kv_bytes, checksums=over.checksums)
         assert kv.landed.nbytes == nbytes
-        assert kv.commit(done, verify=True) == over.kv_bytes
+        assert kv.commit(done, ChecksumMode.ALL) == over.kv_bytes
         for group, src in {"full": mine, **tails}.items():
             first, ids = groups[group].first_page, groups[group].page_ids
             assert torch.equal(theirs[group][ids], regions[group].tensor[src[first:]]), group
         again = KVReceiver(receiver, 3, 0, tokens, groups)
-        repeat = KVSender(senders, 3, 0, SIZE, receiver.endpoints[0], groups)
+        repeat = KVSender(senders, 3, 0, SIZE, receiver.endpoints[0], groups, checks=ChecksumMode.ALL)
         repeat.send({"full": mine, **tails}, tokens, last=True)
         assert sent.get(timeout=20).error is None
-        with pytest.raises(TransferError, match="checksums of group state differ"):
-            again.commit(KVDone(3, 0, tokens, 5, over.kv_bytes, checksums=wrong), verify=True)
+        with pytest.raises(PageDiffers, match="page 0 of group state differs"):
+            again.commit(KVDone(3, 0, tokens, 5, over.kv_bytes, checksums=wrong), ChecksumMode.ALL)
         assert again.abort().passed
         assert other.abort().passed
         senders.close()
@@ -329,8 +333,12 @@ def test_commit_refuses_what_is_not_its_own_or_not_complete() -> None:
             receiver.endpoints[0], PageWrite(3, 1, "full", as_pages([4, 5, 6]), as_pages([1, 2, 3]))
         )
         assert kv.landed.total == 192
-        with pytest.raises(TransferError, match="checksums"):
-            kv.commit(KVDone(3, 1, 10, 0, 192, checksums={"full": [1, 2, 3]}), verify=True)
+        for said in (PageChecksums(), PageChecksums(ChecksumMode.SAMPLED, {"full": [1]})):
+            with pytest.raises(TransferError, match="kv_checksums is all here, and the sender's"):
+                kv.commit(KVDone(3, 1, 10, 0, 192, checksums=said), ChecksumMode.ALL)
+        short = PageChecksums(ChecksumMode.ALL, {"full": [1, 2]})
+        with pytest.raises(PageDiffers, match="2 checksums of group full came where 3 are expected"):
+            kv.commit(KVDone(3, 1, 10, 0, 192, checksums=short), ChecksumMode.SAMPLED)
         assert kv.abort().passed
         with pytest.raises(TransferError, match="was aborted"):
             kv.commit(KVDone(3, 1, 10, 0, 192))

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.checksum import page_checksums
+from kvtransfer.checksum import Sample, checksums
 from kvtransfer.pages import PageWrite, as_pages, coalesce, copy_pages, stretches
 from kvtransfer.region import GroupRegion
 from tests.kvtransfer.peers import pool
@@ -61,7 +61,8 @@ def test_a_region_hands_out_and_takes_back_pages_in_order(
     region = pool(20, 64, seed=2, staged=staged)
     pages = as_pages([7, 8, 1, 19, 4, 5, 6, 2])
     expected = [zlib.crc32(region.tensor[page].numpy().tobytes()) for page in pages]
-    assert page_checksums(region, pages) == expected
+    whole = [Sample(i, 0, 64) for i in range(len(pages))]
+    assert checksums(region, pages, whole) == expected
     sizes = [len(host.pages) for host in region.to_host(pages)]
     assert sizes == ([3, 3, 2] if staged else [8])
     target = pool(20, 64, staged=staged)

@@ -13,10 +13,12 @@ from wire.codec import decode, encode, pack_tokens, unpack_tokens
 from wire.messages import (
     Abort,
     AnyMessage,
+    ChecksumMode,
     Decode,
     GroupTarget,
     KVDone,
     KVTarget,
+    PageChecksums,
     Prefill,
     Tokens,
     TransferEndpoint,
@@ -49,7 +51,7 @@ EXAMPLES: list[AnyMessage] = [
         [TransferEndpoint("shm", "@x", {"token": "t"})],
         {"full": GroupTarget(2, [7, 8])},
     ),
-    KVDone(1, 2, 33, 5, 1024, TokenLogprobs(-1.0), 16, {"full": [123]}),
+    KVDone(1, 2, 33, 5, 1024, TokenLogprobs(-1.0), 16, PageChecksums(ChecksumMode.ALL, {"full": [123]})),
 ]
 
 
