@@ -4,7 +4,7 @@ PY := .venv/bin/python
 # Two workers on one small machine share its cores: one compute thread each, unless a bench asks for more.
 TEST_ENV := OMP_NUM_THREADS=1 RAY_DISABLE_IMPORT_WARNING=1 RAY_USAGE_STATS_ENABLED=0
 
-.PHONY: help setup demo check lint types imports dead quick test oracle mutants invariants e2e peers wheel demo-quality kv-quant
+.PHONY: help setup demo check lint types imports dead quick test oracle mutants two-hosts invariants e2e peers wheel demo-quality kv-quant
 
 help:  ## list the targets and their variables
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -47,6 +47,9 @@ oracle: setup  ## the whole matrix against transformers.generate
 
 mutants: setup  ## over 300 curated one-line faults: do the tests see them? (ONLY=kvcache/: some of them)
 	@$(TEST_ENV) $(PY) -m tests.mutants --only "$(ONLY)"
+
+two-hosts: setup  ## router, prefill and decode in network namespaces, with loss, delay and partitions (root, iptables)
+	@$(TEST_ENV) $(PY) -m tests.hosts
 
 invariants: setup  ## long runs of the hypothesis state machines
 	@$(TEST_ENV) $(PY) -m tools.run_tests "invariants"
