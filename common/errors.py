@@ -8,6 +8,7 @@ BatonError
 │   ├── SlowClient          400  its stream waits unread; sent in the stream, after status 200
 │   └── Overloaded          429  try again after `retry_after_s`
 ├── Unavailable             503  no worker can take the request within its bound
+│   └── Interrupted         503  this router ends a stream with which another can go on
 ├── RequestFailed           500  the model has no usable output for this request (logits that are not finite)
 ├── PeerError                    another process sent something wrong, or is gone
 │   ├── WireError                a frame does not decode, or its values are impossible
@@ -71,6 +72,10 @@ class Unavailable(BatonError):
 
 class RequestFailed(BatonError):
     """The model has no usable output for this request. Another try would most likely fail too."""
+
+
+class Interrupted(Unavailable):
+    """This router ends a stream with which another can go on."""
 
 
 class PeerError(BatonError):

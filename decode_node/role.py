@@ -14,6 +14,7 @@ import logging
 
 from common.errors import PageDiffers, TransferError
 from common.host import host_identity
+from decode_node.pausing import DecodePausing
 from decode_node.room import DecodeHold, DecodeRoom
 from kvtransfer.receiver import KVReceiver
 from kvtransfer.region import pool_regions
@@ -56,6 +57,7 @@ class DecodeRole(WorkerRole[DecodeRoom]):
     accepts = Decode
     phases = frozenset(Phase)
     shared_pool = True
+    pausing = DecodePausing
 
     def __init__(self, services: Services) -> None:
         super().__init__(services)

@@ -14,7 +14,7 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -38,17 +38,24 @@ _KEEP_ALIVE_S = 75
 class _Server(uvicorn.Server):
     """Prints a line when it serves. After a signal it returns: uvicorn's own would raise the signal again."""
 
-    def __init__(self, config: uvicorn.Config, ready_line: str) -> None:
+    def __init__(self, config: uvicorn.Config, ready_line: str, on_exit: Callable[[], None]) -> None:
+        """`on_exit` is called when the server is to end. Connections have `_GRACE_S` to end after it."""
         super().__init__(config)
         self._ready_line = ready_line
+        self._on_exit = on_exit
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """SIGTERM and SIGINT end `serve`."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.handle_exit, number, None)
+            loop.add_signal_handler(number, self.end)
         yield
+
+    def end(self) -> None:
+        """Serve no more requests."""
+        self.should_exit = True
+        self._on_exit()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Bind, then print the line."""
@@ -132,7 +139,7 @@ async def _serve(options: RouterOptions, listener: socket.socket, given: argpars
             timeout_graceful_shutdown=_GRACE_S,
         )
         freeze_gc()
-        server = _Server(config, json.dumps(ready))
+        server = _Server(config, json.dumps(ready), router.interrupt)
         if given.further is not None:
             asyncio.get_running_loop().add_reader(sys.stdin, _end_with_stdin, server)
         await server.serve(sockets=[listener])
@@ -141,10 +148,10 @@ async def _serve(options: RouterOptions, listener: socket.socket, given: argpars
         router.close()
 
 
-def _end_with_stdin(server: uvicorn.Server) -> None:
+def _end_with_stdin(server: _Server) -> None:
     """The process that started this one has closed the pipe, or has ended: it writes nothing."""
     asyncio.get_running_loop().remove_reader(sys.stdin)
-    server.should_exit = True
+    server.end()
 
 
 if __name__ == "__main__":

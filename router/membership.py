@@ -58,11 +58,12 @@ class Membership:
     @property
     def ready(self) -> bool:
         """A decode worker that takes new work and is not suspected is there."""
+        return any(not record.draining for record in self.decode_workers())
+
+    def decode_workers(self) -> list[WorkerRecord]:
+        """The decode workers that are not suspected, also those that take no new work."""
         suspected = self.suspicions.suspected
-        return any(
-            record.role is Role.DECODE and not record.draining and record.id not in suspected
-            for record in self.workers
-        )
+        return [one for one in self.workers if one.role is Role.DECODE and one.id not in suspected]
 
     def move_directory(self, address: str) -> None:
         """The directory is at `address` now (an actor that was started again)."""

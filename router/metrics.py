@@ -26,6 +26,9 @@ class RequestMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = Count(registry, "baton_router_requests", "Requests by HTTP status", "status")
         self.aborts = Count(registry, "baton_router_aborts", "Requests ended by their client")
+        self.resumes = Count(
+            registry, "baton_router_resumes", "Streams resumed, by what became of their rooms", "rooms"
+        )
         self.prompt_tokens = Count(registry, "baton_router_prompt_tokens", "Prompt tokens")
         self.cached_tokens = Count(
             registry, "baton_router_cached_tokens", "Prompt tokens that were not computed"

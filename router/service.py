@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from functools import partial
 
 from prometheus_client import CollectorRegistry
 
-from common.errors import ContextTooLong, InvalidRequest, ModelNotFound, Unavailable
+from common.errors import ContextTooLong, Interrupted, InvalidRequest, ModelNotFound, Unavailable
 from router.events.event_plane import EventPlane
 from router.index.global_index import GlobalIndex
 from router.membership import Membership
@@ -20,11 +19,12 @@ from router.placement.policies import make_policy
 from router.placement.policy import Choice
 from router.placement.prediction import Prediction
 from router.process_group import ProcessGroup
-from router.streams.dispatcher import Dispatcher
+from router.streams.claims import Claims, FoundRoom
+from router.streams.dispatcher import Dispatcher, OpenRooms
 from router.streams.generation import Answer, ChoiceCounts, ChoiceOutput, Generation, Submission
 from router.streams.inspections import Inspections
 from router.streams.request_log import RequestLog
-from router.streams.resume import ResumeTokens
+from router.streams.resume import ResumeTokens, Resumption
 from router.streams.resumed_output import Resumed, ResumedOutput
 from router.streams.room_requests import RoomRequests
 from router.streams.stream import RoomSink, RoomStream
@@ -33,12 +33,13 @@ from router.trace import TraceStore
 from router.unanswered import Unanswered
 from wire.loop_mailbox import LoopMailbox
 from wire.mailbox import Mail
-from wire.messages import Inspect, Inspected
+from wire.messages import Claimed, Inspect, Inspected
 from wire.peer_monitors import PeerState
 from wire.security import curve_for
 
 _TICK_S = 0.05
 _INSPECT_TIMEOUT_S = 10.0
+_CLAIM_TIMEOUT_S = 2.0  # then a stream is computed again
 
 
 class Router:
@@ -68,6 +69,8 @@ class Router:
         self._events = EventPlane(index, curve)
         EventMetrics(registry, self._events.counters)
         self._dispatcher = rooms = Dispatcher(options, self.placer, traces, RoomMetrics(registry), send)
+        self._claims = Claims(rooms, self.placer, send)
+        self.streams: set[Generation] = set()  # that are being sent
         self.membership = known = Membership(
             options, self._mailbox, self.placer, self._events, rooms, self._unanswered
         )
@@ -80,8 +83,9 @@ class Router:
         self._timer = self._loop.call_soon(self._tick)
 
     def close(self) -> None:
-        """Abort what runs, free ports and threads. Closing twice changes nothing."""
+        """End what runs, free ports and threads. Closing twice changes nothing."""
         self._timer.cancel()
+        self.interrupt()
         self._dispatcher.close()
         self.membership.close()
         self.processes.close()
@@ -124,18 +128,24 @@ class Router:
         """
         dispatcher, now = self._dispatcher, time.monotonic()
         ended = {} if resumed is None else resumed.ended()
+        found = {} if resumed is None else resumed.found
+        running = [index for index in range(submission.choice_count) if index not in ended]
+        if not found:
+            dispatcher.admission.check(len(running))
         requests = self._requests.make(submission)
-        running = [index for index in range(len(requests)) if index not in ended]
-        dispatcher.admission.check(len(running))
-        judged = dispatcher.admission.judge(requests[running[0]][1], now) if running else None
+        judged = None
+        if running and not found:
+            judged = dispatcher.admission.judge(requests[running[0]][1], now)
         numbers = [requests[index][0].room for index in running]
         self._log.submitted(submission, numbers)
-        generation = Generation(submission, answer, partial(dispatcher.stop, numbers), self._log, ended)
+        generation = Generation(submission, answer, OpenRooms(dispatcher, numbers), self._log, ended)
         rooms = []
         for index in running:
             sink = self._make_sink(generation.choices[index], generation, resumed)
             rooms.append(RoomStream(*requests[index], dispatcher, dispatcher.mail, sink, self.options))
-        if rooms:
+        if found:
+            self._claims.take_over(rooms, found, now)
+        elif rooms:
             dispatcher.open(rooms, judged, now)
         else:  # the client has everything but the end of the stream
             self._log.ended(generation)
@@ -145,9 +155,30 @@ class Router:
         submission = generation.submission
         detokenizer = self.tokenization.detokenizers.make(submission.skip_special_tokens)
         output = ChoiceOutput(counts, generation, detokenizer, submission.stop)
-        if resumed is None or not resumed.positions[counts.index].tokens:
-            return output
-        return ResumedOutput(output, counts, generation, resumed)
+        return output if resumed is None else ResumedOutput(output, counts, generation, resumed)
+
+    async def claim(self, resumption: Resumption) -> dict[int, FoundRoom]:
+        """Find the rooms of an interrupted stream; {}: it must be computed again. Submit at once after it."""
+        first, positions = resumption.first_room, resumption.positions
+        for stream in list(self.streams):
+            if stream.submission.first_room == first:  # its client has left, unnoticed so far
+                stream.interrupt(Interrupted("the client goes on with this stream on another connection"))
+        running = [first + index for index, position in enumerate(positions) if not position.finished]
+        if not running:
+            return {}
+        found = await self._claims.ask(running, self.membership.decode_workers, _CLAIM_TIMEOUT_S)
+        if resumption.submission.sampling.top_logprobs is not None and any(
+            positions[number - first].tokens < room.forced for number, room in found.items()
+        ):
+            self._claims.give_up(found)
+            found = {}
+        self.metrics.resumes.inc(of="claimed" if found else "computed again")
+        return found
+
+    def interrupt(self) -> None:
+        """End all streams, so that other routers can go on with them."""
+        for stream in list(self.streams):
+            stream.interrupt(Interrupted("this router is closing: resume at another"))
 
     def explain(self, submission: Submission) -> tuple[Choice, Prediction | None] | None:
         """What the policy would choose for a request now, and when the first token would come."""
@@ -188,6 +219,8 @@ class Router:
             self._unanswered.heard(mail.sender)
             if self._dispatcher.take(mail, now) or self.membership.take(mail, now):
                 pass
+            elif isinstance(mail.message, Claimed):
+                self._claims.take(mail.sender, mail.message)
             elif isinstance(mail.message, Inspected):
                 self._inspections.answer(mail.message)
             elif isinstance(mail.message, Inspect):

@@ -93,6 +93,14 @@ class Resend(RoomMessage, frozen=True, tag="resend"):
     start: int
 
 
+class Claim(Message, frozen=True, tag="claim"):
+    """The sender goes on with these rooms of another router, in whatever epoch they are: from now on their
+    output goes to it. Answered with Claimed, a repeat too. `token` is echoed."""
+
+    rooms: list[int]
+    token: int
+
+
 class Inspect(Message, frozen=True, tag="inspect"):
     """Ask a worker for a report: "memory", "tree" (text), "nodes" (the tree for a program), "load", "metrics"
     or "rooms". `token` is echoed."""
@@ -109,6 +117,22 @@ class Inspected(Message, frozen=True, tag="inspected"):
 
 
 # -- worker -> router ------------------------------------------------------------------------------
+
+
+class ClaimedRoom(msgspec.Struct, frozen=True):
+    """A room as a worker has it. The first `forced` output tokens came with the start of this epoch: the
+    worker has no log-probabilities of them."""
+
+    room: int
+    epoch: int
+    forced: int
+
+
+class Claimed(Message, frozen=True, tag="claimed"):
+    """Those of the rooms that this worker has. A Resend brings their output, from the first token on."""
+
+    token: int
+    rooms: list[ClaimedRoom]
 
 
 class Tokens(Message, frozen=True, tag="tokens"):
@@ -151,6 +175,7 @@ class RejectKind(StrEnum):
     FAILED = "failed"  # transfer or engine failed: start again, on any worker
     FAILED_ALONE = "failed_alone"  # only this request of a forward failed: start again once, then a 500
     UNKNOWN = "unknown"  # Resend for a room that this worker does not know: start again
+    CLAIMED = "claimed"  # another router goes on with the room: its client has left this one
 
 
 class Rejected(RoomMessage, frozen=True, tag="rejected", omit_defaults=True):
@@ -374,7 +399,7 @@ class AssignedLoads(Message, frozen=True, tag="accounts"):
 
 
 AnyMessage = (
-    Receipt | Prefill | Decode | Abort | Ack | Resend | Inspect | Inspected | Tokens | Timeline | RoomStatus
-    | Reserved | Rejected | KVTarget | KVReady | KVDone | KVFailed | Release | Join | Joined | Replaced
-    | Announce | Announced | AnnounceRefused | Withdraw | Watch | View | AssignedLoads
+    Receipt | Prefill | Decode | Abort | Ack | Resend | Claim | Inspect | Inspected | Claimed | Tokens
+    | Timeline | RoomStatus | Reserved | Rejected | KVTarget | KVReady | KVDone | KVFailed | Release | Join
+    | Joined | Replaced | Announce | Announced | AnnounceRefused | Withdraw | Watch | View | AssignedLoads
 )  # fmt: skip

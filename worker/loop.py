@@ -221,6 +221,7 @@ class Worker:
             self._mail.handle(mail)
         for address, state in self._services.mailbox.take_peers().items():
             self._role.on_peer(address, state)
+            self._role.orphans.on_peer(address, state, time.monotonic())
         self._role.poll(time.monotonic())
         busy = self._scheduler.step()
         self._services.outbox.flush()
@@ -252,6 +253,7 @@ class Worker:
     def _sweep(self, now: float) -> None:
         self._swept_at = now
         self._role.sweep(now)
+        self._role.orphans.sweep(now)
         self._services.mailbox.watch(frozenset(peer for room in self.rooms() for peer in room.peers))
         self._services.retransmitter.tick(now)
         self._services.rooms.sweep(now)

@@ -13,6 +13,8 @@ from wire.messages import (
     Ack,
     Announced,
     AnnounceRefused,
+    Claim,
+    Claimed,
     Decode,
     Inspect,
     Inspected,
@@ -29,6 +31,7 @@ from wire.retransmitter import RetransmitKey
 from worker.drain import Drain
 from worker.heartbeat import DirectoryAnswer, Heartbeat
 from worker.inspection import worker_report
+from worker.orphans import CLAIMED
 from worker.outbox import OutputKey
 from worker.role import Services, WorkerRole
 from worker.rooms import StartVerdict
@@ -54,12 +57,18 @@ class MailHandler:
     def handle(self, mail: Mail) -> None:
         """Act on one message. A repeated message is answered like the first."""
         services = self._services
+        self._role.orphans.heard(mail.sender, time.monotonic())
         match mail.message:
             case Prefill() | Decode() as message:
                 self._start_room(mail.sender, message)
             case Abort() as message:
                 services.mailbox.send(mail.sender, Receipt(message.room, message.epoch, kind_of(message)))
-                self._abort_room(message.room, message.epoch)
+                room = services.rooms.get(message.room, message.epoch)
+                if room is None or room.router == mail.sender:  # else another router has claimed it
+                    self._abort_room(message.room, message.epoch)
+            case Claim() as message:
+                claimed = self._role.orphans.claim(mail.sender, message.rooms)
+                services.mailbox.send(mail.sender, Claimed(message.token, claimed))
             case Receipt() as message:
                 key = RetransmitKey(mail.sender, message.room, message.epoch, message.of)
                 services.retransmitter.answered(key)
@@ -67,7 +76,7 @@ class MailHandler:
                     OutputKey(message.room, message.epoch), mail.sender, time.monotonic()
                 )
             case Ack() as message:
-                services.outbox.ack(message.items)
+                services.outbox.ack(mail.sender, message.items)
             case Resend() as message:
                 self._resend(mail.sender, message)
             case Inspect() as message:
@@ -96,6 +105,9 @@ class MailHandler:
         if services.rooms.admission(room, epoch) is not StartVerdict.NEW:
             return
         older = services.rooms.get(room)
+        if older is not None and older.router != router:
+            services.mailbox.send(router, Rejected(room, epoch, RejectKind.CLAIMED, CLAIMED))
+            return
         if older is not None:
             self._abort_room(room, older.epoch)
         req = self._checked(message)
@@ -133,11 +145,13 @@ class MailHandler:
 
     def _resend(self, router: str, message: Resend) -> None:
         services, room, epoch = self._services, message.room, message.epoch
-        if services.outbox.resend(OutputKey(room, epoch), message.start):
+        if services.outbox.resend(router, OutputKey(room, epoch), message.start):
             return
         active = services.rooms.get(room, epoch)
-        if active is not None:
+        if active is not None and active.router == router:
             services.mailbox.send(router, self._role.status(active))
+        elif active is not None:
+            services.mailbox.send(router, Rejected(room, epoch, RejectKind.CLAIMED, CLAIMED))
         else:
             problem = f"worker {services.worker_id} does not run this room"
             services.mailbox.send(router, Rejected(room, epoch, RejectKind.UNKNOWN, problem))

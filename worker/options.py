@@ -150,6 +150,9 @@ class LivenessOptions(Options):
     output_lease_s: float = Field(
         60.0, gt=0, description="how long finished output waits for the router's Ack"
     )
+    resume_grace_s: float = Field(
+        30.0, gt=0, description="how long the rooms of a router that is gone wait for another router"
+    )
     stuck_after_s: float = Field(
         10.0,
         gt=0,

@@ -1,9 +1,12 @@
-"""Outbox: the output of a worker's rooms, kept until the router has acknowledged it.
+"""Outbox: the output of a worker's rooms, kept until the router has acknowledged all of it.
 
 There is one `Tokens` message per step and router, not per request. ZeroMQ may lose messages when a connection
 breaks, so a room's output is kept until the router's cumulative `Ack` covers it. The router sends `Resend`
-when it sees a gap or nothing. Output that is retired and never acknowledged (its router died) is dropped when
-its lease ends.
+when it sees a gap or nothing.
+
+The whole output is kept while the room runs, for another router that claims the room: a token takes 8 bytes
+(its number is shared with the request), and log-probabilities are packed once they are acknowledged. Output
+that is retired and never acknowledged (its router died) is dropped when its lease ends.
 """
 
 from __future__ import annotations
@@ -12,8 +15,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from wire.messages import AnyMessage, Tokens
+import msgspec
+
+from wire.messages import AnyMessage, ClaimedRoom, Tokens
 from wire.request import FinishReason, OutputDelta, TokenLogprobs, TokenRun
+
+_UNKNOWN = TokenLogprobs(0.0)  # of forced tokens: see ClaimedRoom
+_pack = msgspec.msgpack.Encoder().encode
+_unpack = msgspec.msgpack.Decoder(list[TokenLogprobs]).decode
 
 
 class OutputKey(NamedTuple):
@@ -26,24 +35,38 @@ class OutputKey(NamedTuple):
 @dataclass(slots=True)
 class _Output:
     router: str
-    base: int  # output position of tokens[0]; everything below is acknowledged
+    forced: int  # how many of the tokens were given with the start of the epoch
     cached_tokens: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    tokens: list[int]  # from the room's first output token on
+    packed: list[bytes] = field(default_factory=list)  # log-probabilities that were acknowledged
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # those that follow
+    acked: int = 0
     finish: FinishReason | None = None
     expires_at: float | None = None
 
     def run(self, key: OutputKey, start: int) -> TokenRun:
-        skip = max(0, start - self.base)
+        """Everything from position `start` on."""
+        logprobs = self._logprobs(start)
         return TokenRun(
-            key.room,
-            key.epoch,
-            self.base + skip,
-            self.tokens[skip:],
-            self.logprobs[skip:] or None,
-            self.finish,
-            self.cached_tokens,
+            key.room, key.epoch, start, self.tokens[start:], logprobs or None, self.finish, self.cached_tokens
         )
+
+    def ack(self, upto: int) -> None:
+        """The router holds everything below position `upto`."""
+        self.acked = max(self.acked, min(upto, len(self.tokens)))
+        known = self.acked - (len(self.tokens) - len(self.logprobs))
+        if known > 0:
+            self.packed.append(_pack(self.logprobs[:known]))
+            del self.logprobs[:known]
+
+    def _logprobs(self, start: int) -> list[TokenLogprobs]:
+        if not self.logprobs and not self.packed:
+            return []
+        known = len(self.tokens) - len(self.logprobs)  # tokens before those of self.logprobs
+        if start >= known:
+            return self.logprobs[start - known :]
+        earlier = [one for part in self.packed for one in _unpack(part)]
+        return [*[_UNKNOWN] * self.forced, *earlier, *self.logprobs][start:]
 
 
 class Outbox:
@@ -59,12 +82,21 @@ class Outbox:
     def __len__(self) -> int:
         return len(self._outputs)
 
-    def push(self, router: str, key: OutputKey, start: int, delta: OutputDelta, cached_tokens: int) -> None:
-        """Queue output for the next flush. `start` is the position after the room's last token so far."""
+    def push(
+        self,
+        router: str,
+        key: OutputKey,
+        start: int,
+        delta: OutputDelta,
+        cached_tokens: int,
+        forced: tuple[int, ...] = (),
+    ) -> None:
+        """Queue output for the next flush. `start` is the position after the room's last token so far.
+        `forced` are the output tokens with which the room's epoch began."""
         output = self._outputs.get(key)
         if output is None:
-            output = self._outputs[key] = _Output(router, start, cached_tokens)
-        assert start == output.base + len(output.tokens), "a room's output has no gaps and no repeats"
+            output = self._outputs[key] = _Output(router, len(forced), cached_tokens, list(forced))
+        assert start == len(output.tokens), "a room's output has no gaps and no repeats"
         logprobs = delta.logprobs or None
         output.tokens += delta.tokens
         output.logprobs += logprobs or ()
@@ -79,27 +111,37 @@ class Outbox:
             self._send(router, Tokens(self._worker, runs))
         self._unsent.clear()
 
-    def ack(self, items: list[tuple[int, int, int]]) -> None:
+    def ack(self, router: str, items: list[tuple[int, int, int]]) -> None:
         """The router holds everything below `upto` of each (room, epoch, upto)."""
         for room, epoch, upto in items:
             key = OutputKey(room, epoch)
             output = self._outputs.get(key)
-            if output is None:
+            if output is None or output.router != router:
                 continue
-            held = min(max(0, upto - output.base), len(output.tokens))
-            del output.tokens[:held]
-            del output.logprobs[:held]
-            output.base += held
-            if output.expires_at is not None and not output.tokens:
+            output.ack(upto)
+            if output.expires_at is not None and output.acked == len(output.tokens):
                 del self._outputs[key]
 
-    def resend(self, key: OutputKey, start: int) -> bool:
-        """Queue the room's tokens from `start` again. False when there are none, and its end is not known."""
+    def resend(self, router: str, key: OutputKey, start: int) -> bool:
+        """Queue the room's tokens from `start` again. False when there are none for this router, and its end
+        is not known."""
         output = self._outputs.get(key)
-        if output is None or (output.finish is None and start >= output.base + len(output.tokens)):
+        if output is None or output.router != router:
             return False
-        self._unsent.setdefault(output.router, []).append(output.run(key, start))
+        if output.finish is None and start >= len(output.tokens):
+            return False
+        self._unsent.setdefault(router, []).append(output.run(key, start))
         return True
+
+    def claim(self, router: str, room: int) -> ClaimedRoom | None:
+        """The room's output is sent to `router` from now on. None when there is no output of it."""
+        found = [(key, output) for key, output in self._outputs.items() if key.room == room]
+        if not found:
+            return None
+        key, output = max(found, key=lambda one: one[0].epoch)
+        if output.router != router:
+            output.router, output.acked = router, 0
+        return ClaimedRoom(room, key.epoch, output.forced)
 
     def retire(self, key: OutputKey, now: float) -> None:
         """The room's output is complete. What is not acknowledged is kept for the lease, no longer."""

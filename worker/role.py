@@ -24,6 +24,7 @@ from wire.records import Role
 from wire.request import OutputDelta
 from wire.retransmitter import RetransmitKey, Retransmitter
 from worker.options import WorkerOptions
+from worker.orphans import Orphans, Pausing
 from worker.outbox import Outbox, OutputKey
 from worker.questions import Questions
 from worker.rooms import Rooms
@@ -49,6 +50,11 @@ class Room:
     @property
     def epoch(self) -> int:
         return self.key.epoch
+
+    @property
+    def forced_tokens(self) -> int:
+        """Output tokens that were given with the start of the room's epoch."""
+        return len(self.req.request.forced)
 
     @property
     def peers(self) -> tuple[str, ...]:
@@ -81,6 +87,7 @@ class WorkerRole(ABC, Generic[RoomType]):
     phases: ClassVar[frozenset[Phase]]
     shared_pool: ClassVar[bool]  # KV pages live in memory that another process on this host may map
     accepts: ClassVar[type[Prefill] | type[Decode]]
+    pausing: ClassVar[type[Pausing]] = Pausing
 
     def __init__(self, services: Services) -> None:
         self.worker_id = services.worker_id
@@ -92,6 +99,13 @@ class WorkerRole(ABC, Generic[RoomType]):
         self.outbox = services.outbox
         self.rooms: Rooms[RoomType] = services.rooms
         self.scheduler = services.build_scheduler(self)
+        self.orphans: Orphans[RoomType] = Orphans(
+            self,
+            self.pausing(self.scheduler),
+            services.rooms,
+            services.outbox,
+            services.options.resume_grace_s,
+        )
 
     # -- what a role must implement ------------------------------------------------------------------
 
@@ -149,7 +163,7 @@ class WorkerRole(ABC, Generic[RoomType]):
         """See NodePolicy: queue the output for the room's router, and end the room with its last token."""
         room = self.rooms.get(req.room, req.epoch)
         assert room is not None, "the scheduler only runs rooms that are registered"
-        self.outbox.push(room.router, room.key, start, delta, req.cached_tokens)
+        self.outbox.push(room.router, room.key, start, delta, req.cached_tokens, req.request.forced)
         if delta.finish is not None:
             self.end(room)
 

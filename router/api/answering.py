@@ -9,6 +9,7 @@ from contextlib import closing, contextmanager
 from typing import Any, Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from common.errors import BatonError, InvalidRequest
 from router.api.asgi import HttpRequest
@@ -16,6 +17,7 @@ from router.api.event_ids import EventIds, NoIds
 from router.api.http_errors import to_http
 from router.api.request_body import RequestBody, SamplingBody
 from router.service import Router
+from router.streams.claims import FoundRoom
 from router.streams.generation import Answer, ChoiceCounts, Generation, Submission
 from router.streams.resume import HEADER, MOST_CHOICES, ChoicePosition
 from router.streams.resumed_output import Resumed
@@ -155,17 +157,22 @@ async def stream(
     """
     last_id, now = request.header(_LAST_EVENT_ID), time.time()
     positions = [ChoicePosition()] * submission.choice_count
+    found: dict[int, FoundRoom] = {}
     if last_id:
         resumption = router.resume_tokens.open(last_id, submission, form, now)
         submission, positions = resumption.submission, resumption.positions
+        found = await router.claim(resumption)
+        if found:
+            submission = replace(submission, first_room=resumption.first_room)
     ids: EventIds = NoIds()
     if len(positions) <= MOST_CHOICES:
         ids = EventIds(router.resume_tokens.sign(submission, form, now), positions)
     answer = make_answer(submission, ids)
-    resumed = Resumed(positions, answer.replay) if last_id else None
+    resumed = Resumed(positions, answer.replay, found) if last_id else None
     with (
         generating(router, request, submission, answer, resumed) as generation,
         closing(_QuietTimer(generation)),
+        _sent(router, generation),
     ):
         await generation.more()
         if generation.abandoned:
@@ -177,6 +184,16 @@ async def stream(
             end = b"event: error\ndata: " + msgspec.json.encode(to_http(error).body) + b"\n\n"
         if not generation.abandoned:
             await request.send_sse(end, more=False)
+
+
+@contextmanager
+def _sent(router: Router, generation: Generation) -> Iterator[None]:
+    """The router may interrupt the stream within the block."""
+    router.streams.add(generation)
+    try:
+        yield
+    finally:
+        router.streams.discard(generation)
 
 
 async def _send_events(request: HttpRequest, generation: Generation, answer: StreamedAnswer) -> bytes:

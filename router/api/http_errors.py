@@ -9,6 +9,7 @@ from typing import Any
 from common.errors import (
     BatonError,
     ContextTooLong,
+    Interrupted,
     InvalidRequest,
     ModelNotFound,
     Overloaded,
@@ -34,6 +35,7 @@ _KINDS: tuple[tuple[type[BatonError], int, str, str | None], ...] = (
     (Overloaded, 429, "rate_limit_error", "overloaded"),
     (UserError, 400, "invalid_request_error", None),
     (RequestFailed, 500, "server_error", "request_failed"),
+    (Interrupted, 503, "service_unavailable", "resume"),
     (BatonError, 503, "service_unavailable", None),
 )
 

@@ -98,6 +98,14 @@ class Placer:
             ticket, report_number, expected,
         )  # fmt: skip
 
+    def take_over(self, request: PlacementRequest, worker: WorkerRecord, now: float) -> Placement:
+        """Count a request that a decode worker runs already."""
+        d = self.fleet.estimate(worker.id) or WorkerLoadEstimate(worker, now)  # it may have left meanwhile
+        context = request.prompt_tokens + int(request.output_tokens)
+        ticket, report_number = d.prefill(0, now), d.decode(context)
+        self.fleet.own_changed(d)
+        return Placement(worker, None, False, 0, 0, context, d, d, ticket, report_number, [])
+
     def prefilled(self, placement: Placement, now: float) -> None:
         """The first token came. Repeated calls change nothing."""
         if placement.prefilled:

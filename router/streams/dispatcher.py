@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from router.metrics import RoomMetrics
 from router.options import RouterOptions
@@ -25,6 +26,25 @@ from wire.retransmitter import RetransmitKey
 from wire.sockets import Mail
 
 
+class OpenRooms(NamedTuple):
+    """The rooms of one request. Implements RequestRooms."""
+
+    dispatcher: Dispatcher
+    numbers: list[int]
+
+    def stop(self, reason: str) -> None:
+        """End them: no more output is wanted."""
+        self.dispatcher.stop(self.numbers, reason)
+
+    def leave(self) -> None:
+        """Let go of them; they go on at their workers."""
+        self.dispatcher.foreign.update(self.numbers)
+        for number in self.numbers:
+            room = self.dispatcher.rooms.get(number) or self.dispatcher.waiting.get(number)
+            if room is not None:
+                room.stop(None)
+
+
 class Dispatcher:
     """All rooms of a router. Implements RoomHost. Belongs to one event loop."""
 
@@ -39,6 +59,7 @@ class Dispatcher:
         self.admission = Admission(options, placer)
         self.rooms: dict[int, RoomStream] = {}  # admitted
         self.waiting: dict[int, RoomStream] = {}  # in admission's queue
+        self.foreign: set[int] = set()  # no longer this router's, or not yet: their output is left alone
         self.mail = WorkerMail(send, options.receipt_timeout_s)
         self._placer = placer
         self._traces = traces
@@ -209,6 +230,8 @@ class Dispatcher:
 
     def _on_run(self, sender: str, run: TokenRun, now: float) -> None:
         room = self.rooms.get(run.room)
+        if room is None and run.room in self.foreign:
+            return
         if room is None or run.epoch < room.request.epoch:
             upto = run.start + len(run.tokens)  # the worker may forget it
             if run.finish is None:

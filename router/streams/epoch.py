@@ -44,7 +44,7 @@ class RoomEpoch:
         options: RoomOptions,
         now: float,
     ) -> None:
-        """Begins the epoch: tells D, and P unless that must wait for D's Reserved."""
+        """Nothing is said yet: `begin` an epoch that is new, `take_over` one that runs."""
         self.number = request.epoch
         self.placement = placement
         self.base = len(request.forced)  # output tokens of earlier epochs
@@ -58,13 +58,20 @@ class RoomEpoch:
         self._told: dict[RetransmitKey, Decode | Prefill] = {}
         self._held: Prefill | None = None  # not sent to P yet
         self._held_until = math.inf
-        decode, prefill = placement.decode, placement.prefill
+
+    def begin(self, request: GenerateRequest, now: float) -> None:
+        """Tell D, and P unless that must wait for D's Reserved."""
+        decode, prefill = self.placement.decode, self.placement.prefill
         self._tell(decode, Decode(request, None if prefill is None else prefill.mailbox))
         if prefill is not None:
             self._held = Prefill(request, decode.mailbox)
-            self._held_until = now + options.hold_prefill_s
-            if not placement.hold_prefill:
+            self._held_until = now + self._options.hold_prefill_s
+            if not self.placement.hold_prefill:
                 self.send_held()
+
+    def take_over(self, now: float) -> None:
+        """D runs the epoch for another router and now for this one: ask for all of its output."""
+        self.ask_again(self.base, now)
 
     @property
     def check_at(self) -> float:

@@ -12,7 +12,7 @@ took a tenth of the router's time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Protocol
 
@@ -74,6 +74,16 @@ class GenerationObserver(Protocol):
 
     def ended(self, generation: Generation) -> None:
         """No choice is running any more. Called once."""
+
+
+class RequestRooms(Protocol):
+    """The rooms of one request."""
+
+    def stop(self, reason: str) -> None:
+        """End them: no more output is wanted."""
+
+    def leave(self) -> None:
+        """Let go of them; they go on at their workers."""
 
 
 class ChoiceOutput:
@@ -155,18 +165,17 @@ class Generation:
         self,
         submission: Submission,
         answer: Answer,
-        stop: Callable[[str], None],
+        rooms: RequestRooms,
         observer: GenerationObserver,
         known: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
-        """`stop` is called with a reason to stop the request's rooms. `known`: the output tokens of choices
-        that have ended already, for a client that has them."""
+        """`known`: the output tokens of choices that have ended already, for a client that has them."""
         self.submission = submission
         self.accepted = False  # a room of it had its turn: it may still fail, but it is not refused any more
         self.quiet = False  # the last `more` returned because nothing had come for a while
         self.choices = [ChoiceCounts(index, known.get(index, 0)) for index in range(submission.choice_count)]
         self._answer = answer
-        self._stop_rooms = stop
+        self._rooms = rooms
         self._observer = observer
         self._running = submission.choice_count - len(known)
         self._begun = False
@@ -237,6 +246,15 @@ class Generation:
             self._stop(f"another choice failed: {error}")
             self._wake()
 
+    def interrupt(self, error: BatonError) -> None:
+        """End the request here with an error, and leave its rooms to another router."""
+        if self._running:
+            self._error = error
+            self._rooms.leave()
+            self._running = 0
+            self._observer.ended(self)
+            self._wake()
+
     def cancel(self) -> None:
         """The client has gone: stop what still runs. Repeats change nothing."""
         if self._running:
@@ -264,7 +282,7 @@ class Generation:
         return sum(choice.output_tokens for choice in self.choices)
 
     def _stop(self, reason: str) -> None:
-        self._stop_rooms(reason)
+        self._rooms.stop(reason)
         self._running = 0
         self._observer.ended(self)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from common.errors import BatonError
+from router.streams.claims import FoundRoom
 from router.streams.generation import ChoiceCounts, ChoiceOutput, Generation
 from router.streams.resume import ChoicePosition
 from wire.request import FinishReason, OutputDelta
@@ -19,6 +20,7 @@ class Resumed(NamedTuple):
 
     positions: list[ChoicePosition]
     replay: Replay
+    found: dict[int, FoundRoom]  # by number; none: the answer is computed again
 
     def ended(self) -> dict[int, int]:
         """The choices that the client has to their end, with their output tokens."""
@@ -49,7 +51,7 @@ class ResumedOutput:
     def on_tokens(self, delta: OutputDelta, cached_tokens: int) -> bool:
         """Add tokens to the answer. Returns True when a stop string ended it."""
         if not self._known_tokens:
-            return self._output.on_tokens(delta, cached_tokens)
+            return self._pass_on(delta, cached_tokens)
         known, rest = _split(delta, self._known_tokens)
         self._known_tokens -= len(known.tokens)
         text, known, stopped = self._output.read(known)
@@ -60,9 +62,18 @@ class ResumedOutput:
         if stopped:  # the client says that it has tokens after the end of the answer, but not the end
             self._generation.add(counts, "", OutputDelta([], None, FinishReason.STOP, known.matched))
             return True
-        if not rest.tokens and rest.finish is None:
+        return self._pass_on(rest, cached_tokens)
+
+    def _pass_on(self, delta: OutputDelta, cached_tokens: int) -> bool:
+        """Add everything that came while nobody listened: an event per token, as in a stream that was not
+        interrupted. (The text offsets that go with log-probabilities are exact at the beginning of one.)"""
+        while len(delta.tokens) > 1:
+            first, delta = _split(delta, 1)
+            if self._output.on_tokens(first, cached_tokens):
+                return True
+        if not delta.tokens and delta.finish is None:
             return False
-        return self._output.on_tokens(rest, cached_tokens)
+        return self._output.on_tokens(delta, cached_tokens)
 
     @property
     def accepted(self) -> bool:

@@ -21,7 +21,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from common.errors import BatonError, Unavailable
+from common.errors import BatonError, Interrupted, Unavailable
 from router.options import RouterOptions
 from router.placement.placement import Placement
 from router.placement.policy import Choice, PlacementRequest
@@ -117,10 +117,22 @@ class RoomStream:
         self._sink.on_admitted()
         self._wait_for_worker(now, now, choice)
 
-    def stop(self, reason: str) -> None:
-        """No more output is wanted (stop string, client gone): tell the workers. Repeats change nothing."""
+    def take_over(self, placement: Placement, epoch: int, now: float) -> None:
+        """Go on with a room of another router, which D runs in that epoch."""
+        self._sink.on_admitted()
+        self.request = replace(self.request, epoch=epoch)
+        self._epoch = RoomEpoch(self.request, placement, self._mail, self._options, now)
+        self._epoch.take_over(now)
+        self._check_at = self._epoch.check_at
+
+    def stop(self, abort: str | None) -> None:
+        """No more output is wanted here. Repeats change nothing.
+
+        With `abort`, a reason (a stop string, say), tell the workers that the room is over. Without, it goes
+        on there until another router claims it.
+        """
         if not self.done:
-            self._leave_epoch(reason)
+            self._leave_epoch(abort)
             self._close()
 
     def fail(self, error: BatonError) -> None:
@@ -180,6 +192,10 @@ class RoomStream:
         """A worker will send nothing (more) for an epoch."""
         worker = self._needed(sender, message.epoch)
         if worker is None or self._epoch is None:
+            return
+        if message.why is RejectKind.CLAIMED:
+            self.stop(None)
+            self._sink.on_error(Interrupted(message.message))
             return
         error = rejection_error(worker.id, message, self._options.retry_after_s)
         alone = message.why is RejectKind.FAILED_ALONE
@@ -251,6 +267,7 @@ class RoomStream:
         placement = self._host.place(self, self._avoided.names(now), choice)
         if placement is not None:
             self._epoch = RoomEpoch(self.request, placement, self._mail, self._options, now)
+            self._epoch.begin(self.request, now)
             self._check_at = self._epoch.check_at
         elif now >= self._wait_until:
             self.fail(self._why_waiting or Unavailable("no decode worker is there for this model"))

@@ -113,7 +113,7 @@ def stack(
         options = {
             "model": str(model),
             "served_model_name": "m",
-            "directory": front.ready["mailbox"],
+            "directory": (router or {}).get("directory", front.ready["mailbox"]),
             **worker,
         }
         nodes = {

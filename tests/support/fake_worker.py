@@ -28,6 +28,9 @@ from wire.messages import (
     Announce,
     Announced,
     AnyMessage,
+    Claim,
+    Claimed,
+    ClaimedRoom,
     Decode,
     GroupTarget,
     Inspect,
@@ -158,6 +161,7 @@ class FakeWorker:
         )
         self.reject = reject
         self.silent = False  # reads messages and answers none
+        self.claimable = True  # gives its rooms, those that have ended too, to a router that claims them
         self.seen: list[AnyMessage] = []
         self.leased = threading.Event()
         self.replaced = threading.Event()
@@ -283,6 +287,8 @@ class FakeWorker:
                 held = self._rooms.get((room, epoch))
                 if held is not None:
                     held.acked = max(held.acked, upto)
+        elif isinstance(message, Claim):
+            self._send(sender, Claimed(message.token, self._claim(sender, message.rooms)))
         elif isinstance(message, Inspect):
             self._send(sender, Inspected(message.token, '{"what": "' + message.what + '"}'))
 
@@ -389,6 +395,14 @@ class FakeWorker:
         else:
             waits_for = "" if room.ready or room.peer is None else room.peer
             self._send(sender, RoomStatus(message.room, message.epoch, room.stamps[-1].stage, 0, waits_for))
+
+    def _claim(self, router: str, rooms: list[int]) -> list[ClaimedRoom]:
+        claimed = []
+        for (number, epoch), room in self._rooms.items():
+            if number in rooms and self.claimable:
+                room.router = router
+                claimed.append(ClaimedRoom(number, epoch, len(room.request.forced)))
+        return claimed
 
     def _hand_over(self) -> None:
         for (number, epoch), room in list(self._rooms.items()):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from wire.messages import AnyMessage, Tokens
+from wire.messages import AnyMessage, ClaimedRoom, Tokens
 from wire.request import FinishReason, OutputDelta, TokenLogprobs, TokenRun
 from worker.outbox import Outbox, OutputKey
 
 A, B = OutputKey(1, 1), OutputKey(2, 1)
+FORCED = (7, 8, 9)
+ROUTERS = ("tcp://router-0", "tcp://router-1")  # of rooms with even and with odd numbers
 
 
 class Wire:
@@ -27,7 +29,7 @@ def push(
     box: Outbox, key: OutputKey, start: int, tokens: list[int], finish: FinishReason | None = None
 ) -> None:
     logprobs = [TokenLogprobs(-float(token)) for token in tokens]
-    box.push(f"tcp://router-{key.room % 2}", key, start, OutputDelta(tokens, logprobs, finish), 4)
+    box.push(ROUTERS[key.room % 2], key, start, OutputDelta(tokens, logprobs, finish), 4, FORCED[:start])
 
 
 def test_one_message_per_flush_and_router() -> None:
@@ -44,18 +46,18 @@ def test_one_message_per_flush_and_router() -> None:
     assert len(wire.sent) == 2, "nothing new, nothing sent"
 
 
-def test_resend_repeats_what_is_not_acknowledged_with_its_end() -> None:
+def test_resend_repeats_what_is_asked_for_with_its_end() -> None:
     box, wire = outbox()
     push(box, A, 3, [10, 11])
     push(box, A, 5, [12], FinishReason.STOP)
     box.flush()
-    box.ack([(1, 1, 4)])
-    assert box.resend(A, 0)
+    box.ack(ROUTERS[1], [(1, 1, 4)])
+    assert box.resend(ROUTERS[1], A, 4)
     box.flush()
     (_, (run,)) = wire.sent[-1]
     assert (run.start, run.tokens, run.finish) == (4, [11, 12], FinishReason.STOP)
     assert run.logprobs == [TokenLogprobs(-11.0), TokenLogprobs(-12.0)]
-    assert box.resend(A, 5)
+    assert box.resend(ROUTERS[1], A, 5)
     box.flush()
     assert wire.sent[-1][1][0].tokens == [12]
 
@@ -67,9 +69,9 @@ def test_a_retired_room_goes_with_its_last_ack_or_with_its_lease() -> None:
     box.retire(A, now=0.0)
     box.retire(B, now=0.0)
     box.flush()
-    box.ack([(1, 1, 1), (9, 9, 9)])
-    assert not box.resend(A, 0)
-    assert box.resend(B, 0)
+    box.ack(ROUTERS[1], [(1, 1, 1), (9, 9, 9)])
+    assert not box.resend(ROUTERS[1], A, 0)
+    assert box.resend(ROUTERS[0], B, 0)
     box.sweep(59.0)
     assert len(box) == 1
     box.sweep(60.0)
@@ -80,4 +82,29 @@ def test_a_discarded_room_is_unknown() -> None:
     box, _ = outbox()
     push(box, A, 0, [10])
     box.discard(A)
-    assert not box.resend(A, 0)
+    assert not box.resend(ROUTERS[1], A, 0)
+
+
+def test_everything_is_kept_for_a_router_that_claims_the_room() -> None:
+    box, wire = outbox()
+    push(box, A, 3, [10, 11])
+    box.ack(ROUTERS[1], [(1, 1, 4)])
+    push(box, A, 5, [12])
+    box.ack(ROUTERS[1], [(1, 1, 6)])
+    push(box, A, 6, [13], FinishReason.STOP)
+    box.flush()
+    box.retire(A, now=0.0)
+    assert box.claim("tcp://other", 1) == ClaimedRoom(1, 1, forced=3)
+    assert box.claim("tcp://other", 9) is None
+    box.ack(ROUTERS[1], [(1, 1, 7)])  # too late, and no longer its business
+    assert not box.resend(ROUTERS[1], A, 0)
+    for start in range(8):
+        assert box.resend("tcp://other", A, start)
+        box.flush()
+        to, (run,) = wire.sent[-1]
+        assert (to, run.start, run.finish) == ("tcp://other", start, FinishReason.STOP)
+        assert run.tokens == [7, 8, 9, 10, 11, 12, 13][start:]
+        told = [one.logprob for one in run.logprobs or []]
+        assert told == [0.0, 0.0, 0.0, -10.0, -11.0, -12.0, -13.0][start:]
+    box.ack("tcp://other", [(1, 1, 7)])
+    assert len(box) == 0

@@ -5,10 +5,12 @@ The fake model's tokens are random bytes: many characters are unfinished between
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from router.text.tokenization import Tokenization
@@ -91,9 +93,13 @@ OPENAI = {
 }
 
 
+@pytest.mark.parametrize("claimable", [False, True], ids=["computed again", "claimed"])
 @pytest.mark.parametrize(("path", "body"), OPENAI.values(), ids=OPENAI)
-def test_a_stream_goes_on_at_every_event(service: Service, path: str, body: dict[str, Any]) -> None:
-    router, _ = service
+def test_a_stream_goes_on_at_every_event(
+    service: Service, path: str, body: dict[str, Any], claimable: bool
+) -> None:
+    router, decode = service
+    decode.claimable = claimable
     whole = ask(router, path, body)
     want = openai_answer(whole)
     assert all(choice["finish"] for choice in want["choices"].values())
@@ -102,15 +108,17 @@ def test_a_stream_goes_on_at_every_event(service: Service, path: str, body: dict
         assert openai_answer(whole[: cut + 1] + rest) == want, f"after event {cut}"
 
 
+@pytest.mark.parametrize("claimable", [False, True], ids=["computed again", "claimed"])
 @pytest.mark.parametrize("n", [1, 3])
-def test_native_events_go_on_with_the_whole_text(service: Service, n: int) -> None:
-    router, _ = service
+def test_native_events_go_on_with_the_whole_text(service: Service, n: int, claimable: bool) -> None:
+    router, decode = service
+    decode.claimable = claimable
     sampling = {"max_new_tokens": 8, "n": n}
     body = {"text": "Hello", "sampling_params": sampling, "return_logprob": True}
     whole = ask(router, "/generate", body)
     for cut, event in enumerate(whole):
         rest = ask(router, "/generate", body, event.id)
-        assert len(rest) >= len(whole) - cut - 1, "what the client has is not sent again"
+        assert len(rest) <= max(1, len(whole) - cut - 1), "what the client has is not sent again"
         assert native_answer(whole[: cut + 1] + rest) == native_answer(whole), f"after event {cut}"
 
 
@@ -131,6 +139,7 @@ def test_a_stop_string_is_found_over_the_border(service: Service, model: Path) -
 def test_what_the_router_chose_is_kept(service: Service) -> None:
     """The body names neither a seed nor a length."""
     router, decode = service
+    decode.claimable = False
     body = {"messages": MESSAGES}
     with router.http.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
         event = next(sse_events(response.iter_lines()))
@@ -174,3 +183,113 @@ def test_a_stream_of_very_many_choices_has_no_ids(service: Service) -> None:
     router, _ = service
     events = ask(router, "/v1/completions", {"prompt": ["a", "b"], "n": 65, "max_tokens": 1})
     assert {event.id for event in events} == {""}
+
+
+KEY = {"resume_key": "a key of these tests"}
+LONG: dict[str, Any] = {"prompt": "Hello", "max_tokens": 60, "n": 2, "logprobs": 1, **USAGE}
+
+
+@pytest.fixture
+def routers(tmp_path: Path, model: Path) -> Iterator[list[RouterProcess]]:
+    """Two with one key; the first hosts the directory. They are ended, unless a test has removed them."""
+    first = start_router(tmp_path, model, **KEY)
+    running = [first, start_router(tmp_path, model, directory=first.mailbox, **KEY)]
+    yield running
+    assert [router.stop() for router in reversed(running)] == [0] * len(running)
+
+
+@pytest.fixture
+def decodes(routers: list[RouterProcess]) -> Iterator[list[FakeWorker]]:
+    """Two decode workers, each of which is likely to have one of two choices."""
+    both = [FakeWorker(Role.DECODE, routers[0].mailbox, max_context=512, step_s=0.01) for _ in range(2)]
+    for router in routers:
+        router.wait_for_workers(2)
+    yield both
+    for worker in both:
+        worker.close()
+
+
+def starts(workers: list[FakeWorker]) -> int:
+    return sum(worker.count(Decode) for worker in workers)
+
+
+def read(router: RouterProcess, body: dict[str, Any], then: Callable[[], object]) -> list[SseEvent]:
+    """What a client has that calls `then` after eight events, and reads on until the stream ends somehow."""
+    events: list[SseEvent] = []
+    with (
+        contextlib.suppress(httpx.TransportError),
+        router.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response,
+    ):
+        for event in sse_events(response.iter_lines()):
+            events.append(event)
+            if len(events) == 8:
+                then()
+    return events
+
+
+def test_a_killed_routers_stream_goes_on_at_another_where_it_was(
+    routers: list[RouterProcess], decodes: list[FakeWorker]
+) -> None:
+    first, second = routers
+    want = openai_answer(ask(first, "/v1/completions", LONG))
+    before = starts(decodes)
+    events = read(second, LONG, second.process.kill)
+    assert all(event.data != DONE for event in events)
+    assert openai_answer(events)["choices"] != want["choices"]
+    rest = ask(first, "/v1/completions", LONG, events[-1].id)
+    assert openai_answer(events + rest) == want
+    assert starts(decodes) == before + 2, "nothing was computed again"
+    assert rest[0].id.partition(":")[0] != "", "and it could be resumed once more"
+    routers.remove(second)
+    second.stop()
+
+
+def test_a_router_that_is_told_to_end_says_that_its_streams_can_be_resumed(
+    routers: list[RouterProcess], decodes: list[FakeWorker]
+) -> None:
+    first, second = routers
+    want = openai_answer(ask(first, "/v1/completions", LONG))
+    before = starts(decodes)
+    *events, last = read(second, LONG, second.process.terminate)
+    assert (last.kind, last.json["error"]["code"]) == ("error", "resume")
+    assert second.process.wait(15) == 0
+    rest = ask(first, "/v1/completions", LONG, last.id)
+    assert openai_answer(events + rest) == want
+    assert starts(decodes) == before + 2
+    routers.remove(second)
+    second.stop()
+
+
+def test_the_same_router_goes_on_for_a_client_that_comes_back(
+    routers: list[RouterProcess], decodes: list[FakeWorker]
+) -> None:
+    """Its first connection is still open."""
+    first, _ = routers
+    want = openai_answer(ask(first, "/v1/completions", LONG))
+    before = starts(decodes)
+    with (
+        httpx.Client(base_url=first.url, timeout=20.0) as other,
+        other.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response,
+    ):
+        reader = sse_events(response.iter_lines())
+        events = [next(reader) for _ in range(5)]
+        rest = ask(first, "/v1/completions", LONG, events[-1].id)
+        assert openai_answer(events + rest) == want
+        *_, last = reader
+        assert (last.kind, last.json["error"]["code"]) == ("error", "resume")
+    assert starts(decodes) == before + 2
+
+
+def test_a_room_that_no_worker_has_is_computed_again(
+    routers: list[RouterProcess], decodes: list[FakeWorker]
+) -> None:
+    first, second = routers
+    want = openai_answer(ask(first, "/v1/completions", LONG))
+    events = read(second, LONG, second.process.kill)
+    for worker in decodes[:1]:
+        worker.close()
+    decodes.remove(decodes[0])
+    rest = ask(first, "/v1/completions", LONG, events[-1].id)
+    assert openai_answer(events + rest) == want
+    routers.remove(second)
+    second.stop()

@@ -15,7 +15,7 @@ from router.options import RouterOptions
 from router.placement.placer import Placer
 from router.placement.policies import make_policy
 from router.placement.policy import PlacementRequest
-from router.streams.dispatcher import Dispatcher
+from router.streams.dispatcher import Dispatcher, OpenRooms
 from router.streams.stream import RoomStream
 from router.trace import TraceStore
 from tests.router.directory.test_directory import record
@@ -153,5 +153,20 @@ def test_a_worker_that_was_cut_off_is_told_again_that_an_epoch_or_a_room_is_over
         desk.sent.clear()
         desk.tokens(first, 1, 5, 6)
         assert [message for _, message in desk.sent] == [Abort(1, 0, "the epoch is over")]
+
+    asyncio.run(run())
+
+
+def test_rooms_that_are_left_to_another_router_are_neither_ended_nor_acknowledged() -> None:
+    async def run() -> None:
+        desk = Desk(P, D)
+        desk.open(1)
+        now = time.monotonic()
+        OpenRooms(desk.dispatcher, [1]).leave()
+        desk.sent.clear()
+        desk.dispatcher.take(Mail(D.mailbox, Tokens("d", [TokenRun(1, 0, 0, [5, 6])])), now)
+        desk.dispatcher.tick(now)
+        assert desk.sent == []
+        assert not desk.dispatcher.rooms
 
     asyncio.run(run())

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from common.errors import SlowClient, Unavailable
+from common.errors import Interrupted, SlowClient, Unavailable
 from router.api.event_ids import NoIds
 from router.api.openai.answers import CompletionStyle, SseWriter
 from router.streams.generation import MOST_UNREAD, ChoiceOutput, Generation, Submission
@@ -24,13 +24,20 @@ class Request:
         detokenizers = Tokenization(model).detokenizers
         self.ends = 0
         self.stopped: list[str] = []  # reasons given for stopping all rooms
+        self.left = False
         submission = Submission(request_id="r", prompts=[[1]], sampling=SamplingParams(), n=n)
         self.writer = SseWriter(CompletionStyle(detokenizers, False), "r", 1, "m", False, NoIds())
-        self.generation = Generation(submission, self.writer, self.stopped.append, self)
+        self.generation = Generation(submission, self.writer, self, self)
         self.outputs = [
             ChoiceOutput(counts, self.generation, detokenizers.make(), stop)
             for counts in self.generation.choices
         ]
+
+    def stop(self, reason: str) -> None:
+        self.stopped.append(reason)
+
+    def leave(self) -> None:
+        self.left = True
 
     def began(self, _: Generation) -> None:
         pass
@@ -99,6 +106,19 @@ def test_a_choice_that_fails_stops_the_others_after_what_came_before(model: Path
         with pytest.raises(Unavailable):
             await request.generation.more()
         assert "gone" in request.stopped[0]
+
+    asyncio.run(run())
+
+
+def test_an_interrupted_request_leaves_its_rooms(model: Path) -> None:
+    async def run() -> None:
+        request = Request(model, n=2)
+        request.outputs[0].on_tokens(gained(70), 0)
+        request.generation.interrupt(Interrupted("shutting down"))
+        assert await request.generation.more(), "what came before is still told"
+        with pytest.raises(Interrupted):
+            await request.generation.more()
+        assert (request.left, request.stopped, request.ends) == (True, [], 1)
 
     asyncio.run(run())
 

@@ -1,0 +1,132 @@
+"""Claims: finds the rooms of a stream whose router is gone, and takes them over (docs/resuming.md).
+
+Every decode worker is asked: a room may have moved since its stream's ids were signed, and the choices of one
+request may be on several workers. A worker that has a room sends its output to the asker from then on. When
+one of a request's rooms is not found, all are given up, and the request is computed again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from itertools import count
+from typing import NamedTuple
+
+from router.placement.placer import Placer
+from router.streams.dispatcher import Dispatcher
+from router.streams.stream import RoomStream
+from wire.messages import Abort, AnyMessage, Claim, Claimed
+from wire.records import WorkerRecord
+from wire.retransmitter import RetransmitKey
+
+_REPEAT_S = 0.25
+
+
+class FoundRoom(NamedTuple):
+    """A room that a worker sends to this router from now on."""
+
+    worker: WorkerRecord
+    epoch: int
+    forced: int  # the worker has no log-probabilities of so many tokens at the beginning
+
+
+class _Asked:
+    """One request's rooms."""
+
+    def __init__(self, rooms: list[int]) -> None:
+        self.rooms = rooms
+        self.workers: dict[str, WorkerRecord] = {}  # that were asked, by mailbox
+        self.answered: set[str] = set()
+        self.found: dict[int, list[FoundRoom]] = {}
+        self.over = asyncio.get_running_loop().create_future()
+
+    @property
+    def complete(self) -> bool:
+        """Every room was found."""
+        return len(self.found) == len(self.rooms)
+
+    def silent(self, workers: Iterable[WorkerRecord]) -> list[str]:
+        """The mailboxes of those that have not answered. They are asked now."""
+        self.workers |= {worker.mailbox: worker for worker in workers}
+        return [mailbox for mailbox in self.workers if mailbox not in self.answered]
+
+    def take(self, sender: str, message: Claimed) -> None:
+        """An answer. A repeated one changes nothing."""
+        worker = self.workers.get(sender)
+        if worker is None or sender in self.answered:
+            return
+        self.answered.add(sender)
+        for room in message.rooms:
+            self.found.setdefault(room.room, []).append(FoundRoom(worker, room.epoch, room.forced))
+        if (self.complete or len(self.answered) == len(self.workers)) and not self.over.done():
+            self.over.set_result(None)
+
+
+class Claims:
+    """The questions that wait for answers. Belongs to one event loop."""
+
+    def __init__(
+        self, dispatcher: Dispatcher, placer: Placer, send: Callable[[str, AnyMessage], None]
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._placer = placer
+        self._send = send
+        self._tokens = count(1)
+        self._asked: dict[int, _Asked] = {}
+
+    async def ask(
+        self, rooms: list[int], workers: Callable[[], Iterable[WorkerRecord]], timeout_s: float
+    ) -> dict[int, FoundRoom]:
+        """Claim all of the rooms. Returns {} when one is not found within `timeout_s`.
+
+        `workers` returns whom to ask. It is called again and again: this router may have started just now and
+        know nobody. Call `take_over` or `give_up` with the result before anything else is awaited.
+        """
+        asked = _Asked(rooms)
+        token = next(self._tokens)
+        self._asked[token] = asked
+        self._dispatcher.foreign.update(rooms)  # a worker's first tokens may come before the rooms are here
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        try:
+            while not asked.over.done() and loop.time() < deadline:
+                for mailbox in asked.silent(workers()):
+                    self._send(mailbox, Claim(rooms, token))
+                await asyncio.wait([asked.over], timeout=_REPEAT_S)
+        finally:
+            del self._asked[token]
+            self._dispatcher.foreign.difference_update(rooms)
+        latest = {number: max(found, key=lambda one: one.epoch) for number, found in asked.found.items()}
+        for number, found in asked.found.items():
+            surplus = [one for one in found if one != latest[number] or not asked.complete]
+            for one in surplus:
+                self.give_up({number: one})
+        return latest if asked.complete else {}
+
+    def take(self, sender: str, message: Claimed) -> None:
+        """A worker has answered, perhaps too late."""
+        asked = self._asked.get(message.token)
+        if asked is not None:
+            asked.take(sender, message)
+            return
+        for one in message.rooms:
+            room = self._dispatcher.rooms.get(one.room)
+            if room is None or room.request.epoch != one.epoch:
+                self._abort(sender, one.room, one.epoch)
+
+    def take_over(self, rooms: list[RoomStream], found: dict[int, FoundRoom], now: float) -> None:
+        """Go on with rooms that were found. They run, so they do not wait for admission."""
+        for room in rooms:
+            worker, epoch, _ = found[room.number]
+            placement = self._placer.take_over(room.placement_request, worker, now)
+            self._dispatcher.rooms[room.number] = room
+            room.take_over(placement, epoch, now)
+
+    def give_up(self, found: dict[int, FoundRoom]) -> None:
+        """Nobody here goes on with rooms that were found."""
+        for number, (worker, epoch, _) in found.items():
+            self._abort(worker.mailbox, number, epoch)
+
+    def _abort(self, mailbox: str, room: int, epoch: int) -> None:
+        abort = Abort(room, epoch, "it was claimed, and its stream is computed again")
+        self._dispatcher.mail.say(RetransmitKey(mailbox, room, epoch, "abort"), abort)
