@@ -6,8 +6,10 @@ The fake model's tokens are random bytes: many characters are unfinished between
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -15,7 +17,7 @@ import pytest
 
 from router.text.tokenization import Tokenization
 from tests.router.api.test_api import text_of
-from tests.router.conftest import RouterProcess, start_router, wait_until
+from tests.router.conftest import ROOT, RouterProcess, start_router, wait_until
 from tests.support.fake_worker import FakeWorker
 from tests.support.sse import DONE, SseEvent, sse_events
 from wire.messages import Decode
@@ -293,3 +295,25 @@ def test_a_room_that_no_worker_has_is_computed_again(
     assert openai_answer(events + rest) == want
     routers.remove(second)
     second.stop()
+
+
+def test_the_client_in_the_documentation_loses_nothing(service: Service) -> None:
+    """Its stream breaks off after every few bytes more."""
+    router, _ = service
+    page = (ROOT / "docs/resuming.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    documented: dict[str, Any] = {}
+    exec(code, documented)
+    documented["time"] = SimpleNamespace(sleep=lambda _: None)
+    body = {"prompt": "Hello", "max_tokens": 12, "stream": True}
+    want = [event.json["choices"] for event in ask(router, "/v1/completions", body)[:-1]]
+    cuts = [0, 30, 400, 1100, 1500]
+
+    def broken(request: httpx.Request) -> httpx.Response:
+        headers = {key: value for key, value in request.headers.items() if key == "last-event-id"}
+        answer = router.http.post(request.url.path, content=request.content, headers=headers)
+        return httpx.Response(answer.status_code, text=answer.text[: cuts.pop(0)] if cuts else answer.text)
+
+    with httpx.Client(transport=httpx.MockTransport(broken), base_url="http://router") as client:
+        got = [event["choices"] for event in documented["events"](client, "/v1/completions", body)]
+    assert (got, cuts) == (want, [])
