@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.router.conftest import RouterProcess, start_router
+from tests.router.conftest import RouterProcess, start_router, wait_until
 from tests.support.fake_worker import FakeWorker
 from wire.records import Role
 
@@ -69,3 +69,31 @@ def test_a_session_is_a_header_or_the_prompt_cache_key(service: Service) -> None
 
     assert [known("one"), known("two", "somebody"), known("three")] == [True] * 3
     assert [known("two"), known("four")] == [False] * 2
+
+
+def test_a_silent_room_shows_what_its_workers_said_of_it(
+    router: RouterProcess, workers: list[FakeWorker]
+) -> None:
+    """Decode has its pages and waits for prefill, which takes for ever."""
+    p = FakeWorker(Role.PREFILL, router.mailbox, prefill_s=3600.0)
+    d = FakeWorker(Role.DECODE, router.mailbox)
+    workers += [p, d]
+    router.wait_for_workers(2)
+    body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 2}, "stream": True}
+
+    def shown() -> list[tuple[str, str, str]]:
+        rooms = router.http.get("/debug/rooms").json()["rooms"]
+        return [(one["id"], one["stage"], one["waits_for"]) for room in rooms for one in room["workers"]]
+
+    expected = [
+        (p.record.id, "prefill_waiting", d.record.mailbox),
+        (d.record.id, "decode_bootstrap", p.record.mailbox),
+    ]
+    with router.http.stream("POST", "/generate", json=body, headers={"X-Request-Id": "slow"}):
+        wait_until(lambda: shown() == expected, 20.0)
+        trace = router.http.get("/debug/trace/slow").json()
+        statuses = trace["otherData"]["statuses"]
+        assert {one["worker"]: one["said"]["stage"] for one in statuses} == {
+            p.record.id: "prefill_waiting", d.record.id: "decode_bootstrap",
+        }  # fmt: skip
+    wait_until(lambda: router.http.get("/debug/rooms").json()["rooms"] == [])
