@@ -397,3 +397,8 @@ def test_stop_tells_both_once() -> None:
     assert host.of(Abort) == [Abort(1, 0, "client gone")] * 2
     assert {key.to for key in host.pending} == {P.mailbox, D.mailbox}
     assert (room.done, host.booked, host.closed_rooms, host.error) == (True, 0, 1, None)
+
+
+def test_every_rejection_that_starts_a_room_again_is_a_cause() -> None:
+    ends = {RejectKind.INVALID, RejectKind.CLAIMED}
+    assert {RestartCause(kind).value for kind in RejectKind if kind not in ends} <= set(RestartCause)
