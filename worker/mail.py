@@ -64,7 +64,7 @@ class MailHandler:
             case Abort() as message:
                 services.mailbox.send(mail.sender, Receipt(message.room, message.epoch, kind_of(message)))
                 room = services.rooms.get(message.room, message.epoch)
-                if room is None or room.router == mail.sender:  # else another router has claimed it
+                if room is None or mail.sender in room.peers:  # else another router has claimed it
                     self._abort_room(message.room, message.epoch)
             case Claim() as message:
                 claimed = self._role.orphans.claim(mail.sender, message.rooms)

@@ -16,9 +16,8 @@ from worker.outbox import OutputKey
 
 _REPEAT_S = 0.25, 2.0  # the first and the longest interval without an answer
 _ANEW_S = 1.0, 8.0  # the first and the longest interval after an answer
-_CONNECT_S = (
-    0.5  # for a peer that was down when it was first asked: the question is what connects to it again
-)
+_CONNECT_S = 0.5  # for a peer that is down: asking is what connects to it again
+_DOWN_S = 60.0  # a peer that went down longer ago is reported again if it is asked
 
 
 @dataclass(slots=True)
@@ -40,7 +39,7 @@ class Questions:
         self._send = send
         self._timeout_s = timeout_s
         self._questions: dict[OutputKey, _Question] = {}
-        self._down: set[str] = set()  # mailboxes that are not connected
+        self._down: dict[str, float] = {}  # mailboxes that went down, and when
 
     def ask(self, peer: str, message: KVTarget | KVReady, now: float) -> None:
         """Send the message now, and again until `end`."""
@@ -61,12 +60,12 @@ class Questions:
         """The wait is over, whatever ended it. Repeats change nothing."""
         self._questions.pop(key, None)
 
-    def on_peer(self, peer: str, state: PeerState) -> None:
+    def on_peer(self, peer: str, state: PeerState, now: float) -> None:
         """A mailbox has come up or gone down: who waits for one that is down waits no more."""
         if state is PeerState.DOWN:
-            self._down.add(peer)
+            self._down[peer] = now
         else:
-            self._down.discard(peer)
+            self._down.pop(peer, None)
 
     def waits_for(self, key: OutputKey) -> str:
         """The mailbox of the worker for which the room waits; "" when it waits for none."""
@@ -76,6 +75,8 @@ class Questions:
     def tick(self, now: float) -> list[tuple[OutputKey, str]]:
         """Ask what is due. Returns the rooms whose peer is down or does not answer, with its mailbox: their
         questions have ended."""
+        for peer in [peer for peer, since in self._down.items() if now - since >= _DOWN_S]:
+            del self._down[peer]
         lost = []
         for key, question in list(self._questions.items()):
             since = question.unheard_since

@@ -154,7 +154,7 @@ class WorkerRole(ABC, Generic[RoomType]):
 
     def on_peer(self, address: str, state: PeerState) -> None:
         """A mailbox to which this worker is connected has come up or gone down: a router's or a worker's."""
-        self.questions.on_peer(address, state)
+        self.questions.on_peer(address, state, time.monotonic())
 
     def on_chunk(self, req: Req) -> None:
         """See NodePolicy. A role that sends pages while a prompt is computed overrides it."""

@@ -56,10 +56,10 @@ def test_a_peer_that_answers_is_never_given_up_and_asked_ever_more_rarely() -> N
 def test_a_peer_that_is_down_is_given_up_at_once_and_asked_again_when_it_is_up() -> None:
     asked = Asked(timeout_s=100.0)
     asked.questions.answered(KEY, "tcp://p", 0.0)
-    asked.questions.on_peer("tcp://other", PeerState.DOWN)
+    asked.questions.on_peer("tcp://other", PeerState.DOWN, asked.now)
     asked.until(1.0, answered=True)
     assert asked.lost == []
-    asked.questions.on_peer("tcp://p", PeerState.DOWN)
+    asked.questions.on_peer("tcp://p", PeerState.DOWN, asked.now)
     asked.until(1.25, answered=True)
     assert asked.lost == [(KEY, "tcp://p")]
     asked.questions.ask("tcp://p", KVReady(*KEY), asked.now)
@@ -68,7 +68,7 @@ def test_a_peer_that_is_down_is_given_up_at_once_and_asked_again_when_it_is_up()
     asked.until(1.75, answered=False)
     assert asked.lost == [(KEY, "tcp://p")] * 2, "it is still down"
     asked.questions.ask("tcp://p", KVReady(*KEY), asked.now)
-    asked.questions.on_peer("tcp://p", PeerState.UP)
+    asked.questions.on_peer("tcp://p", PeerState.UP, asked.now)
     asked.until(60.0, answered=True)
     assert len(asked.lost) == 2
 
