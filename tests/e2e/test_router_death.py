@@ -104,14 +104,11 @@ def scene(model: Path, directory: Path, grace_s: float) -> Iterator[Scene]:
 
 @contextlib.contextmanager
 def doomed_router(options: dict[str, Any], directory: Path) -> Iterator[Child]:
-    child = Child("router", options, directory)
-    try:
+    with Child("router", options, directory) as child:
         child.wait_ready()
         with httpx.Client(base_url=child.ready["http"], timeout=10.0) as client:
             wait_until(lambda: len(client.get("/debug/workers").json()["workers"]) == 3)
         yield child
-    finally:
-        child.kill()
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
