@@ -139,7 +139,12 @@ async def _serve(options: RouterOptions, listener: socket.socket, given: argpars
             timeout_graceful_shutdown=_GRACE_S,
         )
         freeze_gc()
-        server = _Server(config, json.dumps(ready), router.interrupt)
+
+        def interrupt() -> None:
+            router.interrupt()
+            processes.ask_to_end()
+
+        server = _Server(config, json.dumps(ready), interrupt)
         if given.further is not None:
             asyncio.get_running_loop().add_reader(sys.stdin, _end_with_stdin, server)
         await server.serve(sockets=[listener])

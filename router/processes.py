@@ -50,15 +50,19 @@ class RouterProcesses:
         for further in await asyncio.gather(*(self._spawn() for _ in range(count))):
             self._keepers.append(asyncio.create_task(self._keep(further)))
 
-    async def close(self) -> None:
-        """End them. One that does not end by itself is killed."""
+    def ask_to_end(self) -> None:
+        """Tell them to end, without waiting. They end their streams at once."""
         self._closing = True
-        ending = [*self._running]
-        for process in ending:
-            assert process.stdin is not None
-            process.stdin.close()
         for keeper in self._keepers:
             keeper.cancel()
+        for process in self._running:
+            assert process.stdin is not None
+            process.stdin.close()
+
+    async def close(self) -> None:
+        """End them. One that does not end by itself is killed."""
+        self.ask_to_end()
+        ending = [*self._running]
         ends = {asyncio.create_task(process.wait()): process for process in ending}
         if ends:
             _, late = await asyncio.wait(ends, timeout=_CLOSE_S)

@@ -7,15 +7,18 @@ import json
 import os
 import re
 import signal
+import threading
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.router.conftest import RouterProcess, start_router, wait_until
 from tests.support.fake_worker import FakeWorker, expected_tokens
-from tests.support.sse import sse_events
+from tests.support.sse import SseEvent, sse_events
 from wire.codec import pack_tokens
 from wire.messages import Decode
 from wire.records import Role
@@ -152,6 +155,42 @@ def test_any_process_goes_on_with_a_stream_of_another(
         return served_by(decode) == heard_before
 
     wait_until(both_went_on, 30.0)
+    assert router.stop() == 0
+
+
+def test_all_processes_end_their_streams_at_once(
+    tmp_path: Path, model: Path, workers: list[FakeWorker]
+) -> None:
+    """Sixteen connections: the kernel gives each process some."""
+    router = start_router(tmp_path, model, processes=2)
+    decode = FakeWorker(Role.DECODE, router.mailbox, max_context=8192, step_s=0.05)
+    workers.append(decode)
+    router.wait_for_workers(1)
+    asks_until(router, 2, decode)
+    decode.seen.clear()
+    body = {"input_ids": [7], "sampling_params": {"max_new_tokens": 8000}, "stream": True}
+    began = threading.Semaphore(0)
+
+    def last_event(_: int) -> SseEvent:
+        with (
+            httpx.Client(base_url=router.url, timeout=20.0) as client,
+            client.stream("POST", "/generate", json=body) as answer,
+        ):
+            events = sse_events(answer.iter_lines())
+            next(events)
+            began.release()
+            *_, last = events
+        return last
+
+    with ThreadPoolExecutor(16) as pool:
+        reading = [pool.submit(last_event, number) for number in range(16)]
+        for _ in reading:
+            assert began.acquire(timeout=20.0)
+        assert len(served_by(decode)) == 2
+        router.process.terminate()
+        for one in reading:
+            last = one.result(20.0)
+            assert (last.kind, last.json["error"]["code"]) == ("error", "resume")
     assert router.stop() == 0
 
 
