@@ -5,6 +5,7 @@ Prefill, scheduler, memory and the transport (shm) are the real ones; the test i
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -488,3 +489,17 @@ def test_without_prefill_the_room_is_computed_here(both: Pair) -> None:
     assert not {RequestStage.DECODE_BOOTSTRAP, RequestStage.DECODE_WAITING} & room.req.stages_seen
     assert both.outputs[1].tokens == right(both, 1)
     both.settle()
+
+
+# -- the worker leaves -----------------------------------------------------------------------------------
+
+
+def test_a_worker_that_leaves_refuses_new_rooms(both: Pair) -> None:
+    threading.Timer(0.0, both.decode.drain, (5.0,)).start()
+    while not both.decode.record().draining:
+        pass
+    both.ask(1, prompt_of(1, 20), 4, split=False)
+    both.run_dry()
+    refused = both.outputs[1].rejected
+    assert refused is not None
+    assert refused.why is RejectKind.DRAINING

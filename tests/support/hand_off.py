@@ -270,6 +270,7 @@ class Pair:
         for worker in (self.prefill, self.decode):
             assert not worker.rooms()
             assert held(worker) == {}
+            assert len(worker.parts.services.outbox) == 0, "output that nobody will acknowledge"
 
     def _moving(self) -> bool:
         """Whether a transfer thread is at work, even for an aborted room. If so, let it run."""

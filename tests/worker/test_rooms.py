@@ -66,6 +66,15 @@ def test_parked_mail_waits_for_its_room_and_no_longer_than_its_lease() -> None:
     assert registry.unpark(8, 1) is None
 
 
+def test_the_end_of_an_epoch_leaves_what_is_parked_for_a_later_one() -> None:
+    registry = rooms()
+    registry.park(7, 1, "tcp://d", Release(7, 1), now=0.0)
+    registry.park(7, 2, "tcp://d", Release(7, 2), now=0.0)
+    registry.end(7, 1, now=0.0)
+    assert registry.unpark(7, 1) is None
+    assert registry.unpark(7, 2) == ("tcp://d", Release(7, 2))
+
+
 @given(st.lists(st.tuples(st.sampled_from(["start", "end"]), st.integers(1, 3)), max_size=30))
 def test_no_epoch_ever_starts_twice_or_after_its_end(messages: list[tuple[str, int]]) -> None:
     registry = rooms()

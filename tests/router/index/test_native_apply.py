@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from common.errors import WireError
 from router.index.global_index import GlobalIndex, as_hashes
-from router.index.page_table import PageTable, PythonPageTable, make_page_table
+from router.index.page_table import PageTable, PythonPageTable, Tier, make_page_table
 from wire.events import MEDIA, AllBlocksCleared, AnyEvent, BlockRemoved, BlockStored, encode_batch
 
 PAGES = [0, 1, -1, 127, 128, -32, -33, 2**31, -(2**31), 2**63 - 1, -(2**63), 12345678901234567]
@@ -183,3 +183,14 @@ def test_a_field_that_comes_twice_is_not_understood() -> None:
     once = msgpack.packb("block_hashes") + msgpack.packb([1])
     payload = HEAD + b"\x91\x83\xa4type\xacBlockRemoved" + once + once + b"\x00"
     assert make_page_table().apply(0, payload) == -1
+
+
+def test_a_cache_that_was_reset_may_still_get_what_is_expected() -> None:
+    table = make_page_table()
+    pages = np.array([7], np.int64)
+    table.store(0, Tier.GPU, pages)
+    table.store(0, Tier.EXPECTED, pages)
+    assert table.apply(0, encode_batch(0.0, [AllBlocksCleared()])) == 1
+    found = np.empty((4, 1), np.int32)
+    table.find(pages, found)
+    assert found[:, 0].tolist() == [1, 0, 0, 1]

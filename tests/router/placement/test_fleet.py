@@ -10,7 +10,7 @@ from router.index.global_index import GlobalIndex
 from router.placement.fleet_table import FleetTable
 from router.placement.load_estimate import WorkerLoadEstimate
 from tests.router.directory.test_directory import record
-from wire.records import WorkerLoad
+from wire.records import Role, WorkerLoad
 
 reports = st.tuples(
     st.integers(0, 100_000), st.floats(0, 1e5), st.floats(0, 1e6), st.integers(0, 50_000)
@@ -32,3 +32,11 @@ def test_a_queue_is_the_report_less_what_was_computed_since_and_what_was_assigne
     prefill, decode = FleetTable(estimates, GlobalIndex()).project(now)
     assert prefill.queued.tolist() == pytest.approx(queues, rel=1e-9, abs=1e-2)
     assert len(decode) == 0
+
+
+def test_a_decode_worker_has_the_rows_that_it_said() -> None:
+    load = WorkerLoad(headroom_tokens=1000, headroom_rows=2)
+    estimate = WorkerLoadEstimate(record("d", role=Role.DECODE, load=load), 0.0)
+    for left in (True, True, False):
+        assert estimate.fits(100) is left
+        estimate.decode(100)

@@ -299,3 +299,18 @@ class BadWire(RuleBasedStateMachine):
 
 TestBadWire = BadWire.TestCase
 TestBadWire.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+
+
+def test_what_comes_late_undoes_nothing_that_is_newer() -> None:
+    a, b = pair()
+    a.place()
+    a.peers.flush()
+    (_, said) = a.sent[-1]
+    b.peers.take("a", said, 0.0)
+    known = b.of_peers()
+    earlier = [replace(row, requests=row.requests + 5, prefill_tokens=1) for row in said.rows]
+    b.peers.take("a", AssignedLoads(said.incarnation, said.number - 1, False, earlier), 0.0)
+    assert b.of_peers() == known, "rows that were sent earlier"
+    b.peers.take("a", AssignedLoads(said.incarnation, said.number + 2, True, said.rows), 0.0)
+    b.peers.take("a", AssignedLoads(said.incarnation, said.number + 1, True, []), 0.0)
+    assert b.of_peers() == known, "a whole message that was sent earlier"

@@ -19,7 +19,7 @@ from router.streams.dispatcher import Dispatcher, OpenRooms
 from router.streams.stream import RoomStream
 from router.trace import TraceStore
 from tests.router.directory.test_directory import record
-from wire.messages import Abort, AnyMessage, Decode, Prefill, Receipt, Tokens
+from wire.messages import Abort, Ack, AnyMessage, Decode, Prefill, Receipt, Tokens
 from wire.records import Role, WorkerLoad, WorkerRecord
 from wire.request import GenerateRequest, OutputDelta, SamplingParams, TokenRun
 from wire.sockets import Mail
@@ -168,5 +168,16 @@ def test_rooms_that_are_left_to_another_router_are_neither_ended_nor_acknowledge
         desk.dispatcher.tick(now)
         assert desk.sent == []
         assert not desk.dispatcher.rooms
+
+    asyncio.run(run())
+
+
+def test_a_worker_may_forget_what_it_sends_for_a_room_that_is_over() -> None:
+    async def run() -> None:
+        desk = Desk(P, D)
+        desk.tokens(D, 99, 7, 8)
+        desk.dispatcher.tick(time.monotonic())
+        (ack,) = (message for to, message in desk.sent if isinstance(message, Ack) and to == D.mailbox)
+        assert ack.items == [(99, 0, 2)]
 
     asyncio.run(run())

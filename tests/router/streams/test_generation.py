@@ -14,7 +14,7 @@ from router.api.event_ids import NoIds
 from router.api.openai.answers import CompletionStyle, SseWriter
 from router.streams.generation import MOST_UNREAD, ChoiceOutput, Generation, Submission
 from router.text.tokenization import Tokenization
-from wire.request import FinishReason, OutputDelta, SamplingParams
+from wire.request import FinishReason, OutputDelta, SamplingParams, TokenLogprobs
 
 
 class Request:
@@ -176,5 +176,36 @@ def test_only_an_accepted_request_that_waits_is_found_quiet(model: Path) -> None
         output.on_tokens(gained(1, FinishReason.LENGTH), 0)
         assert await generation.more()
         assert not await generation.more()
+
+    asyncio.run(run())
+
+
+def test_the_token_that_stops_is_no_part_of_the_text(model: Path) -> None:
+    async def run() -> None:
+        request = Request(model)
+        request.outputs[0].on_tokens(OutputDelta([70, 71], None, FinishReason.STOP), 0)
+        (event,) = events(request.writer.take())
+        assert event["choices"][0]["text"] == Tokenization(model).decode([70])
+        assert request.generation.output_tokens() == 2
+
+    asyncio.run(run())
+
+
+def test_a_stop_string_cuts_logprobs_with_their_tokens(model: Path) -> None:
+    class Seen:
+        unread = 0
+
+        def add(self, choice: object, text: str, delta: OutputDelta) -> None:
+            self.delta = delta
+
+    async def run() -> None:
+        seen, detokenizers = Seen(), Tokenization(model).detokenizers
+        submission = Submission(request_id="r", prompts=[[1]], sampling=SamplingParams())
+        generation = Generation(submission, seen, lambda _: None, Request(model))
+        stop = Tokenization(model).decode([71])
+        output = ChoiceOutput(generation.choices[0], generation, detokenizers.make(), (stop,))
+        assert output.on_tokens(OutputDelta([70, 71, 72], [TokenLogprobs(-float(i)) for i in range(3)]), 0)
+        assert seen.delta.tokens == [70, 71]
+        assert seen.delta.logprobs == [TokenLogprobs(-0.0), TokenLogprobs(-1.0)]
 
     asyncio.run(run())

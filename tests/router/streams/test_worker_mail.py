@@ -1,0 +1,16 @@
+"""WorkerMail: what is gathered between two ticks."""
+
+from __future__ import annotations
+
+from router.streams.worker_mail import WorkerMail
+from wire.messages import Ack, AnyMessage
+
+
+def test_an_acknowledgement_never_goes_back() -> None:
+    sent: list[tuple[str, AnyMessage]] = []
+    mail = WorkerMail(lambda to, message: sent.append((to, message)), 1.0)
+    for upto in (5, 3):
+        mail.acknowledge("tcp://d", 1, 0, upto)
+    mail.acknowledge("tcp://d", 1, 1, 2)
+    mail.tick(0.0)
+    assert sent == [("tcp://d", Ack([(1, 0, 5), (1, 1, 2)]))]
