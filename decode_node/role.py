@@ -14,12 +14,14 @@ import logging
 
 from common.errors import PageDiffers, TransferError
 from common.host import host_identity
+from decode_node.moves import MOVE_SLACK_TOKENS, Moves
 from decode_node.pausing import DecodePausing
+from decode_node.quarantine import Quarantine
 from decode_node.room import DecodeHold, DecodeRoom
 from kvtransfer.receiver import KVReceiver
 from kvtransfer.region import pool_regions
 from kvtransfer.select import open_receiver
-from kvtransfer.transport import Bounds, Fence
+from kvtransfer.transport import Bounds
 from scheduler.config import Phase
 from scheduler.node_policy import AfterPrefill
 from scheduler.queue import WaitingQueue
@@ -41,9 +43,9 @@ from wire.messages import (
     Timeline,
     kind_of,
 )
+from wire.peer_monitors import PeerState
 from wire.records import Role, layout_digest
 from wire.stages import RequestStage
-from worker.outbox import OutputKey
 from worker.role import Services, WorkerRole
 from worker.rooms import StartVerdict
 
@@ -70,23 +72,25 @@ class DecodeRole(WorkerRole[DecodeRoom]):
         self._host = host_identity()
         self._layout = layout_digest(services.memory.layouts())
         self._bootstrap = WaitingQueue()  # no later room passes one that waits
-        self._fences: dict[OutputKey, Fence] = {}  # of rooms whose pages are quarantined
+        self._moves = Moves(services, self.scheduler.hand_off, self._moved)
+        self._quarantine = Quarantine(services.memory)
 
     def backends(self) -> tuple[str, ...]:
         return self._receivers.backends
 
     def close(self) -> None:
+        self._moves.close()
         self._receivers.close()
 
     @property
     def busy(self) -> bool:
-        return bool(self._fences)
+        return bool(self._quarantine)
 
     # -- the room starts ---------------------------------------------------------------------------
 
     def make_room(self, router: str, req: Req, message: Decode) -> DecodeRoom:
         hold = DecodeHold.SCHEDULER if message.prefill is None else DecodeHold.BOOTSTRAP
-        return DecodeRoom(req, router, message.prefill, hold)
+        return DecodeRoom(req, router, message.prefill, hold, is_move=message.move)
 
     def begin(self, room: DecodeRoom) -> None:
         if room.prefill is None:
@@ -100,20 +104,22 @@ class DecodeRole(WorkerRole[DecodeRoom]):
 
     def poll(self, now: float) -> None:
         while (head := self._bootstrap.head) is not None:
-            if self.scheduler.hand_off.reserve(head):
-                room = self.rooms.get(head.room, head.epoch)
-                assert room is not None, "a room that ends leaves the queue"
+            room = self.rooms.get(head.room, head.epoch)
+            assert room is not None, "a room that ends leaves the queue"
+            if self.scheduler.hand_off.reserve(head, MOVE_SLACK_TOKENS if room.is_move else 0):
                 self._bootstrap.pop()
                 self._reserved(room, now)
             elif self._bootstrap.head is head:
                 break  # else it can never fit, and on_failed has ended the room
-        self._lift_quarantine()
+        self._moves.poll(now)
+        self._quarantine.lift()
 
     def sweep(self, now: float) -> None:
         for key, prefill in self.questions.tick(now):
             room = self.rooms.get(*key)
             assert room is not None, "a room that ends takes its question with it"
             self.fail(room, RejectKind.FAILED, "no KV came from prefill, which does not answer", prefill)
+        self._moves.sweep(now)
 
     def status(self, room: DecodeRoom) -> RoomStatus:
         if room.hold is DecodeHold.BOOTSTRAP:
@@ -146,18 +152,31 @@ class DecodeRole(WorkerRole[DecodeRoom]):
             endpoints=self._receivers.endpoints,
             groups=groups,
             checksums=self.options.kv_checksums,
+            context_tokens=room.req.input_len,
         )
         self.questions.ask(room.prefill, target, now)
+
+    def on_peer(self, address: str, state: PeerState) -> None:
+        super().on_peer(address, state)
+        if state is PeerState.DOWN:
+            self._moves.peer_down(address)
 
     # -- the KV arrives, or does not ---------------------------------------------------------------
 
     def handle(self, mail: Mail) -> None:
         match mail.message:
+            case KVTarget() as target:
+                self._moves.on_target(mail.sender, target)
             case KVDone() | KVFailed() | Release() as message:
-                self.mailbox.send(mail.sender, Receipt(message.room, message.epoch, kind_of(message)))
+                answer: Receipt | KVFailed = Receipt(message.room, message.epoch, kind_of(message))
                 room = self.rooms.get(message.room, message.epoch)
                 if room is not None and room.hold is not DecodeHold.SCHEDULER:
-                    self._hand_off_ended(room, message)
+                    problem = self._hand_off_ended(room, message)
+                    if problem and room.is_move:  # a Receipt would end the room where it is
+                        answer = KVFailed(message.room, message.epoch, problem)
+                elif isinstance(message, KVFailed):
+                    self._moves.on_failed(message)
+                self.mailbox.send(mail.sender, answer)
             case KVReady() as message:
                 self._tell_whether_known(mail.sender, message)
 
@@ -169,12 +188,13 @@ class DecodeRole(WorkerRole[DecodeRoom]):
         elif self.rooms.admission(room, epoch) is StartVerdict.STALE:
             self.mailbox.send(prefill, Abort(room, epoch, "the room is over on decode"))
 
-    def _hand_off_ended(self, room: DecodeRoom, message: KVDone | KVFailed | Release) -> None:
+    def _hand_off_ended(self, room: DecodeRoom, message: KVDone | KVFailed | Release) -> str:
+        """Returns why what has arrived cannot be used, or ""."""
         self.questions.end(room.key)
         self.retransmitter.forget_room(room.room, room.epoch)
         match message:
             case KVDone():
-                self._commit(room, message)
+                return self._commit(room, message)
             case KVFailed():
                 self.fail(
                     room, RejectKind.FAILED, f"no KV came from prefill: {message.reason}", room.prefill or ""
@@ -182,47 +202,52 @@ class DecodeRole(WorkerRole[DecodeRoom]):
             case Release():  # token 0 ended the request, and prefill has told the router
                 self.end(room)
                 self.abandon(room)
+        return ""
 
-    def _commit(self, room: DecodeRoom, done: KVDone) -> None:
-        """Check what has arrived and let the request decode. The room fails when something is wrong."""
+    def _commit(self, room: DecodeRoom, done: KVDone) -> str:
+        """Check what has arrived and let the request decode. When something is wrong the room fails, and the
+        answer says why."""
+        hand_off, req = self.scheduler.hand_off, room.req
         try:
             if room.receiver is None:
                 raise TransferError("prefill was done before it was told where to write")
-            room.kv_bytes = room.receiver.commit(done, self.options.kv_checksums)
+            if done.context_tokens > req.kv_allocated_len:
+                raise TransferError(f"{done.context_tokens} tokens came where {req.kv_allocated_len} fit")
+            expected = hand_off.filled(req, done.context_tokens)
+            room.kv_bytes = room.receiver.commit(done, self.options.kv_checksums, expected)
         except TransferError as error:
             if isinstance(error, PageDiffers):
                 log.warning("%s: a bad page came from %s: %s", self.worker_id, room.prefill, error)
                 self.scheduler.metrics.bad_hand_offs += 1
             self.fail(room, RejectKind.FAILED, str(error), room.prefill or "")
-            return
+            return str(error)
         room.hold = DecodeHold.SCHEDULER
-        room.req.stamp(RequestStage.DECODE_TRANSFERRED)
-        self.scheduler.hand_off.add_transferred(room.req, done.first_token, done.logprobs, done.cached_tokens)
+        req.stamp(RequestStage.DECODE_TRANSFERRED)
+        hand_off.add_transferred(
+            req, done.first_token, done.logprobs, done.cached_tokens, done.output, done.output_logprobs
+        )
+        return ""
 
     # -- the room ends -----------------------------------------------------------------------------
 
+    def _moved(self, room: DecodeRoom) -> None:
+        """Another worker has the room's KV, and all of its output that the router may lack."""
+        self.fail(room, RejectKind.MOVED, "the room goes on on another worker")
+        self.tell_router(room, self.timeline(room))
+
     def abandon(self, room: DecodeRoom) -> None:
+        if self._moves.drop(room):  # the router has heard of it from the other worker first
+            self.tell_router(room, self.timeline(room))
         match room.hold:
             case DecodeHold.BOOTSTRAP:
                 self._bootstrap.remove(room.req)
                 self.scheduler.hand_off.withdraw(room.req)
             case DecodeHold.WAITING:
-                self._quarantine(room)
+                assert room.receiver is not None
+                pages = self.scheduler.hand_off.cancel_reservation(room.req)
+                self._quarantine.hold(room.key, pages, room.receiver.abort())
             case DecodeHold.SCHEDULER:
                 self.scheduler.abort(room.room, room.epoch)
-
-    def _quarantine(self, room: DecodeRoom) -> None:
-        """Cancel the reservation; its pages are free once no write to them can be in progress."""
-        assert room.receiver is not None
-        self.memory.quarantine(self.scheduler.hand_off.cancel_reservation(room.req), room.key)
-        self._fences[room.key] = room.receiver.abort()
-        self._lift_quarantine()
-
-    def _lift_quarantine(self) -> None:
-        for key, fence in list(self._fences.items()):
-            if fence.passed:
-                del self._fences[key]
-                self.memory.release_quarantine(key)
 
     def timeline(self, room: DecodeRoom) -> Timeline:
         backend = room.receiver.landed.backend if room.receiver is not None else ""

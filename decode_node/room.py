@@ -25,9 +25,12 @@ class DecodeRoom(Room):
     hold: DecodeHold
     receiver: KVReceiver | None = None
     kv_bytes: int = 0
+    is_move: bool = False  # `prefill` is the decode worker on which the room's older epoch runs
+    moving_to: str | None = None  # the mailbox of the decode worker that will take this room over
+
+    moves_over: int = 0  # moves in this epoch and in older ones have ended, or will not begin
 
     @property
     def peers(self) -> tuple[str, ...]:
-        if self.prefill is None or self.hold is DecodeHold.SCHEDULER:
-            return (self.router,)
-        return (self.router, self.prefill)
+        partner = self.moving_to if self.hold is DecodeHold.SCHEDULER else self.prefill
+        return (self.router,) if partner is None else (self.router, partner)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from common.errors import PageDiffers, TransferError
 from kvtransfer.checksum import checksums, samples
 from kvtransfer.pages import PageIds, as_pages
@@ -40,9 +42,9 @@ class PoolReceiver:
             assert check_pages(self.regions[group], ids), f"pages outside the pool of group {group}"
         self._rooms.open(room, epoch, pages)
 
-    def landed(self, room: int, epoch: int) -> Landed:
-        """Progress of an open room."""
-        return self._rooms.landed(room, epoch)
+    def landed(self, room: int, epoch: int, expected: Mapping[str, PageIds] | None = None) -> Landed:
+        """Progress of an open room. Missing are pages that are `expected`, by default all of its pages."""
+        return self._rooms.landed(room, epoch, expected)
 
     def close_room(self, room: int, epoch: int) -> Fence:
         """Grant no new write of this room and epoch. The fence passes when no write is in progress."""
@@ -80,27 +82,34 @@ class KVReceiver:
         """Bytes that have arrived, and over which backend; final after commit or abort."""
         return self._pool.landed(self.room, self.epoch) if self._final is None else self._final
 
-    def commit(self, done: KVDone, wanted: ChecksumMode = ChecksumMode.NONE) -> int:
+    def commit(
+        self,
+        done: KVDone,
+        wanted: ChecksumMode = ChecksumMode.NONE,
+        expected: Mapping[str, PageIds] | None = None,
+    ) -> int:
         """The sender says that every page has landed: check that, close the room, return the bytes.
 
-        The message must carry the `wanted` checksums, or more. All that it carries are compared, on this
-        thread. Raises TransferError when the message is of another room or epoch (then nothing has changed),
-        or when something is missing, and PageDiffers when a page is not what was sent (then the caller must
-        `abort`).
+        `expected`: by group, those of the target's pages that the context fills, which are neighbours there;
+        by default all. The message must carry the `wanted` checksums, or more. All that it carries are
+        compared, on this thread. Raises TransferError when the message is of another room or epoch (then
+        nothing has changed), or when something is missing, and PageDiffers when a page is not what was sent
+        (then the caller must `abort`).
         """
         if (done.room, done.epoch) != (self.room, self.epoch):
             raise TransferError(
                 f"metadata of room {done.room} epoch {done.epoch} for room {self.room} epoch {self.epoch}"
             )
-        landed = self.landed
         if self._committed:
-            return landed.total  # a repeat
+            return self.landed.total  # a repeat
         if self._final is not None:
             raise TransferError(f"room {self.room} epoch {self.epoch} takes no pages: it was aborted")
+        pages = {group: expected[group] for group in self._pages} if expected is not None else self._pages
+        landed = self._pool.landed(self.room, self.epoch, pages)
         problem = self._problem(done, landed, wanted)
         if problem is not None:
             raise TransferError(f"room {self.room} epoch {self.epoch}: {problem}")
-        problem = self._difference(done)
+        problem = self._difference(done, pages)
         if problem is not None:
             raise PageDiffers(f"room {self.room} epoch {self.epoch}: {problem}")
         self._final = landed
@@ -113,8 +122,9 @@ class KVReceiver:
         return self._pool.close_room(self.room, self.epoch)
 
     def _problem(self, done: KVDone, landed: Landed, wanted: ChecksumMode) -> str | None:
-        if done.context_tokens != self.context_tokens:
-            return f"{done.context_tokens} tokens were computed where {self.context_tokens} are expected"
+        expected = self.context_tokens + len(done.output)
+        if done.context_tokens != expected:
+            return f"{done.context_tokens} tokens were computed where {expected} are expected"
         if landed.missing or landed.total != done.kv_bytes:
             missing = ", ".join(f"{count} of group {group}" for group, count in landed.missing.items())
             return f"missing pages: {missing or 'none'}; {landed.total} of {done.kv_bytes} bytes arrived"
@@ -124,11 +134,18 @@ class KVReceiver:
             return "a peer is still writing to its pages"
         return None
 
-    def _difference(self, done: KVDone) -> str | None:
+    def _difference(self, done: KVDone, expected: Mapping[str, PageIds]) -> str | None:
         """Which page is not what was sent, as far as the message's checksums say."""
         for group, pages in self._pages.items():
-            region = self._pool.regions[group]
-            covered = samples(done.checksums.mode, self.room, self.epoch, len(pages), region.page_bytes)
+            region, sent_pages = self._pool.regions[group], expected[group]
+            first = int(np.flatnonzero(pages == sent_pages[0])[0]) if len(sent_pages) else 0
+            covered = [
+                sample
+                for sample in samples(
+                    done.checksums.mode, self.room, self.epoch, len(pages), region.page_bytes
+                )
+                if first <= sample.page < first + len(sent_pages)
+            ]
             theirs = done.checksums.sums.get(group, [])
             if len(theirs) != len(covered):
                 return f"{len(theirs)} checksums of group {group} came where {len(covered)} are expected"

@@ -100,13 +100,19 @@ class RoomTable:
                 del self._rooms[grant.key]
                 known.fence.pass_()
 
-    def landed(self, room: int, epoch: int) -> Landed:
-        """Progress of an open room; nothing for an unknown one."""
+    def landed(self, room: int, epoch: int, expected: Mapping[str, PageIds] | None = None) -> Landed:
+        """Progress of an open room; nothing for an unknown one. Missing are pages that are `expected`, by
+        default all."""
         with self._lock:
             known = self._rooms.get((room, epoch))
             if known is None:
                 return NOTHING_LANDED
-            missing = {group: int(np.count_nonzero(~mask)) for group, mask in known.landed.items()}
+            missing = {}
+            for group, mask in known.landed.items():
+                wanted = (
+                    slice(None) if expected is None else np.searchsorted(known.pages[group], expected[group])
+                )
+                missing[group] = int(np.count_nonzero(~mask[wanted]))
             missing = {group: count for group, count in missing.items() if count}
             return Landed(known.nbytes.copy(), missing, known.backend)
 

@@ -11,6 +11,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
 
 from common.errors import TransferError
 from kvtransfer.checksum import checksums, samples
@@ -92,15 +95,27 @@ class KVSender:
             for name, (_, ids) in self._targets.items()
             if checks.is_on
         }
-        self._written = dict.fromkeys(groups, 0)  # pages
 
-    def send(self, pages: Mapping[str, PageIds], end: int, last: bool = False) -> None:
+    @property
+    def idle(self) -> bool:
+        """Whether everything that was given to `send` so far has landed, or nothing more will."""
+        with self._lock:
+            return not self._busy
+
+    def send(
+        self,
+        pages: Mapping[str, PageIds],
+        end: int,
+        last: bool = False,
+        needed_from: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         """The KV of tokens [0, end) is computed: send what has not been sent.
 
         `pages[group][i]` is logical page i of a group in this worker's pool, cached prefix included, 0 where
         there is none; a state group has one page, its slot. Without `last` only whole pages of the primary
-        group are sent. `last` is given once, at the end of the prompt, with the pages of every group. What is
-        sent must neither change nor be freed before `Sent`. After an abort or a failure nothing is sent.
+        group are sent. `last` is given once, at the end of the prompt, with the pages of every group; pages
+        before `needed_from[group]` are left out then. What is sent must neither change nor be freed before
+        `Sent`. After an abort or a failure nothing is sent.
         """
         size = self._page_size
         begin_page = self.start_send_idx // size
@@ -109,7 +124,7 @@ class KVSender:
             return
         writes, problem = [], None
         try:
-            writes = self._writes(pages, begin_page, end_page, last)
+            writes = self._writes(pages, begin_page, end_page, last, needed_from)
         except TransferError as error:
             problem = str(error)
         self.start_send_idx = end if last else end_page * size
@@ -134,20 +149,25 @@ class KVSender:
             self._queue()
 
     def _writes(
-        self, pages: Mapping[str, PageIds], begin_page: int, end_page: int, last: bool
+        self,
+        pages: Mapping[str, PageIds],
+        begin_page: int,
+        end_page: int,
+        last: bool,
+        needed_from: Mapping[str, int],
     ) -> list[PageWrite]:
-        """The writes of pages [begin_page, end_page). Raises TransferError for a target that does not fit."""
+        """The writes of pages [begin_page, end_page). Raises TransferError for a target that is too small. It
+        may be larger: it leaves room for tokens that did not come."""
         writes = []
         for group, (first, ids) in self._targets.items():
             end = first + len(ids)
-            if last and end != len(pages.get(group, ())):
-                raise TransferError(
-                    f"the target wants pages {first} to {end} of group {group}, which ends elsewhere"
-                )
+            there = len(pages.get(group, ()))
+            if last and (not there or end < there):
+                raise TransferError(f"the target ends at page {end} of group {group}, which has {there}")
             if group == self._primary:
                 low, high = max(begin_page, first), min(end_page, end)
             elif last:
-                low, high = first, end
+                low, high = max(first, needed_from.get(group, 0)), min(there, end)
             else:
                 continue
             low = min(low, high)
@@ -195,8 +215,11 @@ class KVSender:
         """Compute the checksums that cover a page of this write, before anything else can change it."""
         if not self._checksums.mode.is_on:
             return
-        start = self._written[write.group]
-        end = self._written[write.group] = start + len(write)
+        if not len(write):
+            return
+        _, ids = self._targets[write.group]
+        start = int(np.flatnonzero(ids == write.dst_pages[0])[0])
+        end = start + len(write)
         wanted = [
             sample._replace(page=sample.page - start)
             for sample in self._samples[write.group]

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from kvcache.memory import GroupPages
 from scheduler.budget import BatchAdmission
 from scheduler.req import Req, ReqState
@@ -75,7 +78,7 @@ class HandOff:
         self._requests.end(req)
         return pages
 
-    def filled(self, req: Req, context_tokens: int) -> GroupPages:
+    def filled(self, req: Req, context_tokens: int) -> dict[str, npt.NDArray[np.int64]]:
         """Of the pages that `req.reserved` names, those that a transfer of this many tokens fills, by group:
         not the slack that was not needed, nor pages that have left the window."""
         return self._requests.reservations.filled(req, context_tokens)

@@ -91,8 +91,8 @@ class Req:
         "_filled", "_tokens", "cache_protected_len", "cached_tokens", "closing", "emitted_len",
         "in_flight", "is_kv_only", "kv_allocated_len", "kv_committed_len", "last_node", "limit_len",
         "namespace", "origin_input_ids", "output_ids", "prefill_len", "prefix_indices", "rank",
-        "req_pool_idx", "request", "reserved", "resumed", "running_index", "sampling", "scheduled_len",
-        "stages_seen", "stamps", "state", "state_hold",
+        "req_pool_idx", "request", "reserved", "resumed", "retractions", "running_index", "sampling",
+        "scheduled_len", "stages_seen", "stamps", "state", "state_hold",
     )  # fmt: skip
 
     def __init__(
@@ -109,6 +109,7 @@ class Req:
         self.rank = (-request.priority, request.arrived_ns, next(_arrivals))
         self.state = ReqState.NEW
         self.resumed = False  # has held memory before: it is admitted before requests that have not
+        self.retractions = 0  # how often its pages were taken away while it ran
         self.closing: bool | None = None  # set: memory is released when in_flight is 0, into the tree if True
 
         self.origin_input_ids = prompt

@@ -131,6 +131,7 @@ class RequestTable:
         self.detach(req)
         self.close(req, is_insert=True)
         req.resumed = True
+        req.retractions += 1
         self.wait(req, kv_only)
 
     def pause(self, req: Req) -> None:

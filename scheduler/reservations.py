@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from kvcache.memory import GroupPages
 from scheduler.pages import Capacity, Pages, row_of
@@ -41,7 +42,7 @@ class Reservations:
             req.reserved["state"] = ReservedPages(0, np.array([hold.live], np.int64))
         return True
 
-    def filled(self, req: Req, length: int) -> GroupPages:
+    def filled(self, req: Req, length: int) -> dict[str, npt.NDArray[np.int64]]:
         """Of the reserved pages, in order, those that a transfer of `length` tokens fills: what a query at
         that position sees."""
         return {name: reserved.within(*self._seen(name, length)) for name, reserved in req.reserved.items()}

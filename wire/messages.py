@@ -67,9 +67,14 @@ class Prefill(StartMessage, frozen=True, tag="prefill", omit_defaults=True):
 
 
 class Decode(StartMessage, frozen=True, tag="decode", omit_defaults=True):
-    """Generate. With `prefill`, reserve pages and wait for KV from that mailbox; without, prefill here."""
+    """Generate. With `prefill`, reserve pages and wait for KV from that mailbox; without, prefill here.
+
+    `move`: that mailbox is of a decode worker, on which an older epoch of the room runs. It goes on there
+    until all of its KV has been taken over (decode_node/moves.py).
+    """
 
     prefill: str | None = None
+    move: bool = False
 
 
 class Abort(RoomMessage, frozen=True, tag="abort", omit_defaults=True):
@@ -172,6 +177,7 @@ class RejectKind(StrEnum):
     INVALID = "invalid"  # the request is wrong: a 400
     OVERLOADED = "overloaded"  # a 429, or another worker
     DRAINING = "draining"  # start again on another worker
+    MOVED = "moved"  # the next epoch goes on with the room's KV, on the worker that it was moved to
     FAILED = "failed"  # transfer or engine failed: start again, on any worker
     FAILED_ALONE = "failed_alone"  # only this request of a forward failed: start again once, then a 500
     UNKNOWN = "unknown"  # Resend for a room that this worker does not know: start again
@@ -191,7 +197,7 @@ class Rejected(RoomMessage, frozen=True, tag="rejected", omit_defaults=True):
     blamed: str = ""
 
 
-# -- decode <-> prefill ----------------------------------------------------------------------------
+# -- decode <-> prefill, or the decode worker that a room moves away from ----------------------------
 
 
 class ChecksumMode(StrEnum):
@@ -244,7 +250,9 @@ class KVTarget(RoomMessage, frozen=True, tag="kv_target"):
     `endpoints` are all ways into the pool, best first. Prefill takes the first that works for it: whether the
     two share a host or a fabric depends on both. `layout` is the digest of decode's page layouts
     (`wire.records.layout_digest`): prefill refuses a target whose layout differs from its own. `checksums` is
-    the least that decode wants; prefill sends these, or more if its own option says more.
+    the least that decode wants; prefill sends these, or more if its own option says more. `context_tokens`
+    are those of the request: prompt and forced. The room of a move may have more meanwhile, and there are
+    some more pages for them.
     """
 
     decode: str  # decode worker id
@@ -252,6 +260,7 @@ class KVTarget(RoomMessage, frozen=True, tag="kv_target"):
     layout: str
     endpoints: list[TransferEndpoint]
     groups: dict[str, GroupTarget]
+    context_tokens: int
     checksums: ChecksumMode = ChecksumMode.NONE
 
 
@@ -264,18 +273,29 @@ class KVReady(RoomMessage, frozen=True, tag="kv_ready"):
 
 
 class KVDone(RoomMessage, frozen=True, tag="kv_done", omit_defaults=True):
-    """Prefill -> decode: every page of the room has landed. Repeated until a Receipt."""
+    """Prefill -> decode: every page of the room has landed. Repeated until a Receipt.
 
-    context_tokens: int  # prompt + forced: what the pages hold
+    A decode worker that hands a room over sends `output`, too: what it sampled after `forced` and before
+    `first_token`, with its log-probabilities if they are asked for. That worker holds the room until it gets
+    the Receipt, which says that the room goes on here, or KVFailed, after which it goes on there.
+    """
+
+    context_tokens: int  # prompt + forced + output: what the pages hold
     first_token: int
     kv_bytes: int
     logprobs: TokenLogprobs | None = None
     cached_tokens: int = 0
     checksums: PageChecksums = NO_CHECKSUMS
+    output: list[int] = []
+    output_logprobs: list[TokenLogprobs] = []
 
 
 class KVFailed(RoomMessage, frozen=True, tag="kv_failed"):
-    """Prefill -> decode: the pages of this epoch will not come. Repeated until a Receipt."""
+    """Prefill -> decode: the pages of this epoch will not come. Repeated until a Receipt.
+
+    Also to a decode worker that hands a room over, from the other one or from the router: this epoch, newer
+    than the room's, takes nothing over.
+    """
 
     reason: str
 

@@ -41,6 +41,9 @@ class Retransmitter:
     def __len__(self) -> int:
         return len(self._pending)
 
+    def __contains__(self, key: RetransmitKey) -> bool:
+        return key in self._pending
+
     def say(self, key: RetransmitKey, message: AnyMessage, now: float, timeout_s: float) -> None:
         """Send now, and again until `answered` or `timeout_s` has passed."""
         self._pending[key] = _Pending(

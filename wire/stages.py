@@ -22,6 +22,10 @@ class RequestStage(StrEnum):
     DECODE_BOOTSTRAP = "decode_bootstrap"
     DECODE_WAITING = "decode_waiting"
     DECODE_TRANSFERRED = "decode_transferred"
+    DECODE_TRANSFER_KV_CACHE = (
+        "decode_transfer_kv_cache"  # its pages begin to leave for another decode worker
+    )
+    DECODE_PAUSED = "decode_paused"
 
 
 class Stamp(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -9,7 +9,11 @@ _SHARE = 0.8  # of the bound: rooms that still run then are handed back to their
 
 
 class Drain:
-    """Begun once, by `begin`; over when the loop calls `finish`. Times are of one monotonic clock."""
+    """Begun once, by `begin`; over when the loop calls `finish`. Times are of one monotonic clock.
+
+    Routers learn of it from the worker's record. They move its rooms to other decode workers as soon as these
+    have memory (docs/decisions/0025-moves.md).
+    """
 
     def __init__(self) -> None:
         self.begun = False

@@ -46,7 +46,7 @@ class _Output:
 
     def run(self, key: OutputKey, start: int) -> TokenRun:
         """Everything from position `start` on."""
-        logprobs = self._logprobs(start)
+        logprobs = self.logprobs_from(start)
         return TokenRun(
             key.room, key.epoch, start, self.tokens[start:], logprobs or None, self.finish, self.cached_tokens
         )
@@ -59,7 +59,8 @@ class _Output:
             self.packed.append(_pack(self.logprobs[:known]))
             del self.logprobs[:known]
 
-    def _logprobs(self, start: int) -> list[TokenLogprobs]:
+    def logprobs_from(self, start: int) -> list[TokenLogprobs]:
+        """Of the tokens from position `start` on; empty if they were not asked for."""
         if not self.logprobs and not self.packed:
             return []
         known = len(self.tokens) - len(self.logprobs)  # tokens before those of self.logprobs
@@ -142,6 +143,11 @@ class Outbox:
         if output.router != router:
             output.router, output.acked = router, 0
         return ClaimedRoom(room, key.epoch, output.forced)
+
+    def logprobs(self, key: OutputKey, start: int) -> list[TokenLogprobs]:
+        """The log-probabilities of the room's output from position `start` on, if they were asked for."""
+        output = self._outputs.get(key)
+        return [] if output is None else output.logprobs_from(start)
 
     def retire(self, key: OutputKey, now: float) -> None:
         """The room's output is complete. What is not acknowledged is kept for the lease, no longer."""

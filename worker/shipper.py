@@ -88,7 +88,9 @@ class PageShipper:
         """No forward of the request will follow here: send what has not been sent of its first `end` tokens,
         all that are computed, in every group."""
         req.stamp(self._stage)
-        sender.send({**self._primary_pages(req, end), **self._last_pages(req, end)}, end, last=True)
+        window = self._memory.swa
+        needed_from = {} if window is None else {"window": window.needed_from(end)}
+        sender.send({**self._primary_pages(req, end), **self._last_pages(req, end)}, end, True, needed_from)
 
     def take_sent(self) -> Iterator[Sent]:
         """What the threads have posted since the last call."""

@@ -101,9 +101,9 @@ def test_every_page_goes_once_in_order_and_the_partial_one_last(
 def test_a_target_that_does_not_fit_the_prompt_fails_the_room() -> None:
     transport = Recorder()
     with sending(transport) as (senders, sent):
-        sender = KVSender(senders, 1, 0, SIZE, NOWHERE, target(0, 12))
-        sender.send({"full": source(2)}, 8, last=True)
-        assert "wants pages 0 to 3 of group full" in (sent.get(timeout=10).error or "")
+        sender = KVSender(senders, 1, 0, SIZE, NOWHERE, target(0, 8))
+        sender.send({"full": source(3)}, 12, last=True)
+        assert "the target ends at page 2 of group full, which has 3" in (sent.get(timeout=10).error or "")
 
 
 GROUPS = {"full": GroupTarget(1, [11, 12]), "window": GroupTarget(2, [31]), "state": GroupTarget(0, [7])}
@@ -140,9 +140,8 @@ def test_a_primary_group_without_bytes_is_not_sent() -> None:
 @pytest.mark.parametrize(
     ("tails", "says"),
     [
-        ({"window": [0, 0, 5]}, "wants pages 0 to 1 of group state"),
-        ({"window": [0, 5], "state": [9]}, "wants pages 2 to 3 of group window"),
-        ({"window": [0, 0, 5, 6], "state": [9]}, "wants pages 2 to 3 of group window"),
+        ({"window": [0, 0, 5]}, "ends at page 1 of group state, which has 0"),
+        ({"window": [0, 0, 5, 6], "state": [9]}, "ends at page 3 of group window, which has 4"),
         ({"window": [4, 5, 0], "state": [9]}, "does not hold pages 2 to 3 of group window"),
         ({"window": [4, 5, 6], "state": [0]}, "does not hold pages 0 to 1 of group state"),
     ],
@@ -314,6 +313,34 @@ def test_a_hand_off_of_three_groups(backend: str, staged: bool) -> None:
         assert again.abort().passed
         assert other.abort().passed
         senders.close()
+        transport.close()
+
+
+def test_a_target_with_room_for_more_is_filled_as_far_as_there_is() -> None:
+    transport = Recorder()
+    with sending(transport) as (senders, sent):
+        sender = KVSender(
+            senders, 1, 0, SIZE, NOWHERE, {**target(0, 24), "window": GroupTarget(1, [8, 3, 4])}
+        )
+        pages = {"full": source(3), "window": as_pages([0, 0, 5])}
+        sender.send(pages, 12, last=True, needed_from={"window": 2})
+        assert sent.get(timeout=10).error is None
+    assert [(w.group, w.dst_pages.tolist()) for w in transport.writes] == [
+        ("full", [100, 101, 102]),
+        ("window", [3]),
+    ]
+
+
+def test_only_what_is_expected_can_be_missing() -> None:
+    with receiving("tcp", 8, 64) as (receiver, _):
+        kv = KVReceiver(receiver, 3, 1, 10, {"full": GroupTarget(0, [4, 1, 3, 2])})
+        transport = open_sender({"full": pool(8, 64, 1)}, host_identity(), "tcp", bounds=SHORT)
+        transport.write(receiver.endpoints[0], PageWrite(3, 1, "full", as_pages([4, 5]), as_pages([4, 1])))
+        done = KVDone(3, 1, 12, 0, 128, output=[7, 7])
+        for expected in (None, {"full": as_pages([4, 1, 3])}):
+            with pytest.raises(TransferError, match="missing pages"):
+                kv.commit(done, expected=expected)
+        assert kv.commit(done, expected={"full": as_pages([4, 1])}) == 128
         transport.close()
 
 

@@ -23,7 +23,7 @@ SPEC = KVGroupSpec(layer_ids=(0, 1), kv_heads=2, head_dim=8, dtype=torch.bfloat1
 
 
 def target(host: str, *backends: str) -> KVTarget:
-    return KVTarget(1, 0, "decode-1", host, "layout", [TransferEndpoint(b, "") for b in backends], {})
+    return KVTarget(1, 0, "decode-1", host, "layout", [TransferEndpoint(b, "") for b in backends], {}, 0)
 
 
 def test_auto_offers_shared_memory_first_and_tcp_last() -> None:

@@ -319,7 +319,7 @@ class FakeWorker:
                 target = KVTarget(
                     *key, self.record.id, self.record.host,
                     layout_digest(self.record.groups), [TransferEndpoint("shm", "")],
-                    {"full": GroupTarget(0, list(range(pages)))},
+                    {"full": GroupTarget(0, list(range(pages)))}, 0,
                 )  # fmt: skip
                 self._send_until_answered(message.prefill, target)
         if key in self._early:

@@ -50,6 +50,7 @@ EXAMPLES: list[AnyMessage] = [
         "digest",
         [TransferEndpoint("shm", "@x", {"token": "t"})],
         {"full": GroupTarget(2, [7, 8])},
+        30,
     ),
     KVDone(1, 2, 33, 5, 1024, TokenLogprobs(-1.0), 16, PageChecksums(ChecksumMode.ALL, {"full": [123]})),
 ]
