@@ -124,6 +124,8 @@ class Membership:
         for record in change.joined:
             if record.model == self._model:
                 self._events.follow(record)
+        leaving = (one.id for one in self.workers if one.draining and one.role is Role.DECODE)
+        self._dispatcher.moves.leave(frozenset(leaving), now)
         self._local.update(self.workers)
         self._mailbox.watch(frozenset(record.mailbox for record in self.workers))
         self._dispatcher.admit(now)

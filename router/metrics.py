@@ -52,6 +52,9 @@ class RoomMetrics:
         self.placements = Count(
             registry, "baton_router_placements", "Epochs placed on a pair or on D alone", "kind"
         )
+        self.moves = Count(
+            registry, "baton_router_moves", "Rooms moved between decode workers with their KV", "state"
+        )
         self.ttft_error = Distribution(
             registry, "baton_router_ttft_error_seconds", "Predicted minus actual time to first token", _ERRORS
         )

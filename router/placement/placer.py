@@ -70,6 +70,27 @@ class Placer:
             RoleCandidates(decode, matches, self.page_tokens, decode.row(d)),
         )
 
+    def choose_decode(self, request: PlacementRequest, now: float, avoid: frozenset[str]) -> Choice | None:
+        """The least busy decode worker that can take the request with its KV at once. Returns None when none
+        can, besides those to avoid."""
+        prefill, decode = self.fleet.candidates(now)
+        context = request.prompt_tokens + int(request.output_tokens)
+        rows = [
+            row
+            for row, one in enumerate(decode.estimates)
+            if one.record.id not in avoid and one.can_start(context)
+        ]
+        if not rows:
+            return None
+        matches = self._index.find(request.hashes)
+        return Choice(
+            request,
+            RoleCandidates(prefill, matches, self.page_tokens),
+            RoleCandidates(decode, matches, self.page_tokens),
+            None,
+            min(rows, key=lambda row: float(decode.requests[row])),
+        )
+
     def costs(self, choice: Choice) -> dict[str, Floats]:
         """The costs that led to a choice, by row. Valid until the fleet changes."""
         return self.policy.costs(choice)

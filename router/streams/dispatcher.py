@@ -14,6 +14,7 @@ from router.placement.placement import Placement
 from router.placement.placer import Placer
 from router.placement.policy import Choice, PlacementRequest
 from router.placement.prediction import Prediction
+from router.streams.move import RoomMoves
 from router.streams.restarts import RestartCause
 from router.streams.room_report import RoomReport
 from router.streams.stream import RoomStream
@@ -64,6 +65,9 @@ class Dispatcher:
         self._placer = placer
         self._traces = traces
         self._metrics = metrics
+        self.moves = RoomMoves(
+            self.rooms, placer, self._placement_request, self.mail, options, traces, metrics
+        )
         self._first_expected: dict[int, float] = {}  # when a room's first token was predicted to come
         self._loop = asyncio.get_running_loop()
         self._admit_due = False
@@ -101,11 +105,12 @@ class Dispatcher:
         """Repeat what is unanswered, wake rooms that are due, acknowledge."""
         for key in self.mail.tick(now):
             room = self.rooms.get(key.room)
-            if room is not None:
+            if room is not None and not self.moves.on_given_up(key, now):
                 room.on_given_up(key, now)
         for number, room in list(self.rooms.items()):
             room.tick(now)
             self.admission.produced(number, len(room.tokens))
+        self.moves.tick(now)
         self._placer.tick(now)
         for number, error in self.admission.overdue(now, lambda number: self.waiting[number].accepted):
             late = self.waiting.get(number)
@@ -123,6 +128,7 @@ class Dispatcher:
         `why` completes the sentence "worker x ...". Call `Placer.suspect` before, so that no room gets the
         worker again.
         """
+        self.moves.on_worker_gone(worker, now)
         for room in list(self.rooms.values()):
             room.on_worker_gone(worker, why, now)
 
@@ -156,12 +162,15 @@ class Dispatcher:
     def unplace(self, room: RoomStream, placement: Placement) -> None:
         """Take a room off its workers."""
         self._first_expected.pop(room.number, None)  # what a restart costs was not to be predicted
-        self._placer.close(placement, time.monotonic())
+        now = time.monotonic()
+        self.moves.left(room, now)
+        self._placer.close(placement, now)
 
     def prefilled(self, room: RoomStream, placement: Placement) -> None:
         """Take a room's prompt off its workers."""
         now = time.monotonic()
         self._placer.prefilled(placement, now)
+        self.moves.decoding(room, placement)
         if room.request.epoch == 0:  # later epochs have output among what the index said is cached
             self._metrics.observe_index(placement.hit_tokens, room.cached_tokens)
         expected = self._first_expected.pop(room.number, None)
@@ -237,6 +246,7 @@ class Dispatcher:
             if run.finish is None:
                 self.mail.dismiss(sender, run.room, run.epoch)
         else:
+            self.moves.on_run(run, now)
             upto = room.on_run(sender, run, now)
         self.mail.acknowledge(sender, run.room, run.epoch, upto)
 
@@ -255,4 +265,5 @@ class Dispatcher:
             # The worker has said that it is not at it; repeating what it refused would only be refused again.
             self.mail.answered(RetransmitKey(sender, message.room, message.epoch, "decode"))
             self.mail.answered(RetransmitKey(sender, message.room, message.epoch, "prefill"))
-            room.on_rejected(sender, message, now)
+            if not self.moves.on_rejected(sender, message, now):
+                room.on_rejected(sender, message, now)

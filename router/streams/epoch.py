@@ -59,10 +59,13 @@ class RoomEpoch:
         self._held: Prefill | None = None  # not sent to P yet
         self._held_until = math.inf
 
-    def begin(self, request: GenerateRequest, now: float) -> None:
-        """Tell D, and P unless that must wait for D's Reserved."""
+    def begin(self, request: GenerateRequest, now: float, source: WorkerRecord | None = None) -> None:
+        """Tell D, and P unless that must wait for D's Reserved. With `source`, the decode worker on which an
+        older epoch runs, D takes the room over from there, and there is no P."""
         decode, prefill = self.placement.decode, self.placement.prefill
-        self._tell(decode, Decode(request, None if prefill is None else prefill.mailbox))
+        partner = prefill or source
+        mailbox = None if partner is None else partner.mailbox
+        self._tell(decode, Decode(request, mailbox, move=source is not None))
         if prefill is not None:
             self._held = Prefill(request, decode.mailbox)
             self._held_until = now + self._options.hold_prefill_s

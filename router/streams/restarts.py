@@ -19,6 +19,7 @@ class RestartCause(StrEnum):
     GONE = "gone"  # a worker was lost, or is suspected of it
     SILENT = "silent"  # a worker acknowledged none of the repeats of a message
     DRAINING = "draining"  # a worker leaves, and gave the room back
+    MOVED = "moved"  # to a worker that is not known any more
     LINK = "link"  # one worker did not get through to the other, and the router hears both
     OVERLOADED = "overloaded"  # a worker refused the room
     FAILED = "failed"  # the engine or the transfer failed
@@ -28,7 +29,7 @@ class RestartCause(StrEnum):
     @property
     def is_charged(self) -> bool:
         """Whether the request may be what makes its workers fail, so that the restart counts."""
-        return self not in (RestartCause.DRAINING, RestartCause.LINK)
+        return self not in (RestartCause.DRAINING, RestartCause.MOVED, RestartCause.LINK)
 
 
 class RestartBudget:

@@ -89,6 +89,7 @@ class RoomStream:
         options: RouterOptions,
     ) -> None:
         """Both requests are those of epoch 0."""
+        self._newest_epoch = request.epoch
         self.request = request  # of the epoch that runs, or that waits for workers
         self.number = request.room
         self.placement_request = placement_request
@@ -120,6 +121,7 @@ class RoomStream:
     def take_over(self, placement: Placement, epoch: int, now: float) -> None:
         """Go on with a room of another router, which D runs in that epoch."""
         self._sink.on_admitted()
+        self._newest_epoch = epoch
         self.request = replace(self.request, epoch=epoch)
         self._epoch = RoomEpoch(self.request, placement, self._mail, self._options, now)
         self._epoch.take_over(now)
@@ -133,13 +135,13 @@ class RoomStream:
         """
         if not self.done:
             self._leave_epoch(abort)
-            self._close()
+            self.done = True
+            self._host.closed(self)
 
     def fail(self, error: BatonError) -> None:
         """End the room with an error."""
         if not self.done:
-            self._leave_epoch(str(error))
-            self._close()
+            self.stop(str(error))
             self._sink.on_error(error)
 
     # -- what workers say ----------------------------------------------------------------------
@@ -168,8 +170,7 @@ class RoomStream:
             self._budget.progress()
             self._host.prefilled(self, epoch.placement)
         if run.finish is not None:
-            self._leave_epoch(None)
-            self._close()
+            self.stop(None)
         else:
             self._check_at = epoch.progress(now)
         if self._sink.on_tokens(OutputDelta(new, logprobs, run.finish), self.cached_tokens):
@@ -190,7 +191,7 @@ class RoomStream:
 
     def on_rejected(self, sender: str, message: Rejected, now: float) -> None:
         """A worker will send nothing (more) for an epoch."""
-        worker = self._needed(sender, message.epoch)
+        worker = _needed(self._epoch, sender, message.epoch)
         if worker is None or self._epoch is None:
             return
         if message.why is RejectKind.CLAIMED:
@@ -217,13 +218,13 @@ class RoomStream:
     def on_worker_gone(self, gone: WorkerRecord, why: str, now: float) -> None:
         """A worker is lost, or suspected of it. `why` completes the sentence "worker x ..."."""
         self._avoided.gone(gone.id)
-        worker = self._needed(gone.mailbox, self.request.epoch)
+        worker = _needed(self._epoch, gone.mailbox, self.request.epoch)
         if worker is not None:
             self._restart(RestartCause.GONE, Unavailable(f"worker {worker.id} {why}"), now)
 
     def on_given_up(self, key: RetransmitKey, now: float) -> None:
         """A worker has acknowledged none of the repeats of a message."""
-        worker = self._needed(key.to, key.epoch)
+        worker = _needed(self._epoch, key.to, key.epoch)
         if worker is None or self._epoch is None or key.kind == "abort":
             return
         if not self._epoch.insist(key):
@@ -274,10 +275,16 @@ class RoomStream:
         else:
             self._check_at = now + _LOOK_AGAIN_S
 
-    def _needed(self, mailbox: str, epoch: int) -> WorkerRecord | None:
-        """The worker at an address, if this epoch is the current one and cannot go on without it."""
-        current = self._epoch
-        return current.needed(mailbox) if current is not None and current.number == epoch else None
+    def next_epoch(self) -> GenerateRequest:
+        """The request of a new epoch, with all output so far as input. No number is used twice."""
+        self._newest_epoch += 1
+        return replace(self.request, epoch=self._newest_epoch, forced=tuple(self.tokens))
+
+    def switch(self, request: GenerateRequest, epoch: RoomEpoch, now: float) -> None:
+        """The room goes on in this epoch, whose worker has taken its KV over."""
+        self._leave_epoch("the room has moved")
+        self.request, self._epoch = request, epoch
+        self._check_at = epoch.progress(now)
 
     def _restart(self, cause: RestartCause, why: BatonError, now: float) -> None:
         """Begin a new epoch, on other workers if there are any."""
@@ -286,7 +293,7 @@ class RoomStream:
             self.fail(self._budget.exhausted(why))
             return
         self._leave_epoch(str(why))
-        self.request = replace(self.request, epoch=self.request.epoch + 1, forced=tuple(self.tokens))
+        self.request = self.next_epoch()
         self._why_waiting = why
         self._host.restarted(self, cause)
         self._wait_for_worker(now, now + pause_s)
@@ -298,6 +305,7 @@ class RoomStream:
             self._host.unplace(self, epoch.placement)
             epoch.leave(abort)
 
-    def _close(self) -> None:
-        self.done = True
-        self._host.closed(self)
+
+def _needed(current: RoomEpoch | None, mailbox: str, epoch: int) -> WorkerRecord | None:
+    """The worker at an address, if this epoch is the current one and cannot go on without it."""
+    return current.needed(mailbox) if current is not None and current.number == epoch else None
