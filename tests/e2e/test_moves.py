@@ -22,7 +22,7 @@ from tests.harness.processes import Child
 from tests.support.reference import draw_model
 
 GROUPS = ("window", "state")
-TOKENS = 400
+TOKENS = 200
 OPTIONS: dict[str, Any] = {
     "engine": "fake",
     "fake_step_s": 0.01,
