@@ -159,7 +159,7 @@ class FakeWorker {
             running_.push_back(key);
         } else {
             send(router, "reserved", key);
-            write_map(6 + 3, "kind", "kv_target", "room", key.first, "epoch", key.second);
+            write_map(5 + 3, "kind", "kv_target", "room", key.first, "epoch", key.second);
             buffer_.write(kv_target_.data(), kv_target_.size());
             send_written(message.prefill);
         }
