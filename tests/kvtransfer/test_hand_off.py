@@ -98,6 +98,18 @@ def test_every_page_goes_once_in_order_and_the_partial_one_last(
     assert sent.empty()
 
 
+def test_what_is_sent_is_what_was_given_whatever_becomes_of_the_array() -> None:
+    transport = Recorder()
+    transport.gate.clear()
+    with sending(transport) as (senders, sent):
+        sender, pages = KVSender(senders, 1, 0, SIZE, NOWHERE, target(0, 8)), source(2)
+        sender.send({"full": pages}, 8, last=True)
+        pages[:] = 99
+        transport.gate.set()
+        assert sent.get(timeout=10).error is None
+    assert transport.writes[0].src_pages.tolist() == [1, 2]
+
+
 def test_a_target_that_does_not_fit_the_prompt_fails_the_room() -> None:
     transport = Recorder()
     with sending(transport) as (senders, sent):

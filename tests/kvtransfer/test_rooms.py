@@ -49,6 +49,13 @@ def test_progress_counts_pages_once_and_bytes_as_they_come() -> None:
     assert (landed.nbytes, landed.missing, landed.backend) == ({"full": 40}, {"full": 1}, "tcp")
 
 
+def test_pages_land_in_any_order() -> None:
+    table = opened()
+    for left, page in ((2, 9), (1, 3), (0, 5)):
+        table.finish(table.begin(1, 0, "full", as_pages([page]), 10, "tcp"), landed=True)
+        assert table.landed(1, 0).missing == ({"full": left} if left else {})
+
+
 def test_every_group_is_counted_for_itself() -> None:
     table = RoomTable()
     table.open(1, 0, {"full": PAGES, "window": as_pages([5]), "state": as_pages([])})

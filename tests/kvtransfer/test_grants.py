@@ -1,0 +1,73 @@
+"""A writer that does not end its write as it should, and goes on living: this process."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import closing
+
+import pytest
+
+from common.errors import TransferError
+from kvtransfer.channel import Channel
+from kvtransfer.frames import End, send_frame
+from kvtransfer.pages import PageWrite, as_pages
+from kvtransfer.receiver import KVReceiver, PoolReceiver
+from kvtransfer.tcp import connected_socket
+from kvtransfer.transport import Bounds
+from tests.kvtransfer.peers import receiving
+from wire.messages import GroupTarget, KVDone
+
+PAGES = as_pages([1, 2])
+WRITE = PageWrite(1, 0, "full", PAGES, PAGES)
+
+
+def granted(receiver: PoolReceiver) -> Channel:
+    """A connection on which the write was granted."""
+    (endpoint,) = receiver.endpoints
+    if endpoint.backend == "tcp":
+        sock = connected_socket(endpoint.address, Bounds())
+    else:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.connect("\0" + endpoint.address.removeprefix("@"))
+    channel = Channel(sock, endpoint, Bounds())
+    channel.begin(WRITE, 64)
+    return channel
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_a_write_that_failed_has_not_landed(backend: str) -> None:
+    with receiving(backend, 4, 64) as (receiver, _):
+        receiver.open(1, 0, {"full": PAGES})
+        with closing(granted(receiver)) as channel:
+            if backend == "tcp":
+                channel.sock.sendall(bytes(128))
+            send_frame(channel.sock, End(landed=False))
+            channel.expect_ended()
+        assert receiver.landed(1, 0).missing == {"full": 2}
+        assert receiver.close_room(1, 0).passed
+
+
+def test_a_broken_connection_is_no_fence_while_the_writer_lives() -> None:
+    with receiving("shm", 4, 64) as (receiver, _):
+        receiver.open(1, 0, {"full": PAGES})
+        granted(receiver).close()
+        assert not receiver.close_room(1, 0).wait(1.0)
+
+
+def test_over_tcp_the_fence_waits_for_nothing_that_a_silent_writer_does() -> None:
+    with receiving("tcp", 4, 64, Bounds(silence_s=60.0)) as (receiver, _):
+        receiver.open(1, 0, {"full": PAGES})
+        with closing(granted(receiver)):
+            assert receiver.close_room(1, 0).wait(20.0)
+
+
+def test_a_room_is_not_committed_while_a_peer_writes_to_it() -> None:
+    with receiving("shm", 4, 64) as (receiver, _):
+        kv = KVReceiver(receiver, 1, 0, 10, {"full": GroupTarget(0, PAGES.tolist())})
+        with closing(granted(receiver)) as first:
+            first.end()
+        with closing(granted(receiver)) as second:
+            with pytest.raises(TransferError, match="still writing"):
+                kv.commit(KVDone(1, 0, 10, 0, 128))
+            second.end()
+        assert kv.abort().passed
