@@ -131,3 +131,28 @@ def test_an_openai_client_does_not_see_the_comments(router: RouterProcess, worke
     asking.join(30.0)
     assert len(texts) >= 1
     ends_right(other, [1, 2], 5)
+
+
+def test_twenty_restarts_of_one_long_stream_are_fine(
+    router: RouterProcess, workers: list[FakeWorker]
+) -> None:
+    """Each worker dies or leaves after it has sent a few tokens; another is there before."""
+    workers.append(FakeWorker(Role.DECODE, router.mailbox, step_s=0.02))
+    streamed = stream(router, [5], 2000)
+    for number in range(20):
+        old = workers[-1]
+        new = FakeWorker(Role.DECODE, router.mailbox, step_s=0.02 if number < 19 else 0.001)
+        workers.append(new)
+        wait_until(lambda new=new: new.record.id in {one["id"] for one in router.workers()}, 30.0)
+        wait_until(lambda old=old: old.count(Decode) == 1)
+        had = len(streamed.lines)
+        wait_until(lambda had=had: len(streamed.lines) > had + 6, 30.0)
+        if number % 2:
+            workers.remove(old)
+            old.die()
+        else:
+            old.drain()
+        wait_until(lambda new=new: new.count(Decode) == 1, 30.0)
+    ends_right(streamed, [5], 2000)
+    metrics = router.http.get("/metrics").text
+    assert "baton_router_restarts_total 20.0" in metrics
