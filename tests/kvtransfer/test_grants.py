@@ -47,6 +47,18 @@ def test_a_write_that_failed_has_not_landed(backend: str) -> None:
         assert receiver.close_room(1, 0).passed
 
 
+def test_a_write_that_broke_off_has_not_landed() -> None:
+    with receiving("tcp", 4, 64) as (receiver, _):
+        receiver.open(1, 0, {"full": PAGES})
+        channel = granted(receiver)
+        channel.sock.sendall(bytes(64))
+        channel.close()
+        with closing(granted(receiver)) as again:  # the first one is over when this one has landed
+            again.sock.sendall(bytes(128))
+            again.end()
+        assert receiver.landed(1, 0).nbytes == {"full": 128}
+
+
 def test_a_broken_connection_is_no_fence_while_the_writer_lives() -> None:
     with receiving("shm", 4, 64) as (receiver, _):
         receiver.open(1, 0, {"full": PAGES})

@@ -13,9 +13,11 @@ import pytest
 
 from common.errors import TransferError
 from common.host import host_identity
-from kvtransfer.frames import Challenge, bound, receive_frame
+from kvtransfer.channel import GrantedWrite, Peer
+from kvtransfer.frames import Challenge, bound, proof_of, receive_frame
 from kvtransfer.pages import PageWrite
 from kvtransfer.select import open_sender
+from kvtransfer.tcp import TcpSender
 from kvtransfer.transport import Bounds
 from tests.kvtransfer.peers import pool, receiving
 from wire.messages import TransferEndpoint
@@ -37,6 +39,10 @@ def test_a_wrong_token_gets_nothing(backend: str) -> None:
         assert int(data.count_nonzero()) == 0
         assert sender.write(true, WRITE) == 128, "and nobody else is bothered"
         sender.close()
+
+
+def test_a_proof_answers_its_own_challenge_only() -> None:
+    assert proof_of("token", b"one") != proof_of("token", b"another")
 
 
 def test_nonsense_and_huge_frames_drop_the_stranger_only() -> None:
@@ -117,3 +123,36 @@ def _named() -> list[str]:
 def _mapped() -> int:
     with open("/proc/self/maps") as maps:
         return sum("baton-kv" in line for line in maps)
+
+
+class HeldSender(TcpSender):
+    """Every write waits, with its grant, for `gate`."""
+
+    def __init__(self) -> None:
+        super().__init__({"full": pool(4, 64, 1)}, QUICK)
+        self.gate, self.entered = threading.Event(), threading.Event()
+        self.detached = 0
+
+    def _move(self, granted: GrantedWrite) -> None:
+        self.entered.set()
+        assert self.gate.wait(10)
+        super()._move(granted)
+
+    def _detach(self, peer: Peer) -> None:
+        self.detached += 1
+
+
+def test_a_peer_is_let_go_after_the_last_write_to_it() -> None:
+    """Its pools stay mapped while a write stores into them."""
+    with receiving("tcp", 4, 64) as (receiver, _):
+        receiver.open(1, 0, {"full": np.arange(1, 3)})
+        sender, (endpoint,) = HeldSender(), receiver.endpoints
+        writing = threading.Thread(target=sender.write, args=(endpoint, WRITE))
+        writing.start()
+        assert sender.entered.wait(10)
+        sender.drain(endpoint)
+        assert sender.detached == 0
+        sender.gate.set()
+        writing.join(10)
+        assert sender.detached == 1
+        sender.close()
