@@ -10,14 +10,16 @@ from worker.orphans import Pausing
 
 class DecodePausing(Pausing):
     """Rooms that the scheduler has. The others wait for KV, and their router may have died before it started
-    prefill."""
+    prefill. A room on its way to another worker is not claimed: its next epoch there has the dead router.
+    """
 
     def pause(self, room: Any) -> bool:
-        return self.can_be_claimed(room) and self.scheduler.hand_off.pause(room.req)
+        assert isinstance(room, DecodeRoom)
+        return room.hold is DecodeHold.SCHEDULER and self.scheduler.hand_off.pause(room.req)
 
     def go_on(self, room: Any) -> None:
         self.scheduler.hand_off.resume(room.req)
 
     def can_be_claimed(self, room: Any) -> bool:
         assert isinstance(room, DecodeRoom)
-        return room.hold is DecodeHold.SCHEDULER
+        return room.hold is DecodeHold.SCHEDULER and room.moving_to is None

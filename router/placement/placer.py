@@ -124,8 +124,9 @@ class Placer:
         d = self.fleet.estimate(worker.id) or WorkerLoadEstimate(worker, now)  # it may have left meanwhile
         context = request.prompt_tokens + int(request.output_tokens)
         ticket, report_number = d.prefill(0, now), d.decode(context)
-        self.fleet.own_changed(d)
-        return Placement(worker, None, False, 0, 0, context, d, d, ticket, report_number, [])
+        placement = Placement(worker, None, False, 0, 0, context, d, d, ticket, report_number, [])
+        self.prefilled(placement, now)
+        return placement
 
     def prefilled(self, placement: Placement, now: float) -> None:
         """The first token came. Repeated calls change nothing."""

@@ -169,10 +169,10 @@ class Dispatcher:
     def prefilled(self, room: RoomStream, placement: Placement) -> None:
         """Take a room's prompt off its workers."""
         now = time.monotonic()
+        if room.request.epoch == 0 and not placement.prefilled:  # later, output is among what the index said
+            self._metrics.observe_index(placement.hit_tokens, room.cached_tokens)
         self._placer.prefilled(placement, now)
         self.moves.decoding(room, placement)
-        if room.request.epoch == 0:  # later epochs have output among what the index said is cached
-            self._metrics.observe_index(placement.hit_tokens, room.cached_tokens)
         expected = self._first_expected.pop(room.number, None)
         if expected is not None:
             self._metrics.ttft_error.observe(expected - now)
