@@ -23,11 +23,12 @@ import uvloop
 
 from common.errors import ConfigError
 from common.garbage import freeze_gc
-from common.options import exit_on_config_error, read_options
+from common.options import CONFIG_ERROR_EXIT, exit_on_config_error, read_options
 from router.api.app import build_app
 from router.options import RouterOptions
-from router.processes import RouterProcesses
+from router.processes import ProcessFailed
 from router.service import Router
+from router.supervisor import Supervisor
 
 _GRACE_S = 5
 # Longer than clients and proxies keep an idle connection: httpx, and so OpenAI's client, 5 s; most others
@@ -80,50 +81,79 @@ def main() -> None:
             raise ConfigError("--processes", f"{given.processes} processes cannot serve", "give at least 1")
         if given.further is not None:
             directory, port, _ = given.further
-            key = sys.stdin.readline().strip() or None  # of the first process: see processes.py
+            key = sys.stdin.readline().strip() or None  # see processes.py
             options = options.model_copy(
                 update={"directory": directory, "port": int(port), "resume_key": key}
             )
         elif not (options.resume_key or options.cluster_secret):
             options = options.model_copy(update={"resume_key": secrets.token_hex(16)})
         shared = given.further is not None or given.processes > 1
-        with _listen(options, shared) as listener:
+        with _bind(options, shared) as listener:
+            if given.processes > 1:
+                code = uvloop.run(_supervise(options, listener, given))
+                raise SystemExit(code)
+            _listen(listener, options)
             uvloop.run(_serve(options, listener, given))
 
 
-def _listen(options: RouterOptions, shared: bool) -> socket.socket:
+def _bind(options: RouterOptions, shared: bool) -> socket.socket:
     listener = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if shared:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind((options.host, options.port))
-        listener.listen(2048)  # bind alone does not fail on every kind of occupied port
     except OSError as error:
         listener.close()
-        if error.errno == errno.EADDRINUSE:
-            problem, remedy = (
-                f"{options.host}:{options.port} is in use",
-                "choose another, or 0 for any free one",
-            )
-            raise ConfigError("port", problem, remedy) from None
-        raise ConfigError(
-            "host", f"{options.host} cannot be bound ({error.strerror})", "use a local address"
-        ) from None
+        raise _refused(error, options) from None
     listener.setblocking(False)
     return listener
 
 
+def _listen(listener: socket.socket, options: RouterOptions) -> None:
+    """bind alone does not fail on every kind of occupied port."""
+    try:
+        listener.listen(2048)
+    except OSError as error:
+        raise _refused(error, options) from None
+
+
+def _refused(error: OSError, options: RouterOptions) -> ConfigError:
+    if error.errno == errno.EADDRINUSE:
+        problem = f"{options.host}:{options.port} is in use"
+        return ConfigError("port", problem, "choose another, or 0 for any free one")
+    return ConfigError("host", f"{options.host} cannot be bound ({error.strerror})", "use a local address")
+
+
+def _ready_line(listener: socket.socket, mailbox: str) -> str:
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    return json.dumps({"ready": True, "http": f"http://{shown}:{port}", "mailbox": mailbox})
+
+
+async def _supervise(options: RouterOptions, listener: socket.socket, given: argparse.Namespace) -> int:
+    """Run `--processes`. This process keeps the port, and does not listen on it. Returns the exit code."""
+    supervisor = Supervisor(options, str(given.options), listener.getsockname()[1])
+    told = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, told.set)
+    try:
+        await supervisor.start(given.processes)
+        sys.stdout.write(_ready_line(listener, supervisor.mailbox_address) + "\n")
+        sys.stdout.flush()
+        await told.wait()
+    except ProcessFailed as failed:
+        if failed.code != CONFIG_ERROR_EXIT:
+            raise
+        return CONFIG_ERROR_EXIT
+    finally:
+        await supervisor.close()
+    return 0
+
+
 async def _serve(options: RouterOptions, listener: socket.socket, given: argparse.Namespace) -> None:
     router = Router(options, None if given.further is None else given.further[2])
-    host, port = listener.getsockname()[:2]
-    further = options.directory or router.mailbox_address, str(port), router.mailbox_address
-    arguments = ("--options", str(given.options), "--further", *further)
-    processes = RouterProcesses(arguments, router.processes, options.resume_key or "")
     try:
-        await processes.start(given.processes - 1)
-        shown = f"[{host}]" if ":" in host else host
-        ready = {"ready": True, "http": f"http://{shown}:{port}", "mailbox": router.mailbox_address}
         config = uvicorn.Config(
             build_app(router),
             http="httptools",
@@ -139,22 +169,16 @@ async def _serve(options: RouterOptions, listener: socket.socket, given: argpars
             timeout_graceful_shutdown=_GRACE_S,
         )
         freeze_gc()
-
-        def interrupt() -> None:
-            router.interrupt()
-            processes.ask_to_end()
-
-        server = _Server(config, json.dumps(ready), interrupt)
+        server = _Server(config, _ready_line(listener, router.mailbox_address), router.interrupt)
         if given.further is not None:
             asyncio.get_running_loop().add_reader(sys.stdin, _end_with_stdin, server)
         await server.serve(sockets=[listener])
     finally:
-        await processes.close()
         router.close()
 
 
 def _end_with_stdin(server: _Server) -> None:
-    """The process that started this one has closed the pipe, or has ended: it writes nothing."""
+    """The supervisor has closed the pipe, or has ended: it writes nothing."""
     asyncio.get_running_loop().remove_reader(sys.stdin)
     server.end()
 

@@ -1,9 +1,8 @@
-"""RouterProcesses: further processes of a router on one port. One process is one core of Python.
+"""RouterProcesses: the processes of a router on one port. One process is one core of Python.
 
 Each is a whole router: it follows the same directory and the same events, and tells the others the load it
 has assigned (placement/peers.py), as routers on other hosts do. The kernel spreads connections over the
-processes (SO_REUSEPORT). A further process ends when its stdin is closed, so none outlives the first, which
-started it.
+processes (SO_REUSEPORT). A process ends when its stdin is closed, so none outlives its supervisor.
 """
 
 from __future__ import annotations
@@ -25,16 +24,24 @@ _CLOSE_S = 15.0
 _PAUSE_S = 1.0  # before one that has ended is started again
 
 
+class ProcessFailed(Exception):
+    """A process of the router did not start. `code` is its exit code; it has said why on stderr."""
+
+    def __init__(self, code: int | None) -> None:
+        super().__init__(f"a router process did not start (exit code {code})")
+        self.code = code
+
+
 class _Further(NamedTuple):
     process: Process
     mailbox: str
 
 
 class RouterProcesses:
-    """Starts further processes, starts those again that end, and ends them."""
+    """Starts processes, starts those again that end, and ends them."""
 
     def __init__(self, arguments: Sequence[str], group: ProcessGroup, resume_key: str) -> None:
-        """`python -m router ARGUMENTS` is a further process. `group` is told of those that serve.
+        """`python -m router ARGUMENTS` is one of them. `group` is told of those that serve.
 
         `resume_key` is the first line on the stdin of each: every user of the machine can read arguments.
         """
@@ -46,8 +53,11 @@ class RouterProcesses:
         self._closing = False
 
     async def start(self, count: int) -> None:
-        """Returns when all serve. Raises RuntimeError when one does not."""
-        for further in await asyncio.gather(*(self._spawn() for _ in range(count))):
+        """Returns when all serve. Raises ProcessFailed when one does not."""
+        started = await asyncio.gather(*(self._spawn() for _ in range(count)), return_exceptions=True)
+        for further in started:
+            if isinstance(further, BaseException):
+                raise further
             self._keepers.append(asyncio.create_task(self._keep(further)))
 
     def ask_to_end(self) -> None:
@@ -82,9 +92,7 @@ class RouterProcesses:
             said = b""
         if not said:
             self._running.discard(process)
-            if process.returncode is None:
-                process.kill()
-            raise RuntimeError("a further router process did not start")
+            raise ProcessFailed(await _end(process))
         further = _Further(process, json.loads(said)["mailbox"])
         self._group.join(further.mailbox)
         return further
@@ -102,5 +110,15 @@ class RouterProcesses:
             await asyncio.sleep(_PAUSE_S)
             try:
                 return await self._spawn()
-            except RuntimeError as error:
+            except ProcessFailed as error:
                 log.warning("%s", error)
+
+
+async def _end(process: Process) -> int | None:
+    """The exit code of a process that ends or does not serve; None: it had to be killed."""
+    try:
+        return await asyncio.wait_for(process.wait(), _PAUSE_S)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        return None

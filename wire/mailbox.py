@@ -33,10 +33,10 @@ _AT_ONCE = 1000  # messages read before pending ones are sent
 class Mailbox:
     """An address for typed messages. Close it, or use it as a context manager."""
 
-    def __init__(self, interface: str = LOOPBACK, curve: Curve | None = None) -> None:
-        """Bind a fresh port on `interface`."""
+    def __init__(self, interface: str = LOOPBACK, curve: Curve | None = None, port: int = 0) -> None:
+        """Bind `port` on `interface`; 0: a fresh one. Raises ConfigError for a port that cannot be had."""
         self._context = zmq.Context()
-        self._inbound = Inbound(self._context, interface, curve)
+        self._inbound = Inbound(self._context, interface, curve, port)
         self.address = self._inbound.address
         self._peers = PeerSockets(self._context, self.address, curve, self._on_peer)
         self._states: dict[str, PeerState] = {}  # of peers that have changed, until taken

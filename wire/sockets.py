@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import zmq
 
-from common.errors import WireError
+from common.errors import ConfigError, WireError
 from wire.codec import decode, encode
 from wire.messages import AnyMessage
 from wire.peer_monitors import PeerMonitors, PeerState, send_heartbeats
@@ -44,14 +44,24 @@ class Mail(NamedTuple):
 class Inbound:
     """The bound socket. `address` is where peers reach it."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], interface: str, curve: Curve | None) -> None:
-        """Binds a fresh port on `interface`."""
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], interface: str, curve: Curve | None, port: int = 0
+    ) -> None:
+        """Binds `port` on `interface`; 0: a fresh one. Raises ConfigError for a port that cannot be had."""
         self.socket = context.socket(zmq.PULL)
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.setsockopt(zmq.LINGER, 0)
         if curve is not None:
             curve.serve(self.socket)
-        self.socket.bind(f"tcp://{interface}:*")
+        try:
+            self.socket.bind(f"tcp://{interface}:{port or '*'}")
+        except zmq.ZMQError as error:
+            self.socket.close()
+            raise ConfigError(
+                "port" if port else "interface",
+                f"{interface}:{port or '*'} cannot be bound ({error.strerror})",
+                "use a local address and a free port",
+            ) from None
         self.address: str = self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self.rejected_messages = 0
 

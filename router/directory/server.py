@@ -125,11 +125,13 @@ class DirectoryHost:
         interface: str = "127.0.0.1",
         cluster_secret: str | None = None,
         lease_s: float = 3.0,
+        port: int = 0,
         *,
         is_new: bool = True,
     ) -> None:
-        """`is_new`: no worker of an earlier directory will find this one. Otherwise it settles first."""
-        self._mailbox = Mailbox(interface, curve_for(cluster_secret))
+        """`is_new`: no worker of an earlier directory will find this one. Otherwise it settles first. Raises
+        ConfigError for a port that cannot be had."""
+        self._mailbox = Mailbox(interface, curve_for(cluster_secret), port)
         self.address = self._mailbox.address
         directory = Directory(lease_s, 0.0 if is_new else time.monotonic() + lease_s)
         self._server = DirectoryServer(directory, self._mailbox.send)

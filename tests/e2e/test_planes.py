@@ -261,7 +261,7 @@ def test_a_worker_with_another_secret_cannot_join(
 ) -> None:
     options = {
         "model": str(tiny_model), "served_model_name": "m", "engine": "fake", "page_size": PAGE_SIZE,
-        "max_total_tokens": 1024, "directory": secret_stack.router.ready["mailbox"],
+        "max_total_tokens": 1024, "directory": secret_stack.directory.ready["mailbox"],
         "cluster_secret": "something else", "join_timeout_s": 3.0,
     }  # fmt: skip
     with Child("decode_node", options, tmp_path) as stranger:

@@ -20,7 +20,6 @@ from typing import Any
 import httpx
 import pytest
 
-from router.directory.server import DirectoryHost
 from tests.harness.local_stack import Stack, stack
 from tests.harness.processes import Child
 from tests.support.sse import DONE, SseEvent, sse_events
@@ -86,16 +85,13 @@ class Scene:
 
 @contextlib.contextmanager
 def scene(model: Path, directory: Path, grace_s: float) -> Iterator[Scene]:
-    with (
-        DirectoryHost() as host,
-        stack(
-            model, directory, prefill=1, decode=2, dtype="float32", threads=1, max_total_tokens=16384,
-            resume_grace_s=grace_s,
-            router={"directory": host.address, "resume_key": KEY, "prefill_on_decode_tokens": 8},
-        ) as running,
-    ):  # fmt: skip
+    with stack(
+        model, directory, prefill=1, decode=2, dtype="float32", threads=1, max_total_tokens=16384,
+        resume_grace_s=grace_s, router={"resume_key": KEY, "prefill_on_decode_tokens": 8},
+    ) as running:  # fmt: skip
         options = {
-            "model": str(model), "served_model_name": "m", "port": 0, "directory": host.address,
+            "model": str(model), "served_model_name": "m", "port": 0,
+            "directory": running.directory.ready["mailbox"],
             "resume_key": KEY, "prefill_on_decode_tokens": 8,
         }  # fmt: skip
         with doomed_router(options, directory) as doomed:

@@ -85,8 +85,8 @@ def test_every_stream_ends_complete_after_the_only_pair_was_killed_and_replaced(
     asked = prompts(8, seed=7)
     with stack(tiny_model, tmp_path, 1, 1, ROUTER, **OPTIONS) as running, ExitStack() as replacements:
         options = {
-            "model": str(tiny_model), "served_model_name": "m", "directory": running.router.ready["mailbox"],
-            **OPTIONS,
+            "model": str(tiny_model), "served_model_name": "m",
+            "directory": running.directory.ready["mailbox"], **OPTIONS,
         }  # fmt: skip
         with ThreadPoolExecutor(len(asked)) as pool:
             futures = [pool.submit(running.generate, prompt, OUTPUT_TOKENS) for prompt in asked]

@@ -1,4 +1,4 @@
-"""A whole Baton in plain processes on loopback, without Ray: a router, and prefill and decode workers.
+"""A whole Baton in plain processes on loopback, without Ray: directory, router, prefill and decode workers.
 
 Tests and benches run it. The programs are those that cluster/ hosts.
 """
@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 
+from router.directory.options import DirectoryOptions
 from tests.harness.processes import Child, ChildFailed
 from wire.mailbox import Mailbox
 from wire.messages import Inspect, Inspected
@@ -28,6 +29,7 @@ SETTLE_S = 20.0
 class Stack:
     """A running stack. `http` is bounded; `mailbox` inspects the workers."""
 
+    directory: Child
     router: Child
     prefill: list[Child]
     decode: list[Child]
@@ -97,25 +99,24 @@ def stack(
     decode: int = 1,
     router: dict[str, Any] | None = None,
     runner: tuple[str, ...] = (),
+    directory_port: int = 0,
     **worker: Any,
 ) -> Iterator[Stack]:
-    """Start a stack serving `model` as "m", and end it whatever happens. `runner` as in Child."""
+    """Start a stack serving `model` as "m", with files in `directory`, and end it whatever happens. `runner`
+    as in Child."""
     with ExitStack() as cleanup:
-        front = cleanup.enter_context(
-            Child(
-                "router",
-                {"model": str(model), "served_model_name": "m", "port": 0, **(router or {})},
-                directory,
-                runner,
-            )
-        )
-        front.wait_ready()
-        options = {
+        given = router or {}
+        shared = DirectoryOptions.model_fields.keys() - {"port"}
+        leased = {**{key: given[key] for key in shared if key in given}, "port": directory_port}
+        leases = cleanup.enter_context(Child("router.directory", leased, directory, runner))
+        common = {
             "model": str(model),
             "served_model_name": "m",
-            "directory": (router or {}).get("directory", front.ready["mailbox"]),
-            **worker,
+            "directory": leases.wait_ready()["mailbox"],
         }
+        front = cleanup.enter_context(Child("router", {**common, "port": 0, **given}, directory, runner))
+        front.wait_ready()
+        options = {**common, **worker}
         nodes = {
             role: [cleanup.enter_context(Child(role, options, directory, runner)) for _ in range(count)]
             for role, count in (("prefill_node", prefill), ("decode_node", decode))
@@ -124,7 +125,7 @@ def stack(
             node.wait_ready()
         http = cleanup.enter_context(httpx.Client(base_url=front.ready["http"], timeout=120.0))
         mailbox = cleanup.enter_context(Mailbox(curve=curve_for(worker.get("cluster_secret"))))
-        running = Stack(front, nodes["prefill_node"], nodes["decode_node"], http, mailbox)
+        running = Stack(leases, front, nodes["prefill_node"], nodes["decode_node"], http, mailbox)
         wait_for_workers(running, prefill + decode)
         try:
             yield running

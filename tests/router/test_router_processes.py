@@ -7,6 +7,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -16,7 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.router.conftest import RouterProcess, start_router, wait_until
+from tests.router.conftest import ROOT, RouterProcess, start_router, wait_until
 from tests.support.fake_worker import FakeWorker, expected_tokens
 from tests.support.sse import SseEvent, sse_events
 from wire.codec import pack_tokens
@@ -86,15 +88,26 @@ def test_several_processes_share_a_port_and_the_work(
     router.wait_for_workers(2)
     serves(router, PROMPTS)
     asks_until(router, 2, decode)
-    (further,) = children(router.process.pid)
-
-    os.kill(further, signal.SIGKILL)
-    wait_until(lambda: children(router.process.pid) not in ([further], []), 30.0)
-    asks_until(router, 3, decode)
+    records = router.workers()
+    for killed in children(router.process.pid):
+        kill_and_await_successor(router, killed)
+    asks_until(router, 4, decode)
     serves(router, PROMPTS)
-    (further,) = children(router.process.pid)
+    assert router.workers() == records, "neither the directory nor the workers notice"
+    processes = children(router.process.pid)
     assert router.stop() == 0
-    assert not Path(f"/proc/{further}").exists()
+    assert not any(Path(f"/proc/{process}").exists() for process in processes)
+
+
+def kill_and_await_successor(router: RouterProcess, killed: int) -> None:
+    before = children(router.process.pid)
+    os.kill(killed, signal.SIGKILL)
+
+    def replaced() -> bool:
+        now = children(router.process.pid)
+        return len(now) == len(before) and killed not in now
+
+    wait_until(replaced, 30.0)
 
 
 def test_any_process_answers_for_all(tmp_path: Path, model: Path, workers: list[FakeWorker]) -> None:
@@ -125,7 +138,7 @@ def test_any_process_answers_for_all(tmp_path: Path, model: Path, workers: list[
         with contextlib.suppress(ConnectionError):  # the connection was to the process that was killed
             assert output_tokens(router) == 3 * len(asked)
         now = children(router.process.pid)
-        return len(now) == 2 and before[0] not in now
+        return len(now) == 3 and before[0] not in now
 
     wait_until(replaced, 30.0)
     ask(router, 0)
@@ -194,12 +207,23 @@ def test_all_processes_end_their_streams_at_once(
     assert router.stop() == 0
 
 
-def test_no_further_process_outlives_a_router_that_is_killed(tmp_path: Path, model: Path) -> None:
+def test_no_process_outlives_its_supervisor(tmp_path: Path, model: Path) -> None:
     router = start_router(tmp_path, model, processes=2)
-    (further,) = children(router.process.pid)
+    processes = children(router.process.pid)
+    assert len(processes) == 2
     router.process.kill()
     router.stop()
-    wait_until(lambda: not Path(f"/proc/{further}").exists() or "Z" in state(further))
+    wait_until(lambda: all(state(process) == "Z" for process in processes))
+
+
+def test_what_is_wrong_with_the_options_is_said_once_per_process(tmp_path: Path, model: Path) -> None:
+    path = tmp_path / "options.json"
+    path.write_text(json.dumps({"model": str(tmp_path / "none"), "served_model_name": "tiny", "port": 0}))
+    command = [sys.executable, "-m", "router", "--options", str(path), "--processes", "2"]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert "Traceback" not in ended.stderr
+    assert {line.split(":")[0] for line in ended.stderr.splitlines()} == {"router"}
 
 
 def state(process: int) -> str:

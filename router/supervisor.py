@@ -1,0 +1,78 @@
+"""Supervisor: starts the processes of a router (`python -m router --processes N`), and outlives them.
+
+It serves no request, so nothing that a request does can end it. It hosts the directory unless the options
+name one, starts a process again that has ended, and asks all when one is asked for /metrics or a trace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from prometheus_client import CollectorRegistry
+
+from router.directory.directory import Directory
+from router.directory.server import DirectoryServer
+from router.options import RouterOptions
+from router.process_group import ProcessGroup
+from router.processes import RouterProcesses
+from router.streams.inspections import Inspections
+from router.trace import TraceStore
+from wire.loop_mailbox import LoopMailbox
+from wire.messages import Inspect, Inspected
+from wire.peer_monitors import PeerState
+from wire.security import curve_for
+from wire.sockets import Mail
+
+_TICK_S = 0.05
+
+
+class Supervisor:
+    """Lives on the event loop on which it is made. Close it there."""
+
+    def __init__(self, options: RouterOptions, options_file: str, port: int) -> None:
+        """Bind the mailbox. The processes will read `options_file` and serve HTTP on `port`."""
+        self._mailbox = LoopMailbox(
+            options.interface, curve_for(options.cluster_secret), self._on_mail, self._on_peer
+        )
+        self.mailbox_address = self._mailbox.address
+        send = self._mailbox.send
+        self._inspections = Inspections(send)
+        self._group = ProcessGroup(CollectorRegistry(), TraceStore(), send, self._inspections, list, None)
+        self._directory: DirectoryServer | None = None
+        if options.directory is None:
+            self._directory = DirectoryServer(Directory(options.lease_s), send)
+        directory = options.directory or self.mailbox_address
+        arguments = ("--options", options_file, "--further", directory, str(port), self.mailbox_address)
+        self._processes = RouterProcesses(arguments, self._group, options.resume_key or "")
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_soon(self._tick)
+
+    async def start(self, count: int) -> None:
+        """Returns when `count` processes serve. Raises ProcessFailed when one does not."""
+        await self._processes.start(count)
+
+    async def close(self) -> None:
+        """End the processes, then the directory."""
+        await self._processes.close()
+        self._timer.cancel()
+        self._group.close()
+        self._mailbox.close()
+
+    def _tick(self) -> None:
+        self._timer = self._loop.call_later(_TICK_S, self._tick)
+        if self._directory is not None:
+            self._directory.tick(time.monotonic())
+
+    def _on_mail(self, batch: list[Mail]) -> None:
+        now = time.monotonic()
+        for mail in batch:
+            if self._directory is not None and self._directory.handle(mail, now):
+                pass
+            elif isinstance(mail.message, Inspected):
+                self._inspections.answer(mail.message)
+            elif isinstance(mail.message, Inspect):
+                self._group.answer(mail.sender, mail.message)
+
+    def _on_peer(self, address: str, state: PeerState) -> None:
+        """Leases and exit codes tell who is gone."""
