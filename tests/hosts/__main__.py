@@ -1,6 +1,6 @@
 """Router, prefill and decode on three hosts, and every fault of a network between them.
 
-python -m tests.hosts [--backend tcp|mooncake] [--short]
+python -m tests.hosts [--backend tcp|mooncake] [--only TEXT]
 
 Each backend serves through loss, delay, and partitions of 5 s and of 60 s between each two hosts. Every
 answer must be, token for token, what the fake engine's oracle says: it depends on every byte of KV that was
@@ -34,14 +34,13 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--backend", choices=_BACKENDS, help="this one only")
-    parser.add_argument("--short", action="store_true", help="without the partitions of 60 s")
+    parser.add_argument("--only", default="", help="cases whose name contains this, such as 'for 5 s'")
     options = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     backends = [options.backend] if options.backend else list(_BACKENDS)
     # The cases of one list are one after the other on one set of hosts; the lists run at once.
-    lists: list[Sequence[Case]] = [SHORT, DELAYED]
-    if not options.short:
-        lists += [[case] for case in LONG]
+    every: list[Sequence[Case]] = [SHORT, DELAYED, *([case] for case in LONG)]
+    lists = [chosen for cases in every if (chosen := [one for one in cases if options.only in one.name])]
     count = len(backends) * sum(map(len, lists))
     if os.geteuid() != 0:
         say("skipped: network namespaces need root")

@@ -23,7 +23,6 @@ from wire.security import curve_for
 
 _SECRET = "hosts of their own"
 _TOKENS = 300  # of an answer: some seconds
-DELAY_S = 0.05
 _STREAMS = 4  # before the fault, and again in it
 _ANSWER_S = 240.0
 _WORKER: dict[str, Any] = {
@@ -44,6 +43,7 @@ class Case:
     name: str
     begin: Callable[[Network], None]
     seconds: float | None = None
+    delay_s: float = 0.0  # of every connection, from the start of the processes on
 
 
 @dataclass(frozen=True)
@@ -63,17 +63,17 @@ SHORT = [
     Case("5% of packets lost", lambda net: net.lose(0.05)),
     *(_partition(*pair, 5.0) for pair in PAIRS),
 ]
-DELAYED = [Case(f"{1000 * DELAY_S:.0f} ms of delay", lambda net: None)]
+DELAYED = [Case("50 ms of delay", lambda net: None, delay_s=0.05)]
 LONG = [_partition(*pair, 60.0) for pair in PAIRS]
 
 
 def run_cases(cases: Sequence[Case], backend: str, model: Path, directory: Path) -> list[Outcome]:
-    """One after the other on three hosts. A case that raises has lost all of its streams."""
+    """One after the other on three hosts, with the first one's delay. One that raises loses its streams."""
     outcomes = []
     with ExitStack() as cleanup:
         net = cleanup.enter_context(Network(HOSTS))
-        if cases is DELAYED:
-            net.delay(DELAY_S)
+        if cases[0].delay_s:
+            net.delay(cases[0].delay_s)
         cleanup.enter_context(net.on("router"))
         running = cleanup.enter_context(_stack(net, backend, model, directory))
         for case in cases:

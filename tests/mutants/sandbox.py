@@ -6,10 +6,13 @@ import compileall
 import os
 import py_compile
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,18 +69,24 @@ class Sandbox:
             "-p", "no:cacheprovider", "--tb=no", "-rfE", "--hypothesis-seed=0", *arguments, *tests,
         ]  # fmt: skip
         environment = {**os.environ, "PYTHONPATH": str(self._folder), "PYTHONDONTWRITEBYTECODE": "1"}
-        try:
-            done = subprocess.run(
+        with tempfile.TemporaryFile("w+") as printed:  # a pipe stays open for what a mutant leaves
+            process = subprocess.Popen(
                 command,
                 cwd=self._folder,
                 env=environment,
-                capture_output=True,
-                text=True,
-                timeout=_TOO_LONG_S,
-                check=False,
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
-        except subprocess.TimeoutExpired:
-            return _PYTEST_FAILED, f"the tests hung for {_TOO_LONG_S} s"
-        lines = (done.stdout + done.stderr).strip().splitlines()
+            try:
+                process.wait(_TOO_LONG_S)
+            except subprocess.TimeoutExpired:
+                return _PYTEST_FAILED, f"the tests hung for {_TOO_LONG_S} s"
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            printed.seek(0)
+            lines = printed.read().strip().splitlines()
         failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-        return done.returncode, (failures or lines or ["nothing was printed"])[-1]
+        return process.returncode, (failures or lines or ["nothing was printed"])[-1]

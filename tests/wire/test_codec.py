@@ -86,3 +86,9 @@ def test_tokens_are_little_endian_int32() -> None:
     assert unpack_tokens(pack_tokens(np.arange(5))).tolist() == [0, 1, 2, 3, 4]
     with pytest.raises(WireError):
         unpack_tokens(b"123")
+
+
+@pytest.mark.parametrize("length", [1, 2, 6])
+def test_a_torn_token_array_is_refused(length: int) -> None:
+    with pytest.raises(WireError):
+        unpack_tokens(bytes(length))
