@@ -24,6 +24,7 @@ CLAIMED = "another router goes on with this stream"
 """What a router is told that had the room before."""
 
 _PAUSE_AFTER_S = 1.0  # a router that is up again by then has not been missed
+_UNCLAIMED_S = 5.0  # the longest that a room of a router that is gone waits for what makes it claimable
 
 
 class RoutedRoom(HasEpoch, Protocol):
@@ -117,7 +118,7 @@ class Orphans(Generic[RoomState]):
             if since is None:
                 continue
             waiting.add(room.router)
-            if now - since >= self._grace_s:
+            if now - since >= self._kept_s(room):
                 self._host.fail(room, RejectKind.UNKNOWN, "its router was gone for too long")
             elif now - since >= _PAUSE_AFTER_S and room.key not in self._paused and self._pausing.pause(room):
                 self._paused[room.key] = room
@@ -125,6 +126,10 @@ class Orphans(Generic[RoomState]):
             del self._gone[address]
         for key in [key for key in self._paused if self._rooms.get(*key) is None]:
             del self._paused[key]
+
+    def _kept_s(self, room: RoomState) -> float:
+        """How long a room may wait for another router."""
+        return self._grace_s if self._pausing.can_be_claimed(room) else min(self._grace_s, _UNCLAIMED_S)
 
     def claim(self, router: str, numbers: Collection[int]) -> list[ClaimedRoom]:
         """Give these rooms to `router`, whatever epoch they are in. Returns those that are here."""

@@ -176,13 +176,15 @@ def test_the_router_that_had_it_is_told_and_cannot_end_it(both: Pair) -> None:
     assert not held(both.decode)
 
 
-def test_a_room_that_waits_for_its_kv_is_not_claimed_and_goes_after_the_grace(both: Pair) -> None:
+def test_a_room_that_waits_for_its_kv_is_not_claimed_and_goes_before_the_grace(both: Pair) -> None:
     both.ask(1, PROMPT, TOKENS)
     both.hold_back(KVTarget)
     assert say(both, Claim([1], 7)) == [Claimed(7, [])]
     for worker in (both.decode, both.prefill):
         tell(both, worker, PeerState.DOWN)
-    after(both, GRACE_S)
+    after(both, 2.0)
+    assert both.decode.rooms(), "its KV may be on the way"
+    after(both, 4.0)
     for _ in range(3):
         after(both, 1.0)
     for worker in (both.decode, both.prefill):
