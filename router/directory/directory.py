@@ -16,6 +16,7 @@ from wire.messages import Announce, Announced, AnnounceRefused, Join, Joined, Re
 from wire.records import GroupLayout, WorkerRecord
 
 _WEIGHT_DTYPES = frozenset({"float32", "bfloat16", "float16"})  # any other is set by kv_cache_dtype
+_LONGEST_PAUSE = 0.3  # between two calls of `expire`, as a share of a lease
 _STATE = "state"  # the kind of group whose dtype names those of the model's state tensors
 
 
@@ -39,6 +40,7 @@ class Directory:
         self.version = 0
         self._incarnations = Incarnations(settles_at)
         self._leases: dict[str, _Lease] = {}
+        self._looked_at: float | None = None
 
     def join(self, message: Join, now: float) -> Joined | Replaced | None:
         """Issue an incarnation, and end the lease of an older process of that id. None: ask again later."""
@@ -84,7 +86,16 @@ class Directory:
         return True
 
     def expire(self, now: float) -> list[WorkerRecord]:
-        """Remove, and return, the workers whose lease has ended."""
+        """Remove, and return, the workers whose lease has ended. Call it several times per lease.
+
+        After a longer pause this process was itself stopped or blocked. Renewals have then come that it has
+        not read, so all leases last longer by the pause.
+        """
+        pause_s = 0.0 if self._looked_at is None else now - self._looked_at
+        self._looked_at = now
+        if pause_s > _LONGEST_PAUSE * self.lease_s:
+            for lease in self._leases.values():
+                lease.deadline += pause_s
         ended = [lease.record for lease in self._leases.values() if lease.deadline <= now]
         for record in ended:
             self._end(record.id)

@@ -50,6 +50,15 @@ def test_a_lease_is_renewed_or_ends() -> None:
     assert directory.records() == []
 
 
+def test_a_directory_that_was_stopped_does_not_blame_the_workers() -> None:
+    directory = Directory(lease_s=3.0)
+    directory.announce(Announce(record()), now=0.0)
+    assert directory.expire(now=0.5) == []
+    assert directory.expire(now=10.5) == [], "renewals may wait unread"
+    assert [directory.expire(now=10.5 + 0.5 * step) for step in range(1, 5)] == [[]] * 4
+    assert [r.id for r in directory.expire(now=13.0)] == ["p0"]
+
+
 def test_draining_and_a_restart_change_the_version() -> None:
     directory = Directory(3.0)
     directory.announce(Announce(record()), 0.0)
