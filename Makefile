@@ -4,7 +4,7 @@ PY := .venv/bin/python
 # Two workers on one small machine share its cores: one compute thread each, unless a bench asks for more.
 TEST_ENV := OMP_NUM_THREADS=1 RAY_DISABLE_IMPORT_WARNING=1 RAY_USAGE_STATS_ENABLED=0
 
-.PHONY: help setup demo check lint types imports dead quick test oracle mutants two-hosts invariants e2e peers wheel demo-quality kv-quant
+.PHONY: help setup demo check lint types imports dead quick test oracle mutants two-hosts invariants e2e chaos soak peers wheel demo-quality kv-quant
 
 help:  ## list the targets and their variables
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -14,6 +14,10 @@ help:  ## list the targets and their variables
 #: TORCH_INDEX=URL   where setup and wheel take torch from; if it is empty or does not answer: pip's own index
 #: ONLY=TEXT         mutants: those whose line, as it is printed, has this in it
 #: KEEP=1            demo: leave what it started running
+#: SCENARIOS=600     chaos: how many
+#: SECONDS=600       soak: how long
+#: SEED=1            chaos, soak: what is drawn
+#: ONLY=CELL         chaos: role/state/fault/transport/engine, or the first of these; * is any
 #: ALL=1             quick: the unit tests of all rooms
 
 setup:  ## make .venv and install everything (every target below does that first)
@@ -56,6 +60,12 @@ invariants: setup  ## long runs of the hypothesis state machines
 
 e2e: setup  ## a real Ray cluster, 2 prefill and 2 decode replicas and more
 	@$(TEST_ENV) $(PY) -m tools.run_tests "e2e" --jobs 1
+
+chaos: setup  ## faults in every state of a request, over real processes (SCENARIOS, SEED, ONLY)
+	@$(TEST_ENV) $(PY) -m tests.chaos --scenarios $(or $(SCENARIOS),600) --seed $(or $(SEED),1) --only "$(ONLY)"
+
+soak: setup  ## random faults at random times over a steady load (SECONDS, SEED)
+	@$(TEST_ENV) $(PY) -m tests.chaos.soak --seconds $(or $(SECONDS),600) --seed $(or $(SEED),1)
 
 peers: setup  ## NVIDIA Dynamo's indexer reads our KV events (needs .venv/bin/pip install ai-dynamo-runtime==1.6.1)
 	@$(TEST_ENV) $(PY) -m tools.run_tests "peers" tests/peers

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tests.chaos.bench import Bench
 from tests.chaos.matrix import Cell, cells
-from tests.chaos.scenario import Outcome
+from tests.chaos.report import describe, say
 from tests.chaos.totals import Totals
 
 _AT_ONCE = 40  # scenarios that are sorted, so that those of one stack follow each other
@@ -29,20 +29,6 @@ def sorted_by_stack(drawn: Iterator[Cell], count: int) -> Iterator[Cell]:
     chosen = itertools.islice(drawn, count)
     while block := list(itertools.islice(chosen, _AT_ONCE)):
         yield from sorted(block, key=lambda cell: (cell.transport, cell.engine, cell.state == "retracted"))
-
-
-def say(line: str) -> None:
-    """A line at once: a run takes an hour."""
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-
-
-def describe(outcome: Outcome) -> str:
-    """A scenario's line, with which it can be repeated."""
-    verdict = "missed" if outcome.missed else "FAILED" if outcome.counts else "ok"
-    detect = f" detect {outcome.detect_s[0]:.2f}" if outcome.detect_s else ""
-    resume = f" resume {max(outcome.resume_s):.2f}" if outcome.resume_s else ""
-    return f"{verdict:7}{outcome.took_s:5.1f} s  {outcome.cell}{detect}{resume}"
 
 
 def main() -> int:

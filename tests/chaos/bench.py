@@ -8,10 +8,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from tests.chaos.judge import Outcome
 from tests.chaos.matrix import Cell
 from tests.chaos.network import Network
 from tests.chaos.questions import Questions, learn
-from tests.chaos.scenario import Outcome, Scenario
+from tests.chaos.scenario import Scenario
 from tests.chaos.stack import ChaosStack, StackOptions, chaos_stack
 from tests.chaos.states import STATES
 from tests.support.tiny_models import make_tiny
@@ -21,6 +22,7 @@ _WORKER: dict[str, Any] = {
     "chunked_prefill_size": 48,
     "max_running_requests": 8,
     "announce_interval_s": 0.5,
+    "resume_grace_s": 5.0,  # no room of a router that was killed is left when a scenario is judged
 }
 _ENGINES: dict[str, dict[str, Any]] = {
     "fake": {"engine": "fake"},
@@ -30,7 +32,7 @@ _DECODE: dict[bool, dict[str, Any]] = {
     False: {"max_total_tokens": 1024},
     True: {"max_total_tokens": 512, "decode_reserve_tokens": 0},  # scarce: what is admitted cannot all grow
 }
-_ROUTER: dict[str, Any] = {"prefill_on_decode_tokens": 0}
+_ROUTER: dict[str, Any] = {"prefill_on_decode_tokens": 0, "resume_key": "shared by both routers"}
 
 
 class Bench:
@@ -52,12 +54,8 @@ class Bench:
 
         A scenario that breaks the stack is counted as lost, and the next one gets a new stack.
         """
-        kind = (cell.transport, cell.engine, STATES[cell.state].scarce)
-        if kind != self._kind:
-            self.close()
-            self._build(*kind)
-            self._kind = kind
-        scenario = Scenario(cell, number, self._seed, self._stack, self._questions)
+        stack, questions = self.stack_of(cell.transport, cell.engine, STATES[cell.state].scarce)
+        scenario = Scenario(cell, number, self._seed, stack, questions)
         try:
             outcome = scenario.run()
         except (TimeoutError, RuntimeError) as error:
@@ -67,6 +65,15 @@ class Bench:
         if self._kind is not None:
             self.disturbed = self._disturbed_before + self._stack.network.faults.disturbed
         return outcome
+
+    def stack_of(self, transport: str, engine: str, scarce: bool) -> tuple[ChaosStack, Questions]:
+        """The stack of that kind, with what can be asked of it."""
+        kind = (transport, engine, scarce)
+        if kind != self._kind:
+            self.close()
+            self._build(*kind)
+            self._kind = kind
+        return self._stack, self._questions
 
     def close(self) -> None:
         """End the stack, if there is one."""
@@ -87,6 +94,7 @@ class Bench:
         network = self._owned.enter_context(Network(self._seed))
         self._stack = self._owned.enter_context(chaos_stack(options, network, files))
         self._questions = learn(self._stack, engine, self._seed)
+        self._stack.take_baseline()
 
     def __enter__(self) -> Bench:
         return self

@@ -6,6 +6,7 @@ import itertools
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,6 +58,13 @@ class Client:
         self.leave = threading.Event()
         self._salt = salt
         self._routers = routers
+
+    @property
+    def decodes(self) -> bool:
+        """Whether every choice has tokens: two, as the first is prefill's."""
+        counts = Counter(choice for _, choice in self.streamed.token_times)
+        wanted = self.streamed.asked.sampling.get("n", 1)
+        return len(counts) == wanted and min(counts.values()) > 1
 
     def run(self, deadline: float, patience_s: float) -> Streamed:
         """Read to the end, or until `deadline`. A router that is silent for `patience_s` is left."""

@@ -1,9 +1,8 @@
-"""Faults: what the network does to the messages of each process now. Changed from any thread, at any time."""
+"""Faults: what the network does to the messages of each process now."""
 
 from __future__ import annotations
 
 import random
-import threading
 from collections import Counter
 from dataclasses import dataclass
 
@@ -32,7 +31,6 @@ class Faults:
     def __init__(self, seed: int) -> None:
         self.disturbed: Counter[str] = Counter()
         self._rng = random.Random(seed)
-        self._lock = threading.Lock()
         self._cut: set[frozenset[str]] = set()
         self._lossy: dict[str, Loss] = {}
         self._slow: dict[str, float] = {}
@@ -40,31 +38,26 @@ class Faults:
 
     def cut(self, one: str, other: str) -> None:
         """Nothing passes between two processes, in either direction, on any plane."""
-        with self._lock:
-            self._cut.add(frozenset((one, other)))
+        self._cut.add(frozenset((one, other)))
 
     def lose(self, name: str, loss: Loss | None = None) -> None:
         """Drop, double and delay what the process sends and what it is sent."""
-        with self._lock:
-            self._lossy[name] = loss or Loss()
+        self._lossy[name] = loss or Loss()
 
     def lose_all(self, loss: Loss | None = None) -> None:
         """As `lose`, for every process behind the network."""
-        with self._lock:
-            self._loss_of_all = loss or Loss()
+        self._loss_of_all = loss or Loss()
 
     def slow(self, name: str, delay_s: float) -> None:
         """Everything that the process sends, and that it is sent, arrives so much later."""
-        with self._lock:
-            self._slow[name] = delay_s
+        self._slow[name] = delay_s
 
     def heal(self) -> None:
         """No faults from now on. What was cut goes on where it stopped, as far as it is still connected."""
-        with self._lock:
-            self._cut.clear()
-            self._lossy.clear()
-            self._slow.clear()
-            self._loss_of_all = None
+        self._cut.clear()
+        self._lossy.clear()
+        self._slow.clear()
+        self._loss_of_all = None
 
     def is_cut(self, one: str, other: str) -> bool:
         """Whether nothing passes between the two."""
@@ -72,33 +65,30 @@ class Faults:
 
     def count(self, sender: str, messages: int) -> None:
         """Messages of this process were disturbed."""
-        with self._lock:
-            self.disturbed[role_of(sender)] += messages
+        self.disturbed[role_of(sender)] += messages
 
     def delays(self, sender: str, receiver: str, messages: int) -> list[float]:
         """When to deliver a frame: seconds from now, once for each copy; [] drops it."""
         if not (self._lossy or self._slow or self._loss_of_all) or STRANGER in (sender, receiver):
             return [0.0]
-        with self._lock:
-            later_s = max(self._slow.get(sender, 0.0), self._slow.get(receiver, 0.0))
-            loss = self._lossy.get(sender) or self._lossy.get(receiver) or self._loss_of_all
-            delays = [later_s]
-            if loss is not None:
-                delays = [later_s + late for late in self._lossy_delays(loss)]
-            if delays != [0.0]:
-                self.disturbed[role_of(sender)] += messages
-            return delays
+        later_s = max(self._slow.get(sender, 0.0), self._slow.get(receiver, 0.0))
+        loss = self._lossy.get(sender) or self._lossy.get(receiver) or self._loss_of_all
+        delays = [later_s]
+        if loss is not None:
+            delays = [later_s + late for late in self._lossy_delays(loss)]
+        if delays != [0.0]:
+            self.disturbed[role_of(sender)] += messages
+        return delays
 
     def stream_delay(self, sender: str, receiver: str) -> float:
         """Seconds by which a piece of a byte stream is late: of TCP, nothing else can be lost or doubled."""
-        with self._lock:
-            later_s = max(self._slow.get(sender, 0.0), self._slow.get(receiver, 0.0))
-            loss = self._lossy.get(sender) or self._lossy.get(receiver) or self._loss_of_all
-            if loss is not None and self._rng.random() < loss.delay:
-                later_s += self._rng.random() * loss.longest_delay_s
-            if later_s:
-                self.disturbed[role_of(sender)] += 1
-            return later_s
+        later_s = max(self._slow.get(sender, 0.0), self._slow.get(receiver, 0.0))
+        loss = self._lossy.get(sender) or self._lossy.get(receiver) or self._loss_of_all
+        if loss is not None and self._rng.random() < loss.delay:
+            later_s += self._rng.random() * loss.longest_delay_s
+        if later_s:
+            self.disturbed[role_of(sender)] += 1
+        return later_s
 
     def _lossy_delays(self, loss: Loss) -> list[float]:
         if self._rng.random() < loss.drop:

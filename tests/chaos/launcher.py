@@ -5,7 +5,6 @@ The program itself knows of nothing: what it connects to is replaced by the netw
 
 from __future__ import annotations
 
-import json
 import os
 import runpy
 import socket
@@ -16,8 +15,8 @@ import zmq
 
 import kvtransfer.mooncake
 import kvtransfer.tcp
+from tests.chaos.network import ask_network
 
-_ANSWER_S = 10.0
 _TCP = "tcp://"
 ROLE_OF_PROGRAM = {"router": "router", "prefill_node": "P", "decode_node": "D"}
 
@@ -27,28 +26,20 @@ class NetworkClient:
 
     def __init__(self, network: str, name: str) -> None:
         """`network` is Network.address."""
-        self._network = "\0" + network.removeprefix("@")
+        self._network = network
         self.name = name
         self._known: dict[str, str] = {}
 
     def bound(self, address: str) -> None:
         """This process listens at "host:port"."""
-        self._ask({"name": self.name, "bound": address})
+        ask_network(self._network, {"name": self.name, "bound": address})
 
     def way(self, address: str, is_zmq: bool) -> str:
         """Where to connect in place of "host:port"."""
         if address not in self._known:
-            answer = self._ask({"name": self.name, "connect": address, "zmq": is_zmq})
+            answer = ask_network(self._network, {"name": self.name, "connect": address, "zmq": is_zmq})
             self._known[address] = str(answer["address"])
         return self._known[address]
-
-    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            sock.settimeout(_ANSWER_S)
-            sock.connect(self._network)
-            sock.sendall(json.dumps(question).encode() + b"\n")
-            with sock.makefile("rb") as answer:
-                return dict(json.loads(answer.readline()))
 
 
 def put_behind(client: NetworkClient) -> None:

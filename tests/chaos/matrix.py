@@ -39,6 +39,8 @@ def why_not(role: str, state: str, fault: str) -> str | None:
         return "a client's leaving reaches the workers: the cells of P and D show what they do"
     if fault == "abort" and state != "draining" and (role == "P") != (state in _ON_PREFILL):
         return "the request is not with this role then, and aborting has no other victim"
+    if fault == "thaw" and role == "directory":
+        return "its replacement needs its address, which a stopped process keeps"
     if state == "draining" and role == "directory":
         return "a directory holds no requests, so it has nothing to drain"
     if state == "draining" and fault == "thaw":

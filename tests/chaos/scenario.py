@@ -3,47 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from dataclasses import dataclass, field
 from random import Random
 from signal import SIGTERM
-from typing import Any
 
-from tests.chaos.asked import difference
-from tests.chaos.client import Client, Streamed
+from tests.chaos.client import Client
+from tests.chaos.judge import Judge, Outcome
 from tests.chaos.matrix import Cell
 from tests.chaos.observed import wait_until
 from tests.chaos.play import Play
 from tests.chaos.processes import Forked
-from tests.chaos.questions import Question, Questions, start_all
+from tests.chaos.questions import Questions, start_all
 from tests.chaos.stack import ChaosStack
 from tests.chaos.states import STATES
 
 _REACH_S = 6.0
 _STREAMS = 6
 _STREAM_BOUND_S = 40.0
-_SETTLE_S = 20.0
 _SILENT_ROUTER_S = 3.0  # when a client leaves a router that was stopped
 _PATIENCE_S = 30.0
-
-
-@dataclass
-class Outcome:
-    """What was counted in a scenario."""
-
-    cell: Cell
-    missed: bool = False
-    counts: Counter[str] = field(default_factory=Counter)  # lost, doubled, wrong_token, ...
-    detect_s: list[float] = field(default_factory=list)
-    resume_s: list[float] = field(default_factory=list)
-    move_gap_ms: list[float] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    took_s: float = 0.0
-
-    def count(self, what: str, why: str, times: int = 1) -> None:
-        """Something that should not have happened."""
-        self.counts[what] += times
-        self.problems.append(f"{what}: {why}")
 
 
 class Scenario:
@@ -59,6 +36,7 @@ class Scenario:
         drawn = questions.long if self._state.long_prompts else questions.short
         count = len(drawn) if self._state.long_prompts else _STREAMS
         self._questions = self._rng.sample(drawn, count)
+        self._prefilled = 0
 
     def run(self) -> Outcome:
         """Play the cell and put the stack right again."""
@@ -72,7 +50,7 @@ class Scenario:
     def _play(self) -> None:
         clients = self._ask()
         threads = start_all(clients, _STREAM_BOUND_S, self._patience())
-        victim = self._reach()
+        victim = self._reach(clients)
         play = None
         if victim is None:
             self.outcome.missed = True
@@ -86,11 +64,17 @@ class Scenario:
             thread.join()
         if play is None:
             play = Play("none", self._stack, self._stack.running["router/0"], self._rng)
+        if self._moves_alone and not self.outcome.missed:
+            recomputed = self._stack.prefilled() - self._prefilled
+            if recomputed > 0:
+                self.outcome.count("moved_recomputed_tokens", "of rooms that moved", recomputed)
         problem = play.end()
         if problem is not None:
             self.outcome.count("zombies", problem)
-        self._judge(clients, play)
-        self._settle()
+        judge = Judge(self._stack, self.outcome)
+        judge.streams(clients, self._questions)
+        judge.fault(play, clients)
+        judge.settled()
 
     # -- into the state ------------------------------------------------------------------------
 
@@ -101,7 +85,8 @@ class Scenario:
         for worker in self._stack.of_role("P"):
             worker.set_gates(self._state.hold_p, self._state.pace_p)
         for worker in self._stack.of_role("D"):
-            worker.set_gates(self._state.hold_d, self._state.pace_d)
+            held = self._state.hold_d if not self._moves_alone else frozenset[str]()
+            worker.set_gates(held, self._state.pace_d)
         return [
             Client(question.asked, f"{self._name}-{i}", self._name, self._stack.routers)
             for i, question in enumerate(self._questions)
@@ -111,7 +96,12 @@ class Scenario:
         stopped = self.cell.role == "router" and self.cell.fault in ("stop", "thaw")
         return _SILENT_ROUTER_S if stopped else _PATIENCE_S
 
-    def _reach(self) -> Forked | None:
+    @property
+    def _moves_alone(self) -> bool:
+        """Whether rooms move and nothing delays that: clients that leave do not. Then moves are measured."""
+        return self.cell.state == "draining" and self.cell.role == "D" and self.cell.fault == "abort"
+
+    def _reach(self, clients: list[Client]) -> Forked | None:
         """Wait until the state shows. The victim of the fault, or None when the state does not come."""
         state, found = self._state, list[Forked]()
 
@@ -123,6 +113,9 @@ class Scenario:
             return None
         own = found if self.cell.role == state.side else self._stack.of_role(self.cell.role)
         victim = own[0]
+        if self._moves_alone:  # what is prefilled from now on is computed for the second time
+            wait_until(lambda: all(client.decodes for client in clients), _REACH_S)
+            self._prefilled = self._stack.prefilled()
         if state.name == "draining" and not self._drain(victim):
             return None
         return victim
@@ -137,64 +130,3 @@ class Scenario:
     def _open_gates(self) -> None:
         for worker in self._stack.workers:
             worker.set_gates(pace=self._state.pace_d if worker.name.startswith("D") else None)
-
-    # -- what came of it -----------------------------------------------------------------------
-
-    def _judge(self, clients: list[Client], play: Play) -> None:
-        for client, question in zip(clients, self._questions, strict=True):
-            if not client.leave.is_set():
-                self._judge_stream(client.streamed, question)
-        suspicions = self._suspicions(play.began_unix)
-        faulted = {self._base(worker) for worker in play.faulted}
-        began: list[float] = []
-        for row in suspicions:
-            if self._base(row["worker"]) in faulted:
-                began.append(row["at_unix"])
-            else:
-                self.outcome.count("misblamed", f"{row['worker']} was suspected: {row['cause']}")
-        if began and self.cell.fault in ("kill", "stop", "thaw", "partition router-worker"):
-            self.outcome.detect_s.append(min(began) - play.began_unix)
-            suspected = play.began + (min(began) - play.began_unix)
-            for client in clients:
-                self._judge_resume(client.streamed, suspected)
-        if self.cell.state == "draining" and self.cell.role == "D" and self.cell.fault == "abort":
-            gaps = [gap for client in clients for gap in client.streamed.gaps(play.began)]
-            self.outcome.move_gap_ms += [max(gaps) * 1e3] if gaps else []
-
-    def _judge_stream(self, streamed: Streamed, question: Question) -> None:
-        who = f"{streamed.request_id} ({question.asked.kind})"
-        if streamed.contradicted:
-            self.outcome.count("wrong_token", f"{who}: an event takes tokens back")
-        if not streamed.complete:
-            self.outcome.count("lost", f"{who}: {streamed.problem}")
-            return
-        wrong = difference(question.asked, streamed.answer, question.answer)
-        if wrong is not None:
-            self.outcome.count(wrong, who)
-
-    def _judge_resume(self, streamed: Streamed, suspected: float) -> None:
-        """A stream that was started again on another worker: when did its next token come?"""
-        after = streamed.first_after(suspected)
-        trace = self._stack.debug(f"trace/{streamed.request_id}")
-        placements = trace["otherData"]["placements"] if trace is not None else []
-        if after is not None and any(placed["epoch"] > 0 for placed in placements):
-            self.outcome.resume_s.append(after - suspected)
-
-    def _suspicions(self, since_unix: float) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = []
-        for router in range(len(self._stack.of_role("router"))):
-            page = self._stack.debug("suspicions", router) or {"suspicions": []}
-            rows += [row for row in page["suspicions"] if row["at_unix"] >= since_unix > 0]
-        return rows
-
-    def _base(self, worker: str) -> str:
-        """The slot in a worker id: a replacement may have an id of its own."""
-        return worker.partition("-")[0]
-
-    def _settle(self) -> None:
-        """Nothing is held by anybody: pages, rows, rooms."""
-        deadline = time.monotonic() + _SETTLE_S
-        while held := self._stack.held():
-            if time.monotonic() > deadline:
-                self.outcome.count("leaked_pages", str(held), len(held))
-                return

@@ -20,9 +20,11 @@ from tests.harness.local_stack import in_use
 from wire.mailbox import Mailbox
 from wire.messages import Inspect, Inspected
 
-MODULES = {"P": "prefill_node", "D": "decode_node", "router": "router", "directory": "tests.chaos.directory"}
+MODULES = {"P": "prefill_node", "D": "decode_node", "router": "router", "directory": "router.directory"}
 SLOTS = ("directory/0", "router/0", "router/1", "P/0", "P/1", "D/0", "D/1")
 _ANSWER_S = 5.0
+_GONE_S, _PER_GONE = 20.0, 8
+_CHANNELS = 8  # how many writes ran at once decides how many connections a pair of workers keeps
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,15 @@ class ChaosStack:
         self._mailbox = Mailbox()
         self._token = 0
         self._started = 0
+        self._most_open: dict[str, int] = {}  # by role
+        self._ended_at: list[float] = []
         self.http = httpx.Client(timeout=_ANSWER_S)
         self.running: dict[str, Forked] = {}
         self.strays: list[Forked] = []  # replaced, and not ended yet
-        self.start("directory/0").wait_ready()
+        self._directory_port = 0  # of the first; one that takes its place has its address
+        directory_process = self.start("directory/0")
+        directory_process.wait_ready()
+        self._directory_port = int(directory_process.ready["mailbox"].rpartition(":")[2])
         for slot in SLOTS[1:]:
             self.start(slot)
         for forked in self.running.values():
@@ -61,9 +68,10 @@ class ChaosStack:
         """Start a process in a slot that has none. `same_id`: under the worker id of its predecessor."""
         role = slot.partition("/")[0]
         self._started += 1
+        self._ended_at.append(time.monotonic())  # its predecessor's end
         name = f"{slot}-{self._started}"
         if role == "directory":
-            options: dict[str, Any] = {}
+            options: dict[str, Any] = {"port": self._directory_port, "lease_s": 3.0}
         elif role == "router":
             options = {"model": str(self.options.model), "served_model_name": "m", "port": 0}
             options.update(self.options.router)
@@ -125,6 +133,14 @@ class ChaosStack:
                 found[worker.name] = held
         return found
 
+    def prefilled(self) -> int:
+        """Prompt tokens that the running workers have computed so far."""
+        return sum(
+            self.inspect(one, "metrics")["prefill_tokens"]
+            for one in self.workers
+            if not one.observed.draining
+        )
+
     def whole(self) -> bool:
         """Whether every router sees exactly the workers that run, none of them draining."""
         wanted = {(worker.ready["id"], worker.ready["mailbox"]) for worker in self.workers}
@@ -136,6 +152,25 @@ class ChaosStack:
             if seen != wanted:
                 return False
         return True
+
+    def take_baseline(self) -> None:
+        """What processes of each role have open now is what they may have open when they are idle."""
+        for slot, forked in self.running.items():
+            role = slot.partition("/")[0]
+            self._most_open[role] = max(self._most_open.get(role, 0), forked.descriptors())
+
+    def leaked_descriptors(self) -> dict[str, int]:
+        """By process: how many files, sockets and so on are open beyond the baseline.
+
+        A process keeps the way to another that has ended for some seconds (wire/sockets.py).
+        """
+        gone = sum(at > time.monotonic() - _GONE_S for at in self._ended_at)
+        found = {}
+        for slot, forked in self.running.items():
+            most = self._most_open[slot.partition("/")[0]] + _CHANNELS + gone * _PER_GONE
+            if (extra := forked.descriptors() - most) > 0:
+                found[forked.name] = extra
+        return found
 
     def close(self) -> None:
         """End every process."""

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from tests.chaos.faults import ROLES
-from tests.chaos.scenario import Outcome
+from tests.chaos.judge import Outcome
 
 ZEROS = ("lost", "doubled", "wrong_token", "leaked_pages", "leaked_fds", "misblamed")
 _MOST_DETECT_S, _MOST_RESUME_S, _MOST_GAP_MS = 2.0, 3.0, 300.0

@@ -1,0 +1,64 @@
+"""Ten scenarios of the matrix that `make chaos` plays whole: a minute of `make test`.
+
+Times are measured by `make chaos`, not asserted here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.bench import Bench
+from tests.chaos.matrix import FAULTS, ROLES, Cell, cells, why_not
+from tests.chaos.states import STATES
+from tests.chaos.totals import Totals
+
+CHOSEN = {
+    ("shm", "fake"): (
+        ("D", "decoding", "kill"),
+        ("P", "transferring", "kill"),
+        ("D", "waiting", "stop"),
+        ("P", "between chunks", "thaw"),
+    ),
+    ("tcp", "fake"): (
+        ("router", "queued", "lossy"),
+        ("P", "last chunk", "partition P-D"),
+        ("D", "bootstrap", "partition router-worker"),
+        ("directory", "decoding", "stop"),
+    ),
+    ("mooncake", "tiny"): (
+        ("P", "first chunk", "abort"),
+        ("D", "decoding", "kill"),
+    ),
+}
+_TRIES = 3  # on a machine that is busy a state may pass before it is seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CHOSEN, ids=" ".join)
+def test_streams_survive(kind: tuple[str, str], tmp_path: Path) -> None:
+    totals = Totals()
+    with Bench(tmp_path, seed=7) as bench:
+        for number, chosen in enumerate(CHOSEN[kind]):
+            for attempt in range(_TRIES):
+                outcome = bench.play(Cell(*chosen, *kind), 10 * number + attempt)
+                if not outcome.missed:
+                    break
+            totals.add(outcome)
+            assert outcome.problems == [], f"{outcome.cell}"
+    assert totals.scenarios == len(CHOSEN[kind])
+
+
+def test_every_cell_exists_or_has_a_reason_not_to() -> None:
+    every = [(role, state, fault) for role in ROLES for state in STATES for fault in FAULTS]
+    existing = {cell[:3] for _, cell in zip(range(3 * len(every)), cells(1), strict=False)}
+    assert {cell for cell in every if why_not(*cell) is None} == existing
+    assert len(existing) > 200
+
+
+def test_one_cell_can_be_asked_for() -> None:
+    found = next(cells(5, "D/decoding/kill/tcp/fake"))
+    assert found == Cell("D", "decoding", "kill", "tcp", "fake")
+    with pytest.raises(ValueError, match="not at an end"):
+        next(cells(5, "directory/queued/partition P-D"))
