@@ -115,9 +115,9 @@ def test_streams_of_a_worker_that_leaves_go_on_and_compute_nothing(
         running.settle()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_next"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_next", "deepseek_v3"])
 def test_a_stream_that_moves_twice_equals_transformers(tmp_path: Path, family: str) -> None:
-    """Full attention, windows, states: two of three workers leave, each while the stream is on it."""
+    """Full attention, windows, states, latents: two of three workers leave, the stream being there."""
     prompt = prompts(1, seed=4)[0]
     model, (right,) = draw_model(family, tmp_path / "model", 1, [prompt], TOKENS)
     stream = Stream()
