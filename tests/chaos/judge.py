@@ -56,9 +56,10 @@ class Judge:
         """Who was suspected, how soon, and how long streams then waited."""
         faulted = {_slot(worker) for worker in play.faulted}
         began: list[float] = []
-        for row in self._suspicions(play.began_unix):
+        for router, row in self._suspicions(play.began_unix):
             if _slot(row["worker"]) in faulted:
-                began.append(row["at_unix"])
+                if router == 0:  # the one that clients prefer
+                    began.append(row["at_unix"])
             else:
                 self._outcome.count("misblamed", f"{row['worker']} was suspected: {row['cause']}")
         if began and play.fault in _SILENCING:
@@ -67,8 +68,8 @@ class Judge:
             for client in clients:
                 self._resumed(client.streamed, play.began + detect_s)
         if play.fault == "abort" and self._outcome.cell.state == "draining":
-            gaps = [gap for client in clients for gap in client.streamed.gaps(play.began)]
-            self._outcome.move_gap_ms += [max(gaps) * 1e3] if gaps else []
+            gaps = [client.streamed.gaps(play.began) for client in clients if not client.leave.is_set()]
+            self._outcome.move_gap_ms += [max(of_stream) * 1e3 for of_stream in gaps if of_stream]
 
     def settled(self) -> None:
         """Nothing is held by anybody: rooms, pages, rows, descriptors."""
@@ -100,11 +101,12 @@ class Judge:
         if after is not None and any(placed["epoch"] > 0 for placed in placements):
             self._outcome.resume_s.append(after - suspected)
 
-    def _suspicions(self, since_unix: float) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = []
+    def _suspicions(self, since_unix: float) -> list[tuple[int, dict[str, Any]]]:
+        """(number of the router, what it has suspected)."""
+        rows: list[tuple[int, dict[str, Any]]] = []
         for router in range(len(self._stack.of_role("router"))):
             page = self._stack.debug("suspicions", router) or {"suspicions": []}
-            rows += [row for row in page["suspicions"] if row["at_unix"] >= since_unix > 0]
+            rows += [(router, row) for row in page["suspicions"] if row["at_unix"] >= since_unix > 0]
         return rows
 
 

@@ -40,6 +40,7 @@ class Play:
     def begin(self, clients: list[Client]) -> None:
         """The fault happens now."""
         faults, name = self._stack.network.faults, self._victim.name
+        self.began_unix, self.began = time.time(), time.monotonic()
         match self.fault:
             case "kill":
                 self._victim.kill()
@@ -57,7 +58,6 @@ class Play:
             case "abort":
                 for client in clients[::2]:
                     client.leave.set()
-        self.began_unix, self.began = time.time(), time.monotonic()
 
     def go_on(self) -> None:
         """What a supervisor, or the network, does about the fault while the streams run."""
