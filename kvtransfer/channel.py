@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from typing import NamedTuple
 
 from common.errors import TransferError
@@ -39,11 +40,35 @@ class Refusal(TransferError):
     """The write is not granted: room closed, pages not open, or different pools. Nothing was written."""
 
 
-class Channel:
-    """One authenticated connection to a receiver, for one write at a time. Owns socket and descriptors."""
+class Line:
+    """A connected socket whose owner may be blocked on it while another thread cuts it. Owns the socket."""
 
-    def __init__(self, sock: socket.socket, endpoint: TransferEndpoint, bounds: Bounds) -> None:
-        """Authenticate. Raises TransferError, after closing the socket."""
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.closed = False
+        self._lock = threading.Lock()
+
+    def cut(self, how: int) -> None:
+        """Shut the socket down (`socket.SHUT_RD` or `SHUT_RDWR`), which wakes its owner."""
+        with self._lock:
+            if not self.closed:
+                with suppress(OSError):  # the peer hung up first
+                    self.sock.shutdown(how)
+
+    def close(self) -> None:
+        """Close the socket."""
+        with self._lock:
+            self.closed = True
+            self.sock.close()
+
+
+class Channel:
+    """One authenticated connection to a receiver, for one write at a time. Owns line and descriptors."""
+
+    def __init__(self, line: Line, endpoint: TransferEndpoint, bounds: Bounds) -> None:
+        """Authenticate. Raises TransferError, after closing the line."""
+        sock = line.sock
+        self._line = line
         self.sock = sock
         self.fds: list[int] = []
         self.used = False  # for a write before: the peer may have closed it while it was idle
@@ -87,18 +112,19 @@ class Channel:
             raise TransferError("the peer does not confirm the write")
 
     def close(self) -> None:
-        """Close socket and descriptors."""
-        self.sock.close()
+        """Close line and descriptors."""
+        self._line.close()
         while self.fds:
             os.close(self.fds.pop())
 
 
 class Peer:
-    """A sender's state for one receiver: idle channels, and how many writes are in progress."""
+    """A sender's state for one receiver: idle channels, all lines, and the number of writes in progress."""
 
     def __init__(self, endpoint: TransferEndpoint) -> None:
         self.endpoint = endpoint
         self.idle: list[Channel] = []
+        self.lines: list[Line] = []  # of all channels; closed ones leave with the next write that ends
         self.users = 0
         self.leaving = False
 
@@ -119,10 +145,15 @@ class PeerSender(ABC):
     Any number of threads may write. Each write has a channel of its own, so none waits for another.
     """
 
+    _cut_how = socket.SHUT_RD
+    """What is shut down of a line whose peer is down. The thread that waits there can still send an End, and
+    the peer finds it when it goes on: so the grant ends though the peer was stopped."""
+
     def __init__(self, regions: PoolRegion, bounds: Bounds) -> None:
         self._regions = regions
         self._bounds = bounds
         self._peers: dict[str, Peer] = {}
+        self._down: set[str] = set()  # addresses
         self._lock = threading.Lock()
         self._closed = False
 
@@ -155,8 +186,21 @@ class PeerSender(ABC):
             self._leave(peer)
         return len(write) * region.page_bytes
 
+    def suspend(self, endpoint: TransferEndpoint) -> None:
+        with self._lock:
+            self._down.add(endpoint.address)
+            peer = self._peers.get(endpoint.address)
+            if peer is not None:
+                for line in peer.lines:
+                    line.cut(self._cut_how)
+
+    def resume(self, endpoint: TransferEndpoint) -> None:
+        with self._lock:
+            self._down.discard(endpoint.address)
+
     def drain(self, endpoint: TransferEndpoint) -> None:
         with self._lock:
+            self._down.discard(endpoint.address)
             peer = self._peers.pop(endpoint.address, None)
             if peer is not None:
                 self._retire(peer)
@@ -170,8 +214,7 @@ class PeerSender(ABC):
 
     def _enter(self, endpoint: TransferEndpoint) -> Peer:
         with self._lock:
-            if self._closed:
-                raise TransferError("this sender is closed")
+            self._check_open(endpoint)
             peer = self._peers.get(endpoint.address)
             if peer is None:
                 peer = self._peers[endpoint.address] = Peer(endpoint)
@@ -181,6 +224,7 @@ class PeerSender(ABC):
     def _leave(self, peer: Peer) -> None:
         with self._lock:
             peer.users -= 1
+            peer.lines = [line for line in peer.lines if not line.closed]
             if peer.users == 0 and not peer.idle and self._peers.get(peer.endpoint.address) is peer:
                 del self._peers[peer.endpoint.address]  # its last channel broke
                 peer.leaving = True
@@ -201,7 +245,7 @@ class PeerSender(ABC):
             with self._lock:
                 channel = peer.idle.pop() if peer.idle else None
             if channel is None:
-                channel = Channel(self._connect(peer.endpoint), peer.endpoint, self._bounds)
+                channel = Channel(self._new_line(peer), peer.endpoint, self._bounds)
                 self._attach(peer, channel)
             try:
                 return channel, channel.begin(write, region.page_bytes)
@@ -212,6 +256,24 @@ class PeerSender(ABC):
                 self._give_up(channel, certain=True)  # the receiver may have granted it all the same
                 if not channel.used or isinstance(error, Silent):
                     raise
+
+    def _new_line(self, peer: Peer) -> Line:
+        line = Line(self._connect(peer.endpoint))
+        try:
+            with self._lock:
+                self._check_open(peer.endpoint)  # it may have gone down meanwhile
+                peer.lines.append(line)
+        except TransferError:
+            line.close()
+            raise
+        return line
+
+    def _check_open(self, endpoint: TransferEndpoint) -> None:
+        """Raises TransferError when no write to this peer may begin. The caller holds the lock."""
+        if self._closed:
+            raise TransferError("this sender is closed")
+        if endpoint.address in self._down:
+            raise TransferError("the decode worker is down")
 
     def _carry_out(self, granted: GrantedWrite) -> None:
         channel = granted.channel

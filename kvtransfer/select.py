@@ -84,6 +84,14 @@ class PoolSender:
     def write(self, endpoint: TransferEndpoint, write: PageWrite) -> int:
         return self._transports[endpoint.backend].write(endpoint, write)
 
+    def suspend(self, endpoint: TransferEndpoint) -> None:
+        if endpoint.backend in self._transports:
+            self._transports[endpoint.backend].suspend(endpoint)
+
+    def resume(self, endpoint: TransferEndpoint) -> None:
+        if endpoint.backend in self._transports:
+            self._transports[endpoint.backend].resume(endpoint)
+
     def drain(self, endpoint: TransferEndpoint) -> None:
         if endpoint.backend in self._transports:
             self._transports[endpoint.backend].drain(endpoint)

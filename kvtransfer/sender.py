@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -76,6 +76,7 @@ class KVSender:
         """
         self.room = room
         self.epoch = epoch
+        self.receiver = endpoint.address  # whose turn it is when this sender runs
         self._threads = threads
         self._page_size = page_size
         self._primary = primary
@@ -230,20 +231,27 @@ class KVSender:
 
 
 class SenderThreads:
-    """A worker's transfer threads. Rooms take turns, one chunk each; a room's chunks are sent in order."""
+    """A worker's transfer threads. Rooms take turns, one chunk each; a room's chunks are sent in order.
+
+    One receiver gets at most half of the threads: a stopped one holds them until it is found to be down.
+    """
 
     def __init__(
         self,
         transport: SenderTransport,
         regions: PoolRegion,
         on_sent: Callable[[Sent], None],
-        threads: int = 2,
+        threads: int = 4,
     ) -> None:
         """`on_sent` is called on a transfer thread and must not block. The caller closes the transport."""
         self.transport = transport
         self.regions = regions
         self._on_sent = on_sent
         self._ready: queue.SimpleQueue[KVSender | None] = queue.SimpleQueue()
+        self._per_receiver = max(1, threads // 2)
+        self._busy: Counter[str] = Counter()  # threads, or places in the queue for one, by receiver
+        self._waiting: dict[str, deque[KVSender]] = {}  # for those of their receiver
+        self._lock = threading.Lock()
         self._threads = [
             threading.Thread(target=self._run, name=f"kv-send-{index}", daemon=True)
             for index in range(threads)
@@ -253,7 +261,12 @@ class SenderThreads:
 
     def queue(self, sender: KVSender) -> None:
         """Have a thread run the sender's next job. It must have one and not be queued."""
-        self._ready.put(sender)
+        with self._lock:
+            if self._busy[sender.receiver] < self._per_receiver:
+                self._busy[sender.receiver] += 1
+                self._ready.put(sender)
+            else:
+                self._waiting.setdefault(sender.receiver, deque()).append(sender)
 
     def post(self, sent: Sent) -> None:
         """A room's sending is over."""
@@ -269,3 +282,16 @@ class SenderThreads:
     def _run(self) -> None:
         while (sender := self._ready.get()) is not None:
             sender.run_one()
+            self._next_of(sender.receiver)
+
+    def _next_of(self, receiver: str) -> None:
+        """A thread is done with this receiver: its next sender takes the place."""
+        with self._lock:
+            waiting = self._waiting.get(receiver)
+            if waiting:
+                self._ready.put(waiting.popleft())
+                return
+            self._waiting.pop(receiver, None)
+            self._busy[receiver] -= 1
+            if not self._busy[receiver]:
+                del self._busy[receiver]

@@ -79,6 +79,8 @@ class TcpReceiver(GrantingReceiver[None]):
 class TcpSender(PeerSender):
     """SenderTransport over TCP."""
 
+    _cut_how = socket.SHUT_RDWR  # a thread may be blocked in sending, too, and closing is always certain
+
     def _connect(self, endpoint: TransferEndpoint) -> socket.socket:
         return connected_socket(endpoint.address, self._bounds)
 

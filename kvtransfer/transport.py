@@ -21,7 +21,7 @@ from wire.messages import TransferEndpoint
 class Bounds:
     """Time limits on a peer, in seconds."""
 
-    connect_s: float = 5.0
+    connect_s: float = 2.0
     silence_s: float = 10.0  # without a byte or an answer
     write_s: float = 120.0  # for one whole write
 
@@ -73,6 +73,13 @@ class SenderTransport(Protocol):
     def write(self, endpoint: TransferEndpoint, write: PageWrite) -> int:
         """Copy the pages and return the bytes, all of which have landed. Blocks for at most the time limits.
         Raises TransferError."""
+
+    def suspend(self, endpoint: TransferEndpoint) -> None:
+        """This peer is down: until `resume`, writes to it fail at once, those that wait for it too. A write
+        that is in the hands of a library (Mooncake's) ends when that lets it go."""
+
+    def resume(self, endpoint: TransferEndpoint) -> None:
+        """This peer is up again."""
 
     def drain(self, endpoint: TransferEndpoint) -> None:
         """Drop the connections and mappings to this peer, when writes in progress are over."""

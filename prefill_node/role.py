@@ -35,6 +35,7 @@ from wire.messages import (
     Release,
     kind_of,
 )
+from wire.peer_monitors import PeerState
 from wire.records import Role
 from wire.request import OutputDelta
 from wire.retransmitter import RetransmitKey
@@ -62,6 +63,10 @@ class PrefillRole(WorkerRole[PrefillRoom]):
 
     def close(self) -> None:
         self._shipper.close()
+
+    def on_peer(self, address: str, state: PeerState) -> None:
+        super().on_peer(address, state)
+        self._shipper.on_peer(address, state)
 
     # -- the room starts ---------------------------------------------------------------------------
 
@@ -102,7 +107,7 @@ class PrefillRole(WorkerRole[PrefillRoom]):
     def _aim(self, room: PrefillRoom, target: KVTarget) -> bool:
         """Open the room's sender. When this worker cannot write to the target, fail the room: False."""
         try:
-            room.sender = self._shipper.open(target, time.monotonic())
+            room.sender = self._shipper.open(target, room.decode, time.monotonic())
         except TransferError as error:
             self._fail_both(room, str(error))
             return False

@@ -10,9 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from wire.messages import Abort, AnyMessage, Decode, Inspect, Prefill
+from wire.messages import Abort, AnyMessage, Decode, Inspect, Prefill, Resend
 
-_QUESTIONS = (Prefill, Decode, Abort, Inspect)
+_QUESTIONS = (Prefill, Decode, Abort, Resend, Inspect)
 _SILENT_S = 5.0
 _TRY_AGAIN_S = 60.0
 _OWN_GAP_S = 1.0  # between two looks

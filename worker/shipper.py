@@ -14,6 +14,7 @@ from kvtransfer.sender import KVSender, SenderThreads, Sent
 from kvtransfer.transport import Bounds
 from scheduler.req import Req
 from wire.messages import KVTarget
+from wire.peer_monitors import PeerState
 from wire.records import layout_digest
 from wire.stages import RequestStage
 from worker.mapped_peers import MappedPeers
@@ -60,12 +61,13 @@ class PageShipper:
         self._threads.close()
         self._transport.close()
 
-    def open(self, target: KVTarget, now: float) -> KVSender:
-        """A sender to the target's pages. Raises TransferError when this worker cannot write there."""
+    def open(self, target: KVTarget, decode: str, now: float) -> KVSender:
+        """A sender to the target's pages. The target came from the mailbox `decode`. Raises TransferError
+        when this worker cannot write there."""
         if target.layout != self._layout:
             raise TransferError(f"decode worker {target.decode} lays its pages out differently")
         endpoint = self._transport.choose(target)
-        self._peers.used(endpoint, now)
+        self._peers.used(endpoint, decode, now)
         return KVSender(
             self._threads,
             target.room,
@@ -76,6 +78,14 @@ class PageShipper:
             self._primary,
             checks=self._checks.stricter(target.checksums),
         )
+
+    def on_peer(self, mailbox: str, state: PeerState) -> None:
+        """A mailbox is up or down. What is being sent to a decode worker that is down fails at once."""
+        for endpoint in self._peers.of(mailbox):
+            if state is PeerState.DOWN:
+                self._transport.suspend(endpoint)
+            else:
+                self._transport.resume(endpoint)
 
     def ship_committed(self, sender: KVSender, req: Req) -> None:
         """Send the whole pages of the primary group that are computed: nothing changes them any more."""

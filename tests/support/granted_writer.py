@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 
 from common.errors import TransferError
-from kvtransfer.channel import Channel
+from kvtransfer.channel import Channel, Line
 from kvtransfer.pages import PageWrite, as_pages
 from kvtransfer.transport import Bounds
 from wire.messages import KVTarget
@@ -19,7 +19,7 @@ class GrantedWriter:
         (endpoint,) = (endpoint for endpoint in target.endpoints if endpoint.backend == "shm")
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.connect("\0" + endpoint.address.removeprefix("@"))
-        self._channel = Channel(sock, endpoint, Bounds())
+        self._channel = Channel(Line(sock), endpoint, Bounds())
         pages = as_pages(target.groups[group].page_ids)
         try:
             page_bytes = self._channel.pools.groups[group].page_bytes
