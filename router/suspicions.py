@@ -97,6 +97,8 @@ class Suspicions:
 
     def on_silence(self, silent: Collection[str], now: float) -> None:
         """Take the mailboxes that were asked something long ago and from which nothing has come since."""
+        if not silent and not self._current:
+            return  # as in nearly every tick
         for record in self._workers.values():
             if record.mailbox not in silent:
                 self._clear(record.id, SuspicionCause.SILENT)

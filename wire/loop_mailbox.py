@@ -19,7 +19,7 @@ import zmq
 from wire.messages import AnyMessage
 from wire.peer_monitors import PEER_CHECK_S, PeerState
 from wire.security import Curve
-from wire.sockets import Inbound, Mail, PeerSockets
+from wire.sockets import Inbound, Mail, PeerSockets, open_context
 
 _AT_ONCE = 256  # messages read before the loop's other callbacks run: a few milliseconds
 
@@ -38,7 +38,7 @@ class LoopMailbox:
         and `on_peer` with the address of a peer that has come up or gone down."""
         self._loop = asyncio.get_running_loop()
         self._on_mail = on_mail
-        self._context = zmq.Context()
+        self._context = open_context()
         self._inbound = Inbound(self._context, interface, curve)
         self.address = self._inbound.address
         self._peers = PeerSockets(self._context, self.address, curve, on_peer)

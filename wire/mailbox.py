@@ -23,7 +23,7 @@ from common.host import LOOPBACK
 from wire.messages import AnyMessage
 from wire.peer_monitors import PEER_CHECK_S, PeerState
 from wire.security import Curve
-from wire.sockets import Inbound, Mail, PeerSockets
+from wire.sockets import Inbound, Mail, PeerSockets, open_context
 
 __all__ = ["Mail", "Mailbox"]
 
@@ -35,7 +35,7 @@ class Mailbox:
 
     def __init__(self, interface: str = LOOPBACK, curve: Curve | None = None, port: int = 0) -> None:
         """Bind `port` on `interface`; 0: a fresh one. Raises ConfigError for a port that cannot be had."""
-        self._context = zmq.Context()
+        self._context = open_context()
         self._inbound = Inbound(self._context, interface, curve, port)
         self.address = self._inbound.address
         self._peers = PeerSockets(self._context, self.address, curve, self._on_peer)

@@ -30,8 +30,16 @@ _NOW = int(zmq.NOBLOCK)  # a plain int: pyzmq's flags are enums, which cost more
 _QUEUED_PER_PEER = 100_000  # frames
 _LONGEST_FRAME = 1 << 20  # bytes; a longer message has a frame of its own
 _LENGTH = 4
+_MOST_SOCKETS = 30_000
 _IDLE_PEER_S = 300.0
 _DOWN_PEER_S = 10.0  # longer than a partition that rooms survive; a process that is gone never comes back
+
+
+def open_context() -> zmq.Context[zmq.Socket[bytes]]:
+    """A context for thousands of peers: each has three sockets, and ZeroMQ's default is a thousand."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, _MOST_SOCKETS)
+    return context
 
 
 class Mail(NamedTuple):
@@ -140,8 +148,11 @@ class PeerSockets:
         self.dropped = 0  # messages
 
     def send(self, to: str, message: AnyMessage) -> None:
-        """Add the message to what the next `flush` sends to `to`."""
+        """Add the message to what the next `flush` sends to `to`. One to no valid address is dropped."""
         peer = self._peers.get(to) or self._connect(to)
+        if peer is None:
+            self.dropped += 1
+            return
         payload = encode(message)
         if peer.messages and len(peer.frame) + len(payload) > _LONGEST_FRAME:
             self._send(peer)
@@ -201,7 +212,8 @@ class PeerSockets:
         peer.frame.clear()
         peer.messages = 0
 
-    def _connect(self, address: str) -> _Peer:
+    def _connect(self, address: str) -> _Peer | None:
+        """A new connection. None when there cannot be one: addresses come from other processes."""
         socket = self._context.socket(zmq.PUSH)
         socket.setsockopt(zmq.SNDHWM, _QUEUED_PER_PEER)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
@@ -210,7 +222,13 @@ class PeerSockets:
             self._curve.connect(socket)
         send_heartbeats(socket)
         self._monitors.add(address, socket)
-        socket.connect(address)
+        try:
+            socket.connect(address)
+        except zmq.ZMQError as error:
+            log.warning("cannot connect to a peer at %r: %s", address, error)
+            self._monitors.remove(address)
+            socket.close(linger=0)
+            return None
         now = time.monotonic()
         self._forget_unused(self._peers, now - _IDLE_PEER_S)
         peer = self._peers[address] = _Peer(socket, now, bytearray())

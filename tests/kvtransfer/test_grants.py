@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 
 from common.errors import TransferError
-from kvtransfer.channel import Channel
+from kvtransfer.channel import Channel, Line
 from kvtransfer.frames import End, send_frame
 from kvtransfer.pages import PageWrite, as_pages
 from kvtransfer.receiver import KVReceiver, PoolReceiver
@@ -29,7 +29,7 @@ def granted(receiver: PoolReceiver) -> Channel:
     else:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.connect("\0" + endpoint.address.removeprefix("@"))
-    channel = Channel(sock, endpoint, Bounds())
+    channel = Channel(Line(sock), endpoint, Bounds())
     channel.begin(WRITE, 64)
     return channel
 

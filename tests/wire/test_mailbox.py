@@ -84,6 +84,17 @@ def test_a_stranger_without_the_secret_is_not_heard() -> None:
         assert member.wait(0.5) == []
 
 
+def test_a_message_to_no_valid_address_is_dropped_and_costs_nothing_else() -> None:
+    with Mailbox() as left, Mailbox() as right:
+        left.watch(frozenset({"nowhere", "tcp://127.0.0.1:none"}))
+        left.send("nowhere", Watch())
+        left.send("", Watch())
+        left.send(right.address, Watch())
+        assert [m.message for m in right.wait(5.0)] == [Watch()]
+        assert left.dropped == 2
+        assert left.running
+
+
 def test_nudge_ends_a_wait() -> None:
     with Mailbox() as mailbox:
         started = time.monotonic()

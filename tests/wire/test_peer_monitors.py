@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -152,6 +153,17 @@ def test_a_peer_that_stays_down_holds_no_descriptors() -> None:
     context.destroy(linger=0)
 
 
+def test_hundreds_of_peers_are_watched() -> None:
+    with peer() as there:
+        address = there.address
+        port = int(address.rpartition(":")[2])
+        others = {f"tcp://127.0.1.{n % 250 + 1}:{port + n // 250}" for n in range(500)}  # nobody is there
+        with Mailbox() as mailbox:
+            mailbox.watch(frozenset({address, *others}))
+            until(mailbox, address, UP)
+            assert mailbox.running
+
+
 def test_a_stranger_is_down() -> None:
     with Mailbox(curve=curve_for("secret")) as mailbox, peer("another") as there:
         mailbox.watch(frozenset({there.address}))
@@ -220,3 +232,37 @@ def test_on_a_loop_peers_are_reported_too(secret: str) -> None:
 
     with peer(secret) as there:
         asyncio.run(run(there))
+
+
+@pytest.fixture
+def other_host() -> Iterator[tuple[str, str, str]]:
+    """A network namespace joined to this one by a cable: its name, its address and the cable's end there."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and iproute2")
+    name, here, there = f"bt{os.getpid()}", f"bta{os.getpid()}", f"btb{os.getpid()}"
+    net = f"10.{os.getpid() % 250}.{os.getpid() // 250 % 250}"
+
+    def ip(*arguments: str) -> None:
+        subprocess.run(["ip", *arguments], check=True)
+
+    ip("netns", "add", name)
+    try:
+        ip("link", "add", here, "type", "veth", "peer", "name", there, "netns", name)
+        ip("addr", "add", f"{net}.1/24", "dev", here)
+        ip("link", "set", here, "up")
+        ip("-n", name, "addr", "add", f"{net}.2/24", "dev", there)
+        ip("-n", name, "link", "set", there, "up")
+        yield name, f"{net}.2", there
+    finally:
+        ip("netns", "del", name)
+
+
+def test_a_peer_behind_a_cut_cable_is_down_and_up_again(other_host: tuple[str, str, str]) -> None:
+    name, address, cable = other_host
+    with Mailbox() as mailbox, peer("", address, ("ip", "netns", "exec", name)) as there:
+        mailbox.watch(frozenset({there.address}))
+        until(mailbox, there.address, UP)
+        subprocess.run(["ip", "-n", name, "link", "set", cable, "down"], check=True)
+        assert until(mailbox, there.address, DOWN) < DETECTED_S
+        subprocess.run(["ip", "-n", name, "link", "set", cable, "up"], check=True)
+        until(mailbox, there.address, UP)
