@@ -22,6 +22,7 @@ from decode_node.room import DecodeHold, DecodeRoom
 from kvtransfer.sender import KVSender, Sent
 from scheduler.hand_off import HandOff
 from wire.messages import KVDone, KVFailed, KVTarget, Receipt, kind_of
+from wire.peer_monitors import PeerState
 from wire.retransmitter import RetransmitKey
 from wire.stages import RequestStage
 from worker.outbox import OutputKey
@@ -92,7 +93,7 @@ class Moves:
             known = None
         if known is None and room.hold is DecodeHold.SCHEDULER:  # else the target comes again
             try:
-                opened = self._open_shipper().open(target, time.monotonic())
+                opened = self._open_shipper().open(target, sender, time.monotonic())
             except BatonError as error:
                 self._tell_failed(sender, key, str(error))
                 return
@@ -110,8 +111,12 @@ class Moves:
         elif room is not None:  # its KVTarget may come yet
             room.moves_over = max(room.moves_over, message.epoch)
 
-    def peer_down(self, address: str) -> None:
-        """A worker does not answer: rooms on their way to it stay."""
+    def on_peer(self, address: str, state: PeerState) -> None:
+        """A mailbox is up or down. Rooms on their way to a worker that is down stay."""
+        if self._shipper is not None:
+            self._shipper.on_peer(address, state)
+        if state is PeerState.UP:
+            return
         for move in list(self._moves.values()):
             if move.to == address:
                 self._fail(move, f"{address} is down")

@@ -158,8 +158,7 @@ class DecodeRole(WorkerRole[DecodeRoom]):
 
     def on_peer(self, address: str, state: PeerState) -> None:
         super().on_peer(address, state)
-        if state is PeerState.DOWN:
-            self._moves.peer_down(address)
+        self._moves.on_peer(address, state)
 
     # -- the KV arrives, or does not ---------------------------------------------------------------
 
