@@ -141,10 +141,10 @@ def test_twenty_restarts_of_one_long_stream_are_fine(
     streamed = stream(router, [5], 2000)
     for number in range(20):
         old = workers[-1]
+        wait_until(lambda old=old: old.count(Decode) == 1, 30.0)
         new = FakeWorker(Role.DECODE, router.mailbox, step_s=0.02 if number < 19 else 0.001)
         workers.append(new)
         wait_until(lambda new=new: new.record.id in {one["id"] for one in router.workers()}, 30.0)
-        wait_until(lambda old=old: old.count(Decode) == 1)
         had = len(streamed.lines)
         wait_until(lambda had=had: len(streamed.lines) > had + 6, 30.0)
         if number % 2:
@@ -152,7 +152,6 @@ def test_twenty_restarts_of_one_long_stream_are_fine(
             old.die()
         else:
             old.drain()
-        wait_until(lambda new=new: new.count(Decode) == 1, 30.0)
     ends_right(streamed, [5], 2000)
     metrics = router.http.get("/metrics").text
     assert "baton_router_restarts_total 20.0" in metrics
