@@ -18,7 +18,9 @@ import kvtransfer.tcp
 from tests.chaos.network import ask_network
 
 _TCP = "tcp://"
-ROLE_OF_PROGRAM = {"router": "router", "prefill_node": "P", "decode_node": "D"}
+ROLE_OF_PROGRAM = {
+    "router": "router", "router.directory": "directory", "prefill_node": "P", "decode_node": "D",
+}  # fmt: skip
 
 
 class NetworkClient:
