@@ -54,7 +54,7 @@ def main() -> int:
             for problem in outcome.problems:
                 say(f"       {problem}")
     failures = totals.failures(whole=not given.only)
-    say(f"{time.monotonic() - begun:.0f} s")
+    say(f"{time.monotonic() - begun:.0f} s; too busy to measure times: {totals.busy} scenarios")
     for failure in failures:
         say(f"NOT AS PROMISED: {failure}")
     say(totals.line())

@@ -39,7 +39,6 @@ class Bench:
     """Plays cells one after the other. Use it as a context manager."""
 
     def __init__(self, files: Path, seed: int) -> None:
-        self.disturbed: Counter[str] = Counter()  # of the stacks that are closed and of the one that runs
         self._files = files
         self._seed = seed
         self._kind: tuple[str, str, bool] | None = None
@@ -62,9 +61,13 @@ class Bench:
             outcome = scenario.outcome
             outcome.count("broken", str(error))
             self.close()
-        if self._kind is not None:
-            self.disturbed = self._disturbed_before + self._stack.network.faults.disturbed
         return outcome
+
+    @property
+    def disturbed(self) -> Counter[str]:
+        """Messages by the role of their sender: of the stacks that are closed and of the one that runs."""
+        now = self._stack.network.faults.disturbed if self._kind is not None else Counter[str]()
+        return self._disturbed_before + now
 
     def stack_of(self, transport: str, engine: str, scarce: bool) -> tuple[ChaosStack, Questions]:
         """The stack of that kind, with what can be asked of it."""
@@ -79,7 +82,6 @@ class Bench:
         """End the stack, if there is one."""
         if self._kind is not None:
             self._disturbed_before += self._stack.network.faults.disturbed
-            self.disturbed = self._disturbed_before
             self._kind = None
         self._owned.close()
 

@@ -17,6 +17,7 @@ from tests.chaos.questions import Question
 from tests.chaos.stack import ChaosStack
 
 _SETTLE_S, _DESCRIPTORS_S = 20.0, 10.0
+_BUSY_S = 0.4
 _SILENCING = ("kill", "stop", "thaw", "partition router-worker")
 
 
@@ -32,6 +33,7 @@ class Outcome:
     move_gap_ms: list[float] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     took_s: float = 0.0
+    busy_s: float = 0.0  # this machine did not run the network for so long: times were not measured
 
     def count(self, what: str, why: str, times: int = 1) -> None:
         """Something that should not have happened."""
@@ -53,7 +55,14 @@ class Judge:
                 self._stream(client.streamed, question)
 
     def fault(self, play: Play, clients: Sequence[Client]) -> None:
-        """Who was suspected, how soon, and how long streams then waited."""
+        """Who was suspected, how soon, and how long streams then waited.
+
+        Not when the network's process did not run for long: heartbeats were late for that reason.
+        """
+        lag_s = self._stack.network.faults.longest_lag_s()
+        if lag_s > _BUSY_S:
+            self._outcome.busy_s = lag_s
+            return
         faulted = {_slot(worker) for worker in play.faulted}
         began: list[float] = []
         for router, row in self._suspicions(play.began_unix):

@@ -18,4 +18,5 @@ def describe(outcome: Outcome) -> str:
     verdict = "missed" if outcome.missed else "FAILED" if outcome.counts else "ok"
     detect = f" detect {outcome.detect_s[0]:.2f}" if outcome.detect_s else ""
     resume = f" resume {max(outcome.resume_s):.2f}" if outcome.resume_s else ""
-    return f"{verdict:7}{outcome.took_s:5.1f} s  {outcome.cell}{detect}{resume}"
+    busy = f" busy {outcome.busy_s:.2f}" if outcome.busy_s else ""
+    return f"{verdict:7}{outcome.took_s:5.1f} s  {outcome.cell}{detect}{resume}{busy}"

@@ -19,6 +19,7 @@ class Totals:
 
     scenarios: int = 0
     missed: int = 0
+    busy: int = 0  # of the scenarios: streams and memory were judged, times were not
     counts: Counter[str] = field(default_factory=Counter)
     disturbed: Counter[str] = field(default_factory=Counter)
     detect_s: list[float] = field(default_factory=list)
@@ -29,6 +30,7 @@ class Totals:
         """Count a scenario; one that missed its state counts only as missed."""
         self.missed += outcome.missed
         self.scenarios += not outcome.missed
+        self.busy += outcome.busy_s > 0
         self.counts.update(outcome.counts)
         self.detect_s += outcome.detect_s
         self.resume_s += outcome.resume_s
