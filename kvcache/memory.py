@@ -32,6 +32,15 @@ OTHER_GROUPS: list[list[str]] = [[], ["window"], ["state"], ["window", "state"]]
 """Kinds of groups that a model may have besides the primary one, in order."""
 
 
+class OutOfBalance(AssertionError):
+    """Pages of a group (or rows: `of` is "rows") have no owner or two. `numbers` are theirs."""
+
+    def __init__(self, of: str, numbers: npt.NDArray[np.integer], message: str) -> None:
+        super().__init__(message)
+        self.of = of
+        self.numbers = numbers
+
+
 @dataclass(frozen=True)
 class GroupReport:
     """The balance of one more group, in its pages: the same sum as MemoryReport's."""
@@ -175,7 +184,7 @@ class Memory:
         """
         rows = np.fromiter(held_rows, np.int64)
         pool = self.req_to_token_pool
-        _check_partition("row", pool.size, {"free": pool.free_rows(), "held": rows})
+        _check_partition("rows", pool.size, {"free": pool.free_rows(), "held": rows})
         if self.swa is not None:
             assert not self.swa.end[pool.free_rows()].any(), "a free row holds window pages"
         self.cache.tree.check()
@@ -209,7 +218,7 @@ class Memory:
             "quarantined": self.quarantined(name),
         }
         what = "page" if name == self.specs[0].name else f"{name} page"
-        _check_partition(what, allocator.num_pages, owned)
+        _check_partition(name, allocator.num_pages, owned, what)
         evictable, protected = tree.evictable(name), tree.protected(name)
         assert evictable + protected == len(cached), f"cached {what}s are miscounted"
         return GroupReport(
@@ -267,15 +276,21 @@ def _pool(config: CacheConfig, spec: GroupSpec, pages: int) -> KVCache:
     return MHAKVCache(spec, pages, config.page_size, config.device, buffer)
 
 
-def _check_partition(what: str, count: int, owned: dict[str, npt.NDArray[np.integer]]) -> None:
-    """Every number in 1..count is in exactly one of the arrays, once."""
+def _check_partition(
+    of: str, count: int, owned: dict[str, npt.NDArray[np.integer]], what: str = "row"
+) -> None:
+    """Every number in 1..count is in exactly one of the arrays, once. `of` is a group, or "rows"."""
     everything = np.concatenate(list(owned.values()))
     times = np.bincount(everything.astype(np.int64), minlength=count + 1)
     sizes = {name: len(numbers) for name, numbers in owned.items()}
     assert len(times) == count + 1, f"a {what} beyond {count}: {sizes}"
     assert times[0] == 0, f"{what} 0 is nobody's: {sizes}"
     lost = np.flatnonzero(times[1:] == 0) + 1
-    assert not len(lost), f"{len(lost)} {what}s lost, first {lost[:8].tolist()}; of {count}: {sizes}"
+    if len(lost):
+        raise OutOfBalance(
+            of, lost, f"{len(lost)} {what}s lost, first {lost[:8].tolist()}; of {count}: {sizes}"
+        )
     shared = np.flatnonzero(times > 1)
-    owners = {name: shared[np.isin(shared, numbers)][:8].tolist() for name, numbers in owned.items()}
-    assert not len(shared), f"{len(shared)} {what}s owned twice, {owners}; of {count}: {sizes}"
+    if len(shared):
+        owners = {name: shared[np.isin(shared, numbers)][:8].tolist() for name, numbers in owned.items()}
+        raise OutOfBalance(of, shared, f"{len(shared)} {what}s owned twice, {owners}; of {count}: {sizes}")

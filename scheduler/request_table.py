@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvcache.allocator import NO_SLOTS
-from kvcache.memory import GroupPages
+from kvcache.memory import GroupPages, MemoryReport, OutOfBalance
 from scheduler.pages import Pages
 from scheduler.queue import WaitingQueue
 from scheduler.req import Req, ReqState
@@ -34,6 +34,7 @@ class RequestTable:
         self.chunked: Req | None = None  # the one request whose prefill has begun and has chunks left
         self.live: dict[tuple[int, int], Req] = {}  # (room, epoch) -> a request that is not DONE
         self.leaving: dict[int, Req] = {}  # by id(): released when their forwards have landed
+        self.lately_over: deque[tuple[int, int]] = deque(maxlen=64)  # (room, epoch) since memory balanced
 
     # -- views -------------------------------------------------------------------------------------
 
@@ -68,6 +69,30 @@ class RequestTable:
             name: np.concatenate([NO_SLOTS, *(pages[name] for pages in held if name in pages)])
             for name in self.pages.memory.kv_caches
         }
+
+    def check_memory(self) -> MemoryReport:
+        """Balance every pool against everything that is held here. Raises OutOfBalance, which names the
+        requests that hold what is wrong, and those that may have lost it."""
+        try:
+            report = self.pages.memory.check_memory(self.held_pages(), self.held_rows())
+        except OutOfBalance as error:
+            who = self._holders(error)
+            raise OutOfBalance(error.of, error.numbers, f"{error}; {who}") from error
+        self.lately_over.clear()
+        return report
+
+    def _holders(self, error: OutOfBalance) -> str:
+        wrong = set(error.numbers.tolist())
+        holders = []
+        for req in (*self.live.values(), *self.leaving.values()):
+            if error.of == "rows":
+                own = {req.req_pool_idx}
+            else:
+                own = set(self.pages.private_pages(req).get(error.of, NO_SLOTS).tolist())
+            if wrong & own:
+                holders.append(f"{req.room}.{req.epoch}")
+        over = [f"{room}.{epoch}" for room, epoch in self.lately_over]
+        return f"held by rooms {holders}; over since the last check that balanced: rooms {over}"
 
     # -- moves -------------------------------------------------------------------------------------
 
@@ -119,6 +144,7 @@ class RequestTable:
         if req.state is ReqState.DONE:
             return
         self.detach(req)
+        self.lately_over.append((req.room, req.epoch))
         req.state = ReqState.DONE
         if self.live.get((req.room, req.epoch)) is req:
             del self.live[(req.room, req.epoch)]

@@ -245,5 +245,5 @@ class Scheduler:
         return self._requests.place(req)
 
     def check_memory(self) -> MemoryReport:
-        """Balance every pool against everything this scheduler holds. Raises AssertionError on a leak."""
-        return self._memory.check_memory(self._requests.held_pages(), self._requests.held_rows())
+        """Balance every pool against everything this scheduler holds. Raises OutOfBalance on a leak."""
+        return self._requests.check_memory()

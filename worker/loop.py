@@ -28,6 +28,7 @@ from wire.records import WorkerRecord
 from wire.security import curve_for
 from worker.drain import Drain
 from worker.heartbeat import Heartbeat
+from worker.idle_check import IdleCheck
 from worker.mail import MailHandler
 from worker.options import WorkerOptions
 from worker.parts import open_parts
@@ -72,6 +73,7 @@ class Worker:
         self._drain = Drain()
         self._heartbeat = self._open_heartbeat(resolve_directory)
         self._mail = MailHandler(self._services, self._role, self._limits, self._drain, self._heartbeat)
+        self._idle_check = IdleCheck(self.check_memory, self.options.idle_check_interval_s)
         self._stop = threading.Event()
         self._failure: BaseException | None = None
         self.beats = 0  # turns of the loop
@@ -170,6 +172,8 @@ class Worker:
 
     def _turn_bound_s(self) -> float:
         """How long a turn of the loop may take. A forward of a kind without a rate may compile kernels."""
+        if self._idle_check.running:
+            return math.inf
         bound, expected = self.options.stuck_after_s, self._scheduler.expected_s
         return bound * _FIRST_FACTOR if math.isinf(expected) else max(bound, _FORWARD_FACTOR * expected)
 
@@ -232,6 +236,7 @@ class Worker:
             self._update_load(self._beat_at)
         if self._beat_at - self._swept_at >= _SWEEP_S:
             self._sweep(self._beat_at)
+        self._idle_check.turn(not busy and not mails and self._scheduler.idle, self._beat_at)
         return busy
 
     def _publish(self) -> None:

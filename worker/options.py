@@ -153,6 +153,11 @@ class LivenessOptions(Options):
     resume_grace_s: float = Field(
         30.0, gt=0, description="how long the rooms of a router that is gone wait for another router"
     )
+    idle_check_interval_s: float = Field(
+        30.0,
+        gt=0,
+        description="seconds between two checks that memory balances, while nothing is to be done",
+    )
     stuck_after_s: float = Field(
         10.0,
         gt=0,
