@@ -4,7 +4,7 @@ PY := .venv/bin/python
 # Two workers on one small machine share its cores: one compute thread each, unless a bench asks for more.
 TEST_ENV := OMP_NUM_THREADS=1 RAY_DISABLE_IMPORT_WARNING=1 RAY_USAGE_STATS_ENABLED=0
 
-.PHONY: help setup demo check lint types imports dead quick test oracle mutants two-hosts invariants e2e chaos soak peers wheel demo-quality kv-quant
+.PHONY: help setup demo check lint types imports dead quick test oracle mutants two-hosts fuzz-models invariants e2e chaos soak peers wheel demo-quality kv-quant
 
 help:  ## list the targets and their variables
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -19,6 +19,8 @@ help:  ## list the targets and their variables
 #: SEED=1            chaos, soak: what is drawn
 #: ONLY=CELL         chaos: role/state/fault/transport/engine, or the first of these; * is any
 #: ALL=1             quick: the unit tests of all rooms
+#: MODELS=400        fuzz-models: how many
+#: SEED=0            fuzz-models: the first one's seed
 
 setup:  ## make .venv and install everything (every target below does that first)
 	@TORCH_INDEX="$(TORCH_INDEX)" sh tools/setup.sh
@@ -54,6 +56,10 @@ mutants: setup  ## over 300 curated one-line faults: do the tests see them? (ONL
 
 two-hosts: setup  ## router, prefill and decode in network namespaces, with loss, delay and partitions (root, iptables)
 	@$(TEST_ENV) $(PY) -m tests.hosts
+
+fuzz-models: setup  ## MODELS random shapes of all families from SEED on, apart and not, against transformers.generate
+	@$(TEST_ENV) FUZZ_SEED=$(or $(SEED),0) FUZZ_MODELS=$(or $(MODELS),400) $(PY) -m tools.run_tests \
+		"oracle_full" tests/prefill_node/test_random_models.py
 
 invariants: setup  ## long runs of the hypothesis state machines
 	@$(TEST_ENV) $(PY) -m tools.run_tests "invariants"
