@@ -161,6 +161,7 @@ class FakeWorker:
         )
         self.reject = reject
         self.silent = False  # reads messages and answers none
+        self.wait_at: int | None = None  # output tokens with which every room waits until this is None again
         self.claimable = True  # gives its rooms, those that have ended too, to a router that claims them
         self.seen: list[AnyMessage] = []
         self.leased = threading.Event()
@@ -373,7 +374,8 @@ class FakeWorker:
     def _step(self) -> None:
         by_router: dict[str, list[TokenRun]] = {}
         for room in list(self._rooms.values()):
-            if room.ready and self.record.role is Role.DECODE:
+            waits = self.wait_at is not None and room.upto >= self.wait_at
+            if room.ready and not waits and self.record.role is Role.DECODE:
                 room.upto += 1
                 run = self._run_of(room, room.upto - 1)
                 by_router.setdefault(room.router, []).append(run)

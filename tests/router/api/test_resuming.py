@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -215,6 +216,16 @@ def starts(workers: list[FakeWorker]) -> int:
     return sum(worker.count(Decode) for worker in workers)
 
 
+@contextlib.contextmanager
+def in_mid_answer(workers: list[FakeWorker]) -> Iterator[None]:
+    """Within the block no choice comes to its end, however long it takes."""
+    for worker in workers:
+        worker.wait_at = 20
+    yield
+    for worker in workers:
+        worker.wait_at = None
+
+
 def read(router: RouterProcess, body: dict[str, Any], then: Callable[[], object]) -> list[SseEvent]:
     """What a client has that calls `then` after eight events, and reads on until the stream ends somehow."""
     events: list[SseEvent] = []
@@ -235,7 +246,8 @@ def test_a_killed_routers_stream_goes_on_at_another_where_it_was(
     first, second = routers
     want = openai_answer(ask(first, "/v1/completions", LONG))
     before = starts(decodes)
-    events = read(second, LONG, second.process.kill)
+    with in_mid_answer(decodes):
+        events = read(second, LONG, second.process.kill)
     assert all(event.data != DONE for event in events)
     assert openai_answer(events)["choices"] != want["choices"]
     rest = ask(first, "/v1/completions", LONG, events[-1].id)
@@ -252,7 +264,8 @@ def test_a_router_that_is_told_to_end_says_that_its_streams_can_be_resumed(
     first, second = routers
     want = openai_answer(ask(first, "/v1/completions", LONG))
     before = starts(decodes)
-    *events, last = read(second, LONG, second.process.terminate)
+    with in_mid_answer(decodes):
+        *events, last = read(second, LONG, second.process.terminate)
     assert (last.kind, last.json["error"]["code"]) == ("error", "resume")
     assert second.process.wait(15) == 0
     rest = ask(first, "/v1/completions", LONG, last.id)
@@ -269,16 +282,18 @@ def test_the_same_router_goes_on_for_a_client_that_comes_back(
     first, _ = routers
     want = openai_answer(ask(first, "/v1/completions", LONG))
     before = starts(decodes)
-    with (
-        httpx.Client(base_url=first.url, timeout=20.0) as other,
-        other.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response,
-    ):
-        reader = sse_events(response.iter_lines())
-        events = [next(reader) for _ in range(5)]
-        rest = ask(first, "/v1/completions", LONG, events[-1].id)
-        assert openai_answer(events + rest) == want
-        *_, last = reader
-        assert (last.kind, last.json["error"]["code"]) == ("error", "resume")
+    with ThreadPoolExecutor(1) as pool:
+        with (
+            in_mid_answer(decodes),
+            httpx.Client(base_url=first.url, timeout=20.0) as other,
+            other.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response,
+        ):
+            reader = sse_events(response.iter_lines())
+            events = [next(reader) for _ in range(5)]
+            resuming = pool.submit(ask, first, "/v1/completions", LONG, events[-1].id)
+            *_, last = reader
+            assert (last.kind, last.json["error"]["code"]) == ("error", "resume")
+        assert openai_answer(events + resuming.result(20.0)) == want
     assert starts(decodes) == before + 2
 
 
@@ -287,7 +302,8 @@ def test_a_room_that_no_worker_has_is_computed_again(
 ) -> None:
     first, second = routers
     want = openai_answer(ask(first, "/v1/completions", LONG))
-    events = read(second, LONG, second.process.kill)
+    with in_mid_answer(decodes):
+        events = read(second, LONG, second.process.kill)
     for worker in decodes[:1]:
         worker.close()
     decodes.remove(decodes[0])
