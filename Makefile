@@ -4,7 +4,7 @@ PY := .venv/bin/python
 # Two workers on one small machine share its cores: one compute thread each, unless a bench asks for more.
 TEST_ENV := OMP_NUM_THREADS=1 RAY_DISABLE_IMPORT_WARNING=1 RAY_USAGE_STATS_ENABLED=0
 
-.PHONY: help setup demo check lint types imports dead quick test oracle mutants two-hosts fuzz-models invariants e2e chaos soak peers wheel demo-quality kv-quant
+.PHONY: help setup demo check lint types imports dead quick test oracle mutants two-hosts overload chaos-ray fuzz-models invariants e2e chaos soak peers wheel demo-quality kv-quant
 
 help:  ## list the targets and their variables
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -60,6 +60,12 @@ two-hosts: setup  ## router, prefill and decode in network namespaces, with loss
 fuzz-models: setup  ## MODELS random shapes of all families from SEED on, apart and not, against transformers.generate
 	@$(TEST_ENV) FUZZ_SEED=$(or $(SEED),0) FUZZ_MODELS=$(or $(MODELS),400) $(PY) -m tools.run_tests \
 		"oracle_full" tests/prefill_node/test_random_models.py
+
+overload: setup  ## default options and more than one decode worker can do: what is accepted is served, the rest gets 429
+	@$(TEST_ENV) $(PY) -m tests.overload
+
+chaos-ray: setup  ## a Ray Serve application of 6 replicas under 32 streams: one of each kind dies, and a rolling update
+	@$(TEST_ENV) $(PY) -m tests.chaos_ray
 
 invariants: setup  ## long runs of the hypothesis state machines
 	@$(TEST_ENV) $(PY) -m tools.run_tests "invariants"

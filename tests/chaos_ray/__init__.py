@@ -1,0 +1,1 @@
+"""Faults of a Ray Serve application under load (`make chaos-ray`)."""

@@ -1,0 +1,1 @@
+"""More than the workers can do, with default options (`make overload`)."""
