@@ -29,6 +29,7 @@ from wire.messages import (
     Receipt,
     Rejected,
     RejectKind,
+    Resend,
     Reserved,
     RoomMessage,
     Timeline,
@@ -53,6 +54,7 @@ class Stream:
     finish: FinishReason | None = None
     newest: int = 1  # epoch
     moved: int = 0
+    lost: bool = False  # no worker runs it
     rejected: list[Rejected] = field(default_factory=list)
 
 
@@ -194,7 +196,10 @@ class TwoDecoders:
                 if run.epoch != stream.request.epoch:
                     continue
                 have = len(stream.tokens)
-                assert run.start <= have, "a move's output begins where the router can join it"
+                if run.start > have:  # a message was lost
+                    assert run.start > len(stream.request.forced), "the first run joins what the router has"
+                    self.post(stream.where, Resend(run.room, run.epoch, have))
+                    continue
                 overlap = have - run.start
                 assert run.tokens[:overlap] == stream.tokens[run.start : run.start + len(run.tokens)]
                 stream.tokens += run.tokens[overlap:]
@@ -209,9 +214,11 @@ class TwoDecoders:
         stream.rejected.append(message)
         if stream.moving is not None and message.epoch == stream.moving.epoch:
             self.cancel(message.room)
-        elif message.epoch == stream.request.epoch and stream.moving is not None:
-            assert message.why is RejectKind.MOVED
-            self._switch(stream)
+        elif message.epoch == stream.request.epoch:
+            if message.why is RejectKind.MOVED and stream.moving is not None:
+                self._switch(stream)
+            else:
+                stream.lost = True
 
     def _switch(self, stream: Stream) -> None:
         assert stream.moving is not None
