@@ -5,6 +5,7 @@ BatonError
 │   ├── InvalidRequest      400  a field is wrong, unknown or unsupported
 │   ├── ContextTooLong      400  prompt (+ output) does not fit the model or the pool
 │   ├── ModelNotFound       404  no worker serves that model
+│   ├── LateBody            408  the rest of its body did not come in time
 │   ├── SlowClient          400  its stream waits unread; sent in the stream, after status 200
 │   └── Overloaded          429  try again after `retry_after_s`
 ├── Unavailable             503  no worker can take the request within its bound
@@ -52,6 +53,10 @@ class ContextTooLong(UserError):
 
 class ModelNotFound(UserError):
     """No worker serves that model."""
+
+
+class LateBody(UserError):
+    """The body of a request was not complete in time."""
 
 
 class SlowClient(UserError):

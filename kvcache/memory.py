@@ -166,6 +166,10 @@ class Memory:
             self.free(pages)
         return sum(len(ids) for pages in released for ids in pages.values())
 
+    def quarantine_owners(self) -> list[Hashable]:
+        """Who has pages in quarantine."""
+        return list(self._quarantine)
+
     def quarantined(self, group: str) -> Pages:
         """All pages of a group that are in quarantine."""
         everyone = (pages.get(group, NO_PAGES) for held in self._quarantine.values() for pages in held)

@@ -48,6 +48,9 @@ class RoomMetrics:
         self.restart_causes = Count(
             registry, "baton_router_restart_causes", "Rooms started again, by the cause", "cause"
         )
+        self.swept = Count(
+            registry, "baton_router_swept_holds", "What was held and given up at its deadline", "kind"
+        )
         self.kv_bytes = Count(registry, "baton_router_kv_bytes", "KV bytes handed from P to D")
         self.placements = Count(
             registry, "baton_router_placements", "Epochs placed on a pair or on D alone", "kind"

@@ -119,13 +119,23 @@ class ResumeOptions(Options):
     )
 
 
+class HttpOptions(Options):
+    """Bounds on what a client may keep waiting."""
+
+    body_timeout_s: float = Field(
+        300.0, gt=0, description="from the head of a request to the end of its body; then 408"
+    )
+
+
 class LeaseOptions(Options):
     """The directory that a router hosts."""
 
     lease_s: float = Field(5.0, gt=0, description="a worker that is silent for longer counts as lost")
 
 
-class RouterSettings(PlacementOptions, AdmissionOptions, RoomOptions, ResumeOptions, LeaseOptions):
+class RouterSettings(
+    PlacementOptions, AdmissionOptions, RoomOptions, ResumeOptions, HttpOptions, LeaseOptions
+):
     """Router options."""
 
 

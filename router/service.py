@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+import msgspec
 from prometheus_client import CollectorRegistry
 
 from common.errors import ContextTooLong, Interrupted, InvalidRequest, ModelNotFound, Unavailable
@@ -31,6 +32,7 @@ from router.streams.stream import RoomSink, RoomStream
 from router.text.tokenization import Tokenization
 from router.trace import TraceStore
 from router.unanswered import Unanswered
+from wire.holds import Hold, HoldReport
 from wire.loop_mailbox import LoopMailbox
 from wire.mailbox import Mail
 from wire.messages import Claimed, Inspect, Inspected
@@ -39,6 +41,7 @@ from wire.security import curve_for
 
 _TICK_S = 0.05
 _INSPECT_TIMEOUT_S = 10.0
+_LEASES_TIMEOUT_S = 3.0
 _CLAIM_TIMEOUT_S = 2.0  # then a stream is computed again
 
 
@@ -194,10 +197,36 @@ class Router:
             raise InvalidRequest(f"no worker is called {worker_id!r}; there are: {there}", "worker")
         return await self._inspections.ask(addresses[worker_id], what, _INSPECT_TIMEOUT_S)
 
+    async def holds(self) -> tuple[list[Hold], dict[str, dict[str, int]], list[str]]:
+        """What this router and all workers hold, what each worker has swept, and the workers that did not
+        say."""
+        found = self._own_holds(time.monotonic())
+        workers = self.membership.workers
+        asked = (self._inspections.ask(one.mailbox, "leases", _LEASES_TIMEOUT_S) for one in workers)
+        swept, silent = {}, []
+        for one, said in zip(workers, await asyncio.gather(*asked, return_exceptions=True), strict=True):
+            if isinstance(said, TimeoutError):
+                silent.append(one.id)
+            elif isinstance(said, BaseException):
+                raise said
+            else:
+                report = msgspec.json.decode(said, type=HoldReport)
+                found += report.holds
+                swept[one.id] = report.swept
+        return found, swept, silent
+
     def accounts(self) -> list[dict[str, object]]:
         """The load that this router and the others have assigned to each worker."""
         estimates = self.placer.fleet.estimates()
         return [{"id": one.record.id, "own": one.own, "peers": one.peers} for one in estimates]
+
+    def _own_holds(self, now: float) -> list[Hold]:
+        """Rooms for their clients, and messages that are repeated."""
+        holder, rooms = f"router {self.mailbox_address}", self._dispatcher
+        return [
+            Hold(holder, "room", f"client of {one.request_id}", one.room, one.epoch)
+            for one in rooms.report(now)
+        ] + rooms.mail.unanswered(holder, now)
 
     # -- inside --------------------------------------------------------------------------------
 

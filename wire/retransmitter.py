@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from wire.holds import Hold
 from wire.messages import AnyMessage
 
 
@@ -24,6 +25,7 @@ class _Pending:
     next_at: float
     deadline: float
     interval: float
+    since: float
 
 
 class Retransmitter:
@@ -37,6 +39,7 @@ class Retransmitter:
         self._send = send
         self._first_interval_s = first_interval_s
         self._pending: dict[RetransmitKey, _Pending] = {}
+        self.swept = 0  # messages given up
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -47,7 +50,7 @@ class Retransmitter:
     def say(self, key: RetransmitKey, message: AnyMessage, now: float, timeout_s: float) -> None:
         """Send now, and again until `answered` or `timeout_s` has passed."""
         self._pending[key] = _Pending(
-            message, now + self._first_interval_s, now + timeout_s, self._first_interval_s
+            message, now + self._first_interval_s, now + timeout_s, self._first_interval_s, now
         )
         self._send(key.to, message)
 
@@ -58,6 +61,16 @@ class Retransmitter:
     def is_pending(self, key: RetransmitKey) -> bool:
         """Whether a message is being repeated."""
         return key in self._pending
+
+    def unanswered(self, holder: str, now: float) -> list[Hold]:
+        """The messages that `holder` repeats."""
+        return [
+            Hold(
+                holder, f"message, {key.kind}", key.to, key.room, key.epoch,
+                now - pending.since, pending.deadline - now,
+            )
+            for key, pending in self._pending.items()
+        ]  # fmt: skip
 
     def forget_room(self, room: int, epoch: int) -> None:
         """Stop repeating everything about a room's epoch."""
@@ -71,6 +84,7 @@ class Retransmitter:
             if now >= pending.deadline:
                 del self._pending[key]
                 given_up.append(key)
+                self.swept += 1
             elif now >= pending.next_at:
                 pending.interval = min(2.0, pending.interval * 2)
                 pending.next_at = now + pending.interval

@@ -30,5 +30,5 @@ def worker_report(what: str, memory: Memory, scheduler: Scheduler, rooms: Rooms[
         case "rooms":
             return json.dumps([[room.room, room.epoch] for room in rooms.active()])
         case _:
-            known = "memory, tree, nodes, load, metrics or rooms"
+            known = "memory, tree, nodes, load, metrics, rooms or leases"
             return json.dumps({"error": f"unknown report {what!r}: use {known}"})

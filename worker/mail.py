@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import msgspec
+
 from common.errors import UserError, WireError
 from scheduler.req import Req, RequestLimits
 from wire.mailbox import Mail
@@ -30,6 +32,7 @@ from wire.messages import (
 from wire.retransmitter import RetransmitKey
 from worker.drain import Drain
 from worker.heartbeat import DirectoryAnswer, Heartbeat
+from worker.holds import hold_report
 from worker.inspection import worker_report
 from worker.orphans import CLAIMED
 from worker.outbox import OutputKey
@@ -80,12 +83,18 @@ class MailHandler:
             case Resend() as message:
                 self._resend(mail.sender, message)
             case Inspect() as message:
-                report = worker_report(message.what, services.memory, self._role.scheduler, services.rooms)
+                report = self._report(message.what)
                 services.mailbox.send(mail.sender, Inspected(message.token, report))
             case Joined() | Announced() | AnnounceRefused() | Replaced() as message:
                 self._on_directory(message)
             case _:
                 self._role.handle(mail)
+
+    def _report(self, what: str) -> str:
+        services = self._services
+        if what == "leases":
+            return msgspec.json.encode(hold_report(services, time.monotonic())).decode()
+        return worker_report(what, services.memory, self._role.scheduler, services.rooms)
 
     def _on_directory(self, answer: DirectoryAnswer) -> None:
         if self._heartbeat is None:

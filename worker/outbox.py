@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from wire.holds import Hold
 from wire.messages import AnyMessage, ClaimedRoom, Tokens
 from wire.request import FinishReason, OutputDelta, TokenLogprobs, TokenRun
 
@@ -79,6 +80,7 @@ class Outbox:
         self._lease_s = lease_s
         self._outputs: dict[OutputKey, _Output] = {}
         self._unsent: dict[str, list[TokenRun]] = {}
+        self.swept = 0  # complete outputs that no router has acknowledged in time
 
     def __len__(self) -> int:
         return len(self._outputs)
@@ -164,3 +166,15 @@ class Outbox:
         for key, output in list(self._outputs.items()):
             if output.expires_at is not None and now >= output.expires_at:
                 del self._outputs[key]
+                self.swept += 1
+
+    def unacknowledged(self, now: float) -> list[Hold]:
+        """Output of rooms that are over. What belongs to a room that runs goes with the room."""
+        return [
+            Hold(
+                self._worker, "output", output.router, key.room, key.epoch,
+                now - output.expires_at + self._lease_s, output.expires_at - now,
+            )
+            for key, output in self._outputs.items()
+            if output.expires_at is not None
+        ]  # fmt: skip

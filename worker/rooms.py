@@ -12,6 +12,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import Generic, Protocol, TypeVar
 
+from wire.holds import Hold
 from wire.messages import AnyMessage
 
 
@@ -44,6 +45,7 @@ class Rooms(Generic[RoomState]):
         self._active: dict[int, RoomState] = {}
         self._tombstones: dict[int, tuple[int, float]] = {}  # room -> (epoch, forgotten at)
         self._parked: dict[tuple[int, int], tuple[str, AnyMessage, float]] = {}
+        self.swept = 0  # parked messages whose room did not start
 
     def __len__(self) -> int:
         return len(self._active)
@@ -106,7 +108,15 @@ class Rooms(Generic[RoomState]):
     def take_unclaimed(self, now: float) -> list[tuple[str, AnyMessage]]:
         """Forget the parked messages whose lease is over, and return each with its sender."""
         late = [key for key, (_, _, expires_at) in self._parked.items() if now >= expires_at]
+        self.swept += len(late)
         return [self._parked.pop(key)[:2] for key in late]
+
+    def parked(self, holder: str, now: float) -> list[Hold]:
+        """The messages that wait for their room to start at `holder`."""
+        return [
+            Hold(holder, "parked message", sender, room, epoch, now - until + self._parking_s, until - now)
+            for (room, epoch), (sender, _, until) in self._parked.items()
+        ]
 
     def _buried(self, room: int, epoch: int) -> bool:
         tombstone = self._tombstones.get(room)

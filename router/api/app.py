@@ -29,6 +29,7 @@ _ROUTES: dict[tuple[str, str], Handler] = {
     ("GET", "/debug/route"): debug.route,
     ("GET", "/debug/inspect"): debug.inspect,
     ("GET", "/debug/rooms"): debug.rooms,
+    ("GET", "/debug/leases"): debug.leases,
     ("GET", "/debug/suspicions"): debug.suspicions,
 }
 _PREFIXES: dict[tuple[str, str], Handler] = {("GET", "/debug/trace/"): debug.trace}
@@ -42,7 +43,7 @@ def build_app(router: Router) -> App:
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
         elif scope["type"] == "http":
-            await _serve(router, HttpRequest(scope, receive, send))
+            await _serve(router, HttpRequest(scope, receive, send, router.options.body_timeout_s))
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close"})
 

@@ -124,8 +124,14 @@ def _winner(candidates: RoleCandidates, row: int | None) -> dict[str, object] | 
     return {"id": candidates.workers.names[row], "hit_tokens": candidates.held(row)}
 
 
+async def leases(router: Router, request: HttpRequest) -> None:
+    """GET /debug/leases: what this router and the workers hold for others, for how long, and until when."""
+    found, swept, silent = await router.holds()
+    await request.respond_json({"leases": found, "swept": swept, "silent": silent})
+
+
 async def inspect(router: Router, request: HttpRequest) -> None:
-    """GET /debug/inspect?worker=ID&what=memory|tree|nodes|load|metrics|rooms: a report by a worker."""
+    """GET /debug/inspect?worker=ID&what=memory|tree|nodes|load|metrics|rooms|leases: a report by a worker."""
     query = request.query()
     what = query.get("what", "memory")
     try:

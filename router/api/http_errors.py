@@ -11,6 +11,7 @@ from common.errors import (
     ContextTooLong,
     Interrupted,
     InvalidRequest,
+    LateBody,
     ModelNotFound,
     Overloaded,
     RequestFailed,
@@ -32,6 +33,7 @@ _KINDS: tuple[tuple[type[BatonError], int, str, str | None], ...] = (
     (ContextTooLong, 400, "invalid_request_error", "context_length_exceeded"),
     (InvalidRequest, 400, "invalid_request_error", None),
     (ModelNotFound, 404, "invalid_request_error", "model_not_found"),
+    (LateBody, 408, "invalid_request_error", None),
     (Overloaded, 429, "rate_limit_error", "overloaded"),
     (UserError, 400, "invalid_request_error", None),
     (RequestFailed, 500, "server_error", "request_failed"),
@@ -46,6 +48,8 @@ def to_http(error: BatonError) -> HttpError:
     headers = []
     if isinstance(error, Overloaded):
         headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode()))
+    elif status == 408:
+        headers.append((b"connection", b"close"))  # what still comes on it is the rest of the body
     elif status == 503:
         headers.append((b"retry-after", b"1"))
     param = error.param if isinstance(error, UserError) else None

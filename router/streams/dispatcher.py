@@ -104,6 +104,7 @@ class Dispatcher:
     def tick(self, now: float) -> None:
         """Repeat what is unanswered, wake rooms that are due, acknowledge."""
         for key in self.mail.tick(now):
+            self._metrics.swept.inc(of="message")
             room = self.rooms.get(key.room)
             if room is not None and not self.moves.on_given_up(key, now):
                 room.on_given_up(key, now)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from wire.holds import Hold
 from wire.messages import Abort, Ack, AnyMessage
 from wire.retransmitter import RetransmitKey, Retransmitter
 
@@ -41,6 +42,10 @@ class WorkerMail:
         acks = self._acks.setdefault(to, {})
         key = (room, epoch)
         acks[key] = max(upto, acks.get(key, 0))
+
+    def unanswered(self, holder: str, now: float) -> list[Hold]:
+        """The messages that `holder`, this router, repeats."""
+        return self._retransmitter.unanswered(holder, now)
 
     def tick(self, now: float) -> list[RetransmitKey]:
         """Repeat what is unanswered, and acknowledge. Returns the keys of messages given up."""
