@@ -154,7 +154,12 @@ class Outbox:
     def retire(self, key: OutputKey, now: float) -> None:
         """The room's output is complete. What is not acknowledged is kept for the lease, no longer."""
         output = self._outputs.get(key)
-        if output is not None and output.expires_at is None:
+        if output is None or output.expires_at is not None:
+            return
+        # An Ack does not say whether the router has seen the end, which may have come without a token.
+        if output.finish is None and output.acked == len(output.tokens):
+            del self._outputs[key]
+        else:
             output.expires_at = now + self._lease_s
 
     def discard(self, key: OutputKey) -> None:

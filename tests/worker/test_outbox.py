@@ -78,6 +78,21 @@ def test_a_retired_room_goes_with_its_last_ack_or_with_its_lease() -> None:
     assert len(box) == 0
 
 
+def test_what_was_acknowledged_before_the_room_was_retired_goes_with_it() -> None:
+    box, _ = outbox()
+    push(box, A, 0, [10])  # the first token of a prompt that is handed off
+    box.ack(ROUTERS[1], [(1, 1, 1)])
+    box.retire(A, 5.0)
+    assert len(box) == 0
+    push(box, B, 0, [20])
+    box.ack(ROUTERS[0], [(2, 1, 1)])
+    push(box, B, 1, [], FinishReason.LENGTH)
+    box.retire(B, 5.0)
+    assert len(box) == 1, "the end may not have arrived"
+    box.sweep(65.0)
+    assert (len(box), box.swept) == (0, 1)
+
+
 def test_a_discarded_room_is_unknown() -> None:
     box, _ = outbox()
     push(box, A, 0, [10])
