@@ -43,3 +43,15 @@ def test_forget_room_spares_other_epochs() -> None:
         )
     retransmitter.forget_room(7, 1)
     assert retransmitter.tick(9.0) == [RetransmitKey("tcp://peer", 7, 2, "abort")]
+
+
+def test_a_slow_peer_hears_it_every_two_seconds() -> None:
+    sent: list[str] = []
+    retransmitter = Retransmitter(lambda to, message: sent.append(to))
+    retransmitter.say(RetransmitKey("tcp://p", 1, 0, "abort"), Abort(1, 0), 0.0, 100.0)
+    for tenth in range(300):
+        retransmitter.tick(tenth / 10)
+    before = len(sent)
+    for tenth in range(300, 500):
+        retransmitter.tick(tenth / 10)
+    assert len(sent) - before in (9, 10)
