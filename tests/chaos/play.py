@@ -47,7 +47,7 @@ class Play:
             case "stop" | "thaw":
                 self._victim.send_signal(SIGSTOP)
             case "partition router-worker":
-                faults.cut(name, self._stack.running["router/0"].name)
+                faults.cut(name, self._stack.of_role("router")[0].name)  # the one that clients prefer
             case "partition P-D":
                 for peer in self._peers():
                     faults.cut(name, peer.name)
