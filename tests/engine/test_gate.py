@@ -57,6 +57,7 @@ def test_every_tested_family_passes(family: str) -> None:
         (LlamaConfig(architectures=["Llama4ForCausalLM"]), "not LlamaForCausalLM"),
         (with_field(LlamaConfig(), sliding_window=128), "sliding_window is 128"),
         (MistralConfig(sliding_window=0), "sliding_window is 0"),
+        (MistralConfig(sliding_window=1), "sliding_window is 1"),
         (
             with_field(MistralConfig(sliding_window=128), layer_types=["full_attention"] * 32),
             "every layer is sliding_attention",

@@ -102,8 +102,8 @@ class ShapeDraw:
         return keys
 
     def window(self) -> int:
-        """From a query that sees itself alone to one that sees whole prompts."""
-        return self.rng.choice([1, 2, 7, 16, 17, 24, 33, 64, 400])
+        """From a query that sees one token before it to one that sees whole prompts."""
+        return self.rng.choice([2, 3, 7, 16, 17, 24, 33, 64, 400])
 
     def kinds(self, one: str, other: str, at_least: str) -> list[str]:
         """layer_types with a layer of `at_least` among them."""
