@@ -26,14 +26,20 @@ _RETRY_S = 0.1
 
 
 class DirectoryActor:
-    """Hosts the directory in a process of its own."""
+    """Hosts the directory in a process of its own, and keeps the key that the router replicas share."""
 
-    def __init__(self, interface: str, cluster_secret: str | None, lease_s: float) -> None:
+    def __init__(self, interface: str, cluster_secret: str | None, lease_s: float, resume_key: str) -> None:
+        """Ray restarts the actor with the same arguments, so the key outlives its process."""
         self._host = DirectoryHost(node_interface(interface), cluster_secret, lease_s, is_new=False)
+        self._resume_key = resume_key
 
     def address(self) -> str:
         """Mailbox address of this incarnation."""
         return self._host.address
+
+    def resume_key(self) -> str:
+        """Signs the event ids of routers whose options have neither a key nor a cluster secret."""
+        return self._resume_key
 
 
 class DirectoryFinder:
@@ -43,10 +49,11 @@ class DirectoryFinder:
         self._name = f"directory:{app_name}"
         self._handles: list[Any] = []  # Ray ends an actor when the handle of its creator is dropped
 
-    def ensure(self, interface: str, cluster_secret: str | None, lease_s: float) -> str:
+    def ensure(self, interface: str, cluster_secret: str | None, lease_s: float, resume_key: str) -> str:
         """The directory's address; the actor is created when there is none. For router replicas.
 
-        `interface` may be `auto`: the actor may run on another node than the router.
+        `interface` may be `auto`: the actor may run on another node than the router. A new actor keeps
+        `resume_key` for replicas that start later.
         """
         try:
             return self.find()
@@ -56,18 +63,18 @@ class DirectoryFinder:
                 .options(
                     name=self._name, namespace=NAMESPACE, get_if_exists=True, num_cpus=0, max_restarts=-1
                 )
-                .remote(interface, cluster_secret, lease_s)
+                .remote(interface, cluster_secret, lease_s, resume_key)
             )
             self._handles.append(actor)
             return cast("str", ray.get(actor.address.remote(), timeout=_ANSWER_S))
 
+    def resume_key(self) -> str:
+        """The key that the actor keeps. Raises Unavailable when it does not answer."""
+        return cast("str", self._ask("resume_key"))
+
     def find(self) -> str:
         """The directory's address, asked anew. Raises Unavailable when there is none (yet)."""
-        try:
-            actor: Any = ray.get_actor(self._name, namespace=NAMESPACE)
-            return cast("str", ray.get(actor.address.remote(), timeout=_ANSWER_S))
-        except (ValueError, RayActorError, GetTimeoutError) as error:
-            raise Unavailable(f"the directory actor {self._name} does not answer: {error}") from error
+        return cast("str", self._ask("address"))
 
     def wait(self, timeout_s: float) -> str:
         """The directory's address once it is there. Raises Unavailable after `timeout_s`."""
@@ -79,3 +86,10 @@ class DirectoryFinder:
                 if time.monotonic() >= deadline:
                     raise
                 time.sleep(_RETRY_S)  # Ray has no event for "an actor of this name exists now"
+
+    def _ask(self, method: str) -> Any:
+        try:
+            actor: Any = ray.get_actor(self._name, namespace=NAMESPACE)
+            return ray.get(getattr(actor, method).remote(), timeout=_ANSWER_S)
+        except (ValueError, RayActorError, GetTimeoutError) as error:
+            raise Unavailable(f"the directory actor {self._name} does not answer: {error}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -33,13 +34,16 @@ class RouterReplica:
         """Create or find the directory, start the router. `_workers` are only tied to the application."""
         self._finder = DirectoryFinder(serve.get_replica_context().app_name)
         self._interface = options.interface
+        # A key drawn for the Serve config would change with every deploy, and so restart the replicas.
+        self._resume_key = options.resume_key or options.cluster_secret or secrets.token_hex(16)
         with readable_refusal():
             model = await asyncio.to_thread(model_directory, str(options.model), TOKENIZER_FILES)
             self._options = options.model_copy(
                 update={"model": model, "interface": node_interface(options.interface)}
             )
-            directory = await asyncio.to_thread(self._directory)
-            self._router = Router(self._options.model_copy(update={"directory": directory}))
+            directory, self._resume_key = await asyncio.to_thread(self._join)
+            found = {"directory": directory, "resume_key": self._resume_key}
+            self._router = Router(self._options.model_copy(update=found))
         freeze_gc()
         self._following = asyncio.create_task(self._follow_directory())
 
@@ -53,9 +57,16 @@ class RouterReplica:
             self._following.cancel()
             self._router.close()
 
+    def _join(self) -> tuple[str, str]:
+        """The directory's address, and the key with which this replica signs event ids."""
+        address, options = self._directory(), self._options
+        if options.resume_key or options.cluster_secret:
+            return address, self._resume_key
+        return address, self._finder.resume_key()
+
     def _directory(self) -> str:
         options = self._options
-        return self._finder.ensure(self._interface, options.cluster_secret, options.lease_s)
+        return self._finder.ensure(self._interface, options.cluster_secret, options.lease_s, self._resume_key)
 
     async def _follow_directory(self) -> None:
         """Create the directory again when its owner has gone, and look where it is. Off the token path."""

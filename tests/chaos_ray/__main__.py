@@ -82,14 +82,13 @@ class Scene:
 
     def _config(self) -> dict[str, object]:
         worker = {"engine": "fake", "fake_step_s": 0.02, "page_size": 16, "max_total_tokens": 32_768}
-        router = {"resume_key": "the same in both routers"}
         deployments = [
             {"name": name, "num_replicas": count, "ray_actor_options": {"num_cpus": self._cpus[name]}}
             for name, count in _REPLICAS.items()
         ]
         application = {
             "name": "baton", "route_prefix": "/", "import_path": "cluster.app:build",
-            "args": {"model": str(_MODEL), "worker": worker, "router": {"options": router}},
+            "args": {"model": str(_MODEL), "worker": worker},
             "deployments": deployments,
         }  # fmt: skip
         http = {"host": "127.0.0.1", "port": self._port}
