@@ -17,6 +17,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from cluster.node import node_interface
+from cluster.reaper import Reaper
 from common.errors import Unavailable
 from router.directory.server import DirectoryHost
 
@@ -28,9 +29,13 @@ _RETRY_S = 0.1
 class DirectoryActor:
     """Hosts the directory in a process of its own, and keeps the key that the router replicas share."""
 
-    def __init__(self, interface: str, cluster_secret: str | None, lease_s: float, resume_key: str) -> None:
+    def __init__(
+        self, app_name: str, interface: str, cluster_secret: str | None, lease_s: float, resume_key: str
+    ) -> None:
         """Ray restarts the actor with the same arguments, so the key outlives its process."""
-        self._host = DirectoryHost(node_interface(interface), cluster_secret, lease_s, is_new=False)
+        self._host = DirectoryHost(
+            node_interface(interface), cluster_secret, lease_s, is_new=False, on_lost=Reaper(app_name).end
+        )
         self._resume_key = resume_key
 
     def address(self) -> str:
@@ -46,6 +51,7 @@ class DirectoryFinder:
     """Finds the application's directory, wherever it is now."""
 
     def __init__(self, app_name: str) -> None:
+        self._app_name = app_name
         self._name = f"directory:{app_name}"
         self._handles: list[Any] = []  # Ray ends an actor when the handle of its creator is dropped
 
@@ -63,7 +69,7 @@ class DirectoryFinder:
                 .options(
                     name=self._name, namespace=NAMESPACE, get_if_exists=True, num_cpus=0, max_restarts=-1
                 )
-                .remote(interface, cluster_secret, lease_s, resume_key)
+                .remote(self._app_name, interface, cluster_secret, lease_s, resume_key)
             )
             self._handles.append(actor)
             return cast("str", ray.get(actor.address.remote(), timeout=_ANSWER_S))

@@ -15,6 +15,7 @@ from cluster.directory_actor import DirectoryFinder
 from cluster.load import load_share
 from cluster.model_files import model_directory
 from cluster.node import node_interface
+from cluster.reaper import worker_id
 from cluster.refusal import readable_refusal
 from common.garbage import freeze_gc
 from wire.records import Role
@@ -32,10 +33,12 @@ class WorkerReplica:
     def __init__(self, role: Role, options: WorkerOptions, drain_s: float) -> None:
         """Load the model and join the directory. Raises ReplicaRefused for options that cannot work."""
         self._drain_s = drain_s
-        finder = DirectoryFinder(serve.get_replica_context().app_name)
+        context = serve.get_replica_context()
+        finder = DirectoryFinder(context.app_name)
         with readable_refusal():
             self._options = options.model_copy(
                 update={
+                    "worker_id": worker_id(role, context.replica_tag),
                     "model": str(model_directory(options.model)),
                     "interface": node_interface(options.interface),
                     "directory": finder.wait(_DIRECTORY_WAIT_S),

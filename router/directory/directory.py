@@ -40,6 +40,7 @@ class Directory:
         self.version = 0
         self._incarnations = Incarnations(settles_at)
         self._leases: dict[str, _Lease] = {}
+        self._ended: dict[tuple[str, int], _Lease] = {}  # by id and incarnation; lost after their deadline
         self._looked_at: float | None = None
 
     def join(self, message: Join, now: float) -> Joined | Replaced | None:
@@ -68,6 +69,7 @@ class Directory:
         ):
             self.version += 1
         self._leases[record.id] = _Lease(record, now + self.lease_s)
+        self._ended.pop((record.id, record.incarnation), None)
         return Announced(record.id, record.incarnation, self.lease_s)
 
     def remember(self, seen: dict[str, int]) -> None:
@@ -79,6 +81,7 @@ class Directory:
     def withdraw(self, message: Withdraw) -> bool:
         """Remove a worker that leaves on purpose. Returns False when that incarnation was not there."""
         self._incarnations.withdraw(message)
+        self._ended.pop((message.worker, message.incarnation), None)
         lease = self._leases.get(message.worker)
         if lease is None or lease.record.incarnation != message.incarnation:
             return False
@@ -94,12 +97,19 @@ class Directory:
         pause_s = 0.0 if self._looked_at is None else now - self._looked_at
         self._looked_at = now
         if pause_s > _LONGEST_PAUSE * self.lease_s:
-            for lease in self._leases.values():
+            for lease in [*self._leases.values(), *self._ended.values()]:
                 lease.deadline += pause_s
         ended = [lease.record for lease in self._leases.values() if lease.deadline <= now]
         for record in ended:
             self._end(record.id)
+            self._ended[record.id, record.incarnation] = _Lease(record, now + self.lease_s)
         return ended
+
+    def lost(self, now: float) -> list[WorkerRecord]:
+        """The workers whose lease ended a lease ago, and that have neither announced themselves again nor
+        withdrawn. Each is returned once. Their processes may still be there, stopped or cut off."""
+        lost = [key for key, lease in self._ended.items() if lease.deadline <= now]
+        return [self._ended.pop(key).record for key in lost]
 
     def records(self) -> list[WorkerRecord]:
         """All workers whose lease held at the last `expire`."""

@@ -24,6 +24,7 @@ from wire.messages import (
     Watch,
     Withdraw,
 )
+from wire.records import WorkerRecord
 from wire.security import curve_for
 
 log = logging.getLogger(__name__)
@@ -41,9 +42,16 @@ class _Watcher:
 class DirectoryServer:
     """Answers the directory's messages. It has no socket and no thread: a mailbox's owner passes it mail."""
 
-    def __init__(self, directory: Directory, send: Callable[[str, AnyMessage], None]) -> None:
+    def __init__(
+        self,
+        directory: Directory,
+        send: Callable[[str, AnyMessage], None],
+        on_lost: Callable[[WorkerRecord], None] | None = None,
+    ) -> None:
+        """`on_lost` is told of each worker whose lease ended a lease ago and that has not come back."""
         self._directory = directory
         self._send = send
+        self._on_lost = on_lost
         self._watchers: dict[str, _Watcher] = {}  # by mailbox address
         self._told_version = -1
         self._watchers_changed = False
@@ -72,6 +80,9 @@ class DirectoryServer:
         """End leases and tell the watchers. Call it several times per lease."""
         for record in self._directory.expire(now):
             log.warning("the lease of worker %s ended", record.id)
+        for record in self._directory.lost(now):
+            if self._on_lost is not None:
+                self._on_lost(record)
         for address, watcher in list(self._watchers.items()):
             if watcher.until < now:
                 del self._watchers[address]
@@ -128,13 +139,14 @@ class DirectoryHost:
         port: int = 0,
         *,
         is_new: bool = True,
+        on_lost: Callable[[WorkerRecord], None] | None = None,
     ) -> None:
-        """`is_new`: no worker of an earlier directory will find this one. Otherwise it settles first. Raises
-        ConfigError for a port that cannot be had."""
+        """`is_new`: no worker of an earlier directory will find this one. Otherwise it settles first.
+        `on_lost` is called on the directory's thread. Raises ConfigError for a port that cannot be had."""
         self._mailbox = Mailbox(interface, curve_for(cluster_secret), port)
         self.address = self._mailbox.address
         directory = Directory(lease_s, 0.0 if is_new else time.monotonic() + lease_s)
-        self._server = DirectoryServer(directory, self._mailbox.send)
+        self._server = DirectoryServer(directory, self._mailbox.send, on_lost)
         self._tick_s = min(0.1, lease_s / 10)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="directory", daemon=True)

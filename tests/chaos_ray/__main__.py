@@ -2,10 +2,10 @@
 
 python -m tests.chaos_ray
 
-Replica actors of prefill and decode are killed, both are replaced by a changed Serve config (a rolling
-update); a router replica is killed, and the directory's actor. No stream may break off for a worker's fault;
-one that breaks off for a router's must be resumable with its Last-Event-ID. The last line is JSON: {streams,
-incomplete, resumed, faults}.
+Replica actors of prefill and decode are killed, one of decode is stopped, both are replaced by a changed
+Serve config (a rolling update); a router replica is killed, and the directory's actor. No stream may break
+off for a worker's fault; one that breaks off for a router's must be resumable with its Last-Event-ID. The
+last line is JSON: {streams, incomplete, resumed, faults}.
 """
 
 from __future__ import annotations
@@ -51,14 +51,17 @@ class Scene:
         self._cluster.wait_for(_REPLICAS, timeout_s)
         self._client.wait_for_workers(_WORKERS, timeout_s)
 
-    def kill_worker(self, role: str) -> None:
-        """Kill a replica, and wait until another has taken its place."""
+    def end_worker(self, role: str, number: signal.Signals) -> None:
+        """Kill or stop a replica, and wait until its process has gone and another has taken its place."""
         before = {record["id"] for record in self._client.workers()}
         victim = next(record for record in self._client.workers() if record["role"] == role)
-        os.kill(victim["pid"], signal.SIGKILL)
+        os.kill(victim["pid"], number)
         deadline = time.monotonic() + _RECOVER_S
         while len({record["id"] for record in self._client.workers()} - {victim["id"]}) < len(before):
             assert time.monotonic() < deadline, f"{victim['id']} was not replaced"
+            time.sleep(0.2)
+        while _lives(victim["pid"]):
+            assert time.monotonic() < deadline, f"the process of {victim['id']} is still there"
             time.sleep(0.2)
         self.whole()
 
@@ -114,8 +117,9 @@ def main() -> int:
 def _under_load(scene: Scene, url: str) -> dict[str, Any]:
     """One fault after the other, with streams before, in and after each."""
     worker_faults: dict[str, Callable[[], None]] = {
-        "prefill killed": lambda: scene.kill_worker("prefill"),
-        "decode killed": lambda: scene.kill_worker("decode"),
+        "prefill killed": lambda: scene.end_worker("prefill", signal.SIGKILL),
+        "decode killed": lambda: scene.end_worker("decode", signal.SIGKILL),
+        "decode stopped": lambda: scene.end_worker("decode", signal.SIGSTOP),
         "prefill updated": lambda: scene.update("prefill"),
         "decode updated": lambda: scene.update("decode"),
     }

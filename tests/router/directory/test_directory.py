@@ -59,6 +59,30 @@ def test_a_directory_that_was_stopped_does_not_blame_the_workers() -> None:
     assert [r.id for r in directory.expire(now=13.0)] == ["p0"]
 
 
+def test_a_worker_is_lost_a_lease_after_its_own_unless_it_comes_back_or_has_left() -> None:
+    directory = Directory(lease_s=3.0)
+
+    def look(until: float) -> dict[str, float]:
+        """When each worker was lost."""
+        lost: dict[str, float] = {}
+        while (now := look_at[-1] + 0.5) <= until:
+            look_at.append(now)
+            directory.expire(now)
+            lost |= {record.id: now for record in directory.lost(now)}
+        return lost
+
+    look_at = [-0.5]
+    for worker in ("gone", "back", "left"):
+        directory.announce(Announce(record(worker)), now=0.0)
+    assert look(until=4.0) == {}
+    assert directory.records() == []
+    directory.announce(Announce(record("back")), now=4.0)
+    directory.withdraw(Withdraw("left", 1))
+    assert look(until=6.5) == {"gone": 6.0}
+    assert look(until=12.0) == {"back": 10.0}
+    assert look(until=20.0) == {}
+
+
 def test_draining_and_a_restart_change_the_version() -> None:
     directory = Directory(3.0)
     directory.announce(Announce(record()), 0.0)

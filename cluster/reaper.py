@@ -1,0 +1,41 @@
+"""Reaper: ends worker replicas that are still there after their lease has ended.
+
+Such a process is stopped, cut off or stuck. It may still write into the memory of decode workers, which keep
+those pages in quarantine until it is gone (docs/decisions/0004-fences.md). Serve's health check finds it,
+too, but only after its own time-out, and not while the process answers Serve and nobody else.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import ray
+
+from wire.records import Role, WorkerRecord
+
+log = logging.getLogger(__name__)
+
+_SERVE_NAMESPACE = "serve"
+
+
+def worker_id(role: Role, replica: str) -> str:
+    """The id of the worker in a replica. `replica`: the replica's unique part, as Serve names it."""
+    return f"{role}-{replica}"
+
+
+class Reaper:
+    """Kills by the name that Serve gives to a replica's actor, so never a process that is not ours."""
+
+    def __init__(self, app_name: str) -> None:
+        self._app_name = app_name
+
+    def end(self, record: WorkerRecord) -> None:
+        """Kill the worker's replica, if it is still there. Serve starts another one."""
+        replica = record.id.removeprefix(worker_id(record.role, ""))
+        name = f"SERVE_REPLICA::{self._app_name}#{record.role}#{replica}"
+        try:
+            actor = ray.get_actor(name, namespace=_SERVE_NAMESPACE)
+        except ValueError:
+            return
+        log.warning("worker %s is killed: its lease has ended and its process is still there", record.id)
+        ray.kill(actor)
