@@ -144,13 +144,17 @@ class MailHandler:
         return Rejected(message.room, message.epoch, why, problem)
 
     def _abort_room(self, room: int, epoch: int) -> None:
-        services = self._services
-        services.retransmitter.forget_room(room, epoch)
-        services.questions.end(OutputKey(room, epoch))
-        services.outbox.discard(OutputKey(room, epoch))
-        ended = services.rooms.end(room, epoch, time.monotonic())
+        self._forget(OutputKey(room, epoch))
+        ended = self._services.rooms.end(room, epoch, time.monotonic())
         if ended is not None:
+            self._forget(ended.key)  # of an older epoch, if the message that starts this one was lost
             self._role.abandon(ended)
+
+    def _forget(self, key: OutputKey) -> None:
+        services = self._services
+        services.retransmitter.forget_room(key.room, key.epoch)
+        services.questions.end(key)
+        services.outbox.discard(key)
 
     def _resend(self, router: str, message: Resend) -> None:
         services, room, epoch = self._services, message.room, message.epoch

@@ -116,6 +116,22 @@ def test_abort_at_every_stage_leaves_nothing(groups: tuple[str, ...]) -> None:
             return
 
 
+def test_an_abort_of_an_epoch_that_never_came_ends_the_older_one() -> None:
+    with pair() as both:
+        both.ask(1, prompt_of(1, 20), 100, split=False)
+        while not both.outputs[1].tokens:
+            both.turn(both.decode)
+            while both.network.letters:
+                both.deliver(0, keep=False)
+        both.restart(1, split=False)
+        both.network.letters.clear()  # its Decode is lost
+        both.abort(1)
+        both.run_dry()
+        assert both.decode.rooms() == []
+        both.settle()
+
+
+
 @every_model
 def test_what_a_writer_may_still_touch_is_quarantined_in_every_group(groups: tuple[str, ...]) -> None:
     with pair(groups) as both:
