@@ -131,7 +131,6 @@ def test_an_abort_of_an_epoch_that_never_came_ends_the_older_one() -> None:
         both.settle()
 
 
-
 @every_model
 def test_what_a_writer_may_still_touch_is_quarantined_in_every_group(groups: tuple[str, ...]) -> None:
     with pair(groups) as both:
