@@ -38,7 +38,8 @@ from kvtransfer.pages import PageIds, PageWrite, copy_pages
 from kvtransfer.receiver import PoolReceiver
 from kvtransfer.region import GroupRegion
 from kvtransfer.select import open_receiver, open_sender
-from wire.messages import ChecksumMode, TransferEndpoint
+from wire.checksums import ChecksumMode
+from wire.messages import TransferEndpoint
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 120.0

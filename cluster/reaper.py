@@ -8,8 +8,10 @@ too, but only after its own time-out, and not while the process answers Serve an
 from __future__ import annotations
 
 import logging
+import threading
 
 import ray
+from ray.exceptions import RayError
 
 from wire.records import Role, WorkerRecord
 
@@ -30,12 +32,20 @@ class Reaper:
         self._app_name = app_name
 
     def end(self, record: WorkerRecord) -> None:
-        """Kill the worker's replica, if it is still there. Serve starts another one."""
+        """Kill the worker's replica, if it is still there. Serve starts another one.
+
+        Does not wait: Ray may take long to answer, and the caller renews the leases of all workers.
+        """
+        threading.Thread(target=self._kill, args=(record,), name="reaper", daemon=True).start()
+
+    def _kill(self, record: WorkerRecord) -> None:
         replica = record.id.removeprefix(worker_id(record.role, ""))
         name = f"SERVE_REPLICA::{self._app_name}#{record.role}#{replica}"
         try:
             actor = ray.get_actor(name, namespace=_SERVE_NAMESPACE)
+            log.warning("worker %s is killed: its lease has ended and its process is still there", record.id)
+            ray.kill(actor)
         except ValueError:
-            return
-        log.warning("worker %s is killed: its lease has ended and its process is still there", record.id)
-        ray.kill(actor)
+            pass  # there is no such actor any more
+        except RayError as error:
+            log.warning("worker %s cannot be killed, Serve's health check must: %s", record.id, error)

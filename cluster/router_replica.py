@@ -35,7 +35,7 @@ class RouterReplica:
         self._finder = DirectoryFinder(serve.get_replica_context().app_name)
         self._interface = options.interface
         # A key drawn for the Serve config would change with every deploy, and so restart the replicas.
-        self._resume_key = options.resume_key or options.cluster_secret or secrets.token_hex(16)
+        self._resume_key = options.resume_secret or secrets.token_hex(16)
         with readable_refusal():
             model = await asyncio.to_thread(model_directory, str(options.model), TOKENIZER_FILES)
             self._options = options.model_copy(
@@ -59,10 +59,8 @@ class RouterReplica:
 
     def _join(self) -> tuple[str, str]:
         """The directory's address, and the key with which this replica signs event ids."""
-        address, options = self._directory(), self._options
-        if options.resume_key or options.cluster_secret:
-            return address, self._resume_key
-        return address, self._finder.resume_key()
+        address = self._directory()
+        return address, self._options.resume_secret or self._finder.resume_key()
 
     def _directory(self) -> str:
         options = self._options

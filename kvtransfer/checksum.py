@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kvtransfer.pages import PageIds
 from kvtransfer.region import GroupRegion, HostPages
-from wire.messages import ChecksumMode
+from wire.checksums import ChecksumMode
 
 BLOCK = 4 << 10
 STRIDE = 64 << 20

@@ -12,7 +12,8 @@ from kvtransfer.pages import PageIds, as_pages
 from kvtransfer.region import PoolRegion, check_pages
 from kvtransfer.rooms import RoomTable
 from kvtransfer.transport import Fence, Landed, ReceiverTransport
-from wire.messages import ChecksumMode, GroupTarget, KVDone, TransferEndpoint
+from wire.checksums import ChecksumMode
+from wire.messages import GroupTarget, KVDone, TransferEndpoint
 
 
 class PoolReceiver:

@@ -20,7 +20,8 @@ from kvtransfer.checksum import checksums, samples
 from kvtransfer.pages import PageIds, PageWrite, as_pages
 from kvtransfer.region import PoolRegion
 from kvtransfer.transport import SenderTransport
-from wire.messages import NO_CHECKSUMS, ChecksumMode, GroupTarget, PageChecksums, TransferEndpoint
+from wire.checksums import NO_CHECKSUMS, ChecksumMode, PageChecksums
+from wire.messages import GroupTarget, TransferEndpoint
 
 log = logging.getLogger(__name__)
 
@@ -214,9 +215,7 @@ class KVSender:
 
     def _check(self, write: PageWrite) -> None:
         """Compute the checksums that cover a page of this write, before anything else can change it."""
-        if not self._checksums.mode.is_on:
-            return
-        if not len(write):
+        if not self._checksums.mode.is_on or not len(write):
             return
         _, ids = self._targets[write.group]
         start = int(np.flatnonzero(ids == write.dst_pages[0])[0])

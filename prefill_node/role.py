@@ -101,7 +101,7 @@ class PrefillRole(WorkerRole[PrefillRoom]):
         if self.rooms.park(room, epoch, decode, target, time.monotonic()):
             return
         keys = [RetransmitKey(decode, room, epoch, kind) for kind in _ENDS]
-        if not any(map(self.retransmitter.is_pending, keys)):
+        if not any(key in self.retransmitter for key in keys):
             self._tell(decode, KVFailed(target.room, target.epoch, "the room is over on prefill"))
 
     def _aim(self, room: PrefillRoom, target: KVTarget) -> bool:

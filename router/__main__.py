@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import errno
 import json
-import secrets
 import signal
 import socket
 import sys
@@ -81,12 +80,10 @@ def main() -> None:
             raise ConfigError("--processes", f"{given.processes} processes cannot serve", "give at least 1")
         if given.further is not None:
             directory, port, _ = given.further
-            key = sys.stdin.readline().strip() or None  # see processes.py
+            key = sys.stdin.readline().strip()  # see processes.py
             options = options.model_copy(
                 update={"directory": directory, "port": int(port), "resume_key": key}
             )
-        elif not (options.resume_key or options.cluster_secret):
-            options = options.model_copy(update={"resume_key": secrets.token_hex(16)})
         shared = given.further is not None or given.processes > 1
         with _bind(options, shared) as listener:
             if given.processes > 1:

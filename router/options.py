@@ -149,3 +149,8 @@ class RouterOptions(RouterSettings, SocketOptions):
     host: str = LOOPBACK
     port: int = Field(HTTP_PORT, ge=0, le=65535, description="0: any free port")
     directory: str | None = Field(None, description="the directory's mailbox; null: this router hosts it")
+
+    @property
+    def resume_secret(self) -> str | None:
+        """What the key of event ids is derived from. None: whoever starts routers that share one draws it."""
+        return self.resume_key or self.cluster_secret

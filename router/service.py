@@ -162,10 +162,18 @@ class Router:
 
     async def claim(self, resumption: Resumption) -> dict[int, FoundRoom]:
         """Find the rooms of an interrupted stream; {}: it must be computed again. Submit at once after it."""
-        first, positions = resumption.first_room, resumption.positions
+        first = resumption.first_room
         for stream in list(self.streams):
             if stream.submission.first_room == first:  # its client has left, unnoticed so far
                 stream.interrupt(Interrupted("the client goes on with this stream on another connection"))
+        try:
+            return await self._claim(resumption)
+        finally:  # rooms that were left and are not claimed get an Abort with their next tokens
+            numbers = range(first, first + resumption.submission.choice_count)
+            self._dispatcher.foreign.difference_update(numbers)
+
+    async def _claim(self, resumption: Resumption) -> dict[int, FoundRoom]:
+        first, positions = resumption.first_room, resumption.positions
         running = [first + index for index, position in enumerate(positions) if not position.finished]
         if not running:
             return {}

@@ -7,6 +7,7 @@ name one, starts a process again that has ended, and asks all when one is asked 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 
 from prometheus_client import CollectorRegistry
@@ -44,7 +45,8 @@ class Supervisor:
             self._directory = DirectoryServer(Directory(options.lease_s), send)
         directory = options.directory or self.mailbox_address
         arguments = ("--options", options_file, "--further", directory, str(port), self.mailbox_address)
-        self._processes = RouterProcesses(arguments, self._group, options.resume_key or "")
+        resume_key = options.resume_secret or secrets.token_hex(16)
+        self._processes = RouterProcesses(arguments, self._group, resume_key)
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_soon(self._tick)
 

@@ -41,9 +41,7 @@ class Unanswered:
 
         Call it in every tick. After a minute a peer is forgotten, so that it is tried again.
         """
-        if (
-            now - self._looked_at > _OWN_GAP_S
-        ):  # this process was stopped or blocked: answers may wait in sockets
+        if now - self._looked_at > _OWN_GAP_S:  # this process was blocked: answers may wait in sockets
             self._asked_at = dict.fromkeys(self._asked_at, now)
         self._looked_at = now
         waited = [(address, now - at) for address, at in self._asked_at.items() if now - at >= _SILENT_S]

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import msgspec
 
+from wire.checksums import NO_CHECKSUMS, ChecksumMode, PageChecksums
 from wire.records import WorkerRecord
 from wire.request import GenerateRequest, TokenLogprobs, TokenRun
 from wire.stages import RequestStage, Stamp
@@ -198,33 +199,6 @@ class Rejected(RoomMessage, frozen=True, tag="rejected", omit_defaults=True):
 
 
 # -- decode <-> prefill, or the decode worker that a room moves away from ----------------------------
-
-
-class ChecksumMode(StrEnum):
-    """Which pages of a hand-off are compared with what was sent."""
-
-    NONE = "none"
-    SAMPLED = "sampled"
-    ALL = "all"
-
-    @property
-    def is_on(self) -> bool:
-        """Whether anything is compared."""
-        return self is not ChecksumMode.NONE
-
-    def stricter(self, other: ChecksumMode) -> ChecksumMode:
-        """That of the two modes which checks more."""
-        return max(self, other, key=list(ChecksumMode).index)
-
-
-class PageChecksums(msgspec.Struct, frozen=True):
-    """CRC-32 checksums by group. `mode` says what they cover (kvtransfer/checksum.py)."""
-
-    mode: ChecksumMode = ChecksumMode.NONE
-    sums: dict[str, list[int]] = {}
-
-
-NO_CHECKSUMS = PageChecksums()
 
 
 class GroupTarget(msgspec.Struct, frozen=True):

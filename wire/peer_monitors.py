@@ -140,9 +140,8 @@ class PeerMonitors:
 
     def _read(self, one: _Monitored, down_at: float) -> None:
         """Read all events of a monitor. `down_at`: when a peer that was lost just now is down."""
-        while int(one.monitor.getsockopt(zmq.EVENTS)) & int(
-            zmq.POLLIN
-        ):  # also makes the descriptor silent again
+        # Asking for EVENTS also makes the descriptor silent again.
+        while int(one.monitor.getsockopt(zmq.EVENTS)) & int(zmq.POLLIN):
             if recv_monitor_message(one.monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._settle(one, PeerState.UP)
             elif one.state is None:  # the first connection was refused

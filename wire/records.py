@@ -49,9 +49,7 @@ class WorkerLoad(msgspec.Struct, frozen=True):
     headroom_rows: int = 0  # requests that can be reserved at once
     prefill_tokens_per_s: float = 0.0  # of prompts while it prefills, lately; 0: not known yet
     decode_step_s: float = 0.0  # of one step of the running batch, lately; 0: not known yet
-    since_turn_s: float = (
-        0.0  # since the engine loop's last turn ended: a long forward, or a loop that is stuck
-    )
+    since_turn_s: float = 0.0  # since the engine loop's last turn: a long forward, or a stuck loop
 
 
 PageHashes = Literal["baton", "foreign"]

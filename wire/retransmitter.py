@@ -45,6 +45,7 @@ class Retransmitter:
         return len(self._pending)
 
     def __contains__(self, key: RetransmitKey) -> bool:
+        """Whether a message is being repeated."""
         return key in self._pending
 
     def say(self, key: RetransmitKey, message: AnyMessage, now: float, timeout_s: float) -> None:
@@ -57,10 +58,6 @@ class Retransmitter:
     def answered(self, key: RetransmitKey) -> bool:
         """Stop repeating. False when nothing was pending (a repeated answer)."""
         return self._pending.pop(key, None) is not None
-
-    def is_pending(self, key: RetransmitKey) -> bool:
-        """Whether a message is being repeated."""
-        return key in self._pending
 
     def unanswered(self, holder: str, now: float) -> list[Hold]:
         """The messages that `holder` repeats."""

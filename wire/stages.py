@@ -22,9 +22,7 @@ class RequestStage(StrEnum):
     DECODE_BOOTSTRAP = "decode_bootstrap"
     DECODE_WAITING = "decode_waiting"
     DECODE_TRANSFERRED = "decode_transferred"
-    DECODE_TRANSFER_KV_CACHE = (
-        "decode_transfer_kv_cache"  # its pages begin to leave for another decode worker
-    )
+    DECODE_TRANSFER_KV_CACHE = "decode_transfer_kv_cache"  # its pages leave for another decode worker
     DECODE_PAUSED = "decode_paused"
 
 

@@ -65,6 +65,7 @@ class Worker:
         self._role = self.parts.role
         self._scheduler = self._role.scheduler
         self._load = self._scheduler.load()
+        self._process_start = process_start(os.getpid())
         self._limits = RequestLimits(
             self._services.memory.config.max_context_len,
             self.parts.engine.spec.vocab_size,
@@ -129,7 +130,7 @@ class Worker:
             total_tokens=services.memory.total_tokens,
             max_running_requests=self.options.max_running_requests,
             pid=os.getpid(),
-            process_start=process_start(os.getpid()),
+            process_start=self._process_start,
             host=host_identity(),
             transfer_backends=self._role.backends(),
             load=replace(self._load, since_turn_s=round(time.monotonic() - self._beat_at, 3)),

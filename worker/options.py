@@ -14,7 +14,7 @@ from common.options import Options
 from kvcache.config import CacheConfig, KVEventsConfig
 from kvcache.eviction import eviction_policy
 from scheduler.config import SchedulerConfig
-from wire.messages import ChecksumMode
+from wire.checksums import ChecksumMode
 from wire.options import ServedModel, SocketOptions
 
 

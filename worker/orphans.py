@@ -112,12 +112,10 @@ class Orphans(Generic[RoomState]):
         """Pause and drop what is due."""
         if not self._gone:
             return
-        waiting = set()
         for room in self._rooms.active():
             since = self._gone.get(room.router)
             if since is None:
                 continue
-            waiting.add(room.router)
             if now - since >= self._kept_s(room):
                 self._host.fail(room, RejectKind.UNKNOWN, "its router was gone for too long")
             elif now - since >= _PAUSE_AFTER_S and room.key not in self._paused and self._pausing.pause(room):

@@ -6,8 +6,11 @@ comes, and by output tokens as they are produced. The waiting tenant with the sm
 tenant begins to wait, its counter is lifted to the smallest counter of those that wait, so idle time earns no
 credit.
 
-    A  |#########|##|          order: B, then C, then A B  |####| C  |######|                D arrives: it
-    starts at B's counter. Of equals, who was served longest ago is next
+    A  |#########|##|          order: B, then C, then A
+    B  |####|
+    C  |######|                D arrives: it starts at B's counter
+
+Of tenants with equal counters, the one that was served longest ago is next.
 
 Deficit round robin was rejected. It must know a request's cost when its turn comes, and here most of the
 cost, the output, is known only later. Within a tenant, greater priority comes first, then earlier arrival.

@@ -39,10 +39,10 @@ class OpenRooms(NamedTuple):
 
     def leave(self) -> None:
         """Let go of them; they go on at their workers."""
-        self.dispatcher.foreign.update(self.numbers)
         for number in self.numbers:
             room = self.dispatcher.rooms.get(number) or self.dispatcher.waiting.get(number)
             if room is not None:
+                self.dispatcher.foreign.add(number)
                 room.stop(None)
 
 

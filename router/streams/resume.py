@@ -68,7 +68,7 @@ class ResumeTokens:
     def __init__(self, options: RouterOptions) -> None:
         """The key is derived from `resume_key`, or else from the cluster secret. With neither it is random,
         and only this process can go on with its streams."""
-        shared = options.resume_key or options.cluster_secret
+        shared = options.resume_secret
         self._key = _hmac(shared.encode(), _LABEL) if shared else secrets.token_bytes(32)
         self._model = options.served_model_name
         self._valid_s = options.resume_valid_s

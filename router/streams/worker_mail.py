@@ -30,7 +30,7 @@ class WorkerMail:
     def dismiss(self, to: str, room: int, epoch: int) -> None:
         """A worker goes on with an epoch that is over: it was cut off when it was told so."""
         key = RetransmitKey(to, room, epoch, "abort")
-        if not self._retransmitter.is_pending(key):
+        if key not in self._retransmitter:
             self.say(key, Abort(room, epoch, "the epoch is over"))
 
     def answered(self, key: RetransmitKey) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvtransfer.checksum import BLOCK, STRIDE, Sample, checksums, samples
 from kvtransfer.pages import as_pages
 from tests.kvtransfer.peers import pool
-from wire.messages import ChecksumMode
+from wire.checksums import ChecksumMode
 
 ALL, SAMPLED, NONE = ChecksumMode.ALL, ChecksumMode.SAMPLED, ChecksumMode.NONE
 

@@ -20,7 +20,8 @@ from kvtransfer.receiver import KVReceiver
 from kvtransfer.select import open_sender
 from kvtransfer.sender import KVSender, SenderThreads, Sent
 from tests.kvtransfer.peers import SHORT, permuted, pool, pools, receiving, receiving_groups
-from wire.messages import ChecksumMode, GroupTarget, KVDone, PageChecksums, TransferEndpoint
+from wire.checksums import ChecksumMode, PageChecksums
+from wire.messages import GroupTarget, KVDone, TransferEndpoint
 
 SIZE = 4  # tokens a page
 NOWHERE = TransferEndpoint("recorder", "")

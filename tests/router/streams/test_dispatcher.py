@@ -181,3 +181,16 @@ def test_a_worker_may_forget_what_it_sends_for_a_room_that_is_over() -> None:
         assert ack.items == [(99, 0, 2)]
 
     asyncio.run(run())
+
+
+def test_only_rooms_that_run_are_left_to_another_router() -> None:
+    async def run() -> None:
+        desk = Desk(D)
+        desk.open(1)
+        desk.open(2)
+        desk.dispatcher.stop([2], "its answer is complete")
+        OpenRooms(desk.dispatcher, [1, 2]).leave()
+        assert desk.dispatcher.foreign == {1}
+        assert desk.dispatcher.rooms == {}
+
+    asyncio.run(run())
