@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,6 +49,12 @@ def test_gumbel_has_its_mean_and_deviation_and_is_finite() -> None:
     assert abs(float(noise.mean()) - np.euler_gamma) < 5e-3
     assert abs(float(noise.std()) - np.pi / 6**0.5) < 5e-3
     assert float(noise.max()) > 12  # a float32 uniform near 1 would cut the tail off
+
+
+def test_noise_of_the_extreme_bits_is_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    extremes = torch.tensor([-(2**31), 2**31 - 1], dtype=torch.int32)
+    monkeypatch.setattr("engine.noise.hash_bits", lambda _key, _ids: extremes)
+    assert gumbel(0, torch.arange(2)).isfinite().all()
 
 
 def test_neighbouring_tokens_and_positions_are_uncorrelated() -> None:

@@ -161,6 +161,23 @@ def test_temperature_0_takes_the_best_after_penalties() -> None:
     assert sample_row(logits, state_of(SamplingParams(temperature=0.0, logit_bias={5: -1.0}))) == 6
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_reported_log_probabilities_are_those_before_any_step(temperature: float) -> None:
+    params = SamplingParams(
+        temperature=temperature, logit_bias={5: 50.0}, repetition_penalty=1.3, frequency_penalty=0.5,
+        min_tokens=4, top_logprobs=3,
+    )  # fmt: skip
+    logits = some_logits(2)
+    expected = logits.log_softmax(-1)
+    sampled = sample(logits[None], [SamplingRow(state_of(params, (7, 41)), 2)])
+    (logprobs,) = sampled.logprobs
+    assert logprobs is not None
+    assert sampled.tokens[0] == 5
+    assert logprobs.logprob == float(expected[5])
+    values, ids = expected.topk(3)
+    assert logprobs.top == list(zip(ids.tolist(), values.tolist(), strict=True))
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 2**63),

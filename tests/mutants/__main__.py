@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 from tests.mutants.curated import MUTANTS
@@ -39,8 +40,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--unchecked", action="store_true", help="do not run the tests unspoilt first")
     options = parser.parse_args(argv)
     chosen = [mutant for mutant in MUTANTS if options.only in str(mutant)]
-    with tempfile.TemporaryDirectory(prefix="baton-mutants-") as folder:
+    with ExitStack() as until_here:
+        folder = until_here.enter_context(tempfile.TemporaryDirectory(prefix="baton-mutants-"))
         sandboxes = [Sandbox(Path(folder, str(number))) for number in range(options.jobs)]
+        for sandbox in sandboxes:
+            until_here.callback(sandbox.close)
         if not options.unchecked and not _is_green(sandboxes[0], chosen, options.jobs):
             return 1
         verdicts = _try_all(sandboxes, chosen)
@@ -68,7 +72,7 @@ def _try_all(sandboxes: Sequence[Sandbox], mutants: Sequence[Mutant]) -> list[Ve
             verdict = sandbox.try_out(mutant)
         finally:
             free.put(sandbox)
-        say(f"{verdict.outcome:8} {verdict.seconds:5.1f} s  {mutant}")
+        say(f"{verdict.outcome:8} {verdict.seconds:5.1f} s  {mutant}: {verdict.why}")
         return verdict
 
     with ThreadPoolExecutor(len(sandboxes)) as pool:

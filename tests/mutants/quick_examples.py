@@ -2,5 +2,11 @@
 
 from hypothesis import Phase, settings
 
-settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate], database=None, print_blob=False)
+settings.register_profile(
+    "mutants",
+    phases=[Phase.explicit, Phase.generate],
+    database=None,
+    print_blob=False,
+    deadline=None,  # a busy machine would kill mutants
+)
 settings.load_profile("mutants")

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import compileall
+import json
 import os
 import py_compile
 import shutil
-import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,10 +32,13 @@ class Verdict:
 
 
 class Sandbox:
-    """Owns a folder with a copy of all files of the working tree that git does not ignore."""
+    """Owns a folder with a copy of all files of the working tree that git does not ignore, and a process that
+    runs tests there. Close it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._printed = folder.with_suffix(".out")  # by pytest
+        self._server: subprocess.Popen[str] | None = None  # from the first tests on
         listed = subprocess.run(
             ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, check=True
         )
@@ -65,28 +66,35 @@ class Sandbox:
     def run_tests(self, tests: Iterable[str], *arguments: str) -> tuple[int, str]:
         """Run these tests until one fails. Returns pytest's exit code and what it said in short."""
         command = [
-            sys.executable, "-m", "pytest", "-x", "-m", _MARKERS, "-p", "tests.mutants.quick_examples",
+            "-x", "-m", _MARKERS, "-p", "tests.mutants.quick_examples",
             "-p", "no:cacheprovider", "--tb=no", "-rfE", "--hypothesis-seed=0", *arguments, *tests,
         ]  # fmt: skip
-        environment = {**os.environ, "PYTHONPATH": str(self._folder), "PYTHONDONTWRITEBYTECODE": "1"}
-        with tempfile.TemporaryFile("w+") as printed:  # a pipe stays open for what a mutant leaves
-            process = subprocess.Popen(
-                command,
+        answer = self._ask([str(self._printed), _TOO_LONG_S, command])
+        if answer == "hung":
+            return _PYTEST_FAILED, f"the tests hung for {_TOO_LONG_S} s"
+        lines = self._printed.read_text().strip().splitlines()
+        failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+        return int(answer), (failures or lines or ["nothing was printed"])[-1]
+
+    def close(self) -> None:
+        """End its process."""
+        if self._server is not None:
+            self._server.kill()
+            self._server.communicate()
+
+    def _ask(self, what: object) -> str:
+        if self._server is None:
+            environment = {**os.environ, "PYTHONPATH": str(self._folder), "PYTHONDONTWRITEBYTECODE": "1"}
+            self._server = subprocess.Popen(
+                [sys.executable, "-m", "tests.mutants.fork_server"],
                 cwd=self._folder,
                 env=environment,
-                stdout=printed,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
             )
-            try:
-                process.wait(_TOO_LONG_S)
-            except subprocess.TimeoutExpired:
-                return _PYTEST_FAILED, f"the tests hung for {_TOO_LONG_S} s"
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            printed.seek(0)
-            lines = printed.read().strip().splitlines()
-        failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-        return process.returncode, (failures or lines or ["nothing was printed"])[-1]
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.write(json.dumps(what) + "\n")
+        self._server.stdin.flush()
+        return self._server.stdout.readline().strip()

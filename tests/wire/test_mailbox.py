@@ -62,6 +62,14 @@ def test_order_is_kept_within_one_connection(pair: tuple[Mailbox, Mailbox]) -> N
     assert [m.message.epoch for m in got if isinstance(m.message, Abort)] == list(range(500))
 
 
+def test_what_is_sent_does_not_wait_for_the_next_check_of_the_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wire.mailbox.PEER_CHECK_S", 3600.0)
+    with Mailbox() as left, Mailbox() as right:
+        for epoch in range(20):  # each time the I/O thread has gone to sleep
+            left.send(right.address, Abort(1, epoch))
+            assert [m.message for m in right.wait(20.0)] == [Abort(1, epoch)]
+
+
 def test_garbage_is_counted_and_costs_nothing_else() -> None:
     with Mailbox() as left, Mailbox() as right:
         context = zmq.Context()
@@ -158,6 +166,24 @@ def test_on_a_loop_all_mail_comes_in_order_however_much_at_once(secret: str | No
                 answers += fresh
             assert [mail.message for mail in answers] == [Receipt(1, n, "abort") for n in range(500)]
         here.mailbox.close()
+        here.mailbox.close()
+
+    asyncio.run(run())
+
+
+def test_on_a_loop_frames_that_came_while_it_was_busy_are_read_to_the_last() -> None:
+    """Far more than are read in one turn of the loop. ZeroMQ's descriptor does not tell of the rest."""
+
+    async def run() -> None:
+        here = OnLoop()
+        await asyncio.sleep(0)
+        context = zmq.Context()
+        socket = context.socket(zmq.PUSH)
+        socket.connect(here.mailbox.address)
+        for epoch in range(5000):
+            socket.send(framed(b"tcp://a", encode(Abort(1, epoch))))
+        assert await here.until(5000) == [Mail("tcp://a", Abort(1, epoch)) for epoch in range(5000)]
+        context.destroy(linger=0)
         here.mailbox.close()
 
     asyncio.run(run())
