@@ -93,6 +93,19 @@ def test_a_forward_writes_its_slots_and_no_other(family: str, drawn: Drawn) -> N
     assert pools["state"].bytes[others].equal(untouched)
 
 
+@pytest.mark.parametrize("family", HYBRID)
+def test_prompts_of_one_token_may_come_before_a_decode_row(family: str, drawn: Drawn) -> None:
+    path, expected = drawn(family)
+    runner, _ = open_pools(path, PAGE, PAGES)
+    driver = Driver(runner, PAGES, PAGE)
+    lane = driver.add(PROMPT)
+    driver.step([(lane, len(PROMPT))])
+    for _ in range(3):
+        driver.step([(driver.add(PROMPT[:1]), 1), (lane, 1)])
+    runner.close()
+    assert lane.outputs == expected[0][:4]
+
+
 Spoil = Callable[[ForwardBatch, "Spoilt"], ForwardBatch]
 
 

@@ -152,6 +152,13 @@ def test_min_tokens_suppresses_stop_ids_and_eos_unless_eos_is_ignored() -> None:
     assert state_of(ignoring).suppressed == (11,)
 
 
+def test_min_tokens_is_kept_by_greedy_requests() -> None:
+    logits = torch.zeros(VOCAB)
+    logits[EOS[0]], logits[5] = 2.0, 1.0
+    state = state_of(SamplingParams(temperature=0.0, min_tokens=1))
+    assert [int(sample(logits[None], [SamplingRow(state, i)]).tokens[0]) for i in range(2)] == [5, EOS[0]]
+
+
 def test_temperature_0_takes_the_best_after_penalties() -> None:
     logits = torch.zeros(VOCAB)
     logits[5], logits[6] = 2.0, 1.9
@@ -256,6 +263,14 @@ def test_a_position_sampled_again_is_counted_once() -> None:
     assert len(state.outputs) == 3
     assert sum(state.output_counts.values()) == 3
     assert set(state.output_counts) == set(state.outputs)
+
+
+def test_outputs_that_are_sampled_again_are_not_penalised() -> None:
+    params = SamplingParams(presence_penalty=1.5)
+    state = state_of(params, (7, 41))
+    state.rewind(1)
+    logits = some_logits(2)
+    assert torch.equal(process(logits, state), process(logits, state_of(params, (7,))))
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e-6])
