@@ -109,6 +109,10 @@ def _bind(options: RouterOptions, shared: bool) -> socket.socket:
 
 def _listen(listener: socket.socket, options: RouterOptions) -> None:
     """bind alone does not fail on every kind of occupied port."""
+    # uvicorn keeps a connection that it has closed until the client has read what was written. The kernel
+    # ends it, also when the client says that its window is full: much later than the router would leave it.
+    late_ms = min(int(10_000 * options.unread_timeout_s), 2**31 - 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, late_ms)
     try:
         listener.listen(2048)
     except OSError as error:

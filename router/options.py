@@ -125,6 +125,9 @@ class HttpOptions(Options):
     body_timeout_s: float = Field(
         300.0, gt=0, description="from the head of a request to the end of its body; then 408"
     )
+    unread_timeout_s: float = Field(
+        60.0, gt=0, description="a client that reads nothing of its stream for longer is left"
+    )
 
 
 class LeaseOptions(Options):

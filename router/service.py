@@ -21,6 +21,7 @@ from router.placement.policy import Choice
 from router.placement.prediction import Prediction
 from router.process_group import ProcessGroup
 from router.streams.claims import Claims, FoundRoom
+from router.streams.client_holds import ClientHolds
 from router.streams.dispatcher import Dispatcher, OpenRooms
 from router.streams.generation import Answer, ChoiceCounts, ChoiceOutput, Generation, Submission
 from router.streams.inspections import Inspections
@@ -71,9 +72,10 @@ class Router:
         self._inspections = Inspections(send)
         self._events = EventPlane(index, curve)
         EventMetrics(registry, self._events.counters)
-        self._dispatcher = rooms = Dispatcher(options, self.placer, traces, RoomMetrics(registry), send)
+        metrics = RoomMetrics(registry)
+        self._dispatcher = rooms = Dispatcher(options, self.placer, traces, metrics, send)
         self._claims = Claims(rooms, self.placer, send)
-        self.streams: set[Generation] = set()  # that are being sent
+        self.clients = ClientHolds(options.body_timeout_s, options.unread_timeout_s, metrics.swept)
         self.membership = known = Membership(
             options, self._mailbox, self.placer, self._events, rooms, self._unanswered
         )
@@ -163,7 +165,7 @@ class Router:
     async def claim(self, resumption: Resumption) -> dict[int, FoundRoom]:
         """Find the rooms of an interrupted stream; {}: it must be computed again. Submit at once after it."""
         first = resumption.first_room
-        for stream in list(self.streams):
+        for stream in self.clients.streams:
             if stream.submission.first_room == first:  # its client has left, unnoticed so far
                 stream.interrupt(Interrupted("the client goes on with this stream on another connection"))
         try:
@@ -188,7 +190,7 @@ class Router:
 
     def interrupt(self) -> None:
         """End all streams, so that other routers can go on with them."""
-        for stream in list(self.streams):
+        for stream in self.clients.streams:
             stream.interrupt(Interrupted("this router is closing: resume at another"))
 
     def explain(self, submission: Submission) -> tuple[Choice, Prediction | None] | None:
@@ -229,12 +231,16 @@ class Router:
         return [{"id": one.record.id, "own": one.own, "peers": one.peers} for one in estimates]
 
     def _own_holds(self, now: float) -> list[Hold]:
-        """Rooms for their clients, and messages that are repeated."""
+        """Rooms for their clients, bodies and answers, and messages that are repeated."""
         holder, rooms = f"router {self.mailbox_address}", self._dispatcher
-        return [
-            Hold(holder, "room", f"client of {one.request_id}", one.room, one.epoch)
-            for one in rooms.report(now)
-        ] + rooms.mail.unanswered(holder, now)
+        return (
+            [
+                Hold(holder, "room", f"client of {one.request_id}", one.room, one.epoch)
+                for one in rooms.report(now)
+            ]
+            + rooms.mail.unanswered(holder, now)
+            + self.clients.holds(holder, now)
+        )
 
     # -- inside --------------------------------------------------------------------------------
 
@@ -249,6 +255,7 @@ class Router:
         now = time.monotonic()
         self.membership.tick(now)
         self._dispatcher.tick(now)
+        self.clients.tick(now)
 
     def _on_mail(self, batch: list[Mail]) -> None:
         now = time.monotonic()

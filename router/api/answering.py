@@ -37,6 +37,10 @@ class StreamedAnswer(Answer, Protocol):
     def replay(self, choice: ChoiceCounts, text: str, delta: OutputDelta) -> None:
         """A choice has gained what the client has already: no event says it again."""
 
+    @property
+    def events(self) -> list[bytes]:
+        """The events that have not been taken yet. `take` puts another list in its place."""
+
     def take(self) -> bytes:
         """The events that have not been taken yet."""
 
@@ -172,28 +176,22 @@ async def stream(
     with (
         generating(router, request, submission, answer, resumed) as generation,
         closing(_QuietTimer(generation)),
-        _sent(router, generation),
     ):
-        await generation.more()
-        if generation.abandoned:
-            return
-        await request.begin_sse()
-        try:
-            end = await _send_events(request, generation, answer) + answer.end(generation)
-        except BatonError as error:
-            end = b"event: error\ndata: " + msgspec.json.encode(to_http(error).body) + b"\n\n"
-        if not generation.abandoned:
-            await request.send_sse(end, more=False)
+        async with router.clients.sending(generation, answer):
+            await _send_stream(request, generation, answer)
 
 
-@contextmanager
-def _sent(router: Router, generation: Generation) -> Iterator[None]:
-    """The router may interrupt the stream within the block."""
-    router.streams.add(generation)
+async def _send_stream(request: HttpRequest, generation: Generation, answer: StreamedAnswer) -> None:
+    await generation.more()
+    if generation.abandoned:
+        return
+    await request.begin_sse()
     try:
-        yield
-    finally:
-        router.streams.discard(generation)
+        end = await _send_events(request, generation, answer) + answer.end(generation)
+    except BatonError as error:
+        end = b"event: error\ndata: " + msgspec.json.encode(to_http(error).body) + b"\n\n"
+    if not generation.abandoned:
+        await request.send_sse(end, more=False)
 
 
 async def _send_events(request: HttpRequest, generation: Generation, answer: StreamedAnswer) -> bytes:

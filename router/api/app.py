@@ -43,7 +43,7 @@ def build_app(router: Router) -> App:
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
         elif scope["type"] == "http":
-            await _serve(router, HttpRequest(scope, receive, send, router.options.body_timeout_s))
+            await _serve(router, HttpRequest(scope, receive, send, router.clients))
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close"})
 

@@ -14,7 +14,8 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from common.errors import InvalidRequest, LateBody
+from common.errors import InvalidRequest
+from router.streams.client_holds import ClientHolds
 from router.streams.generation import Generation
 
 Scope = MutableMapping[str, Any]
@@ -39,7 +40,7 @@ class ClientLeft(Exception):
 class HttpRequest:
     """One request and the way to answer it."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, body_timeout_s: float) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, clients: ClientHolds) -> None:
         self.method: str = scope["method"]
         root: str = scope.get("root_path", "")
         path: str = scope["path"]
@@ -47,7 +48,7 @@ class HttpRequest:
         self._scope = scope
         self._receive = receive
         self._send = send
-        self._body_timeout_s = body_timeout_s
+        self._clients = clients
         self.arrived_ns = time.time_ns()
         self.request_id = self._request_id()
         self.status = 0  # of the answer, once it has begun
@@ -65,11 +66,8 @@ class HttpRequest:
 
     async def json(self) -> dict[str, Any]:
         """The body, a JSON object. Raises InvalidRequest, LateBody, or ClientLeft."""
-        try:
-            async with asyncio.timeout(self._body_timeout_s):
-                raw = await self._body()
-        except TimeoutError:
-            raise LateBody(f"the body was not complete after {self._body_timeout_s:g} s") from None
+        async with self._clients.reading(self.request_id):
+            raw = await self._body()
         try:
             decoded = msgspec.json.decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -106,7 +106,7 @@ class NativeEvents:
         self._submission = submission
         self._ids = ids
         self._collection = Collection(submission.choice_count)
-        self._events: list[bytes] = []
+        self.events: list[bytes] = []
 
     def add(self, choice: ChoiceCounts, text: str, delta: OutputDelta) -> None:
         """Add one event."""
@@ -115,7 +115,7 @@ class NativeEvents:
         answer = {**_answer(self._submission, choice, collected), "index": choice.index}
         event_id = self._ids.after(choice, delta.finish is not None)
         event = event_id + b"data: " + msgspec.json.encode(answer) + b"\n\n"
-        self._events.append(event)
+        self.events.append(event)
         self.unread += len(event)
 
     def replay(self, choice: ChoiceCounts, text: str, delta: OutputDelta) -> None:
@@ -124,7 +124,7 @@ class NativeEvents:
 
     def take(self) -> bytes:
         """The events that have not been taken yet."""
-        events, self._events = self._events, []
+        events, self.events = self.events, []
         self.unread = 0
         return b"".join(events)
 

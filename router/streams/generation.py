@@ -200,6 +200,11 @@ class Generation:
         """The client has gone."""
         return self._client_left
 
+    @property
+    def waiting(self) -> bool:
+        """The task that serves the request is in `more`."""
+        return self._waiter is not None
+
     async def more(self) -> bool:
         """Wait until the answer has gained something. False when every choice has ended and nothing is left.
 

@@ -21,6 +21,7 @@ import msgspec
 
 from common.host import host_identity
 from wire.codec import unpack_tokens
+from wire.holds import HoldReport
 from wire.mailbox import Mail, Mailbox
 from wire.messages import (
     Abort,
@@ -291,7 +292,8 @@ class FakeWorker:
         elif isinstance(message, Claim):
             self._send(sender, Claimed(message.token, self._claim(sender, message.rooms)))
         elif isinstance(message, Inspect):
-            self._send(sender, Inspected(message.token, '{"what": "' + message.what + '"}'))
+            report = HoldReport([], {}) if message.what == "leases" else {"what": message.what}
+            self._send(sender, Inspected(message.token, msgspec.json.encode(report).decode()))
 
     def _begin(self, sender: str, message: Prefill | Decode) -> None:
         request = message.request

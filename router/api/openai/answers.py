@@ -127,7 +127,7 @@ class SseWriter:
         self._style = style
         self._ids = ids
         self._before: dict[int, bytes] = {}  # choice -> what its events begin with, after the first
-        self._events: list[bytes] = []
+        self.events: list[bytes] = []
         self.unread = 0
 
     def add(self, choice: ChoiceCounts, text: str, delta: OutputDelta) -> None:
@@ -138,7 +138,7 @@ class SseWriter:
             event = event_id + before + _encode(text) + self._running
         else:
             event = event_id + before + _encode(text) + self._rest(choice.index, text, delta)
-        self._events.append(event)
+        self.events.append(event)
         self.unread += len(event)
 
     def replay(self, choice: ChoiceCounts, text: str, delta: OutputDelta) -> None:  # noqa: ARG002
@@ -148,7 +148,7 @@ class SseWriter:
 
     def take(self) -> bytes:
         """The events that have not been taken yet."""
-        events, self._events = self._events, []
+        events, self.events = self.events, []
         self.unread = 0
         return events[0] if len(events) == 1 else b"".join(events)
 
