@@ -92,25 +92,32 @@ def run_cases(cases: Sequence[Case], backend: str, model: Path, directory: Path)
 
 @contextmanager
 def _stack(net: Network, backend: str, model: Path, directory: Path) -> Iterator[Stack]:
-    """Router, prefill and decode, each on its host. The caller is on the router's."""
+    """Router, prefill and decode, each on its host; the directory beside the router, where the caller is."""
 
     def options(host: str, **more: Any) -> dict[str, Any]:
-        common = {"model": str(model), "served_model_name": "m", "cluster_secret": _SECRET}
-        return {**common, "interface": net.address(host), **more}
+        return {"cluster_secret": _SECRET, "interface": net.address(host), **more}
 
     with ExitStack() as cleanup:
-        front = cleanup.enter_context(Child("router", options("router", port=0, **_ROUTER), directory))
+        leases = cleanup.enter_context(Child("router.directory", options("router"), directory))
+        model_of = {
+            "model": str(model),
+            "served_model_name": "m",
+            "directory": leases.wait_ready()["mailbox"],
+        }
+        front = cleanup.enter_context(
+            Child("router", options("router", port=0, **model_of, **_ROUTER), directory)
+        )
         front.wait_ready()
         workers = []
         for host in ("prefill", "decode"):
-            wanted = options(host, directory=front.ready["mailbox"], kv_transfer_backend=backend, **_WORKER)
+            wanted = options(host, kv_transfer_backend=backend, **model_of, **_WORKER)
             with net.on(host):
                 workers.append(cleanup.enter_context(Child(f"{host}_node", wanted, directory)))
         for worker in workers:
             worker.wait_ready()
         http = cleanup.enter_context(httpx.Client(base_url=front.ready["http"], timeout=_ANSWER_S))
         mailbox = cleanup.enter_context(Mailbox(net.address("router"), curve_for(_SECRET)))
-        running = Stack(front, workers[:1], workers[1:], http, mailbox)
+        running = Stack(leases, front, workers[:1], workers[1:], http, mailbox)
         wait_for_workers(running, 2)
         yield running
         for worker in running.workers:
