@@ -89,6 +89,23 @@ def test_namespaces_share_nothing(secret_stack: Stack) -> None:
     secret_stack.settle()
 
 
+def test_the_router_hears_of_pages_and_does_not_only_expect_them(secret_stack: Stack) -> None:
+    """What it expects of its own choices would hide that it hashes pages otherwise than the workers do."""
+    text = "".join(random.Random(18).choices("0123456789", k=LONG))  # digits: a token each
+    ask(secret_stack, ids_of(secret_stack, text), FOUR)
+    heard = {"device": LONG, "host": 0, "storage": 0, "expected": 0}
+    deadline = time.monotonic() + 10.0
+    while (held := held_tokens(secret_stack, text)) != [heard, heard]:
+        assert time.monotonic() < deadline, held
+    secret_stack.settle()
+
+
+def held_tokens(running: Stack, text: str) -> list[dict[str, int]]:
+    """Of a text, by tier: what the router knows of the prefill and the decode worker."""
+    route = running.http.get("/debug/route", params={"prompt": text}).json()
+    return [route[role][0]["held_tokens"] for role in ("prefill", "decode")]
+
+
 def test_tenants_are_accepted_and_share_what_is_not_salted(secret_stack: Stack) -> None:
     prompt = tokens(random.Random(15), 50)
     answers = [
