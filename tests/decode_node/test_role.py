@@ -217,6 +217,19 @@ def test_the_first_tokens_logprobs_come_with_the_kv(both: Pair) -> None:
     both.settle()
 
 
+def test_how_much_prefill_had_cached_comes_with_the_kv(both: Pair) -> None:
+    for room, cached in ((1, 0), (2, 28)):  # of 30 tokens, in pages of 4; the last is always computed
+        both.ask(room, prompt_of(1, 30), 5)
+        done = both.hold_back(KVDone)
+        assert isinstance(done.message, KVDone)
+        assert done.message.cached_tokens == cached
+        both.arrive(done)
+        (first, *_) = (run for tokens in sent_to_router(both, Tokens) for run in tokens.runs)
+        assert (first.room, first.cached_tokens) == (room, cached)
+        both.run_dry()
+    both.settle()
+
+
 def test_a_done_for_a_room_that_is_not_here_is_confirmed_only(both: Pair) -> None:
     from_prefill(both, KVDone(7, 1, 30, 5, 0))
     assert not both.network.letters

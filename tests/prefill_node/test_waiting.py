@@ -7,7 +7,20 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.hand_off import FakeMailbox, Pair, held, pair, prompt_of, right
-from wire.messages import Abort, Decode, KVDone, KVReady, KVTarget, Prefill, RejectKind, Resend, RoomStatus
+from wire.messages import (
+    Abort,
+    Decode,
+    KVDone,
+    KVFailed,
+    KVReady,
+    KVTarget,
+    Prefill,
+    Receipt,
+    RejectKind,
+    Resend,
+    RoomStatus,
+    kind_of,
+)
 from wire.peer_monitors import PeerState
 from wire.stages import RequestStage
 from worker.loop import Worker
@@ -195,6 +208,30 @@ def test_decode_is_told_that_a_room_is_over_on_prefill(both: Pair) -> None:
     both.arrive(target)
     both.run_dry()
     assert not both.decode.rooms()
+    both.settle()
+
+
+def test_decode_is_told_that_prefill_cannot_write_to_its_pages() -> None:
+    with pair(prefill_differs={"page_size": 8}) as both:
+        both.ask(1, prompt_of(1, 30), 5)
+        failed = both.hold_back(KVFailed)
+        assert failed.to == both.decode.record().mailbox
+        assert len(both.decode.rooms()) == 1
+        both.arrive(failed)
+        assert not both.decode.rooms()
+        both.settle()
+
+
+def test_prefill_confirms_a_target_before_the_prompt_is_computed(both: Pair) -> None:
+    """A prompt may take long, and decode would take the silence for death."""
+    both.ask(1, prompt_of(1, 150), 6)
+    target = both.hold_back(KVTarget)
+    both.arrive(target)
+    assert not both.outputs[1].tokens
+    confirmed = (target.to, target.sender, Receipt(1, 1, kind_of(target.message)))
+    assert confirmed in both.network.letters
+    both.run_dry()
+    assert both.outputs[1].tokens == right(both, 1)
     both.settle()
 
 
