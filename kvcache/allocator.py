@@ -49,7 +49,12 @@ class BaseTokenToKVPoolAllocator(ABC):
     @property
     def free_pages(self) -> Pages:
         """Pages that alloc hands out next, in that order (a copy)."""
-        return self._ring.take(np.arange(self._head, self._head + self._count), mode="wrap")
+        return np.concatenate(self.free_runs())
+
+    def free_runs(self) -> tuple[Pages, Pages]:
+        """The same, as two views of the ring."""
+        end = self._head + self._count
+        return self._ring[self._head : end], self._ring[: max(0, end - self.num_pages)]
 
     @property
     def release_pages(self) -> Pages:

@@ -3,7 +3,7 @@ lost."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +17,7 @@ from kvcache.allocator import (
     TokenToKVPoolAllocator,
     make_allocator,
 )
+from kvcache.balance import Balance, run_through
 from kvcache.buffers import allocate_private, allocate_shared
 from kvcache.config import CacheConfig
 from kvcache.events import EventRecorder
@@ -30,15 +31,6 @@ from wire.records import GroupLayout
 
 OTHER_GROUPS: list[list[str]] = [[], ["window"], ["state"], ["window", "state"]]
 """Kinds of groups that a model may have besides the primary one, in order."""
-
-
-class OutOfBalance(AssertionError):
-    """Pages of a group (or rows: `of` is "rows") have no owner or two. `numbers` are theirs."""
-
-    def __init__(self, of: str, numbers: npt.NDArray[np.integer], message: str) -> None:
-        super().__init__(message)
-        self.of = of
-        self.numbers = numbers
 
 
 @dataclass(frozen=True)
@@ -177,23 +169,50 @@ class Memory:
 
     # -- balance -----------------------------------------------------------------------------------
 
+    def version(self) -> Hashable:
+        """Differs when pages, rows or locks have moved since the last call. In rare cases it does not."""
+        tree = self.cache.tree
+        sizes = [
+            (allocator.available_pages(), tree.evictable(name), tree.protected(name))
+            for name, allocator in self.allocators.items()
+        ]
+        return tree.walks, self.req_to_token_pool.available_size(), len(self._quarantine), *sizes
+
     def check_memory(
         self, held: Mapping[str, Iterable[int]] | None = None, held_rows: Iterable[int] = ()
     ) -> MemoryReport:
+        """`check_slices` in one go."""
+        return run_through(self.check_slices(held or {}, held_rows))
+
+    def check_slices(
+        self, held: Mapping[str, Iterable[int]], held_rows: Iterable[int]
+    ) -> Generator[None, None, MemoryReport]:
         """Assert that every page of every group, and every row, has exactly one owner.
 
         `held` has, by group, the pages outside tree, quarantine and free list: private pages and slots of
         live requests, reservations, deferred frees. The AssertionError names a page that is lost or owned
-        twice.
+        twice. Yields after each bounded part of the work; nothing may change before it ends.
         """
-        rows = np.fromiter(held_rows, np.int64)
         pool = self.req_to_token_pool
-        _check_partition("rows", pool.size, {"free": pool.free_rows(), "held": rows})
+        rows = Balance("rows", pool.size, "row")
+        yield from rows.add("free", pool.free_rows())
+        yield from rows.add("held", np.fromiter(held_rows, np.int64))
+        yield from rows.check()
         if self.swa is not None:
             assert not self.swa.end[pool.free_rows()].any(), "a free row holds window pages"
-        self.cache.tree.check()
-        held = held or {}
-        reports = {spec.name: self._check_group(spec.name, held.get(spec.name, ())) for spec in self.specs}
+            self.swa.locks.check()
+        balances = {
+            name: Balance(
+                name, allocator.num_pages, "page" if allocator is self.allocator else f"{name} page"
+            )
+            for name, allocator in self.allocators.items()
+        }
+        for name, balance in balances.items():
+            yield from self._count_uncached(name, balance, held.get(name, ()))
+        yield from self.cache.tree.check(lambda name, pages: balances[name].add("cached", pages))
+        for balance in balances.values():
+            yield from balance.check()
+        reports = {name: self._group_report(name, balance) for name, balance in balances.items()}
         first = reports.pop(self.specs[0].name)
         return MemoryReport(
             page_size=self.page_size,
@@ -206,33 +225,30 @@ class Memory:
             pending_pages=first.pending,
             total_rows=pool.size,
             free_rows=pool.available_size(),
-            held_rows=len(rows),
+            held_rows=rows.size("held"),
             groups=reports,
         )
 
-    def _check_group(self, name: str, held_ids: Iterable[int]) -> GroupReport:
-        allocator, tree = self.allocators[name], self.cache.tree
-        cached = tree.all_pages(name)
-        held = np.fromiter(held_ids, np.int64)
-        owned: dict[str, npt.NDArray[np.integer]] = {
-            "free": np.concatenate((allocator.free_pages, allocator.release_pages)),
-            "pending": allocator.pending_pages(),
-            "cached": cached,
-            "held": held,
-            "quarantined": self.quarantined(name),
-        }
-        what = "page" if name == self.specs[0].name else f"{name} page"
-        _check_partition(name, allocator.num_pages, owned, what)
+    def _count_uncached(self, name: str, balance: Balance, held: Iterable[int]) -> Iterator[None]:
+        allocator = self.allocators[name]
+        for run in (*allocator.free_runs(), allocator.release_pages):
+            yield from balance.add("free", run)
+        yield from balance.add("pending", allocator.pending_pages())
+        yield from balance.add("held", np.fromiter(held, np.int64))
+        yield from balance.add("quarantined", self.quarantined(name))
+
+    def _group_report(self, name: str, balance: Balance) -> GroupReport:
+        tree = self.cache.tree
         evictable, protected = tree.evictable(name), tree.protected(name)
-        assert evictable + protected == len(cached), f"cached {what}s are miscounted"
+        assert evictable + protected == balance.size("cached"), f"cached pages of {name} are miscounted"
         return GroupReport(
-            total=allocator.num_pages,
-            free=len(owned["free"]),
+            total=self.allocators[name].num_pages,
+            free=balance.size("free"),
             evictable=evictable,
             protected=protected,
-            held=len(held),
-            quarantined=len(owned["quarantined"]),
-            pending=len(owned["pending"]),
+            held=balance.size("held"),
+            quarantined=balance.size("quarantined"),
+            pending=balance.size("pending"),
         )
 
 
@@ -278,23 +294,3 @@ def _pool(config: CacheConfig, spec: GroupSpec, pages: int) -> KVCache:
         return MLAKVCache(spec, pages, config.page_size, config.device, buffer)
     assert isinstance(spec, KVGroupSpec), f"a {spec.kind} group"
     return MHAKVCache(spec, pages, config.page_size, config.device, buffer)
-
-
-def _check_partition(
-    of: str, count: int, owned: dict[str, npt.NDArray[np.integer]], what: str = "row"
-) -> None:
-    """Every number in 1..count is in exactly one of the arrays, once. `of` is a group, or "rows"."""
-    everything = np.concatenate(list(owned.values()))
-    times = np.bincount(everything.astype(np.int64), minlength=count + 1)
-    sizes = {name: len(numbers) for name, numbers in owned.items()}
-    assert len(times) == count + 1, f"a {what} beyond {count}: {sizes}"
-    assert times[0] == 0, f"{what} 0 is nobody's: {sizes}"
-    lost = np.flatnonzero(times[1:] == 0) + 1
-    if len(lost):
-        raise OutOfBalance(
-            of, lost, f"{len(lost)} {what}s lost, first {lost[:8].tolist()}; of {count}: {sizes}"
-        )
-    shared = np.flatnonzero(times > 1)
-    if len(shared):
-        owners = {name: shared[np.isin(shared, numbers)][:8].tolist() for name, numbers in owned.items()}
-        raise OutOfBalance(of, shared, f"{len(shared)} {what}s owned twice, {owners}; of {count}: {sizes}")

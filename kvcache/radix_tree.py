@@ -9,12 +9,13 @@ Per node on the path a match costs one dict lookup and one comparison of bytes; 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from kvcache.allocator import NO_PAGES, Pages
-from kvcache.components.base import TreeComponent, longest
+from kvcache.balance import in_slices
+from kvcache.components.base import Tally, TreeComponent, longest
 from kvcache.observer import TreeObserver
 from kvcache.radix_key import Namespace, RadixKey
 from kvcache.tree_node import TOKEN_BYTES, TreeNode
@@ -199,13 +200,28 @@ class RadixTree:
         component = self._by_group.get(group)
         return NO_PAGES if component is None else component.all_pages(self.nodes())
 
-    def check(self) -> None:
+    def check(self, count: Callable[[str, Pages], Iterator[None]]) -> Iterator[None]:
         """Assert that the sizes are what counting all nodes gives, that every group's rules hold, and that no
-        unlocked leaf is a tombstone."""
-        nodes = list(self.nodes())
-        for component in self.components:
-            component.check(nodes)
-        for node in nodes:
-            if not node.children and not node.lock_ref:
-                for component in self.others:
-                    assert not component.is_tombstone(node), f"a leaf that is a {component.name} tombstone"
+        unlocked leaf is a tombstone. `count` is given every cached page of each group.
+
+        Yields between slices of the tree, in which it must not change.
+        """
+        tallies = {component: Tally() for component in self.components}
+        for nodes in in_slices(self.nodes()):
+            for component, tally in tallies.items():
+                component.tally(nodes, tally)
+                yield from count(component.name, component.all_pages(nodes))
+            leaves = [node for node in nodes if not node.children and not node.lock_ref]
+            for component in self.others:
+                assert not any(map(component.is_tombstone, leaves)), f"a leaf is a {component.name} tombstone"
+            yield
+        for component, tally in tallies.items():
+            name, protected = component.name, component.protected()
+            assert tally.locked == protected, f"{tally.locked} locked {name} pages, not {protected}"
+            unlocked, evictable = tally.kept - tally.locked, component.evictable()
+            assert unlocked == evictable, f"{unlocked} evictable {name} pages, not {evictable}"
+
+    @property
+    def walks(self) -> int:
+        """How often something was looked up or inserted. Eviction and locks are not counted."""
+        return self._tick

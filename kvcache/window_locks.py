@@ -63,3 +63,7 @@ class WindowLocks:
         self.locked_pages -= len(free)
         for node in self.owner[free]:
             self.evictor.offer(node)
+
+    def check(self) -> None:
+        """Assert that the locked pages are counted rightly."""
+        assert self.locked_pages == np.count_nonzero(self.counts), "locked window pages are miscounted"

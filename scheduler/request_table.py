@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import numpy as np
 
 from kvcache.allocator import NO_SLOTS
-from kvcache.memory import GroupPages, MemoryReport, OutOfBalance
+from kvcache.balance import OutOfBalance
+from kvcache.memory import GroupPages, MemoryReport
 from scheduler.pages import Pages
 from scheduler.queue import WaitingQueue
 from scheduler.req import Req, ReqState
@@ -70,11 +71,11 @@ class RequestTable:
             for name in self.pages.memory.kv_caches
         }
 
-    def check_memory(self) -> MemoryReport:
+    def check_slices(self) -> Generator[None, None, MemoryReport]:
         """Balance every pool against everything that is held here. Raises OutOfBalance, which names the
-        requests that hold what is wrong, and those that may have lost it."""
+        requests that hold what is wrong, and those that may have lost it. See Memory.check_slices."""
         try:
-            report = self.pages.memory.check_memory(self.held_pages(), self.held_rows())
+            report = yield from self.pages.memory.check_slices(self.held_pages(), self.held_rows())
         except OutOfBalance as error:
             who = self._holders(error)
             raise OutOfBalance(error.of, error.numbers, f"{error}; {who}") from error

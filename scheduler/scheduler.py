@@ -10,9 +10,10 @@ All methods are called on one thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Hashable
 
 from engine.batch import Engine
+from kvcache.balance import run_through
 from kvcache.memory import Memory, MemoryReport
 from scheduler.batch_builder import build_batch
 from scheduler.budget import BatchAdmission
@@ -246,4 +247,12 @@ class Scheduler:
 
     def check_memory(self) -> MemoryReport:
         """Balance every pool against everything this scheduler holds. Raises OutOfBalance on a leak."""
-        return self._requests.check_memory()
+        return run_through(self.check_slices())
+
+    def check_slices(self) -> Generator[None, None, MemoryReport]:
+        """`check_memory` with a `yield` after each bounded part of it; see Memory.check_slices."""
+        return self._requests.check_slices()
+
+    def memory_version(self) -> Hashable:
+        """See Memory.version."""
+        return self._memory.version()

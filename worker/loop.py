@@ -74,7 +74,7 @@ class Worker:
         self._drain = Drain()
         self._heartbeat = self._open_heartbeat(resolve_directory)
         self._mail = MailHandler(self._services, self._role, self._limits, self._drain, self._heartbeat)
-        self._idle_check = IdleCheck(self.check_memory, self.options.idle_check_interval_s)
+        self._idle_check = IdleCheck(self._scheduler, self.options.idle_check_interval_s)
         self._stop = threading.Event()
         self._failure: BaseException | None = None
         self.beats = 0  # turns of the loop
@@ -173,7 +173,7 @@ class Worker:
 
     def _turn_bound_s(self) -> float:
         """How long a turn of the loop may take. A forward of a kind without a rate may compile kernels."""
-        if self._idle_check.running:
+        if self._idle_check.confirming:
             return math.inf
         bound, expected = self.options.stuck_after_s, self._scheduler.expected_s
         return bound * _FIRST_FACTOR if math.isinf(expected) else max(bound, _FORWARD_FACTOR * expected)
@@ -212,9 +212,10 @@ class Worker:
     def _run(self) -> None:
         mailbox = self._services.mailbox
         try:
-            busy = False
+            at_once = False
             while not self._stop.is_set():
-                busy = self.turn(mailbox.take() if busy else mailbox.wait(_SWEEP_S))
+                busy = self.turn(mailbox.take() if at_once else mailbox.wait(_SWEEP_S))
+                at_once = busy or self._idle_check.running
         except BaseException as failure:
             log.exception("the engine loop of %s died", self.id)
             self._failure = failure
@@ -237,7 +238,7 @@ class Worker:
             self._update_load(self._beat_at)
         if self._beat_at - self._swept_at >= _SWEEP_S:
             self._sweep(self._beat_at)
-        self._idle_check.turn(not busy and not mails and self._scheduler.idle, self._beat_at)
+        self._idle_check.turn(not busy and self._scheduler.idle, self._beat_at)
         return busy
 
     def _publish(self) -> None:

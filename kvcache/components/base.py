@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -35,6 +36,14 @@ class PartReport(NamedTuple):
 
     held: int
     text: str
+
+
+@dataclass(slots=True, eq=False)
+class Tally:
+    """What a check has counted so far of one group, in pages."""
+
+    kept: int = 0
+    locked: int = 0  # of them
 
 
 class TreeComponent(ABC):
@@ -121,9 +130,9 @@ class TreeComponent(ABC):
     def protected(self) -> int:
         """Pages under a lock."""
 
-    def check(self, nodes: Sequence[TreeNode]) -> None:
-        """Assert that the sizes are what counting all `nodes` gives, and this group's own rules."""
-        del nodes
+    def tally(self, nodes: Sequence[TreeNode], tally: Tally) -> None:
+        """Count what this group keeps on `nodes`, and assert its own rules for each of them."""
+        del nodes, tally
 
     def all_pages(self, nodes: Iterable[TreeNode]) -> Pages:
         """Page ids that this group keeps on `nodes`."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvcache.allocator import BaseTokenToKVPoolAllocator, Pages
-from kvcache.components.base import PartReport, TreeComponent
+from kvcache.components.base import PartReport, Tally, TreeComponent
 from kvcache.eviction import LeafEvictor
 from kvcache.tree_node import TreeNode
 
@@ -82,15 +82,12 @@ class FullComponent(TreeComponent):
         """Pages of locked nodes."""
         return self._protected_tokens // self._page_size
 
-    def check(self, nodes: Sequence[TreeNode]) -> None:
-        """Sizes are right, and a locked node has locked ancestors."""
-        total = sum(node.num_tokens for node in nodes)
-        protected = sum(node.num_tokens for node in nodes if node.lock_ref)
-        assert protected == self._protected_tokens, "the protected size is not the sum over locked nodes"
-        assert total - protected == self._evictable_tokens, (
-            "the evictable size is not the sum over unlocked nodes"
-        )
+    def tally(self, nodes: Sequence[TreeNode], tally: Tally) -> None:
+        """A node with a locked child is locked, as often as all its children."""
         for node in nodes:
+            tally.kept += node.num_pages
+            if node.lock_ref:
+                tally.locked += node.num_pages
             below = sum(child.lock_ref for child in node.children.values())
             assert node.lock_ref >= below, "a node is locked less often than its children"
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvcache.allocator import BaseTokenToKVPoolAllocator, Pages
-from kvcache.components.base import Lengths, PartReport, TreeComponent
+from kvcache.components.base import Lengths, PartReport, Tally, TreeComponent
 from kvcache.components.holdings import GroupHoldings
 from kvcache.eviction import Evictor
 from kvcache.group_allocator import GroupAllocator
@@ -154,13 +154,14 @@ class StateComponent(TreeComponent):
         """States that a request locks."""
         return self._protected
 
-    def check(self, nodes: Sequence[TreeNode]) -> None:
-        """Sizes are right, and a node with a state lock has a lock of the primary group."""
-        kept = [part for node in nodes if (part := self._part(node)).slot]
-        assert len(kept) == self._kept, "cached states are miscounted"
-        assert sum(part.locks > 0 for part in kept) == self._protected, "locked states are miscounted"
+    def tally(self, nodes: Sequence[TreeNode], tally: Tally) -> None:
+        """A node with a state lock has a lock of the primary group."""
         for node in nodes:
-            assert node.lock_ref >= self._part(node).locks, "a state lock on a node without a lock"
+            part = self._part(node)
+            if part.slot:
+                tally.kept += 1
+                tally.locked += part.locks > 0
+            assert node.lock_ref >= part.locks, "a state lock on a node without a lock"
 
     def report(self, node: TreeNode) -> PartReport:
         """1 if there is a state; its slot, and its locks."""

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.allocator import NO_PAGES, BaseTokenToKVPoolAllocator, Pages
-from kvcache.components.base import Lengths, PartReport, TreeComponent
+from kvcache.components.base import Lengths, PartReport, Tally, TreeComponent
 from kvcache.components.holdings import GroupHoldings
 from kvcache.request import CachedRequest
 from kvcache.swa_allocator import SWATokenToKVPoolAllocator
@@ -136,20 +136,18 @@ class WindowComponent(TreeComponent):
         """Pages that a row locks."""
         return self._locks.locked_pages
 
-    def check(self, nodes: Sequence[TreeNode]) -> None:
-        """Sizes are right, and every locked page lies on a locked node."""
+    def tally(self, nodes: Sequence[TreeNode], tally: Tally) -> None:
+        """Every locked page lies on a locked node."""
         locks = self._locks
-        locked = locks.counts != 0
-        seen = 0
         for node in nodes:
             part = self._part(node)
             pages = part[part != 0]
+            locked = int(np.count_nonzero(locks.counts[pages]))
             assert len(part) == node.num_pages, "not one window page id per page"
             assert all(owner is node for owner in locks.owner[pages]), "a window page's node is another"
-            assert node.lock_ref or not locked[pages].any(), "a locked window page on an unlocked node"
-            seen += int(locked[pages].sum())
-        assert locks.kept_pages == len(self.all_pages(nodes)), "window pages kept are miscounted"
-        assert seen == locks.locked_pages == int(locked.sum()), "locked window pages are miscounted"
+            assert node.lock_ref or not locked, "a locked window page on an unlocked node"
+            tally.kept += len(pages)
+            tally.locked += locked
 
     def report(self, node: TreeNode) -> PartReport:
         """How many pages are kept, and how many of them are locked."""
