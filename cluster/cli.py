@@ -204,7 +204,9 @@ def _parser() -> argparse.ArgumentParser:
 
 _SERVE_HELP = (
     "Start a local Ray if none is running, serve MODEL on it, and on Ctrl-C end what was started. "
-    "MODEL is a directory or a Hugging Face id; a YAML file can set every key (baton config --schema)."
+    "MODEL is a directory or a Hugging Face id; a YAML file can set every key (baton config --schema). "
+    "While all decode workers are full, requests wait up to 5 s and then get a 429: "
+    "--set router.options.max_queue_s=60 lets them wait longer."
 )
 
 

@@ -56,17 +56,15 @@ class AdmissionOptions(Options):
     """Which rooms wait and which are refused (docs/admission.md)."""
 
     max_in_flight: int = Field(1024, ge=1, description="rooms that run at once; beyond: the queue, or 429")
-    max_queued: int = Field(0, ge=0, description="rooms that wait in the router; beyond: 429. 0: no queue")
-    max_queue_s: float = Field(
-        10.0, gt=0, description="a room waits in the queue at most this long; then 429"
-    )
+    max_queued: int = Field(1024, ge=0, description="rooms that wait in the router; beyond: 429. 0: no queue")
+    max_queue_s: float = Field(5.0, gt=0, description="a room waits in the queue at most this long; then 429")
     queue_prefill_tokens: int | None = Field(
         None, ge=0,
         description="rooms wait in the queue while every prefill worker has more prompt tokens queued than "
         "this; null: never for that",
     )  # fmt: skip
     queue_decode_full: bool = Field(
-        False, description="rooms wait in the queue while no decode worker has memory and a row for the next"
+        True, description="rooms wait in the queue while no decode worker has memory and a row left"
     )
     max_ttft_s: float | None = Field(
         None, gt=0,

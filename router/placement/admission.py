@@ -46,7 +46,6 @@ class Admission:
         self._placer = placer
         self._predictor = Predictor(placer)
         self._queue = FairQueue(options.tenant_weights)
-        self._requests: dict[int, PlacementRequest] = {}  # of rooms that wait
         self._running: dict[int, _Running] = {}
 
     @property
@@ -106,7 +105,6 @@ class Admission:
         """Queue a new room. `admit` returns it when its turn comes, which may be now."""
         until = now + self._options.max_queue_s
         self._queue.push(room, request.tenant, request.priority, request.prompt_tokens, until)
-        self._requests[room] = request
 
     def predict(self, choice: Choice, admitted: bool = False) -> Prediction | None:
         """Predict the time to first token of a prompt that arrives now, or that was `admitted` now.
@@ -117,7 +115,7 @@ class Admission:
             return self._predictor.predict(choice, _NOBODY, 0.0)
         request = choice.request
         ahead = self._queue.ahead(request.tenant, request.priority)
-        return self._predictor.predict(choice, ahead, self._rooms_to_end(ahead.rooms, request))
+        return self._predictor.predict(choice, ahead, self._rooms_to_end(ahead.rooms))
 
     # -- turns ---------------------------------------------------------------------------------
 
@@ -126,10 +124,9 @@ class Admission:
         head = self._queue.head()
         if head is None or len(self._running) >= self._options.max_in_flight:
             return None
-        if self._gated and self._saturated(self._requests[head.room], now):
+        if self._gated and self._saturated(now):
             return None
         waiting = self._queue.pop()
-        del self._requests[waiting.room]
         self._running[waiting.room] = _Running(waiting.tenant, waiting.tokens)
         return waiting.room
 
@@ -172,7 +169,6 @@ class Admission:
             self._queue.over(running.tenant)
         elif room in self._queue:
             self._queue.remove(room)
-            del self._requests[room]
 
     # -- inside --------------------------------------------------------------------------------
 
@@ -184,33 +180,37 @@ class Admission:
             options.queue_prefill_tokens is not None or options.queue_decode_full
         )
 
-    def _saturated(self, request: PlacementRequest, now: float) -> bool:
+    def _saturated(self, now: float) -> bool:
         most = self._options.queue_prefill_tokens
         if most is not None:
             prefill, decode = self._placer.fleet.candidates(now)
             workers = prefill if len(prefill) else decode
             if len(workers) and workers.queued.min() > most:
                 return True
-        return self._options.queue_decode_full and self._decode_full(request)
+        return self._options.queue_decode_full and self._decode_full()
 
-    def _decode_full(self, request: PlacementRequest | None) -> bool:
-        """Whether there are decode workers and none has memory and a row for the room."""
-        need = request.prompt_tokens + int(request.output_tokens) if request is not None else 1
+    def _decode_full(self) -> bool:
+        """Whether there are decode workers and none has memory and a row left.
+
+        A suspected worker is none: if there is no other, rooms are accepted and wait for one to appear. The
+        size of the next room does not count: shorter ones would keep decode busy until a long one is overdue.
+        On a worker it holds its place, and the worker reports no headroom until it has got its memory.
+        """
         full = False
-        for one in self._placer.fleet.estimates():  # 0.4 us per full worker
-            if one.record.role is Role.DECODE and not one.record.draining:
-                if one.can_start(need):
+        for one in self._placer.fleet.active():  # 0.4 us per full worker
+            if one.record.role is Role.DECODE:
+                if one.can_start(1) and not one.has_backlog():
                     return False
                 full = True
         return full
 
-    def _rooms_to_end(self, ahead: float, request: PlacementRequest | None) -> float:
+    def _rooms_to_end(self, ahead: float) -> float:
         """How many rooms must end before a room with this many ahead of it may run."""
-        if self._options.max_queued and self._options.queue_decode_full and self._decode_full(request):
+        if self._options.max_queued and self._options.queue_decode_full and self._decode_full():
             return ahead + 1
         return max(0.0, len(self._running) + ahead + 1 - self._options.max_in_flight)
 
     def _until_served(self) -> float:
         """Seconds until a room at the end of the queue would have its turn."""
-        seconds = self._predictor.queue_s(self._queue.tokens, self._rooms_to_end(len(self._queue), None))
+        seconds = self._predictor.queue_s(self._queue.tokens, self._rooms_to_end(len(self._queue)))
         return min(max(seconds, self._options.retry_after_s), _LONGEST_RETRY_S)

@@ -24,6 +24,7 @@ class Fleet:
         self._index = index
         self._estimates: dict[str, WorkerLoadEstimate] = {}
         self._suspected: frozenset[str] = frozenset()
+        self._active: list[WorkerLoadEstimate] = []
         self._table = FleetTable([], index)
 
     def __contains__(self, worker: str) -> bool:
@@ -36,6 +37,10 @@ class Fleet:
     def estimates(self) -> list[WorkerLoadEstimate]:
         """The estimates of all live workers."""
         return list(self._estimates.values())
+
+    def active(self) -> list[WorkerLoadEstimate]:
+        """The estimates of the workers that take new work: neither draining nor suspected."""
+        return self._active
 
     def update(self, records: list[WorkerRecord], now: float) -> list[str]:
         """Take a new View. Workers that stay keep their estimate; a new incarnation starts with an empty one.
@@ -104,9 +109,9 @@ class Fleet:
     def _rebuild(self) -> None:
         for name in self._estimates:
             self._index.join(name)  # before the table notes the index's version
-        active = [
+        self._active = [
             one
             for name, one in self._estimates.items()
             if not one.record.draining and name not in self._suspected
         ]
-        self._table = FleetTable(active, self._index)
+        self._table = FleetTable(self._active, self._index)

@@ -142,6 +142,11 @@ class WorkerLoadEstimate:
             return False
         return self.record.load == NO_REPORT or self.requests() == 0 or self.fits(context_tokens)
 
+    def has_backlog(self) -> bool:
+        """Whether as many requests wait on a decode worker as run in a full batch of it. Its headroom does
+        not tell: a request that the worker prefills itself reserves nothing while it waits."""
+        return self.requests() >= 2 * self.record.max_running_requests
+
     @property
     def promised_tokens(self) -> int:
         """Tokens of the last reported headroom that all routers have promised."""

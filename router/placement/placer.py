@@ -21,6 +21,7 @@ from router.placement.policy import Choice, PlacementRequest, Policy, RoleCandid
 from wire.records import WorkerRecord
 
 _MEAN_OVER = 64  # requests over which the mean output is taken
+_FIRST_OUTPUT = 512.0  # expected of a request while no answer is known: what D keeps free for its growth
 _SESSIONS = 1 << 16  # sessions that are remembered
 
 
@@ -151,8 +152,12 @@ class Placer:
         self.mean_output += share * (output_tokens - self.mean_output)
 
     def output_tokens(self, max_new_tokens: int) -> float:
-        """The output to expect of a room that may have at most `max_new_tokens`."""
-        return min(float(max_new_tokens), self.mean_output or float(max_new_tokens))
+        """The output to expect of a room that may have at most `max_new_tokens`.
+
+        A client that names no maximum may have the rest of the context. While no answer is known, to expect
+        that much would fill decode with one request.
+        """
+        return min(float(max_new_tokens), self.mean_output or _FIRST_OUTPUT)
 
     def tick(self, now: float) -> None:
         """Give up pages that were expected and have come or will not."""

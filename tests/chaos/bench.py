@@ -32,7 +32,11 @@ _DECODE: dict[bool, dict[str, Any]] = {
     False: {"max_total_tokens": 1024},
     True: {"max_total_tokens": 512, "decode_reserve_tokens": 0},  # scarce: what is admitted cannot all grow
 }
-_ROUTER: dict[str, Any] = {"prefill_on_decode_tokens": 0, "resume_key": "shared by both routers"}
+_ROUTER: dict[str, Any] = {
+    "prefill_on_decode_tokens": 0,
+    "resume_key": "shared by both routers",
+    "max_queued": 0,  # rooms wait at the workers, where the states are
+}
 
 
 class Bench:

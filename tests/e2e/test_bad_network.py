@@ -25,7 +25,7 @@ def test_lost_doubled_late_and_reordered_messages_change_nothing(
             tmp_path,
             prefill=2,
             decode=2,
-            router={"prefill_on_decode_tokens": 0},
+            router={"prefill_on_decode_tokens": 0, "max_queued": 0},
             runner=("tests.chaos.launcher", network.address),
             engine="fake",
             max_total_tokens=2048,

@@ -15,7 +15,7 @@ from tests.e2e.test_failures import OPTIONS, OUTPUT_TOKENS, prompts, take, wait_
 from tests.harness.local_stack import Stack, stack, wait_for_workers
 
 LEASE_S = 60.0  # longer than the test: a lease does not help
-ROUTER: dict[str, Any] = {"prefill_on_decode_tokens": 0, "lease_s": LEASE_S}
+ROUTER: dict[str, Any] = {"prefill_on_decode_tokens": 0, "max_queued": 0, "lease_s": LEASE_S}
 
 
 def suspicions(running: Stack) -> list[dict[str, Any]]:

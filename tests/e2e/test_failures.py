@@ -26,7 +26,7 @@ OPTIONS: dict[str, Any] = {
     "chunked_prefill_size": 48,
     "hand_off_timeout_s": 10.0,
 }
-ROUTER: dict[str, Any] = {"prefill_on_decode_tokens": 0}
+ROUTER: dict[str, Any] = {"prefill_on_decode_tokens": 0, "max_queued": 0}
 
 
 def prompts(count: int, seed: int) -> list[list[int]]:

@@ -96,7 +96,7 @@ def test_a_bad_network(tiny_model: Path, tmp_path: Path) -> None:
     with (
         Network(3) as network,
         stack(
-            tiny_model, tmp_path, prefill=2, decode=2, router={"prefill_on_decode_tokens": 0},
+            tiny_model, tmp_path, prefill=2, decode=2, router=ROUTER,
             runner=("tests.chaos.launcher", network.address), **options,
         ) as running,
     ):  # fmt: skip
@@ -123,8 +123,7 @@ def test_a_real_model_whoever_dies(family: str, tmp_path: Path) -> None:
         "max_total_tokens": 2048, "mamba_track_interval": 32, "max_running_requests": 8,
         "hand_off_timeout_s": 20.0,
     }  # fmt: skip
-    router = {"prefill_on_decode_tokens": 0}
-    with stack(path, tmp_path, prefill=2, decode=2, router=router, **options) as running:
+    with stack(path, tmp_path, prefill=2, decode=2, router=ROUTER, **options) as running:
         # One room: until the dead prefill worker's lease ends, the others may be waiting for it.
         assert ask_while(running, asked, TOKENS, lambda _: kill(running.prefill.pop(0)), 1) == answers
         running.settle()

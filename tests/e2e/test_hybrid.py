@@ -29,7 +29,7 @@ def hybrid(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     with stack(
         tiny_model,
         tmp_path_factory.mktemp("hybrid"),
-        router={"prefill_on_decode_tokens": 0},
+        router={"prefill_on_decode_tokens": 0, "max_queued": 0},
         engine="fake",
         fake_groups=GROUPS,
         page_size=PAGE_SIZE,
@@ -142,7 +142,7 @@ def test_real_layers_answer_as_transformers_do_and_tell_what_they_hold(
     with stack(
         path,
         tmp_path_factory.mktemp(family),
-        router={"prefill_on_decode_tokens": 0},
+        router={"prefill_on_decode_tokens": 0, "max_queued": 0},
         dtype="float32",
         threads=1,
         page_size=PAGE_SIZE,

@@ -31,7 +31,7 @@ OPTIONS: dict[str, Any] = {
     "chunked_prefill_size": 48,
     "overlap_depth": 1,
 }
-ROUTER: dict[str, Any] = {"prefill_on_decode_tokens": 0}
+ROUTER: dict[str, Any] = {"prefill_on_decode_tokens": 0, "max_queued": 0}
 
 
 @dataclass

@@ -150,7 +150,7 @@ def served(case: Case, model: Model, tmp_path_factory: pytest.TempPathFactory) -
         tmp_path_factory.mktemp("stack"),
         prefill=int(split),
         decode=1,
-        router={"prefill_on_decode_tokens": 0},
+        router={"prefill_on_decode_tokens": 0, "max_queued": 0},
         dtype="float32",
         threads=1,
         page_size=case.page_size,

@@ -140,7 +140,7 @@ def test_oracle_conversations(case: Served, models: dict[str, Path], tmp_path: P
         tmp_path,
         prefill=int(split),
         decode=1,
-        router={"prefill_on_decode_tokens": 0},
+        router={"prefill_on_decode_tokens": 0, "max_queued": 0},
         dtype="float32",
         threads=1,
         page_size=case.page_size,

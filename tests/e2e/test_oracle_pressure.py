@@ -154,7 +154,8 @@ def test_oracle_retraction_apart(family: str, directory: Path, tmp_path: Path) -
     prompts = [tokens(rng, 20 + 4 * i) for i in range(10)]
     path, answers = draw_model(family, directory, 1, prompts, 64)
     with stack(
-        path, tmp_path, router={"prefill_on_decode_tokens": 0}, dtype="float32", threads=1, page_size=16,
+        path, tmp_path, router={"prefill_on_decode_tokens": 0, "max_queued": 0}, dtype="float32", threads=1,
+        page_size=16,
         kv_transfer_backend="shm", max_total_tokens=512, max_context_tokens=CONTEXT, mamba_track_interval=32,
         chunked_prefill_size=20, decode_reserve_tokens=0, max_running_requests=8,
     ) as served:  # fmt: skip

@@ -49,7 +49,7 @@ def secret_stack(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     with stack(
         tiny_model,
         tmp_path_factory.mktemp("secret"),
-        router={"prefill_on_decode_tokens": 0, "cluster_secret": SECRET},
+        router={"prefill_on_decode_tokens": 0, "max_queued": 0, "cluster_secret": SECRET},
         cluster_secret=SECRET,
         engine="fake",
         fake_step_s=0.03,
@@ -157,7 +157,7 @@ def four_workers(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         tmp_path_factory.mktemp("four"),
         prefill=2,
         decode=2,
-        router={"prefill_on_decode_tokens": 0},
+        router={"prefill_on_decode_tokens": 0, "max_queued": 0},
         engine="fake",
         page_size=PAGE_SIZE,
         chunked_prefill_size=64,

@@ -15,7 +15,9 @@ from tests.harness.local_stack import Stack, stack
 from tests.harness.processes import Child
 
 OUTPUT_TOKENS = 40
-ROUTER: dict[str, Any] = {"prefill_on_decode_tokens": 0, "silence_s": 0.2, "receipt_timeout_s": 2.0}
+ROUTER: dict[str, Any] = {
+    "prefill_on_decode_tokens": 0, "max_queued": 0, "silence_s": 0.2, "receipt_timeout_s": 2.0,
+}  # fmt: skip
 OPTIONS: dict[str, Any] = {
     "engine": "fake", "fake_step_s": 0.02, "max_total_tokens": 4096, "hand_off_timeout_s": 2.0,
 }  # fmt: skip

@@ -31,7 +31,7 @@ _WORKER: dict[str, Any] = {
     "max_total_tokens": 16_384,
     "chunked_prefill_size": 64,
 }
-_ROUTER: dict[str, Any] = {"prefill_on_decode_tokens": 0}
+_ROUTER: dict[str, Any] = {"prefill_on_decode_tokens": 0, "max_queued": 0}
 HOSTS = ("router", "prefill", "decode")
 PAIRS = (("router", "prefill"), ("router", "decode"), ("prefill", "decode"))
 

@@ -67,12 +67,14 @@ async def _run(running: Stack, seconds: float) -> dict[str, Any]:
         beaten.cancel()
         await load.finish()
         say(f"{_TIMES} times that for {seconds:.0f} s: {flood}")
+        causes = _restart_causes(running)
+        say(f"restarts: {causes}; suspicions: {running.http.get('/debug/suspicions').json()['suspicions']}")
         tally = at_once + flood
     return {
         "sent": tally.sent,
         "accepted": tally.accepted,
         "lost": tally.lost,
-        "restarts": _restarts(running),
+        "restarts": sum(causes.values()),
         "rejected": tally.rejected,
         "without_retry_after": tally.without_retry_after,
         "rss_growth_mib": round(memory.growth_mib(), 1),
@@ -106,11 +108,11 @@ class Memory:
         return kib
 
 
-def _restarts(running: Stack) -> int:
-    """Over all causes."""
+def _restart_causes(running: Stack) -> dict[str, int]:
+    """Restarts by cause."""
     text = running.http.get("/metrics").text
-    found = re.findall(r"^baton_router_restarts_total\S* (\S+)", text, re.MULTILINE)
-    return int(sum(map(float, found)))
+    found = re.findall(r'^baton_router_restart_causes_total\{cause="([^"]+)"\} (\S+)', text, re.MULTILINE)
+    return {cause: int(float(count)) for cause, count in found}
 
 
 def say(line: str) -> None:

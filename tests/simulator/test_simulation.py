@@ -92,7 +92,7 @@ def outcome(one: Request) -> tuple[Any, ...]:
 @pytest.mark.parametrize("policy", ["kv", "prefix-affinity", "least-loaded", "round-robin", "random"])
 def test_every_request_ends_once_and_memory_balances(policy: str) -> None:
     trace = shared_prefixes()
-    simulation = replayed(trace, policy=policy, worker={"kv_tokens": 60_000})
+    simulation = replayed(trace, policy=policy, worker={"kv_tokens": 60_000}, admission={"max_queued": 0})
     assert [one.trace for one in simulation.requests] == list(trace.requests)
     assert all(one.attempts == 1 for one in simulation.requests)
 

@@ -42,9 +42,11 @@ def prefill(name: str = "p", **load: Any) -> WorkerRecord:
     return record(name, load=WorkerLoad(**load))
 
 
-def decode(name: str = "d", **load: Any) -> WorkerRecord:
+def decode(name: str = "d", rows: int = 100, **load: Any) -> WorkerRecord:
     changes = {"free_tokens": 100_000, "headroom_tokens": 100_000, "headroom_rows": 100, **load}
-    return record(name, role=Role.DECODE, load=WorkerLoad(**changes), total_tokens=100_000)
+    return record(
+        name, role=Role.DECODE, load=WorkerLoad(**changes), total_tokens=100_000, max_running_requests=rows
+    )
 
 
 class House:
@@ -89,7 +91,7 @@ class House:
 
 
 def test_without_a_queue_what_exceeds_the_places_is_refused() -> None:
-    house = House(max_in_flight=2)
+    house = House(max_in_flight=2, max_queued=0)
     assert house.offer(1) == [1]
     assert house.offer(2) == [2]
     with pytest.raises(Overloaded, match="2 of 2 places are taken") as caught:
@@ -114,7 +116,7 @@ def test_the_queue_is_bounded_and_moves_when_a_place_is_free() -> None:
 
 
 def test_several_rooms_of_a_request_are_taken_together_or_not_at_all() -> None:
-    house = House(max_in_flight=3, max_queued=2)
+    house = House(max_in_flight=3, max_queued=2, queue_decode_full=False)
     house.offer(1)
     house.admission.check(4 - 1)  # two places and one in the queue
     with pytest.raises(InvalidRequest):
@@ -156,12 +158,18 @@ def test_rooms_wait_while_every_prefill_queue_is_long() -> None:
 
 
 def test_rooms_wait_while_no_decode_worker_has_memory() -> None:
-    full = {"headroom_tokens": 50, "running_requests": 3}
+    full = {"headroom_tokens": 0, "running_requests": 3}
     house = House([prefill(), decode("d", **full), decode("e", **full)], max_queued=9, queue_decode_full=True)
     assert house.offer(1) == []
-    assert house.offer(2, ask(prompt=10), 0.0) == []  # it would fit, but it is not its turn
+    assert house.offer(2) == []
     house.placer.update([prefill(), decode("d", **full), decode("e", running_requests=3)], 1.0)
     assert house.admit(1.0) == [1, 2]
+
+
+def test_a_long_prompt_waits_for_its_memory_on_the_worker() -> None:
+    house = House([prefill(), decode(headroom_tokens=500, running_requests=3)])
+    assert house.offer(1, ask(prompt=90_000)) == [1]
+    assert house.offer(2, ask(prompt=10)) == []  # until the worker reports headroom again
 
 
 def test_an_idle_decode_worker_is_never_full() -> None:
@@ -170,6 +178,38 @@ def test_an_idle_decode_worker_is_never_full() -> None:
     assert house.offer(1, ask(prompt=90_000)) == [1]
     assert house.offer(2) == []
     assert house.end(1) == [2]
+
+
+def test_rooms_wait_while_a_whole_batch_waits_on_every_decode_worker() -> None:
+    house = House([decode("d", rows=2, prefill_tokens_per_s=0.0)])  # colocated: its queue takes no headroom
+    assert [house.offer(room) for room in range(1, 6)] == [[1], [2], [3], [4], []]
+    assert house.end(2) == [5]
+
+
+def test_a_burst_on_workers_that_have_reported_nothing_is_accepted() -> None:
+    unknown = record("d", role=Role.DECODE, load=WorkerLoad(), total_tokens=100_000, max_running_requests=64)
+    house = House([record("p", load=WorkerLoad()), unknown])
+    assert [house.offer(room) for room in range(64)] == [[room] for room in range(64)]
+
+
+def test_a_burst_without_maxima_is_accepted_before_any_answer_is_known() -> None:
+    house = House()
+    one = ask(100, output=house.placer.output_tokens(90_000))
+    assert [house.offer(room, one) for room in range(64)] == [[room] for room in range(64)]
+
+
+def test_a_full_worker_that_is_suspected_keeps_nobody_waiting() -> None:
+    house = House([prefill(), decode(headroom_rows=0, running_requests=3)])
+    assert house.offer(1) == []
+    house.placer.suspect(frozenset({"d"}))
+    assert house.admit(6.0) == [1]
+
+
+def test_by_default_a_room_waits_five_seconds_for_a_full_decode_worker() -> None:
+    house = House([prefill(), decode(headroom_rows=0, running_requests=3)])
+    assert house.offer(1, now=0.0) == []
+    assert house.admission.overdue(4.9) == []
+    assert [room for room, _ in house.admission.overdue(5.0)] == [1]
 
 
 def test_an_empty_fleet_is_not_saturated() -> None:
@@ -252,7 +292,7 @@ def test_places_are_free_at_the_pace_at_which_answers_end() -> None:
 
 def test_decode_is_predicted_to_have_memory_when_requests_have_ended() -> None:
     full = decode("d", running_requests=10, decode_step_s=0.1, free_tokens=0, headroom_tokens=0)
-    house = House([prefill("p", prefill_tokens_per_s=1_000), full], max_ttft_s=1)
+    house = House([prefill("p", prefill_tokens_per_s=1_000), full], max_queued=0, max_ttft_s=1)
     assert house.predict(ask(5_000)) is not None  # nobody knows how long answers are: no wait
     house.placer.answered(100)
     seen = house.predict(ask(20_000, output=0))

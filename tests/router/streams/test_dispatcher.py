@@ -26,7 +26,7 @@ from wire.sockets import Mail
 
 ROOMY = WorkerLoad(free_tokens=1 << 20, headroom_tokens=1 << 20, headroom_rows=1 << 10)
 P, Q = record("p", load=ROOMY), record("q", load=ROOMY)
-D, E = record("d", role=Role.DECODE, load=ROOMY), record("e", role=Role.DECODE, load=ROOMY)
+D, E = (record(name, role=Role.DECODE, load=ROOMY, max_running_requests=64) for name in "de")
 OPTIONS = RouterOptions(model=Path("m"), served_model_name="m", prefill_on_decode_tokens=0)
 
 
