@@ -38,8 +38,11 @@ def test_a_batch_shares_no_memory_with_what_the_next_step_changes() -> None:
     rig.add(range(20), 30)
     rig.step()
     rig.add(range(40, 90), 4)
-    for _ in range(4):
+    for _ in range(7):
         rig.step()
+    assert {batch.q_lens.max() == 1 for batch in rig.engine.batches} == {False, True}, (
+        "with chunks and without"
+    )
     running = rig.scheduler._running
     assert running.states is not None
     assert rig.memory.swa is not None
