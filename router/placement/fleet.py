@@ -20,6 +20,7 @@ class Fleet:
         self, index: GlobalIndex, on_assigned: Callable[[WorkerLoadEstimate], None] = lambda _: None
     ) -> None:
         """`on_assigned` is called after the `own` load of a live worker has changed."""
+        self.changes = 0  # how often the workers that take new work have changed
         self._on_assigned = on_assigned
         self._index = index
         self._estimates: dict[str, WorkerLoadEstimate] = {}
@@ -64,6 +65,7 @@ class Fleet:
                 if estimate.record.id in self._table:  # a draining or suspected worker is not
                     self._table.reported(estimate)
         else:
+            self.changes += 1
             self._rebuild()
         for estimate in assigned:
             self.own_changed(estimate)
@@ -73,6 +75,7 @@ class Fleet:
         """These, and no others, get no new work until the next call, as if they were draining."""
         if workers != self._suspected:
             self._suspected = workers
+            self.changes += 1
             self._rebuild()
 
     def own_changed(self, estimate: WorkerLoadEstimate) -> None:

@@ -71,6 +71,7 @@ class Dispatcher:
         self._first_expected: dict[int, float] = {}  # when a room's first token was predicted to come
         self._loop = asyncio.get_running_loop()
         self._admit_due = False
+        self._fleet_changes = 0  # of which the rooms have been told
 
     def open(self, rooms: list[RoomStream], judged: tuple[Choice, Prediction] | None, now: float) -> None:
         """Open the rooms of one request. `judged` is what admission returned for the first of them."""
@@ -87,8 +88,13 @@ class Dispatcher:
     def admit(self, now: float, chosen: tuple[int, Choice] | None = None) -> None:
         """Give workers to the rooms whose turn it is. `chosen`: a choice made just now for one of them.
 
-        That room gets them if its turn is the first: later, another choice may be better.
+        That room gets them if its turn is the first: later, another choice may be better. Rooms that wait for
+        a worker get theirs first, if there are other workers than before.
         """
+        if self._fleet_changes != self._placer.fleet.changes:
+            self._fleet_changes, chosen = self._placer.fleet.changes, None
+            for room in list(self.rooms.values()):
+                room.on_workers_changed(now)
         while (number := self.admission.admit(now)) is not None:
             room = self.rooms[number] = self.waiting.pop(number)
             room.start(now, chosen[1] if chosen is not None and chosen[0] == number else None)

@@ -33,7 +33,7 @@ from wire.records import WorkerRecord
 from wire.request import GenerateRequest, OutputDelta, TokenRun
 from wire.retransmitter import RetransmitKey
 
-_LOOK_AGAIN_S = 0.1  # for a worker
+_LOOK_AGAIN_S = 2.0  # for a worker, of which the room is told (on_workers_changed)
 
 
 class RoomSink(Protocol):
@@ -106,6 +106,7 @@ class RoomStream:
         self._failed_alone = False  # a worker said so in an earlier epoch
         self._why_waiting: BatonError | None = None
         self._wait_until = 0.0
+        self._paused_until = 0.0  # between a restart and its epoch
         self._check_at = 0.0  # tick() has nothing to do before
 
     @property
@@ -116,7 +117,8 @@ class RoomStream:
     def start(self, now: float, choice: Choice | None = None) -> None:
         """Place the room, by `choice` if that was made already, or wait for a worker."""
         self._sink.on_admitted()
-        self._wait_for_worker(now, now, choice)
+        self._wait_until = now + self._options.worker_wait_s
+        self._place(now, choice)
 
     def take_over(self, placement: Placement, epoch: int, now: float) -> None:
         """Go on with a room of another router, which D runs in that epoch."""
@@ -222,6 +224,11 @@ class RoomStream:
         if worker is not None:
             self._restart(RestartCause.GONE, Unavailable(f"worker {worker.id} {why}"), now)
 
+    def on_workers_changed(self, now: float) -> None:
+        """There are other workers than before: one of them may be what the room waits for."""
+        if self._epoch is None and not self.done and now >= self._paused_until:
+            self._place(now)
+
     def on_given_up(self, key: RetransmitKey, now: float) -> None:
         """A worker has acknowledged none of the repeats of a message."""
         worker = _needed(self._epoch, key.to, key.epoch)
@@ -257,14 +264,8 @@ class RoomStream:
 
     # -- epochs --------------------------------------------------------------------------------
 
-    def _wait_for_worker(self, now: float, at: float, choice: Choice | None = None) -> None:
-        self._wait_until = now + self._options.worker_wait_s
-        self._check_at = at
-        if at <= now:
-            self._place(now, choice)
-
     def _place(self, now: float, choice: Choice | None = None) -> None:
-        """Start an epoch, or look again soon."""
+        """Start an epoch, or look again later."""
         placement = self._host.place(self, self._avoided.names(now), choice)
         if placement is not None:
             self._epoch = RoomEpoch(self.request, placement, self._mail, self._options, now)
@@ -273,7 +274,7 @@ class RoomStream:
         elif now >= self._wait_until:
             self.fail(self._why_waiting or Unavailable("no decode worker is there for this model"))
         else:
-            self._check_at = now + _LOOK_AGAIN_S
+            self._check_at = min(now + _LOOK_AGAIN_S, self._wait_until)
 
     def next_epoch(self) -> GenerateRequest:
         """The request of a new epoch, with all output so far as input. No number is used twice."""
@@ -296,7 +297,9 @@ class RoomStream:
         self.request = self.next_epoch()
         self._why_waiting = why
         self._host.restarted(self, cause)
-        self._wait_for_worker(now, now + pause_s)
+        self._wait_until = now + self._options.worker_wait_s
+        self._check_at = self._paused_until = now + pause_s
+        self.tick(now)
 
     def _leave_epoch(self, abort: str | None) -> None:
         """Free the epoch's workers. With `abort`, a reason, tell them that it is over."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from common.errors import BatonError, Overloaded
@@ -14,7 +16,7 @@ from router.metrics import RoomMetrics
 from router.options import RouterOptions
 from router.placement.placer import Placer
 from router.placement.policies import make_policy
-from router.placement.policy import PlacementRequest
+from router.placement.policy import Choice, PlacementRequest
 from router.streams.dispatcher import Dispatcher, OpenRooms
 from router.streams.stream import RoomStream
 from router.trace import TraceStore
@@ -192,5 +194,37 @@ def test_only_rooms_that_run_are_left_to_another_router() -> None:
         OpenRooms(desk.dispatcher, [1, 2]).leave()
         assert desk.dispatcher.foreign == {1}
         assert desk.dispatcher.rooms == {}
+
+    asyncio.run(run())
+
+
+def test_rooms_without_a_worker_look_for_one_only_when_the_workers_have_changed() -> None:
+    async def run() -> None:
+        desk = Desk(P)
+        for number in range(5):
+            desk.open(number)
+        now, choose, looked = time.monotonic(), desk.placer.choose, []
+
+        def counting(*of: Any) -> Choice | None:
+            looked.append(of)
+            return choose(*of)
+
+        desk.placer.choose = counting  # type: ignore[method-assign]
+        desk.placer.update([P, replace(D, draining=True)], now)
+        desk.dispatcher.tick(now)
+        assert len(looked) == 5
+        for step in range(20):
+            desk.placer.update([P, replace(D, draining=True)], now)  # a view like the last
+            desk.dispatcher.tick(now + step / 20)
+        assert len(looked) == 5
+        desk.placer.update([P, D], now)
+        desk.dispatcher.admit(now)
+        assert desk.on(D, Decode, 0) == set(range(5))
+        desk.placer.suspect(frozenset({D.id}))
+        desk.dispatcher.suspected(D, "does not answer", now)
+        assert desk.on(D, Decode, 1) == set()
+        desk.placer.suspect(frozenset())
+        desk.dispatcher.admit(now)
+        assert desk.on(D, Decode, 1) == set(range(5)), "a worker that is up again is another worker, too"
 
     asyncio.run(run())

@@ -373,9 +373,30 @@ def test_a_worker_is_waited_for_but_not_for_ever() -> None:
     assert not room.done
     room.tick(5.1)
     assert isinstance(host.error, Unavailable)
-    host, room = started(None, PAIR)
-    room.tick(1.0)
+
+
+def test_a_room_looks_for_a_worker_when_told_of_others_and_else_seldom() -> None:
+    host, room = started(None, None, PAIR)
+    room.tick(1.9)
+    assert len(host.avoided) == 1
+    room.tick(2.0)
+    assert len(host.avoided) == 2
+    room.on_workers_changed(2.1)
     assert len(host.of(Decode)) == 1
+    room.on_workers_changed(2.2)
+    assert len(host.avoided) == 3, "the room has its workers"
+
+
+def test_other_workers_do_not_cut_the_pause_before_a_restart_short() -> None:
+    host, room = started(ALONE, ALONE, None, ALONE)
+    for epoch in (0, 1):  # the second restart in a row pauses for 0.1 s
+        room.on_rejected(D.mailbox, Rejected(1, epoch, RejectKind.FAILED, "no"), 1.0)
+    room.on_workers_changed(1.05)
+    assert len(host.avoided) == 2
+    room.tick(1.1)
+    assert len(host.avoided) == 3
+    room.on_workers_changed(1.15)
+    assert [message.request.epoch for message in host.of(Decode)] == [0, 1, 2]
 
 
 def test_a_sink_that_wants_no_more_stops_the_room() -> None:
