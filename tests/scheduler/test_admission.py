@@ -163,6 +163,21 @@ def test_a_reservation_passes_no_older_request_that_waits_for_memory() -> None:
     rig.close()
 
 
+def test_a_prompt_that_is_aborted_in_the_queue_takes_its_share_of_the_headroom_with_it() -> None:
+    rig = Rig(pool_tokens=512, max_context=512, pre_alloc=3, config=CONFIG)
+    rig.add(range(100), 200)
+    rig.step()
+    before = rig.scheduler.load().headroom_tokens
+    large = rig.add([9] * 480, 10)
+    rig.step()
+    assert large.req_pool_idx is None
+    assert rig.scheduler.load().headroom_tokens < before - 100
+    assert rig.scheduler.abort(large.room, large.epoch)
+    assert rig.scheduler.load().headroom_tokens > before - 100
+    rig.run()
+    rig.close()
+
+
 def test_a_claim_that_is_not_renewed_ends() -> None:
     """A reservation that was refused and is never tried again keeps nobody out for long."""
     rig = Rig(pool_tokens=512, max_context=512, pre_alloc=3, config=CONFIG)

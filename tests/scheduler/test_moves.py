@@ -98,6 +98,24 @@ def test_a_move_after_any_step_computes_nothing_twice(
 
 
 @EVERY_GROUP
+def test_what_left_the_window_during_a_move_is_in_no_tree(groups: tuple[str, ...]) -> None:
+    """Its pages were reserved and never filled, and a prompt that ends there would read them."""
+    old, new = decode_rig(4, 0, groups), decode_rig(4, 0, groups)
+    moved = running(old, list(range(31)), 60, 3)
+    req = reserved(new, moved, slack=48)
+    while len(moved.output_ids) < 40:
+        old.step()
+    take_over(old, moved, new, req)
+    context = [*moved.origin_input_ids.tolist(), *moved.output_ids]
+    for length in range(30, 60, 3):
+        new.add(context[:length], 2)
+        new.run()
+    new.assert_outputs()
+    old.close()
+    new.close()
+
+
+@EVERY_GROUP
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_a_move_that_fails_leaves_both_workers_as_they_were(page_size: int, groups: tuple[str, ...]) -> None:
     old, new = decode_rig(page_size, 1, groups), decode_rig(page_size, 1, groups)
