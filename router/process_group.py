@@ -1,15 +1,16 @@
 """ProcessGroup: the processes of one router (`--processes N`) answer as one.
 
-They do so at /metrics, /debug/trace and /debug/rooms. The first process knows the others by their
-mailboxes and asks each for what it has; another process that is asked over HTTP asks the first. Questions are
-`Inspect` messages, and every wait is bounded.
+They do so at /metrics, /debug/trace, /debug/rooms, /debug/leases and /debug/suspicions. The first process
+knows the others by their mailboxes and asks each for what it has; another process that is asked over HTTP
+asks the first. Questions are `Inspect` messages, and every wait is bounded.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -18,7 +19,9 @@ from common.errors import Unavailable
 from router.merged_metrics import MergedMetrics, MetricFamily, collect, exposition
 from router.streams.inspections import Inspections
 from router.streams.room_report import RoomReport
+from router.suspicions import SuspicionReport
 from router.trace import TraceStore
+from wire.holds import Hold
 from wire.messages import AnyMessage, Inspect, Inspected
 
 log = logging.getLogger(__name__)
@@ -26,7 +29,18 @@ log = logging.getLogger(__name__)
 _METRICS = "metrics"
 _TRACE = "trace "  # and a request id
 _ROOMS = "rooms"
+_HOLDS = "leases"
+_SUSPICIONS = "suspicions"
 _Families = list[MetricFamily]
+_Row = TypeVar("_Row")
+
+
+class OwnLists(NamedTuple):
+    """What one process has to list. Each call makes a new list."""
+
+    rooms: Callable[[], list[RoomReport]] = list
+    holds: Callable[[], list[Hold]] = list
+    suspicions: Callable[[], list[SuspicionReport]] = list
 
 
 class ProcessGroup:
@@ -38,7 +52,7 @@ class ProcessGroup:
         traces: TraceStore,
         send: Callable[[str, AnyMessage], None],
         inspections: Inspections,
-        own_rooms: Callable[[], list[RoomReport]],
+        own: OwnLists,
         first: str | None,
         member_timeout_s: float = 1.0,
         first_timeout_s: float = 4.0,
@@ -51,7 +65,7 @@ class ProcessGroup:
         self._traces = traces
         self._send = send
         self._inspections = inspections
-        self._own_rooms = own_rooms
+        self._own = own
         self._first = first
         self._member_timeout_s = member_timeout_s
         self._first_timeout_s = first_timeout_s
@@ -89,12 +103,15 @@ class ProcessGroup:
 
     async def rooms(self) -> list[RoomReport]:
         """Where every room of every process is. Raises Unavailable, see `metrics`."""
-        if self._first is not None:
-            return msgspec.json.decode(await self._ask_first(_ROOMS), type=list[RoomReport])
-        rooms = self._own_rooms()
-        for _, said in await self._ask_members(_ROOMS):
-            rooms += msgspec.json.decode(said, type=list[RoomReport])
-        return rooms
+        return await self._listed(_ROOMS, self._own.rooms(), RoomReport)
+
+    async def holds(self) -> list[Hold]:
+        """What every process holds for others. Raises Unavailable, see `metrics`."""
+        return await self._listed(_HOLDS, self._own.holds(), Hold)
+
+    async def suspicions(self) -> list[SuspicionReport]:
+        """The latest suspicions of every process. Raises Unavailable, see `metrics`."""
+        return await self._listed(_SUSPICIONS, self._own.suspicions(), SuspicionReport)
 
     def answer(self, to: str, question: Inspect) -> None:
         """Answer another process."""
@@ -111,13 +128,31 @@ class ProcessGroup:
         if question.what.startswith(_TRACE):
             request_id = question.what.removeprefix(_TRACE)
             found = self._own_trace(request_id) if self._first is not None else await self.trace(request_id)
-        elif question.what == _ROOMS:
-            found = msgspec.json.encode(self._own_rooms() if self._first is not None else await self.rooms())
+        elif question.what in (_ROOMS, _HOLDS, _SUSPICIONS):
+            found = msgspec.json.encode(await self._list_of(question.what))
         elif self._first is not None:
             found = msgspec.json.encode(collect(self._registry))
         else:
             found = await self.metrics()
         self._send(to, Inspected(question.token, (found or b"").decode()))
+
+    async def _list_of(self, what: str) -> Sequence[object]:
+        """What another process is answered: of this process by the others, of all by the first."""
+        alone = self._first is not None
+        if what == _ROOMS:
+            return self._own.rooms() if alone else await self.rooms()
+        if what == _HOLDS:
+            return self._own.holds() if alone else await self.holds()
+        return self._own.suspicions() if alone else await self.suspicions()
+
+    async def _listed(self, what: str, own: list[_Row], kind: type[_Row]) -> list[_Row]:
+        """The rows of all processes, `own` among them."""
+        if self._first is not None:
+            said = [await self._ask_first(what)]
+            own = []  # the first asks this process, too
+        else:
+            said = [answer for _, answer in await self._ask_members(what)]
+        return own + [row for rows in said for row in msgspec.json.decode(rows, type=list[kind])]  # type: ignore[valid-type]
 
     def _own_trace(self, request_id: str) -> bytes | None:
         trace = self._traces.get(request_id)

@@ -19,7 +19,7 @@ from router.placement.placer import Placer
 from router.placement.policies import make_policy
 from router.placement.policy import Choice
 from router.placement.prediction import Prediction
-from router.process_group import ProcessGroup
+from router.process_group import OwnLists, ProcessGroup
 from router.streams.claims import Claims, FoundRoom
 from router.streams.client_holds import ClientHolds
 from router.streams.dispatcher import Dispatcher, OpenRooms
@@ -81,9 +81,12 @@ class Router:
         )
         SuspicionMetrics(registry, known.suspicions)
         LevelMetrics(registry, rooms.rooms, rooms.waiting, known.peers, index, lambda: known.workers)
-        self.processes = ProcessGroup(
-            registry, traces, send, self._inspections, lambda: rooms.report(time.monotonic()), first_process
+        own = OwnLists(
+            lambda: rooms.report(time.monotonic()),
+            lambda: self._own_holds(time.monotonic()),
+            lambda: known.suspicions.report(self.mailbox_address),
         )
+        self.processes = ProcessGroup(registry, traces, send, self._inspections, own, first_process)
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_soon(self._tick)
 
@@ -208,9 +211,9 @@ class Router:
         return await self._inspections.ask(addresses[worker_id], what, _INSPECT_TIMEOUT_S)
 
     async def holds(self) -> tuple[list[Hold], dict[str, dict[str, int]], list[str]]:
-        """What this router and all workers hold, what each worker has swept, and the workers that did not
-        say."""
-        found = self._own_holds(time.monotonic())
+        """What this router's processes and all workers hold, what each worker has swept, and the workers that
+        did not say."""
+        found = await self.processes.holds()
         workers = self.membership.workers
         asked = (self._inspections.ask(one.mailbox, "leases", _LEASES_TIMEOUT_S) for one in workers)
         swept, silent = {}, []

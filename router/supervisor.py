@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from router.directory.directory import Directory
 from router.directory.server import DirectoryServer
 from router.options import RouterOptions
-from router.process_group import ProcessGroup
+from router.process_group import OwnLists, ProcessGroup
 from router.processes import RouterProcesses
 from router.streams.inspections import Inspections
 from router.trace import TraceStore
@@ -39,7 +39,9 @@ class Supervisor:
         self.mailbox_address = self._mailbox.address
         send = self._mailbox.send
         self._inspections = Inspections(send)
-        self._group = ProcessGroup(CollectorRegistry(), TraceStore(), send, self._inspections, list, None)
+        self._group = ProcessGroup(
+            CollectorRegistry(), TraceStore(), send, self._inspections, OwnLists(), None
+        )
         self._directory: DirectoryServer | None = None
         if options.directory is None:
             self._directory = DirectoryServer(Directory(options.lease_s), send)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import msgspec
+
 from wire.peer_monitors import PeerState
 from wire.records import WorkerRecord
 
@@ -40,7 +42,7 @@ _WHAT = {
 
 @dataclass(slots=True)
 class Suspicion:
-    """One suspicion, as /debug/suspicions shows it. Times are of the Unix clock and of the monotonic one."""
+    """One suspicion. Times are of the Unix clock and of the monotonic one."""
 
     worker: str
     incarnation: int
@@ -49,6 +51,18 @@ class Suspicion:
     at_monotonic: float
     cleared_at_unix: float | None = None
     causes: set[SuspicionCause] = field(default_factory=set)  # that hold now; with the last one it ends
+
+
+class SuspicionReport(msgspec.Struct, frozen=True):
+    """One suspicion of one router, as /debug/suspicions shows it."""
+
+    router: str  # mailbox of the process that suspected the worker
+    worker: str
+    incarnation: int
+    cause: SuspicionCause
+    at_unix: float
+    at_monotonic: float
+    cleared_at_unix: float | None  # None: it has not ended
 
 
 class Suspicions:
@@ -114,6 +128,16 @@ class Suspicions:
         self._begin(record, cause, now)
         self._tell()
         self._on_suspected(record, _WHAT[cause], now)
+
+    def report(self, router: str) -> list[SuspicionReport]:
+        """The last few hundred, oldest first. `router` is the mailbox of this process."""
+        return [
+            SuspicionReport(
+                router, one.worker, one.incarnation, one.cause, one.at_unix, one.at_monotonic,
+                one.cleared_at_unix,
+            )
+            for one in self.history
+        ]  # fmt: skip
 
     def _clear(self, worker: str, cause: SuspicionCause) -> None:
         """One reason is gone. With the last one the suspicion ends."""

@@ -60,22 +60,11 @@ async def workers(router: Router, request: HttpRequest) -> None:
 
 
 async def suspicions(router: Router, request: HttpRequest) -> None:
-    """GET /debug/suspicions: the last few hundred workers that this process did not believe to be alive.
+    """GET /debug/suspicions: the last few hundred workers that each process did not believe to be alive.
 
-    Each with the cause, when the suspicion began and when it ended (null: it has not).
+    Each with the process, the cause, when the suspicion began and when it ended (null: it has not).
     """
-    rows = [
-        {
-            "worker": one.worker,
-            "incarnation": one.incarnation,
-            "cause": one.cause,
-            "at_unix": one.at_unix,
-            "at_monotonic": one.at_monotonic,
-            "cleared_at_unix": one.cleared_at_unix,
-        }
-        for one in router.membership.suspicions.history
-    ]
-    await request.respond_json({"suspicions": rows})
+    await request.respond_json({"suspicions": await router.processes.suspicions()})
 
 
 async def rooms(router: Router, request: HttpRequest) -> None:
@@ -125,7 +114,8 @@ def _winner(candidates: RoleCandidates, row: int | None) -> dict[str, object] | 
 
 
 async def leases(router: Router, request: HttpRequest) -> None:
-    """GET /debug/leases: what this router and the workers hold for others, for how long, and until when."""
+    """GET /debug/leases: what the processes of this router and the workers hold for others, for how long, and
+    until when."""
     found, swept, silent = await router.holds()
     await request.respond_json({"leases": found, "swept": swept, "silent": silent})
 

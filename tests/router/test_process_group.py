@@ -11,12 +11,15 @@ from prometheus_client import CollectorRegistry
 
 from common.errors import Unavailable
 from router.metrics import RequestMetrics
-from router.process_group import ProcessGroup
+from router.process_group import OwnLists, ProcessGroup
 from router.streams.inspections import Inspections
 from router.streams.room_report import RoomReport, WorkerReport
+from router.suspicions import SuspicionCause, SuspicionReport
 from router.trace import RequestTrace, TraceStore
+from wire.holds import Hold
 from wire.messages import AnyMessage, Inspect, Inspected
 
+HOLDERS = ["router 0", "router 1", "router 2"]
 Post = dict[str, Callable[[str, AnyMessage], None]]  # by address: takes the sender's address and a message
 
 
@@ -39,9 +42,13 @@ class Process:
         self.traces = TraceStore()
         self.inspections = Inspections(send)
         self.rooms: list[RoomReport] = []
-        self.group = ProcessGroup(
-            registry, self.traces, send, self.inspections, lambda: [*self.rooms], first, 0.05, 0.2
+        holder = f"router {address}"
+        own = OwnLists(
+            lambda: [*self.rooms],
+            lambda: [Hold(holder, "room", "client of r", 1)],
+            lambda: [SuspicionReport(address, "d", 1, SuspicionCause.EXITED, 2.0, 3.0, None)],
         )
+        self.group = ProcessGroup(registry, self.traces, send, self.inspections, own, first, 0.05, 0.2)
         post[address] = take
 
     async def aborts(self) -> float:
@@ -77,6 +84,10 @@ def test_each_answers_for_all() -> None:
             rooms = await process.group.rooms()
             assert sorted(room.room for room in rooms) == [0, 1, 2]
             assert all(room.workers == [worker] for room in rooms)
+            assert sorted(hold.holder for hold in await process.group.holds()) == HOLDERS
+            suspicions = await process.group.suspicions()
+            assert sorted(one.router for one in suspicions) == ["0", "1", "2"]
+            assert {one.cause for one in suspicions} == {SuspicionCause.EXITED}
 
     asyncio.run(run())
 

@@ -59,6 +59,13 @@ def output_tokens(router: RouterProcess) -> float:
     return float(found[1])
 
 
+def rooms_of_both(router: RouterProcess) -> int:
+    """The rooms that /debug/leases lists; 0 unless they are of two processes."""
+    rows = json.loads(fetch(router, "/debug/leases"))["leases"]
+    holders = [row["holder"] for row in rows if row["what"] == "room"]
+    return len(holders) if len(set(holders)) == 2 else 0
+
+
 def serves(router: RouterProcess, prompts: range) -> None:
     for prompt in prompts:
         assert ask(router, prompt) == expected_tokens(pack_tokens([prompt]), 3)
@@ -200,6 +207,8 @@ def test_all_processes_end_their_streams_at_once(
         for _ in reading:
             assert began.acquire(timeout=20.0)
         assert len(served_by(decode)) == 2
+        for _ in range(4):
+            wait_until(lambda: rooms_of_both(router) == 16, 30.0)
         router.process.terminate()
         for one in reading:
             last = one.result(20.0)
