@@ -10,9 +10,16 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-# Each process follows the same workers and events, and has the other processes as peers. So of these gauges
+# Each process follows the same workers and events, and has the other processes as peers. So of these metrics
 # the greatest is right; other gauges, counters and histograms are of each process alone, and are added.
-_SAME_IN_EACH = frozenset({"baton_router_workers", "baton_router_index_pages", "baton_router_peers"})
+_SAME_IN_EACH = frozenset(
+    {
+        "baton_router_workers",
+        "baton_router_index_pages",
+        "baton_router_peers",
+        "baton_worker_swept_holds",
+    }
+)
 
 
 _Series = tuple[str, tuple[tuple[str, str], ...]]  # name, labels
@@ -40,7 +47,11 @@ class MergedMetrics:
 
     def end(self, process: str) -> None:
         """A process has ended. What it counted remains."""
-        counted = [family for family in self._last.pop(process, []) if family.kind != "gauge"]
+        counted = [
+            family
+            for family in self._last.pop(process, [])
+            if family.kind != "gauge" and family.name not in _SAME_IN_EACH
+        ]
         self._ended = merge([self._ended, counted])
 
     def with_own(self, own: list[MetricFamily]) -> list[MetricFamily]:

@@ -12,7 +12,14 @@ from common.errors import ContextTooLong, Interrupted, InvalidRequest, ModelNotF
 from router.events.event_plane import EventPlane
 from router.index.global_index import GlobalIndex
 from router.membership import Membership
-from router.metrics import EventMetrics, LevelMetrics, RequestMetrics, RoomMetrics, SuspicionMetrics
+from router.metrics import (
+    EventMetrics,
+    LevelMetrics,
+    RequestMetrics,
+    RoomMetrics,
+    SuspicionMetrics,
+    WorkerMetrics,
+)
 from router.options import RouterOptions
 from router.placement.load_estimate import WorkerLoadEstimate
 from router.placement.placer import Placer
@@ -80,6 +87,7 @@ class Router:
             options, self._mailbox, self.placer, self._events, rooms, self._unanswered
         )
         SuspicionMetrics(registry, known.suspicions)
+        WorkerMetrics(registry, lambda: known.workers)
         LevelMetrics(registry, rooms.rooms, rooms.waiting, known.peers, index, lambda: known.workers)
         own = OwnLists(
             lambda: rooms.report(time.monotonic()),

@@ -82,3 +82,4 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     draining: bool = False
     process_start: int = 0  # as in common.host; with `pid` it names the process. 0: not known
     page_hashes: PageHashes = "baton"  # which hashes name the pages in its KV events
+    swept: dict[str, int] = {}  # what it held for others and gave up at the deadline so far, by kind

@@ -19,12 +19,16 @@ def hold_report(services: Services, now: float) -> HoldReport:
         *services.retransmitter.unanswered(services.worker_id, now),
         *_quarantine(services),
     ]
-    swept = {
+    return HoldReport(holds, swept_holds(services))
+
+
+def swept_holds(services: Services) -> dict[str, int]:
+    """How many holds were given up at their deadline so far, by kind. May be called from any thread."""
+    return {
         "parked message": services.rooms.swept,
         "output": services.outbox.swept,
         "message": services.retransmitter.swept,
     }
-    return HoldReport(holds, swept)
 
 
 def _rooms(services: Services) -> Iterator[Hold]:

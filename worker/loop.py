@@ -28,6 +28,7 @@ from wire.records import WorkerRecord
 from wire.security import curve_for
 from worker.drain import Drain
 from worker.heartbeat import Heartbeat
+from worker.holds import swept_holds
 from worker.idle_check import IdleCheck
 from worker.mail import MailHandler
 from worker.options import WorkerOptions
@@ -135,6 +136,7 @@ class Worker:
             transfer_backends=self._role.backends(),
             load=replace(self._load, since_turn_s=round(time.monotonic() - self._beat_at, 3)),
             draining=self._drain.begun,
+            swept=swept_holds(services),
         )
 
     def healthy(self) -> None:

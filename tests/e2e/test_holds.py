@@ -64,6 +64,13 @@ def test_a_healthy_run_sweeps_nothing_and_leaves_nothing(tiny_model: Path, tmp_p
         assert {count for kinds in held["swept"].values() for count in kinds.values()} == {0}
         assert len(held["swept"]) == 2
         assert swept_by_router(running) == 0
+        said = re.findall(
+            r'^baton_worker_swept_holds_total\{kind="(.*)",worker="(.*)"\} 0.0$',
+            running.http.get("/metrics").text,
+            re.MULTILINE,
+        )
+        assert {worker for _, worker in said} == {worker["id"] for worker in _workers(running)}
+        assert {kind for kind, _ in said} == {"output", "message", "parked message"}
 
 
 def _workers(running: Stack) -> list[dict[str, Any]]:

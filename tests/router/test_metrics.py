@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry
 
 from router.events.counters import EventCounters
 from router.merged_metrics import MergedMetrics, collect, exposition
-from router.metrics import EventMetrics, LevelMetrics, RequestMetrics, RoomMetrics
+from router.metrics import EventMetrics, LevelMetrics, RequestMetrics, RoomMetrics, WorkerMetrics
 from tests.router.directory.test_directory import record
 from wire.stages import RequestStage, Stamp
 
@@ -101,6 +101,28 @@ def test_several_processes_are_measured_as_one() -> None:
     assert seen["baton_router_index_pages"] == 700
     names = [line.split()[2] for line in text.decode().splitlines() if line.startswith("# TYPE")]
     assert len(names) == len(set(names))
+
+
+def test_what_workers_have_swept_counts_once_however_many_processes_say_it() -> None:
+    registries = [CollectorRegistry() for _ in range(3)]
+    said = [("d0", {"output": 2, "message": 0}), ("d1", {"output": 1})]
+    records = [record(name, swept=swept) for name, swept in said]
+    for registry in registries:
+        WorkerMetrics(registry, lambda: records)
+    merged = MergedMetrics()
+    for name, registry in zip(("second", "third"), registries[1:], strict=True):
+        merged.take(name, collect(registry))
+    merged.end("third")
+    seen = series(exposition(merged.with_own(collect(registries[0]))))
+    assert seen == {
+        'baton_worker_swept_holds_total{kind="output",worker="d0"}': 2,
+        'baton_worker_swept_holds_total{kind="message",worker="d0"}': 0,
+        'baton_worker_swept_holds_total{kind="output",worker="d1"}': 1,
+    }
+    records[0] = record("d0", swept={"output": 0})  # another process of that id
+    merged.take("second", collect(registries[1]))
+    seen = series(exposition(merged.with_own(collect(registries[0]))))
+    assert seen['baton_worker_swept_holds_total{kind="output",worker="d0"}'] == 0
 
 
 def test_sums_do_not_fall_when_a_process_ends_or_is_slow() -> None:
