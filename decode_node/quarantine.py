@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvcache.memory import GroupPages, Memory
 from kvtransfer.transport import Fence
-from worker.outbox import OutputKey
+from worker.holds import QuarantineOwner
 
 
 class Quarantine:
@@ -12,20 +12,20 @@ class Quarantine:
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
-        self._fences: dict[OutputKey, Fence] = {}
+        self._fences: dict[QuarantineOwner, Fence] = {}
 
     def __len__(self) -> int:
         return len(self._fences)
 
-    def hold(self, key: OutputKey, pages: GroupPages, fence: Fence) -> None:
+    def hold(self, owner: QuarantineOwner, pages: GroupPages, fence: Fence) -> None:
         """The room has ended; `pages` were reserved for its KV."""
-        self._memory.quarantine(pages, key)
-        self._fences[key] = fence
+        self._memory.quarantine(pages, owner)
+        self._fences[owner] = fence
         self.lift()
 
     def lift(self) -> None:
         """Free what no write can reach any more."""
-        for key, fence in list(self._fences.items()):
+        for owner, fence in list(self._fences.items()):
             if fence.passed:
-                del self._fences[key]
-                self._memory.release_quarantine(key)
+                del self._fences[owner]
+                self._memory.release_quarantine(owner)

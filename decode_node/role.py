@@ -46,6 +46,7 @@ from wire.messages import (
 from wire.peer_monitors import PeerState
 from wire.records import Role, layout_digest
 from wire.stages import RequestStage
+from worker.holds import QuarantineOwner
 from worker.role import Services, WorkerRole
 from worker.rooms import StartVerdict
 
@@ -244,7 +245,8 @@ class DecodeRole(WorkerRole[DecodeRoom]):
             case DecodeHold.WAITING:
                 assert room.receiver is not None
                 pages = self.scheduler.hand_off.cancel_reservation(room.req)
-                self._quarantine.hold(room.key, pages, room.receiver.abort())
+                owner = QuarantineOwner(room.key, room.prefill or "")
+                self._quarantine.hold(owner, pages, room.receiver.abort())
             case DecodeHold.SCHEDULER:
                 self.scheduler.abort(room.room, room.epoch)
 

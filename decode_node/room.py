@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvtransfer.receiver import KVReceiver
+from wire.holds import Hold
 from worker.role import Room
 
 
@@ -34,3 +35,12 @@ class DecodeRoom(Room):
     def peers(self) -> tuple[str, ...]:
         partner = self.moving_to if self.hold is DecodeHold.SCHEDULER else self.prefill
         return (self.router,) if partner is None else (self.router, partner)
+
+    def page_holds(self, holder: str, now: float) -> list[Hold]:
+        """The reserved pages, which the sender may write, and its writes in progress."""
+        if self.receiver is None or self.hold is not DecodeHold.WAITING:
+            return []
+        writes = [("open pages", self.receiver.opened_at)]
+        writes += [(f"grant, {grant.backend}", grant.since) for grant in self.receiver.grants]
+        owner = self.prefill or ""
+        return [Hold(holder, what, owner, self.room, self.epoch, now - since) for what, since in writes]

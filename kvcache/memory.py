@@ -3,6 +3,7 @@ lost."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -95,6 +96,7 @@ class Memory:
         self.cache, self.primary, self.swa, self.states = parts
         self._recorder = recorder
         self._quarantine: dict[Hashable, list[GroupPages]] = {}
+        self._quarantined_at: dict[Hashable, float] = {}
 
     @property
     def kv_cache(self) -> KVCache:
@@ -150,17 +152,19 @@ class Memory:
         """Keep allocated pages that a remote writer may still write to, until its fence has passed."""
         held: GroupPages = {name: ids.astype(np.int32) for name, ids in pages.items()}
         self._quarantine.setdefault(owner, []).append(held)
+        self._quarantined_at.setdefault(owner, time.monotonic())
 
     def release_quarantine(self, owner: Hashable) -> int:
         """The fence of `owner` has passed: free its pages. Returns how many; 0 for an unknown owner."""
         released = self._quarantine.pop(owner, [])
+        self._quarantined_at.pop(owner, None)
         for pages in released:
             self.free(pages)
         return sum(len(ids) for pages in released for ids in pages.values())
 
-    def quarantine_owners(self) -> list[Hashable]:
-        """Who has pages in quarantine."""
-        return list(self._quarantine)
+    def quarantine_owners(self) -> list[tuple[Hashable, float]]:
+        """Who has pages in quarantine, and since when (monotonic)."""
+        return list(self._quarantined_at.items())
 
     def quarantined(self, group: str) -> Pages:
         """All pages of a group that are in quarantine."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -10,7 +11,7 @@ from common.errors import PageDiffers, TransferError
 from kvtransfer.checksum import checksums, samples
 from kvtransfer.pages import PageIds, as_pages
 from kvtransfer.region import PoolRegion, check_pages
-from kvtransfer.rooms import RoomTable
+from kvtransfer.rooms import Grant, RoomTable
 from kvtransfer.transport import Fence, Landed, ReceiverTransport
 from wire.checksums import ChecksumMode
 from wire.messages import GroupTarget, KVDone, TransferEndpoint
@@ -47,6 +48,10 @@ class PoolReceiver:
         """Progress of an open room. Missing are pages that are `expected`, by default all of its pages."""
         return self._rooms.landed(room, epoch, expected)
 
+    def grants(self, room: int, epoch: int) -> list[Grant]:
+        """The writes of a room that are granted and not finished."""
+        return self._rooms.grants(room, epoch)
+
     def close_room(self, room: int, epoch: int) -> Fence:
         """Grant no new write of this room and epoch. The fence passes when no write is in progress."""
         return self._rooms.close_room(room, epoch)
@@ -76,7 +81,13 @@ class KVReceiver:
         self._pages = {name: as_pages(target.page_ids) for name, target in groups.items()}
         self._committed = False
         self._final: Landed | None = None  # set by commit and abort
+        self.opened_at = time.monotonic()
         pool.open(room, epoch, self._pages)
+
+    @property
+    def grants(self) -> list[Grant]:
+        """Writes that are in progress."""
+        return self._pool.grants(self.room, self.epoch)
 
     @property
     def landed(self) -> Landed:

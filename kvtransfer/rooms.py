@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -31,6 +32,7 @@ class Grant:
     backend: str
     interrupt: Callable[[], None] | None = None
     revoked: bool = False
+    since: float = field(default_factory=time.monotonic)
 
 
 @dataclass
@@ -115,6 +117,12 @@ class RoomTable:
                 missing[group] = int(np.count_nonzero(~mask[wanted]))
             missing = {group: count for group, count in missing.items() if count}
             return Landed(known.nbytes.copy(), missing, known.backend)
+
+    def grants(self, room: int, epoch: int) -> list[Grant]:
+        """The writes of a room that are granted and not finished."""
+        with self._lock:
+            known = self._rooms.get((room, epoch))
+            return [] if known is None else list(known.grants)
 
     def close_room(self, room: int, epoch: int) -> Fence:
         """Refuse new writers. The fence passes when the last grant is finished; for an unknown room it has

@@ -242,16 +242,15 @@ class Router:
         return [{"id": one.record.id, "own": one.own, "peers": one.peers} for one in estimates]
 
     def _own_holds(self, now: float) -> list[Hold]:
-        """Rooms for their clients, bodies and answers, and messages that are repeated."""
-        holder, rooms = f"router {self.mailbox_address}", self._dispatcher
-        return (
-            [
-                Hold(holder, "room", f"client of {one.request_id}", one.room, one.epoch)
-                for one in rooms.report(now)
-            ]
-            + rooms.mail.unanswered(holder, now)
-            + self.clients.holds(holder, now)
-        )
+        """Rooms, bodies and answers of clients, messages that are repeated, connections."""
+        holder, dispatcher = f"router {self.mailbox_address}", self._dispatcher
+        rooms = [
+            Hold(holder, "room", f"client of {one.request_id}", one.room, one.epoch)
+            for one in dispatcher.report(now)
+        ]
+        messages = dispatcher.mail.unanswered(holder, now)
+        connections = self._mailbox.connections(holder, now)
+        return rooms + messages + self.clients.holds(holder, now) + connections
 
     # -- inside --------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from router.process_group import OwnLists, ProcessGroup
 from router.processes import RouterProcesses
 from router.streams.inspections import Inspections
 from router.trace import TraceStore
+from wire.holds import Hold
 from wire.loop_mailbox import LoopMailbox
 from wire.messages import Inspect, Inspected
 from wire.peer_monitors import PeerState
@@ -39,9 +40,8 @@ class Supervisor:
         self.mailbox_address = self._mailbox.address
         send = self._mailbox.send
         self._inspections = Inspections(send)
-        self._group = ProcessGroup(
-            CollectorRegistry(), TraceStore(), send, self._inspections, OwnLists(), None
-        )
+        own = OwnLists(holds=self._holds)
+        self._group = ProcessGroup(CollectorRegistry(), TraceStore(), send, self._inspections, own, None)
         self._directory: DirectoryServer | None = None
         if options.directory is None:
             self._directory = DirectoryServer(Directory(options.lease_s), send)
@@ -62,6 +62,9 @@ class Supervisor:
         self._timer.cancel()
         self._group.close()
         self._mailbox.close()
+
+    def _holds(self) -> list[Hold]:
+        return self._mailbox.connections(f"router supervisor {self.mailbox_address}", time.monotonic())
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(_TICK_S, self._tick)

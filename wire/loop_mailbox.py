@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import zmq
 
+from wire.holds import Hold
 from wire.messages import AnyMessage
 from wire.peer_monitors import PEER_CHECK_S, PeerState
 from wire.security import Curve
@@ -82,6 +83,10 @@ class LoopMailbox:
         watched before is reported again if it is known.
         """
         self._peers.watch(peers)
+
+    def connections(self, holder: str, now: float) -> list[Hold]:
+        """The connections of `holder`, this process, to peers that are not watched."""
+        return self._peers.connections(holder, now)
 
     def close(self) -> None:
         """Stop listening and free the port. What is queued gets half a second to leave."""

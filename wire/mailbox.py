@@ -20,6 +20,7 @@ from collections import deque
 import zmq
 
 from common.host import LOOPBACK
+from wire.holds import Hold
 from wire.messages import AnyMessage
 from wire.peer_monitors import PEER_CHECK_S, PeerState
 from wire.security import Curve
@@ -90,6 +91,10 @@ class Mailbox:
         if peers != self._watched:
             self._watched = peers
             self._wake()
+
+    def connections(self, holder: str, now: float) -> list[Hold]:
+        """The connections of `holder`, this process, to peers that are not watched."""
+        return self._peers.connections(holder, now)
 
     def take_peers(self) -> dict[str, PeerState]:
         """The peers that have come up or gone down since the last call, by address. One that goes down ends a

@@ -20,6 +20,7 @@ import zmq
 
 from common.errors import ConfigError, WireError
 from wire.codec import decode, encode
+from wire.holds import Hold
 from wire.messages import AnyMessage
 from wire.peer_monitors import PeerMonitors, PeerState, send_heartbeats
 from wire.security import Curve
@@ -32,6 +33,7 @@ _LONGEST_FRAME = 1 << 20  # bytes; a longer message has a frame of its own
 _LENGTH = 4
 _MOST_SOCKETS = 30_000
 _IDLE_PEER_S = 300.0
+_IDLE_CHECK_S = 10.0
 _DOWN_PEER_S = 10.0  # longer than a partition that rooms survive; a process that is gone never comes back
 
 
@@ -124,7 +126,8 @@ class PeerSockets:
 
     `on_peer` is called from `check` with the address of a peer that has come up or gone down. Sending to a
     peer that is down is no error: ZeroMQ keeps what is queued until the peer is up again or forgotten. One
-    that is down, is not watched and is sent nothing for ten seconds is forgotten.
+    that is down, is not watched and is sent nothing for ten seconds is forgotten; one that is up, after five
+    minutes.
     """
 
     def __init__(
@@ -142,6 +145,7 @@ class PeerSockets:
         self.watched: frozenset[str] = frozenset()
         self._on_peer = on_peer
         self._down: set[str] = set()
+        self._idle_check_at = 0.0
         self._monitors = PeerMonitors(context, self._on_state)
         self.descriptor = self._monitors.descriptor  # readable when a peer may have changed
         self._unsent: list[_Peer] = []
@@ -184,10 +188,26 @@ class PeerSockets:
                 self._connect(address)
 
     def check(self, now: float) -> None:
-        """Report peers that have come up or gone down, and forget those that are down for long."""
+        """Report peers that have come up or gone down, and forget those that are down or idle for long."""
         self._monitors.check(now)
         if self._down:
             self._forget_unused(self._down, now - _DOWN_PEER_S)
+        if now >= self._idle_check_at:
+            self._idle_check_at = now + _IDLE_CHECK_S
+            self._forget_unused(self._peers, now - _IDLE_PEER_S)
+
+    def connections(self, holder: str, now: float) -> list[Hold]:
+        """The connections of `holder` to peers that are not watched. Their age is since something was sent.
+
+        May be called from any thread.
+        """
+        rows = []
+        for address, peer in list(self._peers.items()):  # in one step, as far as other threads can see
+            if address not in self.watched:
+                idle_s = now - peer.used_at
+                bound_s = _DOWN_PEER_S if address in self._down else _IDLE_PEER_S
+                rows.append(Hold(holder, "connection", address, None, None, idle_s, bound_s - idle_s))
+        return rows
 
     def forget(self, address: str) -> None:
         """Drop the connection to a peer that is gone, and what is queued for it."""
@@ -230,7 +250,6 @@ class PeerSockets:
             socket.close(linger=0)
             return None
         now = time.monotonic()
-        self._forget_unused(self._peers, now - _IDLE_PEER_S)
         peer = self._peers[address] = _Peer(socket, now, bytearray())
         return peer
 

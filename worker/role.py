@@ -17,6 +17,7 @@ from scheduler.config import Phase
 from scheduler.node_policy import AfterPrefill, NodePolicy
 from scheduler.req import Req
 from scheduler.scheduler import Scheduler
+from wire.holds import Hold
 from wire.mailbox import Mail, Mailbox
 from wire.messages import Decode, Prefill, Rejected, RejectKind, Reserved, RoomStatus, Timeline, kind_of
 from wire.peer_monitors import PeerState
@@ -60,6 +61,10 @@ class Room:
     def peers(self) -> tuple[str, ...]:
         """The mailboxes that must be up for the room to go on here."""
         return (self.router,)
+
+    def page_holds(self, holder: str, now: float) -> list[Hold]:  # noqa: ARG002 - for overriders
+        """The room's pages that `holder`, this worker, lets another process write."""
+        return []
 
 
 RoomType = TypeVar("RoomType", bound=Room)

@@ -6,6 +6,7 @@ Prefill, scheduler, memory and the transport (shm) are the real ones; the test i
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,6 +33,7 @@ from wire.messages import (
     kind_of,
 )
 from wire.stages import RequestStage
+from worker.holds import hold_report
 
 PAGE_SIZE = 4
 every_model = pytest.mark.parametrize("groups", GROUPS, ids=lambda groups: "+".join(("full", *groups)))
@@ -358,6 +360,33 @@ def test_what_was_reserved_is_quarantined_until_the_fence(groups: tuple[str, ...
         both.run_dry()
         assert both.outputs[2].tokens == right(both, 2, groups)
         both.settle()
+
+
+def test_pages_that_another_process_may_write_are_listed_with_their_age(both: Pair) -> None:
+    prefill, decode = both.prefill.record().mailbox, both.decode
+    began = time.monotonic()
+
+    def listed() -> list[str]:
+        rows = hold_report(decode.parts.services, time.monotonic()).holds
+        pages = [row for row in rows if row.owner == prefill and "message" not in row.what]
+        for row in pages:
+            assert (row.holder, row.room, row.epoch) == (decode.id, 1, 1)
+            assert row.age_s is not None
+            assert 0 <= row.age_s <= time.monotonic() - began
+        return [row.what for row in pages]
+
+    assert listed() == []
+    target = target_of(both, 1, prompt_of(1, 50))
+    assert listed() == ["open pages"]
+    writer = GrantedWriter(target)
+    assert listed() == ["open pages", "grant, shm"]
+    both.abort(1)
+    both.run_dry_without(both.prefill)
+    assert listed() == ["quarantine"]
+    writer.end()
+    both.turn(decode)
+    assert listed() == []
+    both.settle()
 
 
 def test_a_worker_with_quarantined_pages_is_not_drained(both: Pair) -> None:

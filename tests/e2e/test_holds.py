@@ -14,7 +14,9 @@ OPTIONS: dict[str, Any] = {"engine": "fake", "fake_step_s": 0.01, "max_total_tok
 
 
 def leases(running: Stack) -> dict[str, Any]:
+    """Connections are kept for minutes after their last message."""
     answer: dict[str, Any] = running.http.get("/debug/leases").json()
+    answer["leases"] = [row for row in answer["leases"] if row["what"] != "connection"]
     return answer
 
 

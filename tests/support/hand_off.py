@@ -22,6 +22,7 @@ from prefill_node import role as prefill_role
 from prefill_node.worker import PrefillWorker
 from tests.harness.local_stack import in_use
 from wire.codec import decode, encode, pack_tokens, unpack_tokens
+from wire.holds import Hold
 from wire.mailbox import Mail
 from wire.messages import (
     Abort,
@@ -83,6 +84,9 @@ class FakeMailbox:
 
     def watch(self, peers: frozenset[str]) -> None:
         """All are."""
+
+    def connections(self, holder: str, now: float) -> list[Hold]:
+        return []
 
     def nudge(self) -> None:
         """The test turns the loop itself."""

@@ -15,6 +15,7 @@ from wire.loop_mailbox import LoopMailbox
 from wire.mailbox import Mail, Mailbox
 from wire.messages import Abort, Receipt, Watch
 from wire.security import Curve
+from wire.sockets import PeerSockets, open_context
 
 
 def framed(sender: bytes, *payloads: bytes) -> bytes:
@@ -124,6 +125,33 @@ def test_a_restarted_peer_is_reached_at_its_new_address() -> None:
         with Mailbox() as second:
             left.send(second.address, Watch())
             assert second.wait(5.0)
+
+
+def test_an_idle_connection_is_listed_and_closed_after_a_while() -> None:
+    context = open_context()
+    with Mailbox() as idle, Mailbox() as watched:
+        sockets = PeerSockets(context, "tcp://127.0.0.1:1", None, lambda *_: None)
+        for there in (idle, watched):
+            sockets.send(there.address, Watch())
+        sockets.flush()
+        assert idle.wait(5.0)
+        assert watched.wait(5.0)
+        sockets.watch(frozenset({watched.address}))
+        now = time.monotonic()
+        (row,) = sockets.connections("here", now)
+        assert (row.holder, row.what, row.owner) == ("here", "connection", idle.address)
+        assert row.age_s is not None
+        assert row.deadline_s is not None
+        assert 0 <= row.age_s == pytest.approx(300.0 - row.deadline_s)
+        sockets.check(now + row.deadline_s - 20.0)
+        assert len(sockets.connections("here", now)) == 1
+        sockets.check(now + row.deadline_s + 1.0)
+        assert sockets.connections("here", now) == []
+        sockets.send(watched.address, Watch())
+        sockets.flush()
+        assert watched.wait(5.0)
+        sockets.close()
+        context.destroy(linger=0)
 
 
 class OnLoop:
