@@ -110,6 +110,17 @@ def test_overlap_launches_before_the_token_is_known() -> None:
     rig.close()
 
 
+def test_a_request_for_one_token_needs_one_forward_and_no_place_in_the_decode_batch() -> None:
+    rig = Rig(config=replace(CONFIG, overlap_depth=1))
+    rig.add(range(10), 1)
+    rig.step()
+    assert len(rig.scheduler._running) == 0
+    rig.run()
+    assert len(rig.engine.batches) == 1
+    rig.assert_outputs()
+    rig.close()
+
+
 def test_surplus_token_is_dropped_and_its_page_freed_late() -> None:
     rig = Rig(page_size=1, config=replace(CONFIG, overlap_depth=1))
     probe = rig.req(range(10), 8)
