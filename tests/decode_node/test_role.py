@@ -394,9 +394,15 @@ def test_a_worker_with_quarantined_pages_is_not_drained(both: Pair) -> None:
     both.abort(1)
     both.run_dry_without(both.prefill)
     assert both.decode.parts.role.busy
+    assert not both.decode.rooms()
+    for _ in range(2):
+        assert not both.decode.drain(0.0)
+        both.pass_time(1.0)
     writer.end()
-    both.turn(both.decode)
+    both.run_dry()
     assert not both.decode.parts.role.busy
+    both.pass_time(1.0)
+    assert both.decode.drain(0.0)
     both.settle()
 
 

@@ -16,6 +16,7 @@ from wire.messages import (
     KVTarget,
     Prefill,
     Receipt,
+    Rejected,
     RejectKind,
     Resend,
     RoomStatus,
@@ -93,6 +94,16 @@ def test_a_worker_says_where_a_room_is_and_for_whom_it_waits(both: Pair) -> None
     wait(both, 2)
     assert all(both.outputs[room].tokens == right(both, room) for room in (1, 2, 3))
     both.settle()
+
+
+def test_a_worker_says_that_it_does_not_run_a_room(both: Pair) -> None:
+    for worker in (both.prefill, both.decode):
+        both.post(worker, Resend(9, 1, 0))
+        both.deliver(0)
+        (answer,) = (letter.message for letter in both.network.letters)
+        assert isinstance(answer, Rejected)
+        assert answer.why is RejectKind.UNKNOWN
+        both.network.letters.clear()
 
 
 def test_a_prompt_in_a_queue_has_its_place() -> None:
