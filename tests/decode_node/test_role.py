@@ -551,3 +551,21 @@ def test_a_worker_that_leaves_refuses_new_rooms(both: Pair) -> None:
     refused = both.outputs[1].rejected
     assert refused is not None
     assert refused.why is RejectKind.DRAINING
+
+
+def test_a_worker_that_leaves_hands_back_what_still_runs_at_its_bound(both: Pair) -> None:
+    both.ask(1, prompt_of(1, 20), 100, split=False)
+    for step in range(1000):
+        if len(both.outputs[1].tokens) >= 3:
+            break
+        both.step(step)
+    assert not both.decode.drain(0.0)
+    both.pass_time(1.0)
+    both.run_dry()
+    handed_back = both.outputs[1].rejected
+    assert handed_back is not None
+    assert handed_back.why is RejectKind.DRAINING
+    assert 3 <= len(both.outputs[1].tokens) < 100
+    both.pass_time(1.0)
+    assert both.decode.drain(0.0)
+    both.settle()
