@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from unittest import mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvcache.config import KVEventsConfig
@@ -42,6 +42,7 @@ def test_a_snapshot_is_of_its_moment_whatever_the_tree_does_then() -> None:
     assert len(consumer.blocks) == 14
 
 
+@example(sizes=[1] * 5, at_most=4)
 @given(sizes=st.lists(st.integers(1, 9), max_size=30), at_most=st.integers(1, 12))
 def test_a_snapshot_has_no_more_batches_than_it_may(sizes: list[int], at_most: int) -> None:
     built = memory(1, 512)
