@@ -63,8 +63,12 @@ async def suspicions(router: Router, request: HttpRequest) -> None:
     """GET /debug/suspicions: the last few hundred workers that each process did not believe to be alive.
 
     Each with the process, the cause, when the suspicion began and when it ended (null: it has not).
+    `broken_pairs` are prefill and decode workers that did not get through to each other, as seen here;
+    neither is suspected for that.
     """
-    await request.respond_json({"suspicions": await router.processes.suspicions()})
+    pairs = list(router.placer.broken_pairs.history)
+    rows = await router.processes.suspicions()
+    await request.respond_json({"suspicions": rows, "broken_pairs": pairs})
 
 
 async def rooms(router: Router, request: HttpRequest) -> None:

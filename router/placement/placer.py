@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from router.index.global_index import GlobalIndex
 from router.index.page_table import Hashes
+from router.placement.broken_pairs import BrokenPairs
 from router.placement.expected_pages import Expectation, ExpectedPages
 from router.placement.fleet import Fleet
 from router.placement.fleet_table import Floats
@@ -38,6 +39,7 @@ class Placer:
         """Pages that are expected for longer than `expect_s` are given up. `on_assigned`: see Fleet."""
         self.fleet = Fleet(index, on_assigned)
         self.policy = policy
+        self.broken_pairs = BrokenPairs()
         self.page_tokens = 0  # page size of the model's workers; 0: no worker has been seen yet
         self.mean_output = 0.0  # tokens of recent answers; 0: none yet
         self._index = index
@@ -59,17 +61,25 @@ class Placer:
     def choose(
         self, request: PlacementRequest, now: float, avoid: frozenset[str] = frozenset()
     ) -> Choice | None:
-        """Ask the policy. Returns None when no decode worker is there. Changes no load."""
+        """Ask the policy. Returns None when no decode worker is there. Changes no load.
+
+        A pair that does not get through is never chosen: its prefill worker is avoided then.
+        """
         prefill, decode = self.fleet.candidates(now, avoid)
         if len(decode) == 0:
             return None
         matches = self._index.find(request.hashes)
         p, d = self._sessions.get(_session(request), (None, None)) if request.session else (None, None)
-        return self.policy.choose(
-            request,
-            RoleCandidates(prefill, matches, self.page_tokens, prefill.row(p)),
-            RoleCandidates(decode, matches, self.page_tokens, decode.row(d)),
-        )
+        on_decode = RoleCandidates(decode, matches, self.page_tokens, decode.row(d))
+        while True:
+            on_prefill = RoleCandidates(prefill, matches, self.page_tokens, prefill.row(p))
+            choice = self.policy.choose(request, on_prefill, on_decode)
+            chosen = choice.prefill_worker
+            if chosen is None or not self.broken_pairs.broken(
+                chosen.record.id, choice.decode_worker.record.id, now
+            ):
+                return choice
+            prefill = prefill.without(frozenset((chosen.record.id,)))
 
     def choose_decode(self, request: PlacementRequest, now: float, avoid: frozenset[str]) -> Choice | None:
         """The least busy decode worker that can take the request with its KV at once. Returns None when none

@@ -62,6 +62,7 @@ class Dispatcher:
         self.waiting: dict[int, RoomStream] = {}  # in admission's queue
         self.foreign: set[int] = set()  # no longer this router's, or not yet: their output is left alone
         self.mail = WorkerMail(send, options.receipt_timeout_s)
+        self.broken_pairs = placer.broken_pairs
         self._placer = placer
         self._traces = traces
         self._metrics = metrics
@@ -135,6 +136,7 @@ class Dispatcher:
         `why` completes the sentence "worker x ...". Call `Placer.suspect` before, so that no room gets the
         worker again.
         """
+        self.broken_pairs.gone(worker.id)
         self.moves.on_worker_gone(worker, now)
         for room in list(self.rooms.values()):
             room.on_worker_gone(worker, why, now)

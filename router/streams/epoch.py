@@ -96,8 +96,8 @@ class RoomEpoch:
             self._held_until = math.inf
             self._tell(prefill, held)
 
-    def heard(self, sender: str) -> None:
-        """A worker sent tokens, which are as good as a receipt."""
+    def heard(self, sender: str) -> bool:
+        """A worker sent tokens, which are as good as a receipt. Whether they are D's first."""
         decode, prefill = self.placement.decode, self.placement.prefill
         if sender == decode.mailbox:
             if not self._decode_spoke:
@@ -105,8 +105,10 @@ class RoomEpoch:
                 self._mail.answered(self._key(decode, "decode"))
                 if prefill is not None:
                     self._mail.answered(self._key(prefill, "prefill"))
+                return True
         elif prefill is not None and sender == prefill.mailbox:
             self._mail.answered(self._key(prefill, "prefill"))
+        return False
 
     def on_status(self, sender: str, status: RoomStatus, now: float) -> str | None:
         """A worker has the room, which is as good as a receipt. Returns its id if the epoch needs it."""

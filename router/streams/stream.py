@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from common.errors import BatonError, Interrupted, Unavailable
 from router.options import RouterOptions
+from router.placement.broken_pairs import BrokenPairs
 from router.placement.placement import Placement
 from router.placement.policy import Choice, PlacementRequest
 from router.streams.epoch import RoomEpoch, RoomMail
@@ -58,7 +59,9 @@ class RoomSink(Protocol):
 
 
 class RoomHost(Protocol):
-    """Gives rooms their workers."""
+    """Gives rooms their workers. Rooms tell `broken_pairs` which of them get through to each other."""
+
+    broken_pairs: BrokenPairs
 
     def place(self, room: RoomStream, avoid: frozenset[str], choice: Choice | None) -> Placement | None:
         """Workers for the room's epoch, by `choice` if that was made just now. None while there are none."""
@@ -157,7 +160,10 @@ class RoomStream:
         if run.start > have:
             epoch.ask_again(have, now)
             return have
-        epoch.heard(sender)
+        if epoch.heard(sender):
+            prefill = epoch.placement.prefill
+            if prefill is not None:  # so D has the KV that P computed
+                self._host.broken_pairs.works(prefill.id, epoch.placement.decode.id)
         skip = have - run.start
         new = run.tokens[skip:] if skip else run.tokens
         if not new and run.finish is None:
@@ -210,9 +216,11 @@ class RoomStream:
         self._failed_alone |= alone
         cause, prefill = RestartCause(message.why), self._epoch.placement.prefill
         if message.blamed and prefill is not None:
-            # P and D do not get through to each other, but both may to others: only this room avoids P.
+            # P and D do not get through to each other, but both may to others: only the pair is avoided.
             cause = RestartCause.LINK
-            self._avoided.add(prefill.id, now, because_of=self._epoch.placement.decode.id)
+            decode = self._epoch.placement.decode
+            self._avoided.add(prefill.id, now, because_of=decode.id)
+            self._host.broken_pairs.add(prefill.id, decode.id, now)
         else:
             self._avoided.add(worker.id, now)
         self._restart(cause, error, now)

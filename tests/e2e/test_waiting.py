@@ -73,7 +73,11 @@ def test_a_cut_between_the_only_pair_leaves_decode_to_serve_alone(tiny_model: Pa
             assert [answer["output_ids"] for answer in answers] == [
                 fake_generate(prompt, OUTPUT_TOKENS) for prompt in asked
             ]
-            assert running.http.get("/debug/suspicions").json()["suspicions"] == []
+            page = running.http.get("/debug/suspicions").json()
+            assert page["suspicions"] == []
+            assert (prefill.ready["id"], decode.ready["id"]) in {
+                (one["prefill"], one["decode"]) for one in page["broken_pairs"]
+            }
             metrics = running.http.get("/metrics").text
             causes = [line for line in metrics.splitlines() if "restart_causes_total{" in line]
             assert [cause.split('"')[1] for cause in causes] == ["link"]

@@ -21,7 +21,7 @@ from router.streams.dispatcher import Dispatcher, OpenRooms
 from router.streams.stream import RoomStream
 from router.trace import TraceStore
 from tests.router.directory.test_directory import record
-from wire.messages import Abort, Ack, AnyMessage, Decode, Prefill, Receipt, Tokens
+from wire.messages import Abort, Ack, AnyMessage, Decode, Prefill, Receipt, Rejected, RejectKind, Tokens
 from wire.records import Role, WorkerLoad, WorkerRecord
 from wire.request import GenerateRequest, OutputDelta, SamplingParams, TokenRun
 from wire.sockets import Mail
@@ -226,5 +226,29 @@ def test_rooms_without_a_worker_look_for_one_only_when_the_workers_have_changed(
         desk.placer.suspect(frozenset())
         desk.dispatcher.admit(now)
         assert desk.on(D, Decode, 1) == set(range(5)), "a worker that is up again is another worker, too"
+
+    asyncio.run(run())
+
+
+def test_a_pair_that_one_room_found_broken_is_avoided_by_all() -> None:
+    async def run() -> None:
+        desk = Desk(P, D)
+        desk.open(1)
+        assert desk.on(P, Prefill, 0) == {1}
+        said = Rejected(1, 0, RejectKind.FAILED, "no KV", blamed=P.mailbox)
+        desk.dispatcher.take(Mail(D.mailbox, said), time.monotonic())
+        for number in (2, 3):
+            desk.open(number)
+        assert desk.on(P, Prefill, 0) == {1}
+        assert desk.on(D, Decode, 0) == {1, 2, 3}
+        now = time.monotonic()
+        desk.placer.update([P, D, E], now)
+        desk.placer.suspect(frozenset({D.id}))
+        desk.open(4)
+        assert desk.on(P, Prefill, 0) == {1, 4}, "P does well with others"
+        (pair,) = desk.placer.broken_pairs.history
+        assert (pair.prefill, pair.decode, pair.cleared_at_unix) == (P.id, D.id, None)
+        desk.dispatcher.suspected(D, "does not answer", now)
+        assert pair.cleared_at_unix is not None, "it was D"
 
     asyncio.run(run())

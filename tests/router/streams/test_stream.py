@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from common.errors import BatonError, InvalidRequest, Overloaded, RequestFailed, Unavailable
 from router.index.global_index import as_hashes
 from router.options import RouterOptions
+from router.placement.broken_pairs import BrokenPairs
 from router.placement.load_estimate import WorkerLoadEstimate
 from router.placement.placement import Placement
 from router.placement.policy import Choice, PlacementRequest
@@ -36,6 +37,7 @@ class Host:
         self.said: list[AnyMessage] = []
         self.pending: dict[RetransmitKey, AnyMessage] = {}
         self.avoided: list[frozenset[str]] = []
+        self.broken_pairs = BrokenPairs()
         self.booked = 0
         self.closed_rooms = 0
         self.accepted = False
@@ -332,6 +334,16 @@ def test_a_broken_pair_costs_the_room_its_prefill_worker_and_nobody_else(
     room.on_rejected(D.mailbox, Rejected(1, 1, RejectKind.FAILED, "engine"), 0.2)
     room.tick(1.0)
     assert host.avoided[-1] == {"p", "d"}
+
+
+def test_pairs_that_get_through_and_those_that_do_not_are_remembered_for_all_rooms() -> None:
+    host, room = started(PAIR)
+    room.on_rejected(P.mailbox, Rejected(1, 0, RejectKind.FAILED, "x", blamed=D.mailbox), 0.1)
+    assert host.broken_pairs.broken(P.id, D.id, 0.1)
+    room.on_run(P.mailbox, run(0, 5, epoch=1), 0.2)
+    assert host.broken_pairs.broken(P.id, D.id, 0.2), "that P computes does not say that D has it"
+    room.on_run(D.mailbox, run(0, 5, 6, epoch=1), 0.3)
+    assert not host.broken_pairs.broken(P.id, D.id, 0.3)
 
 
 def test_a_worker_that_is_avoided_for_another_is_absolved_when_that_one_is_gone() -> None:
