@@ -74,7 +74,9 @@ class Sandbox:
             return _PYTEST_FAILED, f"the tests hung for {_TOO_LONG_S} s"
         lines = self._printed.read_text().strip().splitlines()
         failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-        return int(answer), (failures or lines or ["nothing was printed"])[-1]
+        # What a failed test leaves behind may make pytest itself raise at the end, with another exit code.
+        status = _PYTEST_FAILED if failures else int(answer)
+        return status, (failures or lines or ["nothing was printed"])[-1]
 
     def close(self) -> None:
         """End its process."""
