@@ -106,6 +106,7 @@ def test_what_left_the_window_during_a_move_is_in_no_tree(groups: tuple[str, ...
     while len(moved.output_ids) < 40:
         old.step()
     take_over(old, moved, new, req)
+    assert req.state_hold is None or req.state_hold.live_len == req.kv_committed_len
     context = [*moved.origin_input_ids.tolist(), *moved.output_ids]
     for length in range(30, 60, 3):
         new.add(context[:length], 2)
