@@ -12,6 +12,7 @@ import sys
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,6 +28,22 @@ from wire.records import Role
 
 pytestmark = pytest.mark.slow
 PROMPTS = range(40)
+Start = Callable[[int], RouterProcess]
+
+
+@pytest.fixture
+def start(tmp_path: Path, model: Path) -> Iterator[Start]:
+    """Starts a router in so many processes. What a failed test leaves running is ended."""
+    started: list[RouterProcess] = []
+
+    def start_processes(count: int) -> RouterProcess:
+        started.append(start_router(tmp_path, model, processes=count))
+        return started[-1]
+
+    yield start_processes
+    for router in started:
+        if router.process.poll() is None:
+            router.stop()
 
 
 def children(process: int) -> list[int]:
@@ -86,19 +103,17 @@ def served_by(worker: FakeWorker) -> set[int]:
     return {message.room >> 32 for message in list(worker.seen) if isinstance(message, Decode)}
 
 
-def test_several_processes_share_a_port_and_the_work(
-    tmp_path: Path, model: Path, workers: list[FakeWorker]
-) -> None:
-    router = start_router(tmp_path, model, processes=2)
+def test_several_processes_share_a_port_and_the_work(start: Start, workers: list[FakeWorker]) -> None:
+    router = start(2)
     workers += [FakeWorker(Role.PREFILL, router.mailbox), FakeWorker(Role.DECODE, router.mailbox)]
     decode = workers[1]
     router.wait_for_workers(2)
     serves(router, PROMPTS)
     asks_until(router, 2, decode)
     records = router.workers()
-    for killed in children(router.process.pid):
+    for seen, killed in enumerate(children(router.process.pid), start=3):
         kill_and_await_successor(router, killed)
-    asks_until(router, 4, decode)
+        asks_until(router, seen, decode)  # its successor serves, too
     serves(router, PROMPTS)
     assert router.workers() == records, "neither the directory nor the workers notice"
     processes = children(router.process.pid)
@@ -117,8 +132,8 @@ def kill_and_await_successor(router: RouterProcess, killed: int) -> None:
     wait_until(replaced, 30.0)
 
 
-def test_any_process_answers_for_all(tmp_path: Path, model: Path, workers: list[FakeWorker]) -> None:
-    router = start_router(tmp_path, model, processes=3)
+def test_any_process_answers_for_all(start: Start, workers: list[FakeWorker]) -> None:
+    router = start(3)
     decode = FakeWorker(Role.DECODE, router.mailbox)
     workers.append(decode)
     router.wait_for_workers(1)
@@ -153,11 +168,9 @@ def test_any_process_answers_for_all(tmp_path: Path, model: Path, workers: list[
     assert router.stop() == 0
 
 
-def test_any_process_goes_on_with_a_stream_of_another(
-    tmp_path: Path, model: Path, workers: list[FakeWorker]
-) -> None:
+def test_any_process_goes_on_with_a_stream_of_another(start: Start, workers: list[FakeWorker]) -> None:
     """No key is configured: the processes share the one that the first has drawn."""
-    router = start_router(tmp_path, model, processes=2)
+    router = start(2)
     decode = FakeWorker(Role.DECODE, router.mailbox)
     workers.append(decode)
     router.wait_for_workers(1)
@@ -178,11 +191,9 @@ def test_any_process_goes_on_with_a_stream_of_another(
     assert router.stop() == 0
 
 
-def test_all_processes_end_their_streams_at_once(
-    tmp_path: Path, model: Path, workers: list[FakeWorker]
-) -> None:
+def test_all_processes_end_their_streams_at_once(start: Start, workers: list[FakeWorker]) -> None:
     """Sixteen connections: the kernel gives each process some."""
-    router = start_router(tmp_path, model, processes=2)
+    router = start(2)
     decode = FakeWorker(Role.DECODE, router.mailbox, max_context=8192, step_s=0.05)
     workers.append(decode)
     router.wait_for_workers(1)
@@ -216,8 +227,8 @@ def test_all_processes_end_their_streams_at_once(
     assert router.stop() == 0
 
 
-def test_no_process_outlives_its_supervisor(tmp_path: Path, model: Path) -> None:
-    router = start_router(tmp_path, model, processes=2)
+def test_no_process_outlives_its_supervisor(start: Start) -> None:
+    router = start(2)
     processes = children(router.process.pid)
     assert len(processes) == 2
     router.process.kill()
