@@ -21,6 +21,7 @@ from common.errors import BatonError
 from decode_node.room import DecodeHold, DecodeRoom
 from kvtransfer.sender import KVSender, Sent
 from scheduler.hand_off import HandOff
+from scheduler.req import ReqState
 from wire.messages import KVDone, KVFailed, KVTarget, Receipt, kind_of
 from wire.peer_monitors import PeerState
 from wire.retransmitter import RetransmitKey
@@ -91,6 +92,10 @@ class Moves:
         if known is not None and known.key != key:
             self._fail(known, "a newer move has begun")
             known = None
+        if known is None and room.req.state is ReqState.PAUSED:
+            room.moves_over = target.epoch
+            self._tell_failed(sender, key, "the room is paused: its router is gone")
+            return
         if known is None and room.hold is DecodeHold.SCHEDULER:  # else the target comes again
             try:
                 opened = self._open_shipper().open(target, sender, time.monotonic())

@@ -127,11 +127,12 @@ class Inspected(Message, frozen=True, tag="inspected"):
 
 class ClaimedRoom(msgspec.Struct, frozen=True):
     """A room as a worker has it. The first `forced` output tokens came with the start of this epoch: the
-    worker has no log-probabilities of them."""
+    worker has no log-probabilities of them. Epochs up to `newest` may have been used before."""
 
     room: int
     epoch: int
     forced: int
+    newest: int = 0
 
 
 class Claimed(Message, frozen=True, tag="claimed"):

@@ -71,6 +71,14 @@ class Pausing:
         started."""
         return False
 
+    def claimed(self, room: Any) -> None:
+        """The room has another router now."""
+        raise NotImplementedError
+
+    def newest_epoch(self, room: Any) -> int:
+        """The newest epoch of the room that any of its routers before this one may have used."""
+        raise NotImplementedError
+
 
 class Orphans(Generic[RoomState]):
     """Used by the engine loop only; time is passed in."""
@@ -143,10 +151,12 @@ class Orphans(Generic[RoomState]):
         if room.router != router:
             self._host.tell_router(room, Rejected(room.room, room.epoch, RejectKind.CLAIMED, CLAIMED))
             room.router = router
+            self._pausing.claimed(room)
         self._outbox.claim(router, number)
         if self._paused.pop(room.key, None) is not None:
             self._pausing.go_on(room)
-        return ClaimedRoom(room.room, room.epoch, room.forced_tokens)
+        newest = self._pausing.newest_epoch(room)
+        return ClaimedRoom(room.room, room.epoch, room.forced_tokens, newest)
 
     def _go_on(self, router: str) -> None:
         for room in [room for room in self._paused.values() if room.router == router]:

@@ -28,6 +28,7 @@ class FoundRoom(NamedTuple):
     worker: WorkerRecord
     epoch: int
     forced: int  # the worker has no log-probabilities of so many tokens at the beginning
+    newest: int  # epochs up to this one may have been used before
 
 
 class _Asked:
@@ -57,7 +58,9 @@ class _Asked:
             return
         self.answered.add(sender)
         for room in message.rooms:
-            self.found.setdefault(room.room, []).append(FoundRoom(worker, room.epoch, room.forced))
+            self.found.setdefault(room.room, []).append(
+                FoundRoom(worker, room.epoch, room.forced, max(room.epoch, room.newest))
+            )
         if (self.complete or len(self.answered) == len(self.workers)) and not self.over.done():
             self.over.set_result(None)
 
@@ -117,15 +120,15 @@ class Claims:
     def take_over(self, rooms: list[RoomStream], found: dict[int, FoundRoom], now: float) -> None:
         """Go on with rooms that were found. They run, so they do not wait for admission."""
         for room in rooms:
-            worker, epoch, _ = found[room.number]
-            placement = self._placer.take_over(room.placement_request, worker, now)
+            one = found[room.number]
+            placement = self._placer.take_over(room.placement_request, one.worker, now)
             self._dispatcher.rooms[room.number] = room
-            room.take_over(placement, epoch, now)
+            room.take_over(placement, one.epoch, one.newest, now)
 
     def give_up(self, found: dict[int, FoundRoom]) -> None:
         """Nobody here goes on with rooms that were found."""
-        for number, (worker, epoch, _) in found.items():
-            self._abort(worker.mailbox, number, epoch)
+        for number, one in found.items():
+            self._abort(one.worker.mailbox, number, one.epoch)
 
     def _abort(self, mailbox: str, room: int, epoch: int) -> None:
         abort = Abort(room, epoch, "it was claimed, and its stream is computed again")

@@ -123,10 +123,10 @@ class RoomStream:
         self._wait_until = now + self._options.worker_wait_s
         self._place(now, choice)
 
-    def take_over(self, placement: Placement, epoch: int, now: float) -> None:
-        """Go on with a room of another router, which D runs in that epoch."""
+    def take_over(self, placement: Placement, epoch: int, newest: int, now: float) -> None:
+        """Go on with a room of another router, which D runs in that epoch. New ones come after `newest`."""
         self._sink.on_admitted()
-        self._newest_epoch = epoch
+        self._newest_epoch = newest
         self.request = replace(self.request, epoch=epoch)
         self._epoch = RoomEpoch(self.request, placement, self._mail, self._options, now)
         self._epoch.take_over(now)

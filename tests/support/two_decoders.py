@@ -24,6 +24,9 @@ from wire.messages import (
     Abort,
     Ack,
     AnyMessage,
+    Claim,
+    Claimed,
+    ClaimedRoom,
     Decode,
     KVFailed,
     Receipt,
@@ -36,6 +39,7 @@ from wire.messages import (
     Tokens,
     kind_of,
 )
+from wire.peer_monitors import PeerState
 from wire.request import FinishReason, GenerateRequest, SamplingParams, TokenLogprobs
 from worker import loop, mail, parts, role
 from worker.loop import Worker
@@ -66,6 +70,8 @@ class TwoDecoders:
         self.clock = clock
         self.workers = workers
         self.streams: dict[int, Stream] = {}
+        self.router = ROUTER  # the one that lives
+        self._claimed: dict[int, dict[str, list[ClaimedRoom]]] = {}  # answers, by token and worker
 
     # -- the router's part -------------------------------------------------------------------------
 
@@ -97,7 +103,48 @@ class TwoDecoders:
 
     def post(self, where: int, message: AnyMessage) -> None:
         to = self.workers[where].record().mailbox
-        self.network.letters.append(Letter(ROUTER, to, decode(encode(message))))
+        self.network.letters.append(Letter(self.router, to, decode(encode(message))))
+
+    def router_dies(self) -> None:
+        """Another router is there from now on. What was on its way from the first, and to it, is lost."""
+        gone, self.router = self.router, f"{self.router}'"
+        letters = self.network.letters
+        letters[:] = [one for one in letters if gone not in (one.sender, one.to)]
+        for worker in self.workers:
+            mailbox: Any = worker.parts.services.mailbox
+            mailbox.peers = {gone: PeerState.DOWN}
+            worker.turn([])
+
+    def claim(self, room: int) -> bool:
+        """The client of a room goes on at the router that lives. Whether a worker had the room."""
+        found = self.ask_for(room)
+        if not found:
+            return False
+        where, latest = max(found.items(), key=lambda one: one[1].epoch)
+        stream = self.streams[room]
+        stream.request = replace(stream.request, epoch=latest.epoch, forced=())
+        stream.where, stream.moving, stream.lost = where, None, False
+        stream.newest = max(latest.epoch, latest.newest)
+        stream.tokens, stream.logprobs, stream.finish = [], [], None
+        for other, one in found.items():
+            if other != where:
+                self.post(other, Abort(room, one.epoch))
+        letters = self.network.letters
+        letters[:] = [one for one in letters if not isinstance(one.message, Tokens)]  # asked for again
+        self.post(where, Resend(room, latest.epoch, 0))
+        self.deliver(len(letters) - 1)
+        return True
+
+    def ask_for(self, room: int) -> dict[int, ClaimedRoom]:
+        """Claim a room of both workers. Returns it as those have it that do, by their index."""
+        token = len(self._claimed)
+        answers = self._claimed[token] = {}
+        for where in (0, 1):
+            self.post(where, Claim([room], token))
+        while len(answers) < len(self.workers):
+            self.round()
+        mailboxes = [worker.record().mailbox for worker in self.workers]
+        return {mailboxes.index(of): found[0] for of, found in answers.items() if found}
 
     def right(self, room: int, groups: tuple[str, ...] = ()) -> list[int]:
         """The right answer."""
@@ -110,7 +157,7 @@ class TwoDecoders:
     def deliver(self, index: int = 0) -> None:
         """Deliver a letter."""
         letter = self.network.letters.pop(index)
-        if letter.to == ROUTER:
+        if letter.to == self.router:
             self._take(letter)
             return
         for worker in self.workers:
@@ -127,7 +174,9 @@ class TwoDecoders:
 
     def until(self, room: int, tokens: int) -> None:
         """Until the router has so many tokens of a room."""
+        deadline = time.monotonic() + TRANSFER_S
         while len(self.streams[room].tokens) < tokens:
+            assert time.monotonic() < deadline, f"room {room} does not go on"
             self.round()
 
     def until_moved(self, room: int, times: int = 1) -> None:
@@ -173,6 +222,7 @@ class TwoDecoders:
         for worker in self.workers:
             assert not worker.rooms()
             assert held(worker) == {}
+            assert len(worker.parts.services.outbox) == 0, "output that nobody will acknowledge"
 
     def computed(self, where: int) -> int:
         """Prompt tokens that a worker has computed."""
@@ -182,13 +232,17 @@ class TwoDecoders:
         message = letter.message
         if isinstance(message, Reserved | Rejected | Timeline):
             receipt = Receipt(message.room, message.epoch, kind_of(message))
-            self.network.letters.append(Letter(ROUTER, letter.sender, receipt))
+            self.network.letters.append(Letter(self.router, letter.sender, receipt))
         if isinstance(message, Rejected):
             self._rejected(message)
+        elif isinstance(message, Claimed):
+            self._claimed[message.token][letter.sender] = message.rooms
         elif isinstance(message, Tokens):
             for run in message.runs:
                 self.network.letters.append(
-                    Letter(ROUTER, letter.sender, Ack([(run.room, run.epoch, run.start + len(run.tokens))]))
+                    Letter(
+                        self.router, letter.sender, Ack([(run.room, run.epoch, run.start + len(run.tokens))])
+                    )
                 )
                 stream = self.streams[run.room]
                 if stream.moving is not None and run.epoch == stream.moving.epoch:

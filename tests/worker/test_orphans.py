@@ -138,7 +138,7 @@ def test_a_router_that_said_its_last_word_late_is_still_gone(both: Pair) -> None
 @pytest.mark.parametrize("noticed", [True, False])
 def test_another_router_claims_it_and_gets_all_of_it(both: Pair, noticed: bool) -> None:
     room = paused(both) if noticed else decoding(both)
-    claimed = Claimed(7, [ClaimedRoom(1, 1, forced=0)])
+    claimed = Claimed(7, [ClaimedRoom(1, 1, forced=0, newest=1001)])
     for _ in range(2):  # a repeat is answered like the first
         answers = say(both, Claim([1, 99], 7))
         assert [one for one in answers if isinstance(one, Claimed)] == [claimed]

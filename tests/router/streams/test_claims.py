@@ -63,7 +63,7 @@ def test_choices_of_one_request_are_found_on_several_workers() -> None:
         asking.answer(D, token, ClaimedRoom(1, 0, 0))
         asking.answer(E, token, ClaimedRoom(2, 3, 5))
         assert asking.foreign == {1, 2}, "their tokens are not refused meanwhile"
-        assert await task == {1: FoundRoom(D, 0, 0), 2: FoundRoom(E, 3, 5)}
+        assert await task == {1: FoundRoom(D, 0, 0, 0), 2: FoundRoom(E, 3, 5, 3)}
         assert asking.foreign == set()
         assert asking.aborted == []
 
@@ -90,7 +90,7 @@ def test_the_latest_epoch_is_taken_and_an_older_one_is_ended() -> None:
         token = await asking.asked(E)
         asking.answer(D, token, ClaimedRoom(1, 0, 0))
         asking.answer(E, token, ClaimedRoom(1, 1, 0), ClaimedRoom(2, 0, 0))
-        assert (await task)[1] == FoundRoom(E, 1, 0)
+        assert (await task)[1] == FoundRoom(E, 1, 0, 1)
         assert asking.aborted == [RetransmitKey(D.mailbox, 1, 0, "abort")]
 
     run(go)

@@ -435,3 +435,17 @@ def test_stop_tells_both_once() -> None:
 def test_every_rejection_that_starts_a_room_again_is_a_cause() -> None:
     ends = {RejectKind.INVALID, RejectKind.CLAIMED}
     assert {RestartCause(kind).value for kind in RejectKind if kind not in ends} <= set(RestartCause)
+
+
+def test_a_claimed_room_asks_for_all_and_counts_on_after_the_epochs_of_others() -> None:
+    host, _ = started(placed(E, None))
+    request = GenerateRequest(
+        request_id="r", room=2, epoch=0, prompt=b"\0\0\0\0", sampling=SamplingParams(max_new_tokens=4)
+    )
+    room = RoomStream(request, PlacementRequest(1, as_hashes([]), 4.0), host, host, host, OPTIONS)
+    room.take_over(placed(D, None), 3, 1003, 0.0)
+    assert host.said[-1] == Resend(2, 3, 0)
+    room.on_run(D.mailbox, TokenRun(2, 3, 0, [7]), 0.1)
+    assert host.tokens == [7]
+    next_one = room.next_epoch()
+    assert (next_one.epoch, next_one.forced) == (1004, (7,))
