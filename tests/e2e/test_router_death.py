@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.e2e.test_failures import leave, take
 from tests.harness.local_stack import Stack, stack
 from tests.harness.processes import Child
 from tests.support.sse import DONE, SseEvent, sse_events
@@ -137,8 +138,10 @@ def answer(events: list[SseEvent]) -> dict[str, Any]:
     return {"choices": choices, "usage": usage}
 
 
-def break_streams(scene: Scene, requests: Mapping[str, dict[str, Any]]) -> dict[str, list[SseEvent]]:
-    """What each client has when the router was killed in the middle of all answers."""
+def break_streams(
+    scene: Scene, requests: Mapping[str, dict[str, Any]], first: Callable[[], object] = lambda: None
+) -> dict[str, list[SseEvent]]:
+    """What each client has when the router was killed in the middle of all answers, after `first`."""
     had: dict[str, list[SseEvent]] = {name: [] for name in requests}
     far = {name: threading.Event() for name in requests}
 
@@ -155,6 +158,7 @@ def break_streams(scene: Scene, requests: Mapping[str, dict[str, Any]]) -> dict[
         reading = [pool.submit(read, name) for name in requests]
         for name, event in far.items():
             assert event.wait(60.0), f"{name}: no events"
+        first()
         scene.doomed.kill()
         for one in reading:
             one.result(60.0)
@@ -206,5 +210,24 @@ def test_after_the_grace_the_rooms_are_gone_and_are_computed_again(tiny_model: P
         running.stack.settle()
         rest = resume_all(running, had)
         assert running.resumes("computed again") == len(REQUESTS)
+        all_right(running, had, rest)
+        running.stack.settle()
+
+
+def test_rooms_that_are_moving_go_on(tiny_model: Path, tmp_path: Path) -> None:
+    """One of two decode workers leaves, and its rooms are on their way when the router dies."""
+    with scene(tiny_model, tmp_path, grace_s=15.0) as running:
+        gone = take(running.stack.decode, running.stack.decode[0])
+
+        def begin_moves() -> None:
+            leave(gone)
+            with httpx.Client(base_url=running.doomed.ready["http"], timeout=10.0) as client:
+                wait_until(lambda: 'moves_total{state="begun"}' in client.get("/metrics").text)
+
+        had = break_streams(running, REQUESTS, begin_moves)
+        rest = resume_all(running, had)
+        assert gone.process.wait(60) == 0
+        gone.end()
+        assert sum(running.resumes(rooms) for rooms in ("claimed", "computed again")) == len(REQUESTS)
         all_right(running, had, rest)
         running.stack.settle()
