@@ -55,7 +55,7 @@ def _is_green(sandbox: Sandbox, mutants: Sequence[Mutant], jobs: int) -> bool:
     """Whether all tests pass without a mutant. If they did not, their failures would say nothing."""
     tests = sorted({test for mutant in mutants for test in mutant.tests})
     arguments = ["-n", str(jobs), "--dist", "worksteal"] if jobs > 1 else []
-    status, said = sandbox.run_tests(tests, *arguments)
+    status, said = sandbox.run_all(tests, *arguments)
     say(f"without a mutant: {said}")
     return status == 0
 

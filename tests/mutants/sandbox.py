@@ -17,6 +17,7 @@ from pathlib import Path
 from tests.mutants.mutant import ROOT, Mutant
 
 _TOO_LONG_S = 240  # of one mutant's tests: it then counts as killed, because the tests hang
+_ALL_TOO_LONG_S = 1800  # of all tests without a mutant
 _MARKERS = "not oracle_full and not invariants and not e2e and not ray_smoke and not quality and not peers"
 _PYTEST_FAILED, _PYTEST_PASSED = 1, 0
 
@@ -57,32 +58,36 @@ class Sandbox:
         place.write_text(mutant.spoilt(whole))
         began = time.monotonic()
         try:
-            status, said = self.run_tests(mutant.tests)
+            status, said = self._run_tests(mutant.tests, _TOO_LONG_S)
         finally:
             place.write_text(whole)
         outcome = {_PYTEST_PASSED: "survived", _PYTEST_FAILED: "killed"}.get(status, "invalid")
         return Verdict(mutant, outcome, time.monotonic() - began, said)
 
-    def run_tests(self, tests: Iterable[str], *arguments: str) -> tuple[int, str]:
-        """Run these tests until one fails. Returns pytest's exit code and what it said in short."""
-        command = [
-            "-x", "-m", _MARKERS, "-p", "tests.mutants.quick_examples",
-            "-p", "no:cacheprovider", "--tb=no", "-rfE", "--hypothesis-seed=0", *arguments, *tests,
-        ]  # fmt: skip
-        answer = self._ask([str(self._printed), _TOO_LONG_S, command])
-        if answer == "hung":
-            return _PYTEST_FAILED, f"the tests hung for {_TOO_LONG_S} s"
-        lines = self._printed.read_text().strip().splitlines()
-        failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-        # What a failed test leaves behind may make pytest itself raise at the end, with another exit code.
-        status = _PYTEST_FAILED if failures else int(answer)
-        return status, (failures or lines or ["nothing was printed"])[-1]
+    def run_all(self, tests: Iterable[str], *arguments: str) -> tuple[int, str]:
+        """Run the tests of all mutants without any. Returns pytest's exit code and what it said in short."""
+        return self._run_tests(tests, _ALL_TOO_LONG_S, *arguments)
 
     def close(self) -> None:
         """End its process."""
         if self._server is not None:
             self._server.kill()
             self._server.communicate()
+
+    def _run_tests(self, tests: Iterable[str], limit_s: int, *arguments: str) -> tuple[int, str]:
+        """Until one fails."""
+        command = [
+            "-x", "-m", _MARKERS, "-p", "tests.mutants.quick_examples",
+            "-p", "no:cacheprovider", "--tb=no", "-rfE", "--hypothesis-seed=0", *arguments, *tests,
+        ]  # fmt: skip
+        answer = self._ask([str(self._printed), limit_s, command])
+        if answer == "hung":
+            return _PYTEST_FAILED, f"the tests hung for {limit_s} s"
+        lines = self._printed.read_text().strip().splitlines()
+        failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+        # What a failed test leaves behind may make pytest itself raise at the end, with another exit code.
+        status = _PYTEST_FAILED if failures else int(answer)
+        return status, (failures or lines or ["nothing was printed"])[-1]
 
     def _ask(self, what: object) -> str:
         if self._server is None:
