@@ -15,12 +15,13 @@ from common.errors import BatonError, InvalidRequest
 from router.api.asgi import HttpRequest
 from router.api.event_ids import EventIds, NoIds
 from router.api.http_errors import to_http
-from router.api.request_body import RequestBody, SamplingBody
+from router.api.request_body import LONGEST_LABEL, MOST_ROOMS, RequestBody, SamplingBody
 from router.service import Router
 from router.streams.claims import FoundRoom
 from router.streams.generation import Answer, ChoiceCounts, Generation, Submission
 from router.streams.resume import HEADER, MOST_CHOICES, ChoicePosition
 from router.streams.resumed_output import Resumed
+from router.text.chat import Chat
 from wire.request import OutputDelta, SamplingParams
 
 _WAITING = b": waiting\n\n"
@@ -55,15 +56,30 @@ async def encode(router: Router, text: str, add_special_tokens: bool) -> list[in
     return router.tokenization.encode(text, add_special_tokens)
 
 
+async def encode_chat(router: Router, chat: Chat) -> list[int]:
+    """Token ids of a chat."""
+    if chat.size > _LONG_TEXT:
+        return await asyncio.to_thread(router.tokenization.encode_chat, chat)
+    return router.tokenization.encode_chat(chat)
+
+
 def is_batch(given: Any) -> bool:
     """Whether several prompts were given: a list of texts or of lists of token ids."""
     return not (isinstance(given, str) or (given and isinstance(given[0], int)))
 
 
-async def encode_prompts(router: Router, given: Any, param: str, add_special_tokens: bool) -> list[list[int]]:
-    """Token ids of each prompt, or of the only one. Raises InvalidRequest for ids outside the vocabulary."""
+async def encode_prompts(
+    router: Router, given: Any, param: str, n: int, add_special_tokens: bool
+) -> list[list[int]]:
+    """Token ids of each prompt, or of the only one. Raises InvalidRequest for ids outside the vocabulary, and
+    for no choice or too many (`n` of each prompt)."""
     prompts: list[list[int]] = []
-    for prompt in given if is_batch(given) else [given]:
+    batch = given if is_batch(given) else [given]
+    if not batch:
+        raise InvalidRequest("there is no prompt", param)
+    if len(batch) * n > MOST_ROOMS:
+        raise InvalidRequest(f"{len(batch)} prompts with n={n} are more than {MOST_ROOMS} choices", "n")
+    for prompt in batch:
         if isinstance(prompt, str):
             prompts.append(await encode(router, prompt, add_special_tokens))
         else:
@@ -77,6 +93,13 @@ def _known_tokens(router: Router, tokens: list[int], param: str) -> list[int]:
             f"token {max(tokens)} is not in the vocabulary of {router.tokenization.vocab_size}", param
         )
     return tokens
+
+
+def _label(request: HttpRequest, name: bytes) -> str | None:
+    value = request.header(name)
+    if value is not None and len(value) > LONGEST_LABEL:
+        raise InvalidRequest(f"this header has more than {LONGEST_LABEL} characters", name.decode())
+    return value
 
 
 def make_submission(
@@ -101,9 +124,9 @@ def make_submission(
         skip_special_tokens=params.skip_special_tokens,
         extra_key=body.extra_key,
         cache_salt=body.cache_salt,
-        tenant=request.header(b"x-baton-tenant") or body.user,
+        tenant=_label(request, b"x-baton-tenant") or body.user,
         priority=body.priority,
-        session=request.header(b"x-baton-session") or session,
+        session=_label(request, b"x-baton-session") or session,
         arrived_ns=request.arrived_ns,
         first_room=router.number_rooms(len(prompts) * params.n),
         seed_given=params.seed is not None,

@@ -72,6 +72,8 @@ class HttpRequest:
             decoded = msgspec.json.decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise InvalidRequest(f"the body is not JSON: {error}") from None
+        except RecursionError:
+            raise InvalidRequest("the body nests too deep") from None
         if not isinstance(decoded, dict):
             raise InvalidRequest("the body is not a JSON object")
         return decoded

@@ -9,11 +9,31 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
 from common.errors import InvalidRequest
-from router.api.answering import DONE, encode, encode_prompts, generating, is_batch, make_submission, stream
+from router.api.answering import (
+    DONE,
+    encode,
+    encode_chat,
+    encode_prompts,
+    generating,
+    is_batch,
+    make_submission,
+    stream,
+)
 from router.api.asgi import HttpRequest
+from router.api.chat_fields import ChatFields, Messages
 from router.api.collection import CollectedChoice, Collection
 from router.api.event_ids import EventIds
-from router.api.request_body import OutputLength, RequestBody, SamplingBody, TokenId, parse
+from router.api.request_body import (
+    Label,
+    OutputLength,
+    RequestBody,
+    SamplingBody,
+    Text,
+    Texts,
+    TokenLists,
+    Tokens,
+    parse,
+)
 from router.service import Router
 from router.streams.generation import ChoiceCounts, Generation, Submission
 from wire.request import FinishReason, OutputDelta
@@ -30,25 +50,22 @@ class NativeSampling(SamplingBody):
 class GenerateBody(RequestBody):
     """POST /generate. Either `text` or `input_ids`; a list of either is a batch."""
 
-    text: str | list[str] | None = None
-    input_ids: list[TokenId] | list[list[TokenId]] | None = None
+    text: Text | Texts | None = None
+    input_ids: Tokens | TokenLists | None = None
     sampling_params: dict[str, Any] = Field(default_factory=dict)
     return_logprob: bool = False
     top_logprobs_num: int = Field(0, ge=0, le=MOST_TOP_LOGPROBS)
 
 
-class TokenizeBody(BaseModel):
+class TokenizeBody(ChatFields):
     """POST /tokenize: a text, or a chat."""
 
     model_config = ConfigDict(extra="forbid")
 
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    model: Label | None = None
+    prompt: Text | None = None
+    messages: Messages | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
 class DetokenizeBody(BaseModel):
@@ -56,8 +73,8 @@ class DetokenizeBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    model: str | None = None
-    tokens: list[TokenId]
+    model: Label | None = None
+    tokens: Tokens
     skip_special_tokens: bool = False
 
 
@@ -70,9 +87,7 @@ async def generate(router: Router, request: HttpRequest) -> None:
     if (body.text is None) == (body.input_ids is None):
         raise InvalidRequest("give either text or input_ids", "text")
     param, given = ("text", body.text) if body.text is not None else ("input_ids", body.input_ids)
-    prompts = await encode_prompts(router, given, param, add_special_tokens=True)
-    if not prompts:
-        raise InvalidRequest("the batch is empty", param)
+    prompts = await encode_prompts(router, given, param, params.n, add_special_tokens=True)
     for prompt in prompts:
         router.room_for(prompt, params.max_new_tokens, param)
     top = body.top_logprobs_num if body.return_logprob else None
@@ -166,10 +181,7 @@ async def tokenize(router: Router, request: HttpRequest) -> None:
     if body.prompt is not None:
         tokens = await encode(router, body.prompt, body.add_special_tokens)
     else:
-        text = router.tokenization.render_chat(
-            body.messages or [], body.tools, body.add_generation_prompt, body.chat_template_kwargs
-        )
-        tokens = await encode(router, text, add_special_tokens=False)
+        tokens = await encode_chat(router, body.make_chat(body.messages or []))
     await request.respond_json(
         {"tokens": tokens, "count": len(tokens), "max_model_len": router.membership.context_limit}
     )

@@ -8,9 +8,10 @@ from __future__ import annotations
 import random
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from common.errors import InvalidRequest
+from router.text.chat import MOST_TEXT
 from wire.request import SamplingParams
 from wire.sampling_ranges import (
     LOGIT_BIAS,
@@ -21,11 +22,35 @@ from wire.sampling_ranges import (
     ParamRange,
 )
 
+LONGEST_LABEL = 256  # characters
+MOST_PROMPTS = 256
+MOST_ROOMS = 1024  # of a request: prompts x n
+MOST_TOKENS = 1 << 22  # of a prompt; what the model serves is less
+_MOST_FIELDS = 128
+_MOST_BIASES = 1024
+_MOST_STOPS = 16
+_MOST_STOP_TOKENS = 1024
+_LONGEST_STOP = 1024  # characters
+_LONGEST_TOLD = 200  # characters of a request in an error message
+
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Label = Annotated[str, Field(max_length=LONGEST_LABEL)]
+Text = Annotated[str, Field(max_length=MOST_TEXT)]
+# fail_fast: a hostile body gets one error, and not one for each of its items.
+Texts = Annotated[list[Text], Field(max_length=MOST_PROMPTS, fail_fast=True)]
+Tokens = Annotated[list[TokenId], Field(max_length=MOST_TOKENS, fail_fast=True)]
+TokenLists = Annotated[list[Tokens], Field(max_length=MOST_PROMPTS, fail_fast=True)]
+Prompts = Text | Texts | Tokens | TokenLists
 OutputLength = Annotated[int, Field(ge=1, lt=2**31)]
 Bias = Annotated[float, Field(ge=LOGIT_BIAS.low, le=LOGIT_BIAS.high)]
 Body = TypeVar("Body", bound=BaseModel)
-_MOST_STOPS = 16
+
+
+def _few_biases(value: Any) -> Any:
+    """Before each of them is looked at: a hostile body would get an error for each."""
+    if isinstance(value, dict) and len(value) > _MOST_BIASES:
+        raise InvalidRequest(f"logit_bias takes at most {_MOST_BIASES} tokens", "logit_bias")
+    return value
 
 
 def _within(allowed: ParamRange, default: float) -> Any:
@@ -38,10 +63,10 @@ class RequestBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     stream: bool = False
-    user: str = ""
+    user: Label = ""
     priority: int = Field(0, ge=-(2**31), lt=2**31)
-    cache_salt: str = ""
-    extra_key: str = ""
+    cache_salt: Label = ""
+    extra_key: Label = ""
 
 
 class SamplingBody(BaseModel):
@@ -58,19 +83,22 @@ class SamplingBody(BaseModel):
     presence_penalty: float = _within(PENALTY, 0.0)
     frequency_penalty: float = _within(PENALTY, 0.0)
     repetition_penalty: float = _within(REPETITION_PENALTY, 1.0)
-    logit_bias: dict[TokenId, Bias] = Field(default_factory=dict)
+    logit_bias: Annotated[dict[TokenId, Bias], BeforeValidator(_few_biases)] = Field(default_factory=dict)
     min_tokens: int = Field(0, ge=0)
-    stop: str | list[str] = Field(default_factory=list)
-    stop_token_ids: list[TokenId] = Field(default_factory=list)
+    stop: str | Annotated[list[str], Field(fail_fast=True)] = Field(default_factory=list)
+    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=_MOST_STOP_TOKENS, fail_fast=True)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     n: int = Field(1, ge=1, le=128)
 
     def stops(self) -> tuple[str, ...]:
-        """Stop strings. Raises InvalidRequest for too many, or an empty one."""
+        """Stop strings. Raises InvalidRequest for too many, or an empty or very long one."""
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if len(stops) > _MOST_STOPS or not all(stops):
-            raise InvalidRequest(f"stop takes at most {_MOST_STOPS} strings, none of them empty", "stop")
+        if len(stops) > _MOST_STOPS or not all(0 < len(stop) <= _LONGEST_STOP for stop in stops):
+            raise InvalidRequest(
+                f"stop takes at most {_MOST_STOPS} strings, none of them empty or longer than "
+                f"{_LONGEST_STOP} characters", "stop",
+            )  # fmt: skip
         return stops
 
     def sampling(self, max_new_tokens: int, top_logprobs: int | None, vocab_size: int) -> SamplingParams:
@@ -103,12 +131,16 @@ class SamplingBody(BaseModel):
 
 def parse(kind: type[Body], raw: dict[str, Any]) -> Body:
     """A body of that kind; null counts as absent. Raises InvalidRequest with the name of the wrong field."""
+    if len(raw) > _MOST_FIELDS:
+        raise InvalidRequest(f"the body has {len(raw)} fields; at most {_MOST_FIELDS} are possible")
     try:
         return kind.model_validate({key: value for key, value in raw.items() if value is not None})
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        param = str(first["loc"][0]) if first["loc"] else None
+        errors = error.errors(include_url=False, include_context=False, include_input=False)
+        # Of a value that may be of several types: what is wrong with it as the type that it is.
+        first = next((one for one in errors if not one["type"].endswith("_type")), errors[0])
+        param = str(first["loc"][0])[:_LONGEST_TOLD] if first["loc"] else None
         if first["type"] == "extra_forbidden":
             raise InvalidRequest(f"the field {param!r} is not supported", param) from None
-        where = ".".join(str(part) for part in first["loc"])
+        where = ".".join(str(part) for part in first["loc"])[:_LONGEST_TOLD]
         raise InvalidRequest(f"{where}: {first['msg']}", param) from None

@@ -7,7 +7,7 @@ from JSON, and names with a leading underscore are refused.
 from __future__ import annotations
 
 import json
-from datetime import datetime
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,66 +20,113 @@ import jinja2.sandbox
 import jinja2.utils
 
 from common.errors import ConfigError, InvalidRequest
+from router.text.chat import Chat
+from router.text.template_marks import TemplateMarks
 
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+# What a template is given under these names is not the request's to replace. (A template of the request's own
+# is refused, too: templates come from the operator.)
+_RESERVED = ("messages", "tools", "add_generation_prompt", "strftime_now", "chat_template")
+_LONGEST_REASON = 500  # characters: a template may repeat what it was given
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError
+)  # fmt: skip
 
 
 class ChatTemplate:
     """A model's chat template, or several by name: "default", and "tool_use" for chats with tools."""
 
-    def __init__(self, sources: dict[str, str], special_tokens: dict[str, str]) -> None:
+    def __init__(self, sources: dict[str, str], special_tokens: dict[str, str], marks: TemplateMarks) -> None:
         """`sources` are by name. Raises ConfigError if a template does not compile."""
         environment = _environment()
+        self._marks = marks
+        self._reserved = {*_RESERVED, *special_tokens, *environment.globals}
         self._special_tokens = special_tokens
-        self._templates: dict[str, jinja2.Template] = {}
+        self._marked_tokens = {name: marks.marked(token) for name, token in special_tokens.items()}
+        self._templates: dict[str, _Compiled] = {}
         for name, source in sources.items():
             try:
-                self._templates[name] = environment.from_string(source)
+                self._templates[name] = _Compiled.make(environment, source, marks)
             except jinja2.TemplateError as error:
                 raise ConfigError(
                     "model", f"its chat template {name!r} does not compile ({error})", "repair it"
                 ) from None
 
-    @classmethod
-    def load(cls, model: Path, config: dict[str, Any], special_tokens: dict[str, str]) -> ChatTemplate | None:
-        """The template of a model directory: chat_template.jinja first, else tokenizer_config.json's."""
-        sources: dict[str, str] = {}
-        written = config.get("chat_template")
-        if isinstance(written, str):
-            sources = {"default": written}
-        elif isinstance(written, list):
-            sources = {entry["name"]: entry["template"] for entry in written}
-        path = model / "chat_template.jinja"
-        if path.is_file():
-            sources = {"default": path.read_text(encoding="utf-8")}
-            for extra in sorted((model / "additional_chat_templates").glob("*.jinja")):
-                sources[extra.stem] = extra.read_text(encoding="utf-8")
-        return cls(sources, special_tokens) if sources else None
+    def is_plain(self, chat: Chat) -> bool:
+        """Whether the chat's template only puts texts behind one another (TemplateMarks.is_plain)."""
+        return self._choose(chat).plain
 
-    def render(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
-        add_generation_prompt: bool,
-        template_kwargs: dict[str, Any],
-    ) -> str:
+    def render(self, chat: Chat) -> str:
         """The chat as text. Raises InvalidRequest, with the template's message, if it refuses the chat."""
-        name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
+        return self._render(self._choose(chat).usual, chat, self._special_tokens)
+
+    def separate(self, chat: Chat, rendered: str) -> list[str] | None:
+        """A rendered chat: in turn a text and a control token that the template wrote. None if the template
+        does something else when its texts are marked."""
+        try:
+            marked = self._render(self._choose(chat).marked, chat, self._marked_tokens)
+        except InvalidRequest:
+            return None
+        parts = self._marks.split(marked)
+        return parts if "".join(parts) == rendered else None
+
+    def _choose(self, chat: Chat) -> _Compiled:
+        name = "tool_use" if chat.tools is not None and "tool_use" in self._templates else "default"
         if name not in self._templates:
             raise InvalidRequest(f"this model has no default chat template, only {sorted(self._templates)}")
+        return self._templates[name]
+
+    def _render(self, template: jinja2.Template, chat: Chat, special_tokens: dict[str, str]) -> str:
+        for name in chat.template_kwargs:
+            if name in self._reserved:
+                raise InvalidRequest(f"{name!r} is not the request's to set", "chat_template_kwargs")
         try:
-            return self._templates[name].render(
+            return template.render(
                 **{
-                    **self._special_tokens,
-                    **template_kwargs,
-                    "messages": [_as_templates_expect(message) for message in messages],
-                    "tools": tools,
-                    "documents": template_kwargs.get("documents"),
-                    "add_generation_prompt": add_generation_prompt,
+                    **special_tokens,
+                    **chat.template_kwargs,
+                    "messages": [_as_templates_expect(message) for message in chat.messages],
+                    "tools": chat.tools,
+                    "documents": chat.template_kwargs.get("documents"),
+                    "add_generation_prompt": chat.add_generation_prompt,
+                    "strftime_now": chat.arrived.strftime,
                 }
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise InvalidRequest(f"the chat template refused these messages: {error}", "messages") from None
+        except _TEMPLATE_ERRORS as error:
+            raise InvalidRequest(
+                f"the chat template refused these messages: {str(error)[:_LONGEST_REASON]}", "messages"
+            ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """One template, as it is and marked (template_marks.py)."""
+
+    usual: jinja2.Template
+    marked: jinja2.Template
+    plain: bool
+
+    @classmethod
+    def make(cls, environment: jinja2.Environment, source: str, marks: TemplateMarks) -> _Compiled:
+        parsed = environment.parse(source)
+        plain = marks.is_plain(parsed)
+        return cls(environment.from_string(source), environment.from_string(marks.mark(parsed)), plain)
+
+
+def load_templates(model: Path, config: dict[str, Any]) -> dict[str, str]:
+    """The templates of a model directory by name: chat_template.jinja first, else tokenizer_config.json's."""
+    sources: dict[str, str] = {}
+    written = config.get("chat_template")
+    if isinstance(written, str):
+        sources = {"default": written}
+    elif isinstance(written, list):
+        sources = {entry["name"]: entry["template"] for entry in written}
+    path = model / "chat_template.jinja"
+    if path.is_file():
+        sources = {"default": path.read_text(encoding="utf-8")}
+        for extra in sorted((model / "additional_chat_templates").glob("*.jinja")):
+            sources[extra.stem] = extra.read_text(encoding="utf-8")
+    return sources
 
 
 def _as_templates_expect(message: dict[str, Any]) -> dict[str, Any]:
@@ -137,9 +184,7 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson
-    environment.globals.update(
-        raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_Dict(), namespace=_Namespace
-    )
+    environment.globals.update(raise_exception=_raise_exception, dict=_Dict(), namespace=_Namespace)
     return environment
 
 
@@ -158,7 +203,3 @@ def _tojson(
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)  # local time

@@ -7,13 +7,12 @@ takes a quarter of the time.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable
 from functools import cache
 
 import tiktoken
 from tokenizers import Regex, Tokenizer, normalizers
 
+from router.text.template_marks import any_of
 from router.text.tiktoken_tables import merge_ranks, split_pattern
 
 # tiktoken's regular expressions panic on a word of about a million characters.
@@ -54,8 +53,8 @@ class TiktokenEncoder:
             if not (token.normalized or token.lstrip or token.rstrip or token.single_word)
         }
         others = self._added.keys() - plain
-        self._plain = _any_of(plain)
-        self._others = _any_of({*others, *map(self._normalized, others)})
+        self._plain = any_of(plain)
+        self._others = any_of({*others, *map(self._normalized, others)})
         self._before, self._after = _frame(tokenizer)
 
     @classmethod
@@ -104,12 +103,6 @@ class TiktokenEncoder:
     def _agrees(self, tokenizer: Tokenizer, text: str) -> bool:
         ids = self.encode(text, add_special_tokens=True)
         return ids is None or ids == tokenizer.encode(text).ids
-
-
-def _any_of(texts: Iterable[str]) -> re.Pattern[str] | None:
-    """Any of these, the longest first, as a group; None if there are none."""
-    ordered = sorted(texts, key=len, reverse=True)
-    return re.compile("(" + "|".join(map(re.escape, ordered)) + ")") if ordered else None
 
 
 def _frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:

@@ -12,7 +12,9 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from common.errors import ConfigError, InvalidRequest
-from router.text.chat_template import ChatTemplate
+from router.text.chat import Chat
+from router.text.chat_template import ChatTemplate, load_templates
+from router.text.control_tokens import ControlTokens
 from router.text.detokenize import DetokenizerFactory
 from router.text.tiktoken_encoder import TiktokenEncoder
 from router.text.tokenizer_classes import rebuild, special_defaults
@@ -47,7 +49,11 @@ class Tokenization:
         self.vocab_size: int = self.tokenizer.get_vocab_size(with_added_tokens=True)
         self.detokenizers = DetokenizerFactory(self.tokenizer)
         self._tiktoken = TiktokenEncoder.make(self.tokenizer)
-        self._template = ChatTemplate.load(model, config, self.special_tokens)
+        sources = load_templates(model, config)
+        listed: list[str] | None = config.get("chat_control_tokens")
+        named_in = "\0".join(sources.values()) if listed is None else listed
+        self._control_tokens = control = ControlTokens(self.tokenizer, named_in)
+        self._template = ChatTemplate(sources, self.special_tokens, control.marks) if sources else None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of plain text, with the model's bos/eos when its tokenizer adds them. Any thread."""
@@ -65,17 +71,30 @@ class Tokenization:
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
         return text
 
-    def render_chat(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        template_kwargs: dict[str, Any] | None = None,
-    ) -> str:
+    def render_chat(self, chat: Chat) -> str:
         """The chat as text. Raises InvalidRequest if the template refuses it, or if there is none."""
         if self._template is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions", "messages")
-        return self._template.render(messages, tools, add_generation_prompt, template_kwargs or {})
+        return self._template.render(chat)
+
+    def encode_chat(self, chat: Chat) -> list[int]:
+        """Token ids of the rendered chat. Control tokens are the template's only: where the request spells
+        one, it stays text. Any thread. Raises InvalidRequest."""
+        rendered = self.render_chat(chat)
+        template, control = self._template, self._control_tokens
+        assert template is not None
+        spelled = control.may_be_in(chat.strings)
+        if not spelled and template.is_plain(chat):
+            return self.encode(rendered, add_special_tokens=False)
+        parts = template.separate(chat, rendered)
+        if parts is None and spelled:
+            raise InvalidRequest(
+                "the text of a control token in these messages cannot be told from the chat template's",
+                "messages",
+            )
+        if parts is None or control.are_all_in(parts):
+            return self.encode(rendered, add_special_tokens=False)
+        return control.encode(parts)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

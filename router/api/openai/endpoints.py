@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from common.errors import InvalidRequest
-from router.api.answering import encode, encode_prompts, generating, make_submission, stream
+from router.api.answering import encode_chat, encode_prompts, generating, make_submission, stream
 from router.api.asgi import HttpRequest
 from router.api.collection import Collection
 from router.api.event_ids import EventIds
@@ -16,20 +15,12 @@ from router.api.request_body import parse
 from router.service import Router
 from router.streams.generation import Submission
 
-_MOST_PROMPTS = 256
-
 
 async def chat_completions(router: Router, request: HttpRequest) -> None:
     """POST /v1/chat/completions."""
     body = parse(ChatBody, await request.json())
     router.check_model(body.model)
-    text = router.tokenization.render_chat(
-        body.plain_messages(),
-        body.tools if body.tool_choice != "none" else None,
-        body.add_generation_prompt,
-        body.chat_template_kwargs,
-    )
-    prompt = await encode(router, text, add_special_tokens=False)
+    prompt = await encode_chat(router, body.make_chat(body.messages, body.tool_choice != "none"))
     length = router.room_for(prompt, body.wanted, "messages")
     top = (body.top_logprobs or 0) if body.logprobs else None
     sampling = body.sampling(length, top, router.tokenization.vocab_size)
@@ -44,9 +35,7 @@ async def completions(router: Router, request: HttpRequest) -> None:
     """POST /v1/completions."""
     body = parse(CompletionBody, await request.json())
     router.check_model(body.model)
-    prompts = await encode_prompts(router, body.prompt, "prompt", body.add_special_tokens)
-    if not 0 < len(prompts) <= _MOST_PROMPTS:
-        raise InvalidRequest(f"between 1 and {_MOST_PROMPTS} prompts are needed", "prompt")
+    prompts = await encode_prompts(router, body.prompt, "prompt", body.n, body.add_special_tokens)
     for prompt in prompts:
         router.room_for(prompt, body.max_tokens, "prompt")
     sampling = body.sampling(body.max_tokens, body.logprobs, router.tokenization.vocab_size)

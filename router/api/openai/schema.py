@@ -7,7 +7,8 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from common.errors import InvalidRequest
-from router.api.request_body import OutputLength, RequestBody, SamplingBody, TokenId
+from router.api.chat_fields import ChatFields, Messages
+from router.api.request_body import Label, OutputLength, Prompts, RequestBody, SamplingBody
 from wire.sampling_ranges import MOST_TOP_LOGPROBS
 
 
@@ -22,9 +23,9 @@ class StreamOptions(BaseModel):
 class OpenAIBody(RequestBody, SamplingBody):
     """What chat and completions have in common."""
 
-    model: str | None = None
+    model: Label | None = None
     stream_options: StreamOptions | None = None
-    prompt_cache_key: str = ""  # a session: its requests have much in common
+    prompt_cache_key: Label = ""  # a session: its requests have much in common
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> Self:
@@ -41,7 +42,7 @@ class OpenAIBody(RequestBody, SamplingBody):
 class CompletionBody(OpenAIBody):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: Prompts
     max_tokens: OutputLength = 16
     logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
     best_of: int | None = None
@@ -56,19 +57,16 @@ class CompletionBody(OpenAIBody):
         return self
 
 
-class ChatBody(OpenAIBody):
+class ChatBody(OpenAIBody, ChatFields):
     """POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: Messages
     max_tokens: OutputLength | None = None
     max_completion_tokens: OutputLength | None = None
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
-    tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["auto", "none"] = "auto"
     response_format: dict[str, Any] | None = None
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    add_generation_prompt: bool = True
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -82,23 +80,3 @@ class ChatBody(OpenAIBody):
     def wanted(self) -> int | None:
         """The output length asked for; the newer name wins."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-
-    def plain_messages(self) -> list[dict[str, Any]]:
-        """The messages, with lists of text parts joined. Raises InvalidRequest for other parts."""
-        return [_plain_message(message, i) for i, message in enumerate(self.messages)]
-
-
-def _plain_message(message: dict[str, Any], position: int) -> dict[str, Any]:
-    if not isinstance(message.get("role"), str):
-        raise InvalidRequest(f"messages.{position}.role: a string is needed", "messages")
-    content = message.get("content")
-    if content is None or isinstance(content, str):
-        return message
-    if not isinstance(content, list):
-        raise InvalidRequest(f"messages.{position}.content: text or a list of parts is needed", "messages")
-    texts = []
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise InvalidRequest(f"messages.{position}.content: only text parts are supported", "messages")
-        texts.append(part["text"])
-    return {**message, "content": "\n".join(texts)}

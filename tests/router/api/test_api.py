@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 
+from router.text.chat import Chat
 from router.text.tokenization import Tokenization
 from tests.router.conftest import RouterProcess, start_router, wait_until
 from tests.support.fake_worker import FakeWorker, expected_tokens
@@ -48,7 +49,7 @@ def text_of(tokenization: Tokenization, prompt: list[int], count: int, choice: i
 
 def test_openai_client_chat(service: Service, tokenization: Tokenization) -> None:
     router, *_ = service
-    prompt = tokenization.encode(tokenization.render_chat(CHAT), add_special_tokens=False)
+    prompt = tokenization.encode_chat(Chat(CHAT))
     answer = router.openai().chat.completions.create(model="tiny", messages=CHAT, max_completion_tokens=12)
     assert answer.choices[0].message.content == text_of(tokenization, prompt, 12)
     assert answer.choices[0].finish_reason == "length"
@@ -67,9 +68,7 @@ def test_openai_client_streams_the_same(service: Service, tokenization: Tokeniza
     assert len(chunks) == 13  # one per token and the usage
     assert chunks[0].choices[0].delta.role == "assistant"
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
-    assert text == text_of(
-        tokenization, tokenization.encode(tokenization.render_chat(CHAT), add_special_tokens=False), 12
-    )
+    assert text == text_of(tokenization, tokenization.encode_chat(Chat(CHAT)), 12)
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * 11 + ["length"]
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 12
@@ -200,7 +199,7 @@ def test_tokenize_and_detokenize(service: Service, tokenization: Tokenization) -
     assert answer["max_model_len"] == 512
     assert router.http.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": "Grüße 🙂"}
     chat = router.http.post("/tokenize", json={"messages": CHAT}).json()
-    assert chat["tokens"] == tokenization.encode(tokenization.render_chat(CHAT), add_special_tokens=False)
+    assert chat["tokens"] == tokenization.encode_chat(Chat(CHAT))
 
 
 def test_what_is_sent_to_the_workers(service: Service) -> None:

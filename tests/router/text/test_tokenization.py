@@ -12,6 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from common.errors import ConfigError, InvalidRequest
+from router.text.chat import Chat
 from router.text.tokenization import Tokenization
 from tests.support.tiny_models import FAMILIES as TINY_FAMILIES
 from tests.support.tiny_models import make_tiny
@@ -69,7 +70,7 @@ def test_text(pair: tuple[Tokenization, Any], text: str) -> None:
 def test_chats(pair: tuple[Tokenization, Any], name: str, prompted: bool) -> None:
     ours, theirs = pair
     want = theirs.apply_chat_template(CHATS[name], tokenize=False, add_generation_prompt=prompted)
-    assert ours.render_chat(CHATS[name], add_generation_prompt=prompted) == want
+    assert ours.render_chat(Chat(CHATS[name], add_generation_prompt=prompted)) == want
     ids = theirs.apply_chat_template(CHATS[name], add_generation_prompt=prompted)["input_ids"]
     assert ours.encode(want, add_special_tokens=False) == ids
 
@@ -85,7 +86,7 @@ def test_tools_reasoning_and_template_arguments(tmp_path: Path) -> None:
     want = theirs.apply_chat_template(
         chat, tools=[TOOL], tokenize=False, add_generation_prompt=True, enable_thinking=False
     )
-    got = ours.render_chat(chat, [TOOL], template_kwargs={"enable_thinking": False})
+    got = ours.render_chat(Chat(chat, [TOOL], template_kwargs={"enable_thinking": False}))
     assert got == want
     assert "hm" in got
     assert "<think>\n\n</think>" in got
@@ -95,7 +96,7 @@ def test_tools_reasoning_and_template_arguments(tmp_path: Path) -> None:
 def test_a_template_may_refuse_in_its_own_words(tmp_path: Path, family: str) -> None:
     ours = Tokenization(FAMILIES[family](tmp_path))
     with pytest.raises(InvalidRequest, match=r"unknown role|roles must alternate"):
-        ours.render_chat([{"role": "stranger", "content": "x"}])
+        ours.render_chat(Chat([{"role": "stranger", "content": "x"}]))
 
 
 def rewritten(tmp_path: Path, template: str) -> Tokenization:
@@ -108,7 +109,7 @@ def test_the_date_is_the_templates_to_format(tmp_path: Path) -> None:
     from datetime import datetime
 
     tokenization = rewritten(tmp_path, "{{ strftime_now('%Y') }}")
-    assert tokenization.render_chat([{"role": "user", "content": ""}]) == datetime.now().strftime("%Y")
+    assert tokenization.render_chat(Chat([{"role": "user", "content": ""}])) == datetime.now().strftime("%Y")
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,7 @@ def test_the_date_is_the_templates_to_format(tmp_path: Path) -> None:
 )
 def test_the_sandbox_holds(tmp_path: Path, template: str) -> None:
     with pytest.raises(InvalidRequest, match="refused"):
-        rewritten(tmp_path, template).render_chat([{"role": "user", "content": "x"}])
+        rewritten(tmp_path, template).render_chat(Chat([{"role": "user", "content": "x"}]))
 
 
 def test_a_model_directory_that_cannot_work_is_named(tmp_path: Path) -> None:
@@ -141,4 +142,4 @@ def test_without_a_template_chat_is_refused(tmp_path: Path) -> None:
     path = byte_level(tmp_path)
     (path / "tokenizer_config.json").write_text("{}")
     with pytest.raises(InvalidRequest, match="no chat template"):
-        Tokenization(path).render_chat([{"role": "user", "content": "x"}])
+        Tokenization(path).render_chat(Chat([{"role": "user", "content": "x"}]))

@@ -1,0 +1,44 @@
+"""What bodies say of a chat: /v1/chat/completions and /tokenize take the same."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
+
+from common.errors import InvalidRequest
+from router.text.chat import Chat
+
+MOST_MESSAGES = 8192
+MOST_TOOLS = 1024
+Messages = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
+
+
+class ChatFields(BaseModel):
+    """A chat but for its messages, which one body needs and another may have."""
+
+    tools: list[dict[str, Any]] | None = Field(None, max_length=MOST_TOOLS, fail_fast=True)
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    def make_chat(self, messages: list[dict[str, Any]], with_tools: bool = True) -> Chat:
+        """The chat, with lists of text parts joined. Raises InvalidRequest for other parts."""
+        plain = [_plain_message(message, position) for position, message in enumerate(messages)]
+        tools = self.tools if with_tools else None
+        return Chat(plain, tools, self.add_generation_prompt, self.chat_template_kwargs)
+
+
+def _plain_message(message: dict[str, Any], position: int) -> dict[str, Any]:
+    if not isinstance(message.get("role"), str):
+        raise InvalidRequest(f"messages.{position}.role: a string is needed", "messages")
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return message
+    if not isinstance(content, list):
+        raise InvalidRequest(f"messages.{position}.content: text or a list of parts is needed", "messages")
+    texts = []
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise InvalidRequest(f"messages.{position}.content: only text parts are supported", "messages")
+        texts.append(part["text"])
+    return {**message, "content": "\n".join(texts)}

@@ -1,0 +1,59 @@
+"""What a request gives to a chat template."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+from common.errors import InvalidRequest
+
+MOST_TEXT = 4 << 20  # characters and values of a field
+DEEPEST = 64  # nesting of a field
+
+
+class Chat:
+    """Messages, tools and template arguments: plain data parsed from JSON."""
+
+    def __init__(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Raises InvalidRequest, with the name of the field, for too much text or too deep nesting."""
+        self.messages = messages
+        self.tools = tools
+        self.add_generation_prompt = add_generation_prompt
+        self.template_kwargs = template_kwargs or {}
+        self.arrived = datetime.now()  # local time: what a template calls now
+        self.strings: list[str] = []  # every text, names of fields included
+        self.size = 0  # their characters, and one for each value
+        self._read("messages", messages)
+        if tools:
+            self._read("tools", tools)
+        if template_kwargs:
+            self._read("chat_template_kwargs", template_kwargs)
+
+    def _read(self, param: str, value: Any) -> None:
+        size = _collect(value, self.strings, DEEPEST, param)
+        if size > MOST_TEXT:
+            raise InvalidRequest(f"{param} has {size} characters and values, more than {MOST_TEXT}", param)
+        self.size += size
+
+
+def _collect(value: dict[str, Any] | list[Any], found: list[str], levels: int, param: str) -> int:
+    """Add all texts to `found`. Returns their characters, and one for each value."""
+    if not levels:
+        raise InvalidRequest(f"{param} nests deeper than {DEEPEST} levels", param)
+    size = len(value)
+    if isinstance(value, dict):
+        found.extend(value)
+        size += sum(map(len, value))
+    for item in value.values() if isinstance(value, dict) else value:
+        if isinstance(item, str):
+            found.append(item)
+            size += len(item)
+        elif isinstance(item, (dict, list)):
+            size += _collect(item, found, levels - 1, param)
+    return size
