@@ -69,6 +69,7 @@ class DecodeRole(WorkerRole[DecodeRoom]):
             self.options.kv_transfer_backend,
             self.options.interface,
             Bounds(write_s=self.options.transfer_timeout_s),
+            encrypted=self.options.cluster_secret is not None,
         )
         self._host = host_identity()
         self._layout = layout_digest(services.memory.layouts())

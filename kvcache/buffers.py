@@ -3,6 +3,9 @@
 Both ask for huge pages: attention and transfer access pages in random order, and with 4 KiB mappings most
 time goes to TLB misses. `/dev/shm` is not used because it is 64 MB in many containers.
 
+A memfd is sealed: nobody can change its size, neither its creator nor a process that maps it. Without that,
+one of them could shrink it, and every other one would die of SIGBUS at its next access.
+
 Lifetime: `close` closes the descriptor and drops this object's tensor. The memory is unmapped with the last
 tensor over it: unmapping it under a live tensor would turn a late read into a crash.
 """
@@ -10,12 +13,14 @@ tensor over it: unmapping it under a live tensor would turn a late read into a c
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 
 import torch
 
 HUGE_PAGE_BYTES = 2 << 20
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class HostBuffer:
@@ -70,14 +75,26 @@ def allocate_private(nbytes: int) -> HostBuffer:
 
 
 def allocate_shared(nbytes: int) -> SharedBuffer:
-    """Zeroed memory that other processes can map. The descriptor is closed on exec."""
-    fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC)
+    """Zeroed memory that other processes can map, of a size that is final. The descriptor is closed on
+    exec."""
+    fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
         return SharedBuffer(fd, nbytes)
     except BaseException:
         os.close(fd)
         raise
+
+
+def check_sealed(fd: int, nbytes: int) -> None:
+    """Raise OSError or ValueError unless `fd` is a memfd of at least `nbytes` whose size is final. To be
+    called before a descriptor that another process sent is mapped."""
+    size = os.fstat(fd).st_size
+    if not 0 < nbytes <= size:
+        raise ValueError(f"it has {size} bytes, and {nbytes} are announced")
+    if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
+        raise ValueError("it is not sealed: its size can change")
 
 
 def _advise_huge_pages(mapping: mmap.mmap) -> None:

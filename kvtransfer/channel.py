@@ -13,23 +13,22 @@ from typing import NamedTuple
 from common.errors import TransferError
 from kvtransfer.frames import (
     Begin,
-    Challenge,
     End,
     Ended,
+    Gone,
     Granted,
-    Hello,
     Pools,
     Refused,
     Silent,
     bound,
-    proof_of,
-    receive_frame,
-    send_frame,
 )
+from kvtransfer.greeting import introduce
 from kvtransfer.pages import PageWrite
 from kvtransfer.region import GroupRegion, PoolRegion, check_pages
 from kvtransfer.transport import Bounds
 from wire.messages import TransferEndpoint
+
+_MAX_GREETINGS = 4
 
 
 class Uncertain(TransferError):
@@ -67,18 +66,13 @@ class Channel:
 
     def __init__(self, line: Line, endpoint: TransferEndpoint, bounds: Bounds) -> None:
         """Authenticate. Raises TransferError, after closing the line."""
-        sock = line.sock
         self._line = line
-        self.sock = sock
         self.fds: list[int] = []
         self.used = False  # for a write before: the peer may have closed it while it was idle
         try:
-            bound(sock, bounds.silence_s)
-            challenge = receive_frame(sock)
-            if not isinstance(challenge, Challenge):
-                raise TransferError("the peer did not greet")
-            send_frame(sock, Hello(proof_of(endpoint.params.get("token", ""), challenge.nonce)))
-            pools = receive_frame(sock, fds=self.fds if sock.family == socket.AF_UNIX else None)
+            bound(line.sock, bounds.silence_s)
+            self.stream = introduce(line.sock, endpoint)
+            pools = self.stream.receive(fds=self.fds if line.sock.family == socket.AF_UNIX else None)
             if not isinstance(pools, Pools):
                 raise TransferError("the peer did not describe its pools")
             self.pools: Pools = pools
@@ -93,8 +87,8 @@ class Channel:
         if theirs != page_bytes:
             raise Refusal(f"page_bytes of group {write.group} differ: {page_bytes} here, {theirs} there")
         pages = write.dst_pages.astype("<i8", copy=False).tobytes()
-        send_frame(self.sock, Begin(write.room, write.epoch, write.group, pages))
-        answer = receive_frame(self.sock)
+        self.stream.send(Begin(write.room, write.epoch, write.group, pages))
+        answer = self.stream.receive()
         if isinstance(answer, Refused):
             raise Refusal(answer.reason)
         if not isinstance(answer, Granted):
@@ -103,12 +97,12 @@ class Channel:
 
     def end(self) -> None:
         """All bytes have landed: give the grant back and wait until the receiver has counted them."""
-        send_frame(self.sock, End(landed=True))
+        self.stream.send(End(landed=True))
         self.expect_ended()
 
     def expect_ended(self) -> None:
         """Wait until the receiver confirms the last frame. Raises TransferError."""
-        if not isinstance(receive_frame(self.sock), Ended):
+        if not isinstance(self.stream.receive(), Ended):
             raise TransferError("the peer does not confirm the write")
 
     def close(self) -> None:
@@ -245,7 +239,7 @@ class PeerSender(ABC):
             with self._lock:
                 channel = peer.idle.pop() if peer.idle else None
             if channel is None:
-                channel = Channel(self._new_line(peer), peer.endpoint, self._bounds)
+                channel = self._open_channel(peer)
                 self._attach(peer, channel)
             try:
                 return channel, channel.begin(write, region.page_bytes)
@@ -256,6 +250,14 @@ class PeerSender(ABC):
                 self._give_up(channel, certain=True)  # the receiver may have granted it all the same
                 if not channel.used or isinstance(error, Silent):
                     raise
+
+    def _open_channel(self, peer: Peer) -> Channel:
+        """A new channel. One that is dropped while it is greeted is tried again: a receiver that many
+        strangers knock at drops the oldest."""
+        for _ in range(_MAX_GREETINGS - 1):
+            with suppress(Gone):
+                return Channel(self._new_line(peer), peer.endpoint, self._bounds)
+        return Channel(self._new_line(peer), peer.endpoint, self._bounds)
 
     def _new_line(self, peer: Peer) -> Line:
         line = Line(self._connect(peer.endpoint))
@@ -292,7 +294,7 @@ class PeerSender(ABC):
     def _give_up(self, channel: Channel, certain: bool) -> None:
         """The write failed: send what is known about it and close. The receiver reads that End first."""
         try:
-            send_frame(channel.sock, End(landed=False, certain=certain))
+            channel.stream.send(End(landed=False, certain=certain))
         except TransferError:
             pass  # a receiver that does not get it finds out by itself: the fences allow for that
         finally:

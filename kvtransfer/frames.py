@@ -1,7 +1,8 @@
 """The control frames between a sender's transport and a receiver's, over a Unix or TCP stream.
 
-The receiver begins with `Challenge`. The sender proves with `Hello` that it has the endpoint's token. The
-receiver describes its pools in `Pools`. Writes follow, one after the other: `Begin`, answered by `Granted` or
+The receiver begins with `Challenge`. The sender proves with `Hello` that it has the endpoint's token. Every
+later frame of an encrypted connection is encrypted (`streams.EncryptedStream`). The receiver describes its
+pools in `Pools`. Writes follow, one after the other: `Begin`, answered by `Granted` or
 `Refused`; the bytes, which every backend moves in its own way; `End`, answered by `Ended`. A frame is a
 little-endian uint32 length and a typed MessagePack struct.
 """
@@ -18,9 +19,8 @@ import msgspec
 
 from common.errors import TransferError
 
-_LENGTH = struct.Struct("<I")
-_MAX_FRAME = 16 << 20  # page ids of the longest write: millions of pages
-_MAX_HELLO = 4096  # of a peer that is not authenticated yet
+LENGTH = struct.Struct("<I")
+MAX_FRAME = 16 << 20  # page ids of the longest write: millions of pages
 
 
 class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
@@ -30,13 +30,15 @@ class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Proof of the token: HMAC-SHA256 over the nonce."""
+    """Proof of the token: HMAC-SHA256 over the Challenge's nonce and the sender's own."""
 
     proof: bytes
+    nonce: bytes
 
 
 class PoolInfo(msgspec.Struct, frozen=True, array_like=True):
-    """One group's pool at the receiver; `ptr` is an address in the receiver's process."""
+    """One group's pool at the receiver. `ptr` is its address in the receiver's process, 0 where senders need
+    none."""
 
     page_bytes: int
     num_pages: int
@@ -102,7 +104,7 @@ class Silent(TransferError):
 
 
 class Gone(TransferError):
-    """The peer closed the connection between two frames."""
+    """The peer closed the connection, or reset it, between two frames."""
 
 
 def bound(sock: socket.socket, silence_s: float) -> None:
@@ -119,8 +121,8 @@ def bound(sock: socket.socket, silence_s: float) -> None:
 
 def send_frame(sock: socket.socket, frame: Frame, fds: list[int] | None = None) -> None:
     """Send one frame, and descriptors with it (Unix sockets only). Raises TransferError."""
-    body = _encoder.encode(frame)
-    data = _LENGTH.pack(len(body)) + body
+    body = encode_frame(frame)
+    data = LENGTH.pack(len(body)) + body
     try:
         if fds:
             sent = socket.send_fds(sock, [data], fds)
@@ -130,32 +132,51 @@ def send_frame(sock: socket.socket, frame: Frame, fds: list[int] | None = None) 
         raise TransferError(f"cannot send to the peer: {error}") from None
 
 
-def receive_frame(sock: socket.socket, limit: int = _MAX_FRAME, fds: list[int] | None = None) -> Frame:
+def receive_frame(sock: socket.socket, fds: list[int] | None = None) -> Frame:
     """Receive one frame; descriptors that come with it are appended to `fds`.
 
     Raises Silent, Gone, or TransferError for a frame that is cut off or does not decode.
     """
-    head = _receive(sock, _LENGTH.size, fds, starts=True)
-    (length,) = _LENGTH.unpack(head)
+    return decode_frame(receive_bytes(sock, receive_length(sock, MAX_FRAME, fds)))
+
+
+def receive_length(sock: socket.socket, limit: int, fds: list[int] | None = None) -> int:
+    """The length of the frame that follows. Raises Silent, Gone, or TransferError for one above `limit`."""
+    (length,) = LENGTH.unpack(_receive(sock, LENGTH.size, fds, starts=True))
     if length > limit:
         raise TransferError(f"the peer announces a frame of {length} bytes; at most {limit} are taken")
+    return int(length)
+
+
+def receive_bytes(sock: socket.socket, nbytes: int) -> bytearray:
+    """The rest of a frame that has begun. Raises TransferError when it does not come."""
+    return _receive(sock, nbytes, None, starts=False)
+
+
+def encode_frame(frame: Frame) -> bytes:
+    """A frame without its length."""
+    return _encoder.encode(frame)
+
+
+def decode_frame(data: bytearray) -> Frame:
+    """The inverse of `encode_frame`. Raises TransferError."""
     try:
-        frame: Frame = _decoder.decode(_receive(sock, length, None, starts=False))
-    except msgspec.MsgspecError as error:
+        frame: Frame = _decoder.decode(data)
+    except (msgspec.MsgspecError, RecursionError) as error:  # RecursionError: a value nested too deeply
         raise TransferError(f"the peer sent a frame that does not decode: {error}") from None
     return frame
 
 
-def expect_hello(sock: socket.socket, token: str, nonce: bytes) -> None:
-    """Receive the peer's Hello. Raises TransferError when the peer does not know the token."""
-    frame = receive_frame(sock, limit=_MAX_HELLO)
-    if not isinstance(frame, Hello) or not hmac.compare_digest(frame.proof, proof_of(token, nonce)):
-        raise TransferError("the peer does not know this endpoint's token")
+def check_hello(frame: Frame, token: str, nonce: bytes) -> Hello:
+    """The frame, if it is a Hello that answers this nonce. Raises TransferError when it is not."""
+    if isinstance(frame, Hello) and hmac.compare_digest(frame.proof, proof_of(token, nonce, frame.nonce)):
+        return frame
+    raise TransferError("the peer does not know this endpoint's token")
 
 
-def proof_of(token: str, nonce: bytes) -> bytes:
-    """The proof that a Hello must contain."""
-    return hmac.digest(token.encode(), nonce, hashlib.sha256)
+def proof_of(token: str, receiver_nonce: bytes, sender_nonce: bytes) -> bytes:
+    """The proof that a Hello must contain. The receiver's nonce has a fixed length."""
+    return hmac.digest(token.encode(), receiver_nonce + sender_nonce, hashlib.sha256)
 
 
 def _receive(sock: socket.socket, nbytes: int, fds: list[int] | None, starts: bool) -> bytearray:
@@ -176,6 +197,8 @@ def _receive(sock: socket.socket, nbytes: int, fds: list[int] | None, starts: bo
             if starts and got == 0:
                 raise Silent("the peer is silent") from None
             raise TransferError("the peer stopped in the middle of a frame") from None
+        except ConnectionResetError:
+            count = 0
         except OSError as error:
             raise TransferError(f"the connection to the peer broke: {error}") from None
         if count == 0:

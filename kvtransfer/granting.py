@@ -12,10 +12,11 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from common.errors import TransferError
-from kvtransfer.frames import Begin, End, PoolInfo, Pools, Refused, Silent, receive_frame, send_frame
-from kvtransfer.listener import Listener, greet
+from kvtransfer.frames import Begin, End, PoolInfo, Pools, Refused, Silent
+from kvtransfer.listener import Listener
 from kvtransfer.region import GroupRegion, PoolRegion
 from kvtransfer.rooms import Grant, RoomTable
+from kvtransfer.streams import Stream
 from kvtransfer.transport import Bounds
 from wire.messages import TransferEndpoint
 
@@ -40,25 +41,28 @@ class GrantingReceiver(ABC, Generic[Session]):
         self._regions = regions
         self._rooms = rooms
         self._bounds = bounds
-        self._token = secrets.token_hex(16)
-        params = {**endpoint.params, "token": self._token}
+        params = {**endpoint.params, "token": secrets.token_hex(16)}
         self._endpoint = TransferEndpoint(endpoint.backend, endpoint.address, params)
-        self._listener = Listener(sock, self._serve, f"kv-{endpoint.backend}")
+        self._listener = Listener(sock, self._endpoint, bounds, self._serve)
         self._listener.start()
 
     @abstractmethod
-    def _admit(self, sock: socket.socket) -> AbstractContextManager[Session]:
-        """Around a peer's whole connection, opened before it is authenticated: the backend's own state."""
+    def _admit(self, stream: Stream) -> AbstractContextManager[Session]:
+        """Around an authenticated peer's connection, opened before it may write: the backend's own state."""
 
     @abstractmethod
-    def _see_through(self, sock: socket.socket, session: Session, grant: Grant) -> None:
+    def _see_through(self, stream: Stream, session: Session, grant: Grant) -> None:
         """Answer Granted, and finish the grant when nothing can be written under it any more: at once after
         an End, otherwise when that is certain. Raises TransferError to drop the peer."""
 
-    def _send_pools(self, sock: socket.socket, session: Session) -> None:  # noqa: ARG002 - for overriders
-        send_frame(sock, Pools(self._infos()))
+    def _send_pools(self, stream: Stream, session: Session) -> None:  # noqa: ARG002 - for overriders
+        stream.send(Pools(self._infos()))
 
-    def _interrupt(self, sock: socket.socket, region: GroupRegion) -> Callable[[], None] | None:  # noqa: ARG002
+    def _address(self, region: GroupRegion) -> int:  # noqa: ARG002 - for overriders
+        """Where senders of this backend write to; 0 when they need no address of this process."""
+        return 0
+
+    def _interrupt(self, stream: Stream, region: GroupRegion) -> Callable[[], None] | None:  # noqa: ARG002
         """A callback that stops a granted write when its room is closed; None if nothing can stop it."""
         return None
 
@@ -71,21 +75,20 @@ class GrantingReceiver(ABC, Generic[Session]):
 
     def _infos(self) -> dict[str, PoolInfo]:
         return {
-            name: PoolInfo(region.page_bytes, region.num_pages, region.ptr)
+            name: PoolInfo(region.page_bytes, region.num_pages, self._address(region))
             for name, region in self._regions.items()
         }
 
-    def _serve(self, sock: socket.socket) -> None:
-        with self._admit(sock) as session:
-            greet(sock, self._token, self._bounds)
-            self._send_pools(sock, session)
+    def _serve(self, stream: Stream) -> None:
+        with self._admit(stream) as session:
+            self._send_pools(stream, session)
             while not self._listener.closing.is_set():
-                self._serve_one(sock, session)
+                self._serve_one(stream, session)
 
-    def _serve_one(self, sock: socket.socket, session: Session) -> None:
+    def _serve_one(self, stream: Stream, session: Session) -> None:
         """Handle one whole write, or return after a time of silence."""
         try:
-            frame = receive_frame(sock)
+            frame = stream.receive()
         except Silent:
             return
         if isinstance(frame, End):
@@ -93,17 +96,17 @@ class GrantingReceiver(ABC, Generic[Session]):
         if not isinstance(frame, Begin):
             raise TransferError("expected a Begin")
         try:
-            grant = self._begin(sock, frame)
+            grant = self._begin(stream, frame)
         except TransferError as error:
-            send_frame(sock, Refused(str(error)))
+            stream.send(Refused(str(error)))
             return
-        self._see_through(sock, session, grant)
+        self._see_through(stream, session, grant)
 
-    def _begin(self, sock: socket.socket, frame: Begin) -> Grant:
+    def _begin(self, stream: Stream, frame: Begin) -> Grant:
         region = self._regions.get(frame.group)
         if region is None or len(frame.pages) % 8:
             raise TransferError(f"there are no such pages of a group {frame.group} here")
         pages = np.frombuffer(frame.pages, dtype="<i8").astype(np.int64)
         nbytes = len(pages) * region.page_bytes
-        backend, interrupt = self._endpoint.backend, self._interrupt(sock, region)
+        backend, interrupt = self._endpoint.backend, self._interrupt(stream, region)
         return self._rooms.begin(frame.room, frame.epoch, frame.group, pages, nbytes, backend, interrupt)

@@ -1,42 +1,68 @@
-"""Listener: accepts a receiver's peers, one thread each, and ends them all on close.
+"""Listener: accepts a receiver's peers, greets them on one thread, gives each that proves the token a thread
+of its own, and ends them all on close.
 
-Each peer has a thread because its work is a blocking copy into the pool that releases the GIL. There are as
-many peers as sender threads in the cluster that write to this worker, and at most `_MAX_PEERS`.
+A peer has a thread because its work is a blocking copy into the pool that releases the GIL. There are as many
+peers as sender threads in the cluster that write to this worker, and at most `_MAX_PEERS`.
+
+Whoever has not proven the token is a stranger and does not count among the peers. There are at most
+`_MAX_STRANGERS`, each for at most `greeting_s`; when one more comes, or descriptors run out, the oldest is
+dropped. A peer that knows the token answers within a round trip, so strangers do not keep it out.
 """
 
 from __future__ import annotations
 
 import logging
-import secrets
+import selectors
 import socket
 import threading
+import time
 from collections.abc import Callable
 
 from common.errors import TransferError
-from kvtransfer.frames import Challenge, Gone, bound, expect_hello, send_frame
+from kvtransfer.frames import Gone, bound
+from kvtransfer.greeting import Greeting
+from kvtransfer.streams import Stream
 from kvtransfer.transport import Bounds
+from wire.messages import TransferEndpoint
 
 log = logging.getLogger(__name__)
 
 _MAX_PEERS = 256
+_MAX_STRANGERS = 128
+_BACKLOG = 128
 _JOIN_S = 5.0
+_LOG_EVERY_S = 10.0
 
 
 class Listener:
-    """Owns a listening socket and its peers' threads.
+    """Owns a listening socket, the strangers and the peers' threads.
 
-    `serve(sock)` runs on the peer's thread and ends by TransferError; the socket is closed after it.
+    `serve(stream)` runs on the peer's thread and ends by TransferError; the socket is closed after it.
     """
 
-    def __init__(self, sock: socket.socket, serve: Callable[[socket.socket], None], name: str) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        endpoint: TransferEndpoint,
+        bounds: Bounds,
+        serve: Callable[[Stream], None],
+    ) -> None:
         self._socket = sock
+        self._endpoint = endpoint
+        self._bounds = bounds
         self._serve = serve
-        self._name = name
+        self._name = f"kv-{endpoint.backend}"
         self._peers: dict[socket.socket, threading.Thread] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the peers
+        self._strangers: dict[socket.socket, Greeting] = {}  # oldest first; the listening thread's own
+        self._selector = selectors.DefaultSelector()
+        self._dropped = 0  # strangers, since the last line about them in the log
+        self._log_at = 0.0
         self.closing = threading.Event()
-        sock.listen(64)
-        self._thread = threading.Thread(target=self._accept, name=name, daemon=True)
+        sock.setblocking(False)
+        sock.listen(_BACKLOG)
+        self._selector.register(sock, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._listen, name=self._name, daemon=True)
 
     def start(self) -> None:
         """Begin to accept. Not in the constructor, because `serve` may use the object that owns this one."""
@@ -47,7 +73,7 @@ class Listener:
         if self.closing.is_set():
             return
         self.closing.set()
-        self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept(); close() alone would not
+        self._socket.shutdown(socket.SHUT_RDWR)  # wakes select(); close() alone would not
         self._thread.join(_JOIN_S)
         self._socket.close()
         with self._lock:
@@ -57,29 +83,102 @@ class Listener:
         for thread in peers.values():
             thread.join(_JOIN_S)
 
-    def _accept(self) -> None:
+    def _listen(self) -> None:
         while not self.closing.is_set():
-            try:
-                sock, _ = self._socket.accept()
-            except OSError as error:
-                if not self.closing.is_set():
-                    log.warning("%s: accept failed: %s", self._name, error)
-                    self.closing.wait(0.1)  # out of descriptors: give others time to close some
-                continue
-            with self._lock:
-                if len(self._peers) >= _MAX_PEERS or self.closing.is_set():
-                    log.warning("%s: refused a peer; there are %d", self._name, len(self._peers))
-                    sock.close()
-                    continue
-                thread = threading.Thread(
-                    target=self._run, args=(sock,), name=f"{self._name}-peer", daemon=True
-                )
-                self._peers[sock] = thread
-                thread.start()
+            for key, _ in self._selector.select(self._until_next_deadline()):
+                if key.fileobj is self._socket:
+                    self._accept()
+                elif key.data.sock in self._strangers:  # not dropped since select() returned
+                    self._hear(key.data)
+            now = time.monotonic()
+            while self._strangers and self._oldest().deadline <= now:
+                self._drop(self._oldest(), "it said no Hello in time")
+        for stranger in [*self._strangers.values()]:
+            self._forget(stranger)
+            stranger.sock.close()
+        self._selector.close()
 
-    def _run(self, sock: socket.socket) -> None:
+    def _until_next_deadline(self) -> float | None:
+        return max(0.0, self._oldest().deadline - time.monotonic()) if self._strangers else None
+
+    def _oldest(self) -> Greeting:
+        return next(iter(self._strangers.values()))
+
+    def _accept(self) -> None:
         try:
-            self._serve(sock)
+            sock, _ = self._socket.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return  # it left again
+        except OSError as error:
+            if self.closing.is_set():
+                return
+            if self._strangers:
+                self._drop(self._oldest(), f"its descriptor is needed: {error}")
+            else:
+                log.warning("%s: accept failed: %s", self._name, error)
+                self.closing.wait(0.1)  # out of descriptors: give others time to close some
+            return
+        if len(self._strangers) >= _MAX_STRANGERS:
+            self._drop(self._oldest(), "too many knock")
+        try:
+            stranger = Greeting(sock, self._endpoint, time.monotonic() + self._bounds.greeting_s)
+        except TransferError as error:
+            self._count_dropped(str(error))
+            sock.close()
+            return
+        self._strangers[sock] = stranger
+        self._selector.register(sock, selectors.EVENT_READ, stranger)
+
+    def _hear(self, stranger: Greeting) -> None:
+        try:
+            stream = stranger.read()
+        except TransferError as error:
+            self._drop(stranger, str(error))
+            return
+        if stream is not None:
+            self._forget(stranger)
+            self._admit(stream)
+
+    def _forget(self, stranger: Greeting) -> None:
+        del self._strangers[stranger.sock]
+        self._selector.unregister(stranger.sock)
+
+    def _drop(self, stranger: Greeting, reason: str) -> None:
+        self._forget(stranger)
+        stranger.sock.close()
+        self._count_dropped(reason)
+
+    def _count_dropped(self, reason: str) -> None:
+        """Say so in the log, now and then: a line for each would be a way to fill the disk."""
+        self._dropped += 1
+        now = time.monotonic()
+        if now >= self._log_at:
+            log.info("%s: dropped %d strangers, the last because: %s", self._name, self._dropped, reason)
+            self._dropped, self._log_at = 0, now + _LOG_EVERY_S
+
+    def _admit(self, stream: Stream) -> None:
+        """The peer knows the token: give it a thread."""
+        sock = stream.sock
+        bound(sock, self._bounds.silence_s)
+        with self._lock:
+            if len(self._peers) >= _MAX_PEERS or self.closing.is_set():
+                log.warning("%s: refused a peer; there are %d", self._name, len(self._peers))
+                sock.close()
+                return
+            thread = threading.Thread(
+                target=self._run, args=(stream,), name=f"{self._name}-peer", daemon=True
+            )
+            self._peers[sock] = thread
+            try:
+                thread.start()
+            except RuntimeError as error:  # the process may have no more threads
+                log.warning("%s: refused a peer: %s", self._name, error)
+                del self._peers[sock]
+                sock.close()
+
+    def _run(self, stream: Stream) -> None:
+        try:
+            self._serve(stream)
         except Gone:
             pass  # the orderly end
         except TransferError as error:
@@ -87,8 +186,8 @@ class Listener:
                 log.info("%s: dropped a peer: %s", self._name, error)
         finally:
             with self._lock:  # not closed while close() may be hanging up on it
-                del self._peers[sock]
-                sock.close()
+                del self._peers[stream.sock]
+                stream.sock.close()
 
 
 def hang_up(sock: socket.socket) -> None:
@@ -97,11 +196,3 @@ def hang_up(sock: socket.socket) -> None:
         sock.shutdown(socket.SHUT_RDWR)
     except OSError:
         log.debug("the peer hung up first")
-
-
-def greet(sock: socket.socket, token: str, bounds: Bounds) -> None:
-    """Authenticate the peer. Raises TransferError when it does not know the token."""
-    bound(sock, bounds.silence_s)
-    nonce = secrets.token_bytes(16)
-    send_frame(sock, Challenge(nonce))
-    expect_hello(sock, token, nonce)

@@ -25,14 +25,15 @@ import numpy as np
 
 from common.errors import ConfigError, TransferError
 from kvtransfer.channel import GrantedWrite, PeerSender, Uncertain
-from kvtransfer.frames import End, Ended, Granted, Pools, Staged, receive_frame, send_frame
+from kvtransfer.frames import End, Ended, Granted, Pools, Staged
 from kvtransfer.granting import GrantingReceiver
 from kvtransfer.listener import hang_up
 from kvtransfer.mooncake_engine import MooncakeEngine, has_rdma
 from kvtransfer.pages import PageIds, coalesce, copy_pages
 from kvtransfer.region import GroupRegion, PoolRegion
 from kvtransfer.rooms import Grant, RoomTable
-from kvtransfer.tcp import connected_socket, listening_socket
+from kvtransfer.streams import Stream
+from kvtransfer.tcp import connected_socket, listening_endpoint, listening_socket
 from kvtransfer.transport import Bounds
 from wire.messages import TransferEndpoint
 
@@ -88,8 +89,7 @@ class _Station:
 
     def __init__(self, regions: PoolRegion, interface: str, progress_s: float) -> None:
         self.engine = MooncakeEngine(interface, progress_s)
-        for region in regions.values():
-            self.engine.register(region.ptr, region.nbytes)
+        _register(self.engine, regions)
         self.stages = _Stages(self.engine)
         self.peers: set[socket.socket] = set()
         self.stopped = False
@@ -98,14 +98,17 @@ class _Station:
 class MooncakeReceiver(GrantingReceiver[_Station]):
     """ReceiverTransport over Mooncake."""
 
-    def __init__(self, regions: PoolRegion, rooms: RoomTable, bounds: Bounds, interface: str) -> None:
-        """Raises ConfigError when Mooncake or the interface does not work here."""
+    def __init__(
+        self, regions: PoolRegion, rooms: RoomTable, bounds: Bounds, interface: str, encrypted: bool = False
+    ) -> None:
+        """`encrypted` is about the control frames: Mooncake moves the bytes in the clear. Raises ConfigError
+        when Mooncake or the interface does not work here."""
         self._interface = interface
         self._lock = threading.Lock()  # guards the station: its engine is not stopped while it is used
         self._station = _Station(regions, interface, bounds.silence_s)
         sock = listening_socket(interface)
-        host, port = sock.getsockname()
-        endpoint = TransferEndpoint(BACKEND, f"{host}:{port}", {"protocol": self._station.engine.protocol})
+        endpoint = listening_endpoint(BACKEND, sock, encrypted)
+        endpoint.params["protocol"] = self._station.engine.protocol
         super().__init__(sock, endpoint, regions, rooms, bounds)
 
     def close(self) -> None:
@@ -115,7 +118,7 @@ class MooncakeReceiver(GrantingReceiver[_Station]):
             self._halt()
 
     @contextmanager
-    def _admit(self, sock: socket.socket) -> Iterator[_Station]:
+    def _admit(self, stream: Stream) -> Iterator[_Station]:
         """The current engine, through which this peer writes."""
         with self._lock:
             if self._station.stopped:
@@ -126,31 +129,34 @@ class MooncakeReceiver(GrantingReceiver[_Station]):
                 except ConfigError as error:
                     raise TransferError(f"Mooncake does not start again: {error}") from None
             station = self._station
-            station.peers.add(sock)
+            station.peers.add(stream.sock)
         try:
             yield station
         finally:
             with self._lock:
-                station.peers.discard(sock)
+                station.peers.discard(stream.sock)
 
-    def _send_pools(self, sock: socket.socket, session: _Station) -> None:
-        send_frame(sock, Pools(self._infos(), session=session.engine.session))
+    def _address(self, region: GroupRegion) -> int:
+        return region.ptr if _is_direct(region) else 0
 
-    def _interrupt(self, sock: socket.socket, region: GroupRegion) -> Callable[[], None] | None:
-        return None if _is_direct(region) else lambda: hang_up(sock)
+    def _send_pools(self, stream: Stream, session: _Station) -> None:
+        stream.send(Pools(self._infos(), session=session.engine.session))
 
-    def _see_through(self, sock: socket.socket, session: _Station, grant: Grant) -> None:
+    def _interrupt(self, stream: Stream, region: GroupRegion) -> Callable[[], None] | None:
+        return None if _is_direct(region) else lambda: hang_up(stream.sock)
+
+    def _see_through(self, stream: Stream, session: _Station, grant: Grant) -> None:
         if _is_direct(self._regions[grant.group]):
-            self._see_direct(sock, session, grant)
+            self._see_direct(stream, session, grant)
         else:
-            self._see_staged(sock, session, grant)
+            self._see_staged(stream, session, grant)
 
-    def _see_direct(self, sock: socket.socket, station: _Station, grant: Grant) -> None:
+    def _see_direct(self, stream: Stream, station: _Station, grant: Grant) -> None:
         landed = False
         try:
             with suppress(TransferError):  # a peer that has given up has sent its End before
-                send_frame(sock, Granted())
-            end = self._await_end(sock, grant)
+                stream.send(Granted())
+            end = self._await_end(stream, grant)
             landed = end.landed
             if not end.certain:
                 raise TransferError("the peer's write failed")
@@ -159,25 +165,25 @@ class MooncakeReceiver(GrantingReceiver[_Station]):
             raise
         finally:
             self._rooms.finish(grant, landed=landed)
-        send_frame(sock, Ended())
+        stream.send(Ended())
 
-    def _await_end(self, sock: socket.socket, grant: Grant) -> End:
+    def _await_end(self, stream: Stream, grant: Grant) -> End:
         """Wait for the sender's End. Raises TransferError when it does not come within `write_s`, or within
         `silence_s` after the room was closed."""
         poller = select.poll()
-        poller.register(sock, select.POLLIN)
+        poller.register(stream.sock, select.POLLIN)
         deadline = time.monotonic() + self._bounds.write_s
         while not poller.poll(100):
             if grant.revoked:
                 deadline = min(deadline, time.monotonic() + self._bounds.silence_s)
             if time.monotonic() > deadline:
                 raise TransferError("the peer does not say that its write is over")
-        end = receive_frame(sock)
+        end = stream.receive()
         if not isinstance(end, End):
             raise TransferError("expected an End")
         return end
 
-    def _see_staged(self, sock: socket.socket, station: _Station, grant: Grant) -> None:
+    def _see_staged(self, stream: Stream, station: _Station, grant: Grant) -> None:
         with self._lock:
             stage = None if station.stopped else station.stages.take()
         if stage is None:
@@ -185,8 +191,8 @@ class MooncakeReceiver(GrantingReceiver[_Station]):
             raise TransferError("Mooncake was restarted")
         landed = False
         try:
-            send_frame(sock, Granted(stage=stage.ptr))
-            landed = self._scatter_all(sock, stage, grant)
+            stream.send(Granted(stage=stage.ptr))
+            landed = self._scatter_all(stream, stage, grant)
         finally:
             self._rooms.finish(grant, landed=landed)
             if landed:
@@ -195,7 +201,7 @@ class MooncakeReceiver(GrantingReceiver[_Station]):
                 self._spoil(station)
         if not landed:
             raise TransferError("the peer's write failed")
-        send_frame(sock, Ended())
+        stream.send(Ended())
 
     def _spoil(self, station: _Station) -> None:
         """A failed write may still change a staging buffer. After too many of those, restart the engine."""
@@ -203,10 +209,10 @@ class MooncakeReceiver(GrantingReceiver[_Station]):
         if station.stages.spoiled >= _MAX_SPOILED:
             self._stop(station)
 
-    def _scatter_all(self, sock: socket.socket, stage: _Stage, grant: Grant) -> bool:
+    def _scatter_all(self, stream: Stream, stage: _Stage, grant: Grant) -> bool:
         """Copy what arrives in the staging buffer to its pages. Whether all of it arrived."""
         region, done = self._regions[grant.group], 0
-        while isinstance(frame := receive_frame(sock), Staged):
+        while isinstance(frame := stream.receive(), Staged):
             end = done + frame.count
             if frame.half not in (0, 1) or not done < end <= len(grant.pages):
                 raise TransferError("the peer staged pages that it did not announce")
@@ -220,7 +226,7 @@ class MooncakeReceiver(GrantingReceiver[_Station]):
                 copy_pages(source, np.arange(at, at + count), host.ptr, host.pages, region.page_bytes)
                 at += count
             done = end
-            send_frame(sock, Ended())
+            stream.send(Ended())
         return isinstance(frame, End) and frame.landed and done == len(grant.pages)
 
     def _stop(self, station: _Station) -> None:
@@ -245,8 +251,8 @@ class MooncakeSender(PeerSender):
         """Raises ConfigError when Mooncake or the interface does not work here."""
         super().__init__(regions, bounds)
         self._engine = MooncakeEngine(interface, bounds.silence_s)
-        for region in regions.values():
-            self._engine.register(region.ptr, region.nbytes)
+        if self._engine.protocol == "rdma":  # over TCP, Mooncake reads a source that is not registered
+            _register(self._engine, regions)
         self._stages = _Stages(self._engine)
 
     def close(self) -> None:
@@ -292,7 +298,7 @@ class MooncakeSender(PeerSender):
                     unconfirmed -= 1
                 batch = pages[first : first + per_half]
                 self._write_half(granted, stage, half * _HALF_BYTES, batch)
-                send_frame(channel.sock, Staged(len(batch), half))
+                channel.stream.send(Staged(len(batch), half))
                 half, unconfirmed = 1 - half, unconfirmed + 1
             for _ in range(unconfirmed):
                 channel.expect_ended()
@@ -317,6 +323,14 @@ class MooncakeSender(PeerSender):
             self._engine.write(session, [stage.ptr + offset], [theirs], [at * region.page_bytes])
         except TransferError as error:
             raise Uncertain(str(error)) from None
+
+
+def _register(engine: MooncakeEngine, regions: PoolRegion) -> None:
+    """Let the engine at the pools that it moves pages from or to itself. The pages of the others go through
+    staging buffers, so no peer of the engine can reach them."""
+    for region in regions.values():
+        if _is_direct(region):
+            engine.register(region.ptr, region.nbytes)
 
 
 def _is_direct(region: GroupRegion) -> bool:

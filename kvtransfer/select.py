@@ -32,9 +32,14 @@ def check_backend(name: str) -> str:
 
 
 def open_receiver(
-    regions: PoolRegion, backend: str = AUTO, interface: str = "127.0.0.1", bounds: Bounds | None = None
+    regions: PoolRegion,
+    backend: str = AUTO,
+    interface: str = "127.0.0.1",
+    bounds: Bounds | None = None,
+    encrypted: bool = False,
 ) -> PoolReceiver:
-    """Open a decode worker's pools. Raises ConfigError when the named backend does not work here."""
+    """Open a decode worker's pools. `encrypted`: whether what comes over TCP must be, as it is in a cluster
+    with a secret. Raises ConfigError when the named backend does not work here."""
     check_backend(backend)
     bounds = bounds or Bounds()
     rooms = RoomTable()
@@ -43,9 +48,9 @@ def open_receiver(
         if backend == shm.BACKEND or (backend == AUTO and shm.possible(regions)):
             transports.append(shm.ShmReceiver(regions, rooms, bounds))
         if backend == mooncake.BACKEND or (backend == AUTO and mooncake.has_rdma()):
-            transports.append(mooncake.MooncakeReceiver(regions, rooms, bounds, interface))
+            transports.append(mooncake.MooncakeReceiver(regions, rooms, bounds, interface, encrypted))
         if backend in (tcp.BACKEND, AUTO):
-            transports.append(tcp.TcpReceiver(regions, rooms, bounds, interface))
+            transports.append(tcp.TcpReceiver(regions, rooms, bounds, interface, encrypted))
     except ConfigError:
         for transport in transports:
             transport.close()

@@ -24,12 +24,14 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 from common.errors import ConfigError, TransferError
+from kvcache.buffers import check_sealed
 from kvtransfer.channel import Channel, GrantedWrite, Peer, PeerSender
-from kvtransfer.frames import End, Ended, Gone, Granted, Pools, receive_frame, send_frame
+from kvtransfer.frames import End, Ended, Gone, Granted, Pools
 from kvtransfer.granting import GrantingReceiver
 from kvtransfer.pages import copy_pages
 from kvtransfer.region import PoolRegion
 from kvtransfer.rooms import Grant, RoomTable
+from kvtransfer.streams import Stream
 from kvtransfer.transport import Bounds
 from wire.messages import TransferEndpoint
 
@@ -62,14 +64,14 @@ class ShmReceiver(GrantingReceiver[int]):
         super().__init__(sock, TransferEndpoint(BACKEND, f"@{name}"), regions, rooms, bounds)
 
     @contextmanager
-    def _admit(self, sock: socket.socket) -> Iterator[int]:
+    def _admit(self, stream: Stream) -> Iterator[int]:
         """The peer's pidfd."""
-        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        credentials = stream.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         pid, uid, _ = _CREDENTIALS.unpack(credentials)
         if uid != os.getuid():
             raise TransferError(f"process {pid} runs under user {uid}")
         try:
-            # Before authentication: a peer that answers the challenge is alive after this line, so its pid,
+            # Before the descriptors are sent: a peer that takes them is alive after this line, so its pid,
             # taken when it connected, has not been given to another process in between.
             pidfd = os.pidfd_open(pid)
         except ProcessLookupError:
@@ -79,30 +81,30 @@ class ShmReceiver(GrantingReceiver[int]):
         finally:
             os.close(pidfd)
 
-    def _send_pools(self, sock: socket.socket, pidfd: int) -> None:  # noqa: ARG002
+    def _send_pools(self, stream: Stream, pidfd: int) -> None:  # noqa: ARG002
         fds = [region.fd for region in self._regions.values() if region.fd is not None]
-        send_frame(sock, Pools(self._infos()), fds=fds)
+        stream.send(Pools(self._infos()), fds=fds)
 
-    def _see_through(self, sock: socket.socket, pidfd: int, grant: Grant) -> None:
+    def _see_through(self, stream: Stream, pidfd: int, grant: Grant) -> None:
         with contextlib.suppress(TransferError):  # a peer that has given up has sent its End before
-            send_frame(sock, Granted())
+            stream.send(Granted())
         try:
-            end = self._await_end(sock, pidfd)
+            end = self._await_end(stream, pidfd)
         except TransferError:
             self._await_exit(grant, pidfd)
             raise
         self._rooms.finish(grant, landed=end.landed)
-        send_frame(sock, Ended())
+        stream.send(Ended())
 
-    def _await_end(self, sock: socket.socket, pidfd: int) -> End:
+    def _await_end(self, stream: Stream, pidfd: int) -> End:
         """Wait for the sender's End. Raises TransferError when it cannot come any more."""
         poller = select.poll()
-        poller.register(sock, select.POLLIN)
+        poller.register(stream.sock, select.POLLIN)
         poller.register(pidfd, select.POLLIN)
         while not self._listener.closing.is_set():
             ready = [fd for fd, _ in poller.poll(1000)]
-            if sock.fileno() in ready:  # first: an End sent just before exit counts
-                frame = receive_frame(sock)
+            if stream.sock.fileno() in ready:  # first: an End sent just before exit counts
+                frame = stream.receive()
                 if not isinstance(frame, End):
                     raise TransferError("expected an End")
                 return frame
@@ -124,8 +126,9 @@ class _Mapping:
     """One receiver's pool in this process's memory."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        if os.fstat(fd).st_size < nbytes:
-            raise TransferError("the peer's pool is smaller than it says")
+        """Raises OSError or ValueError, and then nothing is mapped."""
+        check_sealed(fd, nbytes)
+        self.nbytes = nbytes
         self._mmap = mmap.mmap(fd, nbytes)
         self._mmap.madvise(mmap.MADV_DONTFORK)  # a forked child could write after this process has exited
         self._mmap.madvise(mmap.MADV_HUGEPAGE)
@@ -176,10 +179,13 @@ class ShmSender(PeerSender):
 
     def _move(self, granted: GrantedWrite) -> None:
         region, write = granted.region, granted.write
-        target = self._mappings[granted.peer][write.group].ptr
+        mapping = self._mappings[granted.peer].get(write.group)
+        last = 0 if mapping is None else mapping.nbytes // region.page_bytes - 1
+        if mapping is None or int(write.dst_pages.min()) < 0 or int(write.dst_pages.max()) > last:
+            raise TransferError(f"the peer granted pages of group {write.group} that it does not have")
         done = 0
         with closing(region.to_host(write.src_pages)) as batches:
             for host in batches:
                 dst_pages = write.dst_pages[done : done + len(host.pages)]
-                copy_pages(host.ptr, host.pages, target, dst_pages, region.page_bytes)
+                copy_pages(host.ptr, host.pages, mapping.ptr, dst_pages, region.page_bytes)
                 done += len(host.pages)

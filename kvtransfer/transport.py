@@ -22,6 +22,7 @@ class Bounds:
     """Time limits on a peer, in seconds."""
 
     connect_s: float = 2.0
+    greeting_s: float = 2.0  # from a connection's begin to the proof of the token
     silence_s: float = 10.0  # without a byte or an answer
     write_s: float = 120.0  # for one whole write
 

@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import TransferError
 from kvtransfer.channel import Channel, Line
-from kvtransfer.frames import End, send_frame
+from kvtransfer.frames import End
 from kvtransfer.pages import PageWrite, as_pages
 from kvtransfer.receiver import KVReceiver, PoolReceiver
 from kvtransfer.tcp import connected_socket
@@ -40,8 +40,8 @@ def test_a_write_that_failed_has_not_landed(backend: str) -> None:
         receiver.open(1, 0, {"full": PAGES})
         with closing(granted(receiver)) as channel:
             if backend == "tcp":
-                channel.sock.sendall(bytes(128))
-            send_frame(channel.sock, End(landed=False))
+                channel.stream.sock.sendall(bytes(128))
+            channel.stream.send(End(landed=False))
             channel.expect_ended()
         assert receiver.landed(1, 0).missing == {"full": 2}
         assert receiver.close_room(1, 0).passed
@@ -51,10 +51,10 @@ def test_a_write_that_broke_off_has_not_landed() -> None:
     with receiving("tcp", 4, 64) as (receiver, _):
         receiver.open(1, 0, {"full": PAGES})
         channel = granted(receiver)
-        channel.sock.sendall(bytes(64))
+        channel.stream.sock.sendall(bytes(64))
         channel.close()
         with closing(granted(receiver)) as again:  # the first one is over when this one has landed
-            again.sock.sendall(bytes(128))
+            again.stream.sock.sendall(bytes(128))
             again.end()
         assert receiver.landed(1, 0).nbytes == {"full": 128}
 

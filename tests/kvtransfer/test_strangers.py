@@ -42,7 +42,8 @@ def test_a_wrong_token_gets_nothing(backend: str) -> None:
 
 
 def test_a_proof_answers_its_own_challenge_only() -> None:
-    assert proof_of("token", b"one") != proof_of("token", b"another")
+    assert proof_of("token", b"one", b"mine") != proof_of("token", b"another", b"mine")
+    assert proof_of("token", b"one", b"mine") != proof_of("token", b"one", b"yours")
 
 
 def test_nonsense_and_huge_frames_drop_the_stranger_only() -> None:
