@@ -9,6 +9,7 @@ timed alternately, by the sender: from the call until the receiver has confirmed
 
 - shm_vs_memcpy: against memcpy of the same pages, in the same order, within one process's private memory.
 - tcp_vs_socket: against sendall / recv_into of one contiguous block over one blocking loopback connection.
+- tcp_authenticated_vs_plain: tcp with AES-GCM, as in a cluster with a secret, against tcp without.
 - sampled_checksums_share, all_checksums_share: the time of checksums on both sides against shm's transfer.
 - mooncake_vs_contiguous: against one Mooncake write of one contiguous block of the same size.
 """
@@ -141,6 +142,14 @@ class ReceivingProcess:
             raise RuntimeError(f"{landed.missing} pages are missing")
         return seconds
 
+    def verified_transfer(self, receiver: PoolReceiver) -> float:
+        """Seconds of one room's write into a pool of zeros, compared afterwards."""
+        src, dst = self.order()
+        self.pool.tensor.fill_(0)
+        took = self.transfer(receiver, src, dst)
+        self.verify(src, dst)
+        return took
+
     def verify(self, src: PageIds, dst: PageIds) -> None:
         """Compare every page's checksum with the sender's."""
         self.compare(ChecksumMode.ALL, src, dst)
@@ -211,20 +220,40 @@ def _compare(
 ) -> list[float]:
     """GB/s of the backend and of the plain way: medians of alternating rounds after one to warm up."""
     receiver = open_receiver({"full": receiving.pool}, backend)
-
-    def one() -> float:
-        src, dst = receiving.order()
-        receiving.pool.tensor.fill_(0)
-        took = receiving.transfer(receiver, src, dst)
-        receiving.verify(src, dst)
-        return took
-
-    sides = {"plain": lambda: plain(*receiving.order()), "ours": one}
     try:
-        alternate(sides, 1)
-        took = medians(alternate(sides, rounds))
+        return _rates(
+            receiving,
+            lambda: receiving.verified_transfer(receiver),
+            lambda: plain(*receiving.order()),
+            rounds,
+        )
     finally:
         receiver.close()
+
+
+def _compare_authenticated(receiving: ReceivingProcess, rounds: int) -> list[float]:
+    """GB/s of tcp with AES-GCM and without."""
+    encrypted = open_receiver({"full": receiving.pool}, "tcp", encrypted=True)
+    plain = open_receiver({"full": receiving.pool}, "tcp")
+    try:
+        return _rates(
+            receiving,
+            lambda: receiving.verified_transfer(encrypted),
+            lambda: receiving.verified_transfer(plain),
+            rounds,
+        )
+    finally:
+        plain.close()
+        encrypted.close()
+
+
+def _rates(
+    receiving: ReceivingProcess, ours: Callable[[], float], plain: Callable[[], float], rounds: int
+) -> list[float]:
+    """GB/s of both: medians of alternating rounds after one to warm up."""
+    sides = {"plain": plain, "ours": ours}
+    alternate(sides, 1)
+    took = medians(alternate(sides, rounds))
     return [receiving.shape.nbytes / took[side] / 1e9 for side in ("ours", "plain")]
 
 
@@ -234,6 +263,7 @@ def measure(shape: Shape, rounds: int) -> tuple[dict[str, list[float]], dict[str
         rates = {
             "shm": _compare(receiving, "shm", lambda src, dst: receiving.call("memcpy", src, dst)[0], rounds),
             "tcp": _compare(receiving, "tcp", lambda _src, _dst: receiving.stream(), rounds),
+            "tcp_authenticated": _compare_authenticated(receiving, rounds),
         }
         engine = MooncakeEngine(HOST, 10.0)
         engine.register(receiving.pool.ptr, receiving.pool.nbytes)
@@ -252,7 +282,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each side")
     options = parser.parse_args()
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
-    plain = {"shm": "memcpy", "tcp": "socket", "mooncake": "contiguous"}
+    plain = {"shm": "memcpy", "tcp": "socket", "tcp_authenticated": "plain", "mooncake": "contiguous"}
     ratios: dict[str, float] = {}
     values: dict[str, float] = {}
     for prefix, shape in (("", SHAPE_M), ("demo_", DEMO)):

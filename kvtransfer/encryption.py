@@ -39,13 +39,15 @@ class FrameCipher:
 
     def encrypt(self, plain: memoryview | bytes, into: memoryview, head: bytes | None = None) -> None:
         """Write the next frame and its tag to `into`, which is TAG_BYTES longer. `head` is authenticated."""
-        self._aead.encrypt_into(self._next_nonce(), plain, head, into)
+        nonce = self._next_nonce()  # first: it may change the key
+        self._aead.encrypt_into(nonce, plain, head, into)
 
     def decrypt(self, frame: memoryview, into: memoryview, head: bytes | None = None) -> None:
         """Write the next frame's bytes to `into`, which is TAG_BYTES shorter. Raises TransferError when it is
         not what the peer encrypted as its next frame; then `into` has bytes that must not be used."""
+        nonce = self._next_nonce()
         try:
-            self._aead.decrypt_into(self._next_nonce(), frame, head, into)
+            self._aead.decrypt_into(nonce, frame, head, into)
         except InvalidTag:
             raise TransferError("a frame is not what the peer sent next") from None
 

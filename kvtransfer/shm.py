@@ -26,7 +26,7 @@ from contextlib import closing, contextmanager
 from common.errors import ConfigError, TransferError
 from kvcache.buffers import check_sealed
 from kvtransfer.channel import Channel, GrantedWrite, Peer, PeerSender
-from kvtransfer.frames import End, Ended, Gone, Granted, Pools
+from kvtransfer.frames import End, Ended, Gone, Granted, Pools, bound
 from kvtransfer.granting import GrantingReceiver
 from kvtransfer.pages import copy_pages
 from kvtransfer.region import PoolRegion
@@ -150,7 +150,7 @@ class ShmSender(PeerSender):
 
     def _connect(self, endpoint: TransferEndpoint) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.settimeout(self._bounds.connect_s)
+        bound(sock, self._bounds.connect_s)  # `settimeout` would fail at once while many strangers knock
         try:
             sock.connect("\0" + endpoint.address.removeprefix("@"))
         except OSError as error:

@@ -48,7 +48,7 @@ def pools(shapes: Shapes, seed: int, staged: bool = False) -> dict[str, GroupReg
 
 @contextmanager
 def receiving_groups(
-    backend: str, shapes: Shapes, bounds: Bounds = SHORT, staged: bool = False
+    backend: str, shapes: Shapes, bounds: Bounds = SHORT, staged: bool = False, encrypted: bool = False
 ) -> Iterator[tuple[PoolReceiver, dict[str, torch.Tensor]]]:
     """A decode worker's open pools and their bytes."""
     with ExitStack() as cleanup:
@@ -57,17 +57,23 @@ def receiving_groups(
             buffer = cleanup.enter_context(allocate_shared(num_pages * page_bytes))
             tensor = buffer.tensor.view(num_pages, page_bytes)
             regions[name] = GroupRegion(tensor, fd=buffer.fd, staged=staged)
-        receiver = open_receiver(regions, backend, bounds=bounds)
+        receiver = open_receiver(regions, backend, bounds=bounds, encrypted=encrypted)
         cleanup.callback(receiver.close)
         yield receiver, {name: region.tensor for name, region in regions.items()}
 
 
 @contextmanager
 def receiving(
-    backend: str, num_pages: int, page_bytes: int, bounds: Bounds = SHORT, staged: bool = False
+    backend: str,
+    num_pages: int,
+    page_bytes: int,
+    bounds: Bounds = SHORT,
+    staged: bool = False,
+    encrypted: bool = False,
 ) -> Iterator[tuple[PoolReceiver, torch.Tensor]]:
     """A decode worker with one open pool, "full", and its bytes."""
-    with receiving_groups(backend, {"full": (num_pages, page_bytes)}, bounds, staged) as (receiver, tensors):
+    shapes = {"full": (num_pages, page_bytes)}
+    with receiving_groups(backend, shapes, bounds, staged, encrypted) as (receiver, tensors):
         yield receiver, tensors["full"]
 
 
