@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import mmap
 import os
+import tempfile
 
 import numpy as np
 import pytest
 import torch
 
 from common.errors import ConfigError
-from kvcache.buffers import SharedBuffer, allocate_private, allocate_shared
+from kvcache.buffers import SEALS, SharedBuffer, allocate_private, allocate_shared, check_sealed
 from kvcache.chunk_cache import ChunkCache
 from kvcache.common import alloc_for_decode, alloc_for_extend, alloc_token_slots, release_kv_cache
 from kvcache.layout import KVGroupSpec, pages_in
@@ -33,6 +35,38 @@ def test_a_shared_buffer_is_seen_through_its_descriptor_until_closed() -> None:
     with pytest.raises(OSError):
         os.fstat(fd)
     buffer.close()
+
+
+def test_the_size_of_a_shared_buffer_is_final() -> None:
+    with allocate_shared(10_000) as buffer:
+        check_sealed(buffer.fd, 10_000)
+        for nbytes in (0, 9_999, 10_001):
+            with pytest.raises(PermissionError):
+                os.ftruncate(buffer.fd, nbytes)
+        with pytest.raises(PermissionError):
+            fcntl.fcntl(buffer.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+        for nbytes in (10_001, 0, -1):
+            with pytest.raises(ValueError, match="announced"):
+                check_sealed(buffer.fd, nbytes)
+
+
+@pytest.mark.parametrize("seals", [0, SEALS & ~fcntl.F_SEAL_SHRINK, SEALS & ~fcntl.F_SEAL_GROW])
+def test_a_memory_file_whose_size_can_change_is_refused(seals: int) -> None:
+    fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, 4096)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+        with pytest.raises(ValueError, match="not sealed"):
+            check_sealed(fd, 4096)
+    finally:
+        os.close(fd)
+
+
+def test_a_descriptor_that_is_no_memory_file_is_refused() -> None:
+    with tempfile.TemporaryFile() as file:
+        file.truncate(4096)
+        with pytest.raises(OSError):
+            check_sealed(file.fileno(), 4096)
 
 
 def test_private_memory_is_zero_and_starts_on_a_huge_page_when_large() -> None:
