@@ -71,6 +71,19 @@ def from_prefill(both: Pair, message: RoomMessage) -> None:
     both.network.letters.remove(confirmed[-1])
 
 
+@pytest.mark.parametrize("secret", [None, "Vq3bN8yZ2mWk7LxT5rJc9dQs"])
+def test_pages_over_tcp_are_encrypted_when_the_cluster_has_a_secret(secret: str | None) -> None:
+    with pair(kv_transfer_backend="tcp", cluster_secret=secret) as both:
+        both.ask(1, prompt_of(1, 50), 6)
+        letter = both.hold_back(KVTarget)
+        (endpoint,) = letter.message.endpoints
+        assert endpoint.params.get("cipher") == (secret and "aes-256-gcm")
+        both.arrive(letter)
+        both.run_dry()
+        assert both.outputs[1].tokens == right(both, 1)
+        both.settle()
+
+
 def sent_to_router(both: Pair, kind: type[Any]) -> list[Any]:
     """Messages of this kind from decode to the router that are on their way."""
     decode = both.decode.record().mailbox

@@ -22,7 +22,7 @@ from kvtransfer.transport import Bounds
 from tests.kvtransfer.peers import pool, receiving
 from wire.messages import TransferEndpoint
 
-QUICK = Bounds(connect_s=1.0, silence_s=0.5, write_s=5.0)
+QUICK = Bounds(connect_s=1.0, greeting_s=0.5, silence_s=0.5, write_s=5.0)
 BACKENDS = ["shm", "tcp", "mooncake"]
 WRITE = PageWrite(1, 0, "full", np.arange(1, 3), np.arange(1, 3))
 
@@ -51,7 +51,7 @@ def test_nonsense_and_huge_frames_drop_the_stranger_only() -> None:
         host, _, port = receiver.endpoints[0].address.rpartition(":")
         for garbage in (struct.pack("<I", 1 << 31), struct.pack("<I", 4) + b"\xc1\xc1\xc1\xc1", b""):
             with socket.create_connection((host, int(port))) as sock:
-                bound(sock, 2.0)
+                bound(sock, 30.0)
                 assert isinstance(receive_frame(sock), Challenge)
                 sock.sendall(garbage)
                 with pytest.raises(TransferError, match=r"closed|broke"):
