@@ -103,6 +103,26 @@ def test_a_router_counts_what_others_have_given() -> None:
     assert {given.requests for given in a.own().values()} == {0}
 
 
+def test_an_older_message_that_comes_late_changes_nothing() -> None:
+    a, b = pair()
+    a.place()
+    a.peers.flush()
+    _, older = a.sent.pop()
+    a.end(0)
+    a.peers.flush()
+    exchange(a, b)
+    b.peers.take("a", older, 0.0)
+    assert {one.requests for one in b.of_peers().values()} == {0}, "a newer one had the same workers"
+    fresh = Node("c")
+    fresh.update(WORKERS, ["a", "c"])
+    a.peers.tick(WHOLE_EVERY_S)
+    _, whole = a.sent.pop()
+    assert whole.whole
+    fresh.peers.take("a", whole, 0.0)
+    fresh.peers.take("a", older, 0.0)
+    assert {one.requests for one in fresh.of_peers().values()} == {0}, "a newer one was whole, without them"
+
+
 def test_a_burst_over_two_routers_is_spread_as_over_one() -> None:
     a, b = pair()
     for _ in range(16):

@@ -93,7 +93,9 @@ def test_a_room_whose_worker_says_that_it_moved_needs_that_worker_no_longer() ->
 def test_a_move_that_fails_is_tried_again_with_a_new_number() -> None:
     desk = MovingDesk()
     desk.leave(E)
+    assert desk.placer.fleet.estimate(E.id).own.requests == 1  # type: ignore[union-attr]
     desk.reject(E, 1, 1, RejectKind.FAILED)
+    assert desk.placer.fleet.estimate(E.id).own.requests == 0  # type: ignore[union-attr]
     assert desk.told(D, KVFailed) == [(1, 1)]
     desk.run(D, 1, 0, 2, 7)
     desk.later(0.1)
