@@ -56,7 +56,8 @@ class LocalOptions:
     @property
     def url(self) -> str:
         """Where the API answers."""
-        return f"http://{self.host if self.host != '0.0.0.0' else LOOPBACK}:{self.port}"
+        host = self.host if self.host != "0.0.0.0" else LOOPBACK  # noqa: S104 (compared, not bound)
+        return f"http://{host}:{self.port}"
 
 
 class LocalServe:
@@ -142,7 +143,8 @@ class LocalServe:
                 "end it, or use RAY_ADDRESS=local",
             )
         try:
-            urllib.request.urlopen(f"{self.options.url}/-/healthz", timeout=_HTTP_TIMEOUT_S).close()
+            url = f"{self.options.url}/-/healthz"
+            urllib.request.urlopen(url, timeout=_HTTP_TIMEOUT_S).close()  # noqa: S310 (http, see url)
         except urllib.error.HTTPError:
             return  # Serve answers, whatever the status
         except OSError:
@@ -170,9 +172,8 @@ class LocalServe:
             one.replica_states.get("RUNNING", 0) for name, one in deployments.items() if name != ROUTER
         )
         try:
-            with urllib.request.urlopen(
-                f"{self.options.url}/debug/workers", timeout=_HTTP_TIMEOUT_S
-            ) as answer:
+            url = f"{self.options.url}/debug/workers"
+            with urllib.request.urlopen(url, timeout=_HTTP_TIMEOUT_S) as answer:  # noqa: S310 (http, see url)
                 return bool(len(json.load(answer)["workers"]) >= running)
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             return False
