@@ -5,6 +5,7 @@ BatonError
 │   ├── InvalidRequest      400  a field is wrong, unknown or unsupported
 │   ├── ContextTooLong      400  prompt (+ output) does not fit the model or the pool
 │   ├── ModelNotFound       404  no worker serves that model
+│   ├── BodyTooLarge        413  its body has more bytes than the router takes
 │   ├── LateBody            408  the rest of its body did not come in time
 │   ├── SlowClient          400  its stream waits unread; sent in the stream, after status 200
 │   └── Overloaded          429  try again after `retry_after_s`
@@ -53,6 +54,10 @@ class ContextTooLong(UserError):
 
 class ModelNotFound(UserError):
     """No worker serves that model."""
+
+
+class BodyTooLarge(UserError):
+    """The body of a request has more bytes than are taken."""
 
 
 class LateBody(UserError):

@@ -24,22 +24,18 @@ from common.errors import ConfigError
 from common.garbage import freeze_gc
 from common.options import CONFIG_ERROR_EXIT, exit_on_config_error, read_options
 from router.api.app import build_app
+from router.connections import ConnectionLimits, HttpConfig, possible_connections
 from router.options import RouterOptions
 from router.processes import ProcessFailed
 from router.service import Router
 from router.supervisor import Supervisor
-
-_GRACE_S = 5
-# Longer than clients and proxies keep an idle connection: httpx, and so OpenAI's client, 5 s; most others
-# 60 at most. With uvicorn's own 5 s a request may be lost on a connection that is just being closed.
-_KEEP_ALIVE_S = 75
 
 
 class _Server(uvicorn.Server):
     """Prints a line when it serves. After a signal it returns: uvicorn's own would raise the signal again."""
 
     def __init__(self, config: uvicorn.Config, ready_line: str, on_exit: Callable[[], None]) -> None:
-        """`on_exit` is called when the server is to end. Connections have `_GRACE_S` to end after it."""
+        """`on_exit` is called when the server is to end. Connections have a grace period to end after it."""
         super().__init__(config)
         self._ready_line = ready_line
         self._on_exit = on_exit
@@ -152,23 +148,15 @@ async def _supervise(options: RouterOptions, listener: socket.socket, given: arg
     return 0
 
 
+def _limits(options: RouterOptions) -> ConnectionLimits:
+    connections = possible_connections(options.max_connections)
+    return ConnectionLimits(connections, options.max_header_bytes, options.header_timeout_s)
+
+
 async def _serve(options: RouterOptions, listener: socket.socket, given: argparse.Namespace) -> None:
     router = Router(options, None if given.further is None else given.further[2])
     try:
-        config = uvicorn.Config(
-            build_app(router),
-            http="httptools",
-            loop="uvloop",
-            lifespan="off",
-            ws="none",
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            date_header=False,
-            proxy_headers=False,  # the client's address is not used
-            timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=_GRACE_S,
-        )
+        config = HttpConfig(build_app(router), _limits(options))
         freeze_gc()
         server = _Server(config, _ready_line(listener, router.mailbox_address), router.interrupt)
         if given.further is not None:

@@ -118,8 +118,9 @@ class ResumeOptions(Options):
 
 
 class HttpOptions(Options):
-    """Bounds on what a client may keep waiting."""
+    """Bounds on what a client may send and keep waiting."""
 
+    max_body_bytes: int = Field(64 << 20, ge=1024, description="of a request; beyond: 413")
     body_timeout_s: float = Field(
         300.0, gt=0, description="from the head of a request to the end of its body; then 408"
     )
@@ -140,8 +141,23 @@ class RouterSettings(
     """Router options."""
 
 
-class RouterOptions(RouterSettings, SocketOptions):
-    """Options of one router process. `host` and `port` are for a router without Serve in front."""
+class ConnectionOptions(Options):
+    """Bounds on connections to a listener of the router itself. Behind Serve, Serve's own apply."""
+
+    max_connections: int = Field(
+        8192, ge=1, description="of a process at once, or as many as it has descriptors for; beyond: 503"
+    )
+    max_header_bytes: int = Field(
+        65_536, ge=1024, description="of a request line and its headers; beyond: 431"
+    )
+    header_timeout_s: float = Field(
+        10.0, gt=0, description="for a connection to send the head of a request; then 408"
+    )
+
+
+class RouterOptions(RouterSettings, ConnectionOptions, SocketOptions):
+    """Options of one router process. `host`, `port` and the bounds on connections are for a router without
+    Serve in front."""
 
     model: Path = Field(
         description="directory with tokenizer.json, tokenizer_config.json, chat_template.jinja"

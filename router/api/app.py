@@ -43,7 +43,8 @@ def build_app(router: Router) -> App:
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
         elif scope["type"] == "http":
-            await _serve(router, HttpRequest(scope, receive, send, router.clients))
+            limit = router.options.max_body_bytes
+            await _serve(router, HttpRequest(scope, receive, send, router.clients, limit))
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close"})
 

@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from common.errors import InvalidRequest
+from common.errors import BodyTooLarge, InvalidRequest
 from router.streams.client_holds import ClientHolds
 from router.streams.generation import Generation
 
@@ -29,7 +29,6 @@ _SSE: Headers = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-_LONGEST_BODY = 64 << 20
 _LONGEST_ID = 128
 
 
@@ -40,7 +39,9 @@ class ClientLeft(Exception):
 class HttpRequest:
     """One request and the way to answer it."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, clients: ClientHolds) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, clients: ClientHolds, max_body_bytes: int
+    ) -> None:
         self.method: str = scope["method"]
         root: str = scope.get("root_path", "")
         path: str = scope["path"]
@@ -49,6 +50,7 @@ class HttpRequest:
         self._receive = receive
         self._send = send
         self._clients = clients
+        self._max_body_bytes = max_body_bytes
         self.arrived_ns = time.time_ns()
         self.request_id = self._request_id()
         self.status = 0  # of the answer, once it has begun
@@ -65,7 +67,10 @@ class HttpRequest:
         return dict(parse_qsl(self._scope.get("query_string", b"").decode("latin-1")))
 
     async def json(self) -> dict[str, Any]:
-        """The body, a JSON object. Raises InvalidRequest, LateBody, or ClientLeft."""
+        """The body, a JSON object. Raises InvalidRequest, BodyTooLarge, LateBody, or ClientLeft."""
+        announced = self.header(b"content-length")
+        if announced is not None and announced.isdecimal():
+            self._check_size(int(announced))
         async with self._clients.reading(self.request_id):
             raw = await self._body()
         try:
@@ -118,11 +123,14 @@ class HttpRequest:
                 raise ClientLeft
             part = message.get("body", b"")
             size += len(part)
-            if size > _LONGEST_BODY:
-                raise InvalidRequest(f"the body is longer than {_LONGEST_BODY} bytes")
+            self._check_size(size)
             parts.append(part)
             if not message.get("more_body", False):
                 return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _check_size(self, size: int) -> None:
+        if size > self._max_body_bytes:
+            raise BodyTooLarge(f"the body has more than {self._max_body_bytes} bytes")
 
     def _request_id(self) -> str:
         given = self.header(b"x-request-id")

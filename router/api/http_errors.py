@@ -8,6 +8,7 @@ from typing import Any
 
 from common.errors import (
     BatonError,
+    BodyTooLarge,
     ContextTooLong,
     Interrupted,
     InvalidRequest,
@@ -33,6 +34,7 @@ _KINDS: tuple[tuple[type[BatonError], int, str, str | None], ...] = (
     (ContextTooLong, 400, "invalid_request_error", "context_length_exceeded"),
     (InvalidRequest, 400, "invalid_request_error", None),
     (ModelNotFound, 404, "invalid_request_error", "model_not_found"),
+    (BodyTooLarge, 413, "invalid_request_error", None),
     (LateBody, 408, "invalid_request_error", None),
     (Overloaded, 429, "rate_limit_error", "overloaded"),
     (UserError, 400, "invalid_request_error", None),
