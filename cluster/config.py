@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from pydantic import Field, model_validator
 
+from cluster.placeholders import refuse_placeholders
 from common.errors import ConfigError
 from common.host import LOOPBACK
 from common.options import Options, parse_options
@@ -181,6 +182,7 @@ def most_replicas(section: RouterDeployment | WorkerDeployment) -> int:
 
 def parse_config(raw: dict[str, Any]) -> ServeConfig:
     """A checked configuration. Raises ConfigError naming the first wrong key."""
+    refuse_placeholders(raw)
     config = parse_options(ServeConfig, raw)
     options = {role: config.worker_options(role) for role in Role}
     for role in Role:

@@ -41,6 +41,12 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
         ),
         ({"router": {"options": {"polici": "kv"}}}, "router.options.polici", "unknown key"),
         ({"served_model_name": " "}, "served_model_name", "empty name"),
+        ({"interface": "HEAD_ADDRESS"}, "interface", "HEAD_ADDRESS is a placeholder"),
+        (
+            {"decode": {"env": {"REDIS": "REDIS_ADDRESS"}}},
+            "decode.env.REDIS",
+            "REDIS_ADDRESS is a placeholder",
+        ),
     ],
 )
 def test_refusals_name_the_key(change: dict[str, Any], key: str, says: str) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
+
+from cluster.placeholders import PLACEHOLDERS
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CLUSTER = DEPLOY / "cluster.yaml"
@@ -15,6 +18,12 @@ KUBERAY = DEPLOY / "kuberay.yaml"
 
 def ray_cluster() -> Any:
     return yaml.safe_load(KUBERAY.read_text())["spec"]["rayClusterConfig"]
+
+
+def test_the_placeholders_of_the_cluster_file_are_known_by_name() -> None:
+    text = re.sub("#.*", "", CLUSTER.read_text())
+    found = re.findall(r"\b(?!RAY_)[A-Z]{2,}(?:_[A-Z0-9]+)+\b(?!=)", text)
+    assert set(found) == set(PLACEHOLDERS)
 
 
 def test_ray_accepts_the_cluster_file() -> None:

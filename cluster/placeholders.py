@@ -1,0 +1,35 @@
+"""The words in capitals that stand in deploy/ for what only the user knows. Baton does not start with one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from common.errors import ConfigError
+
+PLACEHOLDERS = {
+    "HEAD_ADDRESS": "the address of the head node",
+    "WORKER_ADDRESS_1": "the address of a worker node",
+    "WORKER_ADDRESS_2": "the address of a worker node",
+    "REDIS_ADDRESS": "the address of the Redis that keeps Ray's state",
+}
+"""Placeholder to what belongs in its place."""
+
+
+def refuse_placeholders(raw: dict[str, Any]) -> None:
+    """Raises ConfigError that names the first key of a configuration whose value is still a placeholder."""
+    for key, value in _strings(raw, ""):
+        if value in PLACEHOLDERS:
+            raise ConfigError(key, f"{value} is a placeholder", f"put {PLACEHOLDERS[value]} in its place")
+
+
+def _strings(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Every string in nested mappings and lists, with its dotted key."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _strings(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for position, inner in enumerate(value):
+            yield from _strings(inner, f"{key}.{position}")
