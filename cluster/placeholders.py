@@ -1,4 +1,4 @@
-"""The words in capitals that stand in deploy/ for what only the user knows. Baton does not start with one of them."""
+"""The words in capitals in deploy/, for what only the user knows. Baton does not start with one of them."""
 
 from __future__ import annotations
 

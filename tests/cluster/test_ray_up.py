@@ -1,4 +1,4 @@
-"""deploy/cluster.yaml through Ray's own code: its schema, its preparation, and the workers that it would start."""
+"""deploy/cluster.yaml through Ray's own code: its schema, its preparation, the workers that it would start."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_setup_of_a_node_builds_the_kernels() -> None:
     setup = bootstrapped(1)["setup_commands"]
     made, built = (setup.index(line) for line in setup if "make setup" in line or "engine.cpu.build" in line)
     assert made < built == len(setup) - 1
-    assert "&&" in setup[built] and "||" not in setup[built], "a kernel that cannot be built ends ray up"
+    assert "||" not in setup[built], "a kernel that cannot be built ends ray up"
 
 
 def test_a_node_gets_no_environment_of_the_machine_that_started_it() -> None:
