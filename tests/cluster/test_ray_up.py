@@ -1,4 +1,4 @@
-"""deploy/cluster.yaml through Ray's own code: its schema, its preparation, the workers that it would start."""
+"""deploy/cluster.yaml through Ray's own code: its schema, its preparation, workers that it starts."""
 
 from __future__ import annotations
 
