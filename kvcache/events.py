@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from kvcache.snapshot import DEVICE_MEDIUM, NodeImage, TreeSnapshot
 from kvcache.tree_node import TreeNode
 from wire.events import AnyEvent, BlockRemoved
-from wire.page_hash import event_hashes
+from wire.page_hash import event_hashes, owned_digests
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,8 @@ class EventRecorder:
     def removed(self, node: TreeNode) -> None:
         """Record that a node is removed."""
         if self._has_room():
-            self._events.append(BlockRemoved(event_hashes(node.page_digests(self._page_size)), DEVICE_MEDIUM))
+            digests = owned_digests(node.page_digests(self._page_size), node.tenant)
+            self._events.append(BlockRemoved(event_hashes(digests), DEVICE_MEDIUM))
 
     def take_events(self, nodes: Iterable[TreeNode]) -> list[AnyEvent]:
         """What was recorded since the last call. `nodes`: all of the tree now, parents before children."""

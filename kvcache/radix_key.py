@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from wire.page_hash import PageDigest, namespace_seed
+from wire.page_hash import PageDigest, namespace_seed, owner_key
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class RadixKey:
     """Tokens (int32, shared, not copied) of one namespace. Slices are views.
 
     In a bigram namespace a unit is a pair of neighbouring tokens: the length is one less than the tokens, and
-    slices share the token at their border. `tenant` does not change matching yet.
+    slices share the token at their border. Keys of different tenants match nothing of each other's.
     """
 
     __slots__ = ("namespace", "tenant", "tokens")
@@ -50,3 +50,9 @@ class RadixKey:
         assert step == 1, "a key is sliced without gaps"
         end = stop + 1 if self.namespace.is_bigram and stop > start else stop
         return RadixKey(self.tokens[start:end], self.namespace, self.tenant)
+
+
+def root_slot(namespace: Namespace, tenant: str, first_page: bytes) -> bytes:
+    """Where the root has the prefix that begins with `first_page`: tenants and namespaces meet nowhere."""
+    shared = namespace.seed + first_page
+    return owner_key(tenant) + shared if tenant else shared

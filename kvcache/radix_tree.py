@@ -2,7 +2,8 @@
 
 The tree finds, splits, links, locks, evicts and unlinks nodes. What a node means for memory is the business
 of the components; TreeObservers are told of new and removed nodes. Below the root a child is found by
-namespace and first page, below that by its first page: prefixes of different namespaces meet nowhere.
+tenant, namespace and first page, below that by its first page: prefixes of different tenants or namespaces
+meet nowhere.
 
 Per node on the path a match costs one dict lookup and one comparison of bytes; nothing is done per token.
 """
@@ -17,7 +18,7 @@ from kvcache.allocator import NO_PAGES, Pages
 from kvcache.balance import in_slices
 from kvcache.components.base import Tally, TreeComponent, longest
 from kvcache.observer import TreeObserver
-from kvcache.radix_key import Namespace, RadixKey
+from kvcache.radix_key import Namespace, RadixKey, root_slot
 from kvcache.tree_node import TOKEN_BYTES, TreeNode
 
 
@@ -55,7 +56,7 @@ class RadixTree:
         raw = key.tokens[: (end + extra) // TOKEN_BYTES].tobytes()
         path: list[TreeNode] = []
         at = 0
-        child = self.root.children.get(key.namespace.seed + raw[:first]) if end else None
+        child = self.root.children.get(root_slot(key.namespace, key.tenant, raw[:first])) if end else None
         while child is not None:
             if not raw.startswith(child.tokens, at):
                 child = self._split(child, child.common_pages(raw, at, stride, extra))
@@ -109,8 +110,8 @@ class RadixTree:
         begin, end = start * self.page_size, len(pages) * self.page_size
         tokens = key[begin:end].tokens.tobytes()
         ids = pages[start:].astype(np.int32).tobytes()
-        node = TreeNode(parent, key.namespace, tokens, ids, end - begin, self._tick)
-        node.priority, node.tenant = priority, key.tenant
+        node = TreeNode(parent, key.namespace, tokens, ids, end - begin, self._tick, key.tenant)
+        node.priority = priority
         parent.children[node.child_key(self.page_size)] = node
         if self.others:
             node.parts = {}

@@ -27,6 +27,7 @@ def node_reports(tree: RadixTree) -> list[dict[str, Any]]:
                 "extra_key": node.namespace.extra_key,
                 "cache_salt": node.namespace.cache_salt,
                 "is_bigram": node.namespace.is_bigram,
+                "tenant": node.tenant,
                 "held": {component.name: component.report(node).held for component in tree.components},
                 "lock": node.lock_ref,
                 "hits": node.hit_count,

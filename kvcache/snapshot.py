@@ -17,7 +17,7 @@ import numpy as np
 from kvcache.radix_key import Namespace
 from kvcache.tree_node import TreeNode
 from wire.events import AllBlocksCleared, AnyEvent, BlockStored
-from wire.page_hash import PageDigest, event_hash, event_hashes
+from wire.page_hash import PageDigest, event_hash, event_hashes, owned_digests
 
 DEVICE_MEDIUM = "GPU"  # consumers' name of the tier that attention reads, on any device
 _BATCH_PAGES = 4096  # of a batch of a snapshot, where the number of batches allows it
@@ -30,6 +30,7 @@ class NodeImage(NamedTuple):
     tokens: bytes
     digests: list[PageDigest]
     parent: PageDigest | None  # of the page before the first; None for the first page of a sequence
+    tenant: str
 
     @classmethod
     def of(cls, node: TreeNode, page_size: int) -> NodeImage:
@@ -37,18 +38,19 @@ class NodeImage(NamedTuple):
         above = node.parent
         has_parent = above is not None and above.parent is not None
         parent = above.page_digests(page_size)[-1] if above is not None and has_parent else None
-        return cls(node.namespace, node.tokens, node.page_digests(page_size), parent)
+        return cls(node.namespace, node.tokens, node.page_digests(page_size), parent, node.tenant)
 
     def stored(self, page_size: int) -> BlockStored:
         """The event that announces these pages."""
         namespace = self.namespace
+        above = owned_digests([] if self.parent is None else [self.parent], self.tenant)
         tokens = np.frombuffer(self.tokens, np.int32)
         token_ids: list[Any] = tokens.tolist()
         if namespace.is_bigram:
             token_ids = np.stack((tokens[:-1], tokens[1:]), axis=1).tolist()
         return BlockStored(
-            block_hashes=event_hashes(self.digests),
-            parent_block_hash=None if self.parent is None else event_hash(self.parent),
+            block_hashes=event_hashes(owned_digests(self.digests, self.tenant)),
+            parent_block_hash=event_hash(*above) if above else None,
             token_ids=token_ids,
             block_size=page_size,
             lora_id=None,
@@ -56,6 +58,7 @@ class NodeImage(NamedTuple):
             lora_name=None,
             extra_keys=[[namespace.extra_key]] * len(self.digests) if namespace.extra_key else None,
             cache_salt=namespace.cache_salt or None,
+            tenant=self.tenant or None,
         )
 
 

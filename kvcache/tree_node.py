@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.radix_key import Namespace
+from kvcache.radix_key import Namespace, root_slot
 from wire.page_hash import PageDigest, page_digests
 
 TOKEN_BYTES = 4
@@ -18,7 +18,7 @@ NO_PARTS: dict[str, Any] = {}
 
 
 class TreeNode:
-    """Whole pages of one namespace, below the pages of `parent`.
+    """Whole pages of one namespace and one tenant, below the pages of `parent`.
 
     `tokens` are int32 as bytes (a bigram node has one more than its units), and `page_ids` those of the
     primary group, one int32 per page, as bytes too: few objects, and one C call each to compare or join.
@@ -38,6 +38,7 @@ class TreeNode:
         page_ids: bytes,
         num_tokens: int,
         tick: int,
+        tenant: str = "",
     ) -> None:
         self.parent = parent
         self.namespace = namespace
@@ -52,7 +53,7 @@ class TreeNode:
         self.last_access = tick
         self.hit_count = 0
         self.priority = 0
-        self.tenant = ""
+        self.tenant = tenant  # whose requests alone may use these pages
         self.offers = 0  # a bit for each evictor that has this node on offer
         self.entry: list[Any] | None = None  # the leaf evictor's entry of this node
 
@@ -71,11 +72,11 @@ class TreeNode:
         return np.frombuffer(self.tokens, np.int32)
 
     def child_key(self, page_size: int) -> bytes:
-        """The key of this node in `parent.children`: the tokens of its first page. Below the root the seed of
-        the namespace comes before them."""
+        """The key of this node in `parent.children`: the tokens of its first page. Below the root the
+        tenant and the namespace come before them."""
         first = self.tokens[: (page_size + (1 if self.namespace.is_bigram else 0)) * TOKEN_BYTES]
         assert self.parent is not None, "the root has no parent"
-        return first if self.parent.parent is not None else self.namespace.seed + first
+        return first if self.parent.parent is not None else root_slot(self.namespace, self.tenant, first)
 
     def path(self) -> list[TreeNode]:
         """From below the root to this node; empty for the root."""
@@ -134,12 +135,12 @@ class TreeNode:
             self.page_ids[: pages * PAGE_ID_BYTES],
             border,
             self.created,
+            self.tenant,
         )
         upper.last_access = self.last_access
         upper.lock_ref = self.lock_ref
         upper.hit_count = self.hit_count
         upper.priority = self.priority
-        upper.tenant = self.tenant
         if self.digests is not None:
             upper.digests, self.digests = self.digests[:pages], self.digests[pages:]
         parent.children[self.child_key(page_size)] = upper

@@ -49,6 +49,7 @@ class BlockStored(KVEvent, frozen=True, tag="BlockStored", omit_defaults=True):
     cache_salt: str | None = None
     group_idx: int | None = None  # vLLM: which KV group of a hybrid model; we publish the primary one only
     kv_cache_spec_kind: str | None = None  # vLLM: what that group is
+    tenant: str | None = None  # ours: whose requests alone may use the pages; the hashes are theirs, too
 
 
 class BlockRemoved(KVEvent, frozen=True, tag="BlockRemoved", omit_defaults=True):

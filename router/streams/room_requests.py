@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import secrets
 
-from router.index.global_index import as_hashes, digest_hashes
+from router.index.global_index import digest_hashes
 from router.placement.placer import Placer
 from router.placement.policy import PlacementRequest
 from router.streams.generation import Submission
 from wire.codec import pack_tokens
-from wire.page_hash import namespace_seed, page_digests
+from wire.page_hash import namespace_seed, owned_digests, page_digests
 from wire.request import GenerateRequest
-
-_NO_PAGES = as_hashes([])
 
 
 class RoomRequests:
@@ -40,7 +38,8 @@ class RoomRequests:
         requests: list[tuple[GenerateRequest, PlacementRequest]] = []
         for prompt in s.prompts:
             packed = pack_tokens(prompt)
-            hashes = digest_hashes(page_digests(seed, packed, page_tokens)) if page_tokens else _NO_PAGES
+            digests = page_digests(seed, packed, page_tokens) if page_tokens else []
+            hashes = digest_hashes(owned_digests(digests, s.tenant))
             to_place = PlacementRequest(len(prompt), hashes, output_tokens, s.session, s.tenant, s.priority)
             for choice in range(s.n):
                 request = GenerateRequest(

@@ -27,6 +27,7 @@ NAMESPACES = (
     Namespace("m", cache_salt="salt"),
     Namespace("m", is_bigram=True),
 )
+TENANTS = ("", "a")
 
 
 class Admissions(RuleBasedStateMachine):
@@ -61,7 +62,7 @@ class Admissions(RuleBasedStateMachine):
     # -- requests come -----------------------------------------------------------------------------
 
     def key(self, req: Request, length: int) -> RadixKey:
-        return RadixKey(req.fill_ids[:length], req.namespace)
+        return RadixKey(req.fill_ids[:length], req.namespace, req.tenant)
 
     def take(self, live: Live, match: Any, starts_at: int) -> bool:
         """As a scheduler admits: lock, row, window, slots, states; all or nothing."""
@@ -96,17 +97,20 @@ class Admissions(RuleBasedStateMachine):
     @rule(
         tokens=prompts,
         namespace=st.sampled_from(NAMESPACES),
+        tenant=st.sampled_from(TENANTS),
         priority=st.integers(0, 2),
         turn=st.integers(0, 99),
         fork=st.integers(0, 24),
     )
-    def admit(self, tokens: list[int], namespace: Namespace, priority: int, turn: int, fork: int) -> None:
-        """A new prompt; or a known one, cut off at `fork`, that goes on with `tokens`."""
+    def admit(
+        self, tokens: list[int], namespace: Namespace, tenant: str, priority: int, turn: int, fork: int
+    ) -> None:
+        """A new prompt; or a known one, of any tenant, cut off at `fork`, that goes on with `tokens`."""
         if self.prompts_seen and turn < 80:
             namespace, known = self.prompts_seen[turn % len(self.prompts_seen)]
             tokens = (known[:fork] + tokens)[:24]
         self.prompts_seen.append((namespace, tokens))
-        live = Live(request(tokens, namespace=namespace, priority=priority))
+        live = Live(request(tokens, namespace=namespace, tenant=tenant, priority=priority))
         match = self.cache.match_prefix(self.key(live.req, len(tokens) - 1))
         length = len(match.device_indices)
         assert length <= match.branching_len <= len(tokens) - 1
@@ -117,9 +121,9 @@ class Admissions(RuleBasedStateMachine):
         if self.take(live, match, length):
             self.contents.read(live.req, length)
 
-    @rule(tokens=prompts, namespace=st.sampled_from(NAMESPACES))
-    def reserve(self, tokens: list[int], namespace: Namespace) -> None:
-        live = Live(request(tokens, namespace=namespace))
+    @rule(tokens=prompts, namespace=st.sampled_from(NAMESPACES), tenant=st.sampled_from(TENANTS))
+    def reserve(self, tokens: list[int], namespace: Namespace, tenant: str) -> None:
+        live = Live(request(tokens, namespace=namespace, tenant=tenant))
         req, total = live.req, len(tokens)
         match = self.cache.match_parts(self.key(req, total))
         if not self.take(live, match, total):

@@ -6,7 +6,7 @@ from kvcache.memory import GroupPages, Memory
 from kvcache.radix_key import Namespace
 from tests.kvcache.support import Request
 
-Seen = tuple[Namespace, tuple[int, ...]]
+Seen = tuple[str, Namespace, tuple[int, ...]]  # tenant, namespace, tokens
 
 
 class Live:
@@ -31,7 +31,7 @@ class Contents:
         self.state: dict[int, Seen] = {}
 
     def prefix(self, req: Request, length: int) -> Seen:
-        return req.namespace, tuple(req.fill_ids[:length].tolist())
+        return req.tenant, req.namespace, tuple(req.fill_ids[:length].tolist())
 
     def write(self, req: Request, start: int, end: int) -> None:
         """Positions [start, end) get their KV, where the request has a place for it."""

@@ -78,9 +78,9 @@ def radix_cache(built: Memory) -> RadixCache:
     return built.cache
 
 
-def key(tokens: Iterable[int], namespace: Namespace = NAMESPACE) -> RadixKey:
+def key(tokens: Iterable[int], namespace: Namespace = NAMESPACE, tenant: str = "") -> RadixKey:
     """A key of plain ints."""
-    return RadixKey(np.array(list(tokens), np.int32), namespace)
+    return RadixKey(np.array(list(tokens), np.int32), namespace, tenant)
 
 
 def cached_tokens(built: Memory) -> int:
@@ -104,9 +104,15 @@ def pages_of(built: Memory, match: MatchResult) -> list[int]:
     return pages
 
 
-def put(built: Memory, tokens: Iterable[int], namespace: Namespace = NAMESPACE, **options: Any) -> list[int]:
+def put(
+    built: Memory,
+    tokens: Iterable[int],
+    namespace: Namespace = NAMESPACE,
+    tenant: str = "",
+    **options: Any,
+) -> list[int]:
     """Insert fresh pages for `tokens`, free the duplicates; the canonical page ids."""
-    wanted = key(tokens, namespace)
+    wanted = key(tokens, namespace, tenant)
     pages = built.allocator.alloc_pages(len(wanted) // built.page_size)
     assert pages is not None
     inserted = radix_cache(built).insert(wanted, pages, **options)
@@ -114,13 +120,14 @@ def put(built: Memory, tokens: Iterable[int], namespace: Namespace = NAMESPACE, 
     return pages_of(built, inserted.match)
 
 
-def matched(built: Memory, tokens: Iterable[int], namespace: Namespace = NAMESPACE) -> int:
+def matched(built: Memory, tokens: Iterable[int], namespace: Namespace = NAMESPACE, tenant: str = "") -> int:
     """How many tokens of a prefix are cached."""
-    return len(built.cache.match_prefix(key(tokens, namespace)).device_indices)
+    return len(built.cache.match_prefix(key(tokens, namespace, tenant)).device_indices)
 
 
-def reference_hashes(namespace: Namespace, tokens: list[int], page_size: int) -> list[int]:
+def reference_hashes(namespace: Namespace, tokens: list[int], page_size: int, tenant: str = "") -> list[int]:
     """The event names of a sequence's pages, computed from the written definition alone."""
+    owner = hashlib.sha256(b"baton-owner-1" + tenant.encode()).digest()
     digest = hashlib.sha256(b"baton-kv-1")
     for part in (namespace.model, namespace.extra_key, namespace.cache_salt):
         digest.update(len(part.encode()).to_bytes(4, "little") + part.encode())
@@ -134,7 +141,8 @@ def reference_hashes(namespace: Namespace, tokens: list[int], page_size: int) ->
             for token in tokens[unit : unit + (2 if namespace.is_bigram else 1)]
         )
         last = hashlib.sha256(last + page).digest()
-        names.append(int.from_bytes(last[:8], "big", signed=True))
+        name = hashlib.blake2b(last, key=owner, digest_size=32).digest() if tenant else last
+        names.append(int.from_bytes(name[:8], "big", signed=True))
     return names
 
 

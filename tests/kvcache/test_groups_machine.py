@@ -4,9 +4,9 @@ Requests come (matched, locked, attached), prefill in chunks that end at the cac
 sliding window and state flips, one forward behind if they like; end, are cut short or retracted. Prompts also
 come by transfer, or stop coming and leave their pages in quarantine. All kinds of eviction happen in between.
 
-`Contents` plays the KV: whatever a forward reads must have been written for exactly its namespace and tokens.
-After every step all pools balance, no unlocked leaf is a tombstone, locks are where the rules say, and a
-consumer of the events knows exactly the tree's pages.
+`Contents` plays the KV: whatever a forward reads must have been written for exactly its tenant, namespace and
+tokens. After every step all pools balance, no unlocked leaf is a tombstone, locks are where the rules say,
+and a consumer of the events knows exactly the tree's pages.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvcache.tree_node import TreeNode
 from tests.kvcache.admissions import Admissions
 from tests.kvcache.contents import Live
 from tests.kvcache.support import reference_hashes
-from wire.page_hash import event_hash
+from wire.page_hash import event_hashes
 
 COMBINATIONS = ((), ("window",), ("state",), ("window", "state"))
 LONGEST = 40
@@ -248,10 +248,10 @@ class GroupsMachine(Admissions):
             tokens = np.concatenate([step.token_array()[: step.num_tokens] for step in path]).tolist()
             tokens += path[-1].token_array()[path[-1].num_tokens :].tolist()
             expected = reference_hashes(node.namespace, tokens, self.size)[-node.num_pages :]
-            assert [event_hash(digest) for digest in node.page_digests(self.size)] == expected
-            names += expected
+            assert event_hashes(node.page_digests(self.size)) == expected, "a chain that knows the tenant"
+            names += reference_hashes(node.namespace, tokens, self.size, node.tenant)[-node.num_pages :]
             end = len(tokens) - extra
-            seen = (node.namespace, tuple(tokens[:end]))
+            seen = (node.tenant, node.namespace, tuple(tokens[:end]))
             assert self.contents.kv[int(node.value[-1]) * self.size + self.size - 1] == seen
             if "window" in self.kinds and (page := int(node.parts["window"][-1])):
                 assert self.contents.window[page, self.size - 1] == seen

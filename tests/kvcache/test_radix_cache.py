@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgpack
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -35,7 +36,7 @@ from tests.kvcache.support import (
     reference_hashes,
     request,
 )
-from wire.events import BlockRemoved
+from wire.events import BlockRemoved, encode_batch
 
 A, B, C = [1] * 4, [2] * 4, [3] * 4
 
@@ -104,10 +105,47 @@ def test_both_parts_of_a_split_have_its_hits_priority_age_and_tenant() -> None:
     (whole,) = cache.tree.nodes()
     before = (whole.hit_count, whole.priority, whole.created, whole.tenant)
     assert before[:2] == (2, 7)
-    matched(built, [*A, 9])
+    assert matched(built, [*A, 9], tenant="tenant") == len(A)
     upper, lower = cache.tree.nodes()
     for part in (upper, lower):
         assert (part.hit_count, part.priority, part.created, part.tenant) == before
+
+
+@pytest.mark.parametrize("namespace", [NAMESPACE, Namespace("model", cache_salt="x")], ids=["", "salt"])
+def test_tenants_find_nothing_of_each_others(namespace: Namespace) -> None:
+    built = memory()
+    names = ("", "a", "b", "ab")
+    pages = {name: put(built, A + B, namespace, name) for name in names}
+    assert len({page for own in pages.values() for page in own}) == 2 * len(names)
+    for name in names:
+        assert matched(built, A + B + C, namespace, name) == len(A + B)
+        put(built, A + C, namespace, name)  # splits this tenant's node, and no other
+        assert [node.tenant for node in built.cache.tree.nodes()].count(name) == 3
+    assert matched(built, A, namespace, "c") == 0
+    built.check_memory()
+
+
+def test_evicting_one_tenants_copy_leaves_the_others() -> None:
+    built, index = memory(), Index()
+    for name in ("a", "b", ""):
+        put(built, A + B, tenant=name)
+    index.read(built.take_events())
+    built.cache.tree.evict("full", 2)
+    index.read(built.take_events())
+    assert [matched(built, A + B, tenant=name) for name in ("a", "b", "")] == [0, len(A + B), len(A + B)]
+    kept = [name for tenant in ("b", "") for name in reference_hashes(NAMESPACE, A + B, 4, tenant)]
+    assert sorted(index.blocks) == sorted(kept)
+
+
+def test_events_name_the_tenant_and_no_event_names_none() -> None:
+    built = memory()
+    put(built, A, tenant="a")
+    put(built, A)
+    mine, shared = msgpack.unpackb(encode_batch(0.0, built.take_events()))[1]
+    assert (mine["tenant"], mine["block_hashes"]) == ("a", reference_hashes(NAMESPACE, A, 4, "a"))
+    assert (list(mine)[-1], "tenant" in shared) == ("tenant", False)
+    assert shared["block_hashes"] == reference_hashes(NAMESPACE, A, 4)
+    assert mine["token_ids"] == shared["token_ids"]
 
 
 def test_a_chunked_prefill_is_no_hit_on_itself() -> None:

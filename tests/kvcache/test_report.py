@@ -11,10 +11,10 @@ from tests.kvcache.support import SPEC, radix_cache
 LORA = Namespace("m", extra_key="lora", cache_salt="salt")
 
 
-def insert(memory: Memory, tokens: list[int], namespace: Namespace) -> None:
+def insert(memory: Memory, tokens: list[int], namespace: Namespace, tenant: str = "") -> None:
     pages = memory.allocator.alloc_pages(len(tokens) // 4)
     assert pages is not None
-    inserted = radix_cache(memory).insert(RadixKey(tokens, namespace), pages)
+    inserted = radix_cache(memory).insert(RadixKey(tokens, namespace, tenant), pages)
     memory.allocator.free_page_ids(pages[: inserted.prefix_len // 4])
 
 
@@ -23,11 +23,13 @@ def test_every_node_says_whose_child_it_is_and_what_it_keeps() -> None:
         insert(memory, [*range(8)], LORA)
         insert(memory, [*range(4), 9, 9, 9, 9], LORA)
         insert(memory, [*range(8)], Namespace("m"))
+        insert(memory, [*range(8)], Namespace("m"), "me")
         reports = node_reports(memory.cache.tree)
         roots = [report for report in reports if report["parent"] == -1]
-        assert sorted((r["extra_key"], r["cache_salt"], len(r["tokens"])) for r in roots) == [
-            ("", "", 8),
-            ("lora", "salt", 4),
+        assert sorted((r["tenant"], r["extra_key"], r["cache_salt"], len(r["tokens"])) for r in roots) == [
+            ("", "", "", 8),
+            ("", "lora", "salt", 4),
+            ("me", "", "", 8),
         ]
         tails = [report for report in reports if report["parent"] != -1]
         assert sorted(report["tokens"] for report in tails) == [[4, 5, 6, 7], [9, 9, 9, 9]]

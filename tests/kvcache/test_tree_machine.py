@@ -1,7 +1,7 @@
 """The tree against a model: requests with shared prefixes come, chunk, decode and end; pages are evicted.
 
 After every rule all pools balance, a consumer of the events knows exactly the tree's pages, sizes equal
-recomputed sums, and every page a request sees was written for exactly its tokens.
+recomputed sums, and every page a request sees was written for exactly its tenant and tokens.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from kvcache.common import alloc_for_decode, alloc_for_extend, release_kv_cache
 from kvcache.eviction import POLICIES
 from kvcache.radix_key import Namespace, RadixKey
 from tests.kvcache.support import Index, Request, memory, radix_cache, reference_hashes, request
-from wire.page_hash import event_hash
+from wire.page_hash import event_hashes
 
 NAMESPACES = (Namespace("m"), Namespace("m", extra_key="lora"), Namespace("m", cache_salt="salt"))
+TENANTS = ("", "a", "b")
+Whose = tuple[str, Namespace]
 
 
 class TreeMachine(RuleBasedStateMachine):
-    """`content[slot]` plays the KV: the namespace and the tokens up to and with the one stored there."""
+    """`content[slot]` plays the KV: tenant, namespace and the tokens up to and with the one stored there."""
 
     @initialize(
         page_size=st.sampled_from([1, 2, 4]),
@@ -40,7 +42,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.memory = memory(page_size, 48 // page_size, rows=5, eviction_policy=policy, need_sort=need_sort)
         self.cache, self.tree = radix_cache(self.memory), self.memory.cache.tree
         self.index = Index()
-        self.content: dict[int, tuple[Namespace, tuple[int, ...]]] = {}
+        self.content: dict[int, tuple[Whose, tuple[int, ...]]] = {}
         self.live: list[Request] = []
 
     def row(self, req: Request) -> list[int]:
@@ -51,20 +53,21 @@ class TreeMachine(RuleBasedStateMachine):
         end = min(end, len(req.fill_ids))
         for position in range(req.kv_committed_len, end):
             self.content[self.row(req)[position]] = (
-                req.namespace,
+                (req.tenant, req.namespace),
                 tuple(req.fill_ids[: position + 1].tolist()),
             )
         req.kv_committed_len = end
 
     @rule(
         tokens=st.lists(st.integers(0, 1), min_size=2, max_size=20),
-        namespace=st.sampled_from(NAMESPACES),
+        whose=st.tuples(st.sampled_from(TENANTS), st.sampled_from(NAMESPACES)),
         first_chunk=st.integers(1, 20),
         priority=st.integers(0, 2),
     )
-    def start(self, tokens: list[int], namespace: Namespace, first_chunk: int, priority: int) -> None:
-        req = request(tokens, namespace=namespace, priority=priority)
-        match = self.cache.match_prefix(RadixKey(req.fill_ids[:-1], namespace))
+    def start(self, tokens: list[int], whose: Whose, first_chunk: int, priority: int) -> None:
+        tenant, namespace = whose
+        req = request(tokens, namespace=namespace, tenant=tenant, priority=priority)
+        match = self.cache.match_prefix(RadixKey(req.fill_ids[:-1], namespace, tenant))
         self.cache.inc_lock_ref(match.last_device_node)
         prefix = len(match.device_indices)
         req.prefix_indices, req.last_node = match.device_indices, match.last_device_node
@@ -124,7 +127,7 @@ class TreeMachine(RuleBasedStateMachine):
         for req in self.live:
             tokens = tuple(req.fill_ids.tolist())
             for position, slot in enumerate(self.row(req)[: req.kv_committed_len]):
-                assert self.content[slot] == (req.namespace, tokens[: position + 1])
+                assert self.content[slot] == ((req.tenant, req.namespace), tokens[: position + 1])
 
     @invariant()
     def the_tree_names_pages_of_its_own_tokens(self) -> None:
@@ -133,9 +136,9 @@ class TreeMachine(RuleBasedStateMachine):
             path = b"".join(step.tokens for step in node.path())
             tokens = np.frombuffer(path, np.int32).tolist()
             names = reference_hashes(node.namespace, tokens, page_size)[-len(node.value) :]
-            assert [event_hash(digest) for digest in node.page_digests(page_size)] == names
+            assert event_hashes(node.page_digests(page_size)) == names, "a chain that knows the tenant"
             last_slot = int(node.value[-1]) * page_size + page_size - 1
-            assert self.content[last_slot] == (node.namespace, tuple(tokens))
+            assert self.content[last_slot] == ((node.tenant, node.namespace), tuple(tokens))
 
     @invariant()
     def everything_balances(self) -> None:
@@ -149,8 +152,11 @@ class TreeMachine(RuleBasedStateMachine):
     @invariant()
     def events_rebuild_the_tree(self) -> None:
         self.index.read(self.memory.take_events())
-        size = self.memory.page_size
-        names = [event_hash(d) for node in self.tree.nodes() for d in node.page_digests(size)]
+        names: list[int] = []
+        for node in self.tree.nodes():
+            tokens = np.frombuffer(b"".join(step.tokens for step in node.path()), np.int32).tolist()
+            chained = reference_hashes(node.namespace, tokens, self.memory.page_size, node.tenant)
+            names += chained[-node.num_pages :]
         assert sorted(self.index.blocks) == sorted(names)
 
 

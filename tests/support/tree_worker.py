@@ -17,7 +17,7 @@ from kvcache.layout import GroupSpec
 from kvcache.memory import Memory
 from kvcache.publisher import EventPublisher
 from tests.kvcache.support import SPEC, memory, put
-from wire.page_hash import event_hashes
+from wire.page_hash import event_hashes, owned_digests
 
 
 class TreeWorker:
@@ -48,14 +48,14 @@ class TreeWorker:
             yield self.memory
             self._publish()
 
-    def put(self, tokens: Iterable[int]) -> None:
+    def put(self, tokens: Iterable[int], tenant: str = "") -> None:
         """Cache a sequence; one batch."""
         with self.turn():
-            self.put_silently(tokens)
+            self.put_silently(tokens, tenant)
 
-    def put_silently(self, tokens: Iterable[int]) -> None:
+    def put_silently(self, tokens: Iterable[int], tenant: str = "") -> None:
         """Within a turn."""
-        put(self.memory, tokens)
+        put(self.memory, tokens, tenant=tenant)
 
     def evict(self, tokens: int) -> None:
         """Make room; one batch."""
@@ -65,8 +65,12 @@ class TreeWorker:
     def pages(self) -> set[int]:
         """The names of what the tree holds, under the lock: all of it has been published."""
         with self._lock:
-            nodes = self.memory.cache.tree.nodes()
-            return {name for node in nodes for name in event_hashes(node.page_digests(self.memory.page_size))}
+            size = self.memory.page_size
+            return {
+                name
+                for node in self.memory.cache.tree.nodes()
+                for name in event_hashes(owned_digests(node.page_digests(size), node.tenant))
+            }
 
     def close(self) -> None:
         self._closing = True

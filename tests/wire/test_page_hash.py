@@ -7,7 +7,7 @@ import hashlib
 import pytest
 
 from wire.codec import pack_tokens
-from wire.page_hash import event_hash, namespace_seed, page_digests
+from wire.page_hash import event_hash, event_hashes, namespace_seed, owned_digests, page_digests
 
 SEED = namespace_seed("model")
 
@@ -54,3 +54,14 @@ def test_bigram_pages_overlap_by_one_raw_token() -> None:
 def test_event_hash_is_signed_64_bit() -> None:
     assert event_hash(b"\xff" * 32) == -1
     assert event_hash(b"\x00" * 7 + b"\x05" + b"\x00" * 24) == 5
+
+
+def test_a_tenants_copies_have_names_of_their_own_and_without_a_tenant_nothing_changes() -> None:
+    digests = page_digests(SEED, pack_tokens(range(16)), 4)
+    assert owned_digests(digests, "") is digests
+    key = hashlib.sha256(b"baton-owner-1" + "ß".encode()).digest()
+    assert owned_digests(digests, "ß") == [
+        hashlib.blake2b(d, key=key, digest_size=32).digest() for d in digests
+    ]
+    names = {name for tenant in ("", "a", "b", "ß") for name in event_hashes(owned_digests(digests, tenant))}
+    assert len(names) == 4 * len(digests)

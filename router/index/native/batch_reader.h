@@ -204,7 +204,8 @@ class EventReader {
     uint64_t ignored;
     Text text;
     if (name.is("parent_block_hash") || name.is("lora_id")) return reader_.nil() || reader_.integer(ignored);
-    if (name.is("lora_name") || name.is("cache_salt")) return reader_.nil() || reader_.text(text);
+    if (name.is("lora_name") || name.is("cache_salt") || name.is("tenant"))
+      return reader_.nil() || reader_.text(text);
     if (name.is("group_idx") || name.is("kv_cache_spec_kind")) return reader_.nil();  // Python knows which counts
     if (name.is("extra_keys")) return reader_.nil() || (reader_.array(ignored) && reader_.skip(ignored));
     return reader_.skip(1);

@@ -50,6 +50,7 @@ def ours(draw: st.DrawFn) -> AnyEvent:
         size, draw(st.none() | st.integers(0, 9)), draw(media), draw(st.none() | text),
         extra_keys=draw(st.none() | st.lists(anything, max_size=2)),
         cache_salt=draw(st.none() | st.just("s")),
+        tenant=draw(st.none() | text),
     )  # fmt: skip
 
 

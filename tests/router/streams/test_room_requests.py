@@ -13,32 +13,38 @@ from router.placement.policies import make_policy
 from router.streams.generation import Submission
 from router.streams.room_requests import RoomRequests
 from tests.router.directory.test_directory import record
-from wire.page_hash import event_hashes, page_digests
+from wire.page_hash import event_hashes, owned_digests, page_digests
 from wire.request import SamplingParams
 
 MODEL, PAGE = "m", 16
 
 
 @pytest.mark.parametrize(
-    "space",
-    [{}, {"extra_key": "lora"}, {"cache_salt": "pepper"}, {"extra_key": "lora", "cache_salt": "pepper"}],
-    ids=lambda space: "+".join(space) or "none",
+    ("space", "tenant"),
+    [
+        ({}, ""),
+        ({"extra_key": "lora"}, ""),
+        ({"cache_salt": "pepper"}, ""),
+        ({}, "t"),
+        ({"extra_key": "lora", "cache_salt": "pepper"}, "t"),
+    ],
+    ids=lambda one: "+".join(one) or "none",
 )
-def test_a_prompts_pages_have_the_workers_names(space: dict[str, str]) -> None:
+def test_a_prompts_pages_have_the_workers_names(space: dict[str, str], tenant: str) -> None:
     placer = Placer(GlobalIndex(), make_policy("kv", PolicyWeights(), 0), 10.0)
     placer.update([record("p", model=MODEL)], 0.0)
     prompts = [list(range(3 * PAGE + 1)), [7] * PAGE]
     submission = Submission(
-        request_id="r", prompts=prompts, n=2, sampling=SamplingParams(), tenant="t", priority=3, **space
+        request_id="r", prompts=prompts, n=2, sampling=SamplingParams(), tenant=tenant, priority=3, **space
     )
     made = RoomRequests(MODEL, placer).make(submission)
     assert [request.choice for request, _ in made] == [0, 1, 0, 1]
     assert len({request.room for request, _ in made}) == 4
     for (request, to_place), prompt in zip(made, [prompts[0]] * 2 + [prompts[1]] * 2, strict=True):
         tokens = np.array(prompt, np.int32).tobytes()
-        workers = event_hashes(page_digests(Namespace(MODEL, **space).seed, tokens, PAGE))
-        assert to_place.hashes.tolist() == workers
+        digests = page_digests(Namespace(MODEL, **space).seed, tokens, PAGE)
+        assert to_place.hashes.tolist() == event_hashes(owned_digests(digests, tenant))
         assert (request.extra_key, request.cache_salt) == (
             space.get("extra_key", ""), space.get("cache_salt", ""),
         )  # fmt: skip
-        assert (request.tenant, request.priority, to_place.tenant, to_place.priority) == ("t", 3, "t", 3)
+        assert (request.tenant, request.priority) == (to_place.tenant, to_place.priority) == (tenant, 3)
