@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from common.errors import ConfigError
@@ -78,6 +78,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._received = 0  # bytes of this head that came after its first piece
         self._parsed = 0  # bytes of its request line and whole headers
         self._head_due: asyncio.TimerHandle | None = None
+        self._answering: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for the first request, or refuse the connection."""
@@ -91,7 +92,12 @@ class BoundedHttp(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Wait for nothing more."""
         self._stop_waiting()
+        self._end_requests()
         super().connection_lost(exc)
+
+    def eof_received(self) -> None:
+        """The client will send nothing more: the connection is closed, perhaps before the next answer."""
+        self._end_requests()
 
     def data_received(self, data: bytes) -> None:
         """Parse."""
@@ -144,6 +150,21 @@ class BoundedHttp(HttpToolsProtocol):
         """No request is being answered."""
         return self.cycle is None or self.cycle.response_complete
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _end_requests(self) -> None:
+        """Tell the request that is being answered that its client is gone; those behind it never begin.
+
+        uvicorn tells the last of them only: the first would go on, and fail when it writes.
+        """
+        self.pipeline.clear()
+        cycle = self._answering
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
+
     def _count(self, size: int) -> None:
         self._parsed += size
         if self._parsed > self._limits.head_bytes:
@@ -179,6 +200,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._stop_waiting()
         self.connections.discard(self)  # uvicorn's set; it waits for those at the end
         if not self._idle or self.transport.is_closing():  # not amid an answer
+            self._end_requests()
             self.transport.close()
             return
         error = {"message": message, "type": kind, "param": None, "code": None}
