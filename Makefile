@@ -4,7 +4,7 @@ PY := .venv/bin/python
 # Two workers on one small machine share its cores: one compute thread each, unless a bench asks for more.
 TEST_ENV := OMP_NUM_THREADS=1 RAY_DISABLE_IMPORT_WARNING=1 RAY_USAGE_STATS_ENABLED=0
 
-.PHONY: help setup demo check lint types imports dead quick test oracle mutants two-hosts overload chaos-ray fuzz-models invariants e2e chaos soak peers wheel demo-quality kv-quant
+.PHONY: help setup demo check lint types imports dead quick test oracle mutants two-hosts overload chaos-ray fuzz fuzz-models invariants e2e chaos soak peers wheel demo-quality kv-quant
 
 help:  ## list the targets and their variables
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -19,6 +19,7 @@ help:  ## list the targets and their variables
 #: SEED=1            chaos, soak: what is drawn
 #: ONLY=CELL         chaos: role/state/fault/transport/engine, or the first of these; * is any
 #: ALL=1             quick: the unit tests of all rooms
+#: SCALE=1           fuzz: a share of its numbers
 #: MODELS=400        fuzz-models: how many
 #: SEED=0            fuzz-models: the first one's seed
 
@@ -63,6 +64,9 @@ fuzz-models: setup  ## MODELS random shapes of all families from SEED on, apart 
 
 overload: setup  ## default options and more than one decode worker can do: what is accepted is served, the rest gets 429
 	@$(TEST_ENV) $(PY) -m tests.overload
+
+fuzz: setup  ## hostile HTTP on a running Baton; in between honest requests must be answered (SCALE)
+	@$(TEST_ENV) $(PY) -m tests.fuzz --scale $(or $(SCALE),1)
 
 chaos-ray: setup  ## a Ray Serve application of 6 replicas under 32 streams: one of each kind dies, and a rolling update
 	@$(TEST_ENV) $(PY) -m tests.chaos_ray

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from common.errors import BatonError
-from router.api import debug, native_endpoints
+from router.api import debug, native_endpoints, openapi
 from router.api.asgi import ClientLeft, HttpRequest, Receive, Scope, Send
 from router.api.http_errors import error_body, to_http
 from router.api.openai import endpoints
@@ -24,6 +24,7 @@ _ROUTES: dict[tuple[str, str], Handler] = {
     ("GET", "/health"): debug.health,
     ("GET", "/ready"): debug.ready,
     ("GET", "/version"): debug.version,
+    ("GET", "/openapi.json"): openapi.openapi,
     ("GET", "/metrics"): debug.metrics,
     ("GET", "/debug/workers"): debug.workers,
     ("GET", "/debug/route"): debug.route,

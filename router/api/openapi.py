@@ -1,0 +1,167 @@
+"""GET /openapi.json: the API port as an OpenAPI 3.1 document, made from the models that parse the requests.
+
+Not in a schema: limits that depend on the model (vocabulary, context) and rules between two fields. A request
+that breaks one gets a 400, as any other.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import msgspec
+from pydantic.json_schema import models_json_schema
+
+from router.api.asgi import JSON, HttpRequest
+from router.api.native_endpoints import DetokenizeBody, GenerateBody, NativeSampling, TokenizeBody
+from router.api.openai.schema import ChatBody, CompletionBody
+from router.service import Router
+
+Schema = dict[str, Any]
+
+_BODIES = (ChatBody, CompletionBody, GenerateBody, NativeSampling, TokenizeBody, DetokenizeBody)
+_REF = "#/components/schemas/{model}"
+_ERRORS = {
+    400: "the request is wrong: `param` names the field, if it is one",
+    404: "the model is not served here",
+    405: "the path does not take this method",
+    408: "the rest of the body did not come in time",
+    413: "the body is too long",
+    429: "too much waits already: try again after Retry-After seconds",
+    500: "the model has no usable output for this request",
+    503: "no worker can take the request now: try again after Retry-After seconds",
+}
+_EVENT: Schema = {
+    "type": "object",
+    "description": "an event of a stream (stream=true): its fields. The last one's data is [DONE]",
+    "properties": {"data": {"type": "string"}, "id": {"type": "string"}, "event": {"type": "string"}},
+}
+
+
+async def openapi(router: Router, request: HttpRequest) -> None:
+    """GET /openapi.json."""
+    await request.respond(200, _encoded(router.options.served_model_name), [JSON])
+
+
+@cache
+def _encoded(model_name: str) -> bytes:
+    return msgspec.json.encode(document(model_name))
+
+
+def document(model_name: str) -> Schema:
+    """The document of a router that serves the model of that name."""
+    streamed = {"text/event-stream": {"schema": _EVENT}}
+    usage = _object(
+        prompt_tokens=_INT, completion_tokens=_INT, total_tokens=_INT,
+        prompt_tokens_details=_object(cached_tokens=_INT),
+    )  # fmt: skip
+    choices = _array(_object(index=_INT, finish_reason={"enum": ["stop", "length"]}))
+    answer = _object(id=_TEXT, object=_TEXT, created=_INT, model=_TEXT, choices=choices, usage=usage)
+    native = _object(text=_TEXT, output_ids=_array(_INT), meta_info=_object(id=_TEXT))
+    natives: Schema = {"anyOf": [native, _array(native)]}
+    model = _object(id=_TEXT, object=_TEXT, created=_INT, owned_by=_TEXT, max_model_len=_NULL_OR_INT)
+    tokens = _object(tokens=_array(_INT), count=_INT, max_model_len=_NULL_OR_INT)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Baton", "version": "1", "license": {"name": "Apache-2.0"}},
+        "paths": {
+            "/v1/chat/completions": _post("a chat's next message", "ChatBody", answer, streamed),
+            "/v1/completions": _post("texts that go on from prompts", "CompletionBody", answer, streamed),
+            "/v1/models": _get("the model served here", _object(object=_TEXT, data=_array(model))),
+            "/generate": _post("tokens that go on from prompts", "GenerateBody", natives, streamed),
+            "/tokenize": _post("the token ids of a text or of a chat", "TokenizeBody", tokens),
+            "/detokenize": _post("the text of token ids", "DetokenizeBody", _object(prompt=_TEXT)),
+            "/health": _get("200 as long as the event loop runs", _object(status=_TEXT)),
+            "/ready": _get("503 until a decode worker is there", _object(status=_TEXT), 503),
+            "/version": _get("the version that is installed", _object(version=_TEXT)),
+            "/openapi.json": _get("this document", {"type": "object"}),
+        },
+        "components": {"schemas": {**_request_schemas(model_name), "Error": _error_schema()}},
+    }
+
+
+_TEXT: Schema = {"type": "string"}
+_INT: Schema = {"type": "integer"}
+_NULL_OR_INT: Schema = {"type": ["integer", "null"]}
+_TEXT_PART: Schema = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": _TEXT},
+}
+_MESSAGE: Schema = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {
+        "role": _TEXT,
+        "content": {"anyOf": [_TEXT, {"type": "array", "items": _TEXT_PART}, {"type": "null"}]},
+    },
+}
+
+
+def _object(**properties: Schema) -> Schema:
+    """All of them are always there, and there may be more."""
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+def _array(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
+
+
+def _request_schemas(model_name: str) -> Schema:
+    _, generated = models_json_schema([(body, "validation") for body in _BODIES], ref_template=_REF)
+    schemas: Schema = generated["$defs"]
+    for title, example in _examples(model_name).items():
+        schemas[title]["examples"] = [example]
+    # What the models say more loosely: these are checked after them, so that an error names what is wrong.
+    narrower: Schema = {
+        "model": {"const": model_name},
+        "messages": {**schemas["ChatBody"]["properties"]["messages"], "items": _MESSAGE},
+        "sampling_params": {"$ref": _REF.format(model="NativeSampling")},
+    }
+    for schema in schemas.values():
+        for name, field in schema.get("properties", {}).items():
+            said = narrower.get(name, field)
+            optional = name not in schema.get("required", ())  # null counts as absent
+            schema["properties"][name] = {"anyOf": [said, {"type": "null"}]} if optional else said
+    return schemas
+
+
+def _examples(model_name: str) -> Schema:
+    """One of each body that a path takes."""
+    messages = [{"role": "user", "content": "Say something"}]
+    return {
+        "ChatBody": {"model": model_name, "messages": messages, "max_tokens": 16},
+        "CompletionBody": {"model": model_name, "prompt": "Once upon a time", "max_tokens": 16},
+        "GenerateBody": {"text": "Once upon a time", "sampling_params": {"max_new_tokens": 16}},
+        "TokenizeBody": {"messages": messages},
+        "DetokenizeBody": {"tokens": [1, 2, 3]},
+    }
+
+
+def _error_schema() -> Schema:
+    text_or_null: Schema = {"type": ["string", "null"]}
+    return _object(error=_object(message=_TEXT, type=_TEXT, param=text_or_null, code=text_or_null))
+
+
+def _get(summary: str, answer: Schema, *errors: int) -> Schema:
+    return {"get": {"summary": summary, "responses": _responses(answer, {}, *errors, 405)}}
+
+
+def _post(summary: str, body: str, answer: Schema, streamed: Schema | None = None) -> Schema:
+    content = {"application/json": {"schema": {"$ref": _REF.format(model=body)}}}
+    return {
+        "post": {
+            "summary": summary,
+            "requestBody": {"required": True, "content": content},
+            "responses": _responses(answer, streamed or {}, *_ERRORS),
+        }
+    }
+
+
+def _responses(answer: Schema, streamed: Schema, *errors: int) -> Schema:
+    error = {"application/json": {"schema": {"$ref": _REF.format(model="Error")}}}
+    ok = {"application/json": {"schema": answer}, **streamed}
+    return {
+        "200": {"description": "the answer", "content": ok},
+        **{str(status): {"description": _ERRORS[status], "content": error} for status in errors},
+    }

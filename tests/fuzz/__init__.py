@@ -1,0 +1,1 @@
+"""Hostile input on every door of a running Baton (`make fuzz`)."""

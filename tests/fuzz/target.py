@@ -1,0 +1,56 @@
+"""The stack that is attacked: one prefill and one decode worker with a real, tiny model."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.fuzz.findings import Findings, Footprint, Honest, Logs
+from tests.harness.local_stack import Stack, stack
+from tests.support.tiny_models import make_tiny
+
+# Small, so that a hostile request that is accepted is soon over.
+_ROUTER: dict[str, Any] = {"max_in_flight": 64, "max_queued": 64, "max_queue_s": 2.0}
+_WORKER: dict[str, Any] = {"max_context_tokens": 256, "max_total_tokens": 8192, "idle_check_interval_s": 1.0}
+
+
+class Target:
+    """A running stack, and what watches it."""
+
+    def __init__(self, running: Stack, findings: Findings, honest: Honest) -> None:
+        self.running = running
+        self.findings = findings
+        self._honest = honest
+        self._logs = Logs(running)
+        self._footprint: Footprint | None = None
+
+    def check(self, after: str) -> None:
+        """An honest question, and the logs."""
+        self._honest.check(after)
+        self._logs.check(self.findings, after)
+
+    def remember_footprint(self) -> None:
+        """Growth counts from now on."""
+        self.running.settle()
+        self._footprint = Footprint(self.running)
+
+    def compare_footprint(self) -> None:
+        """Memory balances, nothing is held, and neither memory nor descriptors have grown."""
+        assert self._footprint is not None, "there is something to compare with"
+        self.running.settle()
+        self._footprint.compare(self.findings)
+
+
+@contextmanager
+def target(findings: Findings, **options: Any) -> Iterator[Target]:
+    """Start the stack, and end it. `options` are of its router and its workers."""
+    with tempfile.TemporaryDirectory(prefix="baton-fuzz-") as folder:
+        model = make_tiny("qwen3", Path(folder, "model"), 1)
+        with (
+            stack(model, Path(folder), router={**_ROUTER, **options}, **_WORKER, **options) as running,
+            closing(Honest(running, findings)) as honest,
+        ):
+            yield Target(running, findings, honest)

@@ -1,0 +1,20 @@
+"""Some of what `make fuzz` sends. Memory and descriptors are compared there alone: it takes a while until all
+has been used once."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fuzz.findings import Findings
+from tests.fuzz.http_batches import send_http
+from tests.fuzz.target import target
+
+
+@pytest.mark.slow
+def test_two_hundred_hostile_requests() -> None:
+    findings = Findings()
+    with target(findings) as attacked:
+        send_http(attacked, 200, borders=False)
+        attacked.running.settle()
+    assert findings.held, findings.line()
+    assert findings.http >= 200

@@ -1,0 +1,42 @@
+"""The OpenAPI document: it has every path of the API, and says what is true."""
+
+from __future__ import annotations
+
+import pytest
+import schemathesis
+
+from router.api.app import _ROUTES
+from router.api.openapi import _BODIES, document
+from router.api.request_body import parse
+from tests.router.conftest import RouterProcess
+
+OPERATORS = ("/metrics", "/debug/")  # not of the API
+
+
+def test_it_has_every_path_of_the_api() -> None:
+    said = {(method.upper(), path) for path, item in document("m")["paths"].items() for method in item}
+    assert said == {(method, path) for method, path in _ROUTES if not path.startswith(OPERATORS)}
+
+
+def test_it_is_what_the_router_serves(router: RouterProcess) -> None:
+    assert router.http.get("/openapi.json").json() == document("tiny")
+
+
+def test_a_tool_can_read_it() -> None:
+    schema = schemathesis.openapi.from_dict(document("m"))
+    assert len(list(schema.get_all_operations())) == len(document("m")["paths"])
+    schema.validate()
+
+
+def test_its_examples_are_valid() -> None:
+    schemas = document("m")["components"]["schemas"]
+    bodies = [body for body in _BODIES if "examples" in schemas[body.__name__]]
+    assert len(bodies) == 5
+    for body in bodies:
+        parse(body, schemas[body.__name__]["examples"][0])
+
+
+@pytest.mark.parametrize("field", ["temperature", "stream", "logit_bias"])
+def test_null_counts_as_absent(field: str) -> None:
+    said = document("m")["components"]["schemas"]["ChatBody"]["properties"][field]
+    assert {"type": "null"} in said["anyOf"]
