@@ -92,8 +92,8 @@ def _engine_class() -> Any:
     try:
         from mooncake.engine import TransferEngine
     except ImportError as error:
-        remedy = "install mooncake-transfer-engine-non-cuda (or mooncake-transfer-engine), or use tcp"
-        if "ibverbs" in str(error):
-            remedy = "install the system package libibverbs1, or use tcp"
+        remedy = "install mooncake-transfer-engine-non-cuda (-cuda13 with CUDA 13), or use tcp"
+        if ".so" in str(error):
+            remedy = "install the system packages libibverbs1, libnuma1 and libcurl4, or use tcp"
         raise ConfigError("kv_transfer_backend", f"Mooncake cannot be loaded: {error}", remedy) from None
     return TransferEngine

@@ -14,7 +14,10 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES: list[str] = PROJECT["tool"]["setuptools"]["packages"]
 NOT_SHIPPED = {"bench", "tools", "tests"}
 UNIMPORTED = {"httptools"}  # uvicorn imports it by name
-OPTIONAL = {"flashinfer": "flashinfer-python", "mooncake": "mooncake-transfer-engine"}  # not on every machine
+OPTIONAL = {
+    "flashinfer": "flashinfer-python",
+    "mooncake": "mooncake-transfer-engine-cuda13",
+}  # not on every machine
 
 
 def _normal(name: str) -> str:

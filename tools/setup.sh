@@ -15,7 +15,9 @@ include=$(python3 -c "import sysconfig; print(sysconfig.get_paths()['include'])"
 [ -f "$include/Python.h" ] || missing="$missing python3-dev"
 [ -f /usr/include/zmq.h ] || missing="$missing libzmq3-dev"             # bench.router's fake workers
 [ -f /usr/include/msgpack.hpp ] || missing="$missing libmsgpack-cxx-dev"
-ldconfig -p 2>/dev/null | grep -q libibverbs.so.1 || missing="$missing libibverbs1"
+for library in libibverbs1:libibverbs.so.1 libnuma1:libnuma.so.1 libcurl4:libcurl.so.4; do    # Mooncake's engine
+    ldconfig -p 2>/dev/null | grep -q "${library#*:}" || missing="$missing ${library%:*}"
+done
 if [ -n "$missing" ]; then
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
         say "system packages:$missing"

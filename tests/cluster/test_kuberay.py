@@ -1,0 +1,64 @@
+"""deploy/kuberay.yaml against KubeRay's own schemas."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.cluster.crd import errors
+
+ROOT = Path(__file__).parents[2]
+MANIFEST: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "kuberay.yaml").read_text())
+VERSIONS = ("1.5.1", "1.7.0")
+
+
+def schema(version: str) -> Any:
+    return json.loads((ROOT / "tests" / "data" / "kuberay" / f"rayservices-{version}.json").read_text())
+
+
+def changed(*path: str | int, value: Any) -> dict[str, Any]:
+    """The manifest with another value at a path."""
+    manifest = copy.deepcopy(MANIFEST)
+    place: Any = manifest
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    return manifest
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_kuberay_accepts_the_manifest(version: str) -> None:
+    assert errors(MANIFEST, schema(version)) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        (("spec", "rayClusterConfig", "authOption"), {}, "authOption"),
+        (("spec", "rayClusterConfig", "authOptions", "mode"), "tokens", "'tokens' is not one of"),
+        (("spec", "rayClusterConfig", "workerGroupSpecs", 0, "replicas"), "two", "not of type 'integer'"),
+        (
+            (
+                "spec",
+                "rayClusterConfig",
+                "headGroupSpec",
+                "template",
+                "spec",
+                "containers",
+                0,
+                "imagePull",
+            ),
+            "Always",
+            "imagePull",
+        ),
+    ],
+)
+def test_a_wrong_key_or_value_is_seen(path: tuple[str | int, ...], value: Any, says: str) -> None:
+    found = errors(changed(*path, value=value), schema("1.7.0"))
+    assert found
+    assert all(says in error for error in found)  # more than one where head and workers share a template
