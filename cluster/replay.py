@@ -9,8 +9,10 @@ from simulator.options import Schedule, SimulationOptions
 
 HELP = """Replay TRACE in virtual time: the product's router over modelled workers. TRACE is a file in
 Mooncake's format (timestamp in ms, input_length, output_length, hash_ids of 512-token blocks) or a generated
-one: chat:SEED, hot:SEED, agents:SEED, long:SEED. `--policy all` compares every policy: the sustained rate of
-each is the highest speed-up at which 90% of requests meet both objectives. docs/routing.md has the model."""
+one, KIND:SEED, where KIND is chat, hot, agents, long, diurnal or shift. `--policy all` compares every policy:
+the sustained rate of each is the highest speed-up at which 90% of requests meet both objectives.
+`--autoscale slo` compares scaling on objectives with a fixed fleet and with scaling by load, and workers that
+switch roles with fixed ratios. docs/routing.md has the model, docs/scaling.md the policies."""
 _DEFAULTS = SimulationOptions()
 
 
@@ -31,6 +33,9 @@ def add_replay(replay: argparse.ArgumentParser) -> None:
         "--set", action="append", default=[], metavar="KEY=VALUE",
         help="any option of the simulation, dotted: worker.chunk_tokens=2048, weights.temperature=100",
     )  # fmt: skip
+    replay.add_argument(
+        "--autoscale", choices=("slo",), help="compare ways to scale the fleet; the others are swept"
+    )
     replay.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     replay.add_argument(
         "--png", type=Path, metavar="FILE", help="draw the curves over the speed (needs matplotlib)"

@@ -12,12 +12,12 @@ from ray import serve
 
 from cluster.autoscaling import LOAD
 from cluster.directory_actor import DirectoryFinder
-from cluster.load import load_share
 from cluster.model_files import model_directory
 from cluster.node import node_interface
 from cluster.reaper import worker_id
 from cluster.refusal import readable_refusal
 from common.garbage import freeze_gc
+from scaling.load import load_share
 from wire.records import Role
 from worker.options import WorkerOptions
 

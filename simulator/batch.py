@@ -133,6 +133,11 @@ class DecodeBatch(Generic[T]):
             done.append(request)
         return done
 
+    def made(self, run: Steps | None, now: float) -> int:
+        """Tokens made so far, those of whole steps of the present run included."""
+        under_way = run.under_way(now) - 1 if run is not None and run.decodes else 0
+        return self.tokens + under_way * len(self._rows)
+
     def unfinished(self) -> list[tuple[T, int]]:
         """Every request in it, with the number of tokens that it still lacks."""
         return [(request, end - self._steps) for end, _, _, request in self._rows]

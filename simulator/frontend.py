@@ -201,6 +201,10 @@ class Frontend:
         elif known < record.incarnation:
             self._early_events.setdefault((record.id, record.incarnation), []).append((stored, pages))
 
+    def needs(self, record: WorkerRecord) -> bool:
+        """Whether a request that is placed cannot go on without this worker."""
+        return any(_needs(one, record) for one in self._attempts.values())
+
     def _lost(self, record: WorkerRecord) -> None:
         """A worker is gone. Its requests start again elsewhere, from what was forwarded."""
         for attempt in [one for one in self._attempts.values() if _needs(one, record)]:

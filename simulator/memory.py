@@ -39,6 +39,11 @@ class WorkerMemory:
         """Requests that may be reserved besides those that are."""
         return self._max_rows - self._rows
 
+    @property
+    def idle(self) -> bool:
+        """Whether no attempt has anything."""
+        return not self._shares
+
     def reserve(self, attempt: Attempt, usable: int) -> bool:
         """Take a row, and memory for the prompt and all its output. See `take`."""
         if self._rows == self._max_rows:

@@ -38,6 +38,38 @@ class WorkerModel(Options):
     schedule: Schedule = Schedule.MIXED
 
 
+class Autoscale(StrEnum):
+    """What decides how many workers there are."""
+
+    FIXED = "fixed"
+    LOAD = "load"  # the sum of the loads they report, with Serve's delays
+    SLO = "slo"  # forecasts and objectives
+
+
+class ScalingOptions(Options):
+    """How the fleet changes during a run. `prefill` and `decode` are the workers at its start."""
+
+    policy: Autoscale = Autoscale.FIXED
+    switch_roles: bool = Field(
+        False, description="workers change between prefill and decode; their number stays (policy: fixed)"
+    )
+    period_s: float = Field(5.0, gt=0, description="between two decisions")
+    start_s: float = Field(60.0, ge=0, description="until a new worker serves")
+    switch_s: float = Field(1.0, ge=0, description="from the end of a worker's drain until its new role")
+    most: int = Field(64, ge=1, description="workers of a role, at most")
+    hold_s: float = Field(60.0, ge=0, description="slo: how long fewer workers must be enough")
+    target_load: float = Field(0.7, gt=0, description="load: mean load to aim at")
+    upscale_delay_s: float = Field(30.0, ge=0, description="load: how long the load must stay high")
+    downscale_delay_s: float = Field(600.0, ge=0, description="load: how long the load must stay low")
+    look_back_s: float = Field(30.0, gt=0, description="load: window over which a worker's load is averaged")
+
+    @model_validator(mode="after")
+    def _roles_of_a_fixed_number(self) -> ScalingOptions:
+        if self.switch_roles and self.policy is not Autoscale.FIXED:
+            raise ValueError("switch_roles needs policy=fixed: workers change roles, not their number")
+        return self
+
+
 class SimulationOptions(PlacementOptions, LeaseOptions):
     """A cluster, the objectives, and the delays of what the router is told."""
 
@@ -49,6 +81,7 @@ class SimulationOptions(PlacementOptions, LeaseOptions):
     decode: int = Field(8, ge=1, description="decode workers")
     routers: int = Field(1, ge=1, description="router replicas; requests arrive at them in turn")
     worker: WorkerModel = WorkerModel()
+    scaling: ScalingOptions = ScalingOptions()
     slo_ttft_s: float = Field(2.0, gt=0, description="time to first token, at most")
     slo_itl_s: float = Field(0.05, gt=0, description="a request's mean time between tokens, at most")
     speed: float = Field(1.0, gt=0, description="factor by which arrivals are faster than in the trace")

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter
 
+from simulator.autoscale import Comparison
+from simulator.fleet import FleetSize
 from simulator.summary import Summary
 
 _STYLES = {"ttft_p50": ":", "ttft_p90": "-", "ttft_p99": "--"}
@@ -41,3 +44,27 @@ def draw(runs: Sequence[Summary], slo_ttft_s: float, path: Path) -> None:
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
     figure.savefig(path, format="png", dpi=110)
+
+
+def draw_fleets(found: Comparison, path: Path) -> None:
+    """Draw the workers of each role over time: fixed, scaled, and switching."""
+    figure = Figure(figsize=(16, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    prefill, decode, roles = figure.subplots(1, 3)
+    for number, row in enumerate((found.fixed, found.load, found.slo)):
+        _steps(prefill, row.summary.fleet, "prefill", f"C{number}", row.name)
+        _steps(decode, row.summary.fleet, "decode", f"C{number}", row.name)
+    _steps(roles, found.switch.summary.fleet, "prefill", "C3", "switch: prefill")
+    _steps(roles, found.switch.summary.fleet, "decode", "C4", "switch: decode")
+    for axes, title in ((prefill, "prefill workers"), (decode, "decode workers"), (roles, "workers")):
+        axes.set_ylabel(title)
+        axes.set_xlabel("seconds")
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+    figure.savefig(path, format="png", dpi=80)
+
+
+def _steps(axes: Axes, fleet: Sequence[FleetSize], role: str, colour: str, label: str) -> None:
+    times, counts = [size.at_s for size in fleet], [getattr(size, role) for size in fleet]
+    axes.step(times, counts, where="post", color=colour, label=label)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import sys
 import threading
@@ -15,10 +16,11 @@ from common.errors import ConfigError
 from common.options import parse_options
 from common.settings import assign, put
 from router.placement.policies import POLICIES
+from simulator.autoscale import compare
 from simulator.options import SimulationOptions
 from simulator.summary import Summary
 from simulator.sweep import Pool, run_once
-from simulator.table import as_json, as_table
+from simulator.table import as_json, as_table, comparison_table
 from simulator.traces import read_trace
 
 HOT_TRACE = "hot:1"
@@ -44,6 +46,8 @@ def replay(arguments: argparse.Namespace) -> int:
         for speed in speeds
     ]
     report = _Report(sys.stderr)
+    if arguments.autoscale is not None:
+        return _autoscale(arguments, options)
     if arguments.policy == "all":
         result = _compare(arguments.trace, options, policies, report)
     elif len(wanted) == 1:
@@ -128,6 +132,18 @@ def _compare(
     ratios = {f"kv/{other}": _ratio(found["kv"], found[other]) for other in policies if other != "kv"}
     ratios["hot"] = _ratio(hot_found["kv"], hot_found["prefix-affinity"])
     return {"runs": runs, "sustained": found, "sustained_hot": hot_found, "ratios": ratios}
+
+
+def _autoscale(arguments: argparse.Namespace, options: SimulationOptions) -> int:
+    with Pool(_processes(), _Report(sys.stderr).finished) as pool:
+        found = compare(arguments.trace, options, pool.all)
+    if arguments.png is not None:
+        from simulator.plot import draw_fleets  # imports matplotlib, which is optional
+
+        draw_fleets(found, arguments.png)
+    figures = json.dumps(found.figures) + "\n"
+    sys.stdout.write(figures if arguments.json else comparison_table(found) + figures)
+    return 0
 
 
 def _ratio(ours: float, theirs: float) -> float:

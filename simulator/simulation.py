@@ -6,18 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from msgspec.structs import replace
-
-from router.directory.directory import Directory
 from simulator.attempt import Attempt
 from simulator.batch import ItlHistogram
 from simulator.clock import Clock
+from simulator.fleet import ScaledFleet
 from simulator.frontend import Frontend
+from simulator.members import Members
 from simulator.options import SimulationOptions
 from simulator.request import Request, TraceRequest
 from simulator.worker import ModelledWorker
-from wire.messages import Announce, AssignedLoads, View
-from wire.records import GroupLayout, Role, WorkerLoad, WorkerRecord
+from wire.messages import AssignedLoads
+from wire.records import WorkerRecord
 
 _PROGRESS_EVERY = 0.05
 
@@ -46,39 +45,35 @@ class Simulation:
         self.clock = Clock()
         self.itl = ItlHistogram()
         self.requests: list[Request] = []
-        self.all_workers: list[ModelledWorker] = []  # every life
         self._trace = trace
         self.options = options
         self._open = len(trace.requests)
-        self._lives: dict[tuple[str, int], ModelledWorker] = {}
-        self._directory = Directory(options.lease_s)
+        self.members = Members(self.clock, options, self, self.itl)
+        self.fleet = ScaledFleet(self.clock, options, self.members, self._needed)
         self.routers = [Frontend(self.clock, options, number, self) for number in range(options.routers)]
 
     def run(self, progress: Callable[[float], None] = lambda _share: None) -> None:
         """Run until the last request ends. `progress` is called with the share of requests that are over."""
         options, clock = self.options, self.clock
-        names = [("p", Role.PREFILL, options.prefill), ("d", Role.DECODE, options.decode)]
-        for letter, role, count in names:
-            for number in range(count):
-                worker = self._start(f"{letter}{number}", role, incarnation=1)
-                self._directory.announce(Announce(worker.record), clock.now)
-                clock.after(options.report_gap_s * (1 + number / count), self._announce, worker)
+        self.members.begin()
         self._views()
+        self.fleet.begin()
         for number, one in enumerate(self._trace.requests):
             clock.at(one.at_s / options.speed, self._arrive, number, one)
         for restart in self._trace.restarts:
-            clock.at(restart.at_s / options.speed, self._crash, restart)
+            clock.at(restart.at_s / options.speed, self.members.crash, restart.worker, restart.back_after_s)
         total = max(1, self._open)
         while self._open:
             goal = max(0, self._open - max(1, int(total * _PROGRESS_EVERY)))
             clock.run(lambda goal=goal: self._open <= goal)  # type: ignore[misc]
             progress(1 - self._open / total)
+        self.fleet.end()
         self._settle()
 
     # -- FrontendHost --------------------------------------------------------------------------------
 
     def worker(self, record: WorkerRecord) -> ModelledWorker:
-        return self._lives[record.id, record.incarnation]
+        return self.members.worker(record)
 
     def send(self, sender: str, to: str, message: AssignedLoads) -> None:
         receiver = next(router for router in self.routers if router.address == to)
@@ -135,56 +130,15 @@ class Simulation:
             for router in self.routers:
                 self.clock.after(self.options.event_delay_s, router.event, worker.record, stored, pages)
 
-    def _start(self, name: str, role: Role, incarnation: int) -> ModelledWorker:
-        model = self.options.worker
-        page_bytes = model.page_tokens * model.kv_bytes_per_token
-        record = WorkerRecord(
-            id=name, incarnation=incarnation, role=role, mailbox=name, events="", replay="", model="model",
-            fingerprint="", groups=(
-                GroupLayout("full", "full", (1,), "bfloat16", "plain", model.page_tokens, page_bytes),
-            ),
-            max_context_tokens=model.kv_tokens, total_tokens=model.kv_tokens,
-            max_running_requests=model.max_running, pid=0, host=name, transfer_backends=(),
-        )  # fmt: skip
-        worker = ModelledWorker(self.clock, record, model, self, self.itl)
-        self._lives[name, incarnation] = worker
-        self.all_workers.append(worker)
-        return worker
-
-    def _announce(
-        self, worker: ModelledWorker, reported: WorkerLoad | None = None, renew_at: float = 0.0
-    ) -> None:
-        """The worker reports when its load has changed, and renews its lease when that is due.
-
-        The product's workers also wait until then when their load has changed only a little.
-        """
-        if worker.dead:
-            return
-        now, load = self.clock.now, worker.load()
-        if load != reported or now >= renew_at:
-            self._directory.announce(Announce(replace(worker.record, load=load)), now)
-            renew_at = now + self.options.report_interval_s
-        self.clock.after(self.options.report_gap_s, self._announce, worker, load, renew_at)
+    def _needed(self, worker: ModelledWorker) -> bool:
+        return any(router.needs(worker.record) for router in self.routers)
 
     def _views(self) -> None:
-        self._directory.expire(self.clock.now)
-        directory, addresses = self._directory, [router.address for router in self.routers]
-        view = View(0, directory.version, directory.records(), addresses)
+        view = self.members.view([router.address for router in self.routers])
         for router in self.routers:
             router.view(view)
             router.tick()
         self.clock.after(self.options.view_interval_s, self._views)
-
-    def _crash(self, restart: Restart) -> None:
-        lives = [one for one in self.all_workers if one.record.id == restart.worker and not one.dead]
-        for worker in lives:
-            for attempt, lacking in worker.crash():
-                if not attempt.over:
-                    attempt.request.forwarded += attempt.output - 1 - lacking
-            self.clock.after(restart.back_after_s, self._return, worker.record)
-
-    def _return(self, record: WorkerRecord) -> None:
-        self._announce(self._start(record.id, record.role, record.incarnation + 1))
 
     def _settle(self) -> None:
         """Let messages arrive, so that memory and index can be compared."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from simulator.fleet import FleetSize
 from simulator.options import SimulationOptions
 from simulator.request import Request
 from simulator.simulation import Simulation
@@ -38,6 +39,8 @@ class Summary:
     decode_spread: float  # the same for output tokens
     restarts: int
     rejected: int
+    worker_hours: float  # from the order of each worker to the end of its drain
+    fleet: tuple[FleetSize, ...]  # its size at the start, after each change and at the end
 
     def as_dict(self) -> dict[str, Any]:
         """The figures by name, for JSON."""
@@ -53,7 +56,7 @@ def summarise(simulation: Simulation, options: SimulationOptions) -> Summary:
     ttft = np.array([one.ttft for one in served] or [0.0])
     itl = np.array([one.itl for one in served] or [0.0])
     prompt = max(1, sum(one.trace.prompt_tokens for one in served))
-    workers = simulation.all_workers
+    workers = simulation.members.everyone
     return Summary(
         policy=options.policy,
         speed=options.speed,
@@ -75,6 +78,8 @@ def summarise(simulation: Simulation, options: SimulationOptions) -> Summary:
         decode_spread=_spread([one.batch.tokens for one in workers if one.record.role is Role.DECODE]),
         restarts=sum(one.attempts - 1 for one in served),
         rejected=len(requests) - len(served),
+        worker_hours=simulation.fleet.worker_hours(),
+        fleet=tuple(simulation.fleet.sizes),
     )
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from simulator.autoscale import Comparison
 from simulator.summary import Summary
 from simulator.sweep import SHARE
 
@@ -18,6 +19,7 @@ _COLUMNS = (
     ("alone", "alone_rate", "{:>6.1%}"), ("P max/mean", "prefill_spread", "{:>10.2f}"),
     ("D max/mean", "decode_spread", "{:>10.2f}"),
 )  # fmt: skip
+_FLEET = "{:<10} {:>7} {:>9} {:>12} {:>8} {:>7}  {}"
 _SHOWN_RATIOS = ("kv/round-robin", "kv/least-loaded", "kv/prefix-affinity", "hot")
 
 
@@ -37,6 +39,16 @@ def as_table(result: Mapping[str, Any], hot_trace: str) -> str:
             rates = "  ".join(f"{policy} {rate:.2f}" for policy, rate in result[key].items())
             lines.append(f"{title}, {SHARE:.0%} of requests meet both objectives: {rates}")
         lines.append(" ".join(f"{name}={result['ratios'][name]:.2f}" for name in _SHOWN_RATIOS))
+    return "\n".join(lines) + "\n"
+
+
+def comparison_table(found: Comparison) -> str:
+    """One line per fleet of a comparison."""
+    lines = [_FLEET.format("fleet", "attain", "goodput/s", "worker-hours", "ttft p90", "p99", "setting")]
+    for name, setting, one in found:
+        figures = (one.goodput, one.worker_hours, one.ttft_p90, one.ttft_p99)
+        shown = (f"{figure:.2f}" for figure in figures)
+        lines.append(_FLEET.format(name, f"{one.attainment:.1%}", *shown, setting))
     return "\n".join(lines) + "\n"
 
 

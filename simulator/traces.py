@@ -17,10 +17,9 @@ import msgspec
 import numpy as np
 
 from common.errors import ConfigError
+from simulator.day_traces import BLOCK, diurnal, shift
 from simulator.request import TraceRequest
 from simulator.simulation import Restart, Trace
-
-BLOCK = 512  # tokens that one hash id stands for
 
 
 class _Line(msgspec.Struct):
@@ -180,4 +179,6 @@ GENERATORS: dict[str, Callable[[str, random.Random], Trace]] = {
     "hot": _hot,
     "agents": _agents,
     "long": _long,
+    "diurnal": diurnal,
+    "shift": shift,
 }

@@ -59,6 +59,7 @@ class ModelledWorker:
         )
         self.batch = DecodeBatch[Attempt](model, itl)
         self.prefilled_tokens = 0  # computed here so far
+        self.prompts = 0  # whose prefill began here
         self._clock = clock
         self._model = model
         self._listener = listener
@@ -66,7 +67,7 @@ class ModelledWorker:
         self._prompts = PromptQueue()
         self._targets: dict[Attempt, ModelledWorker] = {}  # where to ship prompts to
         self._chunk: list[tuple[Attempt, int]] = []
-        self._run: Steps | None = None
+        self.run: Steps | None = None  # steps under way
         self._run_number = 0
         self._planned = 0
 
@@ -124,10 +125,10 @@ class ModelledWorker:
 
     def crash(self) -> list[tuple[Attempt, int]]:
         """The process dies. Returns the attempts that were decoding, with the tokens that they never sent."""
-        if self._run is not None and not self._chunk:
-            whole = self._run.under_way(self._clock.now) - 1
+        if self.run is not None and not self._chunk:
+            whole = self.run.under_way(self._clock.now) - 1
             if whole:
-                self.batch.advance(self._run, whole)
+                self.batch.advance(self.run, whole)
         self.dead = True
         return self.batch.unfinished()
 
@@ -171,6 +172,7 @@ class ModelledWorker:
             return False
         attempt.started, attempt.computed = True, self.memory.cached_tokens(attempt)
         attempt.request.cached_tokens = attempt.computed
+        self.prompts += 1
         self._prompts.started(attempt)
         return True
 
@@ -238,17 +240,17 @@ class ModelledWorker:
         """Something has changed: begin a step, or end a run of many steps with the one under way."""
         if self.dead:
             return
-        if self._run is not None:
-            steps = self._run.under_way(self._clock.now) if self._planned > 1 else self._planned
+        if self.run is not None:
+            steps = self.run.under_way(self._clock.now) if self._planned > 1 else self._planned
             if steps < self._planned:
-                self._plan(self._run, steps)
+                self._plan(self.run, steps)
             return
         rows, tokens = len(self.batch), 0
         if self._prompts and not (self._model.schedule is Schedule.DECODE_FIRST and rows):
             tokens = self._take_chunk()
         if tokens or rows:
-            self._run = self.batch.steps(self._clock.now, tokens)
-            self._plan(self._run, self._run.most)
+            self.run = self.batch.steps(self._clock.now, tokens)
+            self._plan(self.run, self.run.most)
 
     def _plan(self, run: Steps, steps: int) -> None:
         self._planned = steps
@@ -266,5 +268,5 @@ class ModelledWorker:
             self._let_go(attempt)
         for attempt, tokens in chunk:
             self._computed(attempt, tokens)
-        self._run = None
+        self.run = None
         self._kick()

@@ -63,7 +63,7 @@ def check(simulation: Simulation) -> None:
 
 
 def alive(simulation: Simulation) -> list[ModelledWorker]:
-    return [one for one in simulation.all_workers if not one.dead]
+    return [one for one in simulation.members.everyone if not one.dead]
 
 
 def shared_prefixes(seed: int = 1, requests: int = 400, rate: float = 6.0, restarts: int = 0) -> Trace:
@@ -108,7 +108,7 @@ def test_a_run_is_a_function_of_its_seed() -> None:
 def test_restarts_lose_no_request() -> None:
     trace = shared_prefixes(rate=12.0, restarts=4)
     simulation = replayed(trace, lease_s=1.5, worker={"kv_tokens": 60_000})
-    assert len(simulation.all_workers) == 8
+    assert len(simulation.members.everyone) == 8
     assert sum(one.attempts > 1 for one in simulation.requests) > 0
 
 

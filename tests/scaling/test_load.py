@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.load import load_share
+from scaling.load import load_share
 from wire.records import Role, WorkerLoad, WorkerRecord
 
 

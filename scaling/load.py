@@ -1,0 +1,50 @@
+"""One figure for how busy a worker is, from the load report it sends to the directory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+from scaling.sample import WorkerSample
+from wire.records import Role, WorkerLoad, WorkerRecord
+
+
+def load_share(record: WorkerRecord, prefill_tokens_per_worker: int) -> float:
+    """The share of a worker's capacity in use: 0 idle, 1 full, above 1 requests wait.
+
+    Prefill is bound by computation: its load is the queue over `prefill_tokens_per_worker`, the queue that
+    one worker should have. Decode is bound by memory or by rows: its load is the larger share of the two.
+    """
+    load = record.load
+    if record.role is Role.PREFILL:
+        return load.queued_prefill_tokens / prefill_tokens_per_worker
+    rows = load.running_requests + load.waiting_requests
+    return max(rows / record.max_running_requests, _memory(load, record.total_tokens))
+
+
+def worker_sample(
+    record: WorkerRecord, prompts: int, prefilled_tokens: int, decoded_tokens: int
+) -> WorkerSample:
+    """What a worker reports to ObjectiveScaler and RoleController, from its record and its totals."""
+    load = record.load
+    return WorkerSample(
+        prompts=prompts,
+        prefilled_tokens=prefilled_tokens,
+        decoded_tokens=decoded_tokens,
+        queued_tokens=load.queued_prefill_tokens,
+        prefill_tokens_per_s=load.prefill_tokens_per_s,
+        rows=load.running_requests,
+        waiting=load.waiting_requests,
+        share=max(load.running_requests / record.max_running_requests, _memory(load, record.total_tokens)),
+        step_s=load.decode_step_s,
+    )
+
+
+def _memory(load: WorkerLoad, total_tokens: int) -> float:
+    return 1.0 - min(load.free_tokens, total_tokens) / total_tokens
+
+
+def workers_for_load(loads: Collection[float], target_load: float) -> int:
+    """As many workers as bring the mean load to `target_load`, and at least 1."""
+    # Rounded first: 0.7 + 0.7 over 0.7 must be 2 workers, not 3.
+    return max(1, math.ceil(round(sum(loads) / target_load, 6)))
