@@ -40,6 +40,7 @@ class Endpoint:
     port: int
     model: str
     root: int | None = None
+    admin: str = ""  # URL of the router's admin listener
 
     @property
     def url(self) -> str:
@@ -131,11 +132,11 @@ class LoadGenerator:
 @contextmanager
 def bare_router(model: Path, name: str, scratch: Path, processes: int = 1) -> Iterator[tuple[Endpoint, str]]:
     """`python -m router --processes` on a free port, and its directory's mailbox address."""
-    options = {"model": str(model), "served_model_name": name, "port": 0}
+    options = {"model": str(model), "served_model_name": name, "port": 0, "admin_ports": "0"}
     with Child("router", options, scratch, arguments=("--processes", str(processes))) as router:
         ready = router.wait_ready()
         host, _, port = ready["http"].removeprefix("http://").rpartition(":")
-        yield Endpoint(host, int(port), name, router.process.pid), ready["mailbox"]
+        yield Endpoint(host, int(port), name, router.process.pid, ready["admin"]), ready["mailbox"]
 
 
 @contextmanager
@@ -151,7 +152,7 @@ def served_router(
     }  # fmt: skip
     with Child("bench.router_serve", options, scratch) as router:
         ready = router.wait_ready()
-        yield Endpoint("127.0.0.1", port, name, router.process.pid), ready["directory"]
+        yield Endpoint("127.0.0.1", port, name, router.process.pid, ready["admin"]), ready["directory"]
 
 
 @contextmanager
@@ -206,5 +207,5 @@ def _router_pids(root: int) -> list[int]:
 
 
 def _get(at: Endpoint, path: str) -> Any:
-    with urllib.request.urlopen(at.url + path, timeout=10) as answer:
+    with urllib.request.urlopen(at.admin + path, timeout=10) as answer:
         return json.load(answer)

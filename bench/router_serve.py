@@ -66,7 +66,7 @@ def _serve(options: dict[str, Any]) -> None:
         {
             "model": options["model"],
             "served_model_name": options["served_model"],
-            "router": {"num_replicas": options["replicas"]},
+            "router": {"num_replicas": options["replicas"], "options": {"admin_ports": "0"}},
         }
     )
     temp_dir = Path(options["scratch"]) / "ray"
@@ -74,7 +74,8 @@ def _serve(options: dict[str, Any]) -> None:
     with LocalServe(local_options) as local:
         stop = stop_on_signals()
         local.deploy(router_application(config), 120.0, stop)
-        print(json.dumps({"directory": DirectoryFinder(APP_NAME).wait(10.0)}), flush=True)
+        finder = DirectoryFinder(APP_NAME)
+        print(json.dumps({"directory": finder.wait(10.0), "admin": finder.admins()[0]}), flush=True)
         stop.wait()
 
 

@@ -27,17 +27,20 @@ from cluster.local import (
     LocalOptions,
     LocalServe,
     check_port_free,
+    find_admin_listener,
     running_ray,
     stop_on_signals,
 )
 from cluster.model_files import model_directory
 from cluster.replay import HELP as REPLAY_HELP
 from cluster.replay import add_replay
-from cluster.tree import TreeSource
+from cluster.tree import ADDRESS, TreeSource, read_admin_key
 from common.errors import WorkerLost
 from common.host import HTTP_PORT, LOOPBACK
 from common.options import exit_on_config_error
 from common.settings import assign, parse_value, put
+from router.keys import ADMIN_KEY_ENV
+from router.options import AdminOptions
 from worker.options import WorkerSettings
 
 DISTRIBUTION = "baton-serve"
@@ -165,7 +168,10 @@ def _config(arguments: argparse.Namespace) -> int:
 
 
 def _tree(arguments: argparse.Namespace) -> int:
-    source = TreeSource(arguments.url, arguments.cluster_secret, arguments.interface)
+    named = bool(arguments.workers) and all(one.startswith(ADDRESS) for one in arguments.workers)
+    url = arguments.url or ("" if named else find_admin_listener())
+    key = read_admin_key(arguments.admin_key_file)
+    source = TreeSource(url, key, arguments.cluster_secret, arguments.interface)
     try:
         reports = source.report(arguments.workers, "nodes" if arguments.json else "tree")
     except WorkerLost as lost:
@@ -238,15 +244,22 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
 
 _TREE_HELP = (
     "Print the prefix tree of each WORKER of a running Baton, or of all: per node its tokens, what each kind "
-    "of KV keeps there, locks and hits. WORKER is an id (/debug/workers lists them) or a mailbox address, "
-    "tcp://HOST:PORT."
+    "of KV keeps there, locks and hits. WORKER is an id (/debug/workers of the admin listener lists them) or "
+    "a mailbox address, tcp://HOST:PORT."
 )
 
 
 def _add_tree(tree: argparse.ArgumentParser) -> None:
     tree.add_argument("workers", metavar="WORKER", nargs="*", help="default: every worker of the router")
     tree.add_argument(
-        "--url", default=LocalOptions().url, help="the router's HTTP address (default %(default)s)"
+        "--url", help="a router's admin listener (default: what the application on this machine's Ray "
+        f"announces, or http://{LOOPBACK}:{AdminOptions().admin_port_range[0]})",
+    )  # fmt: skip
+    tree.add_argument(
+        "--admin-key-file",
+        type=Path,
+        metavar="FILE",
+        help=f"its key, if it has one (default: {ADMIN_KEY_ENV})",
     )
     tree.add_argument("--json", action="store_true", help="print the nodes as JSON, with all their tokens")
     tree.add_argument("--cluster-secret", metavar="SECRET", help="needed to ask a worker by its address")

@@ -42,6 +42,14 @@ class DirectoryActor:
         """Mailbox address of this incarnation."""
         return self._host.address
 
+    def worker_count(self) -> int:
+        """How many workers have joined."""
+        return self._host.worker_count()
+
+    def admins(self) -> list[str]:
+        """URLs of the routers' admin listeners."""
+        return self._host.admins()
+
     def resume_key(self) -> str:
         """Signs the event ids of routers whose options have neither a key nor a cluster secret."""
         return self._resume_key
@@ -77,6 +85,14 @@ class DirectoryFinder:
     def resume_key(self) -> str:
         """The key that the actor keeps. Raises Unavailable when it does not answer."""
         return cast("str", self._ask("resume_key"))
+
+    def admins(self) -> list[str]:
+        """URLs of the routers' admin listeners. Raises Unavailable when the directory does not answer."""
+        return cast("list[str]", self._ask("admins"))
+
+    def worker_count(self) -> int:
+        """How many workers have joined. Raises Unavailable when the directory does not answer."""
+        return cast("int", self._ask("worker_count"))
 
     def find(self) -> str:
         """The directory's address, asked anew. Raises Unavailable when there is none (yet)."""

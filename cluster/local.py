@@ -6,7 +6,6 @@ every Ray on the machine.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -25,9 +24,11 @@ from ray import serve
 from ray.serve import RunTarget
 from ray.serve.schema import ApplicationStatus
 
+from cluster.directory_actor import DirectoryFinder
 from cluster.refusal import find_refusal
-from common.errors import BatonError, ConfigError
+from common.errors import BatonError, ConfigError, Unavailable
 from common.host import HTTP_PORT, LOOPBACK
+from router.options import AdminOptions
 
 APP_NAME = "baton"
 ROUTER = "router"
@@ -166,17 +167,19 @@ class LocalServe:
         return bool(status.status == ApplicationStatus.RUNNING)
 
     def _seen(self) -> bool:
-        """Whether the router has seen all running workers."""
+        """Whether all running workers have joined, and the router answers."""
         deployments = serve.status().applications[APP_NAME].deployments
         running = sum(
             one.replica_states.get("RUNNING", 0) for name, one in deployments.items() if name != ROUTER
         )
         try:
-            url = f"{self.options.url}/debug/workers"
-            with urllib.request.urlopen(url, timeout=_HTTP_TIMEOUT_S) as answer:  # noqa: S310 (http, see url)
-                return bool(len(json.load(answer)["workers"]) >= running)
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            if DirectoryFinder(APP_NAME).worker_count() < running:
+                return False
+            url = f"{self.options.url}/{'ready' if running else 'health'}"
+            urllib.request.urlopen(url, timeout=_HTTP_TIMEOUT_S).close()  # noqa: S310 (http, see url)
+        except (Unavailable, urllib.error.URLError, ConnectionError, TimeoutError):
             return False
+        return True
 
 
 def stop_on_signals() -> threading.Event:
@@ -200,6 +203,22 @@ def check_port_free(host: str, port: int) -> None:
             raise ConfigError(
                 "port", f"{port} on {host} cannot be used ({error.strerror})", "give a free --port"
             ) from None
+
+
+def find_admin_listener() -> str:
+    """URL of an admin listener: of the application on this machine's Ray, or at the first default port."""
+    address = running_ray()
+    if address is not None:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        try:
+            found = DirectoryFinder(APP_NAME).admins()
+        except Unavailable:
+            found = []
+        finally:
+            ray.shutdown()
+        if found:
+            return found[0]
+    return f"http://{LOOPBACK}:{AdminOptions().admin_port_range[0]}"
 
 
 def running_ray() -> str | None:

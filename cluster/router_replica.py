@@ -13,11 +13,12 @@ from ray.exceptions import RayError
 
 from cluster.directory_actor import DirectoryFinder
 from cluster.model_files import TOKENIZER_FILES, model_directory
-from cluster.node import node_interface
+from cluster.node import AUTO, node_interface
 from cluster.refusal import readable_refusal
 from common.garbage import freeze_gc
-from router.api.app import App, build_app
-from router.api.asgi import Receive, Scope, Send
+from router.admin_listener import AdminListener
+from router.api.app import build_app
+from router.api.asgi import App, Receive, Scope, Send
 from router.options import RouterOptions
 from router.service import Router
 
@@ -36,14 +37,22 @@ class RouterReplica:
         self._interface = options.interface
         # A key drawn for the Serve config would change with every deploy, and so restart the replicas.
         self._resume_key = options.resume_secret or secrets.token_hex(16)
+        own = options.admin_host == AUTO
         with readable_refusal():
             model = await asyncio.to_thread(model_directory, str(options.model), TOKENIZER_FILES)
             self._options = options.model_copy(
-                update={"model": model, "interface": node_interface(options.interface)}
+                update={
+                    "model": model,
+                    "interface": node_interface(options.interface),
+                    # Loopback is right here, though other nodes do not reach it.
+                    "admin_host": node_interface(AUTO) if own else options.admin_host,
+                }
             )
+            self._admin = AdminListener(self._options, self._options.interface)
             directory, self._resume_key = await asyncio.to_thread(self._join)
             found = {"directory": directory, "resume_key": self._resume_key}
-            self._router = Router(self._options.model_copy(update=found))
+            self._router = Router(self._options.model_copy(update=found), admin_url=self._admin.url)
+        self._admin.start(self._router.pages.open)
         freeze_gc()
         self._following = asyncio.create_task(self._follow_directory())
 
@@ -55,6 +64,7 @@ class RouterReplica:
         """Serve awaits this after the requests that it counts have ended."""
         if hasattr(self, "_following"):
             self._following.cancel()
+            await self._admin.close()
             self._router.close()
 
     def _join(self) -> tuple[str, str]:

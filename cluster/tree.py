@@ -1,36 +1,40 @@
 """`baton tree`: what the prefix caches of live workers hold, now.
 
 A worker answers `Inspect` at its mailbox, between two steps. The router passes the question on (GET
-/debug/inspect), so one URL is enough for a whole application. A worker without a router is asked at its
-mailbox address.
+/debug/inspect of its admin listener), so one URL is enough for a whole application. The directory of an
+application on Ray knows the URL. A worker without a router is asked at its mailbox address.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, WorkerLost
 from common.host import LOOPBACK
+from router.keys import ADMIN_KEY_ENV
 from wire.mailbox import Mailbox
 from wire.messages import Inspect, Inspected
 from wire.security import curve_for
 
 ANSWER_S = 10.0
-_ADDRESS = "tcp://"
+ADDRESS = "tcp://"
 
 
 @dataclass(frozen=True)
 class TreeSource:
-    """Where to ask: the router at `url`, or workers by their addresses with this secret and local
-    interface."""
+    """Where to ask: the admin listener at `url` with its key, or workers by their addresses with this secret
+    and local interface."""
 
     url: str
+    admin_key: str | None = None
     cluster_secret: str | None = None
     interface: str = LOOPBACK
 
@@ -49,7 +53,7 @@ class TreeSource:
         return [str(worker["id"]) for worker in listed]
 
     def _ask(self, worker: str, what: str) -> str:
-        if worker.startswith(_ADDRESS):
+        if worker.startswith(ADDRESS):
             return self._ask_directly(worker, what)
         query = urllib.parse.urlencode({"worker": worker, "what": what})
         return self._get(f"/debug/inspect?{query}")
@@ -66,23 +70,44 @@ class TreeSource:
 
     def _get(self, path: str) -> str:
         try:
-            url = self.url.rstrip("/") + path
-            with urllib.request.urlopen(url, timeout=ANSWER_S) as answer:  # noqa: S310 (the user's own --url)
+            request = urllib.request.Request(self.url.rstrip("/") + path)  # noqa: S310 (the user's own --url)
+            if self.admin_key is not None:
+                request.add_header("Authorization", f"Bearer {self.admin_key}")
+            with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:  # noqa: S310 (as above)
                 return str(answer.read().decode())
         except urllib.error.HTTPError as error:
             message = _message(error.read())
+            if error.code == 401:
+                raise ConfigError(
+                    "--admin-key-file", message, f"give the key of {self.url}, or set {ADMIN_KEY_ENV}"
+                ) from None
             if error.code >= 500:
                 raise WorkerLost(message or f"the router answers {error.code}") from None
             raise ConfigError(
                 "worker" if message else "--url",
                 message or f"{self.url} answers {error.code}: it is not a Baton router",
-                "`baton tree` without a name shows all" if message else "give the address of its HTTP API",
+                "`baton tree` without a name shows all"
+                if message
+                else "give the address of its admin listener",
             ) from None
         except (OSError, ValueError) as error:
             reason = getattr(error, "reason", error)
             raise ConfigError(
                 "--url", f"nothing answers at {self.url}: {reason}", "give the address of a running Baton"
             ) from None
+
+
+def read_admin_key(path: Path | None) -> str | None:
+    """The first key of a file, or of the environment. Raises ConfigError for a file that cannot be read."""
+    if path is None:
+        return os.environ.get(ADMIN_KEY_ENV) or None
+    try:
+        lines = path.read_text().split()
+    except OSError as error:
+        raise ConfigError(
+            "--admin-key-file", f"cannot read {path}: {error.strerror}", "give a readable file"
+        ) from None
+    return lines[0] if lines else None
 
 
 def _message(body: bytes) -> str:

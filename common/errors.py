@@ -1,9 +1,10 @@
-"""Every error a user or a peer can cause. The router maps the tree to HTTP once (router/api/http_errors.py).
+"""Every error a user or a peer can cause. The router maps the tree to HTTP once (router/http_errors.py).
 
 BatonError
 ├── UserError                    the caller's mistake; other requests are not affected
 │   ├── InvalidRequest      400  a field is wrong, unknown or unsupported
 │   ├── ContextTooLong      400  prompt (+ output) does not fit the model or the pool
+│   ├── Unauthorized        401  no key, or one that does not hold
 │   ├── ModelNotFound       404  no worker serves that model
 │   ├── BodyTooLarge        413  its body has more bytes than the router takes
 │   ├── LateBody            408  the rest of its body did not come in time
@@ -50,6 +51,10 @@ class ContextTooLong(UserError):
         )
         self.wanted = wanted
         self.limit = limit
+
+
+class Unauthorized(UserError):
+    """The door has keys, and none of them was shown."""
 
 
 class ModelNotFound(UserError):

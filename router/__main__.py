@@ -1,7 +1,8 @@
 """`python -m router --options FILE.json [--processes N]`: a router, in one process or several on one port.
 
-Prints one line of JSON when it serves: {"ready": true, "http": ..., "mailbox": ...}. What cannot work is one
-line on stderr that names key and remedy, and exit code 2. Ends cleanly on SIGTERM and SIGINT.
+Prints one line of JSON when it serves: {"ready": true, "http": ..., "admin": ..., "mailbox": ...}. What
+cannot work is one line on stderr that names key and remedy, and exit code 2. Ends cleanly on SIGTERM and
+SIGINT.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 import uvicorn
 import uvloop
@@ -23,8 +25,10 @@ import uvloop
 from common.errors import ConfigError
 from common.garbage import freeze_gc
 from common.options import CONFIG_ERROR_EXIT, exit_on_config_error, read_options
+from router.admin_listener import AdminListener
 from router.api.app import build_app
 from router.connections import ConnectionLimits, HttpConfig, possible_connections
+from router.listener import bind, url_of
 from router.options import RouterOptions
 from router.processes import ProcessFailed
 from router.service import Router
@@ -66,7 +70,7 @@ def main() -> None:
     parser.add_argument("--options", type=Path, required=True, help="a JSON file (router/options.py)")
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="processes that share the port")
     parser.add_argument(
-        "--further", nargs=3, metavar=("DIRECTORY", "PORT", "FIRST"),
+        "--further", nargs=4, metavar=("DIRECTORY", "PORT", "FIRST", "ADMIN"),
         help="internal: a process that --processes starts, and that ends with its stdin",
     )  # fmt: skip
     given = parser.parse_args()
@@ -75,7 +79,7 @@ def main() -> None:
         if given.processes < 1:
             raise ConfigError("--processes", f"{given.processes} processes cannot serve", "give at least 1")
         if given.further is not None:
-            directory, port, _ = given.further
+            directory, port, *_ = given.further
             key = sys.stdin.readline().strip()  # see processes.py
             options = options.model_copy(
                 update={"directory": directory, "port": int(port), "resume_key": key}
@@ -90,17 +94,10 @@ def main() -> None:
 
 
 def _bind(options: RouterOptions, shared: bool) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if shared:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
-        listener.bind((options.host, options.port))
+        return bind(options.host, options.port, shared)
     except OSError as error:
-        listener.close()
         raise _refused(error, options) from None
-    listener.setblocking(False)
-    return listener
 
 
 def _listen(listener: socket.socket, options: RouterOptions) -> None:
@@ -122,21 +119,21 @@ def _refused(error: OSError, options: RouterOptions) -> ConfigError:
     return ConfigError("host", f"{options.host} cannot be bound ({error.strerror})", "use a local address")
 
 
-def _ready_line(listener: socket.socket, mailbox: str) -> str:
-    host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    return json.dumps({"ready": True, "http": f"http://{shown}:{port}", "mailbox": mailbox})
+def _ready_line(listener: socket.socket, admin_url: str, mailbox: str) -> str:
+    return json.dumps({"ready": True, "http": url_of(listener), "admin": admin_url, "mailbox": mailbox})
 
 
 async def _supervise(options: RouterOptions, listener: socket.socket, given: argparse.Namespace) -> int:
     """Run `--processes`. This process keeps the port, and does not listen on it. Returns the exit code."""
-    supervisor = Supervisor(options, str(given.options), listener.getsockname()[1])
+    admin = AdminListener(options, options.interface)
+    supervisor = Supervisor(options, str(given.options), listener.getsockname()[1], admin.url)
     told = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, told.set)
     try:
         await supervisor.start(given.processes)
-        sys.stdout.write(_ready_line(listener, supervisor.mailbox_address) + "\n")
+        admin.start(supervisor.open_page)
+        sys.stdout.write(_ready_line(listener, admin.url, supervisor.mailbox_address) + "\n")
         sys.stdout.flush()
         await told.wait()
     except ProcessFailed as failed:
@@ -144,6 +141,7 @@ async def _supervise(options: RouterOptions, listener: socket.socket, given: arg
             raise
         return CONFIG_ERROR_EXIT
     finally:
+        await admin.close()
         await supervisor.close()
     return 0
 
@@ -154,13 +152,30 @@ def _limits(options: RouterOptions) -> ConnectionLimits:
 
 
 async def _serve(options: RouterOptions, listener: socket.socket, given: argparse.Namespace) -> None:
-    router = Router(options, None if given.further is None else given.further[2])
+    """Run the only process, or one of several."""
+    if given.further is not None:
+        _, _, first, admin_url = given.further
+        await _serve_api(Router(options, first, admin_url), listener, admin_url, sys.stdin)
+        return
+    admin = AdminListener(options, options.interface)
     try:
-        config = HttpConfig(build_app(router), _limits(options))
+        router = Router(options, None, admin.url)
+        admin.start(router.pages.open)
+        await _serve_api(router, listener, admin.url)
+    finally:
+        await admin.close()
+
+
+async def _serve_api(
+    router: Router, listener: socket.socket, admin_url: str, until: TextIO | None = None
+) -> None:
+    """Serve until a signal comes, or `until` is closed. Close the router."""
+    try:
+        config = HttpConfig(build_app(router), _limits(router.options))
         freeze_gc()
-        server = _Server(config, _ready_line(listener, router.mailbox_address), router.interrupt)
-        if given.further is not None:
-            asyncio.get_running_loop().add_reader(sys.stdin, _end_with_stdin, server)
+        server = _Server(config, _ready_line(listener, admin_url, router.mailbox_address), router.interrupt)
+        if until is not None:
+            asyncio.get_running_loop().add_reader(until, _end_with_stdin, server)
         await server.serve(sockets=[listener])
     finally:
         router.close()

@@ -34,9 +34,11 @@ class Membership:
         events: EventPlane,
         dispatcher: Dispatcher,
         unanswered: Unanswered,
+        admin_url: str,
     ) -> None:
         self.workers: list[WorkerRecord] = []  # live, and of the served model
         self.context_limit: int | None = None  # the longest prompt + output that all of them take
+        self.admins: list[str] = []  # URLs of the routers' admin listeners
         self._model = options.served_model_name
         self._mailbox = mailbox
         self._placer = placer
@@ -53,7 +55,7 @@ class Membership:
         self._server: DirectoryServer | None = None
         if options.directory is None:
             self._server = DirectoryServer(Directory(options.lease_s), mailbox.send)
-        self._client = DirectoryClient(options.directory or mailbox.address, mailbox.send)
+        self._client = DirectoryClient(options.directory or mailbox.address, mailbox.send, admin_url)
 
     @property
     def ready(self) -> bool:
@@ -116,6 +118,7 @@ class Membership:
         )
         self._placer.update(self.workers, now)
         self.peers.meet(view.routers)
+        self.admins = view.admins
         self.suspicions.update(change.lost, self.workers, now)
         for record in change.lost:
             self._events.forget(record.id)

@@ -1,22 +1,25 @@
 """ProcessGroup: the processes of one router (`--processes N`) answer as one.
 
 They do so at /metrics, /debug/trace, /debug/rooms, /debug/leases and /debug/suspicions. The first process
-knows the others by their mailboxes and asks each for what it has; another process that is asked over HTTP
-asks the first. Questions are `Inspect` messages, and every wait is bounded.
+knows the others by their mailboxes. It serves the admin listener, and asks one of them for each page; that
+one asks the first for what all of them have a part of, and the first asks each. Questions are `Inspect`
+messages, and every wait is bounded.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import msgspec
 from prometheus_client import CollectorRegistry
 
 from common.errors import Unavailable
+from router.http_errors import error_body
 from router.merged_metrics import MergedMetrics, MetricFamily, collect, exposition
+from router.page import Page, json_page
 from router.streams.inspections import Inspections
 from router.streams.room_report import RoomReport
 from router.suspicions import SuspicionReport
@@ -31,16 +34,23 @@ _TRACE = "trace "  # and a request id
 _ROOMS = "rooms"
 _HOLDS = "leases"
 _SUSPICIONS = "suspicions"
+_PAGE = "page "  # and its path and query
+_PAGE_TIMEOUT_S = 15.0  # longer than a page waits for a worker
 _Families = list[MetricFamily]
 _Row = TypeVar("_Row")
 
 
+async def _no_page(target: str) -> Page:
+    return json_page(error_body(f"{target} is not here", "invalid_request_error"), 404)
+
+
 class OwnLists(NamedTuple):
-    """What one process has to list. Each call makes a new list."""
+    """What one process has to list. Each call makes a new list. `page` opens an admin page."""
 
     rooms: Callable[[], list[RoomReport]] = list
     holds: Callable[[], list[Hold]] = list
     suspicions: Callable[[], list[SuspicionReport]] = list
+    page: Callable[[str], Awaitable[Page]] = _no_page
 
 
 class ProcessGroup:
@@ -72,6 +82,7 @@ class ProcessGroup:
         self._members: set[str] = set()  # mailboxes of the other processes, in the first
         self._merged = MergedMetrics()
         self._answering: set[asyncio.Task[None]] = set()
+        self._turn = 0  # counts the pages that were asked of members
 
     def join(self, mailbox: str) -> None:
         """Another process serves."""
@@ -113,6 +124,22 @@ class ProcessGroup:
         """The latest suspicions of every process. Raises Unavailable, see `metrics`."""
         return await self._listed(_SUSPICIONS, self._own.suspicions(), SuspicionReport)
 
+    async def page(self, target: str) -> Page:
+        """The admin page at a path with its query, as another process shows it. Each is asked in turn.
+
+        Raises Unavailable when it does not answer.
+        """
+        if not self._members:
+            raise Unavailable("no process of this router serves")
+        members = sorted(self._members)
+        self._turn += 1
+        try:
+            member = members[self._turn % len(members)]
+            said = await self._inspections.ask(member, _PAGE + target, _PAGE_TIMEOUT_S)
+        except TimeoutError:
+            raise Unavailable("a process of this router did not answer in time: try again") from None
+        return msgspec.json.decode(said, type=Page)
+
     def answer(self, to: str, question: Inspect) -> None:
         """Answer another process."""
         task = asyncio.create_task(self._answer(to, question))
@@ -128,6 +155,9 @@ class ProcessGroup:
         if question.what.startswith(_TRACE):
             request_id = question.what.removeprefix(_TRACE)
             found = self._own_trace(request_id) if self._first is not None else await self.trace(request_id)
+        elif question.what.startswith(_PAGE):
+            page = await self._own.page(question.what.removeprefix(_PAGE))
+            found = msgspec.json.encode(page)
         elif question.what in (_ROOMS, _HOLDS, _SUSPICIONS):
             found = msgspec.json.encode(await self._list_of(question.what))
         elif self._first is not None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 
-import msgspec
 from prometheus_client import CollectorRegistry
 
 from common.errors import ContextTooLong, Interrupted, InvalidRequest, ModelNotFound, Unavailable
+from router.admin_pages import AdminPages
 from router.events.event_plane import EventPlane
 from router.index.global_index import GlobalIndex
 from router.membership import Membership
@@ -24,8 +24,6 @@ from router.options import RouterOptions
 from router.placement.load_estimate import WorkerLoadEstimate
 from router.placement.placer import Placer
 from router.placement.policies import make_policy
-from router.placement.policy import Choice
-from router.placement.prediction import Prediction
 from router.process_group import OwnLists, ProcessGroup
 from router.streams.claims import Claims, FoundRoom
 from router.streams.client_holds import ClientHolds
@@ -40,7 +38,7 @@ from router.streams.stream import RoomSink, RoomStream
 from router.text.tokenization import Tokenization
 from router.trace import TraceStore
 from router.unanswered import Unanswered
-from wire.holds import Hold, HoldReport
+from wire.holds import Hold
 from wire.loop_mailbox import LoopMailbox
 from wire.mailbox import Mail
 from wire.messages import Claimed, Inspect, Inspected
@@ -48,18 +46,17 @@ from wire.peer_monitors import PeerState
 from wire.security import curve_for
 
 _TICK_S = 0.05
-_INSPECT_TIMEOUT_S = 10.0
-_LEASES_TIMEOUT_S = 3.0
 _CLAIM_TIMEOUT_S = 2.0  # then a stream is computed again
 
 
 class Router:
     """Lives on the event loop on which it is made. Submit to it there, and close it."""
 
-    def __init__(self, options: RouterOptions, first_process: str | None = None) -> None:
+    def __init__(self, options: RouterOptions, first_process: str | None = None, admin_url: str = "") -> None:
         """Load the tokenizer, bind the mailbox, look for workers. Raises ConfigError for what cannot work.
 
         `first_process` is the mailbox of the process that started this one, if one did (processes.py).
+        `admin_url` is announced in the directory: where somebody serves `pages`, if anybody does.
         """
         self.options = options
         self.tokenization = Tokenization(options.model)
@@ -84,7 +81,7 @@ class Router:
         self._claims = Claims(rooms, self.placer, send)
         self.clients = ClientHolds(options.body_timeout_s, options.unread_timeout_s, metrics.swept)
         self.membership = known = Membership(
-            options, self._mailbox, self.placer, self._events, rooms, self._unanswered
+            options, self._mailbox, self.placer, self._events, rooms, self._unanswered, admin_url
         )
         SuspicionMetrics(registry, known.suspicions)
         WorkerMetrics(registry, lambda: known.workers)
@@ -93,8 +90,13 @@ class Router:
             lambda: rooms.report(time.monotonic()),
             lambda: self._own_holds(time.monotonic()),
             lambda: known.suspicions.report(self.mailbox_address),
+            lambda target: self.pages.open(target),
         )
-        self.processes = ProcessGroup(registry, traces, send, self._inspections, own, first_process)
+        self._processes = ProcessGroup(registry, traces, send, self._inspections, own, first_process)
+        self.pages = AdminPages(
+            options.policy, self.tokenization, self._requests, self.placer, rooms.admission, known,
+            self._processes, self._inspections,
+        )  # fmt: skip
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_soon(self._tick)
 
@@ -104,7 +106,7 @@ class Router:
         self.interrupt()
         self._dispatcher.close()
         self.membership.close()
-        self.processes.close()
+        self._processes.close()
         self._mailbox.close()
         self._events.close()
 
@@ -204,43 +206,6 @@ class Router:
         for stream in self.clients.streams:
             stream.interrupt(Interrupted("this router is closing: resume at another"))
 
-    def explain(self, submission: Submission) -> tuple[Choice, Prediction | None] | None:
-        """What the policy would choose for a request now, and when the first token would come."""
-        _, to_place = self._requests.make(submission)[0]
-        choice = self.placer.choose(to_place, time.monotonic())
-        return None if choice is None else (choice, self._dispatcher.admission.predict(choice))
-
-    async def inspect(self, worker_id: str, what: str) -> str:
-        """A worker's own report. Raises InvalidRequest for an unknown one, TimeoutError for a silent one."""
-        addresses = {record.id: record.mailbox for record in self.membership.workers}
-        if worker_id not in addresses:
-            there = ", ".join(sorted(addresses)) or "none"
-            raise InvalidRequest(f"no worker is called {worker_id!r}; there are: {there}", "worker")
-        return await self._inspections.ask(addresses[worker_id], what, _INSPECT_TIMEOUT_S)
-
-    async def holds(self) -> tuple[list[Hold], dict[str, dict[str, int]], list[str]]:
-        """What this router's processes and all workers hold, what each worker has swept, and the workers that
-        did not say."""
-        found = await self.processes.holds()
-        workers = self.membership.workers
-        asked = (self._inspections.ask(one.mailbox, "leases", _LEASES_TIMEOUT_S) for one in workers)
-        swept, silent = {}, []
-        for one, said in zip(workers, await asyncio.gather(*asked, return_exceptions=True), strict=True):
-            if isinstance(said, TimeoutError):
-                silent.append(one.id)
-            elif isinstance(said, BaseException):
-                raise said
-            else:
-                report = msgspec.json.decode(said, type=HoldReport)
-                found += report.holds
-                swept[one.id] = report.swept
-        return found, swept, silent
-
-    def accounts(self) -> list[dict[str, object]]:
-        """The load that this router and the others have assigned to each worker."""
-        estimates = self.placer.fleet.estimates()
-        return [{"id": one.record.id, "own": one.own, "peers": one.peers} for one in estimates]
-
     def _own_holds(self, now: float) -> list[Hold]:
         """Rooms, bodies and answers of clients, messages that are repeated, connections."""
         holder, dispatcher = f"router {self.mailbox_address}", self._dispatcher
@@ -278,4 +243,4 @@ class Router:
             elif isinstance(mail.message, Inspected):
                 self._inspections.answer(mail.message)
             elif isinstance(mail.message, Inspect):
-                self.processes.answer(mail.sender, mail.message)
+                self._processes.answer(mail.sender, mail.message)

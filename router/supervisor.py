@@ -1,7 +1,7 @@
 """Supervisor: starts the processes of a router (`python -m router --processes N`), and outlives them.
 
-It serves no request, so nothing that a request does can end it. It hosts the directory unless the options
-name one, starts a process again that has ended, and asks all when one is asked for /metrics or a trace.
+It serves no request for tokens, so nothing that such a request does can end it. It hosts the directory unless
+the options name one, starts a process again that has ended, and has the pages of the admin listener.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from router.directory.directory import Directory
 from router.directory.server import DirectoryServer
 from router.options import RouterOptions
+from router.page import Page
 from router.process_group import OwnLists, ProcessGroup
 from router.processes import RouterProcesses
 from router.streams.inspections import Inspections
@@ -32,8 +33,9 @@ _TICK_S = 0.05
 class Supervisor:
     """Lives on the event loop on which it is made. Close it there."""
 
-    def __init__(self, options: RouterOptions, options_file: str, port: int) -> None:
-        """Bind the mailbox. The processes will read `options_file` and serve HTTP on `port`."""
+    def __init__(self, options: RouterOptions, options_file: str, port: int, admin_url: str) -> None:
+        """Bind the mailbox. The processes will read `options_file`, serve HTTP on `port`, and announce that
+        `open_page` is served at `admin_url`."""
         self._mailbox = LoopMailbox(
             options.interface, curve_for(options.cluster_secret), self._on_mail, self._on_peer
         )
@@ -46,7 +48,15 @@ class Supervisor:
         if options.directory is None:
             self._directory = DirectoryServer(Directory(options.lease_s), send)
         directory = options.directory or self.mailbox_address
-        arguments = ("--options", options_file, "--further", directory, str(port), self.mailbox_address)
+        arguments = (
+            "--options",
+            options_file,
+            "--further",
+            directory,
+            str(port),
+            self.mailbox_address,
+            admin_url,
+        )
         resume_key = options.resume_secret or secrets.token_hex(16)
         self._processes = RouterProcesses(arguments, self._group, resume_key)
         self._loop = asyncio.get_running_loop()
@@ -55,6 +65,10 @@ class Supervisor:
     async def start(self, count: int) -> None:
         """Returns when `count` processes serve. Raises ProcessFailed when one does not."""
         await self._processes.start(count)
+
+    async def open_page(self, target: str) -> Page:
+        """The admin page at a path with its query. Raises Unavailable."""
+        return await self._group.page(target)
 
     async def close(self) -> None:
         """End the processes, then the directory."""

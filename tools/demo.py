@@ -25,10 +25,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from cluster.app import build
 from cluster.config import parse_config, read_config
-from cluster.local import DeployFailed, LocalOptions, LocalServe, stop_on_signals
+from cluster.directory_actor import DirectoryFinder
+from cluster.local import APP_NAME, DeployFailed, LocalOptions, LocalServe, stop_on_signals
 from common.options import exit_on_config_error
 from tests.harness.leftovers import Run
 
@@ -98,8 +100,8 @@ def _demo(run: Run, temporary: Path, keep: bool) -> Served:
         print(f"ready after {time.monotonic() - started:.1f} s at {options.url}\n\n> {QUESTION}", flush=True)
         request_id = f"demo-{secrets.token_hex(4)}"
         _chat(options, config.model_name, request_id)
-        served = _served(options, request_id)
-        _check_workers(options, served)
+        served = _served(request_id)
+        _check_workers(served)
         run.look()
         if keep:
             print(f"demo ok: {served}, kept up at {options.url}/v1 (KEEP=1): Ctrl-C ends it", flush=True)
@@ -146,20 +148,20 @@ def _deltas(response: http.client.HTTPResponse) -> Iterator[str]:
     raise DemoFailed("the stream ended without [DONE]")
 
 
-def _served(options: LocalOptions, request_id: str) -> Served:
+def _served(request_id: str) -> Served:
     """The request's timeline, which is complete when the decode worker has reported the bytes of KV."""
 
     def summary() -> dict[str, Any] | None:
-        found: dict[str, Any] = _get(options, f"/debug/trace/{request_id}")["otherData"]
+        found: dict[str, Any] = _get(f"/debug/trace/{request_id}")["otherData"]
         return found if found["kv_bytes"] else None
 
     found = _eventually(summary, "the timeline does not show a KV transfer")
     return Served(found["prefill"], found["decode"], found["kv_bytes"], found["kv_backend"], found["ttft_ms"])
 
 
-def _check_workers(options: LocalOptions, served: Served) -> None:
+def _check_workers(served: Served) -> None:
     """Raises DemoFailed unless two different live processes served the request."""
-    pids = {worker["id"]: worker["pid"] for worker in _get(options, "/debug/workers")["workers"]}
+    pids = {worker["id"]: worker["pid"] for worker in _get("/debug/workers")["workers"]}
     used = {pids.get(served.prefill), pids.get(served.decode)}
     if None in used or len(used) != 2:
         raise DemoFailed(f"{served.prefill} and {served.decode} are not two live processes: {pids}")
@@ -168,8 +170,10 @@ def _check_workers(options: LocalOptions, served: Served) -> None:
             raise DemoFailed(f"worker process {pid} is gone")
 
 
-def _get(options: LocalOptions, path: str) -> dict[str, Any]:
-    connection = http.client.HTTPConnection(options.host, options.port, timeout=_ANSWER_S)
+def _get(path: str) -> dict[str, Any]:
+    """A page of the router's admin listener."""
+    admin = urlsplit(DirectoryFinder(APP_NAME).admins()[0])
+    connection = http.client.HTTPConnection(admin.netloc, timeout=_ANSWER_S)
     try:
         connection.request("GET", path)
         response = connection.getresponse()

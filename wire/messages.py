@@ -341,10 +341,11 @@ class Withdraw(Message, frozen=True, tag="withdraw"):
 class Watch(Message, frozen=True, tag="watch", omit_defaults=True):
     """A router asks for every View of the next few seconds, and to be listed in them. It repeats the message
     to renew both, with a greater `number` each time. `seen` are the highest incarnations that it has seen, by
-    worker id."""
+    worker id. `admin` is the URL of its admin listener; "": it has none."""
 
     number: int = 0
     seen: dict[str, int] = {}
+    admin: str = ""
 
 
 class View(Message, frozen=True, tag="view", omit_defaults=True):
@@ -352,13 +353,14 @@ class View(Message, frozen=True, tag="view", omit_defaults=True):
     this router; `version` grows with every change of membership or draining. A View is newer than another if
     (`watch`, `version`) is greater, also when the directory has been started again between them.
 
-    `routers` are the mailboxes of all who watch.
+    `routers` are the mailboxes of all who watch, `admins` the URLs of their admin listeners.
     """
 
     watch: int
     version: int
     records: list[WorkerRecord]
     routers: list[str] = []
+    admins: list[str] = []
 
 
 # -- router <-> router -----------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from common.errors import BatonError, InvalidRequest
 from router.api.asgi import HttpRequest
 from router.api.event_ids import EventIds, NoIds
-from router.api.http_errors import to_http
 from router.api.request_body import LONGEST_LABEL, MOST_ROOMS, RequestBody, SamplingBody
+from router.http_errors import to_http
 from router.service import Router
 from router.streams.claims import FoundRoom
 from router.streams.generation import Answer, ChoiceCounts, Generation, Submission

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from common.errors import BatonError
-from router.api import debug, native_endpoints, openapi
-from router.api.asgi import ClientLeft, HttpRequest, Receive, Scope, Send
-from router.api.http_errors import error_body, to_http
+from router.api import health, native_endpoints, openapi
+from router.api.asgi import App, ClientLeft, HttpRequest, Receive, Scope, Send
 from router.api.openai import endpoints
+from router.http_errors import error_body, to_http
 from router.service import Router
 
 Handler = Callable[[Router, HttpRequest], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _ROUTES: dict[tuple[str, str], Handler] = {
     ("POST", "/v1/chat/completions"): endpoints.chat_completions,
@@ -21,19 +20,11 @@ _ROUTES: dict[tuple[str, str], Handler] = {
     ("POST", "/generate"): native_endpoints.generate,
     ("POST", "/tokenize"): native_endpoints.tokenize,
     ("POST", "/detokenize"): native_endpoints.detokenize,
-    ("GET", "/health"): debug.health,
-    ("GET", "/ready"): debug.ready,
-    ("GET", "/version"): debug.version,
+    ("GET", "/health"): health.health,
+    ("GET", "/ready"): health.ready,
+    ("GET", "/version"): health.version,
     ("GET", "/openapi.json"): openapi.openapi,
-    ("GET", "/metrics"): debug.metrics,
-    ("GET", "/debug/workers"): debug.workers,
-    ("GET", "/debug/route"): debug.route,
-    ("GET", "/debug/inspect"): debug.inspect,
-    ("GET", "/debug/rooms"): debug.rooms,
-    ("GET", "/debug/leases"): debug.leases,
-    ("GET", "/debug/suspicions"): debug.suspicions,
 }
-_PREFIXES: dict[tuple[str, str], Handler] = {("GET", "/debug/trace/"): debug.trace}
 _PATHS = {path for _, path in _ROUTES}
 
 
@@ -53,7 +44,7 @@ def build_app(router: Router) -> App:
 
 
 async def _serve(router: Router, request: HttpRequest) -> None:
-    handler = _ROUTES.get((request.method, request.path)) or _by_prefix(request)
+    handler = _ROUTES.get((request.method, request.path))
     try:
         if handler is not None:
             await handler(router, request)
@@ -65,13 +56,6 @@ async def _serve(router: Router, request: HttpRequest) -> None:
     except ClientLeft:
         return
     router.metrics.requests.inc(of=str(request.status))
-
-
-def _by_prefix(request: HttpRequest) -> Handler | None:
-    for (method, prefix), handler in _PREFIXES.items():
-        if request.method == method and request.path.startswith(prefix):
-            return handler
-    return None
 
 
 async def _no_route(request: HttpRequest) -> None:

@@ -29,9 +29,11 @@ class DirectoryClient:
     sends no View until its workers have announced themselves: until then the last one holds.
     """
 
-    def __init__(self, address: str, send: Callable[[str, AnyMessage], None]) -> None:
+    def __init__(self, address: str, send: Callable[[str, AnyMessage], None], admin_url: str = "") -> None:
+        """`admin_url` is announced with every Watch, where it is not ""."""
         self._address = address
         self._send = send
+        self._admin_url = admin_url
         self._number = 0  # of the last Watch
         self._last = (-1, -1)  # watch and version of the last View
         self._next_watch_at = 0.0
@@ -43,7 +45,7 @@ class DirectoryClient:
         if now >= self._next_watch_at:
             self._next_watch_at = now + _WATCH_EVERY_S
             self._number += 1
-            self._send(self._address, Watch(self._number, dict(self._seen)))
+            self._send(self._address, Watch(self._number, dict(self._seen), self._admin_url))
 
     def move(self, address: str) -> None:
         """The directory has restarted at `address`. The next tick asks there."""

@@ -115,6 +115,10 @@ class Directory:
         """All workers whose lease held at the last `expire`."""
         return [lease.record for lease in self._leases.values()]
 
+    def __len__(self) -> int:
+        """How many workers' leases held at the last `expire`. Any thread may ask."""
+        return len(self._leases)
+
     def _end(self, worker: str) -> None:
         del self._leases[worker]
         self.version += 1

@@ -37,6 +37,7 @@ _LOAD_INTERVAL_S = 0.1  # loads alone are passed on at most this often; membersh
 class _Watcher:
     until: float
     number: int = 0  # of its last Watch
+    admin: str = ""  # URL of its admin listener
 
 
 class DirectoryServer:
@@ -89,6 +90,14 @@ class DirectoryServer:
                 self._watchers_changed = True
         self._publish(now)
 
+    def worker_count(self) -> int:
+        """How many workers have joined. Any thread may ask."""
+        return len(self._directory)
+
+    def admins(self) -> list[str]:
+        """URLs of the routers' admin listeners. Any thread may ask."""
+        return sorted({watcher.admin for watcher in list(self._watchers.values()) if watcher.admin})
+
     def _announce(self, worker: str, message: Announce, now: float) -> None:
         answer = self._directory.announce(message, now)
         if isinstance(answer, AnnounceRefused):
@@ -117,6 +126,9 @@ class DirectoryServer:
             watcher = self._watchers[router] = _Watcher(now)
             self._watchers_changed = True
         watcher.number = max(watcher.number, message.number)
+        if watcher.admin != message.admin:
+            watcher.admin = message.admin
+            self._watchers_changed = True
         watcher.until = now + _WATCH_LEASE_S
         self._directory.remember(message.seen)
         if now >= self._directory.settles_at:
@@ -125,7 +137,7 @@ class DirectoryServer:
     def _send_view(self, router: str) -> None:
         directory, number = self._directory, self._watchers[router].number
         routers = sorted(self._watchers)
-        self._send(router, View(number, directory.version, directory.records(), routers))
+        self._send(router, View(number, directory.version, directory.records(), routers, self.admins()))
 
 
 class DirectoryHost:
@@ -151,6 +163,14 @@ class DirectoryHost:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="directory", daemon=True)
         self._thread.start()
+
+    def worker_count(self) -> int:
+        """How many workers have joined."""
+        return self._server.worker_count()
+
+    def admins(self) -> list[str]:
+        """URLs of the routers' admin listeners."""
+        return self._server.admins()
 
     def close(self) -> None:
         """Stop serving. Watchers keep their last view."""

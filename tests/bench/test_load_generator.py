@@ -129,7 +129,7 @@ def test_workers_of_the_bench_answer_through_a_router(tmp_path: Path, tokens: in
     with bare_router(DEMO_MODEL, "m", tmp_path) as (at, directory), workers(at, directory):
         shot = LoadGenerator(prompts, chat=False).fire(at, 4, tokens, 0.3)
         own_ms = worker_own_ms(at)
-        metrics = httpx.get(at.url + "/metrics").text
+        metrics = httpx.get(at.admin + "/metrics").text
     assert tokenize_p50_us(DEMO_MODEL, prompts) > 0
     assert shot.rps > 0
     assert own_ms is not None

@@ -73,7 +73,12 @@ class ChaosStack:
         if role == "directory":
             options: dict[str, Any] = {"port": self._directory_port, "lease_s": 3.0}
         elif role == "router":
-            options = {"model": str(self.options.model), "served_model_name": "m", "port": 0}
+            options = {
+                "model": str(self.options.model),
+                "served_model_name": "m",
+                "port": 0,
+                "admin_ports": "0",
+            }
             options.update(self.options.router)
         else:
             options = {"model": str(self.options.model), "served_model_name": "m", **self.options.worker}
@@ -114,10 +119,14 @@ class ChaosStack:
                     return json.loads(mail.message.body)
         raise TimeoutError(f"{worker.name} does not answer Inspect {what}")
 
+    def admins(self) -> list[str]:
+        """URLs of the routers' admin listeners."""
+        return [one.ready["admin"] for one in self.of_role("router") if one.ready]
+
     def debug(self, page: str, router: int = 0) -> Any:
         """A router's debug page, parsed; None when it does not answer."""
         try:
-            return self.http.get(f"{self.routers()[router]}/debug/{page}").raise_for_status().json()
+            return self.http.get(f"{self.admins()[router]}/debug/{page}").raise_for_status().json()
         except (httpx.HTTPError, IndexError):
             return None
 

@@ -85,13 +85,14 @@ class Scene:
 
     def _config(self) -> dict[str, object]:
         worker = {"engine": "fake", "fake_step_s": 0.02, "page_size": 16, "max_total_tokens": 32_768}
+        router = {"admin_ports": self._client.admin.option}
         deployments = [
             {"name": name, "num_replicas": count, "ray_actor_options": {"num_cpus": self._cpus[name]}}
             for name, count in _REPLICAS.items()
         ]
         application = {
             "name": "baton", "route_prefix": "/", "import_path": "cluster.app:build",
-            "args": {"model": str(_MODEL), "worker": worker},
+            "args": {"model": str(_MODEL), "worker": worker, "router": {"options": router}},
             "deployments": deployments,
         }  # fmt: skip
         http = {"host": "127.0.0.1", "port": self._port}
@@ -103,9 +104,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the cluster is ended then, too
     with ExitStack() as cleanup:
         folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="baton-chaos-ray-")))
-        port, run = free_ports(1)[0], Run.begin()
+        (port, admin_port), run = free_ports(2), Run.begin()
         cluster = cleanup.enter_context(ray_cluster(folder, run))
-        client = cleanup.enter_context(served(f"http://127.0.0.1:{port}"))
+        client = cleanup.enter_context(served(f"http://127.0.0.1:{port}", admin_port))
         scene = Scene(run, cluster, client, port)
         scene.deploy(_START_S)
         result = _under_load(scene, client.url)

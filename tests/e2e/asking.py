@@ -36,7 +36,7 @@ def timeline(running: Stack, request_id: str, lanes: int) -> dict[str, Any]:
     """
     deadline = time.monotonic() + _TRACE_S
     while True:
-        trace = running.http.get(f"/debug/trace/{request_id}").raise_for_status().json()
+        trace = running.admin.get(f"/debug/trace/{request_id}").raise_for_status().json()
         names = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"}
         if len(names) == lanes:
             break

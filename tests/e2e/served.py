@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,11 +36,40 @@ def in_use(memory: dict[str, Any]) -> dict[str, int]:
     return {name: count for name, count in held.items() if count}
 
 
+class AdminListeners:
+    """The admin listeners of an application's routers, which have ports of this range."""
+
+    def __init__(self, ports: range) -> None:
+        self._ports = ports
+        self._http = httpx.Client(timeout=10.0)
+
+    @property
+    def option(self) -> str:
+        """The range as an option of the routers."""
+        return f"{self._ports[0]}-{self._ports[-1]}"
+
+    def get(self, path: str) -> httpx.Response:
+        """The page of the first that answers. Raises httpx.HTTPError when none does."""
+        failed: httpx.HTTPError | None = None
+        for port in self._ports:
+            try:
+                return self._http.get(f"http://127.0.0.1:{port}{path}")
+            except httpx.HTTPError as error:
+                failed = error
+        assert failed is not None
+        raise failed
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+
 @dataclass
 class Served:
     """An application at `url`."""
 
     url: str
+    admin: AdminListeners
     http: httpx.Client
     openai: OpenAI
     mailbox: Mailbox
@@ -48,7 +77,7 @@ class Served:
 
     def workers(self) -> list[dict[str, Any]]:
         """Records of the live workers, as the router sees them."""
-        return list(self.http.get("/debug/workers").raise_for_status().json()["workers"])
+        return list(self.admin.get("/debug/workers").raise_for_status().json()["workers"])
 
     def wait_for_workers(self, count: int, timeout_s: float = 60.0) -> None:
         """Until the router answers and sees exactly `count` workers."""
@@ -84,11 +113,12 @@ class Served:
 
 
 @contextmanager
-def served(url: str) -> Iterator[Served]:
-    """Clients of the application at `url`, closed afterwards."""
+def served(url: str, admin_port: int) -> Iterator[Served]:
+    """Clients of the application at `url`, closed afterwards. Its routers have admin ports from there on."""
     with (
+        closing(AdminListeners(range(admin_port, admin_port + 8))) as admin,
         httpx.Client(base_url=url, timeout=60.0) as http,
         OpenAI(base_url=f"{url}/v1", api_key="none", timeout=120.0, max_retries=0) as openai,
         Mailbox() as mailbox,
     ):
-        yield Served(url, http, openai, mailbox)
+        yield Served(url, admin, http, openai, mailbox)

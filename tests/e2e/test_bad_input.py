@@ -88,7 +88,11 @@ def test_prefill_and_decode_that_do_not_fit_together(
     tmp_path: Path, tiny_model: Path, here: dict[str, Any], there: dict[str, Any], key: str
 ) -> None:
     common = {"model": str(tiny_model), "served_model_name": "m", "max_total_tokens": 1024}
-    with Child("router", {"model": str(tiny_model), "served_model_name": "m", "port": 0}, tmp_path) as router:
+    with Child(
+        "router",
+        {"model": str(tiny_model), "served_model_name": "m", "port": 0, "admin_ports": "0"},
+        tmp_path,
+    ) as router:
         common["directory"] = router.wait_ready()["mailbox"]
         with Child("decode_node", {**common, **here}, tmp_path) as decode:
             decode.wait_ready()

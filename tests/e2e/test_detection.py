@@ -19,7 +19,7 @@ ROUTER: dict[str, Any] = {"prefill_on_decode_tokens": 0, "max_queued": 0, "lease
 
 
 def suspicions(running: Stack) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = running.http.get("/debug/suspicions").json()["suspicions"]
+    rows: list[dict[str, Any]] = running.admin.get("/debug/suspicions").json()["suspicions"]
     return rows
 
 
@@ -48,7 +48,7 @@ def test_a_silent_worker_is_suspected_and_its_streams_go_on(
         assert (row["worker"], row["cause"]) == (victim.ready["id"], cause)
         assert 0 < row["at_unix"] - at < 10.0, "2 s on a machine that is not busy"
         if number is signal.SIGSTOP:
-            assert running.http.get("/metrics").text.count('suspicions_total{cause="unreachable"} 1.0') == 1
+            assert running.admin.get("/metrics").text.count('suspicions_total{cause="unreachable"} 1.0') == 1
             victim.process.send_signal(signal.SIGCONT)
             until_cleared(running)
             wait_for_workers(running, 3)

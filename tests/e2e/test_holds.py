@@ -15,7 +15,7 @@ OPTIONS: dict[str, Any] = {"engine": "fake", "fake_step_s": 0.01, "max_total_tok
 
 def leases(running: Stack) -> dict[str, Any]:
     """Connections are kept for minutes after their last message."""
-    answer: dict[str, Any] = running.http.get("/debug/leases").json()
+    answer: dict[str, Any] = running.admin.get("/debug/leases").json()
     answer["leases"] = [row for row in answer["leases"] if row["what"] != "connection"]
     return answer
 
@@ -35,7 +35,7 @@ def ends_with_a_stop(running: Stack, number: int) -> None:
 
 
 def swept_by_router(running: Stack) -> float:
-    text = running.http.get("/metrics").text
+    text = running.admin.get("/metrics").text
     return sum(
         float(n) for n in re.findall(r"^baton_router_swept_holds_total\{.*\} (\S+)$", text, re.MULTILINE)
     )
@@ -68,7 +68,7 @@ def test_a_healthy_run_sweeps_nothing_and_leaves_nothing(tiny_model: Path, tmp_p
         assert swept_by_router(running) == 0
         said = re.findall(
             r'^baton_worker_swept_holds_total\{kind="(.*)",worker="(.*)"\} 0.0$',
-            running.http.get("/metrics").text,
+            running.admin.get("/metrics").text,
             re.MULTILINE,
         )
         assert {worker for _, worker in said} == {worker["id"] for worker in _workers(running)}
@@ -76,5 +76,5 @@ def test_a_healthy_run_sweeps_nothing_and_leaves_nothing(tiny_model: Path, tmp_p
 
 
 def _workers(running: Stack) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = running.http.get("/debug/workers").json()["workers"]
+    found: list[dict[str, Any]] = running.admin.get("/debug/workers").json()["workers"]
     return found

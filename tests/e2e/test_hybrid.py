@@ -51,7 +51,7 @@ def tokens(rng: random.Random, count: int) -> list[int]:
 
 def events_of(running: Stack, worker: Child) -> Pages:
     """What a worker's events add up to."""
-    records = {record["id"]: record for record in running.http.get("/debug/workers").json()["workers"]}
+    records = {record["id"]: record for record in running.admin.get("/debug/workers").json()["workers"]}
     pages = Pages("m")
     pages.apply(replayed(records[worker.ready["id"]]["replay"]))
     return pages

@@ -19,7 +19,7 @@ PROMPT = [1, 2, 3]
 
 
 def incarnations(running: Stack) -> list[tuple[int, str]]:
-    records = running.http.get("/debug/workers").json()["workers"]
+    records = running.admin.get("/debug/workers").json()["workers"]
     return [(record["incarnation"], record["mailbox"]) for record in records]
 
 
@@ -50,10 +50,14 @@ def test_a_router_that_is_killed_leaves_directory_and_workers_alone(tiny_model: 
     with stack(tiny_model, tmp_path, prefill=0, decode=1, **OPTIONS) as running:
         before = incarnations(running)
         running.router.kill()
-        with Child("router", {**common(running, tiny_model), "port": 0}, tmp_path) as successor:
+        options = {**common(running, tiny_model), "port": 0, "admin_ports": "0"}
+        with Child("router", options, tmp_path) as successor:
             running.router = successor
-            url = successor.wait_ready()["http"]
-            with httpx.Client(base_url=url, timeout=60.0) as running.http:
+            ready = successor.wait_ready()
+            with (
+                httpx.Client(base_url=ready["http"], timeout=60.0) as running.http,
+                httpx.Client(base_url=ready["admin"], timeout=60.0) as running.admin,
+            ):
                 wait_for_workers(running, 1)
                 assert incarnations(running) == before
                 assert running.generate(PROMPT, 8)["output_ids"] == fake_generate(PROMPT, 8)

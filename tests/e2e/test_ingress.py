@@ -26,8 +26,8 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def _aborts(client: httpx.Client) -> float:
-    lines = client.get("/metrics").text.splitlines()
+def _aborts(admin: httpx.Client) -> float:
+    lines = admin.get("/metrics").text.splitlines()
     return next(float(line.split()[1]) for line in lines if line.startswith("baton_router_aborts_total"))
 
 
@@ -39,8 +39,9 @@ def test_haproxy_passes_streams_errors_and_a_client_that_leaves() -> None:
         closing(FakeWorker(Role.PREFILL, directory, model="m", max_context=8192)),
         closing(FakeWorker(Role.DECODE, directory, model="m", max_context=8192, step_s=0.02)),
         httpx.Client(base_url=at.url, timeout=30.0) as client,
+        httpx.Client(base_url=at.admin, timeout=30.0) as admin,
     ):
-        wait_until(lambda: len(client.get("/debug/workers").json()["workers"]) == 2)
+        wait_until(lambda: len(admin.get("/debug/workers").json()["workers"]) == 2)
         answer = client.post(
             "/v1/completions", json={**_BODY, "max_tokens": 3}, headers={"x-request-id": "mine"}
         )
@@ -55,4 +56,4 @@ def test_haproxy_passes_streams_errors_and_a_client_that_leaves() -> None:
             "POST", "/v1/completions", json={**_BODY, "max_tokens": 5000, "stream": True}
         ) as got:
             next(got.iter_lines())
-        wait_until(lambda: _aborts(client) >= 1)
+        wait_until(lambda: _aborts(admin) >= 1)

@@ -106,7 +106,7 @@ def test_streams_of_a_worker_that_leaves_go_on_and_compute_nothing(
         ]
         assert all(stream.ended for stream in streams)
         assert computed(running, running.decode[0]) == 0
-        metrics = running.http.get("/metrics").text
+        metrics = running.admin.get("/metrics").text
         assert 'baton_router_moves_total{state="done"}' in metrics
         assert "baton_router_restarts_total 0.0" in metrics
         gaps = [1000 * stream.longest_gap() for stream in streams]
@@ -140,5 +140,5 @@ def test_a_stream_that_moves_twice_equals_transformers(tmp_path: Path, family: s
 
 def until_moved(running: Stack, moves: int) -> None:
     deadline = time.monotonic() + 60.0
-    while f'baton_router_moves_total{{state="done"}} {moves}.0' not in running.http.get("/metrics").text:
+    while f'baton_router_moves_total{{state="done"}} {moves}.0' not in running.admin.get("/metrics").text:
         assert time.monotonic() < deadline, "the stream was not moved"

@@ -33,7 +33,7 @@ def tokens(rng: random.Random, count: int) -> list[int]:
 
 
 def workers(running: Stack) -> list[dict[str, Any]]:
-    return list(running.http.get("/debug/workers").json()["workers"])
+    return list(running.admin.get("/debug/workers").json()["workers"])
 
 
 def about(running: Stack, request_id: str) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def test_the_router_hears_of_pages_and_does_not_only_expect_them(secret_stack: S
 
 def held_tokens(running: Stack, text: str, tenant: str = "") -> list[dict[str, int]]:
     """Of a tenant's text, by tier: what the router knows of the prefill and the decode worker."""
-    route = running.http.get("/debug/route", params={"prompt": text, "tenant": tenant}).json()
+    route = running.admin.get("/debug/route", params={"prompt": text, "tenant": tenant}).json()
     return [route[role][0]["held_tokens"] for role in ("prefill", "decode")]
 
 
@@ -249,7 +249,7 @@ def test_a_namespace_goes_through_hashes_events_and_routing(four_workers: Stack)
 
 def hit_tokens(running: Stack, text: str, space: dict[str, str]) -> int:
     """What the router believes the best prefill worker holds of a text."""
-    answer = running.http.get("/debug/route", params={"prompt": text, **space}).json()
+    answer = running.admin.get("/debug/route", params={"prompt": text, **space}).json()
     return int(answer["winner"]["prefill"]["hit_tokens"])
 
 
@@ -274,7 +274,7 @@ def wait_until_known(running: Stack, text: str, prefill: str) -> None:
     known: object = None
     while known != {"id": prefill, "hit_tokens": LONG}:
         assert time.monotonic() < deadline, f"the router believes {known}"
-        winner = running.http.get("/debug/route", params={"prompt": text}).json()["winner"]["prefill"]
+        winner = running.admin.get("/debug/route", params={"prompt": text}).json()["winner"]["prefill"]
         known = {key: winner[key] for key in ("id", "hit_tokens")}
 
 

@@ -32,7 +32,7 @@ def answers(model: Path, directory: Path, prefill: int, **options: Any) -> tuple
     with stack(model, directory, prefill=prefill, router=router, **common, **options) as running:
         (page_bytes,) = {
             worker["groups"][0]["page_bytes"]
-            for worker in running.http.get("/debug/workers").json()["workers"]
+            for worker in running.admin.get("/debug/workers").json()["workers"]
         }
         for i, prompt in enumerate(prompts * 2):
             answer = ask(running, prompt, GREEDY, {"X-Request-Id": f"r{i}"})

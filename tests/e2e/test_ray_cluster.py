@@ -42,7 +42,7 @@ def _alive(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").exists()
 
 
-def _config(port: int, decode: int) -> dict[str, object]:
+def _config(port: int, admin_ports: str, decode: int) -> dict[str, object]:
     return {
         "proxy_location": "HeadOnly",
         "http_options": {"host": "127.0.0.1", "port": port},
@@ -53,6 +53,7 @@ def _config(port: int, decode: int) -> dict[str, object]:
                 "import_path": "cluster.app:build",
                 "args": {
                     "model": str(MODEL),
+                    "router": {"options": {"admin_ports": admin_ports}},
                     "worker": {"page_size": 16, "max_total_tokens": 16384, "threads": 1},
                 },
                 "deployments": [
@@ -75,7 +76,7 @@ class Scene:
 
     def decode_replicas(self, count: int, timeout_s: float = SCALE_S) -> None:
         """A config update; returns when exactly these replicas run and the router sees them."""
-        self.cluster.deploy(_config(self.port, count))
+        self.cluster.deploy(_config(self.port, self.client.admin.option, count))
         self.cluster.wait_for({"router": 1, "prefill": 2, "decode": count}, timeout_s)
         self.client.wait_for_workers(2 + count)
 
@@ -103,11 +104,11 @@ class Scene:
 
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    port = free_ports(1)[0]
+    port, admin_port = free_ports(2)
     run = Run.begin()
     with (
         ray_cluster(tmp_path_factory.mktemp("ray"), run) as cluster,
-        served(f"http://127.0.0.1:{port}") as client,
+        served(f"http://127.0.0.1:{port}", admin_port) as client,
     ):
         scene = Scene(run, cluster, client, port)
         scene.decode_replicas(2, START_S)
@@ -155,7 +156,7 @@ def test_64_chats_at_once_with_shared_prefixes(scene: Scene) -> None:
     assert all(answer.choices[0].finish_reason in {"stop", "length"} for answer in answers)
     assert all(answer.usage.completion_tokens > 0 for answer in answers)
     decoders = {
-        scene.client.http.get(f"/debug/trace/{answer._request_id}").json()["otherData"]["decode"]
+        scene.client.admin.get(f"/debug/trace/{answer._request_id}").json()["otherData"]["decode"]
         for answer in answers
     }
     assert len(decoders) == 2

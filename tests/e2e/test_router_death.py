@@ -76,7 +76,7 @@ class Scene:
         return events
 
     def resumes(self, rooms: str) -> int:
-        metrics = self.stack.http.get("/metrics").text
+        metrics = self.stack.admin.get("/metrics").text
         found = re.search(rf'^baton_router_resumes_total{{rooms="{rooms}"}} (\S+)', metrics, re.MULTILINE)
         return int(float(found[1])) if found else 0
 
@@ -91,7 +91,7 @@ def scene(model: Path, directory: Path, grace_s: float) -> Iterator[Scene]:
         resume_grace_s=grace_s, router={"resume_key": KEY, "prefill_on_decode_tokens": 8},
     ) as running:  # fmt: skip
         options = {
-            "model": str(model), "served_model_name": "m", "port": 0,
+            "model": str(model), "served_model_name": "m", "port": 0, "admin_ports": "0",
             "directory": running.directory.ready["mailbox"],
             "resume_key": KEY, "prefill_on_decode_tokens": 8,
         }  # fmt: skip
@@ -103,7 +103,7 @@ def scene(model: Path, directory: Path, grace_s: float) -> Iterator[Scene]:
 def doomed_router(options: dict[str, Any], directory: Path) -> Iterator[Child]:
     with Child("router", options, directory) as child:
         child.wait_ready()
-        with httpx.Client(base_url=child.ready["http"], timeout=10.0) as client:
+        with httpx.Client(base_url=child.ready["admin"], timeout=10.0) as client:
             wait_until(lambda: len(client.get("/debug/workers").json()["workers"]) == 3)
         yield child
 
@@ -221,7 +221,7 @@ def test_rooms_that_are_moving_go_on(tiny_model: Path, tmp_path: Path) -> None:
 
         def begin_moves() -> None:
             leave(gone)
-            with httpx.Client(base_url=running.doomed.ready["http"], timeout=10.0) as client:
+            with httpx.Client(base_url=running.doomed.ready["admin"], timeout=10.0) as client:
                 wait_until(lambda: 'moves_total{state="begun"}' in client.get("/metrics").text)
 
         had = break_streams(running, REQUESTS, begin_moves)

@@ -33,9 +33,9 @@ def _chat(client: Served) -> tuple[str, int]:
     return answer.choices[0].message.content or "", (details and details.cached_tokens) or 0
 
 
-def _serve(target: str, port: int, temporary: Path, **streams: Any) -> subprocess.Popen[bytes]:
+def _serve(target: str, port: int, temporary: Path, *flags: str, **streams: Any) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "cluster.cli", "serve", target, "--port", str(port)],
+        [sys.executable, "-m", "cluster.cli", "serve", target, "--port", str(port), *flags],
         cwd=ROOT,
         env={**ray_environment(temporary), "RAY_ADDRESS": "local"},
         **streams,
@@ -45,11 +45,14 @@ def _serve(target: str, port: int, temporary: Path, **streams: Any) -> subproces
 @pytest.mark.ray_smoke
 def test_baton_serve_answers_and_leaves_nothing(tmp_path: Path) -> None:
     run = Run.begin()
-    port = free_ports(1)[0]
+    port, admin_port = free_ports(2)
     with short_temporary_directory() as temporary, (tmp_path / "baton.log").open("wb") as log:
-        process = _serve("deploy/demo.yaml", port, temporary, stdout=log, stderr=subprocess.STDOUT)
+        ports = f"router.options.admin_ports={admin_port}"
+        process = _serve(
+            "deploy/demo.yaml", port, temporary, "--set", ports, stdout=log, stderr=subprocess.STDOUT
+        )
         try:
-            with served(f"http://127.0.0.1:{port}") as client:
+            with served(f"http://127.0.0.1:{port}", admin_port) as client:
                 client.wait_for_workers(2, _READY_S)
                 text, _ = _chat(client)
                 again, cached = _chat(client)

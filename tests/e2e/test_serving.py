@@ -196,7 +196,7 @@ def test_a_timeline_shows_every_stage_once_and_in_order(
     at = {stage: ns for stages in seen["stages"].values() for stage, ns in stages}
     assert at["tokenizer_dispatch"] < min(at["prefill_bootstrap"], at["decode_bootstrap"])
     assert max(at["prefill_transfer_kv_cache"], at["prefill_forward"]) < at["decode_transferred"]
-    record = next(w for w in split.http.get("/debug/workers").json()["workers"] if w["id"] == decode)
+    record = next(w for w in split.admin.get("/debug/workers").json()["workers"] if w["id"] == decode)
     pages = -(-prompt_tokens // PAGE_SIZE)
     assert seen["about"]["kv_bytes"] == pages * record["groups"][0]["page_bytes"]
     assert seen["about"]["kv_backend"] == PATHS[path]["kv_transfer_backend"]

@@ -47,7 +47,7 @@ def tree(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_worker_of_a_router_is_shown(running: Stack) -> None:
-    done = tree("--url", running.url)
+    done = tree("--url", running.router.ready["admin"])
     assert (done.returncode, done.stderr) == (0, "")
     shown = dict(part.split("\n", 1) for part in done.stdout.strip().split("\n\n"))
     assert set(shown) == {worker.ready["id"] for worker in running.workers}
@@ -57,7 +57,7 @@ def test_every_worker_of_a_router_is_shown(running: Stack) -> None:
 
 
 def test_json_has_every_node_with_all_its_tokens(running: Stack) -> None:
-    done = tree("--url", running.url, "--json", running.prefill[0].ready["id"])
+    done = tree("--url", running.router.ready["admin"], "--json", running.prefill[0].ready["id"])
     assert (done.returncode, done.stderr) == (0, "")
     ((name, nodes),) = json.loads(done.stdout).items()
     assert name == running.prefill[0].ready["id"]
@@ -77,7 +77,7 @@ def test_a_worker_is_asked_at_its_address(running: Stack) -> None:
 
 
 def test_an_unknown_worker_is_told_whom_there_is(running: Stack) -> None:
-    done = tree("--url", running.url, "nobody")
+    done = tree("--url", running.router.ready["admin"], "nobody")
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1

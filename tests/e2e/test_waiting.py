@@ -24,13 +24,13 @@ OPTIONS: dict[str, Any] = {
 
 
 def restarts(running: Stack) -> str:
-    metrics = running.http.get("/metrics").text
+    metrics = running.admin.get("/metrics").text
     return next(line for line in metrics.splitlines() if line.startswith("baton_router_restarts_total"))
 
 
 def stages(running: Stack) -> set[str]:
     """What workers have said about rooms that are silent."""
-    rooms = running.http.get("/debug/rooms").json()["rooms"]
+    rooms = running.admin.get("/debug/rooms").json()["rooms"]
     return {worker["stage"] for room in rooms for worker in room["workers"]} - {""}
 
 
@@ -73,12 +73,12 @@ def test_a_cut_between_the_only_pair_leaves_decode_to_serve_alone(tiny_model: Pa
             assert [answer["output_ids"] for answer in answers] == [
                 fake_generate(prompt, OUTPUT_TOKENS) for prompt in asked
             ]
-            page = running.http.get("/debug/suspicions").json()
+            page = running.admin.get("/debug/suspicions").json()
             assert page["suspicions"] == []
             assert (prefill.ready["id"], decode.ready["id"]) in {
                 (one["prefill"], one["decode"]) for one in page["broken_pairs"]
             }
-            metrics = running.http.get("/metrics").text
+            metrics = running.admin.get("/metrics").text
             causes = [line for line in metrics.splitlines() if "restart_causes_total{" in line]
             assert [cause.split('"')[1] for cause in causes] == ["link"]
             network.faults.heal()

@@ -27,13 +27,14 @@ SETTLE_S = 20.0
 
 @dataclass
 class Stack:
-    """A running stack. `http` is bounded; `mailbox` inspects the workers."""
+    """A running stack. `http` and `admin` are bounded; `mailbox` inspects the workers."""
 
     directory: Child
     router: Child
     prefill: list[Child]
     decode: list[Child]
     http: httpx.Client
+    admin: httpx.Client
     mailbox: Mailbox
     _token: int = field(default=0)
 
@@ -114,7 +115,9 @@ def stack(
             "served_model_name": "m",
             "directory": leases.wait_ready()["mailbox"],
         }
-        front = cleanup.enter_context(Child("router", {**common, "port": 0, **given}, directory, runner))
+        front = cleanup.enter_context(
+            Child("router", {**common, "port": 0, "admin_ports": "0", **given}, directory, runner)
+        )
         front.wait_ready()
         options = {**common, **worker}
         nodes = {
@@ -124,8 +127,9 @@ def stack(
         for node in (*nodes["prefill_node"], *nodes["decode_node"]):
             node.wait_ready()
         http = cleanup.enter_context(httpx.Client(base_url=front.ready["http"], timeout=120.0))
+        admin = cleanup.enter_context(httpx.Client(base_url=front.ready["admin"], timeout=120.0))
         mailbox = cleanup.enter_context(Mailbox(curve=curve_for(worker.get("cluster_secret"))))
-        running = Stack(leases, front, nodes["prefill_node"], nodes["decode_node"], http, mailbox)
+        running = Stack(leases, front, nodes["prefill_node"], nodes["decode_node"], http, admin, mailbox)
         wait_for_workers(running, prefill + decode)
         try:
             yield running
@@ -137,6 +141,6 @@ def stack(
 def wait_for_workers(running: Stack, count: int, timeout_s: float = 30.0) -> None:
     """Until the router sees `count` workers."""
     deadline = time.monotonic() + timeout_s
-    while len(running.http.get("/debug/workers").json()["workers"]) != count:
+    while len(running.admin.get("/debug/workers").json()["workers"]) != count:
         if time.monotonic() >= deadline:
             raise ChildFailed("the router does not see all workers")

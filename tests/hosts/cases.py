@@ -105,7 +105,7 @@ def _stack(net: Network, backend: str, model: Path, directory: Path) -> Iterator
             "directory": leases.wait_ready()["mailbox"],
         }
         front = cleanup.enter_context(
-            Child("router", options("router", port=0, **model_of, **_ROUTER), directory)
+            Child("router", options("router", port=0, admin_ports="0", **model_of, **_ROUTER), directory)
         )
         front.wait_ready()
         workers = []
@@ -116,8 +116,9 @@ def _stack(net: Network, backend: str, model: Path, directory: Path) -> Iterator
         for worker in workers:
             worker.wait_ready()
         http = cleanup.enter_context(httpx.Client(base_url=front.ready["http"], timeout=_ANSWER_S))
+        admin = cleanup.enter_context(httpx.Client(base_url=front.ready["admin"], timeout=_ANSWER_S))
         mailbox = cleanup.enter_context(Mailbox(net.address("router"), curve_for(_SECRET)))
-        running = Stack(leases, front, workers[:1], workers[1:], http, mailbox)
+        running = Stack(leases, front, workers[:1], workers[1:], http, admin, mailbox)
         wait_for_workers(running, 2)
         yield running
         for worker in running.workers:

@@ -68,7 +68,7 @@ async def _run(running: Stack, seconds: float) -> dict[str, Any]:
         await load.finish()
         say(f"{_TIMES} times that for {seconds:.0f} s: {flood}")
         causes = _restart_causes(running)
-        say(f"restarts: {causes}; suspicions: {running.http.get('/debug/suspicions').json()['suspicions']}")
+        say(f"restarts: {causes}; suspicions: {running.admin.get('/debug/suspicions').json()['suspicions']}")
         tally = at_once + flood
     return {
         "sent": tally.sent,
@@ -110,7 +110,7 @@ class Memory:
 
 def _restart_causes(running: Stack) -> dict[str, int]:
     """Restarts by cause."""
-    text = running.http.get("/metrics").text
+    text = running.admin.get("/metrics").text
     found = re.findall(r'^baton_router_restart_causes_total\{cause="([^"]+)"\} (\S+)', text, re.MULTILINE)
     return {cause: int(float(count)) for cause, count in found}
 

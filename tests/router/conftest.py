@@ -29,6 +29,7 @@ class RouterProcess:
     url: str
     mailbox: str
     http: httpx.Client
+    admin: httpx.Client
     _openai: OpenAI | None = None
 
     def openai(self) -> OpenAI:
@@ -42,11 +43,12 @@ class RouterProcess:
         wait_until(lambda: len(self.workers()) == count, timeout_s)
 
     def workers(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.http.get("/debug/workers").json()["workers"]
+        found: list[dict[str, Any]] = self.admin.get("/debug/workers").json()["workers"]
         return found
 
     def stop(self) -> int:
         self.http.close()
+        self.admin.close()
         if self._openai is not None:
             self._openai.close()
         self.process.terminate()
@@ -64,8 +66,8 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
 def start_router(directory: Path, model: Path, /, processes: int = 1, **options: object) -> RouterProcess:
     """A router on a free port."""
     path = directory / f"options-{time.monotonic_ns()}.json"
-    base = {"model": str(model), "served_model_name": "tiny", "port": 0, "prefill_on_decode_tokens": 0}
-    path.write_text(json.dumps({**base, **options}))
+    base = {"model": str(model), "served_model_name": "tiny", "port": 0, "admin_ports": "0"}
+    path.write_text(json.dumps({**base, "prefill_on_decode_tokens": 0, **options}))
     process = subprocess.Popen(
         [sys.executable, "-m", "router", "--options", str(path), "--processes", str(processes)],
         stdout=subprocess.PIPE, text=True, cwd=ROOT,
@@ -75,8 +77,8 @@ def start_router(directory: Path, model: Path, /, processes: int = 1, **options:
     process.stdout.close()
     info = json.loads(line)
     assert info["ready"] is True
-    client = httpx.Client(base_url=info["http"], timeout=20.0)
-    return RouterProcess(process, info["http"], info["mailbox"], client)
+    clients = (httpx.Client(base_url=info[name], timeout=20.0) for name in ("http", "admin"))
+    return RouterProcess(process, info["http"], info["mailbox"], *clients)
 
 
 @pytest.fixture(scope="session")

@@ -88,7 +88,7 @@ def test_messages_between_all_three_may_misbehave(
 
 
 def restarts(router: RouterProcess) -> float:
-    found = re.search(r"^baton_router_restarts_total (\S+)", router.http.get("/metrics").text, re.MULTILINE)
+    found = re.search(r"^baton_router_restarts_total (\S+)", router.admin.get("/metrics").text, re.MULTILINE)
     assert found is not None
     return float(found[1])
 
@@ -165,7 +165,7 @@ def test_a_request_waits_for_a_worker_and_ends_on_it(
     router: RouterProcess, workers: list[FakeWorker]
 ) -> None:
     answers = in_background(router, [[1]], 5)
-    wait_until(lambda: "baton_router_rooms 1.0" in router.http.get("/metrics").text)
+    wait_until(lambda: "baton_router_rooms 1.0" in router.admin.get("/metrics").text)
     workers.append(FakeWorker(Role.DECODE, router.mailbox))
     wait_until(lambda: bool(answers[0]))
     assert answers[0] == right([1], 5)
@@ -221,5 +221,5 @@ def test_many_clients_that_leave_leave_nothing_behind(
     asyncio.run(all_leave())
     wait_until(lambda: len(d.aborted) == 20 and len(p.aborted) == 20)
     assert d.open_rooms() == 0
-    accounts = router.http.get("/debug/workers").json()["accounts"]
+    accounts = router.admin.get("/debug/workers").json()["accounts"]
     assert all(account["own"]["requests"] == 0 for account in accounts)

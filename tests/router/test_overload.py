@@ -54,7 +54,7 @@ class Crowd:
 
 
 def gauge(router: RouterProcess, name: str) -> float:
-    found = re.search(rf"^{name} (\S+)", router.http.get("/metrics").text, re.MULTILINE)
+    found = re.search(rf"^{name} (\S+)", router.admin.get("/metrics").text, re.MULTILINE)
     assert found is not None
     return float(found[1])
 
@@ -209,7 +209,7 @@ def test_what_would_be_too_late_is_refused_and_served_when_the_load_has_gone(
     assert refused.status_code == 429
     assert 40 <= int(refused.headers["retry-after"]) <= 59
     assert refused.json()["error"]["code"] == "overloaded"
-    route = router.http.get("/debug/route", params={"prompt": "Hello"}).json()
+    route = router.admin.get("/debug/route", params={"prompt": "Hello"}).json()
     assert 40 < route["predicted_ttft_s"] <= 61
     assert p.count(Prefill) == d.count(Decode) == 0
     announce(p, IDLE)

@@ -36,7 +36,7 @@ runpy.run_module("router", run_name="__main__")
 
 def options_file(tmp_path: Path, model_dir: Path, **changes: object) -> Path:
     path = tmp_path / "options.json"
-    base = {"model": str(model_dir), "served_model_name": "tiny", "port": 0}
+    base = {"model": str(model_dir), "served_model_name": "tiny", "port": 0, "admin_ports": "0"}
     path.write_text(json.dumps({**base, **changes}))
     return path
 

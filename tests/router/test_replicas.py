@@ -41,7 +41,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[C
 
 
 def accounts(router: RouterProcess, whose: str) -> dict[str, dict[str, int]]:
-    found: list[dict[str, Any]] = router.http.get("/debug/workers").json()["accounts"]
+    found: list[dict[str, Any]] = router.admin.get("/debug/workers").json()["accounts"]
     return {account["id"]: account[whose] for account in found}
 
 

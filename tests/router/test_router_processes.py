@@ -53,8 +53,9 @@ def children(process: int) -> list[int]:
 def fetch(
     router: RouterProcess, path: str, body: bytes | None = None, request_id: str = "", last_id: str = ""
 ) -> bytes:
-    """On a connection of its own, so that the kernel chooses a process."""
-    request = urllib.request.Request(f"{router.url}{path}", body)
+    """On a connection of its own, so that the kernel chooses a process, or the supervisor for admin pages."""
+    base = router.admin.base_url if path.startswith(("/debug", "/metrics")) else router.url
+    request = urllib.request.Request(f"{str(base).rstrip('/')}{path}", body)
     if request_id:
         request.add_header("X-Request-Id", request_id)
     if last_id:
@@ -238,7 +239,11 @@ def test_no_process_outlives_its_supervisor(start: Start) -> None:
 
 def test_what_is_wrong_with_the_options_is_said_once_per_process(tmp_path: Path, model: Path) -> None:
     path = tmp_path / "options.json"
-    path.write_text(json.dumps({"model": str(tmp_path / "none"), "served_model_name": "tiny", "port": 0}))
+    path.write_text(
+        json.dumps(
+            {"model": str(tmp_path / "none"), "served_model_name": "tiny", "port": 0, "admin_ports": "0"}
+        )
+    )
     command = [sys.executable, "-m", "router", "--options", str(path), "--processes", "2"]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
     assert ended.returncode == 2

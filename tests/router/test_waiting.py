@@ -62,7 +62,7 @@ def test_a_stream_without_any_worker_is_sent_comments_until_one_comes(
     streamed = stream(router, [1, 2], 5)
     wait_until(lambda: streamed.comments >= 2, 30.0)
     assert streamed.status == 200, "the head is out before the first token"
-    (room,) = router.http.get("/debug/rooms").json()["rooms"]
+    (room,) = router.admin.get("/debug/rooms").json()["rooms"]
     assert (room["tokens"], room["workers"]) == (0, [])
     workers.append(FakeWorker(Role.DECODE, router.mailbox))
     ends_right(streamed, [1, 2], 5)
@@ -108,7 +108,7 @@ def test_an_answer_that_is_not_streamed_waits_without_a_word(
 
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
-    wait_until(lambda: len(router.http.get("/debug/rooms").json()["rooms"]) == 1)
+    wait_until(lambda: len(router.admin.get("/debug/rooms").json()["rooms"]) == 1)
     asking.join(3.0)
     assert not answers
     workers.append(FakeWorker(Role.DECODE, router.mailbox))
@@ -153,5 +153,5 @@ def test_twenty_restarts_of_one_long_stream_are_fine(
         else:
             old.drain()
     ends_right(streamed, [5], 2000)
-    metrics = router.http.get("/metrics").text
+    metrics = router.admin.get("/metrics").text
     assert "baton_router_restarts_total 20.0" in metrics

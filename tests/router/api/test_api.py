@@ -172,7 +172,7 @@ def test_a_client_that_leaves_aborts_both(service: Service) -> None:
     with router.http.stream("POST", "/v1/completions", json=body) as response:
         next(response.iter_lines())
     wait_until(lambda: len(d.aborted) == before + 1 and d.aborted <= p.aborted)
-    assert router.http.get("/debug/workers").json()["accounts"][0]["own"]["requests"] == 0
+    assert router.admin.get("/debug/workers").json()["accounts"][0]["own"]["requests"] == 0
 
 
 def test_native_generate(service: Service, tokenization: Tokenization) -> None:
@@ -339,8 +339,8 @@ def test_null_means_unset(service: Service) -> None:
 def test_the_timeline_of_a_request(service: Service) -> None:
     router, p, d = service
     router.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 3}, headers={"x-request-id": "t1"})
-    wait_until(lambda: router.http.get("/debug/trace/t1").json()["otherData"]["kv_bytes"] == 1024)
-    trace = router.http.get("/debug/trace/t1").json()
+    wait_until(lambda: router.admin.get("/debug/trace/t1").json()["otherData"]["kv_bytes"] == 1024)
+    trace = router.admin.get("/debug/trace/t1").json()
     other = trace["otherData"]
     assert (other["prefill"], other["decode"], other["kv_backend"]) == (p.record.id, d.record.id, "shm")
     assert 0 < other["ttft_ms"] <= other["total_ms"]
@@ -355,7 +355,7 @@ def test_the_timeline_of_a_request(service: Service) -> None:
     assert [name for name, _ in lanes[d.record.id]] == ["decode_bootstrap", "decode_loop"]
     for stages in lanes.values():
         assert [at for _, at in stages] == sorted(at for _, at in stages)
-    assert router.http.get("/debug/trace/unknown").status_code == 404
+    assert router.admin.get("/debug/trace/unknown").status_code == 404
 
 
 def test_the_other_windows(service: Service) -> None:
@@ -364,16 +364,16 @@ def test_the_other_windows(service: Service) -> None:
     assert router.http.get("/ready").status_code == 200
     assert "version" in router.http.get("/version").json()
     assert router.http.get("/v1/models").json()["data"][0]["id"] == "tiny"
-    metrics = router.http.get("/metrics").text
+    metrics = router.admin.get("/metrics").text
     assert 'baton_router_workers{role="decode"} 1.0' in metrics
     assert 'baton_router_requests_total{status="200"}' in metrics
     assert "baton_router_stage_seconds_bucket" in metrics
     assert 'baton_router_cached_tokens_error_bucket{le="0.0"}' in metrics
     for name in ("batches", "gaps", "snapshots", "resets", "restarts"):
         assert f"baton_router_event_{name}_total 0.0" in metrics
-    report = router.http.get("/debug/inspect", params={"worker": d.record.id, "what": "memory"}).json()
+    report = router.admin.get("/debug/inspect", params={"worker": d.record.id, "what": "memory"}).json()
     assert report == {"what": "memory"}
-    assert router.http.get("/debug/inspect", params={"worker": "nobody"}).status_code == 400
+    assert router.admin.get("/debug/inspect", params={"worker": "nobody"}).status_code == 400
 
 
 @pytest.mark.parametrize("router", [{"max_in_flight": 2, "worker_wait_s": 0.3}], indirect=True)

@@ -28,7 +28,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[S
 
 def test_a_choice_is_explained(service: Service) -> None:
     router, p, d = service
-    route = router.http.get("/debug/route", params={"prompt": "Hello"}).json()
+    route = router.admin.get("/debug/route", params={"prompt": "Hello"}).json()
     assert route["policy"] == "kv"
     assert route["prompt_tokens"] == len(
         router.http.post("/tokenize", json={"prompt": "Hello"}).json()["tokens"]
@@ -47,7 +47,7 @@ def test_a_choice_is_explained(service: Service) -> None:
     assert second["id"] == d.record.id
     assert second["cost"] > 0
     assert second["alone_cost"] is None
-    assert router.http.get("/debug/route").status_code == 400
+    assert router.admin.get("/debug/route").status_code == 400
 
 
 def test_a_session_is_a_header_or_the_prompt_cache_key(service: Service) -> None:
@@ -62,7 +62,7 @@ def test_a_session_is_a_header_or_the_prompt_cache_key(service: Service) -> None
 
     def known(session: str, tenant: str = "") -> bool:
         query = {"prompt": "Hello", "session": session, "tenant": tenant}
-        route = router.http.get("/debug/route", params=query).json()
+        route = router.admin.get("/debug/route", params=query).json()
         (first,), (second,) = route["prefill"], route["decode"]
         assert first["session"] == second["session"]
         return bool(first["session"])
@@ -82,7 +82,7 @@ def test_a_silent_room_shows_what_its_workers_said_of_it(
     body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 2}, "stream": True}
 
     def shown() -> list[tuple[str, str, str]]:
-        rooms = router.http.get("/debug/rooms").json()["rooms"]
+        rooms = router.admin.get("/debug/rooms").json()["rooms"]
         return [(one["id"], one["stage"], one["waits_for"]) for room in rooms for one in room["workers"]]
 
     expected = [
@@ -91,9 +91,9 @@ def test_a_silent_room_shows_what_its_workers_said_of_it(
     ]
     with router.http.stream("POST", "/generate", json=body, headers={"X-Request-Id": "slow"}):
         wait_until(lambda: shown() == expected, 20.0)
-        trace = router.http.get("/debug/trace/slow").json()
+        trace = router.admin.get("/debug/trace/slow").json()
         statuses = trace["otherData"]["statuses"]
         assert {one["worker"]: one["said"]["stage"] for one in statuses} == {
             p.record.id: "prefill_waiting", d.record.id: "decode_bootstrap",
         }  # fmt: skip
-    wait_until(lambda: router.http.get("/debug/rooms").json()["rooms"] == [])
+    wait_until(lambda: router.admin.get("/debug/rooms").json()["rooms"] == [])

@@ -20,7 +20,7 @@ LENGTH = 200_000  # tokens: minutes
 
 
 def rows(router: RouterProcess, what: str) -> list[dict[str, Any]]:
-    found = router.http.get("/debug/leases").json()["leases"]
+    found = router.admin.get("/debug/leases").json()["leases"]
     return [row for row in found if row["what"] == what]
 
 
@@ -38,7 +38,7 @@ def first_row(router: RouterProcess, what: str, timeout_s: float = 10.0) -> dict
 
 def swept(router: RouterProcess, kind: str) -> float:
     line = rf'^baton_router_swept_holds_total\{{kind="{kind}"\}} (\S+)$'
-    found = re.search(line, router.http.get("/metrics").text, re.MULTILINE)
+    found = re.search(line, router.admin.get("/metrics").text, re.MULTILINE)
     return float(found[1]) if found is not None else 0.0
 
 
@@ -74,7 +74,7 @@ def test_a_client_that_never_reads_is_left_and_its_rooms_are_aborted(
         assert len(rooms) == 16
         wait_until(lambda: rooms == {m.room for m in list(decode.seen) if isinstance(m, Abort)}, 20.0)
         assert rows(router, "unread answer") == []
-        wait_until(lambda: router.http.get("/debug/rooms").json()["rooms"] == [])
+        wait_until(lambda: router.admin.get("/debug/rooms").json()["rooms"] == [])
 
 
 @pytest.mark.parametrize("router", [{"unread_timeout_s": 0.5}], indirect=True)

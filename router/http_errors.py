@@ -16,6 +16,7 @@ from common.errors import (
     ModelNotFound,
     Overloaded,
     RequestFailed,
+    Unauthorized,
     UserError,
 )
 
@@ -33,6 +34,7 @@ class HttpError:
 _KINDS: tuple[tuple[type[BatonError], int, str, str | None], ...] = (
     (ContextTooLong, 400, "invalid_request_error", "context_length_exceeded"),
     (InvalidRequest, 400, "invalid_request_error", None),
+    (Unauthorized, 401, "invalid_request_error", "invalid_api_key"),
     (ModelNotFound, 404, "invalid_request_error", "model_not_found"),
     (BodyTooLarge, 413, "invalid_request_error", None),
     (LateBody, 408, "invalid_request_error", None),
@@ -50,6 +52,8 @@ def to_http(error: BatonError) -> HttpError:
     headers = []
     if isinstance(error, Overloaded):
         headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode()))
+    elif status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
     elif status == 408:
         headers.append((b"connection", b"close"))  # what still comes on it is the rest of the body
     elif status == 503:

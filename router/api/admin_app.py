@@ -1,0 +1,61 @@
+"""The admin listener as an ASGI application: /metrics, /debug and /admin, behind a key of their own."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Awaitable, Callable
+
+from common.errors import BatonError, Unauthorized
+from router.api.asgi import App, Receive, Scope, Send
+from router.http_errors import error_body, to_http
+from router.keys import Keys
+from router.page import Page, json_page
+
+
+def build_admin_app(open_page: Callable[[str], Awaitable[Page]], keys: Keys) -> App:
+    """The application. `open_page` is asked for the page at a path with its query string."""
+
+    async def app(scope: Scope, _: Receive, send: Send) -> None:
+        assert scope["type"] == "http", "the listener serves nothing else"
+        headers = {bytes(name): bytes(value).decode("latin-1") for name, value in scope["headers"]}
+        try:
+            _check(headers, keys)
+            page = await _page(scope, open_page)
+            extra = []
+        except BatonError as error:
+            told = to_http(error)
+            page, extra = json_page(told.body, told.status), told.headers
+        body = page.body.encode()
+        head = [(b"content-type", page.kind.encode()), (b"content-length", str(len(body)).encode()), *extra]
+        await send({"type": "http.response.start", "status": page.status, "headers": head})
+        await send({"type": "http.response.body", "body": body})
+
+    return app
+
+
+async def _page(scope: Scope, open_page: Callable[[str], Awaitable[Page]]) -> Page:
+    path = scope["path"]
+    if scope["method"] != "GET":
+        return json_page(error_body(f"{path} takes GET only", "invalid_request_error"), 405)
+    return await open_page(f"{path}?{scope['query_string'].decode('latin-1')}")
+
+
+def _check(headers: dict[bytes, str], keys: Keys) -> None:
+    """Raises Unauthorized."""
+    if keys.required:
+        if keys.find(headers.get(b"authorization")) is None:
+            raise Unauthorized("this listener wants its key: Authorization: Bearer KEY")
+    elif not _is_address(headers.get(b"host", "")):
+        # A page in a browser of this machine may have a name that leads here (DNS rebinding).
+        raise Unauthorized("without a key, this listener is asked by its address")
+
+
+def _is_address(host: str) -> bool:
+    name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
+    if name == "localhost":
+        return True
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True

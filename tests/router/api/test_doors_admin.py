@@ -1,0 +1,142 @@
+"""The admin listener: what only operators see is on a port of its own, behind a key of its own."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.router.conftest import ROOT, RouterProcess, start_router, wait_until
+from tests.support.fake_worker import FakeWorker
+from wire.records import Role
+
+pytestmark = pytest.mark.slow
+KEY = "an admin key of some length"
+OTHER = "another admin key of that length"
+PATHS = [
+    "/metrics", "/admin/routers", "/debug/workers", "/debug/route?prompt=Hello",
+    "/debug/inspect?worker=WORKER", "/debug/rooms", "/debug/leases", "/debug/suspicions", "/debug/trace/one",
+]  # fmt: skip
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest.fixture(scope="module", params=["open", "with a key", "two processes"])
+def service(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path
+) -> Iterator[tuple[RouterProcess, str, bool]]:
+    """A router with one worker, the worker's id, and whether the admin listener has a key."""
+    directory = tmp_path_factory.mktemp("admin")
+    has_key = request.param != "open"
+    options = {}
+    if has_key:
+        (directory / "key").write_text(f"{KEY}\n")
+        options["admin_key_file"] = str(directory / "key")
+    router = start_router(directory, model, 2 if request.param == "two processes" else 1, **options)
+    if has_key:
+        router.admin.headers.update(bearer(KEY))
+    worker = FakeWorker(Role.DECODE, router.mailbox)
+    router.wait_for_workers(1)
+    body = {"text": "Hello", "sampling_params": {"max_new_tokens": 2}}
+    assert router.http.post("/generate", json=body, headers={"X-Request-Id": "one"}).status_code == 200
+    yield router, worker.record.id, has_key
+    worker.close()
+    assert router.stop() == 0
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_page_is_the_operators_alone(service: tuple[RouterProcess, str, bool], path: str) -> None:
+    router, worker, has_key = service
+    path = path.replace("WORKER", worker)
+    assert router.http.get(path, headers=bearer(KEY)).status_code == 404, "not at the API's port"
+    wait_until(lambda: router.admin.get(path).status_code == 200)  # another process may see the worker later
+    for headers in ({}, bearer(OTHER), {"Authorization": KEY}, {"Authorization": f"Basic {KEY}"}):
+        answer = httpx.get(f"{router.admin.base_url}{path}", headers=headers, timeout=20.0)
+        assert answer.status_code == (401 if has_key else 200)
+        if has_key:
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+
+
+def test_the_api_is_not_at_the_admin_port(service: tuple[RouterProcess, str, bool]) -> None:
+    router, *_ = service
+    assert [router.admin.get(path).status_code for path in ("/v1/models", "/health", "/debug")] == [404] * 3
+    assert router.admin.post("/v1/completions", json={"prompt": "a"}).status_code == 405
+
+
+def test_a_name_that_leads_to_this_machine_is_refused(router: RouterProcess) -> None:
+    """As a page in a browser would ask that has bound its own name to loopback."""
+    for host, status in (("evil.example:80", 401), ("localhost:9110", 200), ("[::1]:9110", 200)):
+        assert router.admin.get("/debug/workers", headers={"Host": host}).status_code == status
+
+
+def test_routers_find_each_other_and_take_different_ports(tmp_path: Path, model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        first = taken.getsockname()[1]
+        ports = f"{first}-{min(first + 20, 65535)}"
+        one = start_router(tmp_path, model, admin_ports=ports)
+        two = start_router(tmp_path, model, admin_ports=ports, directory=one.mailbox)
+    targets = sorted(str(router.admin.base_url.netloc, "ascii") for router in (one, two))
+    assert len({*targets, f"127.0.0.1:{first}"}) == 3
+    wait_until(lambda: one.admin.get("/admin/routers").json() == [{"targets": targets, "labels": {}}])
+    assert [one.stop(), two.stop()] == [0, 0]
+
+
+def test_a_new_key_holds_without_a_restart(tmp_path: Path, model: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text(KEY)
+    router = start_router(tmp_path, model, admin_key_file=str(file))
+
+    def status(key: str) -> int:
+        return router.admin.get("/metrics", headers=bearer(key)).status_code
+
+    assert (status(KEY), status(OTHER)) == (200, 401)
+    file.write_text("short")  # a broken file changes nothing
+    time.sleep(1.2)  # longer than between two looks
+    assert (status(KEY), status("short")) == (200, 401)
+    file.write_text(f"{OTHER}\n")
+    wait_until(lambda: status(OTHER) == 200)
+    assert status(KEY) == 401
+    assert router.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"admin_host": "0.0.0.0"}, "admin_host: 0.0.0.0 is not loopback, and there is no key"),
+        ({"admin_key_file": "/nowhere"}, "admin_key_file: cannot read /nowhere"),
+        ({"admin_ports": "9-1"}, "admin_ports: 9-1 is not a range"),
+        ({"admin_ports": "x"}, "admin_ports: "),
+    ],
+)
+def test_what_would_leave_the_door_open_ends_with_code_2(
+    tmp_path: Path, model: Path, options: dict[str, object], words: str
+) -> None:
+    assert words in refused(tmp_path, model, options)
+
+
+def test_a_range_without_a_free_port_ends_with_code_2(tmp_path: Path, model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert "admin_ports: no port of 127.0.0.1 is free" in refused(tmp_path, model, {"admin_ports": port})
+
+
+def refused(tmp_path: Path, model: Path, options: dict[str, object]) -> str:
+    path = tmp_path / "options.json"
+    base = {"model": str(model), "served_model_name": "tiny", "port": 0, "admin_ports": "0"}
+    path.write_text(json.dumps({**base, **options}))
+    done = subprocess.run(
+        [sys.executable, "-m", "router", "--options", str(path)],
+        capture_output=True, text=True, cwd=ROOT, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    return done.stderr
