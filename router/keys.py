@@ -7,18 +7,25 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import logging
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
 
 from common.errors import ConfigError
+from common.options import Options
 
 log = logging.getLogger(__name__)
 
 ADMIN_KEY_ENV = "BATON_ADMIN_KEY"
+API_KEYS_ENV = "BATON_API_KEYS"
 _LOOK_S = 1.0  # between two looks at a file
 _SHORTEST_KEY = 16  # characters
 _BEARER = "bearer "
@@ -26,9 +33,27 @@ _BEARER = "bearer "
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key, by the SHA-256 of it."""
+    """A key, by the SHA-256 of it, and what its requests may have."""
 
     digest: bytes
+    tenant: str = ""
+    max_priority: int = 0
+    gateway: bool = False  # names the tenant of each request itself
+
+
+class _Entry(Options):
+    """An entry of a file of API keys."""
+
+    key: str
+    tenant: str = Field("", max_length=256)
+    max_priority: int = Field(0, ge=-(2**31), lt=2**31)
+    gateway: bool = False
+
+    @model_validator(mode="after")
+    def _one_tenant(self) -> _Entry:
+        if self.gateway and self.tenant:
+            raise ValueError("a gateway's key has no tenant of its own")
+        return self
 
 
 class Keys:
@@ -37,20 +62,21 @@ class Keys:
     def __init__(
         self, option: str, path: Path | None, variable: str, parse: Callable[[str], list[Key]]
     ) -> None:
-        """Read `path`, or the environment's `variable` if there is no path. `option` names the path.
+        """Read `path` with `parse`, or keys alone from the environment's `variable` if there is no path.
 
-        Raises ConfigError for keys that cannot work.
+        `option` names the path in errors. Raises ConfigError for keys that cannot work.
         """
         self._option = option
         self._path = path
         self._parse = parse
         self._state: tuple[int, ...] | None = None
+        self.broken_files = 0  # changed files that could not be read
         self._looked_at = time.monotonic()
         if path is not None:
             self._state, self._keys = self._read(path)
         else:
             text = os.environ.get(variable, "")
-            self._keys = self._parsed(text, variable) if text else []
+            self._keys = _parsed(text.replace(",", "\n"), variable, plain_keys) if text else []
 
     @property
     def required(self) -> bool:
@@ -62,7 +88,7 @@ class Keys:
         self._look()
         if authorization is None or authorization[: len(_BEARER)].lower() != _BEARER:
             return None
-        digest = hashlib.sha256(authorization[len(_BEARER) :].strip().encode()).digest()
+        digest = hashlib.sha256(authorization[len(_BEARER) :].strip().encode("latin-1")).digest()
         found = [key for key in self._keys if hmac.compare_digest(key.digest, digest)]
         return found[0] if found else None
 
@@ -76,6 +102,7 @@ class Keys:
                 self._state, self._keys = self._read(self._path)
                 log.info("%s: %d keys of %s hold from now on", self._option, len(self._keys), self._path)
         except (ConfigError, OSError) as error:
+            self.broken_files += 1
             log.error("the keys from before hold on: %s", error)
 
     def _read(self, path: Path) -> tuple[tuple[int, ...], list[Key]]:
@@ -83,24 +110,52 @@ class Keys:
             state, text = _state(path), path.read_text()  # a change in between is seen at the next look
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(self._option, f"cannot read {path}: {error}", "give a readable file") from None
-        return state, self._parsed(text, self._option)
+        return state, _parsed(text, self._option, self._parse)
 
-    def _parsed(self, text: str, where: str) -> list[Key]:
-        try:
-            keys = self._parse(text)
-        except ValueError as error:
-            raise ConfigError(where, str(error), "see docs/doors.md") from None
-        if not keys:
-            raise ConfigError(where, "there is no key in it", "add one, or do without")
-        return keys
+
+def _parsed(text: str, where: str, parse: Callable[[str], list[Key]]) -> list[Key]:
+    try:
+        keys = parse(text)
+    except ValueError as error:
+        raise ConfigError(where, str(error), "see docs/doors.md") from None
+    if not keys:
+        raise ConfigError(where, "there is no key in it", "add one, or do without")
+    return keys
 
 
 def plain_keys(text: str) -> list[Key]:
     """Keys, one on a line. Raises ValueError, which does not quote them."""
-    return [Key(key_digest(line.strip())) for line in text.splitlines() if line.strip()]
+    return [Key(_digest(line.strip())) for line in text.splitlines() if line.strip()]
 
 
-def key_digest(written: str) -> bytes:
+def described_keys(text: str) -> list[Key]:
+    """Keys with their tenants: a list in YAML, or an object of JSON on each line.
+
+    Raises ValueError, which does not quote them.
+    """
+    try:
+        if text.lstrip().startswith("{"):
+            raw: Any = [json.loads(line) for line in text.splitlines() if line.strip()]
+        else:
+            raw = yaml.safe_load(text) or []
+    except (ValueError, yaml.YAMLError):  # whose texts quote what they do not understand
+        raise ValueError("it is neither YAML nor lines of JSON") from None
+    if not isinstance(raw, list):
+        raise ValueError("it is not a list of keys")
+    return [_described_key(number, one) for number, one in enumerate(raw, 1)]
+
+
+def _described_key(number: int, raw: Any) -> Key:
+    try:
+        entry = _Entry.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors(include_input=False)[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise ValueError(f"entry {number}: {field}: {first['msg']}") from None
+    return Key(_digest(entry.key), entry.tenant, entry.max_priority, entry.gateway)
+
+
+def _digest(written: str) -> bytes:
     """The digest of a key that is written as itself or as sha256:HEX. Raises ValueError."""
     kind, colon, digest = written.partition(":")
     if kind == "sha256" and colon:

@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from router.events.counters import EventCounters
+from router.keys import Keys
 from router.measures import Count, Distribution
 from router.suspicions import Suspicions
 from wire.records import Role, WorkerRecord
@@ -112,6 +113,22 @@ class EventMetrics(Collector):
             ("restarts", "A publisher began anew at the same address", events.restarts),
         ):
             yield CounterMetricFamily(f"baton_router_event_{name}", about, value=count)
+
+
+class KeyMetrics(Collector):
+    """The files of API keys."""
+
+    def __init__(self, registry: CollectorRegistry, keys: Keys) -> None:
+        self._keys = keys
+        registry.register(self)
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Counted by the keys themselves."""
+        yield CounterMetricFamily(
+            "baton_router_broken_key_files",
+            "Changed files of API keys that could not be read: the keys from before hold",
+            self._keys.broken_files,
+        )
 
 
 class SuspicionMetrics(Collector):

@@ -135,6 +135,19 @@ class LeaseOptions(Options):
     lease_s: float = Field(5.0, gt=0, description="a worker that is silent for longer counts as lost")
 
 
+class KeyOptions(Options):
+    """Who may use the API, and on whose behalf (docs/doors.md)."""
+
+    api_keys_file: Path | None = Field(
+        None, description="API keys with their tenants; null: BATON_API_KEYS, or no keys"
+    )
+    trusted_tenant_header: str | None = Field(
+        None, min_length=1,
+        description="the header with which a gateway names the tenant, such as X-Baton-Tenant; null: none. "
+        "With API keys, only the keys of gateways may use it",
+    )  # fmt: skip
+
+
 class AdminOptions(Options):
     """The second listener, for /metrics, /debug and /admin (docs/doors.md)."""
 
@@ -169,7 +182,14 @@ class AdminOptions(Options):
 
 
 class RouterSettings(
-    PlacementOptions, AdmissionOptions, RoomOptions, ResumeOptions, HttpOptions, AdminOptions, LeaseOptions
+    KeyOptions,
+    PlacementOptions,
+    AdmissionOptions,
+    RoomOptions,
+    ResumeOptions,
+    HttpOptions,
+    AdminOptions,
+    LeaseOptions,
 ):
     """Router options."""
 

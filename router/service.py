@@ -11,9 +11,11 @@ from common.errors import ContextTooLong, Interrupted, InvalidRequest, ModelNotF
 from router.admin_pages import AdminPages
 from router.events.event_plane import EventPlane
 from router.index.global_index import GlobalIndex
+from router.keys import API_KEYS_ENV, Keys, described_keys
 from router.membership import Membership
 from router.metrics import (
     EventMetrics,
+    KeyMetrics,
     LevelMetrics,
     RequestMetrics,
     RoomMetrics,
@@ -62,6 +64,8 @@ class Router:
         self.tokenization = Tokenization(options.model)
         registry = CollectorRegistry()
         self.metrics = RequestMetrics(registry)
+        self.keys = Keys("api_keys_file", options.api_keys_file, API_KEYS_ENV, described_keys)
+        KeyMetrics(registry, self.keys)
         self.started_at = int(time.time())
         traces, index, curve = TraceStore(), GlobalIndex(), curve_for(options.cluster_secret)
         policy = make_policy(options.policy, options.weights, options.prefill_on_decode_tokens)

@@ -102,6 +102,14 @@ def _label(request: HttpRequest, name: bytes) -> str | None:
     return value
 
 
+def _tenant(router: Router, request: HttpRequest) -> str:
+    """The key's tenant, or the one that a gateway names. A client cannot choose whose cache it shares."""
+    key, header = request.key, router.options.trusted_tenant_header
+    if header is not None and (key is None or key.gateway):
+        return _label(request, header.lower().encode()) or ""
+    return "" if key is None else key.tenant
+
+
 def make_submission(
     router: Router,
     request: HttpRequest,
@@ -112,9 +120,13 @@ def make_submission(
     session: str = "",
     length_given: bool = True,
 ) -> Submission:
-    """What the router is asked to do. Headers win over the body. Raises InvalidRequest."""
+    """What the router is asked to do. The client's key decides its tenant, and how far its priority goes.
+
+    Raises InvalidRequest.
+    """
     if request.header(_LAST_EVENT_ID) and not body.stream:
         raise InvalidRequest("only a stream can be resumed: repeat this request without the header", HEADER)
+    key = request.key
     return Submission(
         request_id=request.request_id,
         prompts=prompts,
@@ -124,8 +136,8 @@ def make_submission(
         skip_special_tokens=params.skip_special_tokens,
         extra_key=body.extra_key,
         cache_salt=body.cache_salt,
-        tenant=_label(request, b"x-baton-tenant") or body.user,
-        priority=body.priority,
+        tenant=_tenant(router, request),
+        priority=body.priority if key is None else min(body.priority, key.max_priority),
         session=_label(request, b"x-baton-session") or session,
         arrived_ns=request.arrived_ns,
         first_room=router.number_rooms(len(prompts) * params.n),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from common.errors import BatonError
+from common.errors import BatonError, Unauthorized
 from router.api import health, native_endpoints, openapi
 from router.api.asgi import App, ClientLeft, HttpRequest, Receive, Scope, Send
 from router.api.openai import endpoints
 from router.http_errors import error_body, to_http
+from router.keys import Key
 from router.service import Router
 
 Handler = Callable[[Router, HttpRequest], Awaitable[None]]
@@ -25,6 +26,7 @@ _ROUTES: dict[tuple[str, str], Handler] = {
     ("GET", "/version"): health.version,
     ("GET", "/openapi.json"): openapi.openapi,
 }
+_FOR_ALL = frozenset({"/health", "/ready", "/version"})  # also without a key
 _PATHS = {path for _, path in _ROUTES}
 
 
@@ -47,6 +49,8 @@ async def _serve(router: Router, request: HttpRequest) -> None:
     handler = _ROUTES.get((request.method, request.path))
     try:
         if handler is not None:
+            if request.path not in _FOR_ALL and router.keys.required:
+                request.key = _checked(router.keys.find(request.header(b"authorization")))
             await handler(router, request)
         else:
             await _no_route(request)
@@ -56,6 +60,12 @@ async def _serve(router: Router, request: HttpRequest) -> None:
     except ClientLeft:
         return
     router.metrics.requests.inc(of=str(request.status))
+
+
+def _checked(key: Key | None) -> Key:
+    if key is None:
+        raise Unauthorized("an API key is needed: Authorization: Bearer KEY")
+    return key
 
 
 async def _no_route(request: HttpRequest) -> None:

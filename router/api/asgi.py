@@ -15,6 +15,7 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from common.errors import BodyTooLarge, InvalidRequest
+from router.keys import Key
 from router.streams.client_holds import ClientHolds
 from router.streams.generation import Generation
 
@@ -54,6 +55,7 @@ class HttpRequest:
         self._max_body_bytes = max_body_bytes
         self.arrived_ns = time.time_ns()
         self.request_id = self._request_id()
+        self.key: Key | None = None  # that the client has shown, if this door has keys
         self.status = 0  # of the answer, once it has begun
 
     def header(self, name: bytes) -> str | None:

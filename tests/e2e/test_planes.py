@@ -49,7 +49,12 @@ def secret_stack(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     with stack(
         tiny_model,
         tmp_path_factory.mktemp("secret"),
-        router={"prefill_on_decode_tokens": 0, "max_queued": 0, "cluster_secret": SECRET},
+        router={
+            "prefill_on_decode_tokens": 0,
+            "max_queued": 0,
+            "cluster_secret": SECRET,
+            "trusted_tenant_header": "X-Baton-Tenant",
+        },
         cluster_secret=SECRET,
         engine="fake",
         fake_step_s=0.03,

@@ -76,7 +76,9 @@ def order(worker: FakeWorker) -> list[int]:
 def narrow(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[RouterProcess]:
     """One place, and a queue for a full decode worker."""
     options = {"max_in_flight": 1, "max_queued": 40, "max_queue_s": 60, "queue_decode_full": True}
-    running = start_router(tmp_path_factory.mktemp("overload"), model, **options)
+    running = start_router(
+        tmp_path_factory.mktemp("overload"), model, trusted_tenant_header="X-Baton-Tenant", **options
+    )
     yield running
     assert running.stop() == 0
 

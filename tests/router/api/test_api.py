@@ -26,7 +26,7 @@ CHAT: list[Any] = [{"role": "user", "content": "Hello there"}]
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Service]:
     """One prefill and one decode worker."""
-    router = start_router(tmp_path_factory.mktemp("api"), model)
+    router = start_router(tmp_path_factory.mktemp("api"), model, trusted_tenant_header="X-Baton-Tenant")
     p = FakeWorker(Role.PREFILL, router.mailbox, cached_tokens=3)
     d = FakeWorker(Role.DECODE, router.mailbox, max_context=512, cached_tokens=3, step_s=0.001)
     router.wait_for_workers(2)

@@ -17,7 +17,7 @@ Service = tuple[RouterProcess, FakeWorker, FakeWorker]
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Service]:
     """One prefill and one decode worker."""
-    router = start_router(tmp_path_factory.mktemp("debug"), model)
+    router = start_router(tmp_path_factory.mktemp("debug"), model, trusted_tenant_header="X-Baton-Tenant")
     p, d = (FakeWorker(role, router.mailbox) for role in (Role.PREFILL, Role.DECODE))
     router.wait_for_workers(2)
     yield router, p, d
@@ -55,7 +55,11 @@ def test_a_session_is_a_header_or_the_prompt_cache_key(service: Service) -> None
     body: dict[str, object] = {"prompt": "Hello", "max_tokens": 2}
     asked = [
         router.http.post("/v1/completions", json=body, headers={"X-Baton-Session": "one"}),
-        router.http.post("/v1/completions", json={**body, "prompt_cache_key": "two", "user": "somebody"}),
+        router.http.post(
+            "/v1/completions",
+            json={**body, "prompt_cache_key": "two"},
+            headers={"X-Baton-Tenant": "somebody"},
+        ),
         router.http.post("/generate", json={"text": "Hello"}, headers={"X-Baton-Session": "three"}),
     ]
     assert [answer.status_code for answer in asked] == [200] * 3
