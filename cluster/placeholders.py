@@ -12,8 +12,15 @@ PLACEHOLDERS = {
     "WORKER_ADDRESS_1": "the address of a worker node",
     "WORKER_ADDRESS_2": "the address of a worker node",
     "REDIS_ADDRESS": "the address of the Redis that keeps Ray's state",
+    "IMAGE": "the image that was built from deploy/docker/",
+    "AMI_ID": "the id of a machine image of AWS",
+    "SUBNET_ID": "the id of a subnet of AWS",
+    "SECURITY_GROUP_ID": "the id of a security group of AWS",
+    "PROJECT_ID": "the id of a project of Google Cloud",
+    "BOOT_IMAGE": "a boot image of Google Cloud",
+    "GPU_IMAGE": "a boot image of Google Cloud with NVIDIA's driver",
 }
-"""Placeholder to what belongs in its place."""
+"""Placeholder to what belongs in its place; docs/operations.md names the files, too."""
 
 
 def refuse_placeholders(raw: dict[str, Any]) -> None:

@@ -20,10 +20,22 @@ def ray_cluster() -> Any:
     return yaml.safe_load(KUBERAY.read_text())["spec"]["rayClusterConfig"]
 
 
-def test_the_placeholders_of_the_cluster_file_are_known_by_name() -> None:
-    text = re.sub("#.*", "", CLUSTER.read_text())
-    found = re.findall(r"\b(?!RAY_)[A-Z]{2,}(?:_[A-Z0-9]+)+\b(?!=)", text)
-    assert set(found) == set(PLACEHOLDERS)
+def placeholders(path: Path) -> set[str]:
+    """Words in capitals of a file, without its comments, environment variables and words of the vendors."""
+    text = re.sub("#.*", "", path.read_text())
+    return set(re.findall(r"\b(?!RAY_|ONE_TO_ONE_NAT)(?:IMAGE\b|[A-Z]{2,}(?:_[A-Z0-9]+)+\b)(?!=)", text))
+
+
+def test_the_placeholders_of_all_files_are_known_by_name_and_documented() -> None:
+    page = (DEPLOY.parent / "docs" / "operations.md").read_text()
+    found: dict[str, list[str]] = {}
+    for path in sorted(DEPLOY.glob("*.yaml")):
+        for word in placeholders(path) - {"CHANGE_ME"}:  # the refusal of this one is the secret's own
+            found.setdefault(word, []).append(path.name)
+    assert found.keys() == PLACEHOLDERS.keys()
+    for word, files in found.items():
+        (row,) = (line for line in page.splitlines() if f"| `{word}` |" in line)
+        assert row.split("|")[2].strip() == ", ".join(f"`{name}`" for name in files)
 
 
 def test_ray_accepts_the_cluster_file() -> None:

@@ -1,4 +1,4 @@
-"""Checks a manifest against the schema of a Kubernetes custom resource, every key included."""
+"""Checks a mapping against a vendor's schema, with keys refused that the schema does not name."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 import jsonschema
 
 
-def errors(manifest: dict[str, Any], schema: dict[str, Any]) -> list[str]:
-    """What is wrong with a manifest, as `path: message`, one for each fault."""
-    found = jsonschema.Draft202012Validator(closed(schema)).iter_errors(manifest)
+def errors(instance: dict[str, Any], schema: dict[str, Any]) -> list[str]:
+    """What is wrong, as `path: message`, one for each fault."""
+    found = jsonschema.Draft202012Validator(closed(schema)).iter_errors(instance)
     return sorted(f"{'.'.join(map(str, error.absolute_path))}: {error.message}" for error in found)
 
 
 def closed(schema: Any) -> Any:
     """The schema with unknown keys refused.
 
-    Kubernetes drops keys that a structural schema does not name instead of refusing them, so a misspelt key
-    has no effect. `metadata` of the resource itself is Kubernetes' own and stays open.
+    Kubernetes drops keys that a resource's schema does not name instead of refusing them, and Ray accepts any
+    key in a node's configuration. So a misspelt key has no effect, or fails when a node is started.
     """
     if isinstance(schema, list):
         return [closed(item) for item in schema]
