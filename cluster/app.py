@@ -12,7 +12,7 @@ from typing import Any
 
 from ray import serve
 
-from cluster.autoscaling import LoadPolicy
+from cluster.autoscaling import LoadPolicy, ObjectivePolicy
 from cluster.config import (
     Deployment,
     RouterDeployment,
@@ -28,6 +28,7 @@ from wire.records import Role
 
 _CONSTRUCTOR_TRIES = 3  # Serve's default of 20 would load a model that cannot work 20 times
 _SHUTDOWN_POLL_S = 0.2
+_DECISION_S = 10.0  # as often as Serve's replicas push their figures
 
 
 def build(args: dict[str, Any]) -> serve.Application:
@@ -48,7 +49,7 @@ def router_application(config: ServeConfig, *workers: serve.Application) -> serv
 
 def _bind_worker(config: ServeConfig, role: Role) -> serve.Application:
     section = config.section(role)
-    deployment = serve.deployment(name=str(role), **_worker_settings(section))(WorkerReplica)
+    deployment = serve.deployment(name=str(role), **_worker_settings(section, role))(WorkerReplica)
     return deployment.bind(role, config.worker_options(role), section.drain_s)
 
 
@@ -60,19 +61,31 @@ def _router_settings(section: RouterDeployment) -> dict[str, Any]:
     return settings
 
 
-def _worker_settings(section: WorkerDeployment) -> dict[str, Any]:
+def _worker_settings(section: WorkerDeployment, role: Role) -> dict[str, Any]:
     settings = _common_settings(section)
     if section.autoscaling_config is not None:
-        settings["autoscaling_config"] = _load_scaling(section.autoscaling_config)
+        settings["autoscaling_config"] = _scaling(section.autoscaling_config, role)
     return settings
 
 
-def _load_scaling(scaling: WorkerAutoscaling) -> dict[str, Any]:
-    policy = {
-        "policy_function": f"{LoadPolicy.__module__}:{LoadPolicy.__name__}",
-        "policy_kwargs": {"target_load": scaling.target_load},
-    }
-    return {**scaling.model_dump(exclude_none=True, exclude={"target_load"}), "policy": policy}
+def _scaling(scaling: WorkerAutoscaling, role: Role) -> dict[str, Any]:
+    settings = scaling.model_dump(exclude_none=True, exclude={"target_load", "objective_s", "start_s"})
+    if scaling.objective_s is None:
+        return {**settings, "policy": _policy(LoadPolicy, target_load=scaling.target_load)}
+    policy = _policy(
+        ObjectivePolicy,
+        role=str(role),
+        objective_s=scaling.objective_s,
+        start_s=scaling.start_s,
+        hold_s=scaling.downscale_delay_s,
+        period_s=_DECISION_S,
+    )
+    # The policy has hysteresis of its own: Serve's delays would come on top.
+    return {**settings, "upscale_delay_s": 0.0, "downscale_delay_s": 0.0, "policy": policy}
+
+
+def _policy(policy: type, **options: Any) -> dict[str, Any]:
+    return {"policy_function": f"{policy.__module__}:{policy.__name__}", "policy_kwargs": options}
 
 
 def _common_settings(section: RouterDeployment | WorkerDeployment) -> dict[str, Any]:

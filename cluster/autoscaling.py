@@ -1,18 +1,27 @@
-"""Scaling prefill and decode workers by the load that they report.
+"""Scaling prefill and decode workers, by the load that they report or on an objective.
 
 Serve scales by the requests that it counts, and it counts none of those that reach workers over ZeroMQ. So
-each replica reports its load through Serve's `record_autoscaling_stats` hook, and this policy turns the sum
-into a number of replicas. Bounds, delays and factors are Serve's own (AutoscalingConfig).
+each replica reports figures through Serve's `record_autoscaling_stats` hook, and these policies turn them
+into a number of replicas. Bounds and factors are Serve's own (AutoscalingConfig), and LoadPolicy's delays.
 
-Serve pickles this module by value into its controller, so it imports nothing heavy.
+Serve pickles this module by value into its controller, where Baton need not be installed. `scaling` is
+pickled by value, too, so the parts of it that are used here import the standard library only.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
+from ray import cloudpickle
 from ray.serve.config import AutoscalingContext
+
+import scaling
+from scaling.demand import DecodeDemand, PrefillDemand
+from scaling.objective import ObjectiveScaler
+from scaling.sample import WorkerSample
+from scaling.target import workers_for_load
+
+cloudpickle.register_pickle_by_value(scaling)
 
 LOAD = "load"
 """Name of the reported figure: the share of one worker's capacity in use; above 1, requests wait."""
@@ -30,5 +39,41 @@ class LoadPolicy:
         loads = (context.aggregated_metrics or {}).get(LOAD, {})
         if not loads or len(loads) < context.current_num_replicas:
             return context.target_num_replicas, {}
-        # Rounded first: 0.7 + 0.7 over 0.7 must be 2 replicas, not 3.
-        return max(1, math.ceil(round(sum(loads.values()) / self._target_load, 6))), {}
+        return workers_for_load(loads.values(), self._target_load), {}
+
+
+class ObjectivePolicy:
+    """As many replicas as meet a role's objective (scaling/objective.py).
+
+    Serve keeps one instance per deployment, so forecasts stay here and not in the state that Serve would
+    copy. A controller that restarts forgets them, and scales nothing down for `hold_s` seconds.
+    """
+
+    def __init__(self, role: str, objective_s: float, start_s: float, hold_s: float, period_s: float) -> None:
+        """`role` is "prefill", with TTFT as its objective, or "decode", with ITL. A new replica serves after
+        `start_s`. Every `period_s` seconds there is a decision."""
+        demand = PrefillDemand(objective_s) if role == "prefill" else DecodeDemand(objective_s)
+        self._scaler = ObjectiveScaler(demand, start_s, hold_s)
+        self._period_s = period_s
+        self._next_at = 0.0
+        self._target = 0
+
+    def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        """The wanted number of replicas, and no state. Without any report the number stays."""
+        now = context.current_time
+        assert now is not None, "Serve's controller gives it"
+        if now >= self._next_at and (samples := _samples(context)):
+            self._next_at = now + self._period_s
+            self._target = self._scaler.target(samples, now, context.target_num_replicas)
+        return self._target or context.target_num_replicas, {}
+
+
+def _samples(context: AutoscalingContext) -> dict[str, WorkerSample]:
+    """The sample of each replica that has reported all figures. The figures are means over Serve's window:
+    totals lag behind by half of it, and grow as fast."""
+    metrics = context.aggregated_metrics or {}
+    names = WorkerSample.__slots__
+    replicas = set.intersection(*(set(metrics.get(name, {})) for name in names))
+    return {
+        str(replica): WorkerSample(**{name: metrics[name][replica] for name in names}) for replica in replicas
+    }

@@ -52,13 +52,29 @@ class RouterAutoscaling(Autoscaling):
 
 
 class WorkerAutoscaling(Autoscaling):
-    """Workers are scaled by the load that they report: Serve sees none of their requests."""
+    """Workers are scaled by what they report: Serve sees none of their requests. `downscale_delay_s` holds
+    for an objective, too: it is how long fewer replicas must have been enough."""
 
     target_load: float = Field(
         default=0.7,
         gt=0,
         description="share of a worker's capacity to aim at (1.0: full; more: requests wait)",
     )
+    objective_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="p95 to meet, of TTFT (prefill) or ITL (decode); replaces target_load (docs/scaling.md)",
+    )
+    start_s: float = Field(
+        default=60.0, ge=0, description="with objective_s: how long a new replica takes until it serves"
+    )
+
+    @model_validator(mode="after")
+    def _one_way_to_scale(self) -> WorkerAutoscaling:
+        idle = {"start_s"} if self.objective_s is None else {"target_load", "upscale_delay_s"}
+        for key in sorted(idle & self.model_fields_set):
+            raise ValueError(f"{key} has no effect {'without' if key == 'start_s' else 'with'} objective_s")
+        return self
 
 
 class Deployment(Options):

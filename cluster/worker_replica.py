@@ -6,6 +6,7 @@ Ray places, watches and ends it. Requests, tokens and pages do not pass through 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from ray import serve
@@ -17,7 +18,7 @@ from cluster.node import node_interface
 from cluster.reaper import worker_id
 from cluster.refusal import readable_refusal
 from common.garbage import freeze_gc
-from scaling.load import load_share
+from scaling.load import load_share, worker_sample
 from wire.records import Role
 from worker.options import WorkerOptions
 
@@ -54,8 +55,10 @@ class WorkerReplica:
         self._worker.healthy()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Serve's autoscaling hook: what LoadPolicy reads."""
-        return {LOAD: load_share(self._worker.record(), self._options.max_prefill_tokens)}
+        """Serve's autoscaling hook: what LoadPolicy and ObjectivePolicy read."""
+        record, metrics = self._worker.record(), self._worker.metrics
+        sample = worker_sample(record, metrics.prompts, metrics.prefill_tokens, metrics.decode_tokens)
+        return {LOAD: load_share(record, self._options.max_prefill_tokens), **asdict(sample)}
 
     async def __del__(self) -> None:
         """Drain and close. Serve awaits this, within graceful_shutdown_timeout_s, before it ends the process.

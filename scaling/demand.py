@@ -78,8 +78,8 @@ class DecodeDemand:
     `Z` standard deviations more than the mean have to fit.
     """
 
-    Z = 1.645  # 95%
-    FULLEST = 0.9  # share of a worker's rows and memory that may be in use
+    Z = 1.0
+    FULLEST = 0.95  # share of a worker's rows and memory that may be in use
 
     def __init__(self, itl_p95_s: float, memory_s: float = MEMORY_S) -> None:
         """`memory_s`: as for Forecast."""

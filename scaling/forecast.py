@@ -1,8 +1,6 @@
 """Forecast: the rate of a work that arrives, now and a while ahead.
 
-A line is fitted to the rates of the last minutes, and newer ones weigh more. What is asked for is not the
-line's own value but an upper bound: `Z` standard deviations of the fit higher. So a fleet whose arrivals are
-noisy, or that has been seen for a short time only, gets more workers than one with steady arrivals.
+A line is fitted to the rates of the last minutes, and newer ones weigh more.
 
 A seasonal model (the same hour of yesterday) was not chosen: it needs days of history, which a controller
 that restarts does not have.
@@ -15,7 +13,6 @@ from collections import deque
 
 WINDOW_S = 300.0
 MEMORY_S = 120.0
-Z = 0.5
 _FEWEST = 4  # observations for a line; with fewer the mean is used
 
 
@@ -38,7 +35,7 @@ class Forecast:
             self._seen.popleft()
 
     def rate(self, ahead_s: float) -> float:
-        """The rate `ahead_s` seconds after the last observation, at most; 0 before there is one.
+        """The rate `ahead_s` seconds after the last observation; 0 before there is one.
 
         It is never expected to fall: a line that falls is extended to now, not further.
         """
@@ -55,8 +52,4 @@ class Forecast:
         spread = sum(w * x * x for w, x, _ in points)
         slope = sum(w * x * y for w, x, y in points) / spread
         x_wanted = self._last + (ahead_s if slope > 0 else 0.0) - centre
-        # The line's value is a sum of the observations, each with this influence: so its variance follows.
-        influence = [w * (1 + x * x_wanted / spread) for w, x, _ in points]
-        noise = sum(w * (y - slope * x) ** 2 for w, x, y in points)
-        deviation = math.sqrt(noise * sum(one * one for one in influence))
-        return max(0.0, mean + slope * x_wanted + Z * deviation)
+        return max(0.0, mean + slope * x_wanted)

@@ -1,9 +1,6 @@
-"""One figure for how busy a worker is, from the load report it sends to the directory."""
+"""What a worker reports for scaling, from the load report that it sends to the directory."""
 
 from __future__ import annotations
-
-import math
-from collections.abc import Collection
 
 from scaling.sample import WorkerSample
 from wire.records import Role, WorkerLoad, WorkerRecord
@@ -42,9 +39,3 @@ def worker_sample(
 
 def _memory(load: WorkerLoad, total_tokens: int) -> float:
     return 1.0 - min(load.free_tokens, total_tokens) / total_tokens
-
-
-def workers_for_load(loads: Collection[float], target_load: float) -> int:
-    """As many workers as bring the mean load to `target_load`, and at least 1."""
-    # Rounded first: 0.7 + 0.7 over 0.7 must be 2 workers, not 3.
-    return max(1, math.ceil(round(sum(loads) / target_load, 6)))

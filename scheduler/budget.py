@@ -167,6 +167,7 @@ class BatchAdmission:
         if self._pages.take(req, match_len, self._spare(req)):
             self._blocked = None
             self._rates.admitted(req.prefill_len, req.prefill_len - req.scheduled_len)
+            self._metrics.prompts += 1
             self._count_cached(req)
             return True
         self._blocked = req

@@ -26,6 +26,7 @@ class SchedulerMetrics:
     """Totals since the start, tokens and requests."""
 
     steps: int = 0
+    prompts: int = 0  # admitted for prefill, once more after each retraction
     prefill_tokens: int = 0  # computed by prefill chunks
     decode_tokens: int = 0  # computed by decode rows
     cached_tokens: int = 0  # found in the tree at admission

@@ -57,7 +57,7 @@ class ScalingOptions(Options):
     start_s: float = Field(60.0, ge=0, description="until a new worker serves")
     switch_s: float = Field(1.0, ge=0, description="from the end of a worker's drain until its new role")
     most: int = Field(64, ge=1, description="workers of a role, at most")
-    hold_s: float = Field(60.0, ge=0, description="slo: how long fewer workers must be enough")
+    hold_s: float = Field(30.0, ge=0, description="slo: how long fewer workers must be enough")
     target_load: float = Field(0.7, gt=0, description="load: mean load to aim at")
     upscale_delay_s: float = Field(30.0, ge=0, description="load: how long the load must stay high")
     downscale_delay_s: float = Field(600.0, ge=0, description="load: how long the load must stay low")

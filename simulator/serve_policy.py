@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from scaling.load import load_share, workers_for_load
+from scaling.load import load_share
+from scaling.target import workers_for_load
 from simulator.options import ScalingOptions
 from wire.records import WorkerLoad, WorkerRecord
 

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
-from ray.serve.config import AutoscalingContext
+from ray.serve.config import AutoscalingContext, AutoscalingPolicy
 
-from cluster.autoscaling import LOAD, LoadPolicy
+from cluster.autoscaling import LOAD, LoadPolicy, ObjectivePolicy
+from scaling.sample import WorkerSample
 
 
 def _context(loads: dict[str, float], running: int, target: int) -> AutoscalingContext:
+    return _reported({LOAD: loads}, running, target, at=1.0)
+
+
+def _reported(
+    metrics: dict[str, dict[str, float]], running: int, target: int, at: float
+) -> AutoscalingContext:
     fields: dict[str, Any] = dict.fromkeys(
         (
             "deployment_id",
@@ -22,7 +34,6 @@ def _context(loads: dict[str, float], running: int, target: int) -> AutoscalingC
             "raw_metrics",
             "last_scale_up_time",
             "last_scale_down_time",
-            "current_time",
             "config",
         )
     )
@@ -30,7 +41,8 @@ def _context(loads: dict[str, float], running: int, target: int) -> AutoscalingC
         **fields,
         current_num_replicas=running,
         target_num_replicas=target,
-        aggregated_metrics={LOAD: loads},
+        aggregated_metrics=metrics,
+        current_time=at,
         capacity_adjusted_min_replicas=1,
         capacity_adjusted_max_replicas=10,
         policy_state={},
@@ -53,3 +65,55 @@ def test_replicas_follow_the_sum_of_loads(
     loads: dict[str, float], running: int, target: int, wanted: int
 ) -> None:
     assert LoadPolicy(target_load=0.7)(_context(loads, running, target)) == (wanted, {})
+
+
+def _prefill(at: float, tokens_per_s: float, workers: int) -> dict[str, dict[str, float]]:
+    """What prefill workers report that share this work, in prompts of 4,000 tokens."""
+    tokens = tokens_per_s * at / workers
+    sample = WorkerSample(prompts=tokens / 4000, prefilled_tokens=tokens, prefill_tokens_per_s=20_000.0)
+    return {
+        name: {f"w{number}": value for number in range(workers)} for name, value in asdict(sample).items()
+    }
+
+
+def _policy() -> ObjectivePolicy:
+    return ObjectivePolicy("prefill", objective_s=2.0, start_s=60.0, hold_s=60.0, period_s=10.0)
+
+
+def test_replicas_follow_what_arrives() -> None:
+    policy, at, target = _policy(), 0.0, 2
+    for at in range(0, 200, 10):
+        target, state = policy(_reported(_prefill(float(at), 100_000.0, 5), 5, max(5, target), float(at)))
+    assert (target, state) == (6, {})
+    again, _ = policy(_reported({}, 5, 6, at + 1.0))
+    assert again == 6, "between two decisions, and without a report, the number stays"
+
+
+def test_the_number_stays_until_replicas_report() -> None:
+    assert _policy()(_reported({}, 0, 3, 5.0)) == (3, {})
+    assert _policy()(_reported({LOAD: {"a": 0.1}}, 1, 3, 5.0)) == (3, {}), "an older version's report"
+
+
+_IN_THE_CONTROLLER = """
+import sys
+from ray import cloudpickle
+policy = cloudpickle.load(sys.stdin.buffer)
+objective = policy("prefill", 2.0, 60.0, 60.0, 10.0)
+class Context:
+    aggregated_metrics, current_time, current_num_replicas, target_num_replicas = {}, 1.0, 1, 3
+assert objective(Context()) == (3, {})
+Context.aggregated_metrics = {name: {"a": 1.0} for name in sys.argv[1].split(",")}
+assert objective(Context()) == (3, {})
+assert not {"scaling", "cluster", "wire"} & {name.partition(".")[0] for name in sys.modules}
+"""
+
+
+def test_the_controller_needs_no_baton(tmp_path: Path) -> None:
+    policy = AutoscalingPolicy(policy_function=f"{ObjectivePolicy.__module__}:{ObjectivePolicy.__name__}")
+    policy.serialize_policy()
+    names = ",".join(WorkerSample.__slots__)
+    subprocess.run(
+        [sys.executable, "-P", "-c", _IN_THE_CONTROLLER, names],
+        input=policy._serialized_policy_def, cwd=tmp_path, check=True, timeout=60,
+        env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+    )  # fmt: skip

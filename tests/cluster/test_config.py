@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.serve.config import AutoscalingConfig
 
+from cluster.app import _worker_settings
 from cluster.config import ServeConfig, parse_config, read_config
 from common.errors import ConfigError
 from wire.records import Role
@@ -135,3 +137,24 @@ def _references(node: Any) -> list[str]:
     if isinstance(node, list):
         return [one for value in node for one in _references(value)]
     return []
+
+
+def test_an_objective_replaces_the_load_and_serves_delays() -> None:
+    scaling = {"max_replicas": 4, "objective_s": 2.0, "downscale_delay_s": 90.0}
+    config = parse_config({"model": "m", "prefill": {"autoscaling_config": scaling}})
+    settings = _worker_settings(config.prefill, Role.PREFILL)["autoscaling_config"]
+    assert settings["policy"]["policy_function"].endswith(":ObjectivePolicy")
+    assert settings["policy"]["policy_kwargs"] == {
+        "role": "prefill", "objective_s": 2.0, "start_s": 60.0, "hold_s": 90.0, "period_s": 10.0,
+    }  # fmt: skip
+    assert (settings["upscale_delay_s"], settings["downscale_delay_s"]) == (0.0, 0.0)
+    AutoscalingConfig(**settings)  # Serve accepts it
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"objective_s": 2.0, "target_load": 0.5}, {"objective_s": 2.0, "upscale_delay_s": 1}, {"start_s": 1}],
+)
+def test_a_key_without_effect_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=f"{list(wrong)[-1]} has no effect"):
+        parse_config({"model": "m", "decode": {"autoscaling_config": wrong}})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scaling.load import load_share
+from scaling.load import load_share, worker_sample
 from wire.records import Role, WorkerLoad, WorkerRecord
 
 
@@ -41,3 +41,15 @@ def _record(role: Role, load: WorkerLoad) -> WorkerRecord:
 )
 def test_the_scarcer_resource_is_the_load(role: Role, load: WorkerLoad, share: float) -> None:
     assert load_share(_record(role, load), prefill_tokens_per_worker=200) == pytest.approx(share)
+
+
+def test_a_sample_tells_running_from_waiting() -> None:
+    load = WorkerLoad(running_requests=5, waiting_requests=20, free_tokens=700, decode_step_s=0.02)
+    sample = worker_sample(_record(Role.DECODE, load), prompts=3, prefilled_tokens=90, decoded_tokens=40)
+    assert (sample.rows, sample.waiting, sample.share) == (5, 20, 0.5)
+    assert (sample.prompts, sample.prefilled_tokens, sample.decoded_tokens, sample.step_s) == (
+        3,
+        90,
+        40,
+        0.02,
+    )
