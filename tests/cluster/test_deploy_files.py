@@ -6,8 +6,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
+from ray.serve.schema import ServeDeploySchema
 
 from cluster.placeholders import PLACEHOLDERS
 
@@ -78,3 +80,28 @@ def test_kuberay_serves_what_the_cluster_file_serves() -> None:
     for key in ("name", "route_prefix", "import_path"):
         assert ours[key] == theirs[key]
     assert ours["args"]["model"] == theirs["args"]["model"]
+
+
+@pytest.mark.parametrize("name", ["local.yaml", "cluster-serve.yaml", "gpu-serve.yaml"])
+def test_serve_accepts_its_configurations(name: str) -> None:
+    assert ServeDeploySchema.model_validate(yaml.safe_load((DEPLOY / name).read_text())).applications
+
+
+def test_every_deploy_file_is_checked_by_a_test() -> None:
+    checked = {"aws", "cluster", "cluster-serve", "demo", "gcp", "gpu-serve", "kuberay", "local"}
+    assert {path.stem for path in DEPLOY.glob("*.yaml")} == checked, "add the new file's test, then its name"
+
+
+def test_gpu_replicas_find_the_nodes_of_the_clouds() -> None:
+    (application,) = yaml.safe_load((DEPLOY / "gpu-serve.yaml").read_text())["applications"]
+    for cloud in ("aws", "gcp"):
+        kinds = yaml.safe_load((DEPLOY / f"{cloud}.yaml").read_text())["available_node_types"]
+        for role in ("prefill", "decode"):
+            section = application["args"][role]
+            node = kinds[role]["resources"]
+            wanted = {"CPU": section["num_cpus"], "GPU": section["num_gpus"], **section["resources"]}
+            fit = min(node[resource] // amount for resource, amount in wanted.items())
+            assert fit == node["GPU"], "as many replicas as GPUs"
+            least, most = (section["autoscaling_config"][f"{bound}_replicas"] for bound in ("min", "max"))
+            assert least <= fit * kinds[role]["min_workers"]
+            assert most <= fit * kinds[role]["max_workers"]
