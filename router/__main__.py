@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-import uvicorn
 import uvloop
 
 from common.errors import ConfigError
@@ -27,18 +26,19 @@ from common.garbage import freeze_gc
 from common.options import CONFIG_ERROR_EXIT, exit_on_config_error, read_options
 from router.admin_listener import AdminListener
 from router.api.app import build_app
-from router.connections import ConnectionLimits, HttpConfig, possible_connections
+from router.connections import ConnectionLimits, HttpConfig, HttpServer, possible_connections
 from router.listener import bind, url_of
 from router.options import RouterOptions
 from router.processes import ProcessFailed
 from router.service import Router
 from router.supervisor import Supervisor
+from router.tls import Tls
 
 
-class _Server(uvicorn.Server):
+class _Server(HttpServer):
     """Prints a line when it serves. After a signal it returns: uvicorn's own would raise the signal again."""
 
-    def __init__(self, config: uvicorn.Config, ready_line: str, on_exit: Callable[[], None]) -> None:
+    def __init__(self, config: HttpConfig, ready_line: str, on_exit: Callable[[], None]) -> None:
         """`on_exit` is called when the server is to end. Connections have a grace period to end after it."""
         super().__init__(config)
         self._ready_line = ready_line
@@ -119,13 +119,15 @@ def _refused(error: OSError, options: RouterOptions) -> ConfigError:
     return ConfigError("host", f"{options.host} cannot be bound ({error.strerror})", "use a local address")
 
 
-def _ready_line(listener: socket.socket, admin_url: str, mailbox: str) -> str:
-    return json.dumps({"ready": True, "http": url_of(listener), "admin": admin_url, "mailbox": mailbox})
+def _ready_line(url: str, admin_url: str, mailbox: str) -> str:
+    return json.dumps({"ready": True, "http": url, "admin": admin_url, "mailbox": mailbox})
 
 
 async def _supervise(options: RouterOptions, listener: socket.socket, given: argparse.Namespace) -> int:
     """Run `--processes`. This process keeps the port, and does not listen on it. Returns the exit code."""
-    admin = AdminListener(options, options.interface)
+    tls = _tls(options)
+    admin = AdminListener(options, options.interface, tls)
+    url = url_of(listener, tls is not None)
     supervisor = Supervisor(options, str(given.options), listener.getsockname()[1], admin.url)
     told = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -133,7 +135,7 @@ async def _supervise(options: RouterOptions, listener: socket.socket, given: arg
     try:
         await supervisor.start(given.processes)
         admin.start(supervisor.open_page)
-        sys.stdout.write(_ready_line(listener, admin.url, supervisor.mailbox_address) + "\n")
+        sys.stdout.write(_ready_line(url, admin.url, supervisor.mailbox_address) + "\n")
         sys.stdout.flush()
         await told.wait()
     except ProcessFailed as failed:
@@ -146,6 +148,12 @@ async def _supervise(options: RouterOptions, listener: socket.socket, given: arg
     return 0
 
 
+def _tls(options: RouterOptions) -> Tls | None:
+    if options.tls_cert is None or options.tls_key is None:
+        return None
+    return Tls(options.tls_cert, options.tls_key)
+
+
 def _limits(options: RouterOptions) -> ConnectionLimits:
     connections = possible_connections(options.max_connections)
     return ConnectionLimits(connections, options.max_header_bytes, options.header_timeout_s)
@@ -153,27 +161,29 @@ def _limits(options: RouterOptions) -> ConnectionLimits:
 
 async def _serve(options: RouterOptions, listener: socket.socket, given: argparse.Namespace) -> None:
     """Run the only process, or one of several."""
+    tls = _tls(options)
     if given.further is not None:
         _, _, first, admin_url = given.further
-        await _serve_api(Router(options, first, admin_url), listener, admin_url, sys.stdin)
+        await _serve_api(Router(options, first, admin_url), listener, tls, admin_url, sys.stdin)
         return
-    admin = AdminListener(options, options.interface)
+    admin = AdminListener(options, options.interface, tls)
     try:
         router = Router(options, None, admin.url)
         admin.start(router.pages.open)
-        await _serve_api(router, listener, admin.url)
+        await _serve_api(router, listener, tls, admin.url)
     finally:
         await admin.close()
 
 
 async def _serve_api(
-    router: Router, listener: socket.socket, admin_url: str, until: TextIO | None = None
+    router: Router, listener: socket.socket, tls: Tls | None, admin_url: str, until: TextIO | None = None
 ) -> None:
     """Serve until a signal comes, or `until` is closed. Close the router."""
     try:
-        config = HttpConfig(build_app(router), _limits(router.options))
+        config = HttpConfig(build_app(router), _limits(router.options), tls)
+        ready = _ready_line(url_of(listener, tls is not None), admin_url, router.mailbox_address)
         freeze_gc()
-        server = _Server(config, _ready_line(listener, admin_url, router.mailbox_address), router.interrupt)
+        server = _Server(config, ready, router.interrupt)
         if until is not None:
             asyncio.get_running_loop().add_reader(until, _end_with_stdin, server)
         await server.serve(sockets=[listener])

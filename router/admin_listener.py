@@ -6,19 +6,17 @@ import asyncio
 import errno
 import ipaddress
 import socket
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
-
-import uvicorn
+from collections.abc import Awaitable, Callable
 
 from common.errors import ConfigError
 from common.host import LOOPBACK
 from router.api.admin_app import build_admin_app
-from router.connections import ConnectionLimits, HttpConfig
+from router.connections import ConnectionLimits, HttpConfig, HttpServer
 from router.keys import ADMIN_KEY_ENV, Keys, plain_keys
 from router.listener import bind, url_of
 from router.options import AdminOptions
 from router.page import Page
+from router.tls import Tls
 
 _LIMITS = ConnectionLimits(connections=64, head_bytes=16_384, head_s=10.0)
 _CLOSE_S = 6.0  # longer than the server waits for its connections
@@ -27,9 +25,10 @@ _CLOSE_S = 6.0  # longer than the server waits for its connections
 class AdminListener:
     """Has its port from the start. Serves on the event loop on which it is started. Close it there."""
 
-    def __init__(self, options: AdminOptions, reached_at: str) -> None:
+    def __init__(self, options: AdminOptions, reached_at: str, tls: Tls | None = None) -> None:
         """Read the key, bind the first free port of the range. `reached_at` is this host's address, where
-        others find the listener if it is on all addresses.
+        others find the listener if it is on all addresses. `tls` is not used on loopback, which is no name
+        of a certificate.
 
         Raises ConfigError when no port is free, and for an address that others reach when there is no key.
         """
@@ -42,15 +41,17 @@ class AdminListener:
                 f"set admin_key_file or {ADMIN_KEY_ENV}, or use {LOOPBACK}",
             )
         self._socket = _bind_first(host, options.admin_port_range)
-        self.url = url_of(self._socket, reached_at if _is_any(host) else "")
+        self._tls = None if _is_loopback(host) else tls
+        self.url = url_of(self._socket, self._tls is not None, reached_at if _is_any(host) else "")
         self._keys = keys
-        self._server: _Server | None = None
+        self._server: HttpServer | None = None
         self._serving: asyncio.Task[None] | None = None
 
     def start(self, open_page: Callable[[str], Awaitable[Page]]) -> None:
         """Serve these pages."""
         assert self._serving is None, "it has started already"
-        self._server = _Server(HttpConfig(build_admin_app(open_page, self._keys), _LIMITS))
+        app = build_admin_app(open_page, self._keys)
+        self._server = HttpServer(HttpConfig(app, _LIMITS, self._tls))
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
 
     async def close(self) -> None:
@@ -59,15 +60,6 @@ class AdminListener:
             self._server.should_exit = True
             await asyncio.wait([self._serving], timeout=_CLOSE_S)
         self._socket.close()
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to the program."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """uvicorn would take them."""
-        yield
 
 
 def _bind_first(host: str, ports: range) -> socket.socket:

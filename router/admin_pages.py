@@ -77,8 +77,15 @@ class AdminPages:
 
     async def _routers(self, _: _Query) -> Page:
         """The admin listeners of all routers, as Prometheus discovers targets over HTTP."""
-        targets = [urlsplit(url).netloc for url in self.membership.admins]
-        return json_page([{"targets": targets, "labels": {}}])
+        found: dict[str, list[str]] = {"http": [], "https": []}
+        for url in self.membership.admins:
+            found[urlsplit(url).scheme].append(urlsplit(url).netloc)
+        groups = [
+            {"targets": targets, "labels": {"__scheme__": scheme}}
+            for scheme, targets in found.items()
+            if targets
+        ]
+        return json_page(groups)
 
     async def _trace(self, request_id: str) -> Page:
         """A request's timeline, for chrome://tracing or Perfetto."""

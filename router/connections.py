@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import http
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from common.errors import ConfigError
+from router.tls import Tls
 
 # Longer than clients and proxies keep an idle connection: httpx, and so OpenAI's client, 5 s; most others
 # 60 at most. With uvicorn's own 5 s a request may be lost on a connection that is just being closed.
@@ -39,7 +42,8 @@ class ConnectionLimits:
 class HttpConfig(uvicorn.Config):
     """How every HTTP listener of a router is served."""
 
-    def __init__(self, app: Any, limits: ConnectionLimits) -> None:
+    def __init__(self, app: Any, limits: ConnectionLimits, tls: Tls | None) -> None:
+        """`app` is an ASGI application. Without `tls` it is served in the clear."""
         super().__init__(
             app,
             http=BoundedHttp,
@@ -55,6 +59,32 @@ class HttpConfig(uvicorn.Config):
             timeout_graceful_shutdown=_GRACE_S,
         )
         self.limits = limits
+        self.tls = tls
+
+    def load(self) -> None:
+        """Called once, by the server. uvicorn's own way to TLS reads a certificate only here."""
+        super().load()
+        if self.tls is not None:
+            self.ssl = self.tls.context
+
+
+class HttpServer(uvicorn.Server):
+    """Serves until `should_exit`. Signals are the program's."""
+
+    def __init__(self, config: HttpConfig) -> None:
+        super().__init__(config)
+        self._tls = config.tls
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """uvicorn would take them, and raise them again at the end."""
+        yield
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second. True ends the server."""
+        if self._tls is not None:
+            self._tls.tick()
+        return await super().on_tick(counter)
 
 
 class _HeadTooLarge(Exception):

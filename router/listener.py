@@ -20,8 +20,8 @@ def bind(host: str, port: int, shared: bool = False) -> socket.socket:
     return bound
 
 
-def url_of(bound: socket.socket, host: str = "") -> str:
-    """Where a socket is reached over HTTP, at `host` if it is given."""
+def url_of(bound: socket.socket, tls: bool, host: str = "") -> str:
+    """Where a socket is reached over HTTP or HTTPS, at `host` if it is given."""
     own, port = bound.getsockname()[:2]
     shown = host or own
-    return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+    return f"{'https' if tls else 'http'}://{f'[{shown}]' if ':' in shown else shown}:{port}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from common.host import HTTP_PORT, LOOPBACK
 from common.options import Options
@@ -195,7 +195,7 @@ class RouterSettings(
 
 
 class ConnectionOptions(Options):
-    """Bounds on connections to a listener of the router itself. Behind Serve, Serve's own apply."""
+    """Connections to a listener of the router itself. Behind Serve, Serve's own options apply."""
 
     max_connections: int = Field(
         8192, ge=1, description="of a process at once, or as many as it has descriptors for; beyond: 503"
@@ -206,10 +206,20 @@ class ConnectionOptions(Options):
     header_timeout_s: float = Field(
         10.0, gt=0, description="for a connection to send the head of a request; then 408"
     )
+    tls_cert: Path | None = Field(
+        None, description="certificate and what leads to its authority, in PEM; null: no TLS"
+    )
+    tls_key: Path | None = Field(None, description="its key, in PEM, without a password")
+
+    @model_validator(mode="after")
+    def _certificate_and_key(self) -> ConnectionOptions:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key are given together")
+        return self
 
 
 class RouterOptions(RouterSettings, ConnectionOptions, SocketOptions):
-    """Options of one router process. `host`, `port` and the bounds on connections are for a router without
+    """Options of one router process. `host`, `port` and the options of connections are for a router without
     Serve in front."""
 
     model: Path = Field(

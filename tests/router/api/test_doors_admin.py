@@ -87,7 +87,8 @@ def test_routers_find_each_other_and_take_different_ports(tmp_path: Path, model:
         two = start_router(tmp_path, model, admin_ports=ports, directory=one.mailbox)
     targets = sorted(str(router.admin.base_url.netloc, "ascii") for router in (one, two))
     assert len({*targets, f"127.0.0.1:{first}"}) == 3
-    wait_until(lambda: one.admin.get("/admin/routers").json() == [{"targets": targets, "labels": {}}])
+    expected = [{"targets": targets, "labels": {"__scheme__": "http"}}]
+    wait_until(lambda: one.admin.get("/admin/routers").json() == expected)
     assert [one.stop(), two.stop()] == [0, 0]
 
 
