@@ -9,11 +9,11 @@ epoch is stale (docs/decisions/0015).
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
 
 import msgspec
 
 from wire.checksums import NO_CHECKSUMS, ChecksumMode, PageChecksums
+from wire.numbers import Natural, Quantity
 from wire.records import WorkerRecord
 from wire.request import GenerateRequest, TokenLogprobs, TokenRun
 from wire.stages import RequestStage, Stamp
@@ -27,8 +27,8 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind",
 class RoomMessage(Message, frozen=True, omit_defaults=True):
     """About one room in one epoch."""
 
-    room: int
-    epoch: int
+    room: Natural
+    epoch: Natural
 
 
 def kind_of(message: Message) -> str:
@@ -87,7 +87,7 @@ class Abort(RoomMessage, frozen=True, tag="abort", omit_defaults=True):
 class Ack(Message, frozen=True, tag="ack"):
     """The router holds every token below position `upto` of these (room, epoch, upto). Never repeated."""
 
-    items: list[tuple[int, int, int]]
+    items: list[tuple[Natural, Natural, Natural]]
 
 
 class Resend(RoomMessage, frozen=True, tag="resend"):
@@ -96,15 +96,15 @@ class Resend(RoomMessage, frozen=True, tag="resend"):
     Answered with Tokens if there are any, else with RoomStatus, or with Rejected when the room is not known.
     """
 
-    start: int
+    start: Natural
 
 
 class Claim(Message, frozen=True, tag="claim"):
     """The sender goes on with these rooms of another router, in whatever epoch they are: from now on their
     output goes to it. Answered with Claimed, a repeat too. `token` is echoed."""
 
-    rooms: list[int]
-    token: int
+    rooms: list[Natural]
+    token: Natural
 
 
 class Inspect(Message, frozen=True, tag="inspect"):
@@ -112,13 +112,13 @@ class Inspect(Message, frozen=True, tag="inspect"):
     or "rooms". `token` is echoed."""
 
     what: str
-    token: int
+    token: Natural
 
 
 class Inspected(Message, frozen=True, tag="inspected"):
     """The report, as JSON (the tree: text)."""
 
-    token: int
+    token: Natural
     body: str
 
 
@@ -129,16 +129,16 @@ class ClaimedRoom(msgspec.Struct, frozen=True):
     """A room as a worker has it. The first `forced` output tokens came with the start of this epoch: the
     worker has no log-probabilities of them. Epochs up to `newest` may have been used before."""
 
-    room: int
-    epoch: int
-    forced: int
-    newest: int = 0
+    room: Natural
+    epoch: Natural
+    forced: Natural
+    newest: Natural = 0
 
 
 class Claimed(Message, frozen=True, tag="claimed"):
     """Those of the rooms that this worker has. A Resend brings their output, from the first token on."""
 
-    token: int
+    token: Natural
     rooms: list[ClaimedRoom]
 
 
@@ -157,7 +157,7 @@ class Timeline(RoomMessage, frozen=True, tag="timeline", omit_defaults=True):
 
     worker: str
     stamps: list[Stamp]
-    kv_bytes: int = 0
+    kv_bytes: Natural = 0
     kv_backend: str = ""
 
 
@@ -165,7 +165,7 @@ class RoomStatus(RoomMessage, frozen=True, tag="room_status", omit_defaults=True
     """The worker has the room and no tokens for it yet: where the room is. Answers Resend; never repeated."""
 
     stage: RequestStage
-    place: int = 0  # requests that come before it in the queue in which it waits
+    place: Natural = 0  # requests that come before it in the queue in which it waits
     waits_for: str = ""  # mailbox of the worker that must act next; "": this one
 
 
@@ -195,7 +195,7 @@ class Rejected(RoomMessage, frozen=True, tag="rejected", omit_defaults=True):
 
     why: RejectKind
     message: str
-    retry_after_s: float = 0.0
+    retry_after_s: Quantity = 0.0
     blamed: str = ""
 
 
@@ -205,8 +205,8 @@ class Rejected(RoomMessage, frozen=True, tag="rejected", omit_defaults=True):
 class GroupTarget(msgspec.Struct, frozen=True):
     """Where one KV group's pages go: logical page `first_page + i` of the sequence into `page_ids[i]`."""
 
-    first_page: int
-    page_ids: list[int]
+    first_page: Natural
+    page_ids: list[Natural]
 
 
 class TransferEndpoint(msgspec.Struct, frozen=True):
@@ -235,7 +235,7 @@ class KVTarget(RoomMessage, frozen=True, tag="kv_target"):
     layout: str
     endpoints: list[TransferEndpoint]
     groups: dict[str, GroupTarget]
-    context_tokens: int
+    context_tokens: Natural
     checksums: ChecksumMode = ChecksumMode.NONE
 
 
@@ -255,13 +255,13 @@ class KVDone(RoomMessage, frozen=True, tag="kv_done", omit_defaults=True):
     the Receipt, which says that the room goes on here, or KVFailed, after which it goes on there.
     """
 
-    context_tokens: int  # prompt + forced + output: what the pages hold
-    first_token: int
-    kv_bytes: int
+    context_tokens: Natural  # prompt + forced + output: what the pages hold
+    first_token: Natural
+    kv_bytes: Natural
     logprobs: TokenLogprobs | None = None
-    cached_tokens: int = 0
+    cached_tokens: Natural = 0
     checksums: PageChecksums = NO_CHECKSUMS
-    output: list[int] = []
+    output: list[Natural] = []
     output_logprobs: list[TokenLogprobs] = []
 
 
@@ -287,45 +287,45 @@ class Join(Message, frozen=True, tag="join"):
     own, drawn at its start. An older process of the same id is replaced at once."""
 
     worker: str
-    nonce: int
+    nonce: Natural
 
 
 class Joined(Message, frozen=True, tag="joined"):
     """The process is the worker of that id, as this incarnation. A repeated Join gets the same."""
 
     worker: str
-    nonce: int
-    incarnation: int
-    lease_s: float
+    nonce: Natural
+    incarnation: Natural
+    lease_s: Quantity
 
 
 class Replaced(Message, frozen=True, tag="replaced"):
     """A newer process is the worker of that id, or this one has withdrawn: it ends its rooms and itself."""
 
     worker: str
-    nonce: int
+    nonce: Natural
 
 
 class Announce(Message, frozen=True, tag="announce", omit_defaults=True):
     """A worker renews its lease, with its current load. `nonce` is that of its Join."""
 
     record: WorkerRecord
-    nonce: int = 0  # 0: it has not joined, but chosen an incarnation itself
+    nonce: Natural = 0  # 0: it has not joined, but chosen an incarnation itself
 
 
 class Announced(Message, frozen=True, tag="announced"):
     """The lease holds for `lease_s` seconds from now."""
 
     worker: str
-    incarnation: int
-    lease_s: float
+    incarnation: Natural
+    lease_s: Quantity
 
 
 class AnnounceRefused(Message, frozen=True, tag="announce_refused"):
     """This record cannot join: the parts of a ConfigError (common/errors.py)."""
 
     worker: str
-    incarnation: int
+    incarnation: Natural
     key: str
     problem: str
     remedy: str
@@ -335,7 +335,7 @@ class Withdraw(Message, frozen=True, tag="withdraw"):
     """A worker leaves on purpose."""
 
     worker: str
-    incarnation: int
+    incarnation: Natural
 
 
 class Watch(Message, frozen=True, tag="watch", omit_defaults=True):
@@ -343,8 +343,8 @@ class Watch(Message, frozen=True, tag="watch", omit_defaults=True):
     to renew both, with a greater `number` each time. `seen` are the highest incarnations that it has seen, by
     worker id. `admin` is the URL of its admin listener; "": it has none."""
 
-    number: int = 0
-    seen: dict[str, int] = {}
+    number: Natural = 0
+    seen: dict[str, Natural] = {}
     admin: str = ""
 
 
@@ -356,8 +356,8 @@ class View(Message, frozen=True, tag="view", omit_defaults=True):
     `routers` are the mailboxes of all who watch, `admins` the URLs of their admin listeners.
     """
 
-    watch: int
-    version: int
+    watch: Natural
+    version: Natural
     records: list[WorkerRecord]
     routers: list[str] = []
     admins: list[str] = []
@@ -365,21 +365,19 @@ class View(Message, frozen=True, tag="view", omit_defaults=True):
 
 # -- router <-> router -----------------------------------------------------------------------------
 
-_Count = Annotated[int, msgspec.Meta(ge=0)]
-
 
 class AssignedLoadRow(msgspec.Struct, frozen=True, array_like=True):
     """What a router has assigned to one worker (router/placement/load_estimate.py: AssignedLoad)."""
 
     worker: str
-    incarnation: int
-    requests: _Count
-    prefills: _Count
-    prefill_tokens: _Count
-    context_tokens: _Count
-    since_tokens: _Count
-    promised_tokens: _Count
-    promised_rooms: _Count
+    incarnation: Natural
+    requests: Natural
+    prefills: Natural
+    prefill_tokens: Natural
+    context_tokens: Natural
+    since_tokens: Natural
+    promised_tokens: Natural
+    promised_rooms: Natural
 
 
 class AssignedLoads(Message, frozen=True, tag="accounts"):
@@ -389,8 +387,8 @@ class AssignedLoads(Message, frozen=True, tag="accounts"):
     smaller number. `whole`: nothing is assigned to workers that are not listed.
     """
 
-    incarnation: int
-    number: int
+    incarnation: Natural
+    number: Natural
     whole: bool
     rows: list[AssignedLoadRow]
 

@@ -8,6 +8,8 @@ from typing import Literal
 
 import msgspec
 
+from wire.numbers import Natural, Quantity, Signed
+
 
 class Role(StrEnum):
     """Which requests the router sends. A decode worker can also prefill; without prefill workers it is
@@ -26,11 +28,11 @@ class GroupLayout(msgspec.Struct, frozen=True):
 
     name: str
     kind: str
-    shape: tuple[int, ...]
+    shape: tuple[Natural, ...]
     dtype: str
     tile_order: str
-    page_size: int
-    page_bytes: int
+    page_size: Natural
+    page_bytes: Natural
 
 
 def layout_digest(groups: tuple[GroupLayout, ...]) -> str:
@@ -41,15 +43,15 @@ def layout_digest(groups: tuple[GroupLayout, ...]) -> str:
 class WorkerLoad(msgspec.Struct, frozen=True):
     """A worker's own view of how busy it is, sent with every lease renewal. Tokens unless said."""
 
-    queued_prefill_tokens: int = 0  # to compute for waiting prompts, at the hit rate of the latest ones
-    running_requests: int = 0
-    waiting_requests: int = 0
-    free_tokens: int = 0  # available + evictable
-    headroom_tokens: int = 0  # what a new reservation can take at once, growth of the others deducted
-    headroom_rows: int = 0  # requests that can be reserved at once
-    prefill_tokens_per_s: float = 0.0  # of prompts while it prefills, lately; 0: not known yet
-    decode_step_s: float = 0.0  # of one step of the running batch, lately; 0: not known yet
-    since_turn_s: float = 0.0  # since the engine loop's last turn: a long forward, or a stuck loop
+    queued_prefill_tokens: Natural = 0  # to compute for waiting prompts, at the hit rate of the latest ones
+    running_requests: Natural = 0
+    waiting_requests: Natural = 0
+    free_tokens: Signed = 0  # available + evictable
+    headroom_tokens: Signed = 0  # what a new reservation can take at once, growth of the others deducted
+    headroom_rows: Signed = 0  # requests that can be reserved at once
+    prefill_tokens_per_s: Quantity = 0.0  # of prompts while it prefills, lately; 0: not known yet
+    decode_step_s: Quantity = 0.0  # of one step of the running batch, lately; 0: not known yet
+    since_turn_s: Quantity = 0.0  # since the engine loop's last turn: a long forward, or a stuck loop
 
 
 PageHashes = Literal["baton", "foreign"]
@@ -64,7 +66,7 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     its own, too."""
 
     id: str
-    incarnation: int
+    incarnation: Natural
     role: Role
     mailbox: str  # ZeroMQ address for requests and KV control
     events: str  # PUB address of KV events, "" when disabled
@@ -72,14 +74,14 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     model: str  # served model name
     fingerprint: str  # digest of the weights' configuration: workers of one model must agree
     groups: tuple[GroupLayout, ...]
-    max_context_tokens: int  # longest prompt + output
-    total_tokens: int  # KV capacity of the primary group
-    max_running_requests: int
-    pid: int
+    max_context_tokens: Natural  # longest prompt + output
+    total_tokens: Natural  # KV capacity of the primary group
+    max_running_requests: Natural
+    pid: Natural
     host: str  # identity of the host (boot id + namespace): equal means shared memory works
     transfer_backends: tuple[str, ...]
     load: WorkerLoad = WorkerLoad()
     draining: bool = False
-    process_start: int = 0  # as in common.host; with `pid` it names the process. 0: not known
+    process_start: Natural = 0  # as in common.host; with `pid` it names the process. 0: not known
     page_hashes: PageHashes = "baton"  # which hashes name the pages in its KV events
-    swept: dict[str, int] = {}  # what it held for others and gave up at the deadline so far, by kind
+    swept: dict[str, Natural] = {}  # what it held for others and gave up at the deadline so far, by kind

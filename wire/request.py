@@ -6,24 +6,26 @@ from enum import StrEnum
 
 import msgspec
 
+from wire.numbers import Natural, Signed
+
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """How the next token is chosen. Stop strings are the router's: workers never see text."""
 
-    max_new_tokens: int = 16
+    max_new_tokens: Natural = 16
     temperature: float = 1.0  # 0 is greedy
-    top_k: int = 0  # 0: off
+    top_k: Natural = 0  # 0: off
     top_p: float = 1.0
     min_p: float = 0.0
-    seed: int = 0  # always set by the router; noise is a function of (seed, choice, position)
+    seed: Natural = 0  # always set by the router; noise is a function of (seed, choice, position)
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
-    min_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()
+    logit_bias: dict[Natural, float] = {}
+    min_tokens: Natural = 0
+    stop_token_ids: tuple[Natural, ...] = ()
     ignore_eos: bool = False
-    top_logprobs: int | None = None  # None: no logprobs; k: the chosen token's and the k best
+    top_logprobs: Natural | None = None  # None: no logprobs; k: the chosen token's and the k best
 
 
 class RequestCore(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -34,7 +36,7 @@ class RequestCore(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     extra_key: str = ""
     cache_salt: str = ""
     tenant: str = ""
-    priority: int = 0  # greater runs first
+    priority: Signed = 0  # greater runs first
 
 
 class GenerateRequest(RequestCore, frozen=True, omit_defaults=True, kw_only=True):
@@ -46,12 +48,12 @@ class GenerateRequest(RequestCore, frozen=True, omit_defaults=True, kw_only=True
     restart keeps its place in the workers' queues.
     """
 
-    room: int
-    epoch: int
+    room: Natural
+    epoch: Natural
     prompt: bytes
-    choice: int = 0
-    forced: tuple[int, ...] = ()
-    arrived_ns: int = 0
+    choice: Natural = 0
+    forced: tuple[Natural, ...] = ()
+    arrived_ns: Natural = 0
 
 
 class FinishReason(StrEnum):
@@ -65,7 +67,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Natural-log probability of the chosen token, and of the best ones, (token, logprob) best first."""
 
     logprob: float
-    top: list[tuple[int, float]] = []
+    top: list[tuple[Natural, float]] = []
 
 
 class TokenRun(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
@@ -75,13 +77,13 @@ class TokenRun(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     computed again anywhere.
     """
 
-    room: int
-    epoch: int
-    start: int
-    tokens: list[int]
+    room: Natural
+    epoch: Natural
+    start: Natural
+    tokens: list[Natural]
     logprobs: list[TokenLogprobs] | None = None
     finish: FinishReason | None = None
-    cached_tokens: int = 0
+    cached_tokens: Natural = 0
 
 
 class OutputDelta(msgspec.Struct, frozen=True, gc=False):

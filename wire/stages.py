@@ -7,6 +7,8 @@ from enum import StrEnum
 
 import msgspec
 
+from wire.numbers import Natural
+
 
 class RequestStage(StrEnum):
     """Each is stamped once, when entered; PREFILL_CHUNKED_FORWARD once per chunk before the last."""
@@ -30,7 +32,7 @@ class Stamp(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A stage was entered at `at_ns` nanoseconds of the Unix clock. Clocks of hosts may differ."""
 
     stage: RequestStage
-    at_ns: int
+    at_ns: Natural
 
 
 def stamp(stage: RequestStage) -> Stamp:
