@@ -23,6 +23,7 @@ _BODIES = (ChatBody, CompletionBody, GenerateBody, NativeSampling, TokenizeBody,
 _REF = "#/components/schemas/{model}"
 _ERRORS = {
     400: "the request is wrong: `param` names the field, if it is one",
+    401: "the router has API keys, and none of them was shown",
     404: "the model is not served here",
     405: "the path does not take this method",
     408: "the rest of the body did not come in time",
@@ -67,14 +68,14 @@ def document(model_name: str) -> Schema:
         "paths": {
             "/v1/chat/completions": _post("a chat's next message", "ChatBody", answer, streamed),
             "/v1/completions": _post("texts that go on from prompts", "CompletionBody", answer, streamed),
-            "/v1/models": _get("the model served here", _object(object=_TEXT, data=_array(model))),
+            "/v1/models": _get("the model served here", _object(object=_TEXT, data=_array(model)), 401),
             "/generate": _post("tokens that go on from prompts", "GenerateBody", natives, streamed),
             "/tokenize": _post("the token ids of a text or of a chat", "TokenizeBody", tokens),
             "/detokenize": _post("the text of token ids", "DetokenizeBody", _object(prompt=_TEXT)),
             "/health": _get("200 as long as the event loop runs", _object(status=_TEXT)),
             "/ready": _get("503 until a decode worker is there", _object(status=_TEXT), 503),
             "/version": _get("the version that is installed", _object(version=_TEXT)),
-            "/openapi.json": _get("this document", {"type": "object"}),
+            "/openapi.json": _get("this document", {"type": "object"}, 401),
         },
         "components": {"schemas": {**_request_schemas(model_name), "Error": _error_schema()}},
     }

@@ -56,6 +56,9 @@ def test_baton_serve_answers_and_leaves_nothing(tmp_path: Path) -> None:
                 client.wait_for_workers(2, _READY_S)
                 text, _ = _chat(client)
                 again, cached = _chat(client)
+                for path in ("/metrics", "/admin/routers", "/debug/workers", "/debug/inspect"):
+                    assert client.http.get(path).status_code == 404, "for operators: not at Serve's port"
+                assert client.admin.get("/metrics").status_code == 200
                 client.settle()
             run.look()
         finally:
