@@ -15,7 +15,7 @@ CLAIM_STEPS = 64
 
 
 class BatchAdmission:
-    """First come, first served within a priority: a request that does not fit stops all behind it.
+    """One after another in the order of the queue: a request that does not fit stops all behind it.
 
     If smaller requests could pass, they would keep the pool full, and a large request could wait for ever.
     Two queues compete for one pool: the scheduler's own, and the reservations (`reserve` is tried until it
@@ -239,5 +239,5 @@ class BatchAdmission:
 
 
 def _before(one: Req, other: Req) -> bool:
-    """Whether `one` gets memory before `other`."""
-    return one.rank < other.rank
+    """Whether `one` gets memory before `other`. Priority counts within a tenant only."""
+    return one.rank < other.rank if one.tenant == other.tenant else one.rank[1:] < other.rank[1:]

@@ -190,6 +190,7 @@ class Rig:
         forced: int = 0,
         priority: int = 0,
         arrived_ns: int = 0,
+        tenant: str = "",
         **sampling: object,
     ) -> Req:
         """A request whose outputs are known; the first `forced` of them are given as input."""
@@ -211,6 +212,7 @@ class Rig:
             forced=tuple(outputs[:forced]),
             priority=priority,
             arrived_ns=arrived_ns,
+            tenant=tenant,
         )
         return Req.from_request(request, "m", self.limits)
 

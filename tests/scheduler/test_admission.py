@@ -25,6 +25,52 @@ def test_priority_then_first_come() -> None:
     rig.close()
 
 
+def test_a_crowd_delays_another_tenant_by_one_request() -> None:
+    """The one that runs when the other comes, and one more of those that wait."""
+    rig = Rig(config=replace(CONFIG, max_running_requests=1))
+    for i in range(100):
+        rig.add(range(i, i + 20), 2, tenant="crowd")
+    while len(rig.policy.prefilled) < 5:
+        rig.step()
+    mine = rig.add(range(200, 220), 2, tenant="mine")
+    rig.run()
+    assert rig.policy.prefilled.index(mine) <= 6
+    rig.assert_outputs()
+    rig.close()
+
+
+def test_the_largest_is_not_starved_by_other_tenants_small_ones() -> None:
+    rig = Rig(pool_tokens=256, config=replace(CONFIG, max_running_requests=16))
+    for i in range(8):
+        rig.add(range(i, i + 20), 10, tenant="small")
+    large = rig.add(range(200), 40, tenant="large")
+    for step in range(80):
+        rig.add([step % 90, *range(18)], 10, tenant=f"new {step}")
+        rig.step()
+    assert large.req_pool_idx is not None or large.room in rig.policy.finished
+    rig.run()
+    rig.assert_outputs()
+    rig.close()
+
+
+def test_a_tenants_priority_passes_no_other_tenants_reservation() -> None:
+    rig = Rig(pool_tokens=256, pre_alloc=4, config=CONFIG)
+    for i in range(6):
+        rig.add(range(i, i + 20), 10)
+    rig.step()
+    large = rig.req(range(200), 20, tenant="large", arrived_ns=1)
+    assert not rig.scheduler.hand_off.reserve(large)
+    eager = rig.add(range(300, 318), 10, tenant="eager", priority=9, arrived_ns=2)
+    while not rig.scheduler.hand_off.reserve(large):
+        assert eager.req_pool_idx is None, "it took memory that an earlier reservation waits for"
+        rig.step()
+    rig.memory.quarantine(rig.scheduler.hand_off.cancel_reservation(large), "large")
+    rig.memory.release_quarantine("large")
+    rig.run()
+    rig.assert_outputs(large.room)
+    rig.close()
+
+
 def test_admission_keeps_room_for_growth() -> None:
     """Two requests whose prompts fit together but whose outputs do not: the second waits."""
     rig = Rig(pool_tokens=160, config=CONFIG)
