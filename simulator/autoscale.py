@@ -9,9 +9,8 @@ On a trace whose mix shifts, goodput of a fixed number of workers:
     best fixed  every ratio of prefill to decode is tried
     switch      workers change their roles
 
-On the second trace, requests whose first token would be late are refused (admission.max_ttft_s). Otherwise a
-fixed ratio that is too small for a while is late for all requests that follow, and the gain would be larger.
-The router's limit of rooms is lifted.
+In all of them a request whose first token would be late is refused (admission.max_ttft_s). That favours small
+fleets: they lose only the requests that are too many. The router's limit of rooms is lifted.
 """
 
 from __future__ import annotations
@@ -72,10 +71,12 @@ class Comparison(NamedTuple):
 
 def compare(trace: str, options: SimulationOptions, run_all: RunAll) -> Comparison:
     """Run everything. `run_all` runs simulations, several at a time, and may be called by several threads."""
-    options = _admitting(options, max_in_flight=_ROOMS)
-    refusing = _admitting(options, max_ttft_s=options.slo_ttft_s)
+    admission = options.admission.model_copy(
+        update={"max_in_flight": _ROOMS, "max_ttft_s": options.slo_ttft_s}
+    )
+    options = options.model_copy(update={"admission": admission})
     with ThreadPoolExecutor(1) as threads:
-        shifting = threads.submit(_shifting, _shift_trace(trace), refusing, run_all)
+        shifting = threads.submit(_shifting, _shift_trace(trace), options, run_all)
         fixed = _cheapest_fixed(trace, options, run_all)
         started = _half(options, fixed.summary)
         load = _best_load(trace, started, run_all)
@@ -93,10 +94,6 @@ def _half(options: SimulationOptions, fixed: Summary) -> SimulationOptions:
     """What is scaled begins with half of the fixed workers."""
     size = fixed.fleet[0]
     return _sized(options, -(-size.prefill // 2), -(-size.decode // 2))
-
-
-def _admitting(options: SimulationOptions, **given: object) -> SimulationOptions:
-    return options.model_copy(update={"admission": options.admission.model_copy(update=given)})
 
 
 def _scaled(options: SimulationOptions, **given: object) -> SimulationOptions:
