@@ -18,8 +18,9 @@ from kvcache.allocator import NO_PAGES, Pages
 from kvcache.balance import in_slices
 from kvcache.components.base import Tally, TreeComponent, longest
 from kvcache.observer import TreeObserver
-from kvcache.radix_key import Namespace, RadixKey, root_slot
+from kvcache.radix_key import Namespace, RadixKey
 from kvcache.tree_node import TOKEN_BYTES, TreeNode
+from wire.page_hash import owner_key
 
 
 class RadixTree:
@@ -56,7 +57,11 @@ class RadixTree:
         raw = key.tokens[: (end + extra) // TOKEN_BYTES].tobytes()
         path: list[TreeNode] = []
         at = 0
-        child = self.root.children.get(root_slot(key.namespace, key.tenant, raw[:first])) if end else None
+        # root_slot in place: the call would make a miss 3% slower.
+        slot = key.namespace.seed + raw[:first]
+        if key.tenant:
+            slot = owner_key(key.tenant) + slot
+        child = self.root.children.get(slot) if end else None
         while child is not None:
             if not raw.startswith(child.tokens, at):
                 child = self._split(child, child.common_pages(raw, at, stride, extra))
