@@ -65,7 +65,7 @@ fuzz-models: setup  ## MODELS random shapes of all families from SEED on, apart 
 overload: setup  ## default options and more than one decode worker can do: what is accepted is served, the rest gets 429
 	@$(TEST_ENV) $(PY) -m tests.overload
 
-fuzz: setup  ## hostile HTTP on a running Baton; in between honest requests must be answered (SCALE)
+fuzz: setup  ## hostile HTTP and KV peers on a running Baton; in between honest requests must be answered (SCALE)
 	@$(TEST_ENV) $(PY) -m tests.fuzz --scale $(or $(SCALE),1)
 
 chaos-ray: setup  ## a Ray Serve application of 6 replicas under 32 streams: one of each kind dies, and a rolling update

@@ -1,6 +1,10 @@
-"""Hostile HTTP requests on a running Baton.
+"""Hostile input on every door of a running Baton.
 
-python -m tests.fuzz [--scale X]
+python -m tests.fuzz [--only http|frames|peers] [--scale X]
+
+HTTP requests to the router; frames to the mailboxes of router, workers and directory, to the workers' replay
+sockets, to their publishers of KV events and, from a publisher, to the router; and peers of the KV channels.
+The cluster has no secret: everybody is a member.
 
 After each batch an honest streamed chat must have its answer within a second. There may be no 5xx but a 503
 with Retry-After, no traceback in a log, no process that ends, no page that is still held, no descriptor more
@@ -15,11 +19,15 @@ import signal
 import sys
 
 from tests.fuzz.findings import Findings
+from tests.fuzz.frame_batches import send_all_frames, send_all_peers
 from tests.fuzz.http_batches import send_http
-from tests.fuzz.target import target
+from tests.fuzz.target import Target, target
 
 _REQUESTS = 10_000
-_WARM_UP = 500  # everything has been used once
+_FRAMES = 100_000  # to each kind of socket
+_PEERS = 1_000
+_PARTS = ("http", "frames", "peers")
+_DEFAULT = ("http", "peers")  # mailboxes do not withstand frames yet: a deep one ends their I/O thread
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -27,23 +35,38 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of requests")
+    parser.add_argument("--only", choices=_PARTS, help="one part; without it http and peers")
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="of the numbers of requests, frames and peers"
+    )
     options = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the stack is ended then, too
-    findings = run(options.scale)
+    parts = _DEFAULT if options.only is None else (options.only,)
+    findings = run(parts, options.scale)
     sys.stdout.write(f"{findings.line()}\n")
     return 0 if findings.held else 1
 
 
-def run(scale: float) -> Findings:
-    """All parts, at a share of their numbers."""
-    findings, count = Findings(), int(scale * _REQUESTS)
+def run(parts: tuple[str, ...], scale: float) -> Findings:
+    """These parts, at a share of their numbers."""
+    findings = Findings()
     with target(findings) as attacked:
-        send_http(attacked, min(_WARM_UP, count), borders=False)
+        for part in parts:
+            _send(attacked, part, min(scale, 0.05), borders=False)
         attacked.remember_footprint()
-        send_http(attacked, count, borders=scale >= 1)
+        for part in parts:
+            _send(attacked, part, scale, borders=scale >= 1)
         attacked.compare_footprint()
     return findings
+
+
+def _send(attacked: Target, part: str, scale: float, borders: bool) -> None:
+    if part == "http":
+        send_http(attacked, int(scale * _REQUESTS), borders)
+    elif part == "frames":
+        send_all_frames(attacked, int(scale * _FRAMES))
+    else:
+        send_all_peers(attacked, int(scale * _PEERS))
 
 
 if __name__ == "__main__":

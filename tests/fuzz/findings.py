@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tests.harness.local_stack import Stack
 from tests.support.sse import DONE, sse_events
 
 _ANSWER_S = 1.0
+_GIVE_UP_S = 10.0
 _SHRINK_S = 45.0  # longer than a mailbox keeps a connection to a peer that is down
 _MOST_GROWTH_MIB = 64.0
 _QUESTION = {
@@ -96,10 +98,18 @@ class Honest:
         with self._http.stream("POST", "/v1/chat/completions", json=_QUESTION) as answer:
             if answer.status_code != 200:
                 return f"status {answer.status_code}: {answer.read().decode()}"
-            events = list(sse_events(answer.iter_lines()))
+            events = list(sse_events(_lines(answer, time.monotonic() + _GIVE_UP_S)))
         if not events or events[-1].data != DONE:
             return f"broken off: {events[-1:]}"
         return "".join(event.json["choices"][0]["delta"]["content"] for event in events[:-1])
+
+
+def _lines(answer: httpx.Response, deadline: float) -> Iterator[str]:
+    """The lines that come in time, comments too: they come for as long as a request waits."""
+    for line in answer.iter_lines():
+        if time.monotonic() > deadline:
+            return
+        yield line
 
 
 class Footprint:

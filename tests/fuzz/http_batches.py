@@ -14,12 +14,14 @@ from tests.fuzz.raw_http import hostile_requests
 from tests.fuzz.target import Target
 
 _BATCH = 500
+_TO_API = 400  # of a batch; the others go to the admin listener
 _DOCUMENTED = 0.2  # share of the requests that schemathesis draws at random; borders come on top
 _POST_PATHS = 5
 
 
 def send_http(target: Target, count: int, borders: bool) -> None:
-    """At least `count` requests. With `borders`, those of each field of the document, too (about 1,500)."""
+    """At least `count` requests, to the API and to the admin listener. With `borders`, those of each field of
+    the document, too (about 1,500)."""
     findings, url = target.findings, target.running.url
     wanted = findings.http + count
     send_documented(url, max(1, int(count * _DOCUMENTED) // _POST_PATHS), borders, findings)
@@ -27,7 +29,9 @@ def send_http(target: Target, count: int, borders: bool) -> None:
     say(f"http: {findings.http} from the document")
     requests = drawn_requests(wanted - findings.http, genuine_event_id(url))
     for start in range(0, len(requests), _BATCH):
-        asyncio.run(exchange_all(url, requests[start : start + _BATCH], findings))
+        batch = requests[start : start + _BATCH]
+        asyncio.run(exchange_all(url, batch[:_TO_API], findings))
+        asyncio.run(exchange_all(str(target.running.admin.base_url), batch[_TO_API:], findings))
         target.check(f"{findings.http} requests")
     say(f"http: {findings.http} in all, {findings.unexpected_5xx} unexpected 5xx, {findings.hangs} hangs")
 

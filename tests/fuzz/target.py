@@ -14,7 +14,14 @@ from tests.support.tiny_models import make_tiny
 
 # Small, so that a hostile request that is accepted is soon over.
 _ROUTER: dict[str, Any] = {"max_in_flight": 64, "max_queued": 64, "max_queue_s": 2.0}
-_WORKER: dict[str, Any] = {"max_context_tokens": 256, "max_total_tokens": 8192, "idle_check_interval_s": 1.0}
+_WORKER: dict[str, Any] = {
+    "max_context_tokens": 256,
+    "max_total_tokens": 8192,
+    "idle_check_interval_s": 1.0,
+    "hand_off_timeout_s": 2.0,
+    "resume_grace_s": 0.5,
+    "output_lease_s": 5.0,
+}
 
 
 class Target:
@@ -45,12 +52,12 @@ class Target:
 
 
 @contextmanager
-def target(findings: Findings, **options: Any) -> Iterator[Target]:
-    """Start the stack, and end it. `options` are of its router and its workers."""
+def target(findings: Findings) -> Iterator[Target]:
+    """Start the stack, and end it."""
     with tempfile.TemporaryDirectory(prefix="baton-fuzz-") as folder:
         model = make_tiny("qwen3", Path(folder, "model"), 1)
         with (
-            stack(model, Path(folder), router={**_ROUTER, **options}, **_WORKER, **options) as running,
+            stack(model, Path(folder, "run"), router=_ROUTER, **_WORKER) as running,
             closing(Honest(running, findings)) as honest,
         ):
             yield Target(running, findings, honest)

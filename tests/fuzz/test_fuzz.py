@@ -6,15 +6,18 @@ from __future__ import annotations
 import pytest
 
 from tests.fuzz.findings import Findings
+from tests.fuzz.frame_batches import send_all_peers
 from tests.fuzz.http_batches import send_http
 from tests.fuzz.target import target
 
 
 @pytest.mark.slow
-def test_two_hundred_hostile_requests() -> None:
+def test_two_hundred_hostile_requests_and_twenty_peers() -> None:
     findings = Findings()
     with target(findings) as attacked:
         send_http(attacked, 200, borders=False)
+        send_all_peers(attacked, 20)
         attacked.running.settle()
     assert findings.held, findings.line()
     assert findings.http >= 200
+    assert findings.peers == 20
