@@ -52,11 +52,11 @@ def _ends(socket: zmq.Socket[bytes]) -> bool:
     deadline = time.monotonic() + _ANSWER_S
     while time.monotonic() < deadline:
         socket.send_multipart([b"", _LAST])
-        while socket.poll(300):
+        while time.monotonic() < deadline and socket.poll(300):
             ended = ended or socket.recv_multipart()[-2:-1] == [_END]
         if ended:
-            return True
-    return False
+            break
+    return ended
 
 
 def send_subscriptions(
