@@ -38,6 +38,7 @@ from cluster.tree import ADDRESS, TreeSource, read_admin_key
 from common.errors import WorkerLost
 from common.host import HTTP_PORT, LOOPBACK
 from common.options import exit_on_config_error
+from common.secrets import SECRET_VARIABLE, open_secret
 from common.settings import assign, parse_value, put
 from router.keys import ADMIN_KEY_ENV
 from router.options import AdminOptions
@@ -171,7 +172,8 @@ def _tree(arguments: argparse.Namespace) -> int:
     named = bool(arguments.workers) and all(one.startswith(ADDRESS) for one in arguments.workers)
     url = arguments.url or ("" if named else find_admin_listener())
     key = read_admin_key(arguments.admin_key_file)
-    source = TreeSource(url, key, arguments.cluster_secret, arguments.interface)
+    secret = open_secret(arguments.cluster_secret_file)
+    source = TreeSource(url, key, secret, arguments.interface)
     try:
         reports = source.report(arguments.workers, "nodes" if arguments.json else "tree")
     except WorkerLost as lost:
@@ -262,7 +264,12 @@ def _add_tree(tree: argparse.ArgumentParser) -> None:
         help=f"its key, if it has one (default: {ADMIN_KEY_ENV})",
     )
     tree.add_argument("--json", action="store_true", help="print the nodes as JSON, with all their tokens")
-    tree.add_argument("--cluster-secret", metavar="SECRET", help="needed to ask a worker by its address")
+    tree.add_argument(
+        "--cluster-secret-file",
+        metavar="FILE",
+        type=Path,
+        help=f"needed to ask a worker by its address; default: the environment's {SECRET_VARIABLE}",
+    )
     tree.add_argument(
         "--interface", default=LOOPBACK, help="local address that the worker answers to (default %(default)s)"
     )

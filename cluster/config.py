@@ -186,7 +186,7 @@ class ServeConfig(ServedModel, SocketOptions):
             "model": self.model,
             "served_model_name": self.model_name,
             "interface": self.interface,
-            "cluster_secret": self.cluster_secret,
+            "cluster_secret_file": self.cluster_secret_file,
         }
 
 

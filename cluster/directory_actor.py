@@ -11,6 +11,7 @@ Ray carries only the address, once per start. Messages to the directory go to it
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any, cast
 
 import ray
@@ -19,6 +20,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from cluster.node import node_interface
 from cluster.reaper import Reaper
 from common.errors import Unavailable
+from common.secrets import open_secret
 from router.directory.server import DirectoryHost
 
 NAMESPACE = "baton"
@@ -30,11 +32,15 @@ class DirectoryActor:
     """Hosts the directory in a process of its own, and keeps the key that the router replicas share."""
 
     def __init__(
-        self, app_name: str, interface: str, cluster_secret: str | None, lease_s: float, resume_key: str
+        self, app_name: str, interface: str, secret_file: Path | None, lease_s: float, resume_key: str
     ) -> None:
         """Ray restarts the actor with the same arguments, so the key outlives its process."""
         self._host = DirectoryHost(
-            node_interface(interface), cluster_secret, lease_s, is_new=False, on_lost=Reaper(app_name).end
+            node_interface(interface),
+            open_secret(secret_file),
+            lease_s,
+            is_new=False,
+            on_lost=Reaper(app_name).end,
         )
         self._resume_key = resume_key
 
@@ -63,7 +69,7 @@ class DirectoryFinder:
         self._name = f"directory:{app_name}"
         self._handles: list[Any] = []  # Ray ends an actor when the handle of its creator is dropped
 
-    def ensure(self, interface: str, cluster_secret: str | None, lease_s: float, resume_key: str) -> str:
+    def ensure(self, interface: str, secret_file: Path | None, lease_s: float, resume_key: str) -> str:
         """The directory's address; the actor is created when there is none. For router replicas.
 
         `interface` may be `auto`: the actor may run on another node than the router. A new actor keeps
@@ -77,7 +83,7 @@ class DirectoryFinder:
                 .options(
                     name=self._name, namespace=NAMESPACE, get_if_exists=True, num_cpus=0, max_restarts=-1
                 )
-                .remote(self._app_name, interface, cluster_secret, lease_s, resume_key)
+                .remote(self._app_name, interface, secret_file, lease_s, resume_key)
             )
             self._handles.append(actor)
             return cast("str", ray.get(actor.address.remote(), timeout=_ANSWER_S))

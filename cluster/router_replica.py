@@ -74,7 +74,9 @@ class RouterReplica:
 
     def _directory(self) -> str:
         options = self._options
-        return self._finder.ensure(self._interface, options.cluster_secret, options.lease_s, self._resume_key)
+        return self._finder.ensure(
+            self._interface, options.cluster_secret_file, options.lease_s, self._resume_key
+        )
 
     async def _follow_directory(self) -> None:
         """Create the directory again when its owner has gone, and look where it is. Off the token path."""

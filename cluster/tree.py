@@ -19,6 +19,7 @@ from typing import Any
 
 from common.errors import ConfigError, WorkerLost
 from common.host import LOOPBACK
+from common.secrets import ClusterSecret
 from router.keys import ADMIN_KEY_ENV
 from wire.mailbox import Mailbox
 from wire.messages import Inspect, Inspected
@@ -35,7 +36,7 @@ class TreeSource:
 
     url: str
     admin_key: str | None = None
-    cluster_secret: str | None = None
+    secret: ClusterSecret | None = None
     interface: str = LOOPBACK
 
     def report(self, workers: list[str], what: str) -> dict[str, str]:
@@ -59,7 +60,7 @@ class TreeSource:
         return self._get(f"/debug/inspect?{query}")
 
     def _ask_directly(self, address: str, what: str) -> str:
-        with Mailbox(self.interface, curve_for(self.cluster_secret)) as mailbox:
+        with Mailbox(self.interface, curve_for(self.secret)) as mailbox:
             mailbox.send(address, Inspect(what, 1))
             deadline = time.monotonic() + ANSWER_S
             while (left := deadline - time.monotonic()) > 0:

@@ -69,7 +69,7 @@ class DecodeRole(WorkerRole[DecodeRoom]):
             self.options.kv_transfer_backend,
             self.options.interface,
             Bounds(write_s=self.options.transfer_timeout_s),
-            encrypted=self.options.cluster_secret is not None,
+            encrypted=self.options.secret() is not None,
         )
         self._host = host_identity()
         self._layout = layout_digest(services.memory.layouts())
@@ -172,6 +172,9 @@ class DecodeRole(WorkerRole[DecodeRoom]):
                 answer: Receipt | KVFailed = Receipt(message.room, message.epoch, kind_of(message))
                 room = self.rooms.get(message.room, message.epoch)
                 if room is not None and room.hold is not DecodeHold.SCHEDULER:
+                    if mail.sender != room.prefill:
+                        self.stray(mail.sender, room, message)
+                        return
                     problem = self._hand_off_ended(room, message)
                     if problem and room.is_move:  # a Receipt would end the room where it is
                         answer = KVFailed(message.room, message.epoch, problem)

@@ -33,6 +33,7 @@ from kvcache.config import KVEventsConfig
 from kvcache.snapshot import TreeSnapshot
 from wire.events import AnyEvent, encode_batch
 from wire.security import Curve
+from wire.zap import ZapHandler
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ _END = (-1).to_bytes(8, "big", signed=True)
 _WAIT_FOR_SNAPSHOT_S = 30.0  # a connected peer has asked again by then
 _WAITING_PEERS = 1000
 _ROUND_MS = 250
+_LARGEST_REQUEST = 1024  # bytes; a request has one frame of 8
 
 
 class _Batch(NamedTuple):
@@ -78,8 +80,11 @@ class EventPublisher:
         self._waiting: dict[bytes, float] = {}  # peers that need a snapshot, and until when
         self.snapshots = 0
         self._context = zmq.Context()
+        self._zap = None if curve is None else ZapHandler(self._context, curve.is_reader)
         self._pub = self._context.socket(zmq.PUB)
         self._replay = self._context.socket(zmq.ROUTER)
+        self._replay.setsockopt(zmq.MAXMSGSIZE, _LARGEST_REQUEST)
+        self._pub.setsockopt(zmq.MAXMSGSIZE, _LARGEST_REQUEST)  # of subscriptions
         # A whole replay must fit a peer's queue: messages beyond the mark are dropped, also the end marker.
         self._replay.setsockopt(zmq.SNDHWM, 2 * config.buffer_batches + 2)
         self._pub.setsockopt(zmq.SNDHWM, config.buffer_batches)
@@ -97,12 +102,13 @@ class EventPublisher:
         if curve is not None:
             curve.serve(socket)
         socket.bind(f"tcp://{interface}:*")
-        return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        return endpoint if curve is None else curve.address(endpoint)
 
     @property
     def running(self) -> bool:
-        """Whether the thread lives."""
-        return self._thread.is_alive()
+        """Whether the threads live."""
+        return self._thread.is_alive() and (self._zap is None or self._zap.running)
 
     @property
     def snapshot_wanted(self) -> bool:
@@ -127,6 +133,8 @@ class EventPublisher:
         self._closing = True
         os.eventfd_write(self._wake, 1)
         self._thread.join(timeout=5.0)
+        if self._zap is not None:
+            self._zap.close()
         self._context.destroy(linger=500)
         os.close(self._wake)
 

@@ -77,9 +77,11 @@ class PrefillRole(WorkerRole[PrefillRoom]):
         room.req.stamp(RequestStage.PREFILL_BOOTSTRAP)
         parked = self.rooms.unpark(room.room, room.epoch)
         if parked is not None:
-            _, target = parked
+            sender, target = parked
             assert isinstance(target, KVTarget)
-            if not self._aim(room, target):
+            if sender != room.decode:
+                self.stray(sender, room, target)
+            elif not self._aim(room, target):
                 return
         self.scheduler.add(room.req)
 
@@ -87,8 +89,11 @@ class PrefillRole(WorkerRole[PrefillRoom]):
         target = mail.message
         if not isinstance(target, KVTarget):
             return
-        self.mailbox.send(mail.sender, Receipt(target.room, target.epoch, kind_of(target)))
         room = self.rooms.get(target.room, target.epoch)
+        if room is not None and mail.sender != room.decode:
+            self.stray(mail.sender, room, target)
+            return
+        self.mailbox.send(mail.sender, Receipt(target.room, target.epoch, kind_of(target)))
         if room is None:
             self._park_target(mail.sender, target)
         elif room.sender is None and self._aim(room, target):

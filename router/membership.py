@@ -83,7 +83,8 @@ class Membership:
         """Take a message of the directory, a worker to the directory, or a peer. False for any other."""
         message = mail.message
         if isinstance(message, View):
-            self._on_view(message, now)
+            if self._client.is_from_directory(mail.sender):
+                self._on_view(message, now)
         elif isinstance(message, AssignedLoads):
             self.peers.take(mail.sender, message, now)
         elif self._server is None or not self._server.handle(mail, now):

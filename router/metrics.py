@@ -49,6 +49,9 @@ class RoomMetrics:
         self.restart_causes = Count(
             registry, "baton_router_restart_causes", "Rooms started again, by the cause", "cause"
         )
+        self.strays = Count(
+            registry, "baton_router_stray_messages", "Messages about a room from workers that do not have it"
+        )
         self.swept = Count(
             registry, "baton_router_swept_holds", "What was held and given up at its deadline", "kind"
         )

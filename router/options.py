@@ -109,8 +109,8 @@ class ResumeOptions(Options):
 
     resume_key: str | None = Field(
         None, min_length=16,
-        description="signs the ids of streams, the same in all routers; null: derived from cluster_secret, "
-        "or random when there is none",
+        description="signs the ids of streams, the same in all routers; null: derived from the cluster's "
+        "secret, or random when there is none",
     )  # fmt: skip
     resume_valid_s: float = Field(
         86_400.0, gt=0, lt=2**31, description="how long a client may use a stream's ids"
@@ -233,4 +233,7 @@ class RouterOptions(RouterSettings, ConnectionOptions, SocketOptions):
     @property
     def resume_secret(self) -> str | None:
         """What the key of event ids is derived from. None: whoever starts routers that share one draws it."""
-        return self.resume_key or self.cluster_secret
+        if self.resume_key is not None:
+            return self.resume_key
+        secret = self.secret()
+        return None if secret is None else secret.accepted[0].decode("latin-1")

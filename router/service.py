@@ -67,7 +67,7 @@ class Router:
         self.keys = Keys("api_keys_file", options.api_keys_file, API_KEYS_ENV, described_keys)
         KeyMetrics(registry, self.keys)
         self.started_at = int(time.time())
-        traces, index, curve = TraceStore(), GlobalIndex(), curve_for(options.cluster_secret)
+        traces, index, curve = TraceStore(), GlobalIndex(), curve_for(options.secret())
         policy = make_policy(options.policy, options.weights, options.prefill_on_decode_tokens)
         self.placer = Placer(index, policy, options.expect_s, self._on_assigned)
         self.resume_tokens = ResumeTokens(options)

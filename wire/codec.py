@@ -24,7 +24,7 @@ def decode(frame: bytes | memoryview) -> AnyMessage:
     """The message in a frame. Raises WireError when it is none of AnyMessage."""
     try:
         return _decoder.decode(frame)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"undecodable message: {error}") from error
 
 

@@ -111,6 +111,7 @@ _strict = msgspec.msgpack.Decoder(EventBatch)
 _envelope = msgspec.msgpack.Decoder(_RawBatch)
 _one: msgspec.msgpack.Decoder[AnyEvent] = msgspec.msgpack.Decoder(AnyEvent)
 _loose = msgspec.msgpack.Decoder()
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def encode_batch(ts: float, events: list[AnyEvent], dp_rank: int = 0) -> bytes:
@@ -123,11 +124,11 @@ def decode_batch(payload: bytes | memoryview) -> ReadBatch:
     try:
         batch = _strict.decode(payload)
         return ReadBatch(batch.ts, batch.events, [])
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except _UNREADABLE:
         pass  # not our own form: read event by event
     try:
         envelope = _envelope.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except _UNREADABLE as error:
         raise WireError(f"not an event batch: {error}") from error
     events: list[AnyEvent] = []
     unread: list[Unread] = []
@@ -177,7 +178,7 @@ class _UnknownType(ValueError):
 def _read_event(payload: msgspec.Raw) -> AnyEvent:
     try:
         return _one.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except _UNREADABLE:
         raw = _loose.decode(payload)
     if isinstance(raw, dict):
         tag, fields = raw["type"], raw

@@ -21,6 +21,7 @@ from wire.messages import AnyMessage
 from wire.peer_monitors import PEER_CHECK_S, PeerState
 from wire.security import Curve
 from wire.sockets import Inbound, Mail, PeerSockets, open_context
+from wire.zap import ZapHandler
 
 _AT_ONCE = 256  # messages read before the loop's other callbacks run: a few milliseconds
 
@@ -40,6 +41,7 @@ class LoopMailbox:
         self._loop = asyncio.get_running_loop()
         self._on_mail = on_mail
         self._context = open_context()
+        self._zap = None if curve is None else ZapHandler(self._context)
         self._inbound = Inbound(self._context, interface, curve)
         self.address = self._inbound.address
         self._peers = PeerSockets(self._context, self.address, curve, on_peer)
@@ -97,6 +99,8 @@ class LoopMailbox:
             self._loop.remove_reader(self._descriptor)
             self._loop.remove_reader(self._peers.descriptor)
             self._peers.close()
+            if self._zap is not None:
+                self._zap.close()
             self._context.destroy(linger=500)
 
     def _flush(self) -> None:
@@ -110,7 +114,9 @@ class LoopMailbox:
 
     def _check_peers(self) -> None:
         if not self._closed:
-            self._peers.check(time.monotonic())
+            now = time.monotonic()
+            self._peers.check(now)
+            self._inbound.check(now)
 
     def _read(self) -> None:
         if self._closed:

@@ -25,6 +25,7 @@ from wire.messages import AnyMessage
 from wire.peer_monitors import PEER_CHECK_S, PeerState
 from wire.security import Curve
 from wire.sockets import Inbound, Mail, PeerSockets, open_context
+from wire.zap import ZapHandler
 
 __all__ = ["Mail", "Mailbox"]
 
@@ -37,6 +38,7 @@ class Mailbox:
     def __init__(self, interface: str = LOOPBACK, curve: Curve | None = None, port: int = 0) -> None:
         """Bind `port` on `interface`; 0: a fresh one. Raises ConfigError for a port that cannot be had."""
         self._context = open_context()
+        self._zap = None if curve is None else ZapHandler(self._context)
         self._inbound = Inbound(self._context, interface, curve, port)
         self.address = self._inbound.address
         self._peers = PeerSockets(self._context, self.address, curve, self._on_peer)
@@ -59,8 +61,8 @@ class Mailbox:
 
     @property
     def running(self) -> bool:
-        """Whether the I/O thread lives."""
-        return self._thread.is_alive()
+        """Whether the threads live."""
+        return self._thread.is_alive() and (self._zap is None or self._zap.running)
 
     @property
     def dropped(self) -> int:
@@ -138,6 +140,8 @@ class Mailbox:
         self._closing = True
         self._wake()
         self._thread.join(timeout=5.0)
+        if self._zap is not None:
+            self._zap.close()
         self._context.destroy(linger=500)
 
     def __enter__(self) -> Mailbox:
@@ -174,6 +178,7 @@ class Mailbox:
             if now >= check_at or self._peers.descriptor in ready:
                 check_at = now + PEER_CHECK_S
                 self._peers.check(now)
+                self._inbound.check(now)
         self._flush()
         self._peers.close()
 

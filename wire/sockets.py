@@ -1,11 +1,11 @@
 """The sockets of both kinds of mailbox: one bound to receive, and one connected per peer to send.
 
-A frame is a byte with the length of the sender's mailbox address, that address, then messages, each after
-its length in four bytes, little-endian: all that the sender had for this peer at one moment. (One ZeroMQ
-message per message, or one ZeroMQ frame per part, cost reader and writer several times as much.) A receiver
-answers by sending to that address. Nothing depends on ZeroMQ's routing ids, which change with every
-reconnect; the sockets are PULL and PUSH, which have none. Objects of both classes are used by one thread at
-a time.
+A frame is a byte with the length of the sender's mailbox address, that address, in a cluster with a secret
+the proof that the sender is a member (wire/security.py), then messages, each after its length in four bytes,
+little-endian: all that the sender had for this peer at one moment. (One ZeroMQ message per message, or one
+ZeroMQ frame per part, cost reader and writer several times as much.) A receiver answers by sending to that
+address. Nothing depends on ZeroMQ's routing ids, which change with every reconnect; the sockets are PULL and
+PUSH, which have none. Objects of both classes are used by one thread at a time.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from typing import NamedTuple
 import zmq
 
 from common.errors import ConfigError, WireError
+from common.quiet_log import QuietLog
+from wire.addresses import Address, parse_address
 from wire.codec import decode, encode
 from wire.holds import Hold
 from wire.messages import AnyMessage
 from wire.peer_monitors import PeerMonitors, PeerState, send_heartbeats
 from wire.security import Curve
+from wire.senders import Senders
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +34,13 @@ _NOW = int(zmq.NOBLOCK)  # a plain int: pyzmq's flags are enums, which cost more
 _QUEUED_PER_PEER = 100_000  # frames
 _LONGEST_FRAME = 1 << 20  # bytes; a longer message has a frame of its own
 _LENGTH = 4
+_LARGEST_MESSAGE = 256 << 20  # bytes of a ZeroMQ message; a prompt and its log-probabilities are far smaller
 _MOST_SOCKETS = 30_000
+_MOST_PEERS = 8_000
+_HANDSHAKE_MS = 5000
+_REBIND_S = 1.0
+_MOST_BAD = 16  # messages of a frame; what follows them is not read
+_USER_ID = "User-Id"
 _IDLE_PEER_S = 300.0
 _IDLE_CHECK_S = 10.0
 _DOWN_PEER_S = 10.0  # longer than a partition that rooms survive; a process that is gone never comes back
@@ -61,6 +70,8 @@ class Inbound:
         self.socket = context.socket(zmq.PULL)
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST_MESSAGE)
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         if curve is not None:
             curve.serve(self.socket)
         try:
@@ -72,49 +83,83 @@ class Inbound:
                 f"{interface}:{port or '*'} cannot be bound ({error.strerror})",
                 "use a local address and a free port",
             ) from None
-        self.address: str = self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self._endpoint: str = self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self.address = self._endpoint if curve is None else curve.address(self._endpoint)
+        self._curve = curve
+        self._bound_as = "" if curve is None else curve.public
+        self._rebind_at = 0.0
+        self._senders = Senders(curve)
+        self._quiet = QuietLog(log)
         self.rejected_messages = 0
 
     def receive(self, most: int) -> tuple[list[Mail], bool]:
         """About `most` messages of what has arrived, without waiting, and whether nothing is left.
 
-        A message that does not decode is counted, logged and left out.
+        A frame of a stranger, and a message that does not decode, is counted, logged and left out.
         """
         mail: list[Mail] = []
-        receive = self.socket.recv
-        while len(mail) < most:
+        for _ in range(most):  # frames; also if each is rejected, this ends
             try:
-                frame = receive(_NOW)
+                frame, key = self._next()
             except zmq.Again:
                 return mail, True
-            self._open(frame, mail)
+            try:
+                self._open(frame, key, mail)
+            except WireError as error:
+                self._reject(error)
+            if len(mail) >= most:
+                break
         return mail, False
 
-    def _open(self, frame: bytes, mail: list[Mail]) -> None:
-        """Add a frame's messages."""
-        begin = frame[0] + 1 if frame else 1
-        try:
-            sender = frame[1:begin].decode()
-        except UnicodeDecodeError as error:
-            self._reject(error)
+    def check(self, now: float) -> None:
+        """Bind again if the key of this address is another one since the cluster's secret was changed."""
+        curve = self._curve
+        if curve is None or curve.public == self._bound_as or now < self._rebind_at:
             return
+        self._rebind_at = now + _REBIND_S
+        try:
+            if self._bound_as:
+                self.socket.unbind(self._endpoint)  # the connections stay
+                self._bound_as = ""
+            curve.serve(self.socket)
+            self.socket.bind(self._endpoint)
+        except zmq.ZMQError as error:  # ZeroMQ frees the port a little later
+            log.info("%s is not bound yet with its new key: %s", self.address, error)
+            return
+        self._bound_as = curve.public
+
+    def _next(self) -> tuple[bytes, str]:
+        """The next frame, and its connection's key. Raises zmq.Again."""
+        if self._curve is None:
+            return self.socket.recv(_NOW), ""
+        frame = self.socket.recv(_NOW, copy=False)
+        return frame.bytes, str(frame.get(_USER_ID))
+
+    def _open(self, frame: bytes, key: str, mail: list[Mail]) -> None:
+        """Add a frame's messages. Raises WireError when it has no proper head, or few proper messages."""
+        sender, begin = self._senders.find(frame, key)
         if begin >= len(frame):
-            self._reject(WireError(f"a frame of {len(frame)} bytes holds no message"))
+            raise WireError(f"a frame of {len(frame)} bytes holds no message")
+        bad = 0
         while begin < len(frame):
             payload = begin + _LENGTH
             begin = payload + int.from_bytes(frame[begin:payload], "little")
             try:
                 mail.append(Mail(sender, decode(frame[payload:begin])))
             except WireError as error:
+                bad += 1
+                if bad == _MOST_BAD:
+                    raise
                 self._reject(error)
 
-    def _reject(self, why: Exception) -> None:
+    def _reject(self, why: WireError) -> None:
         self.rejected_messages += 1
-        log.warning("mailbox %s: rejected a message: %s", self.address, why)
+        self._quiet.warning("mailbox %s: rejected a message: %s", self.address, why)
 
 
 @dataclass(slots=True)
 class _Peer:
+    address: Address
     socket: zmq.Socket[bytes]
     used_at: float
     frame: bytearray  # what goes out with the next flush
@@ -138,9 +183,12 @@ class PeerSockets:
         on_peer: Callable[[str, PeerState], None],
     ) -> None:
         self._context = context
-        reply = reply_address.encode()
-        self._head = bytes((len(reply),)) + reply
+        self._reply_address = reply_address
+        self._head = _make_head(reply_address, curve)
         self._curve = curve
+        self._version = 0  # of the curve
+        self._attempts: dict[str, int] = {}  # by address, for addresses without a key
+        self._quiet = QuietLog(log)
         self._peers: dict[str, _Peer] = {}
         self.watched: frozenset[str] = frozenset()
         self._on_peer = on_peer
@@ -189,6 +237,10 @@ class PeerSockets:
 
     def check(self, now: float) -> None:
         """Report peers that have come up or gone down, and forget those that are down or idle for long."""
+        if self._curve is not None:
+            self._curve.refresh(now)
+            if self._curve.version != self._version:
+                self._follow(self._curve)
         self._monitors.check(now)
         if self._down:
             self._forget_unused(self._down, now - _DOWN_PEER_S)
@@ -232,25 +284,40 @@ class PeerSockets:
         peer.frame.clear()
         peer.messages = 0
 
+    def _follow(self, curve: Curve) -> None:
+        """The accepted secrets have changed."""
+        self._version = curve.version
+        self._head = _make_head(self._reply_address, curve)
+        if curve.fixed_address:  # connections show the key with which they were made
+            self._reconnect(list(self._peers))
+
     def _connect(self, address: str) -> _Peer | None:
         """A new connection. None when there cannot be one: addresses come from other processes."""
-        socket = self._context.socket(zmq.PUSH)
+        if len(self._peers) >= _MOST_PEERS:
+            self._quiet.warning("no connection to a peer at %s: there are %d", address, _MOST_PEERS)
+            return None
+        try:
+            parsed = parse_address(address)
+            socket = self._context.socket(zmq.PUSH)
+        except (WireError, zmq.ZMQError) as error:
+            self._quiet.warning("cannot connect to a peer: %s", error)
+            return None
         socket.setsockopt(zmq.SNDHWM, _QUEUED_PER_PEER)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         if self._curve is not None:
-            self._curve.connect(socket)
+            self._curve.connect(socket, parsed, self._attempts.get(address, 0))
         send_heartbeats(socket)
         self._monitors.add(address, socket)
         try:
-            socket.connect(address)
+            socket.connect(parsed.endpoint)
         except zmq.ZMQError as error:
-            log.warning("cannot connect to a peer at %r: %s", address, error)
+            self._quiet.warning("cannot connect to a peer at %r: %s", address, error)
             self._monitors.remove(address)
             socket.close(linger=0)
             return None
         now = time.monotonic()
-        peer = self._peers[address] = _Peer(socket, now, bytearray())
+        peer = self._peers[address] = _Peer(parsed, socket, now, bytearray())
         return peer
 
     def _on_state(self, address: str, state: PeerState) -> None:
@@ -259,9 +326,26 @@ class PeerSockets:
         else:
             self._down.discard(address)
         self._on_peer(address, state)
+        if state is PeerState.DOWN and address in self._peers and self._curve is not None:
+            keys = self._curve.attempts(self._peers[address].address)
+            if keys > 1:  # it may have another secret in use
+                self._attempts[address] = (self._attempts.get(address, 0) + 1) % keys
+                self._reconnect([address])
+
+    def _reconnect(self, addresses: list[str]) -> None:
+        """Make new connections to those that are watched; to others, with what they are sent next."""
+        for address in addresses:
+            self.forget(address)
+            if address in self.watched:
+                self._connect(address)
 
     def _forget_unused(self, addresses: Iterable[str], since: float) -> None:
         """Forget those of the peers that are not watched and were sent nothing since then."""
         for address in [one for one in addresses if self._peers[one].used_at < since]:
             if address not in self.watched:
                 self.forget(address)
+
+
+def _make_head(address: str, curve: Curve | None) -> bytes:
+    text = address.encode()
+    return bytes((len(text),)) + text + (b"" if curve is None else curve.proof(address))

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 
 from common.errors import ConfigError, WorkerLost
+from wire.addresses import is_directory
 from wire.mailbox import Mailbox
 from wire.messages import Announce, Announced, AnnounceRefused, Join, Joined, Replaced, Withdraw
 from wire.records import WorkerLoad, WorkerRecord
@@ -109,6 +110,10 @@ class Heartbeat:
                 self._stop.set()
                 self._soon.set()
         self._answered.set()
+
+    def is_from_directory(self, sender: str) -> bool:
+        """Whether a message came from the directory that this worker has found."""
+        return is_directory(sender, self._address)
 
     def replaces(self, answer: Replaced) -> bool:
         """Whether it is this process that was replaced."""

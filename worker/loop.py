@@ -26,7 +26,6 @@ from scheduler.req import RequestLimits
 from wire.mailbox import Mail, Mailbox
 from wire.messages import Rejected, RejectKind
 from wire.records import WorkerRecord
-from wire.security import curve_for
 from worker.drain import Drain
 from worker.heartbeat import Heartbeat
 from worker.holds import swept_holds
@@ -197,7 +196,7 @@ class Worker:
         for room in self.rooms():
             mailbox.send(room.router, Rejected(room.room, room.epoch, RejectKind.FAILED, message))
         if self._heartbeat is not None:
-            with Mailbox(self.options.interface, curve_for(self.options.cluster_secret)) as another:
+            with Mailbox(self.options.interface, self.parts.curve) as another:
                 self._heartbeat.stop(through=another)
 
     # -- views, on the loop's thread ----------------------------------------------------------------

@@ -86,7 +86,7 @@ class MailHandler:
                 report = self._report(message.what)
                 services.mailbox.send(mail.sender, Inspected(message.token, report))
             case Joined() | Announced() | AnnounceRefused() | Replaced() as message:
-                self._on_directory(message)
+                self._on_directory(mail.sender, message)
             case _:
                 self._role.handle(mail)
 
@@ -96,8 +96,8 @@ class MailHandler:
             return msgspec.json.encode(hold_report(services, time.monotonic())).decode()
         return worker_report(what, services.memory, self._role.scheduler, services.rooms)
 
-    def _on_directory(self, answer: DirectoryAnswer) -> None:
-        if self._heartbeat is None:
+    def _on_directory(self, sender: str, answer: DirectoryAnswer) -> None:
+        if self._heartbeat is None or not self._heartbeat.is_from_directory(sender):
             return
         if isinstance(answer, Replaced):
             if not self._heartbeat.replaces(answer):

@@ -13,7 +13,7 @@ from scheduler.node_policy import NodePolicy
 from scheduler.scheduler import Scheduler
 from wire.mailbox import Mailbox
 from wire.retransmitter import Retransmitter
-from wire.security import curve_for
+from wire.security import Curve, curve_for
 from worker.build import build_engine, build_scheduler, open_publisher
 from worker.options import WorkerOptions
 from worker.outbox import Outbox
@@ -27,6 +27,7 @@ class WorkerParts:
     """The open parts of one worker. `owned` closes all of them."""
 
     engine: Engine
+    curve: Curve | None  # None in a cluster without a secret
     publisher: EventPublisher | None  # None when KV events are off
     services: Services
     role: WorkerRole[Any]
@@ -40,7 +41,7 @@ def open_parts(options: WorkerOptions, kind: type[WorkerRole[Any]]) -> WorkerPar
         engine, memory = build_engine(options, shared_pool=kind.shared_pool)
         owned.callback(memory.close)
         owned.callback(engine.close)
-        curve = curve_for(options.cluster_secret)
+        curve = curve_for(options.secret())
         mailbox = Mailbox(options.interface, curve)
         owned.callback(mailbox.close)
         publisher = open_publisher(options, memory, curve, mailbox.nudge)
@@ -64,4 +65,4 @@ def open_parts(options: WorkerOptions, kind: type[WorkerRole[Any]]) -> WorkerPar
         )
         role = kind(services)
         owned.callback(role.close)
-        return WorkerParts(engine, publisher, services, role, owned.pop_all())
+        return WorkerParts(engine, curve, publisher, services, role, owned.pop_all())

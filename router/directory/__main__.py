@@ -33,7 +33,7 @@ def main() -> None:
         options = read_options(DirectoryOptions, given.options)
         host = DirectoryHost(
             options.interface,
-            options.cluster_secret,
+            options.secret(),
             options.lease_s,
             options.port,
             is_new=options.port == 0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from wire.addresses import is_directory
 from wire.messages import AnyMessage, View, Watch
 from wire.records import WorkerRecord
 
@@ -52,6 +53,10 @@ class DirectoryClient:
         if address != self._address:
             self._address = address
             self._next_watch_at = 0.0
+
+    def is_from_directory(self, sender: str) -> bool:
+        """Whether a View came from the directory that is watched."""
+        return is_directory(sender, self._address)
 
     def take(self, view: View) -> ViewChange:
         """Take a View, and return what changed. One that comes late is ignored."""

@@ -111,6 +111,11 @@ class Directory:
         lost = [key for key, lease in self._ended.items() if lease.deadline <= now]
         return [self._ended.pop(key).record for key in lost]
 
+    def record(self, worker: str) -> WorkerRecord | None:
+        """The worker's record, if its lease holds."""
+        lease = self._leases.get(worker)
+        return None if lease is None else lease.record
+
     def records(self) -> list[WorkerRecord]:
         """All workers whose lease held at the last `expire`."""
         return [lease.record for lease in self._leases.values()]

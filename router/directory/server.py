@@ -12,7 +12,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from common.quiet_log import QuietLog
+from common.secrets import ClusterSecret
 from router.directory.directory import Directory
+from wire.addresses import same_process
 from wire.mailbox import Mail, Mailbox
 from wire.messages import (
     Announce,
@@ -58,6 +61,7 @@ class DirectoryServer:
         self._watchers_changed = False
         self._load_changed = False
         self._next_loads_at = 0.0
+        self._quiet = QuietLog(log)
 
     def handle(self, mail: Mail, now: float) -> bool:
         """Take a message to the directory. Returns False for any other."""
@@ -69,7 +73,9 @@ class DirectoryServer:
         elif isinstance(message, Announce):
             self._announce(mail.sender, message, now)
         elif isinstance(message, Withdraw):
-            self._directory.withdraw(message)
+            record = self._directory.record(message.worker)
+            if record is None or same_process(mail.sender, record.mailbox):
+                self._directory.withdraw(message)
         elif isinstance(message, Watch):
             self._watch(mail.sender, message, now)
         else:
@@ -99,6 +105,9 @@ class DirectoryServer:
         return sorted({watcher.admin for watcher in list(self._watchers.values()) if watcher.admin})
 
     def _announce(self, worker: str, message: Announce, now: float) -> None:
+        if not same_process(worker, message.record.mailbox):
+            self._quiet.warning("%s announces a worker that is at %s", worker, message.record.mailbox)
+            return
         answer = self._directory.announce(message, now)
         if isinstance(answer, AnnounceRefused):
             log.warning("refused worker %s: %s: %s", answer.worker, answer.key, answer.problem)
@@ -146,7 +155,7 @@ class DirectoryHost:
     def __init__(
         self,
         interface: str = "127.0.0.1",
-        cluster_secret: str | None = None,
+        secret: ClusterSecret | None = None,
         lease_s: float = 3.0,
         port: int = 0,
         *,
@@ -155,7 +164,7 @@ class DirectoryHost:
     ) -> None:
         """`is_new`: no worker of an earlier directory will find this one. Otherwise it settles first.
         `on_lost` is called on the directory's thread. Raises ConfigError for a port that cannot be had."""
-        self._mailbox = Mailbox(interface, curve_for(cluster_secret), port)
+        self._mailbox = Mailbox(interface, curve_for(secret, fixed_address=port != 0), port)
         self.address = self._mailbox.address
         directory = Directory(lease_s, 0.0 if is_new else time.monotonic() + lease_s)
         self._server = DirectoryServer(directory, self._mailbox.send, on_lost)

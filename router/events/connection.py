@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import zmq
 
+from common.errors import WireError
 from router.events.sockets import Sockets
 from wire.records import WorkerRecord
 
@@ -26,15 +27,15 @@ class PublisherConnection:
         read_live: Callable[[float], None],
         read_replay: Callable[[float], None],
     ) -> None:
-        """The functions are called with the time when there is something to read. Raises ZMQError for an
-        invalid address."""
+        """The functions are called with the time when there is something to read. Raises WireError or
+        ZMQError for an invalid address."""
         self._record = record
         self._sockets = sockets
         self._read_replay = read_replay
         self._live = sockets.connect(zmq.SUB, record.events, read_live)
         try:
             self._replay = self._connect_replay()
-        except zmq.ZMQError:
+        except (WireError, zmq.ZMQError):
             sockets.close(self._live)
             raise
         self._monitor: zmq.Socket[bytes] | None = None

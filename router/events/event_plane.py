@@ -14,6 +14,7 @@ from collections import deque
 
 import zmq
 
+from common.errors import WireError
 from router.events.counters import EventCounters
 from router.events.external_engine import ExternalHashes, ExternalReader
 from router.events.feed import Feed, Known, Reader
@@ -120,7 +121,7 @@ class EventPlane:
         self._index.join(worker)
         try:
             feed = Feed(record, self._sockets, self._reader(record), self.counters)
-        except zmq.ZMQError as error:
+        except (WireError, zmq.ZMQError) as error:
             log.error("worker %s: its events cannot be followed: %s", worker, error)
             return
         self._feeds[worker] = feed

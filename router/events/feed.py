@@ -57,7 +57,7 @@ class Feed:
     def __init__(
         self, record: WorkerRecord, sockets: Sockets, reader: Reader, counters: EventCounters
     ) -> None:
-        """Raises ZMQError for an invalid address."""
+        """Raises WireError or ZMQError for an invalid address."""
         self.record = record
         self.known = Known.NOTHING
         self._sockets = sockets

@@ -7,7 +7,10 @@ from collections.abc import Callable
 
 import zmq
 
+from wire.addresses import parse_address
 from wire.security import Curve
+
+_LARGEST_BATCH = 256 << 20  # bytes
 
 
 class Sockets:
@@ -20,16 +23,18 @@ class Sockets:
         self._readers: dict[zmq.Socket[bytes], Callable[[float], None]] = {}
 
     def connect(self, kind: int, address: str, read: Callable[[float], None]) -> zmq.Socket[bytes]:
-        """Open a SUB or DEALER socket. Raises ZMQError for an invalid address."""
+        """Open a SUB or DEALER socket. Raises WireError or ZMQError for an invalid address."""
+        publisher = parse_address(address)
         socket: zmq.Socket[bytes] = self._context.socket(kind)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST_BATCH)
         if kind == zmq.SUB:
             socket.setsockopt(zmq.SUBSCRIBE, b"")
         if self._curve is not None:
-            self._curve.connect(socket)
+            self._curve.read(socket, publisher)
         try:
-            socket.connect(address)
+            socket.connect(publisher.endpoint)
         except zmq.ZMQError:
             socket.close()
             raise

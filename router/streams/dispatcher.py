@@ -254,10 +254,17 @@ class Dispatcher:
             upto = run.start + len(run.tokens)  # the worker may forget it
             if run.finish is None:
                 self.mail.dismiss(sender, run.room, run.epoch)
+        elif not self._is_served_by(room, sender):
+            self._metrics.strays.inc()
+            return
         else:
             self.moves.on_run(run, now)
             upto = room.on_run(sender, run, now)
         self.mail.acknowledge(sender, run.room, run.epoch, upto)
+
+    def _is_served_by(self, room: RoomStream, mailbox: str) -> bool:
+        """Whether the worker at an address has the room. Others have no say in it."""
+        return room.is_served_by(mailbox) or self.moves.is_served_by(room.number, mailbox)
 
     def _on_room_message(self, sender: str, message: Reserved | Rejected | Timeline, now: float) -> None:
         if isinstance(message, Timeline):
@@ -268,7 +275,9 @@ class Dispatcher:
         room = self.rooms.get(message.room)
         if room is None:
             return
-        if isinstance(message, Reserved):
+        if not self._is_served_by(room, sender):
+            self._metrics.strays.inc()
+        elif isinstance(message, Reserved):
             room.on_reserved(message.epoch)
         else:
             # The worker has said that it is not at it; repeating what it refused would only be refused again.

@@ -147,6 +147,13 @@ class RoomEpoch:
         self._mail.say(key, self._told[key])
         return True
 
+    def is_served_by(self, mailbox: str) -> bool:
+        """Whether the worker at an address is the epoch's D or P."""
+        prefill = self.placement.prefill
+        return mailbox == self.placement.decode.mailbox or (
+            prefill is not None and mailbox == prefill.mailbox
+        )
+
     def needed(self, mailbox: str) -> WorkerRecord | None:
         """The worker at an address, if the epoch needs it still: D, or P until D has sent tokens."""
         decode, prefill = self.placement.decode, self.placement.prefill

@@ -104,6 +104,11 @@ class RoomMoves:
 
     # -- what workers say --------------------------------------------------------------------------
 
+    def is_served_by(self, number: int, mailbox: str) -> bool:
+        """Whether the worker at an address takes the room over."""
+        move = self._moves.get(number)
+        return move is not None and move.epoch.is_served_by(mailbox)
+
     def on_run(self, run: TokenRun, now: float) -> None:
         """Tokens came. The first ones of a move's epoch make it the room's."""
         move = self._moves.get(run.room)

@@ -151,6 +151,10 @@ class RoomStream:
 
     # -- what workers say ----------------------------------------------------------------------
 
+    def is_served_by(self, mailbox: str) -> bool:
+        """Whether the worker at an address is one of the room's, in the epoch that runs."""
+        return self._epoch is not None and self._epoch.is_served_by(mailbox)
+
     def on_run(self, sender: str, run: TokenRun, now: float) -> int:
         """Forward what is new in a run. Returns the position below which its sender may forget all tokens."""
         epoch = self._epoch

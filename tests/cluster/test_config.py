@@ -62,7 +62,7 @@ def test_worker_options_are_shared_then_overridden() -> None:
     config = parse_config(
         {
             "model": "models/tiny",
-            "cluster_secret": "s",
+            "cluster_secret_file": "/etc/baton/cluster_secret",
             "worker": {"max_total_tokens": 1024, "max_running_requests": 4},
             "decode": {"num_cpus": 2.5, "options": {"max_running_requests": 8}},
         }
@@ -73,7 +73,7 @@ def test_worker_options_are_shared_then_overridden() -> None:
     assert prefill.max_total_tokens == decode.max_total_tokens == 1024
     assert (prefill.threads, decode.threads) == (1, 2)  # what the replica reserves
     assert prefill.served_model_name == decode.served_model_name == "tiny"
-    assert prefill.cluster_secret == "s"
+    assert prefill.cluster_secret_file == Path("/etc/baton/cluster_secret")
 
 
 def test_colocated_needs_no_agreement_and_counts_no_prefill_cpus() -> None:

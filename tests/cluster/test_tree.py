@@ -13,9 +13,9 @@ from cluster import tree
 from cluster.cli import main
 from cluster.tree import TreeSource
 from common.errors import ConfigError, WorkerLost
+from tests.support.members import curve_of, secret_of
 from wire.mailbox import Mailbox
 from wire.messages import Inspect, Inspected
-from wire.security import curve_for
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -73,7 +73,7 @@ def test_an_address_where_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_worker_in_a_cluster_with_a_secret_is_asked_with_it() -> None:
-    with Mailbox(curve=curve_for("s")) as worker:
+    with Mailbox(curve=curve_of()) as worker:
 
         def answer() -> None:
             for mail in worker.wait(10.0):
@@ -81,7 +81,7 @@ def test_a_worker_in_a_cluster_with_a_secret_is_asked_with_it() -> None:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        assert TreeSource("", cluster_secret="s").report([worker.address], "tree") == {
+        assert TreeSource("", secret=secret_of()).report([worker.address], "tree") == {
             worker.address: "a tree"
         }
         thread.join()

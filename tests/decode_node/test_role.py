@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from common.errors import TransferError
 from decode_node.room import DecodeHold, DecodeRoom
 from tests.support.granted_writer import GrantedWriter
 from tests.support.hand_off import GROUPS, ROUTER, Letter, Pair, held, pair, prompt_of, right
+from tests.support.members import write_secret
 from wire.messages import (
     Abort,
     ChecksumMode,
@@ -71,13 +73,14 @@ def from_prefill(both: Pair, message: RoomMessage) -> None:
     both.network.letters.remove(confirmed[-1])
 
 
-@pytest.mark.parametrize("secret", [None, "Vq3bN8yZ2mWk7LxT5rJc9dQs"])
-def test_pages_over_tcp_are_encrypted_when_the_cluster_has_a_secret(secret: str | None) -> None:
-    with pair(kv_transfer_backend="tcp", cluster_secret=secret) as both:
+@pytest.mark.parametrize("secret", [False, True])
+def test_pages_over_tcp_are_encrypted_when_the_cluster_has_a_secret(secret: bool, tmp_path: Path) -> None:
+    file = write_secret(tmp_path) if secret else None
+    with pair(kv_transfer_backend="tcp", cluster_secret_file=file) as both:
         both.ask(1, prompt_of(1, 50), 6)
         letter = both.hold_back(KVTarget)
         (endpoint,) = letter.message.endpoints
-        assert endpoint.params.get("cipher") == (secret and "aes-256-gcm")
+        assert endpoint.params.get("cipher") == ("aes-256-gcm" if secret else None)
         both.arrive(letter)
         both.run_dry()
         assert both.outputs[1].tokens == right(both, 1)

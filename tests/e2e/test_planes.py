@@ -21,10 +21,10 @@ from tests.e2e.asking import ask, timeline
 from tests.harness.local_stack import Stack, stack
 from tests.harness.processes import Child
 from tests.support.kv_events_reader import Pages, pages_of, replayed, waiting
+from tests.support.members import OTHER_SECRET, write_secret
 
 PAGE_SIZE = 8
 LONG = 20 * PAGE_SIZE
-SECRET = "between us"
 FOUR = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 4}
 
 
@@ -46,16 +46,18 @@ def about(running: Stack, request_id: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def secret_stack(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """1P + 1D that speak CURVE; one prefill chunk a step, and steps that take a moment."""
+    directory = tmp_path_factory.mktemp("secret")
+    secret = {"cluster_secret_file": str(write_secret(directory))}
     with stack(
         tiny_model,
-        tmp_path_factory.mktemp("secret"),
+        directory,
         router={
             "prefill_on_decode_tokens": 0,
             "max_queued": 0,
-            "cluster_secret": SECRET,
             "trusted_tenant_header": "X-Baton-Tenant",
+            **secret,
         },
-        cluster_secret=SECRET,
+        **secret,
         engine="fake",
         fake_step_s=0.03,
         page_size=PAGE_SIZE,
@@ -292,7 +294,7 @@ def test_a_worker_with_another_secret_cannot_join(
     options = {
         "model": str(tiny_model), "served_model_name": "m", "engine": "fake", "page_size": PAGE_SIZE,
         "max_total_tokens": 1024, "directory": secret_stack.directory.ready["mailbox"],
-        "cluster_secret": "something else", "join_timeout_s": 3.0,
+        "cluster_secret_file": str(write_secret(tmp_path, OTHER_SECRET)), "join_timeout_s": 3.0,
     }  # fmt: skip
     with Child("decode_node", options, tmp_path) as stranger:
         assert stranger.process.wait(60.0) == 2

@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 
+from common.secrets import open_secret
 from router.directory.options import DirectoryOptions
 from tests.harness.processes import Child, ChildFailed
 from wire.mailbox import Mailbox
@@ -128,7 +129,8 @@ def stack(
             node.wait_ready()
         http = cleanup.enter_context(httpx.Client(base_url=front.ready["http"], timeout=120.0))
         admin = cleanup.enter_context(httpx.Client(base_url=front.ready["admin"], timeout=120.0))
-        mailbox = cleanup.enter_context(Mailbox(curve=curve_for(worker.get("cluster_secret"))))
+        secret = open_secret(Path(file) if (file := worker.get("cluster_secret_file")) else None)
+        mailbox = cleanup.enter_context(Mailbox(curve=curve_for(secret)))
         running = Stack(leases, front, nodes["prefill_node"], nodes["decode_node"], http, admin, mailbox)
         wait_for_workers(running, prefill + decode)
         try:

@@ -18,10 +18,9 @@ from engine.fake import fake_generate
 from tests.harness.local_stack import Stack, wait_for_workers
 from tests.harness.processes import Child
 from tests.hosts.network import Network
+from tests.support.members import curve_of, write_secret
 from wire.mailbox import Mailbox
-from wire.security import curve_for
 
-_SECRET = "hosts of their own"
 _TOKENS = 300  # of an answer: some seconds
 _STREAMS = 4  # before the fault, and again in it
 _ANSWER_S = 240.0
@@ -94,8 +93,10 @@ def run_cases(cases: Sequence[Case], backend: str, model: Path, directory: Path)
 def _stack(net: Network, backend: str, model: Path, directory: Path) -> Iterator[Stack]:
     """Router, prefill and decode, each on its host; the directory beside the router, where the caller is."""
 
+    secret = write_secret(directory)
+
     def options(host: str, **more: Any) -> dict[str, Any]:
-        return {"cluster_secret": _SECRET, "interface": net.address(host), **more}
+        return {"cluster_secret_file": str(secret), "interface": net.address(host), **more}
 
     with ExitStack() as cleanup:
         leases = cleanup.enter_context(Child("router.directory", options("router"), directory))
@@ -117,7 +118,7 @@ def _stack(net: Network, backend: str, model: Path, directory: Path) -> Iterator
             worker.wait_ready()
         http = cleanup.enter_context(httpx.Client(base_url=front.ready["http"], timeout=_ANSWER_S))
         admin = cleanup.enter_context(httpx.Client(base_url=front.ready["admin"], timeout=_ANSWER_S))
-        mailbox = cleanup.enter_context(Mailbox(net.address("router"), curve_for(_SECRET)))
+        mailbox = cleanup.enter_context(Mailbox(net.address("router"), curve_of()))
         running = Stack(leases, front, workers[:1], workers[1:], http, admin, mailbox)
         wait_for_workers(running, 2)
         yield running

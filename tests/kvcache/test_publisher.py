@@ -11,6 +11,8 @@ import zmq
 
 from kvcache.config import KVEventsConfig
 from kvcache.publisher import EventPublisher
+from tests.support.members import SECRET, curve_of
+from wire.addresses import parse_address
 from wire.events import AllBlocksCleared, BlockRemoved
 from wire.security import Curve
 
@@ -29,9 +31,10 @@ def connect() -> Iterator[Connect]:
         socket.setsockopt(zmq.RCVHWM, 0)
         if kind == zmq.SUB:
             socket.subscribe(b"")
+        publisher = parse_address(address)
         if curve is not None:
-            curve.connect(socket)
-        socket.connect(address)
+            curve.read(socket, publisher)
+        socket.connect(publisher.endpoint)
         return socket
 
     yield connected
@@ -63,9 +66,9 @@ def numbers_until(socket: zmq.Socket, last: int) -> list[int]:
     raise AssertionError(f"batch {last} was never published")
 
 
-@pytest.mark.parametrize("secret", [None, "shared"])
+@pytest.mark.parametrize("secret", [None, SECRET])
 def test_batches_are_numbered_and_can_be_replayed(connect: Connect, secret: str | None) -> None:
-    curve = Curve(secret) if secret else None
+    curve = curve_of(secret)
     with EventPublisher(KVEventsConfig(enable=True), curve) as publisher:
         sub = connect(zmq.SUB, publisher.address, curve)
         dealer = connect(zmq.DEALER, publisher.replay_address, curve)

@@ -20,6 +20,7 @@ from functools import partial
 import msgspec
 
 from common.host import host_identity
+from tests.support.members import curve_of
 from wire.codec import unpack_tokens
 from wire.holds import HoldReport
 from wire.mailbox import Mail, Mailbox
@@ -58,7 +59,6 @@ from wire.messages import (
 from wire.records import GroupLayout, Role, WorkerLoad, WorkerRecord, layout_digest
 from wire.request import FinishReason, GenerateRequest, TokenLogprobs, TokenRun
 from wire.retransmitter import RetransmitKey, Retransmitter
-from wire.security import curve_for
 from wire.stages import RequestStage, Stamp, stamp
 
 VOCABULARY = 256
@@ -140,7 +140,7 @@ class FakeWorker:
         cached_tokens: int = 0,
         announce_s: float = 0.2,
     ) -> None:
-        self.mailbox = Mailbox(curve=curve_for(secret))
+        self.mailbox = Mailbox(curve=curve_of(secret))
         roomy = WorkerLoad(free_tokens=1 << 20, headroom_tokens=1 << 20, headroom_rows=1 << 10)
         self.record = WorkerRecord(
             id=worker_id or f"{role}-{next(_ids)}",

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
+from tests.support.members import OTHER_SECRET, SECRET, curve_of
 from wire.codec import encode
 from wire.loop_mailbox import LoopMailbox
 from wire.mailbox import Mail, Mailbox
@@ -27,18 +28,17 @@ GARBAGE = [
     b"",
     b"\x00",
     b"\x09too short",
-    framed(b"tcp://nobody"),
-    framed(b"tcp://nobody", b""),
-    framed(b"tcp://nobody", encode(Watch()))[:-1],
-    framed(b"tcp://nobody", b"\xc1 not msgpack"),
+    framed(b"tcp://nobody:1"),
+    framed(b"tcp://nobody:1", b""),
+    framed(b"tcp://nobody:1", encode(Watch()))[:-1],
+    framed(b"tcp://nobody:1", b"\xc1 not msgpack"),
     framed(b"\xff\xfe", b"\x80"),
 ]
 
 
-@pytest.fixture(params=[None, "secret"])
+@pytest.fixture(params=[None, SECRET])
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Mailbox, Mailbox]]:
-    curve = Curve(request.param) if request.param else None
-    with Mailbox(curve=curve) as left, Mailbox(curve=curve) as right:
+    with Mailbox(curve=curve_of(request.param)) as left, Mailbox(curve=curve_of(request.param)) as right:
         yield left, right
 
 
@@ -88,7 +88,7 @@ def test_garbage_is_counted_and_costs_nothing_else() -> None:
 
 
 def test_a_stranger_without_the_secret_is_not_heard() -> None:
-    with Mailbox(curve=Curve("secret")) as member, Mailbox(curve=Curve("other")) as stranger:
+    with Mailbox(curve=curve_of()) as member, Mailbox(curve=curve_of(OTHER_SECRET)) as stranger:
         stranger.send(member.address, Watch())
         assert member.wait(0.5) == []
 
@@ -173,12 +173,11 @@ class OnLoop:
         return self.mail
 
 
-@pytest.mark.parametrize("secret", [None, "secret"])
+@pytest.mark.parametrize("secret", [None, SECRET])
 def test_on_a_loop_all_mail_comes_in_order_however_much_at_once(secret: str | None) -> None:
     async def run() -> None:
-        curve = Curve(secret) if secret else None
-        here = OnLoop(curve)
-        with Mailbox(curve=curve) as there:
+        here = OnLoop(curve_of(secret))
+        with Mailbox(curve=curve_of(secret)) as there:
             for epoch in range(2000):  # several times what is read in one turn of the loop
                 there.send(here.mailbox.address, Abort(1, epoch))
             got = await here.until(2000)
@@ -209,8 +208,8 @@ def test_on_a_loop_frames_that_came_while_it_was_busy_are_read_to_the_last() -> 
         socket = context.socket(zmq.PUSH)
         socket.connect(here.mailbox.address)
         for epoch in range(5000):
-            socket.send(framed(b"tcp://a", encode(Abort(1, epoch))))
-        assert await here.until(5000) == [Mail("tcp://a", Abort(1, epoch)) for epoch in range(5000)]
+            socket.send(framed(b"tcp://a:1", encode(Abort(1, epoch))))
+        assert await here.until(5000) == [Mail("tcp://a:1", Abort(1, epoch)) for epoch in range(5000)]
         context.destroy(linger=0)
         here.mailbox.close()
 
@@ -237,9 +236,9 @@ def test_on_a_loop_garbage_is_counted_and_costs_nothing_else() -> None:
         socket.connect(here.mailbox.address)
         for garbage in GARBAGE:
             socket.send(garbage)
-        socket.send_multipart([framed(b"tcp://a", encode(Watch())), b"a second part"])
-        socket.send(framed(b"tcp://b", encode(Watch()), b"\xc1", encode(Abort(1, 2))))
-        expected = [("tcp://a", Watch()), ("tcp://b", Watch()), ("tcp://b", Abort(1, 2))]
+        socket.send_multipart([framed(b"tcp://a:1", encode(Watch())), b"a second part"])
+        socket.send(framed(b"tcp://b:1", encode(Watch()), b"\xc1", encode(Abort(1, 2))))
+        expected = [("tcp://a:1", Watch()), ("tcp://b:1", Watch()), ("tcp://b:1", Abort(1, 2))]
         assert await here.until(3) == expected
         assert here.mailbox.rejected_messages == len(GARBAGE) + 2
         context.destroy(linger=0)

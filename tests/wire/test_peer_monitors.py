@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 import zmq
 
+from tests.support.members import SECRET, curve_of
 from wire.loop_mailbox import LoopMailbox
 from wire.mailbox import Mailbox
 from wire.messages import Inspected, Watch
 from wire.peer_monitors import PeerState
-from wire.security import curve_for
 from wire.sockets import PeerSockets
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,8 +32,8 @@ UP, DOWN = PeerState.UP, PeerState.DOWN
 PEER = """
 import ctypes, sys
 from wire.mailbox import Mailbox
-from wire.security import curve_for
-mailbox = Mailbox(sys.argv[2], curve_for(sys.argv[1] or None))
+from tests.support.members import curve_of
+mailbox = Mailbox(sys.argv[2], curve_of(sys.argv[1] or None))
 print(mailbox.address, flush=True)
 for line in sys.stdin:
     ctypes.PyDLL(None).usleep(int(float(line) * 1e6))  # PyDLL keeps the GIL
@@ -87,14 +87,14 @@ def until(mailbox: Mailbox, address: str, state: PeerState) -> float:
     raise AssertionError(f"{address} was not reported {state}")
 
 
-@pytest.fixture(params=["", "secret"])
+@pytest.fixture(params=["", SECRET])
 def secret(request: pytest.FixtureRequest) -> str:
     assert isinstance(request.param, str)
     return request.param
 
 
 def test_a_stopped_peer_is_down_and_up_again_when_it_goes_on(secret: str) -> None:
-    with Mailbox(curve=curve_for(secret)) as mailbox, peer(secret) as there:
+    with Mailbox(curve=curve_of(secret or None)) as mailbox, peer(secret) as there:
         mailbox.watch(frozenset({there.address}))
         until(mailbox, there.address, UP)
         os.kill(there.process.pid, signal.SIGSTOP)
@@ -104,7 +104,7 @@ def test_a_stopped_peer_is_down_and_up_again_when_it_goes_on(secret: str) -> Non
 
 
 def test_a_killed_peer_is_down(secret: str) -> None:
-    with Mailbox(curve=curve_for(secret)) as mailbox, peer(secret) as there:
+    with Mailbox(curve=curve_of(secret or None)) as mailbox, peer(secret) as there:
         mailbox.send(there.address, Watch())
         until(mailbox, there.address, UP)
         there.process.kill()
@@ -164,14 +164,16 @@ def test_hundreds_of_peers_are_watched() -> None:
             assert mailbox.running
 
 
-def test_a_stranger_is_down() -> None:
-    with Mailbox(curve=curve_for("secret")) as mailbox, peer("another") as there:
-        mailbox.watch(frozenset({there.address}))
-        until(mailbox, there.address, DOWN)
+def test_another_process_at_a_peers_address_is_down() -> None:
+    with Mailbox(curve=curve_of()) as mailbox, peer(SECRET) as there:
+        endpoint, key = there.address.rsplit("/", 1)
+        of_another = f"{endpoint}/{key[::-1]}"
+        mailbox.watch(frozenset({of_another}))
+        until(mailbox, of_another, DOWN)
 
 
 def test_a_peer_that_holds_the_gil_is_not_down() -> None:
-    with Mailbox(curve=curve_for("secret")) as mailbox, peer("secret") as there:
+    with Mailbox(curve=curve_of()) as mailbox, peer(SECRET) as there:
         mailbox.watch(frozenset({there.address}))
         until(mailbox, there.address, UP)
         there.hold_gil(4.0)
@@ -220,7 +222,7 @@ def test_on_a_loop_peers_are_reported_too(secret: str) -> None:
     async def run(there: Peer) -> None:
         seen: asyncio.Queue[tuple[str, PeerState]] = asyncio.Queue()
         mailbox = LoopMailbox(
-            "127.0.0.1", curve_for(secret), lambda _: None, lambda *told: seen.put_nowait(told)
+            "127.0.0.1", curve_of(secret or None), lambda _: None, lambda *told: seen.put_nowait(told)
         )
         mailbox.watch(frozenset({there.address}))
         for state, act in ((UP, signal.SIGSTOP), (DOWN, signal.SIGCONT), (UP, signal.SIGKILL), (DOWN, None)):

@@ -11,6 +11,7 @@ from router.directory.directory import Directory
 from router.directory.incarnations import Incarnations
 from router.directory.server import DirectoryHost, DirectoryServer
 from tests.support.fake_worker import FakeWorker, group_layout
+from tests.support.members import SECRET, curve_of, secret_of
 from wire.mailbox import Mail, Mailbox
 from wire.messages import (
     Announce,
@@ -240,18 +241,18 @@ def test_a_client_repeats_its_watch() -> None:
     assert sent == [("d", Watch(1)), ("d", Watch(2)), ("e", Watch(3))]
 
 
-@pytest.mark.parametrize("secret", [None, "a secret"])
+@pytest.mark.parametrize("secret", [None, SECRET])
 def test_over_mailboxes_a_dead_worker_leaves_the_view(secret: str | None) -> None:
-    with DirectoryHost(cluster_secret=secret, lease_s=0.5) as host:
-        from wire.security import curve_for
-
-        with Mailbox(curve=curve_for(secret)) as watcher:
-            worker = FakeWorker(Role.DECODE, host.address, secret=secret, announce_s=0.1)
-            assert worker.leased.wait(5)
-            watcher.send(host.address, Watch())
-            assert ids_seen(watcher, lambda ids: ids == [worker.record.id])
-            worker.die()
-            assert ids_seen(watcher, lambda ids: ids == [])
+    with (
+        DirectoryHost(secret=secret_of(secret), lease_s=0.5) as host,
+        Mailbox(curve=curve_of(secret)) as watcher,
+    ):
+        worker = FakeWorker(Role.DECODE, host.address, secret=secret, announce_s=0.1)
+        assert worker.leased.wait(5)
+        watcher.send(host.address, Watch())
+        assert ids_seen(watcher, lambda ids: ids == [worker.record.id])
+        worker.die()
+        assert ids_seen(watcher, lambda ids: ids == [])
 
 
 def ids_seen(watcher: Mailbox, good: Any) -> bool:

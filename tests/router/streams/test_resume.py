@@ -12,6 +12,7 @@ from common.errors import InvalidRequest
 from router.options import RouterOptions
 from router.streams.generation import Submission
 from router.streams.resume import MOST_CHOICES, ChoicePosition, ResumeTokens
+from tests.support.members import write_secret
 from wire.request import SamplingParams
 
 NOW = 1_800_000_000.0
@@ -84,16 +85,17 @@ def test_every_altered_character_of_the_token_is_noticed() -> None:
         refused(good[:place] + other + good[place + 1 :])
 
 
-def test_a_foreign_key_and_an_old_id_are_refused() -> None:
+def test_a_foreign_key_and_an_old_id_are_refused(tmp_path: Path) -> None:
     assert "another key" in refused(event_id(), resume_key="K" * 16)
     assert "another key" in refused(event_id(), resume_key=None)
-    assert "another key" in refused(event_id(), resume_key=None, cluster_secret="s")
+    assert "another key" in refused(event_id(), resume_key=None, cluster_secret_file=write_secret(tmp_path))
     with pytest.raises(InvalidRequest, match="expired"):
         tokens().open(event_id(), ASKED, FORM, NOW + 100)
 
 
-def test_the_cluster_secret_is_the_key_of_all_routers() -> None:
-    one, other = (tokens(resume_key=None, cluster_secret="secret") for _ in range(2))
+def test_the_cluster_secret_is_the_key_of_all_routers(tmp_path: Path) -> None:
+    file = write_secret(tmp_path)
+    one, other = (tokens(resume_key=None, cluster_secret_file=file) for _ in range(2))
     assert other.open(f"{one.sign(ASKED, FORM, NOW)}:0.0", ASKED, FORM, NOW).first_room == ASKED.first_room
 
 
