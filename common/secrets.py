@@ -9,7 +9,7 @@ from pathlib import Path
 
 from common.errors import ConfigError
 
-SECRET_VARIABLE = "BATON_CLUSTER_SECRET"
+SECRET_VARIABLE = "BATON_CLUSTER_SECRET"  # noqa: S105 - a name
 _KEY = "cluster_secret_file"
 _REMEDY = "write one that is drawn at random, for example with `openssl rand -hex 32`"
 _LEAST_CHARACTERS = 22  # 128 bits in base64

@@ -213,24 +213,23 @@ def reading(kind: int, secret: str | None, address: str) -> Iterator[zmq.Socket[
 # -- another secret --------------------------------------------------------------------------------
 
 
-def test_a_secret_is_replaced_while_messages_flow(tmp_path: Path) -> None:
-    """New below old, then new above old, then new alone: each process has its own file, as on its own host."""
-    files = [write_secret(tmp_path / name) for name in made(tmp_path, "one", "other")]
+def test_a_secret_is_replaced_while_messages_flow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New below old, then new above old, then new alone; each process has a file of its own."""
+    monkeypatch.setattr("common.secrets._CHECK_S", 0.05)
+    files = [write_secret(made(tmp_path, name)) for name in ("one", "other")]
     one, other = (Mailbox(curve=curve_for(open_secret(file))) for file in files)
     with one, other:
-        sent = 0
         for lines in ((SECRET, OTHER_SECRET), (OTHER_SECRET, SECRET), (OTHER_SECRET,)):
             for file in files:
                 write_secret(file.parent, *lines)
-                for _ in range(15):
-                    one.send(other.address, Watch(sent))
-                    assert heard(other, 1) == [Watch(sent)]
-                    sent += 1
-                    time.sleep(0.1)  # what is replaced is looked at once a second
+                for number in range(8):
+                    one.send(other.address, Watch(number))
+                    assert heard(other, 1) == [Watch(number)]
+                    time.sleep(0.05)  # both look at their files meanwhile
         with Mailbox(curve=curve_of(OTHER_SECRET)) as new, Mailbox(curve=curve_of(SECRET)) as late:
-            new.send(other.address, Watch(-1))
-            assert heard(other, 1) == [Watch(-1)]
-            late.send(other.address, Watch(-2))
+            new.send(other.address, Watch(1))
+            assert heard(other, 1) == [Watch(1)]
+            late.send(other.address, Watch(2))
             until(lambda: other.rejected_messages == 1)
         assert one.rejected_messages == 0
 
@@ -261,11 +260,10 @@ def test_both_secrets_of_a_directory_are_tried(tmp_path: Path) -> None:
     """The client has the new one first, the directory does not yet."""
     with closing(socket.create_server(("127.0.0.1", 0))) as free:
         port = free.getsockname()[1]
-    old = curve_for(
-        open_secret(write_secret(tmp_path / made(tmp_path, "d")[0], SECRET, OTHER_SECRET)), fixed_address=True
-    )
-    new = curve_for(open_secret(write_secret(tmp_path / made(tmp_path, "w")[0], OTHER_SECRET, SECRET)))
-    with Mailbox(curve=old, port=port) as directory, Mailbox(curve=new) as worker:
+    old, new = made(tmp_path, "old"), made(tmp_path, "new")
+    of_directory = curve_for(open_secret(write_secret(old, SECRET, OTHER_SECRET)), fixed_address=True)
+    of_worker = curve_for(open_secret(write_secret(new, OTHER_SECRET, SECRET)))
+    with Mailbox(curve=of_directory, port=port) as directory, Mailbox(curve=of_worker) as worker:
         deadline, got = time.monotonic() + 2 * WAIT_S, []
         while not got:
             assert time.monotonic() < deadline
@@ -273,7 +271,6 @@ def test_both_secrets_of_a_directory_are_tried(tmp_path: Path) -> None:
             got = directory.wait(0.3)
 
 
-def made(tmp_path: Path, *names: str) -> list[str]:
-    for name in names:
-        (tmp_path / name).mkdir()
-    return list(names)
+def made(tmp_path: Path, name: str) -> Path:
+    (tmp_path / name).mkdir()
+    return tmp_path / name
