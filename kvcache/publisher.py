@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 import zmq
 
+from common.quiet_log import QuietLog
 from kvcache.config import KVEventsConfig
 from kvcache.snapshot import TreeSnapshot
 from wire.events import AnyEvent, encode_batch
@@ -71,6 +72,7 @@ class EventPublisher:
         Without `on_snapshot_wanted` there are no snapshots: a replay from too old a start begins later.
         """
         self._topic = config.topic.encode()
+        self._quiet = QuietLog(log)
         self._kept: deque[_Batch] = deque(maxlen=config.buffer_batches)
         self._buffer_batches = config.buffer_batches
         self._next = 0  # sequence number of the next batch
@@ -199,7 +201,7 @@ class EventPublisher:
         """Answer one replay request. A malformed one is logged and gets no answer."""
         peer, *request = self._replay.recv_multipart()
         if len(request) != 2 or request[0] or len(request[1]) != 8:
-            log.warning("kv events: a replay request of %d frames is not ['', number]", len(request))
+            self._quiet.warning("kv events: a replay request of %d frames is not ['', number]", len(request))
             return
         oldest = self._next - len(self._kept)
         missing = int.from_bytes(request[1], "big") - oldest  # batches to leave out; < 0: not kept any more

@@ -14,7 +14,6 @@ from typing import NamedTuple
 from common.errors import WireError
 
 LONGEST_ADDRESS = 255  # bytes: its length is one byte of a frame
-KEY_DIGITS = 64
 _ADDRESS = re.compile(
     r"(tcp://(?:\[[0-9a-fA-F:.]+(?:%[A-Za-z0-9_.-]+)?\]|[A-Za-z0-9](?:[A-Za-z0-9_.-]*)):([0-9]{1,5}))"
     r"(?:/([0-9a-f]{64}))?"

@@ -72,7 +72,7 @@ class Curve:
         """Make a socket speak CURVE as a server. Call it before `bind`. The context needs a ZapHandler."""
         self._present(socket, self._pair)
         socket.curve_server = True
-        socket.zap_domain = _ZAP_DOMAIN
+        socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
 
     def connect(self, socket: zmq.Socket[bytes], to: Address, attempt: int = 0) -> None:
         """Make a socket connect to that process only. Call it before `connect`.

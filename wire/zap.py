@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 import zmq
 
+from common.quiet_log import QuietLog
+
 log = logging.getLogger(__name__)
 
 _ENDPOINT = "inproc://zeromq.zap.01"
@@ -27,7 +29,7 @@ class ZapHandler:
         """`admits` is called on this thread with each key, hexadecimal. None: all are admitted, because the
         frames prove more than the key does (wire/senders.py)."""
         self._admits = admits
-        self.refused = 0  # connections
+        self._quiet = QuietLog(log)
         self._socket = context.socket(zmq.REP)
         self._socket.bind(_ENDPOINT)
         stop = f"inproc://zap-stop-{id(self)}"
@@ -65,5 +67,5 @@ class ZapHandler:
         text = key.hex()
         if len(key) == _KEY_BYTES and (self._admits is None or self._admits(text)):
             return [_VERSION, number, b"200", b"OK", text.encode(), b""]
-        self.refused += 1
+        self._quiet.warning("refused a connection with the key %s", text)
         return [_VERSION, number, b"400", b"not a member", b"", b""]

@@ -168,6 +168,7 @@ class DirectoryHost:
         self.address = self._mailbox.address
         directory = Directory(lease_s, 0.0 if is_new else time.monotonic() + lease_s)
         self._server = DirectoryServer(directory, self._mailbox.send, on_lost)
+        self._quiet = QuietLog(log)
         self._tick_s = min(0.1, lease_s / 10)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="directory", daemon=True)
@@ -199,5 +200,5 @@ class DirectoryHost:
             now = time.monotonic()
             for one in mail:
                 if not self._server.handle(one, now):
-                    log.warning("the directory does not take %s", type(one.message).__name__)
+                    self._quiet.warning("the directory does not take %s", type(one.message).__name__)
             self._server.tick(now)

@@ -94,7 +94,7 @@ def test_drain_bound_is_below_serves_own() -> None:
     assert 0.8 * config.decode.graceful_shutdown_timeout_s == pytest.approx(40)
 
 
-@pytest.mark.parametrize("name", ["demo.yaml", "local.yaml", "cluster-serve.yaml"])
+@pytest.mark.parametrize("name", ["demo.yaml", "local.yaml", "cluster-serve.yaml", "gpu-serve.yaml"])
 def test_the_configurations_in_deploy_are_valid(name: str) -> None:
     assert parse_config(read_config(DEPLOY / name)).model
 

@@ -1,4 +1,4 @@
-"""deploy/kuberay.yaml against KubeRay's own schemas."""
+"""deploy/kuberay.yaml against KubeRay's own schemas, and what it serves against Serve's and ours."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import yaml
+from ray.serve.schema import ServeDeploySchema
 
+from cluster.config import parse_config
 from tests.cluster.schemas import errors
 
 ROOT = Path(__file__).parents[2]
@@ -62,3 +64,15 @@ def test_a_wrong_key_or_value_is_seen(path: tuple[str | int, ...], value: Any, s
     found = errors(changed(*path, value=value), schema("1.7.0"))
     assert found
     assert all(says in error for error in found)  # more than one where head and workers share a template
+
+
+def test_the_version_of_ray_is_the_one_that_is_tested() -> None:
+    lock = (ROOT / "requirements.lock").read_text().splitlines()
+    assert f"ray=={MANIFEST['spec']['rayClusterConfig']['rayVersion']}" in lock
+
+
+def test_serve_and_baton_accept_what_it_deploys() -> None:
+    config = yaml.safe_load(MANIFEST["spec"]["serveConfigV2"])
+    (application,) = ServeDeploySchema.model_validate(config).applications
+    assert application.import_path == "cluster.app:build"
+    assert parse_config(application.args).model
