@@ -87,6 +87,22 @@ def test_pages_over_tcp_are_encrypted_when_the_cluster_has_a_secret(secret: bool
         both.settle()
 
 
+def test_who_has_no_part_in_a_room_is_not_heard(both: Pair) -> None:
+    prefill, decode = both.prefill.record().mailbox, both.decode.record().mailbox
+    both.ask(1, prompt_of(1, 50), 6)
+    target = both.hold_back(KVTarget)
+    stranger = "tcp://stranger:1"
+    both.arrive(Letter(stranger, prefill, target.message))
+    for lie in (KVDone(1, 1, 50, 7, 0), KVFailed(1, 1, "no"), Release(1, 1)):
+        both.arrive(Letter(stranger, decode, lie))
+    assert not [letter for letter in both.network.letters if letter.to == stranger]
+    assert room_of(both).hold is DecodeHold.WAITING
+    both.arrive(target)
+    both.run_dry()
+    assert both.outputs[1].tokens == right(both, 1)
+    both.settle()
+
+
 def sent_to_router(both: Pair, kind: type[Any]) -> list[Any]:
     """Messages of this kind from decode to the router that are on their way."""
     decode = both.decode.record().mailbox

@@ -1,4 +1,4 @@
-"""An attacker with a mailbox of its own, in a cluster without a secret, where everybody is a member."""
+"""An attacker with a mailbox of its own: a stranger, or a member that lies about everything but its name."""
 
 from __future__ import annotations
 
@@ -10,33 +10,39 @@ import msgspec
 import zmq
 
 from tests.fuzz.lies import Liar
+from wire.addresses import parse_address
 from wire.codec import encode
 from wire.mailbox import Mailbox
 from wire.messages import AnyMessage
 from wire.records import WorkerRecord
+from wire.security import Curve
 
 _ANSWER_S = 20.0
 
 
 class Attacker:
-    """It lies about everything but its name. Use it as a context manager."""
+    """With `curve` a member, which proves its own address as it must. Use it as a context manager."""
 
-    def __init__(self, seed: int, targets: tuple[str, ...]) -> None:
+    def __init__(self, curve: Curve | None, seed: int, targets: tuple[str, ...]) -> None:
         """`targets`: the mailboxes that its lies name."""
+        self.curve = curve
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.random = random.Random(seed)
-        self._mailbox = Mailbox()
+        self._mailbox = Mailbox(curve=curve)
         self.address = self._mailbox.address
         text = self.address.encode()
-        self.head = bytes((len(text),)) + text
-        self.liar = Liar(seed, (self.address, *targets))
+        self.head = bytes((len(text),)) + text + (b"" if curve is None else curve.proof(self.address))
+        self.liar = Liar(seed, (self.address, *targets), proven=curve is not None)
 
     def connect(self, mailbox: str) -> zmq.Socket[bytes]:
         """A socket that sends frames to a mailbox, in order."""
         socket = self.context.socket(zmq.PUSH)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDTIMEO, int(_ANSWER_S * 1000))
-        socket.connect(mailbox)
+        address = parse_address(mailbox)
+        if self.curve is not None:
+            self.curve.connect(socket, address)
+        socket.connect(address.endpoint)
         return socket
 
     def frame_of(self, message: AnyMessage) -> bytes:

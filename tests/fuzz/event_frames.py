@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from tests.fuzz.attacker import Attacker
 from tests.fuzz.findings import Findings
 from tests.harness.local_stack import Stack
+from wire.addresses import parse_address
 from wire.messages import Announce, Withdraw
 from wire.records import WorkerRecord
 
@@ -158,9 +159,12 @@ class HostilePublisher:
     def _bind(self, kind: int) -> tuple[zmq.Socket[bytes], str]:
         socket = self._attacker.context.socket(kind)
         socket.setsockopt(zmq.SNDHWM, 0)
+        curve = self._attacker.curve
+        if curve is not None:
+            curve.serve(socket)
         socket.bind("tcp://127.0.0.1:*")
         endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        return socket, endpoint
+        return socket, endpoint if curve is None else curve.address(endpoint)
 
 
 def _connect(attacker: Attacker, address: str, kind: int) -> zmq.Socket[bytes]:
@@ -168,5 +172,8 @@ def _connect(attacker: Attacker, address: str, kind: int) -> zmq.Socket[bytes]:
     socket = attacker.context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
-    socket.connect(address)
+    publisher = parse_address(address)
+    if attacker.curve is not None:
+        attacker.curve.read(socket, publisher)
+    socket.connect(publisher.endpoint)
     return socket

@@ -15,6 +15,7 @@ from tests.fuzz.mailbox_frames import send_directory_frames, send_frames
 from tests.fuzz.target import Target
 from wire.messages import View, Watch
 from wire.records import Role, WorkerRecord
+from wire.security import curve_for
 
 _BATCH = 25_000  # frames
 _PEERS_BATCH = 100
@@ -39,7 +40,7 @@ def send_all_peers(target: Target, count: int) -> None:
     (decode,), findings = target.running.decode, target.findings
     for start in range(0, count, _PEERS_BATCH):
         wanted = min(_PEERS_BATCH, count - start)
-        sent = send_peers(decode.ready["mailbox"], 1000 + findings.peers, wanted)
+        sent = send_peers(decode.ready["mailbox"], 1000 + findings.peers, wanted, target.secret)
         findings.peers += sent
         if sent < wanted:
             findings.hangs += 1
@@ -54,7 +55,7 @@ def _attacker(target: Target) -> Iterator[Attacker]:
     """One who is there for a batch. What it began ends some time after it has left."""
     running, seed = target.running, target.findings.frames + target.findings.peers
     names = (running.router.ready["mailbox"], *(worker.ready["mailbox"] for worker in running.workers))
-    with Attacker(seed, names) as attacker:
+    with Attacker(curve_for(target.secret), seed, names) as attacker:
         yield attacker
 
 

@@ -12,30 +12,32 @@ from multiprocessing import get_context
 import numpy as np
 
 from common.errors import TransferError
+from common.secrets import ClusterSecret
 from kvtransfer.frames import LENGTH, Begin, End, Frame, Granted, Hello, Pools, Staged, bound, encode_frame
 from kvtransfer.greeting import introduce
 from tests.fuzz.attacker import Attacker
 from wire.codec import pack_tokens
 from wire.messages import Decode, KVTarget, TransferEndpoint
 from wire.request import GenerateRequest, SamplingParams
+from wire.security import curve_for
 
 _SILENCE_S = 5.0
 _KEPT = 40  # connections that stay open at once
 _PAGES = (0, 1, 2, -1, 10**6, 2**62, -(2**63))
 
 
-def send_peers(decode: str, room: int, count: int) -> int:
+def send_peers(decode: str, room: int, count: int, secret: ClusterSecret | None) -> int:
     """Let `count` hostile peers visit the worker with that mailbox, about a room that an attacker opens.
 
     In a process of their own: pages that it was granted in shared memory are free when it has ended. Returns
     how many there were: none if the worker reserves nothing.
     """
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(_send_peers, decode, room, count).result()
+        return pool.submit(_send_peers, decode, room, count, secret).result()
 
 
-def _send_peers(decode: str, room: int, count: int) -> int:
-    with Attacker(room, ()) as attacker:
+def _send_peers(decode: str, room: int, count: int, secret: ClusterSecret | None) -> int:
+    with Attacker(curve_for(secret), room, ()) as attacker:
         target = _open_room(attacker, decode, room)
         if target is None:
             return 0

@@ -55,12 +55,13 @@ _LONGEST = 4  # of a drawn collection
 class Liar:
     """Draws messages. The same seed draws the same ones."""
 
-    def __init__(self, seed: int, addresses: tuple[str, ...]) -> None:
-        """`addresses`: of live processes, which lies name as well as those that nobody has."""
+    def __init__(self, seed: int, addresses: tuple[str, ...], *, proven: bool) -> None:
+        """`addresses`: of live processes, which lies name as well as those that nobody has. `proven`: whether
+        processes prove who they are."""
         self._random = random.Random(seed)
         self._addresses = addresses
         # Without a secret nobody can prove to be the directory, and its word is taken from anybody.
-        kinds = (kind for kind in get_args(AnyMessage) if kind not in _OF_THE_DIRECTORY)
+        kinds = (kind for kind in get_args(AnyMessage) if proven or kind not in _OF_THE_DIRECTORY)
         self._kinds = [types.type_info(kind) for kind in kinds]
         self._batch = types.type_info(EventBatch)
         # Rooms that lies have in common, so that several are about one, and any others.

@@ -8,8 +8,10 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+from common.secrets import ClusterSecret
 from tests.fuzz.findings import Findings, Footprint, Honest, Logs
 from tests.harness.local_stack import Stack, stack
+from tests.support.members import secret_of, write_secret
 from tests.support.tiny_models import make_tiny
 
 # Small, so that a hostile request that is accepted is soon over.
@@ -27,8 +29,11 @@ _WORKER: dict[str, Any] = {
 class Target:
     """A running stack, and what watches it."""
 
-    def __init__(self, running: Stack, findings: Findings, honest: Honest) -> None:
+    def __init__(
+        self, running: Stack, findings: Findings, honest: Honest, secret: ClusterSecret | None
+    ) -> None:
         self.running = running
+        self.secret = secret
         self.findings = findings
         self._honest = honest
         self._logs = Logs(running)
@@ -52,12 +57,15 @@ class Target:
 
 
 @contextmanager
-def target(findings: Findings) -> Iterator[Target]:
-    """Start the stack, and end it."""
+def target(findings: Findings, *, has_secret: bool) -> Iterator[Target]:
+    """Start a stack, whose cluster may have a secret, and end it."""
     with tempfile.TemporaryDirectory(prefix="baton-fuzz-") as folder:
         model = make_tiny("qwen3", Path(folder, "model"), 1)
+        shared: dict[str, Any] = {}
+        if has_secret:
+            shared["cluster_secret_file"] = str(write_secret(Path(folder)))
         with (
-            stack(model, Path(folder, "run"), router=_ROUTER, **_WORKER) as running,
+            stack(model, Path(folder, "run"), router={**_ROUTER, **shared}, **_WORKER, **shared) as running,
             closing(Honest(running, findings)) as honest,
         ):
-            yield Target(running, findings, honest)
+            yield Target(running, findings, honest, secret_of() if has_secret else None)

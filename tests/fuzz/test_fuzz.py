@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from tests.fuzz.findings import Findings
-from tests.fuzz.frame_batches import send_all_peers
+from tests.fuzz.frame_batches import send_all_frames, send_all_peers
 from tests.fuzz.http_batches import send_http
 from tests.fuzz.target import target
 
@@ -14,10 +14,20 @@ from tests.fuzz.target import target
 @pytest.mark.slow
 def test_two_hundred_hostile_requests_and_twenty_peers() -> None:
     findings = Findings()
-    with target(findings) as attacked:
+    with target(findings, has_secret=False) as attacked:
         send_http(attacked, 200, borders=False)
         send_all_peers(attacked, 20)
         attacked.running.settle()
     assert findings.held, findings.line()
     assert findings.http >= 200
     assert findings.peers == 20
+
+
+@pytest.mark.slow
+def test_a_few_hundred_frames_of_a_lying_member() -> None:
+    findings = Findings()
+    with target(findings, has_secret=True) as attacked:
+        send_all_frames(attacked, 200)
+        attacked.running.settle()
+    assert findings.held, findings.line()
+    assert findings.frames >= 5 * 200

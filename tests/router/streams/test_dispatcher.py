@@ -59,7 +59,7 @@ class Desk:
         self.sent: list[tuple[str, AnyMessage]] = []
         self.placer = Placer(GlobalIndex(), make_policy("kv", OPTIONS.weights, 0), 10.0)
         self.placer.update(list(workers), time.monotonic())
-        metrics = RoomMetrics(CollectorRegistry())
+        self.metrics = metrics = RoomMetrics(CollectorRegistry())
         self.dispatcher = Dispatcher(
             options, self.placer, TraceStore(), metrics, lambda to, message: self.sent.append((to, message))
         )
@@ -101,6 +101,29 @@ def test_one_suspicion_restarts_every_room_of_the_worker_at_once_and_no_other() 
         aborted = {message.room for to, message in desk.sent if isinstance(message, Abort)}
         assert aborted == on_d
         assert all(sink.error is None for sink in sinks.values())
+
+    asyncio.run(run())
+
+
+def test_tokens_of_a_worker_without_the_room_are_dropped() -> None:
+    async def run() -> None:
+        desk = Desk(P, D)
+        sink = desk.open(1)
+        stranger = record("s", role=Role.DECODE, mailbox="tcp://stranger:1")
+        desk.sent.clear()
+        desk.tokens(stranger, 1, 7)
+        rejected = Rejected(1, 0, RejectKind.FAILED, "no")
+        desk.dispatcher.take(Mail(stranger.mailbox, rejected), time.monotonic())
+        desk.dispatcher.tick(time.monotonic())
+        assert sink.tokens == []
+        assert sink.error is None
+        assert desk.on(D, Decode, 1) == set(), "the room was started again"
+        acked = [to for to, message in desk.sent if isinstance(message, Ack)]
+        assert stranger.mailbox not in acked
+        (family,) = desk.metrics.strays.collect()
+        assert family.samples[0].value == 2
+        desk.tokens(D, 1, 8)
+        assert sink.tokens == [8]
 
     asyncio.run(run())
 
