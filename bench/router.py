@@ -1,16 +1,18 @@
 """The router's HTTP and token path at speed.
 
-    python -m bench.router --json [--bare-only] [--ingress proxy] [--url http://HOST:PORT --served-model NAME]
+    python -m bench.router --json [--bare-only] [--secured] [--ingress proxy]
+                           [--url http://HOST:PORT --served-model NAME]
 
 Fake workers in processes of their own (bench/fake_worker, compiled) send one `Tokens` message per token. The
 router writes one event per token to a compiled load generator (bench/load_generator), which keeps 1, 16 or 64
 connections busy with prompts of 256 tokens, all different, and checks every answer. `bare` is `python -m
-router --processes N`; `serve` is the same router under Ray Serve in N replicas, with HAProxy and the switches
-of deploy/cluster.yaml. The two are measured alternately; each figure is the median of the rounds.
+router --processes N`; `secured` is the same with API keys and a cluster secret, so that all messages speak
+CURVE; `serve` is the same under Ray Serve in N replicas, with HAProxy and the switches of
+deploy/cluster.yaml. They are measured alternately; each figure is the median of the rounds.
 
 The fake workers need Debian's libzmq3-dev and libmsgpack-cxx-dev.
 
-`values`: {bare, serve, url: {
+`values`: {bare, secured, serve, url: {
     rps_1, rps_16, rps_64             requests/s at so many connections, 16 tokens each
     added_ms_1, _16, _64              time to the first event's first byte, less the worker's own share of it
     rps_64_by_tokens: {1, 4, 16}      requests/s at 64 connections by tokens per answer
@@ -19,7 +21,8 @@ The fake workers need Debian's libzmq3-dev and libmsgpack-cxx-dev.
     load_cpu_share                    the largest share of a core that the load generator used},
     processes                         of each router
     tokenize_256_p50_us               time to encode one of the prompts, in this process}
-`ratios`: serve_vs_bare_rps_64, serve_vs_bare_added_ms_1.
+`ratios`: serve_vs_bare_rps_64, serve_vs_bare_added_ms_1; secured_vs_bare_rps_1, _rps_64,
+_router_cpu_us_per_request, _router_cpu_us_per_token.
 """
 
 from __future__ import annotations
@@ -107,6 +110,8 @@ def _start(cleanup: ExitStack, given: argparse.Namespace, prompts: Path) -> dict
     sides = {}
     scratch = prompts.parent
     routers = {"bare": bare_router(given.model, "m", scratch, given.processes)}
+    if given.secured:
+        routers["secured"] = bare_router(given.model, "m", scratch, given.processes, secured=True)
     if not given.bare_only:
         routers["serve"] = served_router(given.model, "m", scratch, given.ingress, given.processes)
     for name, router in routers.items():
@@ -125,6 +130,9 @@ def main() -> None:
     """Start everything, measure alternately, print."""
     parser = argument_parser(__doc__)
     parser.add_argument("--bare-only", action="store_true", help="without Ray Serve")
+    parser.add_argument(
+        "--secured", action="store_true", help="also bare with API keys and a cluster secret (CURVE)"
+    )
     parser.add_argument("--ingress", choices=INGRESSES, default="haproxy", help="of Ray Serve")
     parser.add_argument("--url", help="another system, OpenAI-compatible, at an IPv4 address")
     parser.add_argument("--served-model", default="m", help="model name to ask it for")
@@ -169,6 +177,9 @@ def main() -> None:
     if "serve" in values:
         for key in ("rps_64", "added_ms_1"):
             ratios[f"serve_vs_bare_{key}"] = round(values["serve"][key] / values["bare"][key], 3)
+    if "secured" in values:
+        for key in ("rps_1", "rps_64", "router_cpu_us_per_request", "router_cpu_us_per_token"):
+            ratios[f"secured_vs_bare_{key}"] = round(values["secured"][key] / values["bare"][key], 3)
     print_result("router", ratios, values, given.json)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import secrets
 import socket
 import statistics
 import subprocess
@@ -20,6 +21,7 @@ from typing import Any
 from bench.common import seconds
 from bench.compiled import compiled
 from bench.router_worker import router_worker
+from common.secrets import ClusterSecret, open_secret
 from router.text.tokenization import Tokenization
 from tests.harness.processes import Child
 from wire.records import Role
@@ -41,6 +43,8 @@ class Endpoint:
     model: str
     root: int | None = None
     admin: str = ""  # URL of the router's admin listener
+    api_key: str = ""
+    secret: ClusterSecret | None = None
 
     @property
     def url(self) -> str:
@@ -117,7 +121,7 @@ class LoadGenerator:
         options: dict[str, Any] = {
             "host": at.host, "port": at.port, "path": path, "prompts": self._prompts, "first": self._sent,
             "head": head, "tail": tail, "connections": connections, "seconds": duration_s,
-            "warmup": duration_s / 5, "events": tokens if self._exact else 0,
+            "warmup": duration_s / 5, "events": tokens if self._exact else 0, "key": at.api_key,
         }  # fmt: skip
         words = [str(word) for key, value in options.items() for word in (f"--{key}", value)]
         before = router_cpu_seconds(at)
@@ -130,13 +134,32 @@ class LoadGenerator:
 
 
 @contextmanager
-def bare_router(model: Path, name: str, scratch: Path, processes: int = 1) -> Iterator[tuple[Endpoint, str]]:
-    """`python -m router --processes` on a free port, and its directory's mailbox address."""
-    options = {"model": str(model), "served_model_name": name, "port": 0, "admin_ports": "0"}
+def bare_router(
+    model: Path, name: str, scratch: Path, processes: int = 1, *, secured: bool = False
+) -> Iterator[tuple[Endpoint, str]]:
+    """`python -m router --processes` on a free port, and its directory's mailbox address. `secured`: it asks
+    for one of ten API keys, and its cluster has a secret."""
+    options: dict[str, Any] = {"model": str(model), "served_model_name": name, "port": 0, "admin_ports": "0"}
+    key, secret = "", None
+    if secured:
+        scratch = scratch / "secured"
+        scratch.mkdir()
+        keys = [secrets.token_hex(16) for _ in range(10)]
+        key = keys[-1]
+        options["api_keys_file"] = _private(scratch / "keys", json.dumps([{"key": one} for one in keys]))
+        options["cluster_secret_file"] = _private(scratch / "secret", secrets.token_hex(32))
+        secret = open_secret(Path(options["cluster_secret_file"]))
     with Child("router", options, scratch, arguments=("--processes", str(processes))) as router:
         ready = router.wait_ready()
         host, _, port = ready["http"].removeprefix("http://").rpartition(":")
-        yield Endpoint(host, int(port), name, router.process.pid, ready["admin"]), ready["mailbox"]
+        root = router.process.pid
+        yield Endpoint(host, int(port), name, root, ready["admin"], key, secret), ready["mailbox"]
+
+
+def _private(path: Path, text: str) -> str:
+    path.touch(mode=0o600)
+    path.write_text(text)
+    return str(path)
 
 
 @contextmanager
@@ -160,7 +183,7 @@ def workers(at: Endpoint, directory: str, step_ms: float = 0.0) -> Iterator[None
     """One prefill and one decode worker, known to the router at `at`."""
     with ExitStack() as cleanup:
         for role in Role:
-            cleanup.enter_context(router_worker(role, directory, at.model, step_ms=step_ms))
+            cleanup.enter_context(router_worker(role, directory, at.model, step_ms=step_ms, secret=at.secret))
         deadline = time.monotonic() + _READY_S
         while len(_get(at, "/debug/workers")["workers"]) < len(Role):
             if time.monotonic() > deadline:

@@ -13,12 +13,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import msgspec
+import zmq
+from zmq.utils import z85
 
 from bench.compiled import compiled
 from common.host import host_identity
+from common.secrets import ClusterSecret
 from wire.codec import encode
 from wire.messages import Announce, GroupTarget, TransferEndpoint
 from wire.records import GroupLayout, Role, WorkerLoad, WorkerRecord, layout_digest
+from wire.security import Curve
 
 _PAGE_TOKENS = 16
 _PROMPT_PAGES = 16  # that its KVTarget offers; nobody writes them
@@ -27,24 +31,40 @@ _ROOMY = WorkerLoad(free_tokens=1 << 24, headroom_tokens=1 << 24, headroom_rows=
 
 @contextmanager
 def router_worker(
-    role: Role, directory: str, model: str, prefill_ms: float = 0.0, step_ms: float = 0.0
+    role: Role,
+    directory: str,
+    model: str,
+    prefill_ms: float = 0.0,
+    step_ms: float = 0.0,
+    secret: ClusterSecret | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A process that serves `model` in that role and announces itself to the directory at this address.
 
-    `prefill_ms`: from a Prefill to token 0. `step_ms`: at least this between two tokens of a room.
-    Raises BuildError if its program cannot be compiled.
+    `prefill_ms`: from a Prefill to token 0. `step_ms`: at least this between two tokens of a room. `secret`:
+    of the cluster. Raises BuildError if its program cannot be compiled.
     """
     options = {
         "--role": role, "--directory": directory, "--prefill-ms": prefill_ms, "--step-ms": step_ms,
     }  # fmt: skip
+    public = b""
+    if secret is not None:
+        public, private = zmq.curve_keypair()
+        options |= {
+            "--public-key": public.decode(),
+            "--secret-key": private.decode(),
+        }  # of this process alone
     words = [str(word) for pair in options.items() for word in pair]
     program = compiled("fake_worker", "zmq")
     process = subprocess.Popen([program, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        record = _record(role, process.stdout.readline().decode().strip(), model, process.pid)
-        process.stdin.write(msgspec.msgpack.encode([record.id, encode(Announce(record)), _kv_target(record)]))
+        endpoint = process.stdout.readline().decode().strip()
+        address = endpoint if secret is None else f"{endpoint}/{z85.decode(public).hex()}"
+        proof = b"" if secret is None else Curve(secret).proof(address)
+        record = _record(role, address, model, process.pid)
+        identity = [address, proof, record.id, encode(Announce(record)), _kv_target(record)]
+        process.stdin.write(msgspec.msgpack.encode(identity))
         yield process
     finally:
         process.terminate()

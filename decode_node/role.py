@@ -173,7 +173,7 @@ class DecodeRole(WorkerRole[DecodeRoom]):
                 room = self.rooms.get(message.room, message.epoch)
                 if room is not None and room.hold is not DecodeHold.SCHEDULER:
                     if mail.sender != room.prefill:
-                        self.stray(mail.sender, room, message)
+                        self.strays.note(mail.sender, message)
                         return
                     problem = self._hand_off_ended(room, message)
                     if problem and room.is_move:  # a Receipt would end the room where it is

@@ -80,7 +80,7 @@ class PrefillRole(WorkerRole[PrefillRoom]):
             sender, target = parked
             assert isinstance(target, KVTarget)
             if sender != room.decode:
-                self.stray(sender, room, target)
+                self.strays.note(sender, target)
             elif not self._aim(room, target):
                 return
         self.scheduler.add(room.req)
@@ -91,7 +91,7 @@ class PrefillRole(WorkerRole[PrefillRoom]):
             return
         room = self.rooms.get(target.room, target.epoch)
         if room is not None and mail.sender != room.decode:
-            self.stray(mail.sender, room, target)
+            self.strays.note(mail.sender, target)
             return
         self.mailbox.send(mail.sender, Receipt(target.room, target.epoch, kind_of(target)))
         if room is None:

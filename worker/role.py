@@ -6,14 +6,12 @@ Everything here runs on the engine loop's thread.
 
 from __future__ import annotations
 
-import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
-from common.quiet_log import QuietLog
 from kvcache.memory import Memory
 from scheduler.config import Phase
 from scheduler.node_policy import AfterPrefill, NodePolicy
@@ -22,7 +20,6 @@ from scheduler.scheduler import Scheduler
 from wire.holds import Hold
 from wire.mailbox import Mail, Mailbox
 from wire.messages import (
-    AnyMessage,
     Decode,
     Prefill,
     Rejected,
@@ -41,6 +38,7 @@ from worker.orphans import Orphans, Pausing
 from worker.outbox import Outbox, OutputKey
 from worker.questions import Questions
 from worker.rooms import Rooms
+from worker.strays import Strays
 
 _TELL_S = 10.0  # a router that has confirmed nothing by then has asked again itself, or is gone
 
@@ -79,8 +77,6 @@ class Room:
         return []
 
 
-log = logging.getLogger(__name__)
-
 RoomType = TypeVar("RoomType", bound=Room)
 
 
@@ -117,7 +113,7 @@ class WorkerRole(ABC, Generic[RoomType]):
         self.questions = services.questions
         self.outbox = services.outbox
         self.rooms: Rooms[RoomType] = services.rooms
-        self._quiet = QuietLog(log)
+        self.strays = Strays()
         self.scheduler = services.build_scheduler(self)
         self.orphans: Orphans[RoomType] = Orphans(
             self,
@@ -171,10 +167,6 @@ class WorkerRole(ABC, Generic[RoomType]):
         return False
 
     # -- what is the same in every role --------------------------------------------------------------
-
-    def stray(self, sender: str, room: RoomType, message: AnyMessage) -> None:
-        """A message about a room came from a process that has no part in it. It is not answered."""
-        self._quiet.warning("room %d: %s has no say in it: %s", room.room, sender, kind_of(message))
 
     def on_peer(self, address: str, state: PeerState) -> None:
         """A mailbox to which this worker is connected has come up or gone down: a router's or a worker's."""

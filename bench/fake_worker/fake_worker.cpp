@@ -38,6 +38,7 @@ constexpr uint64_t kBytes = 1024;                        // of KV in its timelin
 struct Options {
     bool prefills = false;
     std::string directory;
+    KeyPair keys;
     double prefill_s = 0.0, step_s = 0.0;
 };
 
@@ -73,8 +74,9 @@ struct LastRun {
 };
 using Stamps = std::vector<std::pair<std::string, uint64_t>>;
 
-using Identity = std::tuple<std::string, std::string, std::string>;  // id, Announce, end of KVTarget
-using Key = std::pair<uint64_t, uint64_t>;                           // room, epoch
+// Its address, the proof of it, id, Announce, end of KVTarget.
+using Identity = std::tuple<std::string, std::string, std::string, std::string, std::string>;
+using Key = std::pair<uint64_t, uint64_t>;  // room, epoch
 
 struct Room {
     std::string router;
@@ -95,7 +97,9 @@ class FakeWorker {
    public:
     FakeWorker(Mailbox& mailbox, const Options& options, const Identity& identity)
         : mailbox_(mailbox), options_(options) {
-        std::tie(id_, announce_, kv_target_) = identity;
+        std::string address, proof;
+        std::tie(address, proof, id_, announce_, kv_target_) = identity;
+        mailbox_.introduce(address, proof);
     }
 
     [[noreturn]] void run() {
@@ -297,12 +301,14 @@ int main(int count, char** words) {
         if (name == "--role") options.prefills = value == "prefill";
         else if (name == "--directory") options.directory = value;
         else if (name == "--prefill-ms") options.prefill_s = std::stod(value) / 1e3;
+        else if (name == "--public-key") options.keys.open = value;
+        else if (name == "--secret-key") options.keys.secret = value;
         else if (name == "--step-ms") options.step_s = std::stod(value) / 1e3;
         else return std::fprintf(stderr, "fake_worker: unknown option %s\n", name.c_str()), 2;
     }
     try {
-        Mailbox mailbox;
-        std::printf("%s\n", mailbox.address().c_str());
+        Mailbox mailbox(options.keys);
+        std::printf("%s\n", mailbox.endpoint().c_str());
         std::fflush(stdout);
         FakeWorker(mailbox, options, read_identity()).run();
     } catch (const std::exception& error) {

@@ -1,5 +1,5 @@
-// The mailbox of wire/sockets.py: a frame is the length of the sender's address, that address, and messages, each after
-// its length. This one sends a frame for each message.
+// The mailbox of wire/sockets.py: a frame is the length of the sender's address, that address, in a cluster with a secret
+// the sender's proof, and messages, each after its length. This one sends a frame for each message, and checks no proof.
 
 #pragma once
 
@@ -10,20 +10,35 @@
 #include <string_view>
 #include <unordered_map>
 
+// A CURVE key pair in Z85; empty in a cluster without a secret.
+struct KeyPair {
+    std::string open, secret;
+};
+
 class Mailbox {
    public:
-    Mailbox() : context_(zmq_ctx_new()), inbound_(zmq_socket(context_, ZMQ_PULL)) {
+    explicit Mailbox(const KeyPair& keys) : context_(zmq_ctx_new()), inbound_(zmq_socket(context_, ZMQ_PULL)), keys_(keys) {
+        if (!keys_.secret.empty()) {
+            const int server = 1;
+            zmq_setsockopt(inbound_, ZMQ_CURVE_SERVER, &server, sizeof server);
+            present(inbound_);
+        }
         const int unlimited = 0;
         zmq_setsockopt(inbound_, ZMQ_RCVHWM, &unlimited, sizeof unlimited);
         if (zmq_bind(inbound_, "tcp://127.0.0.1:*") != 0) throw std::runtime_error("cannot bind");
         char endpoint[256];
         size_t size = sizeof endpoint;
         zmq_getsockopt(inbound_, ZMQ_LAST_ENDPOINT, endpoint, &size);
-        address_ = std::string(endpoint);
-        head_ = char(address_.size()) + address_;
+        endpoint_ = std::string(endpoint);
     }
 
-    const std::string& address() const { return address_; }
+    const std::string& endpoint() const { return endpoint_; }
+
+    // Who it says that it is, and what proves it ("" in a cluster without a secret). Call it before `send`.
+    void introduce(const std::string& address, const std::string& proof) {
+        head_ = char(address.size()) + address + proof;
+        proof_bytes_ = proof.size();
+    }
 
     // Waits for mail, up to so many milliseconds.
     bool wait(long timeout_ms) {
@@ -41,7 +56,7 @@ class Mailbox {
             if (came) {
                 const std::string_view frame(static_cast<char*>(zmq_msg_data(&message)), zmq_msg_size(&message));
                 const size_t begin = frame.empty() ? 1 : size_t(uint8_t(frame[0])) + 1;
-                for (size_t at = begin; at < frame.size();) {
+                for (size_t at = begin + proof_bytes_; at < frame.size();) {
                     const size_t length = length_at(frame, at);
                     take(std::string(frame.substr(1, begin - 1)), frame.substr(at + kLength, length));
                     at += kLength + length;
@@ -58,7 +73,7 @@ class Mailbox {
             peer->second = zmq_socket(context_, ZMQ_PUSH);
             const int many = 1 << 20;
             zmq_setsockopt(peer->second, ZMQ_SNDHWM, &many, sizeof many);
-            zmq_connect(peer->second, to.c_str());
+            connect(peer->second, to);
         }
         frame_.assign(head_);
         for (size_t i = 0; i < kLength; i++) frame_.push_back(char(payload.size() >> (8 * i)));
@@ -67,6 +82,27 @@ class Mailbox {
     }
 
    private:
+    void present(void* socket) {
+        zmq_setsockopt(socket, ZMQ_CURVE_PUBLICKEY, keys_.open.c_str(), keys_.open.size() + 1);
+        zmq_setsockopt(socket, ZMQ_CURVE_SECRETKEY, keys_.secret.c_str(), keys_.secret.size() + 1);
+    }
+
+    // To an address of wire/addresses.py: tcp://host:port, with a secret tcp://host:port/KEY.
+    void connect(void* socket, const std::string& to) {
+        const size_t slash = to.rfind('/');
+        if (keys_.secret.empty()) {
+            zmq_connect(socket, to.c_str());
+            return;
+        }
+        uint8_t key[32];
+        for (size_t i = 0; i < sizeof key; i++) key[i] = uint8_t(std::stoi(to.substr(slash + 1 + 2 * i, 2), nullptr, 16));
+        char text[41];
+        zmq_z85_encode(text, key, sizeof key);
+        present(socket);
+        zmq_setsockopt(socket, ZMQ_CURVE_SERVERKEY, text, sizeof text);
+        zmq_connect(socket, to.substr(0, slash).c_str());
+    }
+
     static constexpr size_t kLength = 4;  // bytes, lowest first
 
     static size_t length_at(std::string_view frame, size_t at) {
@@ -77,6 +113,8 @@ class Mailbox {
 
     void* context_;
     void* inbound_;
-    std::string address_, head_, frame_;
+    KeyPair keys_;
+    std::string endpoint_, head_, frame_;
+    size_t proof_bytes_ = 0;
     std::unordered_map<std::string, void*> peers_;
 };

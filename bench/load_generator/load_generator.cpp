@@ -34,7 +34,7 @@
 namespace {
 
 struct Options {
-    std::string host = "127.0.0.1", path = "/v1/completions", prompts, head, tail;
+    std::string host = "127.0.0.1", path = "/v1/completions", prompts, head, tail, key;  // key: of the API; "": none
     int port = 8000, connections = 1, events = 0;
     size_t first = 0;
     double seconds = 3.0, warmup = 0.0;
@@ -76,7 +76,7 @@ Options parse(int count, char** words) {
     };
     std::string port = "8000", connections = "1", events = "0", first = "0", seconds = "3", warmup = "0";
     text("--host", options.host), text("--path", options.path), text("--prompts", options.prompts);
-    text("--head", options.head), text("--tail", options.tail);
+    text("--head", options.head), text("--tail", options.tail), text("--key", options.key);
     text("--port", port), text("--connections", connections), text("--events", events);
     text("--first", first), text("--seconds", seconds), text("--warmup", warmup);
     if (!given.empty()) fail("unknown option " + given.begin()->first);
@@ -149,6 +149,7 @@ class Load {
         const std::string& prompt = prompts_[(options_.first + sent_++) % prompts_.size()];
         const size_t length = options_.head.size() + prompt.size() + options_.tail.size();
         connection.out = "POST " + options_.path + " HTTP/1.1\r\nHost: " + options_.host + ":" + std::to_string(options_.port) +
+                         (options_.key.empty() ? "" : "\r\nAuthorization: Bearer " + options_.key) +
                          "\r\nContent-Type: application/json\r\nContent-Length: " + std::to_string(length) + "\r\n\r\n" +
                          options_.head + prompt + options_.tail;
         connection.written = 0;

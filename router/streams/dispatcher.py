@@ -254,17 +254,13 @@ class Dispatcher:
             upto = run.start + len(run.tokens)  # the worker may forget it
             if run.finish is None:
                 self.mail.dismiss(sender, run.room, run.epoch)
-        elif not self._is_served_by(room, sender):
+        elif not _is_served_by(room, self.moves, sender):
             self._metrics.strays.inc()
             return
         else:
             self.moves.on_run(run, now)
             upto = room.on_run(sender, run, now)
         self.mail.acknowledge(sender, run.room, run.epoch, upto)
-
-    def _is_served_by(self, room: RoomStream, mailbox: str) -> bool:
-        """Whether the worker at an address has the room. Others have no say in it."""
-        return room.is_served_by(mailbox) or self.moves.is_served_by(room.number, mailbox)
 
     def _on_room_message(self, sender: str, message: Reserved | Rejected | Timeline, now: float) -> None:
         if isinstance(message, Timeline):
@@ -275,7 +271,7 @@ class Dispatcher:
         room = self.rooms.get(message.room)
         if room is None:
             return
-        if not self._is_served_by(room, sender):
+        if not _is_served_by(room, self.moves, sender):
             self._metrics.strays.inc()
         elif isinstance(message, Reserved):
             room.on_reserved(message.epoch)
@@ -285,3 +281,9 @@ class Dispatcher:
             self.mail.answered(RetransmitKey(sender, message.room, message.epoch, "prefill"))
             if not self.moves.on_rejected(sender, message, now):
                 room.on_rejected(sender, message, now)
+
+
+def _is_served_by(room: RoomStream, moves: RoomMoves, mailbox: str) -> bool:
+    """Whether the worker at an address has the room, or takes it over. Others have no say in it."""
+    epoch = room.epoch
+    return (epoch is not None and epoch.is_served_by(mailbox)) or moves.is_served_by(room.number, mailbox)

@@ -103,7 +103,7 @@ class RoomStream:
         self._mail = mail
         self._sink = sink
         self._options = options
-        self._epoch: RoomEpoch | None = None  # None: the room waits for workers, or is done
+        self.epoch: RoomEpoch | None = None  # that runs. None: the room waits for workers, or is done
         self._avoided = AvoidedWorkers()
         self._budget = RestartBudget(options.max_restarts)
         self._failed_alone = False  # a worker said so in an earlier epoch
@@ -128,9 +128,9 @@ class RoomStream:
         self._sink.on_admitted()
         self._newest_epoch = newest
         self.request = replace(self.request, epoch=epoch)
-        self._epoch = RoomEpoch(self.request, placement, self._mail, self._options, now)
-        self._epoch.take_over(now)
-        self._check_at = self._epoch.check_at
+        self.epoch = RoomEpoch(self.request, placement, self._mail, self._options, now)
+        self.epoch.take_over(now)
+        self._check_at = self.epoch.check_at
 
     def stop(self, abort: str | None) -> None:
         """No more output is wanted here. Repeats change nothing.
@@ -151,13 +151,9 @@ class RoomStream:
 
     # -- what workers say ----------------------------------------------------------------------
 
-    def is_served_by(self, mailbox: str) -> bool:
-        """Whether the worker at an address is one of the room's, in the epoch that runs."""
-        return self._epoch is not None and self._epoch.is_served_by(mailbox)
-
     def on_run(self, sender: str, run: TokenRun, now: float) -> int:
         """Forward what is new in a run. Returns the position below which its sender may forget all tokens."""
-        epoch = self._epoch
+        epoch = self.epoch
         if epoch is None or run.epoch != epoch.number:
             return run.start + len(run.tokens)
         have = len(self.tokens)
@@ -191,20 +187,20 @@ class RoomStream:
 
     def on_reserved(self, epoch: int) -> None:
         """D has its pages: P may start."""
-        if self._epoch is not None and self._epoch.number == epoch:
-            self._epoch.send_held()
+        if self.epoch is not None and self.epoch.number == epoch:
+            self.epoch.send_held()
 
     def on_status(self, sender: str, status: RoomStatus, now: float) -> str | None:
         """A worker has the room and no tokens yet. Returns the worker's id, or None for a stale message."""
-        epoch = self._epoch
+        epoch = self.epoch
         if epoch is None or epoch.number != status.epoch:
             return None
         return epoch.on_status(sender, status, now)
 
     def on_rejected(self, sender: str, message: Rejected, now: float) -> None:
         """A worker will send nothing (more) for an epoch."""
-        worker = _needed(self._epoch, sender, message.epoch)
-        if worker is None or self._epoch is None:
+        worker = _needed(self.epoch, sender, message.epoch)
+        if worker is None or self.epoch is None:
             return
         if message.why is RejectKind.CLAIMED:
             self.stop(None)
@@ -218,11 +214,11 @@ class RoomStream:
             self.fail(error)
             return
         self._failed_alone |= alone
-        cause, prefill = RestartCause(message.why), self._epoch.placement.prefill
+        cause, prefill = RestartCause(message.why), self.epoch.placement.prefill
         if message.blamed and prefill is not None:
             # P and D do not get through to each other, but both may to others: only the pair is avoided.
             cause = RestartCause.LINK
-            decode = self._epoch.placement.decode
+            decode = self.epoch.placement.decode
             self._avoided.add(prefill.id, now, because_of=decode.id)
             self._host.broken_pairs.add(prefill.id, decode.id, now)
         else:
@@ -232,21 +228,21 @@ class RoomStream:
     def on_worker_gone(self, gone: WorkerRecord, why: str, now: float) -> None:
         """A worker is lost, or suspected of it. `why` completes the sentence "worker x ..."."""
         self._avoided.gone(gone.id)
-        worker = _needed(self._epoch, gone.mailbox, self.request.epoch)
+        worker = _needed(self.epoch, gone.mailbox, self.request.epoch)
         if worker is not None:
             self._restart(RestartCause.GONE, Unavailable(f"worker {worker.id} {why}"), now)
 
     def on_workers_changed(self, now: float) -> None:
         """There are other workers than before: one of them may be what the room waits for."""
-        if self._epoch is None and not self.done and now >= self._paused_until:
+        if self.epoch is None and not self.done and now >= self._paused_until:
             self._place(now)
 
     def on_given_up(self, key: RetransmitKey, now: float) -> None:
         """A worker has acknowledged none of the repeats of a message."""
-        worker = _needed(self._epoch, key.to, key.epoch)
-        if worker is None or self._epoch is None or key.kind == "abort":
+        worker = _needed(self.epoch, key.to, key.epoch)
+        if worker is None or self.epoch is None or key.kind == "abort":
             return
-        if not self._epoch.insist(key):
+        if not self.epoch.insist(key):
             self._avoided.add(worker.id, now)
             self._restart(RestartCause.SILENT, Unavailable(f"worker {worker.id} does not answer"), now)
 
@@ -256,7 +252,7 @@ class RoomStream:
         """Do what is due. Cheap to call too often."""
         if now < self._check_at or self.done:
             return
-        epoch = self._epoch
+        epoch = self.epoch
         if epoch is None:
             self._place(now)
         else:
@@ -270,8 +266,8 @@ class RoomStream:
             request_id=self.request.request_id,
             epoch=self.request.epoch,
             tokens=len(self.tokens),
-            why=str(self._why_waiting) if self._epoch is None and self._why_waiting else "",
-            workers=[] if self._epoch is None else self._epoch.report(now),
+            why=str(self._why_waiting) if self.epoch is None and self._why_waiting else "",
+            workers=[] if self.epoch is None else self.epoch.report(now),
         )
 
     # -- epochs --------------------------------------------------------------------------------
@@ -280,9 +276,9 @@ class RoomStream:
         """Start an epoch, or look again later."""
         placement = self._host.place(self, self._avoided.names(now), choice)
         if placement is not None:
-            self._epoch = RoomEpoch(self.request, placement, self._mail, self._options, now)
-            self._epoch.begin(self.request, now)
-            self._check_at = self._epoch.check_at
+            self.epoch = RoomEpoch(self.request, placement, self._mail, self._options, now)
+            self.epoch.begin(self.request, now)
+            self._check_at = self.epoch.check_at
         elif now >= self._wait_until:
             self.fail(self._why_waiting or Unavailable("no decode worker is there for this model"))
         else:
@@ -296,7 +292,7 @@ class RoomStream:
     def switch(self, request: GenerateRequest, epoch: RoomEpoch, now: float) -> None:
         """The room goes on in this epoch, whose worker has taken its KV over."""
         self._leave_epoch("the room has moved")
-        self.request, self._epoch = request, epoch
+        self.request, self.epoch = request, epoch
         self._check_at = epoch.progress(now)
 
     def _restart(self, cause: RestartCause, why: BatonError, now: float) -> None:
@@ -315,7 +311,7 @@ class RoomStream:
 
     def _leave_epoch(self, abort: str | None) -> None:
         """Free the epoch's workers. With `abort`, a reason, tell them that it is over."""
-        epoch, self._epoch = self._epoch, None
+        epoch, self.epoch = self.epoch, None
         if epoch is not None:
             self._host.unplace(self, epoch.placement)
             epoch.leave(abort)

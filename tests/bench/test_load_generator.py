@@ -121,12 +121,12 @@ def compiler() -> None:
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("tokens", [1, 16])
-def test_workers_of_the_bench_answer_through_a_router(tmp_path: Path, tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "secured"), [(1, False), (16, True)])
+def test_workers_of_the_bench_answer_through_a_router(tmp_path: Path, tokens: int, secured: bool) -> None:
     """One event per token, over prefill and decode, as the load generator checks; nothing is left open."""
     prompts = tmp_path / "prompts"
     write_prompts(prompts, DEMO_MODEL, 20)
-    with bare_router(DEMO_MODEL, "m", tmp_path) as (at, directory), workers(at, directory):
+    with bare_router(DEMO_MODEL, "m", tmp_path, secured=secured) as (at, directory), workers(at, directory):
         shot = LoadGenerator(prompts, chat=False).fire(at, 4, tokens, 0.3)
         own_ms = worker_own_ms(at)
         metrics = httpx.get(at.admin + "/metrics").text
