@@ -32,7 +32,7 @@ class DirectoryActor:
     """Hosts the directory in a process of its own, and keeps the key that the router replicas share."""
 
     def __init__(
-        self, app_name: str, interface: str, secret_file: Path | None, lease_s: float, resume_key: str
+        self, app_name: str, interface: str, secret_file: Path | None, lease_s: float, resume_key: str | None
     ) -> None:
         """Ray restarts the actor with the same arguments, so the key outlives its process."""
         self._host = DirectoryHost(
@@ -56,7 +56,7 @@ class DirectoryActor:
         """URLs of the routers' admin listeners."""
         return self._host.admins()
 
-    def resume_key(self) -> str:
+    def resume_key(self) -> str | None:
         """Signs the event ids of routers whose options have neither a key nor a cluster secret."""
         return self._resume_key
 
@@ -69,7 +69,7 @@ class DirectoryFinder:
         self._name = f"directory:{app_name}"
         self._handles: list[Any] = []  # Ray ends an actor when the handle of its creator is dropped
 
-    def ensure(self, interface: str, secret_file: Path | None, lease_s: float, resume_key: str) -> str:
+    def ensure(self, interface: str, secret_file: Path | None, lease_s: float, resume_key: str | None) -> str:
         """The directory's address; the actor is created when there is none. For router replicas.
 
         `interface` may be `auto`: the actor may run on another node than the router. A new actor keeps
@@ -88,9 +88,9 @@ class DirectoryFinder:
             self._handles.append(actor)
             return cast("str", ray.get(actor.address.remote(), timeout=_ANSWER_S))
 
-    def resume_key(self) -> str:
+    def resume_key(self) -> str | None:
         """The key that the actor keeps. Raises Unavailable when it does not answer."""
-        return cast("str", self._ask("resume_key"))
+        return cast("str | None", self._ask("resume_key"))
 
     def admins(self) -> list[str]:
         """URLs of the routers' admin listeners. Raises Unavailable when the directory does not answer."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -36,7 +35,7 @@ class RouterReplica:
         self._finder = DirectoryFinder(serve.get_replica_context().app_name)
         self._interface = options.interface
         # A key drawn for the Serve config would change with every deploy, and so restart the replicas.
-        self._resume_key = options.resume_secret or secrets.token_hex(16)
+        self._resume_key = options.shared_resume_key()
         own = options.admin_host == AUTO
         with readable_refusal():
             model = await asyncio.to_thread(model_directory, str(options.model), TOKENIZER_FILES)
@@ -67,10 +66,12 @@ class RouterReplica:
             await self._admin.close()
             self._router.close()
 
-    def _join(self) -> tuple[str, str]:
-        """The directory's address, and the key with which this replica signs event ids."""
+    def _join(self) -> tuple[str, str | None]:
+        """The directory's address, and the key with which this replica signs event ids, unless it derives it
+        from the cluster's secret."""
         address = self._directory()
-        return address, self._options.resume_secret or self._finder.resume_key()
+        drawn = self._options.resume_key is None and self._resume_key is not None
+        return address, self._finder.resume_key() if drawn else self._resume_key
 
     def _directory(self) -> str:
         options = self._options

@@ -82,7 +82,7 @@ def main() -> None:
             directory, port, *_ = given.further
             key = sys.stdin.readline().strip()  # see processes.py
             options = options.model_copy(
-                update={"directory": directory, "port": int(port), "resume_key": key}
+                update={"directory": directory, "port": int(port), "resume_key": key or None}
             )
         shared = given.further is not None or given.processes > 1
         with _bind(options, shared) as listener:

@@ -26,6 +26,7 @@ from router.tls import Tls
 # 60 at most. With uvicorn's own 5 s a request may be lost on a connection that is just being closed.
 _KEEP_ALIVE_S = 75
 _GRACE_S = 5  # for connections to end after a signal
+_RETRY_AFTER_S = 1  # connections come and go
 _LINGER_S = 1.0  # a refused client may take this long to read why
 _OTHER_FILES = 256  # descriptors for all but connections of clients
 
@@ -235,9 +236,10 @@ class BoundedHttp(HttpToolsProtocol):
             return
         error = {"message": message, "type": kind, "param": None, "code": None}
         body = msgspec.json.encode({"error": error})
+        retry = f"retry-after: {_RETRY_AFTER_S}\r\n" if status == 503 else ""
         head = (
             f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            f"content-length: {len(body)}\r\n{retry}connection: close\r\n\r\n"
         )
         self.transport.write(head.encode() + body)
         if self.transport.can_write_eof():

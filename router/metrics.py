@@ -13,6 +13,7 @@ from router.events.counters import EventCounters
 from router.keys import Keys
 from router.measures import Count, Distribution
 from router.suspicions import Suspicions
+from wire.loop_mailbox import LoopMailbox
 from wire.records import Role, WorkerRecord
 from wire.stages import Stamp
 
@@ -118,19 +119,25 @@ class EventMetrics(Collector):
             yield CounterMetricFamily(f"baton_router_event_{name}", about, value=count)
 
 
-class KeyMetrics(Collector):
-    """The files of API keys."""
+class OwnCounts(Collector):
+    """What others count for themselves."""
 
-    def __init__(self, registry: CollectorRegistry, keys: Keys) -> None:
+    def __init__(self, registry: CollectorRegistry, keys: Keys, mailbox: LoopMailbox) -> None:
         self._keys = keys
+        self._mailbox = mailbox
         registry.register(self)
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """Counted by the keys themselves."""
+        """Read when Prometheus asks."""
         yield CounterMetricFamily(
             "baton_router_broken_key_files",
             "Changed files of API keys that could not be read: the keys from before hold",
             self._keys.broken_files,
+        )
+        yield CounterMetricFamily(
+            "baton_router_rejected_messages",
+            "Messages of strangers, and malformed ones: they were dropped",
+            self._mailbox.rejected_messages,
         )
 
 

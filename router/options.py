@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 from typing import Annotated
 
@@ -109,8 +110,8 @@ class ResumeOptions(Options):
 
     resume_key: str | None = Field(
         None, min_length=16,
-        description="signs the ids of streams, the same in all routers; null: derived from the cluster's "
-        "secret, or random when there is none",
+        description="signs the ids of streams, the same in all routers; null: derived from each of "
+        "the cluster's secrets, or random when there is none",
     )  # fmt: skip
     resume_valid_s: float = Field(
         86_400.0, gt=0, lt=2**31, description="how long a client may use a stream's ids"
@@ -230,10 +231,9 @@ class RouterOptions(RouterSettings, ConnectionOptions, SocketOptions):
     port: int = Field(HTTP_PORT, ge=0, le=65535, description="0: any free port")
     directory: str | None = Field(None, description="the directory's mailbox; null: this router hosts it")
 
-    @property
-    def resume_secret(self) -> str | None:
-        """What the key of event ids is derived from. None: whoever starts routers that share one draws it."""
-        if self.resume_key is not None:
+    def shared_resume_key(self) -> str | None:
+        """The key of event ids for routers that are started together: drawn here, unless it is given. None:
+        each derives it from the cluster's secret."""
+        if self.resume_key is not None or self.secret() is not None:
             return self.resume_key
-        secret = self.secret()
-        return None if secret is None else secret.accepted[0].decode("latin-1")
+        return secrets.token_hex(16)

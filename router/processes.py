@@ -40,13 +40,13 @@ class _Further(NamedTuple):
 class RouterProcesses:
     """Starts processes, starts those again that end, and ends them."""
 
-    def __init__(self, arguments: Sequence[str], group: ProcessGroup, resume_key: str) -> None:
+    def __init__(self, arguments: Sequence[str], group: ProcessGroup, resume_key: str | None) -> None:
         """`python -m router ARGUMENTS` is one of them. `group` is told of those that serve.
 
         `resume_key` is the first line on the stdin of each: every user of the machine can read arguments.
         """
         self._command = [sys.executable, "-m", "router", *arguments]
-        self._resume_key = resume_key
+        self._resume_key = resume_key or ""
         self._group = group
         self._keepers: list[asyncio.Task[None]] = []
         self._running: set[Process] = set()

@@ -15,8 +15,8 @@ from router.keys import API_KEYS_ENV, Keys, described_keys
 from router.membership import Membership
 from router.metrics import (
     EventMetrics,
-    KeyMetrics,
     LevelMetrics,
+    OwnCounts,
     RequestMetrics,
     RoomMetrics,
     SuspicionMetrics,
@@ -65,15 +65,16 @@ class Router:
         registry = CollectorRegistry()
         self.metrics = RequestMetrics(registry)
         self.keys = Keys("api_keys_file", options.api_keys_file, API_KEYS_ENV, described_keys)
-        KeyMetrics(registry, self.keys)
         self.started_at = int(time.time())
-        traces, index, curve = TraceStore(), GlobalIndex(), curve_for(options.secret())
+        traces, index, secret = TraceStore(), GlobalIndex(), options.secret()
+        curve = curve_for(secret)
         policy = make_policy(options.policy, options.weights, options.prefill_on_decode_tokens)
         self.placer = Placer(index, policy, options.expect_s, self._on_assigned)
-        self.resume_tokens = ResumeTokens(options)
+        self.resume_tokens = ResumeTokens(options, secret)
         self._requests = RoomRequests(options.served_model_name, self.placer)
         self._log = RequestLog(traces, self.metrics, self.placer)
         self._mailbox = LoopMailbox(options.interface, curve, self._on_mail, self._on_peer)
+        OwnCounts(registry, self.keys, self._mailbox)
         self.mailbox_address = self._mailbox.address  # also of the directory, if this router hosts it
         self._unanswered = Unanswered(self._mailbox.send)
         send = self._unanswered.send

@@ -7,7 +7,6 @@ the options name one, starts a process again that has ended, and has the pages o
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 
 from prometheus_client import CollectorRegistry
@@ -57,7 +56,7 @@ class Supervisor:
             self.mailbox_address,
             admin_url,
         )
-        resume_key = options.resume_secret or secrets.token_hex(16)
+        resume_key = options.shared_resume_key()
         self._processes = RouterProcesses(arguments, self._group, resume_key)
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_soon(self._tick)

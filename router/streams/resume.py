@@ -26,12 +26,14 @@ import hmac
 import re
 import secrets
 import struct
+from functools import lru_cache
 from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
 from common.errors import InvalidRequest
+from common.secrets import ClusterSecret
 from router.options import RouterOptions
 from router.streams.generation import Submission
 
@@ -65,11 +67,13 @@ class Resumption(NamedTuple):
 class ResumeTokens:
     """Signs and verifies. Routers with the same key can go on with each other's streams."""
 
-    def __init__(self, options: RouterOptions) -> None:
-        """The key is derived from `resume_key`, or else from the cluster secret. With neither it is random,
-        and only this process can go on with its streams."""
-        shared = options.resume_secret
-        self._key = _hmac(shared.encode(), _LABEL) if shared else secrets.token_bytes(32)
+    def __init__(self, options: RouterOptions, secret: ClusterSecret | None) -> None:
+        """The key is derived from `resume_key`, or else from the cluster's secret: ids of every accepted one
+        are good. With neither it is random, and only this process can go on with its streams."""
+        given = options.resume_key
+        self._own = _derived((secrets.token_bytes(32) if given is None else given.encode(),))
+        self._secret = secret if given is None else None
+        self._of_secret = lru_cache(maxsize=1)(_derived)
         self._model = options.served_model_name
         self._valid_s = options.resume_valid_s
 
@@ -81,7 +85,7 @@ class ResumeTokens:
         signed = _CLAIMS.pack(
             expires_at, submission.first_room, sampling.seed, sampling.max_new_tokens, digest[:2]
         )
-        return base64.urlsafe_b64encode(signed + self._signature(signed, digest)).decode()
+        return base64.urlsafe_b64encode(signed + _signature(self._keys()[0], signed, digest)).decode()
 
     def open(self, event_id: str, submission: Submission, form: str, now: float) -> Resumption:
         """What `event_id` says about the request that came with it.
@@ -101,7 +105,7 @@ class ResumeTokens:
             raise InvalidRequest(
                 "this id belongs to another request: repeat the body and the headers exactly", HEADER
             )
-        if not hmac.compare_digest(signature, self._signature(signed, digest)):
+        if not any(hmac.compare_digest(signature, _signature(key, signed, digest)) for key in self._keys()):
             raise InvalidRequest(
                 "this id was altered, or signed by a router with another key; without the header the request "
                 "is served from its beginning",
@@ -116,8 +120,9 @@ class ResumeTokens:
             raise InvalidRequest(f"this id does not name {submission.choice_count} positions", HEADER)
         return Resumption(resumed, first_room, positions)
 
-    def _signature(self, signed: bytes, digest: bytes) -> bytes:
-        return _hmac(self._key, signed + digest)[:_SIGNATURE]
+    def _keys(self) -> tuple[bytes, ...]:
+        """The first one signs. The cluster's secret may have been replaced since the last call."""
+        return self._own if self._secret is None else self._of_secret(self._secret.accepted)
 
     def _digest(self, submission: Submission, form: str) -> bytes:
         """Of everything that decides what the stream says, and who asks."""
@@ -140,6 +145,14 @@ def _as_first_submitted(submission: Submission, seed: int, length: int) -> Submi
             max_new_tokens=sampling.max_new_tokens if submission.length_given else length,
         ),
     )
+
+
+def _derived(shared: tuple[bytes, ...]) -> tuple[bytes, ...]:
+    return tuple(_hmac(secret, _LABEL) for secret in shared)
+
+
+def _signature(key: bytes, signed: bytes, digest: bytes) -> bytes:
+    return _hmac(key, signed + digest)[:_SIGNATURE]
 
 
 def _hmac(key: bytes, message: bytes) -> bytes:

@@ -3,7 +3,8 @@
 python -m tests.fuzz [--only http|frames|peers] [--scale X]
 
 HTTP requests to the router; frames to the mailboxes of router, workers and directory, to the workers' replay
-sockets, to their publishers of KV events and, from a publisher, to the router; and peers of the KV channels.
+sockets, to their publishers of KV events and, from a publisher, to the router; bytes that are not ZMTP to the
+ports of them all; and peers of the KV channels.
 Frames and peers come to a cluster without a secret, where everybody is a member, and from a lying member of a
 cluster that has one.
 

@@ -12,6 +12,7 @@ from tests.fuzz.event_frames import HostilePublisher, send_replay_requests, send
 from tests.fuzz.findings import say
 from tests.fuzz.kv_peers import send_peers
 from tests.fuzz.mailbox_frames import send_directory_frames, send_frames
+from tests.fuzz.raw_zmtp import knock_with_garbage
 from tests.fuzz.target import Target
 from wire.messages import View, Watch
 from wire.records import Role, WorkerRecord
@@ -101,10 +102,21 @@ def _to_events(target: Target, attacker: Attacker, count: int) -> None:
         publisher.publish(count // 2, target.findings)
 
 
+def _to_ports(target: Target, attacker: Attacker, count: int) -> None:
+    """One in fifty: each is a connection."""
+    running = target.running
+    addresses = [_directory(target), running.router.ready["mailbox"]]
+    addresses += [worker.ready["mailbox"] for worker in running.workers]
+    for record in _records(target, attacker).values():
+        addresses += [record.events, record.replay]
+    knock_with_garbage(addresses, count // 50, attacker.random, target.findings)
+
+
 _KINDS: dict[str, Callable[[Target, Attacker, int], None]] = {
     "the router": _to_router,
     "workers": _to_workers,
     "the directory": _to_directory,
     "replay": _to_replay,
     "events": _to_events,
+    "all ports, not in ZMTP": _to_ports,
 }

@@ -9,10 +9,11 @@ import pytest
 from msgspec.structs import replace
 
 from common.errors import InvalidRequest
+from common.secrets import open_secret
 from router.options import RouterOptions
 from router.streams.generation import Submission
 from router.streams.resume import MOST_CHOICES, ChoicePosition, ResumeTokens
-from tests.support.members import write_secret
+from tests.support.members import OTHER_SECRET, SECRET, write_secret
 from wire.request import SamplingParams
 
 NOW = 1_800_000_000.0
@@ -25,7 +26,11 @@ ASKED = Submission(
 
 def tokens(**options: Any) -> ResumeTokens:
     given = {"resume_key": "k" * 16, "resume_valid_s": 100.0, **options}
-    return ResumeTokens(RouterOptions(model=Path("m"), served_model_name="m", **given))
+    return signer(RouterOptions(model=Path("m"), served_model_name="m", **given))
+
+
+def signer(options: RouterOptions) -> ResumeTokens:
+    return ResumeTokens(options, options.secret())
 
 
 def refused(event_id: str, submission: Submission = ASKED, form: str = FORM, **options: Any) -> str:
@@ -73,7 +78,7 @@ def test_it_is_good_for_the_request_that_it_was_made_for(change: dict[str, Any])
 
 def test_it_is_good_for_the_same_kind_of_stream_and_model() -> None:
     assert "another request" in refused(event_id(), form="generate")
-    foreign = ResumeTokens(RouterOptions(model=Path("m"), served_model_name="other", resume_key="k" * 16))
+    foreign = signer(RouterOptions(model=Path("m"), served_model_name="other", resume_key="k" * 16))
     with pytest.raises(InvalidRequest, match="another request"):
         foreign.open(event_id(), ASKED, FORM, NOW)
 
@@ -97,6 +102,31 @@ def test_the_cluster_secret_is_the_key_of_all_routers(tmp_path: Path) -> None:
     file = write_secret(tmp_path)
     one, other = (tokens(resume_key=None, cluster_secret_file=file) for _ in range(2))
     assert other.open(f"{one.sign(ASKED, FORM, NOW)}:0.0", ASKED, FORM, NOW).first_room == ASKED.first_room
+
+
+def test_ids_of_a_secret_are_good_until_it_is_removed(tmp_path: Path) -> None:
+    path = write_secret(tmp_path)
+    secret = open_secret(path)
+    assert secret is not None
+    both = ResumeTokens(RouterOptions(model=Path("m"), served_model_name="m"), secret)
+    now = 0.0
+
+    def signed_after(*lines: str) -> str:
+        nonlocal now
+        write_secret(tmp_path, *lines)
+        now += 10.0
+        secret.refresh(now)
+        return f"{both.sign(ASKED, FORM, NOW)}:0.0"
+
+    old = signed_after(SECRET)
+    new = signed_after(OTHER_SECRET, SECRET, "")
+    assert old != new
+    for event_id in (old, new):
+        assert both.open(event_id, ASKED, FORM, NOW).first_room == ASKED.first_room
+    signed_after(OTHER_SECRET)
+    assert both.open(new, ASKED, FORM, NOW).first_room == ASKED.first_room
+    with pytest.raises(InvalidRequest, match="another key"):
+        both.open(old, ASKED, FORM, NOW)
 
 
 @pytest.mark.parametrize(
