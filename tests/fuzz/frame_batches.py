@@ -84,7 +84,7 @@ def _to_workers(target: Target, attacker: Attacker, count: int) -> None:
 
 def _to_directory(target: Target, attacker: Attacker, count: int) -> None:
     some = next(iter(_records(target, attacker).values()))
-    record = replace(some, id="fuzz", model=_OTHER_MODEL)
+    record = replace(some, id="fuzz", model=_OTHER_MODEL, incarnation=target.findings.frames)
     send_directory_frames(attacker, _directory(target), count, record, target.findings)
 
 

@@ -30,12 +30,12 @@ def send_directory_frames(
     attacker: Attacker, mailbox: str, count: int, record: WorkerRecord, findings: Findings
 ) -> None:
     """Send `count` frames to the directory, which must still grant leases in between. `record` is the
-    attacker's."""
+    attacker's: it announces incarnations above that one."""
 
     def ask(socket: zmq.Socket[bytes], number: int) -> bool:
-        announced = replace(record, mailbox=attacker.address, incarnation=number)
+        announced = replace(record, mailbox=attacker.address, incarnation=record.incarnation + number)
         socket.send(attacker.frame_of(Announce(announced)))
-        return attacker.answered(Announced, worker=record.id, incarnation=number)
+        return attacker.answered(Announced, worker=record.id, incarnation=announced.incarnation)
 
     _send(attacker, mailbox, count, findings, ask)
 
