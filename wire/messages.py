@@ -14,7 +14,7 @@ import msgspec
 
 from wire.checksums import NO_CHECKSUMS, ChecksumMode, PageChecksums
 from wire.numbers import Natural, Quantity
-from wire.records import WorkerRecord
+from wire.records import Role, WorkerRecord
 from wire.request import GenerateRequest, TokenLogprobs, TokenRun
 from wire.stages import RequestStage, Stamp
 
@@ -363,6 +363,22 @@ class View(Message, frozen=True, tag="view", omit_defaults=True):
     admins: list[str] = []
 
 
+class SetRole(Message, frozen=True, tag="set_role"):
+    """Directory -> worker: take this role. Repeated until RoleSet. A worker with the other role drains, and
+    joins again under its id as a new incarnation with new addresses (worker/switch.py)."""
+
+    role: Role
+
+
+class RoleSet(Message, frozen=True, tag="role_set", omit_defaults=True):
+    """Worker -> directory: it has that role, or is about to take it. With a `problem` it is not, because of
+    that."""
+
+    worker: str
+    role: Role
+    problem: str = ""
+
+
 # -- router <-> router -----------------------------------------------------------------------------
 
 
@@ -396,5 +412,6 @@ class AssignedLoads(Message, frozen=True, tag="accounts"):
 AnyMessage = (
     Receipt | Prefill | Decode | Abort | Ack | Resend | Claim | Inspect | Inspected | Claimed | Tokens
     | Timeline | RoomStatus | Reserved | Rejected | KVTarget | KVReady | KVDone | KVFailed | Release | Join
-    | Joined | Replaced | Announce | Announced | AnnounceRefused | Withdraw | Watch | View | AssignedLoads
+    | Joined | Replaced | Announce | Announced | AnnounceRefused | Withdraw | Watch | View | SetRole | RoleSet
+    | AssignedLoads
 )  # fmt: skip

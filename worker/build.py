@@ -79,10 +79,17 @@ def build_scheduler(
 def open_publisher(
     options: WorkerOptions, memory: Memory, curve: Curve | None, on_snapshot_wanted: Callable[[], None]
 ) -> EventPublisher | None:
-    """The publisher of what the cache stores and removes; None when events are off."""
+    """The publisher of what the cache stores and removes; None when events are off. What is cached already is
+    published first."""
     if not options.kv_events_config.enable or options.prefix_cache == "none":
         return None
-    return EventPublisher(memory.config.events, curve, on_snapshot_wanted)
+    publisher = EventPublisher(memory.config.events, curve, on_snapshot_wanted)
+    memory.take_events()  # they are in the snapshot
+    snapshot = memory.snapshot()
+    if snapshot.nodes:
+        for batch in snapshot.batches(memory.config.events.buffer_batches):
+            publisher.publish(batch)
+    return publisher
 
 
 def _device(options: WorkerOptions) -> str:

@@ -30,7 +30,7 @@ class Drain:
         return now >= self._hand_back_at
 
     def finish(self) -> None:
-        """The worker is empty, or its loop has died."""
+        """The worker is empty, or its loop has ended."""
         self._over.set()
 
     def wait(self, timeout_s: float) -> bool:

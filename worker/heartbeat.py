@@ -140,6 +140,7 @@ class Heartbeat:
         if self._address is not None and self.incarnation:
             leave = Withdraw(self._worker, self.incarnation)
             (through or self._mailbox).send(self._address, leave)
+            self._address = None  # a second call has nobody to tell
 
     def _run(self) -> None:
         while not self._stop.is_set():

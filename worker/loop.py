@@ -25,14 +25,14 @@ from scheduler.metrics import SchedulerMetrics
 from scheduler.req import RequestLimits
 from wire.mailbox import Mail, Mailbox
 from wire.messages import Rejected, RejectKind
-from wire.records import WorkerRecord
+from wire.records import Role, WorkerRecord
 from worker.drain import Drain
 from worker.heartbeat import Heartbeat
 from worker.holds import swept_holds
 from worker.idle_check import IdleCheck
-from worker.mail import MailHandler
+from worker.mail import MailHandler, keep_role
 from worker.options import WorkerOptions
-from worker.parts import open_parts
+from worker.parts import ModelParts, open_parts
 from worker.role import Room, WorkerRole
 from worker.watchdog import Watchdog, Watched
 
@@ -53,14 +53,18 @@ class Worker:
         options: WorkerOptions,
         role: type[WorkerRole[Any]],
         resolve_directory: Callable[[], str] | None = None,
+        kept: ModelParts | None = None,
+        set_role: Callable[[Role], str] = keep_role,
     ) -> None:
         """Load the model and build the pools. Raises ConfigError for options that cannot work.
 
         `resolve_directory` finds the address of a directory that may move; without it the worker announces
-        itself at `options.directory`, or to nobody.
+        itself at `options.directory`, or to nobody. `kept` is the model of a worker that is over: nothing is
+        loaded, and `close` does not close it. `set_role` is called when the directory asks for another role;
+        it begins the change, or returns why there is none.
         """
         self.options = options
-        self.parts = open_parts(options, role)
+        self.parts = open_parts(options, role, kept)
         self.id = self.parts.services.worker_id
         self._services = self.parts.services
         self._role = self.parts.role
@@ -74,7 +78,9 @@ class Worker:
         )
         self._drain = Drain()
         self._heartbeat = self._open_heartbeat(resolve_directory)
-        self._mail = MailHandler(self._services, self._role, self._limits, self._drain, self._heartbeat)
+        self._mail = MailHandler(
+            self._services, self._role, self._limits, self._drain, self._heartbeat, set_role
+        )
         self._idle_check = IdleCheck(self._scheduler, self.options.idle_check_interval_s)
         self._stop = threading.Event()
         self._failure: BaseException | None = None
@@ -174,6 +180,7 @@ class Worker:
         self._services.mailbox.nudge()
         if self._thread.is_alive():
             self._thread.join(timeout=30.0)
+        self._drain.finish()
         self.parts.owned.close()
 
     # -- when a thread has failed, on the watchdog's thread ------------------------------------------
@@ -279,6 +286,6 @@ class Worker:
         if self._drain.must_hand_back(now):
             for room in self.rooms():
                 self._role.fail(room, RejectKind.DRAINING, f"worker {self.id} is leaving")
-        services = self._services
-        if not len(services.rooms) and not self._role.busy and not len(services.retransmitter):
+        services, idle = self._services, self._scheduler.idle  # idle: no forward is under way either
+        if idle and not len(services.rooms) and not self._role.busy and not len(services.retransmitter):
             self._drain.finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -27,8 +28,11 @@ from wire.messages import (
     RejectKind,
     Replaced,
     Resend,
+    RoleSet,
+    SetRole,
     kind_of,
 )
+from wire.records import Role
 from wire.retransmitter import RetransmitKey
 from worker.drain import Drain
 from worker.heartbeat import DirectoryAnswer, Heartbeat
@@ -38,6 +42,11 @@ from worker.orphans import CLAIMED
 from worker.outbox import OutputKey
 from worker.role import Services, WorkerRole
 from worker.rooms import StartVerdict
+
+
+def keep_role(role: Role) -> str:
+    """What a worker answers whose role is not to be changed."""
+    return f"its role is fixed: it cannot become a {role} worker"
 
 
 class MailHandler:
@@ -50,12 +59,15 @@ class MailHandler:
         limits: RequestLimits,
         drain: Drain,
         heartbeat: Heartbeat | None,
+        set_role: Callable[[Role], str],
     ) -> None:
+        """`set_role`: see Worker."""
         self._services = services
         self._role = role
         self._limits = limits
         self._drain = drain
         self._heartbeat = heartbeat
+        self._set_role = set_role
 
     def handle(self, mail: Mail) -> None:
         """Act on one message. A repeated message is answered like the first."""
@@ -87,6 +99,8 @@ class MailHandler:
                 services.mailbox.send(mail.sender, Inspected(message.token, report))
             case Joined() | Announced() | AnnounceRefused() | Replaced() as message:
                 self._on_directory(mail.sender, message)
+            case SetRole() as message:
+                self._on_set_role(mail.sender, message)
             case _:
                 self._role.handle(mail)
 
@@ -107,6 +121,14 @@ class MailHandler:
                 problem = f"another process has joined as {self._services.worker_id}"
                 self._role.fail(room, RejectKind.DRAINING, problem)
         self._heartbeat.on_answer(answer)
+
+    def _on_set_role(self, sender: str, message: SetRole) -> None:
+        """Only the directory may ask: its word decides which worker does what."""
+        if self._heartbeat is None or not self._heartbeat.is_from_directory(sender):
+            return
+        same = message.role is self._role.name and not self._drain.begun
+        problem = "" if same else self._set_role(message.role)
+        self._services.mailbox.send(sender, RoleSet(self._services.worker_id, message.role, problem))
 
     def _start_room(self, router: str, message: Prefill | Decode) -> None:
         services, room, epoch = self._services, message.room, message.epoch

@@ -24,13 +24,16 @@ from common.garbage import freeze_gc
 from common.options import exit_on_config_error, read_options
 from worker.loop import Worker
 from worker.options import WorkerOptions
+from worker.switch import SwitchingWorker
 
 _HEALTH_S = 1.0
 _DRAIN_S = 20.0
 
 
 def run_worker(
-    program: str, make: Callable[[WorkerOptions], Worker], arguments: Sequence[str] | None = None
+    program: str,
+    make: Callable[[WorkerOptions], Worker | SwitchingWorker],
+    arguments: Sequence[str] | None = None,
 ) -> int:
     """Run a worker until it is told to stop. Returns the exit code."""
     parser = argparse.ArgumentParser(prog=program, description=make.__doc__)
@@ -49,7 +52,7 @@ def run_worker(
             worker.close()
 
 
-def _serve(worker: Worker) -> int:
+def _serve(worker: Worker | SwitchingWorker) -> int:
     _on_signals(_leave)  # joining may take a minute, and no room runs yet
     record = worker.start()
     freeze_gc()

@@ -1,4 +1,7 @@
-"""WorkerParts: what a worker is made of, opened in one order and closed in the reverse one."""
+"""WorkerParts: what a worker is made of, opened in one order and closed in the reverse one.
+
+The model and its memory are opened first. A worker that changes its role (worker/switch.py) keeps them.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.batch import Engine
+from kvcache.memory import Memory
 from kvcache.publisher import EventPublisher
 from scheduler.node_policy import NodePolicy
 from scheduler.scheduler import Scheduler
@@ -23,8 +27,26 @@ from worker.rooms import Rooms
 
 
 @dataclass(frozen=True, slots=True)
+class ModelParts:
+    """The weights, and the KV memory with its tree."""
+
+    engine: Engine
+    memory: Memory
+
+    def close(self) -> None:
+        """Free both. No scheduler may use them any more."""
+        self.engine.close()
+        self.memory.close()
+
+
+def open_model(options: WorkerOptions, shared_pool: bool) -> ModelParts:
+    """Load the model and allocate its pools. Raises ConfigError for options that cannot work."""
+    return ModelParts(*build_engine(options, shared_pool))
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerParts:
-    """The open parts of one worker. `owned` closes all of them."""
+    """The open parts of one worker. `owned` closes all of them, but not a model that the worker was given."""
 
     engine: Engine
     curve: Curve | None  # None in a cluster without a secret
@@ -34,13 +56,17 @@ class WorkerParts:
     owned: ExitStack
 
 
-def open_parts(options: WorkerOptions, kind: type[WorkerRole[Any]]) -> WorkerParts:
-    """Load the model, build the pools, bind the sockets. Raises ConfigError for options that cannot work;
-    what was open by then is closed again."""
+def open_parts(
+    options: WorkerOptions, kind: type[WorkerRole[Any]], kept: ModelParts | None = None
+) -> WorkerParts:
+    """Load the model, or use the one that was kept, and bind the sockets. Raises ConfigError for options that
+    cannot work; what was open by then is closed again."""
     with ExitStack() as owned:
-        engine, memory = build_engine(options, shared_pool=kind.shared_pool)
-        owned.callback(memory.close)
-        owned.callback(engine.close)
+        model = kept
+        if model is None:
+            model = open_model(options, kind.shared_pool)
+            owned.callback(model.close)
+        engine, memory = model.engine, model.memory
         curve = curve_for(options.secret())
         mailbox = Mailbox(options.interface, curve)
         owned.callback(mailbox.close)

@@ -24,6 +24,7 @@ from wire.messages import Inspect, Inspected
 from wire.security import curve_for
 
 SETTLE_S = 20.0
+SWITCHING = "tests.support.switching_worker"
 
 
 @dataclass
@@ -102,10 +103,11 @@ def stack(
     router: dict[str, Any] | None = None,
     runner: tuple[str, ...] = (),
     directory_port: int = 0,
+    switching: bool = False,
     **worker: Any,
 ) -> Iterator[Stack]:
     """Start a stack serving `model` as "m", with files in `directory`, and end it whatever happens. `runner`
-    as in Child."""
+    as in Child. `switching`: the workers can change their roles."""
     with ExitStack() as cleanup:
         given = router or {}
         shared = DirectoryOptions.model_fields.keys() - {"port"}
@@ -122,16 +124,23 @@ def stack(
         front.wait_ready()
         options = {**common, **worker}
         nodes = {
-            role: [cleanup.enter_context(Child(role, options, directory, runner)) for _ in range(count)]
-            for role, count in (("prefill_node", prefill), ("decode_node", decode))
+            role: [
+                cleanup.enter_context(
+                    Child(SWITCHING, options, directory, runner, (role,))
+                    if switching
+                    else Child(f"{role}_node", options, directory, runner)
+                )
+                for _ in range(count)
+            ]
+            for role, count in (("prefill", prefill), ("decode", decode))
         }
-        for node in (*nodes["prefill_node"], *nodes["decode_node"]):
+        for node in (*nodes["prefill"], *nodes["decode"]):
             node.wait_ready()
         http = cleanup.enter_context(httpx.Client(base_url=front.ready["http"], timeout=120.0))
         admin = cleanup.enter_context(httpx.Client(base_url=front.ready["admin"], timeout=120.0))
         secret = open_secret(Path(file) if (file := worker.get("cluster_secret_file")) else None)
         mailbox = cleanup.enter_context(Mailbox(curve=curve_for(secret)))
-        running = Stack(leases, front, nodes["prefill_node"], nodes["decode_node"], http, admin, mailbox)
+        running = Stack(leases, front, nodes["prefill"], nodes["decode"], http, admin, mailbox)
         wait_for_workers(running, prefill + decode)
         try:
             yield running
