@@ -20,6 +20,9 @@ _ANSWER_S = 20.0
 _END = (-1).to_bytes(8, "big", signed=True)
 _LAST = (2**63 - 1).to_bytes(8, "big")  # a replay from there is empty
 _REPLAYED = 20
+_ALL_EVENTS = (
+    0.002  # of the requests ask for all that is kept: thousands of frames, which take a while to read
+)
 
 
 def send_replay_requests(attacker: Attacker, record: WorkerRecord, count: int, findings: Findings) -> None:
@@ -38,7 +41,9 @@ def send_replay_requests(attacker: Attacker, record: WorkerRecord, count: int, f
 
 def _replay_request(attacker: Attacker) -> list[bytes]:
     draw = attacker.random
-    number = draw.choice((_END, bytes(8), bytes(7), b"", bytes(900), draw.randbytes(8), b"\xff" * 8))
+    number = draw.choice((_END, bytes(7), b"", bytes(900), draw.randbytes(8), b"\xff" * 8))
+    if draw.random() < _ALL_EVENTS:
+        return [b"", bytes(8)]
     if draw.random() < 0.3:
         return [b"", number]
     return [attacker.liar.noise()[:900] for _ in range(draw.randrange(1, 5))]
