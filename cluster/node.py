@@ -1,4 +1,4 @@
-"""The address a replica binds to on the node where Ray has put it."""
+"""The node where Ray has put a replica: the address to bind to, and the rack."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import ray
 from common.errors import ConfigError
 
 AUTO = "auto"
+RACK_LABEL = "baton/rack"
+"""The label of Ray's nodes that names their rack: `ray start --labels baton/rack=r7`."""
 _LOOPBACK = ("127.", "::1", "localhost")
 
 
@@ -23,3 +25,8 @@ def node_interface(interface: str) -> str:
             "interface", f"{interface} cannot be reached from {others} other node(s)", f"use {AUTO}"
         )
     return interface
+
+
+def node_rack() -> str:
+    """The rack that this node's labels name; "": none."""
+    return str(ray.get_runtime_context().get_node_labels().get(RACK_LABEL, ""))

@@ -14,7 +14,7 @@ from ray import serve
 from cluster.autoscaling import LOAD
 from cluster.directory_actor import DirectoryFinder
 from cluster.model_files import model_directory
-from cluster.node import node_interface
+from cluster.node import node_interface, node_rack
 from cluster.reaper import worker_id
 from cluster.refusal import readable_refusal
 from common.garbage import freeze_gc
@@ -42,6 +42,7 @@ class WorkerReplica:
                     "worker_id": worker_id(role, context.replica_tag),
                     "model": str(model_directory(options.model)),
                     "interface": node_interface(options.interface),
+                    "rack": options.rack or node_rack(),
                     "directory": finder.wait(_DIRECTORY_WAIT_S),
                 }
             )

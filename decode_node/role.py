@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import logging
 
+from msgspec.structs import replace
+
 from common.errors import PageDiffers, TransferError
 from common.host import host_identity
 from decode_node.moves import MOVE_SLACK_TOKENS, Moves
@@ -255,5 +257,14 @@ class DecodeRole(WorkerRole[DecodeRoom]):
                 self.scheduler.abort(room.room, room.epoch)
 
     def timeline(self, room: DecodeRoom) -> Timeline:
-        backend = room.receiver.landed.backend if room.receiver is not None else ""
-        return Timeline(room.room, room.epoch, self.worker_id, room.req.stamps, room.kv_bytes, backend)
+        told = Timeline(room.room, room.epoch, self.worker_id, room.req.stamps)
+        if not room.kv_bytes or room.receiver is None:
+            return told
+        landed = room.receiver.landed
+        return replace(
+            told,
+            kv_bytes=room.kv_bytes,
+            kv_backend=landed.backend,
+            kv_from=room.prefill or "",
+            kv_seconds=landed.seconds,
+        )

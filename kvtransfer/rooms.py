@@ -42,6 +42,8 @@ class _Room:
     nbytes: dict[str, int]
     backend: str = ""  # of the last write that landed
     grants: set[Grant] = field(default_factory=set)
+    busy_since: float = 0.0  # when the first of `grants` was given
+    busy_s: float = 0.0  # with at least one grant, before that
     fence: Fence | None = None  # set once closed
 
 
@@ -86,6 +88,8 @@ class RoomTable:
             opened = known.pages.get(group)
             if opened is None or not _contained(opened, pages):
                 raise TransferError(f"room {room} epoch {epoch} has not opened these pages of group {group}")
+            if not known.grants:
+                known.busy_since = time.monotonic()
             known.grants.add(grant)
         return grant
 
@@ -94,6 +98,8 @@ class RoomTable:
         with self._lock:
             known = self._rooms[grant.key]
             known.grants.remove(grant)
+            if not known.grants:
+                known.busy_s += time.monotonic() - known.busy_since
             if landed:
                 known.nbytes[grant.group] += grant.nbytes
                 known.backend = grant.backend
@@ -116,7 +122,7 @@ class RoomTable:
                 )
                 missing[group] = int(np.count_nonzero(~mask[wanted]))
             missing = {group: count for group, count in missing.items() if count}
-            return Landed(known.nbytes.copy(), missing, known.backend)
+            return Landed(known.nbytes.copy(), missing, known.backend, known.busy_s)
 
     def grants(self, room: int, epoch: int) -> list[Grant]:
         """The writes of a room that are granted and not finished."""

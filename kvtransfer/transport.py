@@ -52,12 +52,14 @@ class Landed:
     """What has arrived for a room, as the receiver counts it.
 
     By KV group: bytes, and pages that are still missing (groups that miss none are left out). `backend` moved
-    the last of it; "" when nothing has arrived.
+    the last of it; "" when nothing has arrived. `seconds`: how long at least one write was in progress, of
+    those that are over.
     """
 
     nbytes: Mapping[str, int]
     missing: Mapping[str, int]
     backend: str
+    seconds: float
 
     @property
     def total(self) -> int:
@@ -65,7 +67,7 @@ class Landed:
         return sum(self.nbytes.values())
 
 
-NOTHING_LANDED = Landed({}, {}, "")
+NOTHING_LANDED = Landed({}, {}, "", 0.0)
 
 
 class SenderTransport(Protocol):

@@ -57,6 +57,12 @@ class RoomMetrics:
             registry, "baton_router_swept_holds", "What was held and given up at its deadline", "kind"
         )
         self.kv_bytes = Count(registry, "baton_router_kv_bytes", "KV bytes handed from P to D")
+        self._transfer_bytes = Count(
+            registry, "baton_router_transfer_bytes", "KV bytes, by how near the two workers are", "locality"
+        )
+        self._transfer_seconds = Count(
+            registry, "baton_router_transfer_seconds", "Seconds in which those bytes were written", "locality"
+        )
         self.placements = Count(
             registry, "baton_router_placements", "Epochs placed on a pair or on D alone", "kind"
         )
@@ -80,6 +86,11 @@ class RoomMetrics:
             registry, "baton_router_cached_tokens_error",
             "Prompt tokens cached as the index said, less what the worker found, by request", _TOKENS,
         )  # fmt: skip
+
+    def observe_transfer(self, locality: str, nbytes: int, seconds: float) -> None:
+        """A room's KV has come, in so many seconds with a write in progress."""
+        self._transfer_bytes.inc(nbytes, of=locality)
+        self._transfer_seconds.inc(seconds, of=locality)
 
     def observe_index(self, said: int, found: int) -> None:
         """A request's cached tokens: as the index said when it was placed, and as the worker found them."""

@@ -37,10 +37,16 @@ class PolicyWeights(Options):
     )
     storage_credit: float = Field(0.6, ge=0, le=1, description="saved by a token held in storage")
     expected_credit: float = Field(0.9, ge=0, le=1, description="saved by a token that is on its way")
-    transfer: float = Field(0.1, ge=0, description="per prompt token that D does not hold")
+    transfer: float = Field(
+        0.1, ge=0, description="per prompt token that D does not hold, until transfers are measured; 0: never"
+    )
     same_host: float = Field(
         0.2, ge=0, le=1, description="share of `transfer` that is left when P and D share a host"
     )
+    same_machine: float = Field(
+        0.4, ge=0, le=1, description="the same, in different containers of one machine"
+    )
+    same_rack: float = Field(0.8, ge=0, le=1, description="the same, in one rack (`rack` of the workers)")
     decode_load: float = Field(32.0, ge=0, description="per request on D")
     decode_context: float = Field(0.002, ge=0, description="per KV token of the requests on D")
     decode_full: float = Field(4.0, ge=0, description="per token for which D has no memory yet")

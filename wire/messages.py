@@ -150,7 +150,8 @@ class Tokens(Message, frozen=True, tag="tokens"):
 
 
 class Timeline(RoomMessage, frozen=True, tag="timeline", omit_defaults=True):
-    """A worker has ended its part in a room: its stamps, and the KV bytes it received (decode) and how.
+    """A worker has ended its part in a room: its stamps, and the KV that it received (decode): how many
+    bytes, over which backend, from the worker at which mailbox, and how long some of it was being written.
 
     Repeated until a Receipt, like Reserved and Rejected.
     """
@@ -159,6 +160,8 @@ class Timeline(RoomMessage, frozen=True, tag="timeline", omit_defaults=True):
     stamps: list[Stamp]
     kv_bytes: Natural = 0
     kv_backend: str = ""
+    kv_from: str = ""
+    kv_seconds: Quantity = 0.0
 
 
 class RoomStatus(RoomMessage, frozen=True, tag="room_status", omit_defaults=True):

@@ -85,3 +85,4 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     process_start: Natural = 0  # as in common.host; with `pid` it names the process. 0: not known
     page_hashes: PageHashes = "baton"  # which hashes name the pages in its KV events
     swept: dict[str, Natural] = {}  # what it held for others and gave up at the deadline so far, by kind
+    rack: str = ""  # workers with equal labels share a switch; "": not known

@@ -139,6 +139,7 @@ class Worker:
             pid=os.getpid(),
             process_start=self._process_start,
             host=host_identity(),
+            rack=self.options.rack,
             transfer_backends=self._role.backends(),
             load=replace(self._load, since_turn_s=round(time.monotonic() - self._beat_at, 3)),
             draining=self._drain.begun,

@@ -165,7 +165,18 @@ class LivenessOptions(Options):
     )
 
 
-class WorkerSettings(EngineOptions, MemoryOptions, SchedulingOptions, HandOffOptions, LivenessOptions):
+class PlaceOptions(Options):
+    """Where a worker is."""
+
+    rack: str = Field(
+        "", description="workers with equal labels share a switch: pages between them are expected to be "
+        "faster; under Ray the default is the node's label baton/rack",
+    )  # fmt: skip
+
+
+class WorkerSettings(
+    EngineOptions, MemoryOptions, SchedulingOptions, HandOffOptions, LivenessOptions, PlaceOptions
+):
     """Worker options."""
 
 

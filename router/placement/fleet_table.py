@@ -31,7 +31,6 @@ class WorkerArrays:
     estimates: list[WorkerLoadEstimate]
     names: list[str]
     slots: Integers  # the worker's column in the index's matches
-    hosts: Integers  # equal numbers, over both roles: the same host
     queued: Floats  # prefill tokens ahead of a new prompt
     requests: Floats  # requests that run on the worker, or wait to
     context: Floats  # KV tokens that requests hold, or will hold
@@ -52,7 +51,7 @@ class WorkerArrays:
         return WorkerArrays(
             [self.estimates[row] for row in kept],
             [self.names[row] for row in kept],
-            self.slots[kept], self.hosts[kept],
+            self.slots[kept],
             self.queued[kept], self.requests[kept], self.context[kept], self.spare[kept],
         )  # fmt: skip
 
@@ -65,8 +64,6 @@ class FleetTable:
         estimates = sorted(estimates, key=lambda one: one.record.role is Role.DECODE)
         self.index_version = index.version
         self._rows = {one.record.id: row for row, one in enumerate(estimates)}
-        hosts: dict[str, int] = {}
-        host = np.array([hosts.setdefault(one.record.host, len(hosts)) for one in estimates], np.int64)
         slots = np.array([index.join(name) for name in self._rows], np.int64)
         # A reported queue is base - rate * now, at least 0.
         self._base, self._rate, self._since, self._queued, self._requests, self._context, self._spare = (
@@ -78,7 +75,7 @@ class FleetTable:
 
         def arrays(part: slice) -> WorkerArrays:
             return WorkerArrays(
-                estimates[part], names[part], slots[part], host[part],
+                estimates[part], names[part], slots[part],
                 self._queued[part], self._requests[part], self._context[part], self._spare[part],
             )  # fmt: skip
 

@@ -6,16 +6,18 @@ holds, s what that saves when slower tiers are weighted, q the prompt tokens que
     left(w)    = max(1, prompt - s(w))
     cost_P(p)  = prefill_queue (q(p) + (q(p) - min q)^2 / queue_objective) + prefill_left left(p)
     load_D(d)  = decode_load requests(d) + decode_context context(d) + decode_full lacking(d)
-    move(p, d) = transfer (prompt - h(d)), times same_host where p and d share a host
+    move(p, d) = price(p, d) (prompt - h(d))
     pair(p, d) = cost_P(p) + load_D(d) + move(p, d)
     alone(d)   = load_D(d) + prefill_queue q(d) + decode_prefill left(d)
 
-`lacking` is how much of prompt + expected output exceeds the memory that D's requests leave. cost_P and
-load_D are reduced by `session` for the workers of the session's last request. Only what a queue has more than
-the shortest is priced convex. So a worker with a hot prefix is left once that excess nears the objective, and
-the prefix gets a second holder. (If the whole queue were convex, long queues on all workers would make hits
-worth little, and misses add work for all workers.) D alone is a candidate when there is no P or
-left(d) <= alone_tokens. It wins when it costs no more than the best pair.
+`price` is `transfer`, times `same_host`, `same_machine` or `same_rack` where p and d are that near, until
+transfers between such workers have been measured (transfer_rates.py). `lacking` is how much of prompt +
+expected output exceeds the memory that D's requests leave. cost_P and load_D are reduced by `session` for the
+workers of the session's last request. Only what a queue has more than the shortest is priced convex. So a
+worker with a hot prefix is left once that excess nears the objective, and the prefix gets a second holder.
+(If the whole queue were convex, long queues on all workers would make hits worth little, and misses add work
+for all workers.) D alone is a candidate when there is no P or left(d) <= alone_tokens. It wins when it costs
+no more than the best pair.
 
 The prices are computed with numpy, in a fixed small number of operations for any number of workers.
 """
@@ -23,14 +25,13 @@ The prices are computed with numpy, in a fixed small number of operations for an
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from router.options import PolicyWeights
-from router.placement.fleet_table import Floats, Integers, WorkerArrays
+from router.placement.fleet_table import Floats, WorkerArrays
 from router.placement.policy import Choice, PlacementRequest, Policy, RoleCandidates
+from router.placement.transfer_table import TransferTable, transfer_table
 
 
 class KVPolicy(Policy):
@@ -38,7 +39,7 @@ class KVPolicy(Policy):
 
     def __init__(self, weights: PolicyWeights, alone_tokens: int, chance: random.Random) -> None:
         super().__init__(weights, alone_tokens, chance)
-        self._shared_hosts: _SharedHosts | None = None
+        self._table: TransferTable | None = None
 
     def choose(self, request: PlacementRequest, prefill: RoleCandidates, decode: RoleCandidates) -> Choice:
         costs = self._costs(request, prefill, decode)
@@ -54,21 +55,26 @@ class KVPolicy(Policy):
         return Choice(request, prefill, decode, None, alone_row)
 
     def costs(self, choice: Choice) -> dict[str, Floats]:
-        """`prefill`: cost_P. `decode`: load_D + move to another host. `alone`, where a D may do it alone."""
-        return self._costs(choice.request, choice.prefill, choice.decode)
+        """`prefill`: cost_P. `decode`: load_D + move from the nearest P. `alone`: where D may do it alone."""
+        costs = self._costs(choice.request, choice.prefill, choice.decode)
+        if "missing" in costs:
+            table = self._transfer_table(choice.prefill.workers, choice.decode.workers)
+            costs["decode"] = costs["load"] + table.cheapest(
+                np.zeros(len(table.prefill_names)), costs["missing"]
+            )
+        return costs
 
     def _costs(
         self, request: PlacementRequest, prefill: RoleCandidates, decode: RoleCandidates
     ) -> dict[str, Floats]:
         left, load = self.left(request, decode), self._load(request, decode)
-        costs = {}
+        costs = {"load": load}
         alone = self._alone(left.take(decode.workers.slots), decode.workers, load, len(prefill.workers) == 0)
         if alone is not None:
             costs["alone"] = alone
         if len(prefill.workers):
             held = decode.matches.pages.take(decode.workers.slots) * np.float64(decode.page_tokens)
-            costs["move"] = (request.prompt_tokens - held) * self.weights.transfer
-            costs["decode"] = load + costs["move"]
+            costs["missing"] = request.prompt_tokens - held
             costs["prefill"] = self._prefill(left.take(prefill.workers.slots), prefill)
         return costs
 
@@ -110,48 +116,25 @@ class KVPolicy(Policy):
     ) -> tuple[int, int, float]:
         """The cheapest (P row, D row), and their cost.
 
-        First D, at its cost with the P that suits it best; then P for that D. The two depend on each other
-        only by their hosts, so no matrix of all pairs is needed.
+        First D, at its cost with the P that suits it best; then P for that D.
         """
-        cost_p, cost_d = costs["prefill"], costs["decode"]
-        hosts = self._shared_hosts
-        if hosts is None or not hosts.are_of(prefill, decode):
-            hosts = self._shared_hosts = _shared_hosts(prefill, decode, self.weights.same_host)
-        if not hosts.any:
+        cost_p, load, missing = costs["prefill"], costs["load"], costs["missing"]
+        table = self._transfer_table(prefill, decode)
+        uniform = table.uniform
+        if uniform is not None:
+            cost_d = uniform * missing
+            cost_d += load
             p, d = self.cheapest(cost_p), self.cheapest(cost_d)
             return p, d, float(cost_p[p] + cost_d[d])
-        spared = costs["move"] * hosts.spared
-        pairs = np.minimum.reduceat(cost_p[hosts.prefill], hosts.starts)[hosts.host]
-        pairs -= spared
-        np.minimum(pairs, cost_p[cost_p.argmin()], out=pairs)
-        pairs += cost_d
-        d = self.cheapest(pairs)
-        if hosts.spared[d]:
-            cost_p = cost_p - spared[d] * (prefill.hosts == decode.hosts[d])
-        p = self.cheapest(cost_p)
-        return p, d, float(cost_p[p] + cost_d[d])
+        d = self.cheapest(table.cheapest(cost_p, missing) + load)
+        toward = table.prices_to(d) * missing[d]
+        toward += cost_p
+        p = self.cheapest(toward)
+        return p, d, float(toward[p] + load[d])
 
-
-@dataclass(frozen=True, slots=True)
-class _SharedHosts:
-    """Which D share a host with which P. Kept between choices: it changes only with the fleet's members."""
-
-    prefill_hosts: Integers  # of these rows
-    decode_hosts: Integers
-    any: bool  # some host has both
-    prefill: npt.NDArray[np.intp]  # P rows, host by host
-    starts: npt.NDArray[np.intp]  # where in `prefill` each host begins
-    host: npt.NDArray[np.intp]  # by D row: an index of `starts`; 0, without meaning, where nothing is spared
-    spared: Floats  # by D row: the part of `move` that a P on the same host spares; 0 where none is there
-
-    def are_of(self, prefill: WorkerArrays, decode: WorkerArrays) -> bool:
-        return self.prefill_hosts is prefill.hosts and self.decode_hosts is decode.hosts
-
-
-def _shared_hosts(prefill: WorkerArrays, decode: WorkerArrays, same_host: float) -> _SharedHosts:
-    order = prefill.hosts.argsort(kind="stable")
-    hosts, starts = np.unique(prefill.hosts[order], return_index=True)
-    shared = np.isin(decode.hosts, hosts)
-    host = np.searchsorted(hosts, decode.hosts) * shared
-    spared = np.multiply(shared, 1.0 - same_host, dtype=np.float64)
-    return _SharedHosts(prefill.hosts, decode.hosts, bool(shared.any()), order, starts, host, spared)
+    def _transfer_table(self, prefill: WorkerArrays, decode: WorkerArrays) -> TransferTable:
+        """Kept between choices: it changes with the fleet's members, and at most once a second with rates."""
+        table = self._table
+        if table is None or not table.is_of(prefill, decode, self.transfers):
+            table = self._table = transfer_table(prefill, decode, self.transfers, self.weights)
+        return table

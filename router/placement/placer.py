@@ -19,6 +19,8 @@ from router.placement.fleet_table import Floats
 from router.placement.load_estimate import WorkerLoadEstimate
 from router.placement.placement import Placement
 from router.placement.policy import Choice, PlacementRequest, Policy, RoleCandidates
+from router.placement.transfer_rates import Locality, locality
+from wire.messages import Timeline
 from wire.records import WorkerRecord
 
 _MEAN_OVER = 64  # requests over which the mean output is taken
@@ -42,6 +44,7 @@ class Placer:
         self.broken_pairs = BrokenPairs()
         self.page_tokens = 0  # page size of the model's workers; 0: no worker has been seen yet
         self.mean_output = 0.0  # tokens of recent answers; 0: none yet
+        self._mailboxes: dict[str, WorkerRecord] = {}
         self._index = index
         self._expected = ExpectedPages(index, expect_s)
         # The last (P, D) of each session. By a hash: clients choose the names, and with them their length.
@@ -53,6 +56,8 @@ class Placer:
             self.policy.forget(worker)
         if records:
             self.page_tokens = records[0].groups[0].page_size
+            self._mailboxes = {record.mailbox: record for record in records}
+            self.policy.transfers.fleet(records)
 
     def suspect(self, workers: frozenset[str]) -> None:
         """These, and no others, are suspected of being gone: rooms wait rather than get one of them."""
@@ -156,6 +161,15 @@ class Placer:
         placement.decode_load.decoded(placement.context_tokens, placement.report_number)
         self.fleet.own_changed(placement.decode_load)
 
+    def transferred(self, to: str, told: Timeline) -> Locality | None:
+        """The worker at a mailbox says how it received a room's KV. Returns how near the two workers are, or
+        None if one of them has left."""
+        prefill, decode = self._mailboxes.get(told.kv_from), self._mailboxes.get(to)
+        if prefill is None or decode is None:
+            return None
+        self.policy.transfers.observe(prefill, decode, told.kv_backend, told.kv_bytes, told.kv_seconds)
+        return locality(prefill, decode)
+
     def answered(self, output_tokens: int) -> None:
         """A room ended by itself with this many output tokens. They count in the mean output."""
         share = 1 / _MEAN_OVER if self.mean_output else 1.0
@@ -170,8 +184,9 @@ class Placer:
         return min(float(max_new_tokens), self.mean_output or _FIRST_OUTPUT)
 
     def tick(self, now: float) -> None:
-        """Give up pages that were expected and have come or will not."""
+        """Give up pages that were expected and have come or will not. Let old transfers count less."""
         self._expected.tick(now)
+        self.policy.transfers.tick(now)
 
     def _remember(self, choice: Choice) -> None:
         session, p = _session(choice.request), choice.prefill_worker

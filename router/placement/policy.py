@@ -18,6 +18,7 @@ from router.index.page_table import Hashes, Tier
 from router.options import PolicyWeights
 from router.placement.fleet_table import Floats, WorkerArrays
 from router.placement.load_estimate import WorkerLoadEstimate
+from router.placement.transfer_rates import TransferRates
 
 _ALL_PAGES = int(Tier.GPU)  # the row of `found`; a look-up in an enum takes longer than the one in the array
 
@@ -105,6 +106,7 @@ class Policy(ABC):
         self.weights = weights
         self.alone_tokens = alone_tokens
         self.chance = chance
+        self.transfers = TransferRates()  # of the fleet; told by the placer
         # The first row of `found` counts the pages of all tiers, so the others subtract what is not saved.
         credits = weights.host_credit, weights.storage_credit, weights.expected_credit
         self._saved_by_tier = np.array([[1.0], *([credit - 1.0] for credit in credits)])

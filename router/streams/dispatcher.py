@@ -266,6 +266,9 @@ class Dispatcher:
         if isinstance(message, Timeline):
             if self._traces.add_timeline(message):
                 self._metrics.kv_bytes.inc(message.kv_bytes)
+                near = self._placer.transferred(sender, message)
+                if near is not None:
+                    self._metrics.observe_transfer(near.name.lower(), message.kv_bytes, message.kv_seconds)
                 self._metrics.observe_stages(message.stamps)
             return
         room = self.rooms.get(message.room)

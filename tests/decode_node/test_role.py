@@ -16,7 +16,7 @@ import pytest
 from common.errors import TransferError
 from decode_node.room import DecodeHold, DecodeRoom
 from tests.support.granted_writer import GrantedWriter
-from tests.support.hand_off import GROUPS, ROUTER, Letter, Pair, held, pair, prompt_of, right
+from tests.support.hand_off import GROUPS, ROUTER, TRANSFER_S, Letter, Pair, held, pair, prompt_of, right
 from tests.support.members import write_secret
 from wire.messages import (
     Abort,
@@ -122,6 +122,23 @@ def ended(both: Pair, room: int) -> None:
         both.insist(room)
         both.run_dry()
         assert both.outputs[room].tokens == right(both, room)
+    both.settle()
+
+
+def test_decode_says_how_its_kv_came(both: Pair) -> None:
+    both.ask(1, prompt_of(1, 50), 3)
+    letter = both.hold_back(KVDone)
+    both.arrive(letter)
+    told = both.hold_back(Timeline)
+    while told.sender != both.decode.record().mailbox:
+        both.arrive(told)
+        told = both.hold_back(Timeline)
+    assert told.message.kv_from == both.prefill.record().mailbox
+    assert told.message.kv_backend == "shm"
+    assert told.message.kv_bytes == letter.message.kv_bytes > 0
+    assert 0 < told.message.kv_seconds < TRANSFER_S
+    both.arrive(told)
+    both.run_dry()
     both.settle()
 
 

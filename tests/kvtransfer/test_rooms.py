@@ -49,6 +49,18 @@ def test_progress_counts_pages_once_and_bytes_as_they_come() -> None:
     assert (landed.nbytes, landed.missing, landed.backend) == ({"full": 40}, {"full": 1}, "tcp")
 
 
+def test_the_seconds_are_those_with_a_write_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([10.0, 14.0, 20.0, 21.5]).__next__
+    monkeypatch.setattr("kvtransfer.rooms.time.monotonic", clock)
+    table = opened()
+    first, second = (table.begin(1, 0, "full", as_pages([page]), 1, "tcp") for page in (3, 5))  # from 10 on
+    table.finish(first, landed=True)
+    assert table.landed(1, 0).seconds == 0.0
+    table.finish(second, landed=True)  # at 14
+    table.finish(table.begin(1, 0, "full", as_pages([9]), 1, "tcp"), landed=True)  # at 20, for 1.5 s
+    assert table.landed(1, 0).seconds == 5.5
+
+
 def test_pages_land_in_any_order() -> None:
     table = opened()
     for left, page in ((2, 9), (1, 3), (0, 5)):

@@ -14,7 +14,9 @@ from router.index.global_index import Matches, as_hashes
 from router.options import PolicyWeights
 from router.placement.fleet_table import WorkerArrays
 from router.placement.kv_policy import KVPolicy
+from router.placement.load_estimate import WorkerLoadEstimate
 from router.placement.policy import PlacementRequest, RoleCandidates
+from tests.router.directory.test_directory import record
 
 SPARE_SLOTS = 2  # of workers that are draining
 
@@ -46,11 +48,15 @@ class Fleet(NamedTuple):
         found = np.zeros((4, len(workers) + SPARE_SLOTS), np.int32)
         found[:, self.slots] = np.array([one.pages for one in workers]).T
         columns = [np.array(column, np.float64) for column in list(zip(*workers, strict=True))[:4]]
-        slots, hosts = np.array(self.slots), np.array([one.host for one in workers])
+        slots = np.array(self.slots)
+        estimates = [
+            WorkerLoadEstimate(record(f"w{slot}", host=f"h{one.host}"), 0.0)
+            for slot, one in zip(self.slots, workers, strict=True)
+        ]
 
         def role(part: slice, last: int | None) -> RoleCandidates:
             names = [f"w{slot}" for slot in self.slots[part]]
-            arrays = WorkerArrays([], names, slots[part], hosts[part], *(column[part] for column in columns))
+            arrays = WorkerArrays(estimates[part], names, slots[part], *(column[part] for column in columns))
             return RoleCandidates(arrays, Matches(found), self.page_tokens, last)
 
         return role(slice(split), self.last_prefill), role(slice(split, None), self.last_decode)
@@ -65,6 +71,8 @@ weights = st.builds(
     lambda **said: PolicyWeights.model_validate(said),
     prefill_queue=st.sampled_from([1.0, 2.0]),
     same_host=st.sampled_from([0.0, 0.2, 1.0]),
+    same_machine=st.just(1.0),  # no two workers are that near, nor that
+    same_rack=st.just(1.0),
     prefill_left=st.sampled_from([1.0, 4.0]),
     transfer=st.sampled_from([0.0, 0.1, 3.0]),
     queue_objective=st.sampled_from([64.0, 65_536.0]),
@@ -115,12 +123,19 @@ class Formula:
         load = w.decode_load * worker.requests + w.decode_context * worker.context
         return load + w.decode_full * lacking - session
 
-    def move(self, row: int) -> float:
-        return self.w.transfer * (self.prompt - self.fleet.decode[row].pages[0] * self.fleet.page_tokens)
+    def price(self, p: int, d: int) -> float:
+        near = self.fleet.prefill[p].host == self.fleet.decode[d].host
+        return self.w.transfer * (self.w.same_host if near else 1.0)
+
+    def move(self, p: int, d: int) -> float:
+        held = self.fleet.decode[d].pages[0] * self.fleet.page_tokens
+        return self.price(p, d) * (self.prompt - held)
+
+    def nearest_move(self, d: int) -> float:
+        return min(self.move(p, d) for p in range(len(self.fleet.prefill)))
 
     def pair(self, p: int, d: int) -> float:
-        near = self.fleet.prefill[p].host == self.fleet.decode[d].host
-        return self.prefill(p) + self.load(d) + self.move(d) * (self.w.same_host if near else 1.0)
+        return self.prefill(p) + self.load(d) + self.move(p, d)
 
     def alone(self, row: int) -> float | None:
         worker, w = self.fleet.decode[row], self.w
@@ -167,7 +182,7 @@ def test_the_costs_that_are_shown_are_the_formulas(
     assert ("prefill" in shown) == ("decode" in shown) == bool(fleet.prefill)
     if fleet.prefill:
         assert shown["prefill"] == pytest.approx([formula.prefill(p) for p in range(len(fleet.prefill))])
-        assert shown["decode"] == pytest.approx([formula.load(d) + formula.move(d) for d in rows])
+        assert shown["decode"] == pytest.approx([formula.load(d) + formula.nearest_move(d) for d in rows])
     assert ("alone" in shown) == any(cost is not None for cost in alones)
     if "alone" in shown:
         assert shown["alone"] == pytest.approx([np.inf if cost is None else cost for cost in alones])
