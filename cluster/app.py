@@ -22,6 +22,7 @@ from cluster.config import (
     parse_config,
 )
 from cluster.local import ROUTER
+from cluster.placement import check_placement
 from cluster.router_replica import RouterReplica
 from cluster.worker_replica import WorkerReplica
 from wire.records import Role
@@ -33,7 +34,9 @@ _DECISION_S = 10.0  # as often as Serve's replicas push their figures
 
 def build(args: dict[str, Any]) -> serve.Application:
     """The application for a configuration (cluster/config.py). Raises ConfigError when it cannot work."""
-    return application(parse_config(args))
+    config = parse_config(args)
+    check_placement(config.placement)
+    return application(config)
 
 
 def application(config: ServeConfig) -> serve.Application:
@@ -100,6 +103,8 @@ def _common_settings(section: RouterDeployment | WorkerDeployment) -> dict[str, 
     }
     if section.autoscaling_config is None:
         settings["num_replicas"] = section.num_replicas
+    if section.max_replicas_per_node is not None:
+        settings["max_replicas_per_node"] = section.max_replicas_per_node
     return settings
 
 
@@ -109,4 +114,4 @@ def _actor_options(section: Deployment) -> dict[str, Any]:
         options["resources"] = section.resources
     if section.env:
         options["runtime_env"] = {"env_vars": section.env}
-    return options
+    return options | section.actor_options()

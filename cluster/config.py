@@ -14,6 +14,7 @@ import yaml
 from pydantic import Field, model_validator
 
 from cluster.placeholders import refuse_placeholders
+from cluster.placement import NodeOptions, Placement
 from common.errors import ConfigError
 from common.host import LOOPBACK
 from common.options import Options, parse_options
@@ -77,8 +78,8 @@ class WorkerAutoscaling(Autoscaling):
         return self
 
 
-class Deployment(Options):
-    """What a Serve deployment is given: replicas, resources and bounds."""
+class Deployment(NodeOptions):
+    """What a Serve deployment is given: replicas, resources, nodes and bounds."""
 
     num_replicas: int = Field(default=1, ge=1, description="replicas, when autoscaling_config is not set")
     num_cpus: float = Field(default=0.3, ge=0, description="CPUs a replica reserves; fractions are fine")
@@ -136,6 +137,10 @@ class ServeConfig(ServedModel, SocketOptions):
     interface: str = Field(
         default=LOOPBACK,
         description="address that sockets bind to and peers reach; auto: each node's own address",
+    )
+    placement: Placement = Field(
+        default=Placement.SPREAD,
+        description="spread: replicas of a deployment over the nodes that fit; pack: fill a node first",
     )
     worker: WorkerSettings = Field(
         default_factory=WorkerSettings, description="worker options that prefill and decode share"

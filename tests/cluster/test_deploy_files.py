@@ -98,8 +98,9 @@ def test_gpu_replicas_find_the_nodes_of_the_clouds() -> None:
         kinds = yaml.safe_load((DEPLOY / f"{cloud}.yaml").read_text())["available_node_types"]
         for role in ("prefill", "decode"):
             section = application["args"][role]
+            assert section["labels"].items() <= kinds[role]["labels"].items()
             node = kinds[role]["resources"]
-            wanted = {"CPU": section["num_cpus"], "GPU": section["num_gpus"], **section["resources"]}
+            wanted = {"CPU": section["num_cpus"], "GPU": section["num_gpus"]}
             fit = min(node[resource] // amount for resource, amount in wanted.items())
             assert fit == node["GPU"], "as many replicas as GPUs"
             least, most = (section["autoscaling_config"][f"{bound}_replicas"] for bound in ("min", "max"))
