@@ -14,7 +14,7 @@ import yaml
 from pydantic import Field, model_validator
 
 from cluster.placeholders import refuse_placeholders
-from cluster.placement import NodeOptions, Placement
+from cluster.placement import NodeChoice, NodeOptions
 from common.errors import ConfigError
 from common.host import LOOPBACK
 from common.options import Options, parse_options
@@ -138,8 +138,8 @@ class ServeConfig(ServedModel, SocketOptions):
         default=LOOPBACK,
         description="address that sockets bind to and peers reach; auto: each node's own address",
     )
-    placement: Placement = Field(
-        default=Placement.SPREAD,
+    placement: NodeChoice = Field(
+        default=NodeChoice.SPREAD,
         description="spread: replicas of a deployment over the nodes that fit; pack: fill a node first",
     )
     worker: WorkerSettings = Field(

@@ -22,7 +22,7 @@ from common.options import Options
 PACK_VARIABLE = "RAY_SERVE_USE_PACK_SCHEDULING_STRATEGY"
 
 
-class Placement(StrEnum):
+class NodeChoice(StrEnum):
     """Which of the nodes that fit a replica gets."""
 
     SPREAD = "spread"  # the one with the fewest replicas, as far as Serve can
@@ -63,10 +63,10 @@ class NodeOptions(Options):
         return options
 
 
-def check_placement(placement: Placement, environment: Mapping[str, str] = os.environ) -> None:
+def check_placement(placement: NodeChoice, environment: Mapping[str, str] = os.environ) -> None:
     """Raises ConfigError when Serve was not started to place replicas like that."""
     packs = environment.get(PACK_VARIABLE, "0") == "1"
-    if packs != (placement is Placement.PACK):
+    if packs != (placement is NodeChoice.PACK):
         raise ConfigError(
             "placement",
             f"{placement} is asked, and Serve {'packs' if packs else 'spreads'} replicas here",

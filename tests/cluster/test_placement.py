@@ -19,7 +19,7 @@ from ray.serve.deployment import deployment_to_schema
 from cluster.app import application, build
 from cluster.config import parse_config
 from cluster.node import RACK_LABEL
-from cluster.placement import PACK_VARIABLE, Placement, check_placement
+from cluster.placement import PACK_VARIABLE, NodeChoice, check_placement
 from common.errors import ConfigError
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -63,10 +63,10 @@ def test_what_ray_would_refuse_is_refused_by_name(section: dict[str, Any], key: 
 
 
 def test_replicas_are_packed_only_by_a_serve_that_packs(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_placement(Placement.SPREAD, {})
-    check_placement(Placement.SPREAD, {PACK_VARIABLE: "0"})
-    check_placement(Placement.PACK, {PACK_VARIABLE: "1"})
-    for placement, environment in ((Placement.PACK, {}), (Placement.SPREAD, {PACK_VARIABLE: "1"})):
+    check_placement(NodeChoice.SPREAD, {})
+    check_placement(NodeChoice.SPREAD, {PACK_VARIABLE: "0"})
+    check_placement(NodeChoice.PACK, {PACK_VARIABLE: "1"})
+    for placement, environment in ((NodeChoice.PACK, {}), (NodeChoice.SPREAD, {PACK_VARIABLE: "1"})):
         with pytest.raises(ConfigError, match=PACK_VARIABLE):
             check_placement(placement, environment)
     monkeypatch.delenv(PACK_VARIABLE, raising=False)
