@@ -120,9 +120,7 @@ def test_serve_refuses_a_broken_config_key(tmp_path: Path, capsys: pytest.Captur
     path = tmp_path / "config.yaml"
     path.write_text("model: m\ndecode:\n  num_gpu: 1\n")
     line = _refused(capsys, "serve", str(path))
-    assert line.startswith(
-        "baton: decode.num_gpu: unknown key; remove it, or use one of: autoscaling_config, "
-    )
+    assert line.startswith("baton: decode.num_gpu: unknown key; remove it, or use one of: accelerator_type, ")
 
 
 def test_schema_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
