@@ -4,7 +4,7 @@ PY := .venv/bin/python
 # Two workers on one small machine share its cores: one compute thread each, unless a bench asks for more.
 TEST_ENV := OMP_NUM_THREADS=1 RAY_DISABLE_IMPORT_WARNING=1 RAY_USAGE_STATS_ENABLED=0
 
-.PHONY: help setup demo check lint types imports dead quick test oracle mutants two-hosts overload chaos-ray fuzz fuzz-models invariants e2e chaos soak peers wheel demo-quality kv-quant
+.PHONY: help setup demo check lint types imports dead quick test oracle mutants two-hosts overload chaos-ray cluster fuzz fuzz-models invariants e2e chaos soak peers wheel demo-quality kv-quant
 
 help:  ## list the targets and their variables
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -70,6 +70,9 @@ fuzz: setup  ## hostile HTTP and KV peers on a running Baton; in between honest 
 
 chaos-ray: setup  ## a Ray Serve application of 6 replicas under 32 streams: one of each kind dies, and a rolling update
 	@$(TEST_ENV) $(PY) -m tests.chaos_ray
+
+cluster: setup  ## ray up on hosts made of namespaces, the shipped configuration on them, and an end of it all (root, sshd)
+	@$(TEST_ENV) $(PY) -m tests.cluster_hosts
 
 invariants: setup  ## long runs of the hypothesis state machines
 	@$(TEST_ENV) $(PY) -m tools.run_tests "invariants"

@@ -34,10 +34,10 @@ class RouterReplica:
         """Create or find the directory, start the router. `_workers` are only tied to the application."""
         self._finder = DirectoryFinder(serve.get_replica_context().app_name)
         self._interface = options.interface
-        # A key drawn for the Serve config would change with every deploy, and so restart the replicas.
-        self._resume_key = options.shared_resume_key()
         own = options.admin_host == AUTO
         with readable_refusal():
+            # A key drawn for the Serve config would change with every deploy, and so restart the replicas.
+            self._resume_key = options.shared_resume_key()
             model = await asyncio.to_thread(model_directory, str(options.model), TOKENIZER_FILES)
             self._options = options.model_copy(
                 update={

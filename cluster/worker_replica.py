@@ -9,6 +9,7 @@ import asyncio
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+import ray
 from ray import serve
 
 from cluster.autoscaling import LOAD
@@ -21,6 +22,7 @@ from common.garbage import freeze_gc
 from scaling.load import load_share, worker_sample
 from wire.records import Role
 from worker.options import WorkerOptions
+from worker.transfer_log import tell_transfer
 
 if TYPE_CHECKING:
     from worker.loop import Worker
@@ -48,6 +50,7 @@ class WorkerReplica:
             )
             self._worker = make_worker(role, self._options, finder)
             self._worker.start()
+        tell_transfer(self._options, sum(node["Alive"] for node in ray.nodes()))
         freeze_gc()
 
     async def check_health(self) -> None:

