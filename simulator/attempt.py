@@ -27,11 +27,12 @@ class Attempt:
     shipped: int = 0  # prompt tokens that were sent to D, or that D had
     received: bool = False  # D has the KV of the whole prompt
     last_at: float = -1.0  # when its latest token was made, until it joins D's batch
+    taken_over: bool = False  # its KV comes from the worker that decoded it before
 
     @property
     def alone(self) -> bool:
         """Whether D computes the prompt, too."""
-        return self.placement.prefill is None
+        return self.placement.prefill is None and not self.taken_over
 
     @property
     def left(self) -> int:

@@ -133,6 +133,20 @@ class DecodeBatch(Generic[T]):
             done.append(request)
         return done
 
+    def leave(self, request: T) -> int | None:
+        """The request goes on elsewhere. To be called between two steps.
+
+        Returns the number of tokens that it lacks, or None if it is not here.
+        """
+        for at, (end, _, context, row) in enumerate(self._rows):
+            if row is request:
+                lacking = end - self._steps
+                self.context -= context - lacking
+                del self._rows[at]
+                heapq.heapify(self._rows)
+                return lacking
+        return None
+
     def made(self, run: Steps | None, now: float) -> int:
         """Tokens made so far, those of whole steps of the present run included."""
         under_way = run.under_way(now) - 1 if run is not None and run.decodes else 0

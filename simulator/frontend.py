@@ -20,6 +20,7 @@ from router.placement.policies import make_policy
 from router.placement.policy import Choice, PlacementRequest
 from simulator.attempt import Attempt
 from simulator.clock import Clock
+from simulator.moves import ModelledMoves
 from simulator.options import SimulationOptions
 from simulator.request import Request
 from simulator.worker import ModelledWorker
@@ -66,6 +67,9 @@ class Frontend:
         self._waiting: dict[int, Request] = {}  # in admission's queue
         self._attempts: dict[int, Attempt] = {}  # by request
         self._unplaced: list[Request] = []  # no worker was there to take them
+        self._moves = ModelledMoves(
+            clock, options, self._attempts, self.placer, self._placement_request, host.worker
+        )
 
     # -- requests --------------------------------------------------------------------------------------
 
@@ -87,6 +91,7 @@ class Frontend:
         now = self._clock.now
         self.placer.tick(now)
         self.peers.tick(now)
+        self._moves.tick(self._client.workers)
         for number, _ in self.admission.overdue(now):
             self._refuse(self._waiting.pop(number))
         self._admit()
@@ -139,7 +144,9 @@ class Frontend:
 
     def reserved(self, attempt: Attempt) -> None:
         """D has reserved memory. Send P its prompt, if that was held back until now."""
-        if not attempt.over and attempt.placement.hold_prefill:
+        if attempt.taken_over:
+            self._moves.reserved(attempt)
+        elif not attempt.over and attempt.placement.hold_prefill:
             self._send_prefill(attempt)
 
     def first_token(self, attempt: Attempt) -> None:
@@ -165,6 +172,7 @@ class Frontend:
         attempt.end()
         request.last_at = self._clock.now
         del self._attempts[request.number]
+        self._moves.drop(request.number)
         self.placer.close(attempt.placement, self._clock.now)
         self.placer.answered(request.forwarded)
         self.admission.produced(request.number, request.forwarded)
@@ -203,13 +211,15 @@ class Frontend:
 
     def needs(self, record: WorkerRecord) -> bool:
         """Whether a request that is placed cannot go on without this worker."""
-        return any(_needs(one, record) for one in self._attempts.values())
+        return any(_needs(one, record) for one in self._attempts.values()) or self._moves.needs(record)
 
     def _lost(self, record: WorkerRecord) -> None:
         """A worker is gone. Its requests start again elsewhere, from what was forwarded."""
+        self._moves.lost(record)
         for attempt in [one for one in self._attempts.values() if _needs(one, record)]:
             attempt.end(lost=True)
             del self._attempts[attempt.request.number]
+            self._moves.drop(attempt.request.number)
             self.placer.close(attempt.placement, self._clock.now)
             for other in (attempt.placement.prefill, attempt.placement.decode):
                 if other is not None:

@@ -9,6 +9,7 @@ prefills only what the router gives it alone, and a colocated worker does everyt
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from simulator.attempt import Attempt
@@ -70,6 +71,7 @@ class ModelledWorker:
         self.run: Steps | None = None  # steps under way
         self._run_number = 0
         self._planned = 0
+        self._leaving: list[tuple[Attempt, Attempt, Callable[[int], None]]] = []
 
     # -- what others send ----------------------------------------------------------------------------
 
@@ -122,6 +124,12 @@ class ModelledWorker:
         elif not any(attempt is other for other, _ in self._chunk):
             self._prompts.remove(attempt)
             self._let_go(attempt)
+
+    def hand_over(self, attempt: Attempt, to: Attempt, then: Callable[[int], None]) -> None:
+        """After the present step the attempt goes on as another one, unless that is over. `then` is told how
+        many tokens it lacks."""
+        self._leaving.append((attempt, to, then))
+        self._kick()
 
     def crash(self) -> list[tuple[Attempt, int]]:
         """The process dies. Returns the attempts that were decoding, with the tokens that they never sent."""
@@ -242,20 +250,19 @@ class ModelledWorker:
             return
         if self.run is not None:
             steps = self.run.under_way(self._clock.now) if self._planned > 1 else self._planned
-            if steps < self._planned:
-                self._plan(self.run, steps)
-            return
-        rows, tokens = len(self.batch), 0
-        if self._prompts and not (self._model.schedule is Schedule.DECODE_FIRST and rows):
-            tokens = self._take_chunk()
-        if tokens or rows:
+            if steps >= self._planned:
+                return
+        else:
+            rows, tokens = len(self.batch), 0
+            if self._prompts and not (self._model.schedule is Schedule.DECODE_FIRST and rows):
+                tokens = self._take_chunk()
+            if not tokens and not rows:
+                return
             self.run = self.batch.steps(self._clock.now, tokens)
-            self._plan(self.run, self.run.most)
-
-    def _plan(self, run: Steps, steps: int) -> None:
+            steps = self.run.most
         self._planned = steps
         self._run_number += 1
-        self._clock.at(run.end(steps), self._ended, run, self._run_number)
+        self._clock.at(self.run.end(steps), self._ended, self.run, self._run_number)
 
     def _ended(self, run: Steps, number: int) -> None:
         if self.dead or number != self._run_number:
@@ -266,7 +273,19 @@ class ModelledWorker:
         for attempt in done:
             self._listener.done(attempt)
             self._let_go(attempt)
+        self._hand_over(run)
         for attempt, tokens in chunk:
             self._computed(attempt, tokens)
         self.run = None
         self._kick()
+
+    def _hand_over(self, run: Steps) -> None:
+        """Let those go that go on elsewhere. Those that have ended meanwhile have left already."""
+        if not run.decodes:
+            return
+        leaving, self._leaving = self._leaving, []
+        for attempt, to, then in leaving:
+            lacking = None if to.over else self.batch.leave(attempt)
+            if lacking is not None:
+                then(lacking)
+                self._let_go(attempt)

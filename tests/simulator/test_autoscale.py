@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,12 +15,12 @@ from simulator.fleet import FleetSize
 from simulator.options import Autoscale, SimulationOptions
 from simulator.plot import draw_fleets
 from simulator.serve_policy import ServeLoadPolicy
-from simulator.simulation import Trace
+from simulator.simulation import Restart, Simulation, Trace
 from simulator.summary import Summary
 from simulator.table import comparison_table
 from simulator.traces import read_trace
 from tests.router.directory.test_directory import record
-from tests.simulator.test_simulation import options, replayed, shared_prefixes, summary
+from tests.simulator.test_simulation import check, options, replayed, shared_prefixes, summary
 from wire.records import Role, WorkerLoad
 
 
@@ -134,3 +135,41 @@ def test_a_trace_that_is_too_much_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="no fleet of up to"):
         compare("diurnal:7", options(), none_attains)
+
+
+def drained_at(at_s: float, **given: Any) -> tuple[Simulation, bool]:
+    """Long answers on three decode workers, of which one drains. Whether it was idle three seconds later."""
+    requests = [dataclasses.replace(one, output_tokens=1500) for one in shared_prefixes(requests=30).requests]
+    trace = Trace("long", requests, given.pop("restarts", ()))
+    simulation = Simulation(trace, options(decode=3, **given))
+    idle: list[bool] = []
+
+    def drain() -> None:
+        worker = simulation.members.serving(Role.DECODE)[0]
+        assert len(worker.batch) > 3
+        simulation.members.drain(worker)
+        simulation.clock.after(3.0, lambda: idle.append(worker.memory.idle))
+
+    simulation.clock.at(at_s, drain)
+    simulation.run()
+    check(simulation)
+    return simulation, idle[0]
+
+
+def test_requests_of_a_worker_that_drains_go_on_elsewhere_with_their_kv() -> None:
+    simulation, idle = drained_at(6.0)
+    assert idle
+    assert all(one.attempts == 1 for one in simulation.requests), "nothing is computed again"
+    assert simulation.itl.quantile(0.9999) < 0.5
+
+
+def test_requests_on_their_way_to_a_worker_that_dies_stay() -> None:
+    restarts = [Restart(6.0 + delay, "d1", 1.0) for delay in (0.6, 2.0)]
+    simulation, _ = drained_at(6.0, restarts=restarts, lease_s=1.5)
+    assert any(one.attempts > 1 for one in simulation.requests)
+
+
+def test_nobody_has_memory_for_the_requests_of_a_worker_that_drains() -> None:
+    simulation, idle = drained_at(6.0, worker={"kv_tokens": 70_000})
+    assert not idle
+    assert all(one.attempts == 1 for one in simulation.requests)
