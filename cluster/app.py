@@ -2,8 +2,9 @@
 
     HTTP -> Serve proxy -> router (ingress) ~~ZeroMQ~~> prefill ==KV==> decode ~~ZeroMQ~~> router
 
-Serve places, replaces and scales the three deployments. The ingress is bound to the handles of the other two
-so that they belong to the application; it does not call them.
+Serve places, replaces and scales the three deployments; with `roles: dynamic` there is one of workers instead
+of two. The ingress is bound to the workers' handles so that they belong to the application; it does not call
+them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from ray import serve
 
 from cluster.autoscaling import LoadPolicy, ObjectivePolicy
 from cluster.config import (
+    DYNAMIC,
     Deployment,
     RouterDeployment,
     ServeConfig,
@@ -26,6 +28,9 @@ from cluster.placement import check_placement
 from cluster.router_replica import RouterReplica
 from cluster.worker_replica import WorkerReplica
 from wire.records import Role
+
+WORKER = "worker"
+"""The deployment of workers whose roles change."""
 
 _CONSTRUCTOR_TRIES = 3  # Serve's default of 20 would load a model that cannot work 20 times
 _SHUTDOWN_POLL_S = 0.2
@@ -41,19 +46,21 @@ def build(args: dict[str, Any]) -> serve.Application:
 
 def application(config: ServeConfig) -> serve.Application:
     """The application for a configuration that has been checked."""
-    return router_application(config, *(_bind_worker(config, role) for role in config.worker_sections()))
+    return router_application(config, *(_bind_worker(config, key) for key in config.worker_sections()))
 
 
 def router_application(config: ServeConfig, *workers: serve.Application) -> serve.Application:
     """The ingress alone, or with the worker deployments that belong to it."""
     ingress = serve.deployment(name=ROUTER, **_router_settings(config.router))(serve.ingress()(RouterReplica))
-    return ingress.bind(config.router_options(), *workers)
+    return ingress.bind(config.router_options(), config.role_plan(), *workers)
 
 
-def _bind_worker(config: ServeConfig, role: Role) -> serve.Application:
-    section = config.section(role)
-    deployment = serve.deployment(name=str(role), **_worker_settings(section, role))(WorkerReplica)
-    return deployment.bind(role, config.worker_options(role), section.drain_s)
+def _bind_worker(config: ServeConfig, key: str) -> serve.Application:
+    section, options = config.worker_sections()[key], config.worker_options(key)
+    role = None if key == DYNAMIC else Role(key)
+    name = WORKER if role is None else str(role)
+    deployment = serve.deployment(name=name, **_worker_settings(section, key))(WorkerReplica)
+    return deployment.bind(role, options, section.drain_s)
 
 
 def _router_settings(section: RouterDeployment) -> dict[str, Any]:
@@ -64,20 +71,20 @@ def _router_settings(section: RouterDeployment) -> dict[str, Any]:
     return settings
 
 
-def _worker_settings(section: WorkerDeployment, role: Role) -> dict[str, Any]:
+def _worker_settings(section: WorkerDeployment, role: str) -> dict[str, Any]:
     settings = _common_settings(section)
     if section.autoscaling_config is not None:
         settings["autoscaling_config"] = _scaling(section.autoscaling_config, role)
     return settings
 
 
-def _scaling(scaling: WorkerAutoscaling, role: Role) -> dict[str, Any]:
+def _scaling(scaling: WorkerAutoscaling, role: str) -> dict[str, Any]:
     settings = scaling.model_dump(exclude_none=True, exclude={"target_load", "objective_s", "start_s"})
     if scaling.objective_s is None:
         return {**settings, "policy": _policy(LoadPolicy, target_load=scaling.target_load)}
     policy = _policy(
         ObjectivePolicy,
-        role=str(role),
+        role=role,
         objective_s=scaling.objective_s,
         start_s=scaling.start_s,
         hold_s=scaling.downscale_delay_s,

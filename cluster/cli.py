@@ -1,9 +1,9 @@
-"""`baton`: serve a model on Ray Serve, show its caches, replay a trace through its router, or print the
-schema of the configuration.
+"""`baton`: serve a model on Ray Serve, show its caches, show and set its workers' roles, replay a trace
+through its router, or print the schema of the configuration.
 
     baton serve MODEL|CONFIG.yaml [options]     baton tree [WORKER ...]
-    baton replay TRACE [options]                baton config --schema
-    baton --version
+    baton replay TRACE [options]                baton roles [WORKER=ROLE ...]
+    baton config --schema                       baton --version
 
 Exit codes: 0 done, or ended on request; 1 could not be started, or does not answer; 2 a configuration that
 cannot work (one line on stderr names the key, the problem and the remedy; nothing is left running).
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.app import application
-from cluster.config import ServeConfig, most_replicas, parse_config, read_config
+from cluster.config import DYNAMIC, ServeConfig, most_replicas, parse_config, read_config
 from cluster.local import (
     DeployFailed,
     LocalOptions,
@@ -34,6 +34,8 @@ from cluster.local import (
 from cluster.model_files import model_directory
 from cluster.replay import HELP as REPLAY_HELP
 from cluster.replay import add_replay
+from cluster.roles_command import HELP as ROLES_HELP
+from cluster.roles_command import add_roles
 from cluster.tree import ADDRESS, TreeSource, read_admin_key
 from common.errors import WorkerLost
 from common.host import HTTP_PORT, LOOPBACK
@@ -79,6 +81,8 @@ def make_config(arguments: argparse.Namespace) -> dict[str, Any]:
     """The configuration that MODEL or CONFIG.yaml and the flags describe; flags win."""
     raw = _base_config(arguments.target)
     flags = {
+        "roles": None if arguments.num_workers is None else DYNAMIC,
+        "dynamic.num_replicas": arguments.num_workers,
         "served_model_name": arguments.served_model_name,
         "prefill.num_replicas": arguments.num_prefill,
         "decode.num_replicas": arguments.num_decode,
@@ -144,14 +148,14 @@ def share_machine(config: ServeConfig) -> ServeConfig:
     sections = config.worker_sections()
     workers = sum(most_replicas(section) for section in sections.values())
     changes: dict[str, Any] = {}
-    said = (config.worker, config.prefill.options, config.decode.options)
+    said = (config.worker, *(section.options for section in sections.values()))
     if not any("threads" in options.model_fields_set for options in said):
         threads = max(1, (os.cpu_count() or 1) // workers)
         changes["worker"] = config.worker.model_copy(update={"threads": threads})
     gpus = _gpus()
     if gpus and not any(section.num_gpus for section in sections.values()):
         share = {"num_gpus": min(1.0, gpus / workers)}
-        changes |= {str(role): section.model_copy(update=share) for role, section in sections.items()}
+        changes |= {key: section.model_copy(update=share) for key, section in sections.items()}
     return config.model_copy(update=changes)
 
 
@@ -202,6 +206,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve(commands.add_parser("serve", help="serve a model until Ctrl-C", description=_SERVE_HELP))
     _add_tree(commands.add_parser("tree", help="show what live workers cache", description=_TREE_HELP))
     add_replay(commands.add_parser("replay", help="replay a trace in virtual time", description=REPLAY_HELP))
+    add_roles(
+        commands.add_parser("roles", help="show and set who prefills and decodes", description=ROLES_HELP)
+    )
     config = commands.add_parser("config", help="what a configuration may contain")
     what = config.add_mutually_exclusive_group(required=True)
     what.add_argument("--schema", action="store_true", help="print the JSON schema")
@@ -226,6 +233,9 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
         "--num-prefill", type=int, metavar="N", help="prefill workers; 0: colocated (default 1)"
     )
     serve.add_argument("--num-decode", type=int, metavar="N", help="decode workers (default 1)")
+    serve.add_argument(
+        "--num-workers", type=int, metavar="N", help="N workers whose roles follow the load, instead of both"
+    )
     serve.add_argument("--host", default=LOOPBACK, help="where HTTP listens (default %(default)s)")
     serve.add_argument("--port", type=int, default=HTTP_PORT, help="where HTTP listens (default %(default)s)")
     serve.add_argument("--served-model-name", metavar="NAME", help="name in the API (default: from MODEL)")

@@ -1,20 +1,22 @@
 """The configuration of one served model: what `baton serve` and `serve run` are told, checked at the edge.
 
 One file describes the router, the prefill and the decode workers. `worker` holds what both kinds of worker
-share; `prefill.options` and `decode.options` override it. P and D must agree in AGREED_OPTIONS: a difference
+share; `prefill.options` and `decode.options` override it. With `roles: dynamic` there is one kind of worker,
+`dynamic`, instead of the two. P and D must agree in AGREED_OPTIONS: a difference
 is refused here, before any process starts, and by the directory for workers that join by themselves.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import Field, model_validator
 
 from cluster.placeholders import refuse_placeholders
 from cluster.placement import NodeChoice, NodeOptions
+from cluster.role_keeper import RolePlan
 from common.errors import ConfigError
 from common.host import LOOPBACK
 from common.options import Options, parse_options
@@ -131,8 +133,29 @@ class PrefillDeployment(WorkerDeployment):
     )
 
 
+class DynamicDeployment(WorkerDeployment):
+    """Workers whose roles follow the load: one Serve deployment, because a replica cannot change its
+    deployment."""
+
+    num_replicas: int = Field(default=2, ge=2, description="workers in all; each role has at least one")
+    ttft_s: float = Field(default=2.0, gt=0, description="p95 of TTFT to meet (docs/scaling.md)")
+    itl_s: float = Field(default=0.05, gt=0, description="p95 of ITL to meet")
+    period_s: float = Field(default=5.0, gt=0, description="between two decisions who has which role")
+
+    @model_validator(mode="after")
+    def _one_count(self) -> DynamicDeployment:
+        if self.autoscaling_config is not None:
+            raise ValueError("autoscaling_config: with dynamic roles num_replicas is the number of workers")
+        return self
+
+
+DYNAMIC = "dynamic"
+"""Key of the section of workers whose roles change."""
+
+
 class ServeConfig(ServedModel, SocketOptions):
-    """One model, served by one router deployment, one of prefill workers and one of decode workers."""
+    """One model, served by one router deployment, one of prefill workers and one of decode workers, or with
+    `roles: dynamic` one of both."""
 
     interface: str = Field(
         default=LOOPBACK,
@@ -146,26 +169,35 @@ class ServeConfig(ServedModel, SocketOptions):
         default_factory=WorkerSettings, description="worker options that prefill and decode share"
     )
     router: RouterDeployment = RouterDeployment()
+    roles: Literal["fixed", "dynamic"] = Field(
+        default="fixed", description="fixed: prefill and decode; dynamic: workers that change their roles"
+    )
     prefill: PrefillDeployment = PrefillDeployment()
     decode: WorkerDeployment = WorkerDeployment()
+    dynamic: DynamicDeployment = DynamicDeployment()
 
     @property
     def colocated(self) -> bool:
         """True when there are no prefill workers."""
         return self.prefill.num_replicas == 0 and self.prefill.autoscaling_config is None
 
-    def section(self, role: Role) -> WorkerDeployment:
-        """The deployment of that kind of worker."""
-        return self.prefill if role is Role.PREFILL else self.decode
+    def worker_sections(self) -> dict[str, WorkerDeployment]:
+        """The deployments of workers that run, by their key here."""
+        if self.roles == DYNAMIC:
+            return {DYNAMIC: self.dynamic}
+        prefill: dict[str, WorkerDeployment] = {} if self.colocated else {Role.PREFILL: self.prefill}
+        return {**prefill, Role.DECODE: self.decode}
 
-    def worker_sections(self) -> dict[Role, WorkerDeployment]:
-        """The deployments of workers that run."""
-        roles = (Role.DECODE,) if self.colocated else (Role.PREFILL, Role.DECODE)
-        return {role: self.section(role) for role in roles}
+    def role_plan(self) -> RolePlan | None:
+        """What the directory needs to know to assign roles; None: they are fixed."""
+        if self.roles != DYNAMIC:
+            return None
+        one = self.dynamic
+        return RolePlan(one.ttft_s, one.itl_s, one.period_s, one.drain_s)
 
-    def worker_options(self, role: Role) -> WorkerOptions:
+    def worker_options(self, key: str) -> WorkerOptions:
         """Options of one kind of worker, without a directory."""
-        section = self.section(role)
+        section = self.worker_sections()[key]
         # A replica computes with what it reserved: a fraction of a core is one thread.
         default = {"threads": max(1, int(section.num_cpus))}
         return WorkerOptions(
@@ -183,7 +215,7 @@ class ServeConfig(ServedModel, SocketOptions):
 
     def shutdown_s(self) -> float:
         """How long the application may take to end: Serve's bound of the slowest deployment, and a bit."""
-        sections = (self.router, self.prefill, self.decode)
+        sections = (self.router, *self.worker_sections().values())
         return max(section.graceful_shutdown_timeout_s for section in sections) + 15.0
 
     def _identity(self) -> dict[str, Any]:
@@ -205,10 +237,11 @@ def parse_config(raw: dict[str, Any]) -> ServeConfig:
     """A checked configuration. Raises ConfigError naming the first wrong key."""
     refuse_placeholders(raw)
     config = parse_options(ServeConfig, raw)
-    options = {role: config.worker_options(role) for role in Role}
-    for role in Role:
-        _check_context(options[role], role)
-    if not config.colocated:
+    _check_sections(config)
+    options = {key: config.worker_options(key) for key in config.worker_sections()}
+    for key, found in options.items():
+        _check_context(found, key)
+    if Role.PREFILL in options:
         _check_agreement(options[Role.PREFILL], options[Role.DECODE])
     return config
 
@@ -234,11 +267,17 @@ def read_config(path: Path) -> dict[str, Any]:
     return raw
 
 
-def _check_context(options: WorkerOptions, role: Role) -> None:
+def _check_sections(config: ServeConfig) -> None:
+    idle = {"prefill", "decode"} if config.roles == DYNAMIC else {DYNAMIC}
+    for key in sorted(idle & config.model_fields_set):
+        raise ConfigError(key, f"it has no effect with roles: {config.roles}", "remove it, or change roles")
+
+
+def _check_context(options: WorkerOptions, key: str) -> None:
     context, pool = options.max_context_tokens, options.max_total_tokens
     if context is not None and pool is not None and context > pool:
         raise ConfigError(
-            f"{role}.options.max_context_tokens",
+            f"{key}.options.max_context_tokens",
             f"a context of {context} tokens does not fit a pool of {pool}",
             f"lower it, or raise max_total_tokens to {context} or more",
         )

@@ -5,7 +5,8 @@ router replica that created it, so it ends with the application. The alternative
 its own. It would outlive that replica, but a restart of the directory loses nothing (workers announce again,
 routers keep their last view), and it would be one more deployment to configure.
 
-Ray carries only the address, once per start. Messages to the directory go to its mailbox.
+Ray carries only the address, once per start, and what operators ask. Messages to the directory go to its
+mailbox.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ from ray.exceptions import GetTimeoutError, RayActorError
 
 from cluster.node import node_interface
 from cluster.reaper import Reaper
+from cluster.role_keeper import RolePlan
+from cluster.roles import Roles, RoleTable, RoleWish
 from common.errors import Unavailable
 from common.secrets import open_secret
 from router.directory.server import DirectoryHost
+from wire.records import Role
 
 NAMESPACE = "baton"
 _ANSWER_S = 10.0
@@ -32,15 +36,24 @@ class DirectoryActor:
     """Hosts the directory in a process of its own, and keeps the key that the router replicas share."""
 
     def __init__(
-        self, app_name: str, interface: str, secret_file: Path | None, lease_s: float, resume_key: str | None
+        self,
+        app_name: str,
+        interface: str,
+        secret_file: Path | None,
+        lease_s: float,
+        resume_key: str | None,
+        plan: RolePlan | None,
     ) -> None:
-        """Ray restarts the actor with the same arguments, so the key outlives its process."""
+        """Ray restarts the actor with the same arguments, so key and plan outlive its process. What an
+        operator has said about roles does not: then they follow the load again."""
+        self._roles = Roles(plan)
         self._host = DirectoryHost(
             node_interface(interface),
             open_secret(secret_file),
             lease_s,
             is_new=False,
             on_lost=Reaper(app_name).end,
+            assign_roles=self._roles.assign,
         )
         self._resume_key = resume_key
 
@@ -60,6 +73,18 @@ class DirectoryActor:
         """Signs the event ids of routers whose options have neither a key nor a cluster secret."""
         return self._resume_key
 
+    def first_role(self, worker: str) -> Role:
+        """The role of a worker that starts."""
+        return self._roles.first(worker)
+
+    def roles(self) -> RoleTable:
+        """Who has which role."""
+        return self._roles.table()
+
+    def set_roles(self, wish: RoleWish) -> str:
+        """What an operator wants. Returns why not, or ""."""
+        return self._roles.set(wish)
+
 
 class DirectoryFinder:
     """Finds the application's directory, wherever it is now."""
@@ -69,11 +94,18 @@ class DirectoryFinder:
         self._name = f"directory:{app_name}"
         self._handles: list[Any] = []  # Ray ends an actor when the handle of its creator is dropped
 
-    def ensure(self, interface: str, secret_file: Path | None, lease_s: float, resume_key: str | None) -> str:
+    def ensure(
+        self,
+        interface: str,
+        secret_file: Path | None,
+        lease_s: float,
+        resume_key: str | None,
+        plan: RolePlan | None,
+    ) -> str:
         """The directory's address; the actor is created when there is none. For router replicas.
 
         `interface` may be `auto`: the actor may run on another node than the router. A new actor keeps
-        `resume_key` for replicas that start later.
+        `resume_key` for replicas that start later, and assigns roles by the `plan`.
         """
         try:
             return self.find()
@@ -83,7 +115,7 @@ class DirectoryFinder:
                 .options(
                     name=self._name, namespace=NAMESPACE, get_if_exists=True, num_cpus=0, max_restarts=-1
                 )
-                .remote(self._app_name, interface, secret_file, lease_s, resume_key)
+                .remote(self._app_name, interface, secret_file, lease_s, resume_key, plan)
             )
             self._handles.append(actor)
             return cast("str", ray.get(actor.address.remote(), timeout=_ANSWER_S))
@@ -100,6 +132,18 @@ class DirectoryFinder:
         """How many workers have joined. Raises Unavailable when the directory does not answer."""
         return cast("int", self._ask("worker_count"))
 
+    def first_role(self, worker: str) -> Role:
+        """The role of a worker that starts. Raises Unavailable when the directory does not answer."""
+        return cast("Role", self._ask("first_role", worker))
+
+    def roles(self) -> RoleTable:
+        """Who has which role. Raises Unavailable when the directory does not answer."""
+        return cast("RoleTable", self._ask("roles"))
+
+    def set_roles(self, wish: RoleWish) -> str:
+        """Ask for roles. Returns why not, or "". Raises Unavailable when the directory does not answer."""
+        return cast("str", self._ask("set_roles", wish))
+
     def find(self) -> str:
         """The directory's address, asked anew. Raises Unavailable when there is none (yet)."""
         return cast("str", self._ask("address"))
@@ -115,9 +159,9 @@ class DirectoryFinder:
                     raise
                 time.sleep(_RETRY_S)  # Ray has no event for "an actor of this name exists now"
 
-    def _ask(self, method: str) -> Any:
+    def _ask(self, method: str, *arguments: Any) -> Any:
         try:
             actor: Any = ray.get_actor(self._name, namespace=NAMESPACE)
-            return ray.get(getattr(actor, method).remote(), timeout=_ANSWER_S)
+            return ray.get(getattr(actor, method).remote(*arguments), timeout=_ANSWER_S)
         except (ValueError, RayActorError, GetTimeoutError) as error:
             raise Unavailable(f"the directory actor {self._name} does not answer: {error}") from error

@@ -13,16 +13,16 @@ import threading
 import ray
 from ray.exceptions import RayError
 
-from wire.records import Role, WorkerRecord
+from wire.records import WorkerRecord
 
 log = logging.getLogger(__name__)
 
 _SERVE_NAMESPACE = "serve"
 
 
-def worker_id(role: Role, replica: str) -> str:
+def worker_id(deployment: str, replica: str) -> str:
     """The id of the worker in a replica. `replica`: the replica's unique part, as Serve names it."""
-    return f"{role}-{replica}"
+    return f"{deployment}-{replica}"
 
 
 class Reaper:
@@ -39,8 +39,8 @@ class Reaper:
         threading.Thread(target=self._kill, args=(record,), name="reaper", daemon=True).start()
 
     def _kill(self, record: WorkerRecord) -> None:
-        replica = record.id.removeprefix(worker_id(record.role, ""))
-        name = f"SERVE_REPLICA::{self._app_name}#{record.role}#{replica}"
+        deployment, _, replica = record.id.rpartition("-")
+        name = f"SERVE_REPLICA::{self._app_name}#{deployment}#{replica}"
         try:
             actor = ray.get_actor(name, namespace=_SERVE_NAMESPACE)
             log.warning("worker %s is killed: its lease has ended and its process is still there", record.id)

@@ -14,6 +14,7 @@ from cluster.directory_actor import DirectoryFinder
 from cluster.model_files import TOKENIZER_FILES, model_directory
 from cluster.node import AUTO, node_interface
 from cluster.refusal import readable_refusal
+from cluster.role_keeper import RolePlan
 from common.garbage import freeze_gc
 from router.admin_listener import AdminListener
 from router.api.app import build_app
@@ -30,8 +31,12 @@ class RouterReplica:
     """Owns one router for as long as Serve keeps the replica."""
 
     # Serve awaits the constructor: the router must start on the event loop that will serve its requests.
-    async def __init__(self, options: RouterOptions, *_workers: Any) -> None:  # type: ignore[misc]
-        """Create or find the directory, start the router. `_workers` are only tied to the application."""
+    async def __init__(  # type: ignore[misc]
+        self, options: RouterOptions, plan: RolePlan | None, *_workers: Any
+    ) -> None:
+        """Create or find the directory, which assigns roles by the `plan`, and start the router. `_workers`
+        are only tied to the application."""
+        self._plan = plan
         self._finder = DirectoryFinder(serve.get_replica_context().app_name)
         self._interface = options.interface
         own = options.admin_host == AUTO
@@ -76,7 +81,7 @@ class RouterReplica:
     def _directory(self) -> str:
         options = self._options
         return self._finder.ensure(
-            self._interface, options.cluster_secret_file, options.lease_s, self._resume_key
+            self._interface, options.cluster_secret_file, options.lease_s, self._resume_key, self._plan
         )
 
     async def _follow_directory(self) -> None:

@@ -1,4 +1,4 @@
-"""A prefill or decode worker as a Serve replica.
+"""A prefill or decode worker, or one that changes its role, as a Serve replica.
 
 Ray places, watches and ends it. Requests, tokens and pages do not pass through Serve.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
@@ -26,6 +26,8 @@ from worker.transfer_log import tell_transfer
 
 if TYPE_CHECKING:
     from worker.loop import Worker
+    from worker.role import WorkerRole
+    from worker.switch import SwitchingWorker
 
 _DIRECTORY_WAIT_S = 120.0
 
@@ -33,22 +35,25 @@ _DIRECTORY_WAIT_S = 120.0
 class WorkerReplica:
     """Owns one worker for as long as Serve keeps the replica."""
 
-    def __init__(self, role: Role, options: WorkerOptions, drain_s: float) -> None:
-        """Load the model and join the directory. Raises ReplicaRefused for options that cannot work."""
+    def __init__(self, role: Role | None, options: WorkerOptions, drain_s: float) -> None:
+        """Load the model and join the directory. Raises ReplicaRefused for options that cannot work.
+
+        Without a `role` the directory says which one it has, then and later.
+        """
         self._drain_s = drain_s
         context = serve.get_replica_context()
         finder = DirectoryFinder(context.app_name)
         with readable_refusal():
             self._options = options.model_copy(
                 update={
-                    "worker_id": worker_id(role, context.replica_tag),
+                    "worker_id": worker_id(context.deployment, context.replica_tag),
                     "model": str(model_directory(options.model)),
                     "interface": node_interface(options.interface),
                     "rack": options.rack or node_rack(),
                     "directory": finder.wait(_DIRECTORY_WAIT_S),
                 }
             )
-            self._worker = make_worker(role, self._options, finder)
+            self._worker = make_worker(role, self._options, finder, drain_s)
             self._worker.start()
         tell_transfer(self._options, sum(node["Alive"] for node in ray.nodes()))
         freeze_gc()
@@ -60,9 +65,8 @@ class WorkerReplica:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve's autoscaling hook: what LoadPolicy and ObjectivePolicy read."""
-        record, metrics = self._worker.record(), self._worker.metrics
-        sample = worker_sample(record, metrics.prompts, metrics.prefill_tokens, metrics.decode_tokens)
-        return {LOAD: load_share(record, self._options.max_prefill_tokens), **asdict(sample)}
+        record = self._worker.record()
+        return {LOAD: load_share(record, self._options.max_prefill_tokens), **asdict(worker_sample(record))}
 
     async def __del__(self) -> None:
         """Drain and close. Serve awaits this, within graceful_shutdown_timeout_s, before it ends the process.
@@ -74,16 +78,21 @@ class WorkerReplica:
             await asyncio.to_thread(self._worker.close)
 
 
-def make_worker(role: Role, options: WorkerOptions, finder: DirectoryFinder) -> Worker:
-    """The worker of that role.
+def make_worker(
+    role: Role | None, options: WorkerOptions, finder: DirectoryFinder, drain_s: float
+) -> Worker | SwitchingWorker:
+    """The worker of that role, or one that changes it and drains for `drain_s` at most.
 
     Imported here and not above: the CLI and the process that builds the application load this module, too,
     and importing torch would cost them seconds and hundreds of MB.
     """
-    if role is Role.PREFILL:
-        from prefill_node.worker import PrefillWorker
+    from decode_node.role import DecodeRole
+    from prefill_node.role import PrefillRole
+    from worker.loop import Worker
+    from worker.switch import SwitchingWorker
 
-        return PrefillWorker(options, finder.find)
-    from decode_node.worker import DecodeWorker
-
-    return DecodeWorker(options, finder.find)
+    roles: dict[Role, type[WorkerRole[Any]]] = {Role.PREFILL: PrefillRole, Role.DECODE: DecodeRole}
+    if role is not None:
+        return Worker(options, roles[role], finder.find)
+    assert options.worker_id is not None, "a replica names its worker"
+    return SwitchingWorker(options, roles, finder.first_role(options.worker_id), drain_s, finder.find)

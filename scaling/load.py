@@ -19,15 +19,13 @@ def load_share(record: WorkerRecord, prefill_tokens_per_worker: int) -> float:
     return max(rows / record.max_running_requests, _memory(load, record.total_tokens))
 
 
-def worker_sample(
-    record: WorkerRecord, prompts: int, prefilled_tokens: int, decoded_tokens: int
-) -> WorkerSample:
-    """What a worker reports to ObjectiveScaler and RoleController, from its record and its totals."""
+def worker_sample(record: WorkerRecord) -> WorkerSample:
+    """What a worker reports to ObjectiveScaler and RoleController, from its record."""
     load = record.load
     return WorkerSample(
-        prompts=prompts,
-        prefilled_tokens=prefilled_tokens,
-        decoded_tokens=decoded_tokens,
+        prompts=load.prompts,
+        prefilled_tokens=load.prefilled_tokens,
+        decoded_tokens=load.decoded_tokens,
         queued_tokens=load.queued_prefill_tokens,
         prefill_tokens_per_s=load.prefill_tokens_per_s,
         rows=load.running_requests,

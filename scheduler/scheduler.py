@@ -239,6 +239,9 @@ class Scheduler:
             headroom_rows=self.hand_off.headroom_rows(),
             prefill_tokens_per_s=self._rates.prefill_tokens_per_s,
             decode_step_s=self._rates.decode_step_s,
+            prompts=self.metrics.prompts,
+            prefilled_tokens=self.metrics.prefill_tokens,
+            decoded_tokens=self.metrics.decode_tokens,
         )
 
     def place(self, req: Req) -> int:

@@ -178,6 +178,6 @@ class ScaledFleet:
 
 
 def _sample(worker: ModelledWorker, now: float) -> WorkerSample:
-    record = replace(worker.record, load=worker.load())
-    decoded = worker.batch.made(worker.run, now)
-    return worker_sample(record, worker.prompts, worker.prefilled_tokens, decoded)
+    totals = {"prompts": worker.prompts, "prefilled_tokens": worker.prefilled_tokens}
+    load = replace(worker.load(), **totals, decoded_tokens=worker.batch.made(worker.run, now))
+    return worker_sample(replace(worker.record, load=load))

@@ -51,6 +51,9 @@ class WorkerLoad(msgspec.Struct, frozen=True):
     headroom_rows: Signed = 0  # requests that can be reserved at once
     prefill_tokens_per_s: Quantity = 0.0  # of prompts while it prefills, lately; 0: not known yet
     decode_step_s: Quantity = 0.0  # of one step of the running batch, lately; 0: not known yet
+    prompts: Natural = 0  # total since its role began: prompts whose prefill began
+    prefilled_tokens: Natural = 0  # likewise
+    decoded_tokens: Natural = 0  # likewise
     since_turn_s: Quantity = 0.0  # since the engine loop's last turn: a long forward, or a stuck loop
 
 

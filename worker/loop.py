@@ -21,7 +21,6 @@ from msgspec.structs import replace
 from common.errors import WorkerLost
 from common.host import host_identity, process_start
 from kvcache.memory import MemoryReport
-from scheduler.metrics import SchedulerMetrics
 from scheduler.req import RequestLimits
 from wire.mailbox import Mail, Mailbox
 from wire.messages import Rejected, RejectKind
@@ -145,11 +144,6 @@ class Worker:
             draining=self._drain.begun,
             swept=swept_holds(services),
         )
-
-    @property
-    def metrics(self) -> SchedulerMetrics:
-        """What its scheduler has counted. Any thread may read it."""
-        return self._scheduler.metrics
 
     def healthy(self) -> None:
         """Raises WorkerLost when a thread has died or is stuck or another process has taken this one's place,

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from common.errors import WorkerLost
-from scheduler.metrics import SchedulerMetrics
 from wire.records import Role, WorkerRecord
 from worker.loop import Worker
 from worker.options import WorkerOptions
@@ -65,11 +64,6 @@ class SwitchingWorker:
     def record(self) -> WorkerRecord:
         """See Worker."""
         return self._worker.record()
-
-    @property
-    def metrics(self) -> SchedulerMetrics:
-        """What is counted since the last change of role."""
-        return self._worker.metrics
 
     def healthy(self) -> None:
         """See Worker. Raises WorkerLost, too, when a change of role has failed."""

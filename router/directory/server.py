@@ -1,7 +1,8 @@
 """DirectoryServer: serves a Directory over a mailbox.
 
 It takes Join, Announce, Withdraw and Watch, and answers with Joined, Announced, AnnounceRefused, Replaced and
-Views. Watchers are routers. Each View lists them, so that they find each other (router/placement/peers.py).
+Views. What its owner tells workers of their roles is answered with RoleSet. Watchers are routers. Each View
+lists them, so that they find each other (router/placement/peers.py).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from common.quiet_log import QuietLog
@@ -23,17 +24,23 @@ from wire.messages import (
     AnyMessage,
     Join,
     Replaced,
+    RoleSet,
+    SetRole,
     View,
     Watch,
     Withdraw,
 )
-from wire.records import WorkerRecord
+from wire.records import Role, WorkerRecord
 from wire.security import curve_for
 
 log = logging.getLogger(__name__)
 
 _WATCH_LEASE_S = 5.0
 _LOAD_INTERVAL_S = 0.1  # loads alone are passed on at most this often; membership at once
+
+
+AssignRoles = Callable[[list[WorkerRecord], float], Iterable[tuple[WorkerRecord, Role]]]
+"""From the live workers and the time to those that are to be asked, now, to take a role."""
 
 
 @dataclass(slots=True)
@@ -78,6 +85,9 @@ class DirectoryServer:
                 self._directory.withdraw(message)
         elif isinstance(message, Watch):
             self._watch(mail.sender, message, now)
+        elif isinstance(message, RoleSet):
+            if message.problem:
+                self._quiet.warning("%s is no %s worker: %s", message.worker, message.role, message.problem)
         else:
             return False
         self._publish(now)
@@ -95,6 +105,10 @@ class DirectoryServer:
                 del self._watchers[address]
                 self._watchers_changed = True
         self._publish(now)
+
+    def records(self, now: float) -> list[WorkerRecord]:
+        """The live workers; none while workers of an earlier directory may be on their way back."""
+        return self._directory.records() if now >= self._directory.settles_at else []
 
     def worker_count(self) -> int:
         """How many workers have joined. Any thread may ask."""
@@ -161,13 +175,16 @@ class DirectoryHost:
         *,
         is_new: bool = True,
         on_lost: Callable[[WorkerRecord], None] | None = None,
+        assign_roles: AssignRoles = lambda _records, _now: [],
     ) -> None:
         """`is_new`: no worker of an earlier directory will find this one. Otherwise it settles first.
-        `on_lost` is called on the directory's thread. Raises ConfigError for a port that cannot be had."""
+        `on_lost` and `assign_roles` are called on the directory's thread. Raises ConfigError for a port that
+        cannot be had."""
         self._mailbox = Mailbox(interface, curve_for(secret, fixed_address=port != 0), port)
         self.address = self._mailbox.address
         directory = Directory(lease_s, 0.0 if is_new else time.monotonic() + lease_s)
         self._server = DirectoryServer(directory, self._mailbox.send, on_lost)
+        self._assign_roles = assign_roles
         self._quiet = QuietLog(log)
         self._tick_s = min(0.1, lease_s / 10)
         self._closing = threading.Event()
@@ -202,3 +219,5 @@ class DirectoryHost:
                 if not self._server.handle(one, now):
                     self._quiet.warning("the directory does not take %s", type(one.message).__name__)
             self._server.tick(now)
+            for record, role in self._assign_roles(self._server.records(now), now):
+                self._mailbox.send(record.mailbox, SetRole(role))

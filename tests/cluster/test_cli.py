@@ -178,6 +178,7 @@ def test_every_refusal_is_one_line_and_exit_code_2(
         ({"decode": {"num_replicas": 3}}, 2, 0.5),
         ({"prefill": {"num_replicas": 0}}, 8, 1.0),
         ({"worker": {"threads": 5}, "decode": {"num_gpus": 2}}, 5, 2),
+        ({"roles": "dynamic", "dynamic": {"num_replicas": 4}}, 2, 0.5),
     ],
 )
 def test_workers_share_the_machine(
@@ -187,4 +188,4 @@ def test_workers_share_the_machine(
     monkeypatch.setattr("cluster.cli._gpus", lambda: 2)
     config = share_machine(parse_config({"model": "m", **raw}))
     assert config.worker.threads == threads
-    assert config.decode.num_gpus == gpus
+    assert list(config.worker_sections().values())[-1].num_gpus == gpus

@@ -10,6 +10,7 @@ from ray.serve.config import AutoscalingConfig
 
 from cluster.app import _worker_settings
 from cluster.config import ServeConfig, parse_config, read_config
+from cluster.role_keeper import RolePlan
 from common.errors import ConfigError
 from wire.records import Role
 
@@ -40,6 +41,14 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
             {"prefill": {"autoscaling_config": {"min_replicas": 3, "max_replicas": 2}}},
             "prefill.autoscaling_config",
             "does not hold",
+        ),
+        ({"roles": "dynamic", "dynamic": {"num_replicas": 1}}, "dynamic.num_replicas", "equal to 2"),
+        ({"roles": "dynamic", "decode": {}}, "decode", "no effect with roles: dynamic"),
+        ({"dynamic": {"num_replicas": 4}}, "dynamic", "no effect with roles: fixed"),
+        (
+            {"roles": "dynamic", "dynamic": {"autoscaling_config": {}}},
+            "dynamic",
+            "num_replicas is the number",
         ),
         ({"router": {"options": {"polici": "kv"}}}, "router.options.polici", "unknown key"),
         ({"served_model_name": " "}, "served_model_name", "empty name"),
@@ -82,6 +91,20 @@ def test_colocated_needs_no_agreement_and_counts_no_prefill_cpus() -> None:
     )
     assert config.colocated
     assert config.cpus() == pytest.approx(1.2)
+
+
+def test_dynamic_roles_are_one_deployment_with_one_count() -> None:
+    config = parse_config(
+        {"model": "m", "roles": "dynamic", "dynamic": {"num_replicas": 4, "drain_s": 40, "itl_s": 0.1}}
+    )
+    assert list(config.worker_sections()) == ["dynamic"]
+    assert config.cpus() == pytest.approx(0.2 + 4 * 0.3)
+    assert config.shutdown_s() == pytest.approx(max(40, config.router.drain_s) / 0.8 + 15)
+    assert config.role_plan() == RolePlan(2.0, 0.1, 5.0, 40)
+    settings = _worker_settings(config.dynamic, "dynamic")
+    assert settings["num_replicas"] == 4
+    assert "autoscaling_config" not in settings
+    assert parse_config({"model": "m"}).role_plan() is None
 
 
 def test_cpus_count_what_autoscaling_may_reach() -> None:

@@ -71,6 +71,7 @@ class RayCluster:
     dashboard: str
     environment: dict[str, str]
     directory: Path
+    address: str
 
     def deploy(self, config: dict[str, object]) -> None:
         """`serve deploy`: also how a running application is changed. Waits for the dashboard to come up."""
@@ -133,7 +134,9 @@ def ray_cluster(directory: Path, run: Run) -> Iterator[RayCluster]:
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
-        cluster = RayCluster(head, f"http://127.0.0.1:{dashboard}", environment, directory)
+        cluster = RayCluster(
+            head, f"http://127.0.0.1:{dashboard}", environment, directory, f"127.0.0.1:{gcs}"
+        )
         try:
             yield cluster
             run.look()

@@ -44,8 +44,11 @@ def test_the_scarcer_resource_is_the_load(role: Role, load: WorkerLoad, share: f
 
 
 def test_a_sample_tells_running_from_waiting() -> None:
-    load = WorkerLoad(running_requests=5, waiting_requests=20, free_tokens=700, decode_step_s=0.02)
-    sample = worker_sample(_record(Role.DECODE, load), prompts=3, prefilled_tokens=90, decoded_tokens=40)
+    load = WorkerLoad(
+        running_requests=5, waiting_requests=20, free_tokens=700, decode_step_s=0.02,
+        prompts=3, prefilled_tokens=90, decoded_tokens=40,
+    )  # fmt: skip
+    sample = worker_sample(_record(Role.DECODE, load))
     assert (sample.rows, sample.waiting, sample.share) == (5, 20, 0.5)
     assert (sample.prompts, sample.prefilled_tokens, sample.decoded_tokens, sample.step_s) == (
         3,

@@ -1,0 +1,118 @@
+"""Roles: who has which role in an application, for the directory's actor. Shared by its two threads.
+
+The directory's thread has the workers' records and sends what is to be sent. Ray's thread answers workers
+that start and `baton roles`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cluster.role_keeper import RoleKeeper, RolePlan
+from wire.records import Role, WorkerRecord
+
+
+@dataclass(frozen=True)
+class WorkerRoles:
+    """An operator's wish: these workers take these roles."""
+
+    roles: Mapping[str, Role]
+
+
+@dataclass(frozen=True)
+class RoleCounts:
+    """An operator's wish: so many workers in each role."""
+
+    prefill: int
+    decode: int
+
+
+@dataclass(frozen=True)
+class AutomaticRoles:
+    """An operator's wish: roles follow the load again."""
+
+
+RoleWish = WorkerRoles | RoleCounts | AutomaticRoles
+
+
+@dataclass(frozen=True)
+class RoleRow:
+    """One worker."""
+
+    worker: str
+    role: Role
+    wanted: Role | None  # the role that it is about to take
+    draining: bool
+    running: int
+    waiting: int
+    queued_tokens: int  # of prompts
+    since_s: float  # how long the directory has known it in this role
+
+
+@dataclass(frozen=True)
+class RoleTable:
+    """All workers, and who decides: "fixed" (the configuration), "automatic" (the load) or "set" (an
+    operator)."""
+
+    decided: str
+    rows: list[RoleRow]
+
+
+class Roles:
+    """Without a plan the roles are fixed: nothing is assigned, and only the table can be asked for."""
+
+    def __init__(self, plan: RolePlan | None) -> None:
+        self._keeper = None if plan is None else RoleKeeper(plan)
+        self._records: list[WorkerRecord] = []
+        self._since: dict[tuple[str, int], float] = {}  # by worker and incarnation
+        self._lock = threading.Lock()
+
+    def assign(self, records: list[WorkerRecord], now: float) -> list[tuple[WorkerRecord, Role]]:
+        """Take the live workers. Returns those that are to be asked now to take a role. On the directory's
+        thread."""
+        with self._lock:
+            self._records = records
+            self._since = {
+                key: self._since.get(key, now) for key in ((one.id, one.incarnation) for one in records)
+            }
+            return [] if self._keeper is None else self._keeper.tick(records, now)
+
+    def first(self, worker: str) -> Role:
+        """See RoleKeeper.first_role."""
+        assert self._keeper is not None, "a worker of a fixed role does not ask"
+        with self._lock:
+            return self._keeper.first_role(worker, time.monotonic())
+
+    def table(self) -> RoleTable:
+        """Who has which role now."""
+        keeper, now = self._keeper, time.monotonic()
+        with self._lock:
+            wanted = {} if keeper is None else keeper.wanted()
+            workers = sorted(self._records, key=lambda one: (one.role is Role.DECODE, one.id))
+            rows = [self._row(one, wanted.get(one.id), now) for one in workers]
+        return RoleTable("fixed" if keeper is None else "automatic" if keeper.automatic else "set", rows)
+
+    def _row(self, record: WorkerRecord, wanted: Role | None, now: float) -> RoleRow:
+        load = record.load
+        return RoleRow(
+            record.id, record.role, wanted, record.draining, load.running_requests, load.waiting_requests,
+            load.queued_prefill_tokens, now - self._since[record.id, record.incarnation],
+        )  # fmt: skip
+
+    def set(self, wish: RoleWish) -> str:
+        """What an operator wants. Returns why not, or ""."""
+        keeper, now = self._keeper, time.monotonic()
+        if keeper is None:
+            return "the roles of this application are fixed"
+        with self._lock:
+            match wish:
+                case WorkerRoles(roles):
+                    return keeper.set_roles(roles, now)
+                case RoleCounts(prefill, decode):
+                    return keeper.set_counts(prefill, decode, now)
+                case AutomaticRoles():
+                    keeper.automatic = True
+                    return ""
