@@ -159,7 +159,8 @@ class ServeConfig(ServedModel, SocketOptions):
 
     interface: str = Field(
         default=LOOPBACK,
-        description="address that sockets bind to and peers reach; auto: each node's own address",
+        description="what sockets bind to and peers reach: an address, a network device or a name; auto: "
+        "each node's own address",
     )
     placement: NodeChoice = Field(
         default=NodeChoice.SPREAD,
@@ -223,6 +224,7 @@ class ServeConfig(ServedModel, SocketOptions):
             "model": self.model,
             "served_model_name": self.model_name,
             "interface": self.interface,
+            "ports": self.ports,
             "cluster_secret_file": self.cluster_secret_file,
         }
 

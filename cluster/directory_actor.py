@@ -12,6 +12,7 @@ mailbox.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +24,7 @@ from cluster.reaper import Reaper
 from cluster.role_keeper import RolePlan
 from cluster.roles import Roles, RoleTable, RoleWish
 from common.errors import Unavailable
+from common.ports import Ports
 from common.secrets import open_secret
 from router.directory.server import DirectoryHost
 from wire.records import Role
@@ -32,14 +34,23 @@ _ANSWER_S = 10.0
 _RETRY_S = 0.1
 
 
+@dataclass(frozen=True)
+class DirectorySockets:
+    """What the directory's mailbox is bound to. `interface` may be `auto`: the actor may run on another node
+    than the router that creates it."""
+
+    interface: str
+    ports: str  # a PortText
+    secret_file: Path | None
+
+
 class DirectoryActor:
     """Hosts the directory in a process of its own, and keeps the key that the router replicas share."""
 
     def __init__(
         self,
         app_name: str,
-        interface: str,
-        secret_file: Path | None,
+        sockets: DirectorySockets,
         lease_s: float,
         resume_key: str | None,
         plan: RolePlan | None,
@@ -48,9 +59,10 @@ class DirectoryActor:
         operator has said about roles does not: then they follow the load again."""
         self._roles = Roles(plan)
         self._host = DirectoryHost(
-            node_interface(interface),
-            open_secret(secret_file),
+            node_interface(sockets.interface),
+            open_secret(sockets.secret_file),
             lease_s,
+            ports=Ports(sockets.ports, "ports.mailboxes"),
             is_new=False,
             on_lost=Reaper(app_name).end,
             assign_roles=self._roles.assign,
@@ -95,17 +107,11 @@ class DirectoryFinder:
         self._handles: list[Any] = []  # Ray ends an actor when the handle of its creator is dropped
 
     def ensure(
-        self,
-        interface: str,
-        secret_file: Path | None,
-        lease_s: float,
-        resume_key: str | None,
-        plan: RolePlan | None,
+        self, sockets: DirectorySockets, lease_s: float, resume_key: str | None, plan: RolePlan | None
     ) -> str:
         """The directory's address; the actor is created when there is none. For router replicas.
 
-        `interface` may be `auto`: the actor may run on another node than the router. A new actor keeps
-        `resume_key` for replicas that start later, and assigns roles by the `plan`.
+        A new actor keeps `resume_key` for replicas that start later, and assigns roles by the `plan`.
         """
         try:
             return self.find()
@@ -115,7 +121,7 @@ class DirectoryFinder:
                 .options(
                     name=self._name, namespace=NAMESPACE, get_if_exists=True, num_cpus=0, max_restarts=-1
                 )
-                .remote(self._app_name, interface, secret_file, lease_s, resume_key, plan)
+                .remote(self._app_name, sockets, lease_s, resume_key, plan)
             )
             self._handles.append(actor)
             return cast("str", ray.get(actor.address.remote(), timeout=_ANSWER_S))

@@ -5,26 +5,27 @@ from __future__ import annotations
 import ray
 
 from common.errors import ConfigError
+from common.host import AUTO, local_address
+from wire.options import is_loopback
 
-AUTO = "auto"
 RACK_LABEL = "baton/rack"
 """The label of Ray's nodes that names their rack: `ray start --labels baton/rack=r7`."""
-_LOOPBACK = ("127.", "::1", "localhost")
 
 
 def node_interface(interface: str) -> str:
-    """`interface` itself, or the node's own address for `auto`.
+    """The address that `interface` means on this node; for `auto`, the one that Ray uses.
 
-    Raises ConfigError for a loopback address when the cluster has other nodes.
+    Raises ConfigError for one that means nothing here, and for loopback when the cluster has other nodes.
     """
     if interface == AUTO:
         return str(ray.util.get_node_ip_address())
+    address = local_address(interface)
     others = sum(1 for node in ray.nodes() if node["Alive"]) - 1
-    if others > 0 and interface.startswith(_LOOPBACK):
+    if others > 0 and is_loopback(address):
         raise ConfigError(
             "interface", f"{interface} cannot be reached from {others} other node(s)", f"use {AUTO}"
         )
-    return interface
+    return address
 
 
 def node_rack() -> str:

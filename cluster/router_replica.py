@@ -10,12 +10,13 @@ from typing import Any
 from ray import serve
 from ray.exceptions import RayError
 
-from cluster.directory_actor import DirectoryFinder
+from cluster.directory_actor import DirectoryFinder, DirectorySockets
 from cluster.model_files import TOKENIZER_FILES, model_directory
-from cluster.node import AUTO, node_interface
+from cluster.node import node_interface
 from cluster.refusal import readable_refusal
 from cluster.role_keeper import RolePlan
 from common.garbage import freeze_gc
+from common.host import AUTO
 from router.admin_listener import AdminListener
 from router.api.app import build_app
 from router.api.asgi import App, Receive, Scope, Send
@@ -80,9 +81,8 @@ class RouterReplica:
 
     def _directory(self) -> str:
         options = self._options
-        return self._finder.ensure(
-            self._interface, options.cluster_secret_file, options.lease_s, self._resume_key, self._plan
-        )
+        sockets = DirectorySockets(self._interface, options.ports.mailboxes, options.cluster_secret_file)
+        return self._finder.ensure(sockets, options.lease_s, self._resume_key, self._plan)
 
     async def _follow_directory(self) -> None:
         """Create the directory again when its owner has gone, and look where it is. Off the token path."""

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
+import ipaddress
 import os
+import socket
+import struct
 from pathlib import Path
 
+from common.errors import ConfigError
+
 LOOPBACK = "127.0.0.1"
+AUTO = "auto"
 HTTP_PORT = 8000  # where the API listens unless told
+_ELSEWHERE = "192.0.2.1"  # reserved for documentation: behind the default route on every host
+_SIOCGIFADDR = 0x8915
 
 
 def host_identity() -> str:
@@ -29,3 +38,53 @@ def process_start(pid: int) -> int:
     except OSError:
         return 0
     return int(stat.rpartition(")")[2].split()[19])  # the name, in parentheses, may contain anything
+
+
+def local_address(interface: str) -> str:
+    """The address that sockets of this host bind to and peers are told, for an address, a network device
+    (`eth0`), a name of this host, or `auto`: the address from which this host reaches others.
+
+    Raises ConfigError for one that means nothing here, and for all addresses at once (0.0.0.0), which no
+    peer can connect to.
+    """
+    if interface == AUTO:
+        return _outward_address()
+    try:
+        if ipaddress.ip_address(interface).is_unspecified:
+            problem = f"{interface} is no address that peers can connect to"
+            raise ConfigError("interface", problem, f"give one address, a network device, or {AUTO}")
+        return interface
+    except ValueError:
+        pass
+    if interface in (name for _, name in socket.if_nameindex()):
+        return _address_of_device(interface)
+    try:
+        return socket.gethostbyname(interface)
+    except OSError as error:
+        devices = ", ".join(name for _, name in socket.if_nameindex())
+        raise ConfigError(
+            "interface",
+            f"{interface} is no network device or host name here ({error})",
+            f"give an address, one of {devices}, or {AUTO}",
+        ) from None
+
+
+def _outward_address() -> str:
+    """Nothing is sent: connecting a UDP socket only looks up the route."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((_ELSEWHERE, 9))
+        except OSError as error:
+            problem = f"this host has no route to others ({error.strerror})"
+            raise ConfigError("interface", problem, f"give an address of it, or {LOOPBACK}") from None
+        return str(probe.getsockname()[0])
+
+
+def _address_of_device(device: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", device.encode()))
+        except OSError as error:
+            problem = f"the network device {device} has no IPv4 address ({error.strerror})"
+            raise ConfigError("interface", problem, "give an address of this host") from None
+    return socket.inet_ntoa(answer[20:24])  # struct ifreq: a name of 16 bytes, then a sockaddr_in

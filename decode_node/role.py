@@ -72,6 +72,8 @@ class DecodeRole(WorkerRole[DecodeRoom]):
             self.options.interface,
             Bounds(write_s=self.options.transfer_timeout_s),
             encrypted=self.options.secret() is not None,
+            ports=self.options.ports.of("kv"),
+            mooncake_ports=self.options.ports.of("mooncake"),
         )
         self._host = host_identity()
         self._layout = layout_digest(services.memory.layouts())

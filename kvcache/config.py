@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from common.errors import ConfigError
+from common.ports import ANY_PORT, Ports
 from kvcache.eviction import eviction_policy
 
 PREFIX_CACHES = ("radix", "none")
@@ -17,7 +18,8 @@ class KVEventsConfig:
 
     enable: bool = False
     topic: str = "kv-events"
-    interface: str = "127.0.0.1"  # sockets bind fresh ports on it
+    interface: str = "127.0.0.1"  # sockets bind to it
+    ports: Ports = ANY_PORT
     buffer_batches: int = 10_000  # kept for replay
     max_queued_events: int = 100_000  # recorded but not taken; beyond it a snapshot replaces them
 

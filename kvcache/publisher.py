@@ -29,12 +29,14 @@ from typing import NamedTuple
 
 import zmq
 
+from common.errors import ConfigError
 from common.quiet_log import QuietLog
 from kvcache.config import KVEventsConfig
 from kvcache.snapshot import TreeSnapshot
+from wire.binding import bind_socket
 from wire.events import AnyEvent, encode_batch
 from wire.security import Curve
-from wire.zap import ZapHandler
+from wire.zap import ZapHandler, end_context
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +61,7 @@ class _Queued(NamedTuple):
 
 
 class EventPublisher:
-    """Publishes batches on fresh ports. Close it, or use it as a context manager."""
+    """Publishes batches. Close it, or use it as a context manager."""
 
     def __init__(
         self,
@@ -70,6 +72,7 @@ class EventPublisher:
         """Bind both sockets on `config.interface`; with `curve`, only members of the cluster can connect.
 
         Without `on_snapshot_wanted` there are no snapshots: a replay from too old a start begins later.
+        Raises ConfigError when no port can be had.
         """
         self._topic = config.topic.encode()
         self._quiet = QuietLog(log)
@@ -90,8 +93,12 @@ class EventPublisher:
         # A whole replay must fit a peer's queue: messages beyond the mark are dropped, also the end marker.
         self._replay.setsockopt(zmq.SNDHWM, 2 * config.buffer_batches + 2)
         self._pub.setsockopt(zmq.SNDHWM, config.buffer_batches)
-        self.address = self._bind(self._pub, config.interface, curve)
-        self.replay_address = self._bind(self._replay, config.interface, curve)
+        try:
+            self.address = self._bind(self._pub, config, curve)
+            self.replay_address = self._bind(self._replay, config, curve)
+        except ConfigError:
+            end_context(self._context, self._zap, linger_ms=0)
+            raise
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closing = False
         self.beats = 0  # rounds of the thread and batches that it sent: several a second
@@ -99,12 +106,11 @@ class EventPublisher:
         self._thread.start()
 
     @staticmethod
-    def _bind(socket: zmq.Socket[bytes], interface: str, curve: Curve | None) -> str:
+    def _bind(socket: zmq.Socket[bytes], config: KVEventsConfig, curve: Curve | None) -> str:
         socket.setsockopt(zmq.LINGER, 0)
         if curve is not None:
             curve.serve(socket)
-        socket.bind(f"tcp://{interface}:*")
-        endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        endpoint = bind_socket(socket, config.interface, config.ports)
         return endpoint if curve is None else curve.address(endpoint)
 
     @property
@@ -135,9 +141,7 @@ class EventPublisher:
         self._closing = True
         os.eventfd_write(self._wake, 1)
         self._thread.join(timeout=5.0)
-        if self._zap is not None:
-            self._zap.close()
-        self._context.destroy(linger=500)
+        end_context(self._context, self._zap)
         os.close(self._wake)
 
     def __enter__(self) -> EventPublisher:

@@ -24,6 +24,7 @@ from contextlib import contextmanager, suppress
 import numpy as np
 
 from common.errors import ConfigError, TransferError
+from common.ports import ANY_PORT, Ports
 from kvtransfer.channel import GrantedWrite, PeerSender, Uncertain
 from kvtransfer.frames import End, Ended, Granted, Pools, Staged
 from kvtransfer.granting import GrantingReceiver
@@ -99,14 +100,21 @@ class MooncakeReceiver(GrantingReceiver[_Station]):
     """ReceiverTransport over Mooncake."""
 
     def __init__(
-        self, regions: PoolRegion, rooms: RoomTable, bounds: Bounds, interface: str, encrypted: bool = False
+        self,
+        regions: PoolRegion,
+        rooms: RoomTable,
+        bounds: Bounds,
+        interface: str,
+        encrypted: bool = False,
+        ports: Ports = ANY_PORT,
     ) -> None:
-        """`encrypted` is about the control frames: Mooncake moves the bytes in the clear. Raises ConfigError
+        """`encrypted` and `ports` are of the control frames: Mooncake moves the bytes in the clear, and
+        listens elsewhere (mooncake_engine.choose_ports). Raises ConfigError
         when Mooncake or the interface does not work here."""
         self._interface = interface
         self._lock = threading.Lock()  # guards the station: its engine is not stopped while it is used
         self._station = _Station(regions, interface, bounds.silence_s)
-        sock = listening_socket(interface)
+        sock = listening_socket(interface, ports)
         endpoint = listening_endpoint(BACKEND, sock, encrypted)
         endpoint.params["protocol"] = self._station.engine.protocol
         super().__init__(sock, endpoint, regions, rooms, bounds)

@@ -3,7 +3,8 @@
 Properties of Mooncake 0.3, measured: dropping the last reference stops its threads and closes its sockets, so
 it stores nothing afterwards. A batch takes at most 1,024 entries. A write that returned 0 has been applied at
 the receiver; a part of one that failed may still be in progress. An engine inherited through fork hangs.
-`initialize` returning 0 does not mean RDMA.
+`initialize` returning 0 does not mean RDMA. An engine listens on two ports, which it draws at random from a
+range that is read when the library is loaded.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, TransferError
+from common.ports import Ports
 
 _MAX_BATCH = 1024
 _INFINIBAND = Path("/sys/class/infiniband")
+_PORT_VARIABLES = ("MC_MIN_RPC_PORT", "MC_MAX_RPC_PORT")
 
 
 class MooncakeEngine:
@@ -35,10 +38,12 @@ class MooncakeEngine:
             os.environ.setdefault(key, value)
         self._engine: Any = kind()
         if self._engine.initialize(interface, "P2PHANDSHAKE", self.protocol, "") != 0:
+            ports = "-".join(os.environ.get(name, "") for name in _PORT_VARIABLES)
             raise ConfigError(
                 "kv_transfer_backend",
-                f"Mooncake cannot start over {self.protocol} on {interface}",
-                "give an interface of this host, or use tcp",
+                f"Mooncake cannot start over {self.protocol} on {interface}"
+                + (f" with two ports of {ports}" if len(ports) > 1 else ""),
+                "give an interface of this host, and ports.mooncake with free ports, or use tcp",
             )
         self.session = f"{interface}:{self._engine.get_rpc_port()}"
 
@@ -68,6 +73,16 @@ class MooncakeEngine:
     def close(self) -> None:
         """Stop the engine and all of its threads. No write may be in progress."""
         self._engine = None
+
+
+def choose_ports(ports: Ports) -> None:
+    """Let all engines of this process listen on these ports; any: those that Mooncake has (15000-17000).
+
+    Call it before anything else here: afterwards it changes nothing.
+    """
+    if not ports.any_free:
+        for name, port in zip(_PORT_VARIABLES, (ports.choice.start, ports.choice.stop - 1), strict=True):
+            os.environ[name] = str(port)
 
 
 def has_rdma() -> bool:

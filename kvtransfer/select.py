@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from common.errors import ConfigError, TransferError
-from kvtransfer import mooncake, shm, tcp
+from common.ports import ANY_PORT, Ports
+from kvtransfer import mooncake, mooncake_engine, shm, tcp
 from kvtransfer.pages import PageWrite
 from kvtransfer.receiver import PoolReceiver
 from kvtransfer.region import PoolRegion
@@ -37,20 +38,23 @@ def open_receiver(
     interface: str = "127.0.0.1",
     bounds: Bounds | None = None,
     encrypted: bool = False,
+    ports: Ports = ANY_PORT,
+    mooncake_ports: Ports = ANY_PORT,
 ) -> PoolReceiver:
     """Open a decode worker's pools. `encrypted`: whether what comes over TCP must be, as it is in a cluster
     with a secret. Raises ConfigError when the named backend does not work here."""
     check_backend(backend)
     bounds = bounds or Bounds()
+    mooncake_engine.choose_ports(mooncake_ports)
     rooms = RoomTable()
     transports: list[ReceiverTransport] = []
     try:
         if backend == shm.BACKEND or (backend == AUTO and shm.possible(regions)):
             transports.append(shm.ShmReceiver(regions, rooms, bounds))
         if backend == mooncake.BACKEND or (backend == AUTO and mooncake.has_rdma()):
-            transports.append(mooncake.MooncakeReceiver(regions, rooms, bounds, interface, encrypted))
+            transports.append(mooncake.MooncakeReceiver(regions, rooms, bounds, interface, encrypted, ports))
         if backend in (tcp.BACKEND, AUTO):
-            transports.append(tcp.TcpReceiver(regions, rooms, bounds, interface, encrypted))
+            transports.append(tcp.TcpReceiver(regions, rooms, bounds, interface, encrypted, ports))
     except ConfigError:
         for transport in transports:
             transport.close()
@@ -112,10 +116,12 @@ def open_sender(
     backend: str = AUTO,
     interface: str = "127.0.0.1",
     bounds: Bounds | None = None,
+    mooncake_ports: Ports = ANY_PORT,
 ) -> PoolSender:
     """The backends of a prefill worker. Raises ConfigError when the named one does not work here."""
     check_backend(backend)
     bounds = bounds or Bounds()
+    mooncake_engine.choose_ports(mooncake_ports)
     transports: dict[str, SenderTransport] = {}
     if backend in (shm.BACKEND, AUTO):
         transports[shm.BACKEND] = shm.ShmSender(regions, bounds)

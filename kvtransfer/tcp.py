@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
 from common.errors import ConfigError, TransferError
+from common.ports import ANY_PORT, Ports, bind_free
 from kvtransfer.channel import Channel, GrantedWrite, PeerSender
 from kvtransfer.encryption import CIPHER
 from kvtransfer.frames import End, Ended, Granted
@@ -29,13 +30,19 @@ BACKEND = "tcp"
 
 
 class TcpReceiver(GrantingReceiver[None]):
-    """ReceiverTransport on a fresh port of one interface."""
+    """ReceiverTransport on a port of one interface."""
 
     def __init__(
-        self, regions: PoolRegion, rooms: RoomTable, bounds: Bounds, interface: str, encrypted: bool = False
+        self,
+        regions: PoolRegion,
+        rooms: RoomTable,
+        bounds: Bounds,
+        interface: str,
+        encrypted: bool = False,
+        ports: Ports = ANY_PORT,
     ) -> None:
-        """Raises ConfigError when the interface cannot be bound."""
-        sock = listening_socket(interface)
+        """Raises ConfigError when no port can be had."""
+        sock = listening_socket(interface, ports)
         endpoint = listening_endpoint(BACKEND, sock, encrypted)
         super().__init__(sock, endpoint, regions, rooms, bounds)
 
@@ -91,16 +98,14 @@ class TcpSender(PeerSender):
         channel.close()  # an End would be taken for page bytes
 
 
-def listening_socket(interface: str) -> socket.socket:
-    """A socket bound to a fresh port of `interface`. Raises ConfigError."""
+def listening_socket(interface: str, ports: Ports) -> socket.socket:
+    """A socket bound to one of `ports` of `interface`. Raises ConfigError."""
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        sock.bind((interface, 0))
-    except OSError as error:
+        bind_free(ports, interface, lambda port: sock.bind((interface, port)))
+    except ConfigError:
         sock.close()
-        raise ConfigError(
-            "interface", f"cannot listen on {interface}: {error}", "give an address of this host"
-        ) from None
+        raise
     _tune(sock)  # inherited by accepted sockets
     return sock
 

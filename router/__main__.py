@@ -75,7 +75,7 @@ def main() -> None:
     )  # fmt: skip
     given = parser.parse_args()
     with exit_on_config_error("router"):
-        options = read_options(RouterOptions, given.options)
+        options = read_options(RouterOptions, given.options).here()
         if given.processes < 1:
             raise ConfigError("--processes", f"{given.processes} processes cannot serve", "give at least 1")
         if given.further is not None:

@@ -6,10 +6,11 @@ import secrets
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from common.host import HTTP_PORT, LOOPBACK
 from common.options import Options
+from common.ports import Ports, PortText
 from wire.options import SocketOptions
 
 
@@ -160,10 +161,9 @@ class AdminOptions(Options):
 
     admin_host: str = Field(LOOPBACK, description="where it listens; elsewhere than on loopback it has a key")
     # Not 9100 and 9101: Prometheus's node exporter, and HAProxy's metrics under Ray Serve.
-    admin_ports: str = Field(
-        "9110-9199", pattern=r"^\d{1,5}(-\d{1,5})?$",
-        description="the first free port of this range; 0: any free port",
-    )  # fmt: skip
+    admin_ports: PortText = Field(
+        "9110-9199", description="the first free port of this range; 0: any free port"
+    )
     admin_key_file: Path | None = Field(
         None, description="its key; several lines: several keys; null: BATON_ADMIN_KEY, or no key"
     )
@@ -171,21 +171,7 @@ class AdminOptions(Options):
     @property
     def admin_port_range(self) -> range:
         """The ports to try, in order."""
-        first, _, last = self.admin_ports.partition("-")
-        return range(int(first), int(last or first) + 1)
-
-    @field_validator("admin_ports", mode="before")
-    @classmethod
-    def _number(cls, value: object) -> object:
-        return str(value) if isinstance(value, int) else value  # YAML and JSON make a number of one port
-
-    @field_validator("admin_ports")
-    @classmethod
-    def _ports_exist(cls, value: str) -> str:
-        first, _, last = value.partition("-")
-        if not int(first) <= int(last or first) <= 65535:
-            raise ValueError(f"{value} is not a range of TCP ports, such as 9110-9199")
-        return value
+        return Ports(self.admin_ports, "admin_ports").choice
 
 
 class RouterSettings(

@@ -73,7 +73,9 @@ class Router:
         self.resume_tokens = ResumeTokens(options, secret)
         self._requests = RoomRequests(options.served_model_name, self.placer)
         self._log = RequestLog(traces, self.metrics, self.placer)
-        self._mailbox = LoopMailbox(options.interface, curve, self._on_mail, self._on_peer)
+        self._mailbox = LoopMailbox(
+            options.interface, curve, self._on_mail, self._on_peer, options.ports.of("mailboxes")
+        )
         OwnCounts(registry, self.keys, self._mailbox)
         self.mailbox_address = self._mailbox.address  # also of the directory, if this router hosts it
         self._unanswered = Unanswered(self._mailbox.send)

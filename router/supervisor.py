@@ -36,7 +36,11 @@ class Supervisor:
         """Bind the mailbox. The processes will read `options_file`, serve HTTP on `port`, and announce that
         `open_page` is served at `admin_url`."""
         self._mailbox = LoopMailbox(
-            options.interface, curve_for(options.secret()), self._on_mail, self._on_peer
+            options.interface,
+            curve_for(options.secret()),
+            self._on_mail,
+            self._on_peer,
+            options.ports.of("mailboxes"),
         )
         self.mailbox_address = self._mailbox.address
         send = self._mailbox.send

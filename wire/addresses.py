@@ -1,19 +1,23 @@
-"""Mailbox and event addresses: `tcp://host:port`, and in a cluster with a secret `tcp://host:port/KEY`.
+"""Mailbox and event addresses: `tcp://host:port/KEY`, or `tcp://host:port`.
 
-KEY is the CURVE public key of the process that binds the address, 64 hexadecimal digits. An address without
-a key, in a cluster with a secret, is that of a directory at a fixed port (wire/security.py). Addresses come
-from other processes, so they are checked before anything connects to them.
+KEY names the process that binds the address, by 64 hexadecimal digits: in a cluster with a secret its CURVE
+public key, else a number that it has drawn. So what is sent to a process is never taken by its successor at
+that port. A mailbox without a key is that of a directory at a fixed port, whose successor is meant
+(wire/security.py). The addresses of KV events have a key only in a cluster with a secret: readers of other
+makes know no keys. Addresses come from other processes, so they are checked before anything connects to them.
 """
 
 from __future__ import annotations
 
 import re
+import secrets
 from functools import lru_cache
 from typing import NamedTuple
 
 from common.errors import WireError
 
 LONGEST_ADDRESS = 255  # bytes: its length is one byte of a frame
+_KEY_BYTES = 32
 _ADDRESS = re.compile(
     r"(tcp://(?:\[[0-9a-fA-F:.]+(?:%[A-Za-z0-9_.-]+)?\]|[A-Za-z0-9](?:[A-Za-z0-9_.-]*)):([0-9]{1,5}))"
     r"(?:/([0-9a-f]{64}))?"
@@ -21,7 +25,7 @@ _ADDRESS = re.compile(
 
 
 class Address(NamedTuple):
-    """`endpoint` is ZeroMQ's; `key` is the hexadecimal public key, or ""."""
+    """`endpoint` is ZeroMQ's; `key` is hexadecimal, or ""."""
 
     endpoint: str
     key: str
@@ -34,6 +38,16 @@ def parse_address(text: str) -> Address:
     if found is None or not 0 < int(found[2]) < 65_536:
         raise WireError(f"{text[:LONGEST_ADDRESS]!r} is no address of the form tcp://host:port[/key]")
     return Address(found[1], found[3] or "")
+
+
+def draw_key() -> str:
+    """A key for the addresses of a process, in a cluster without a secret."""
+    return secrets.token_hex(_KEY_BYTES)
+
+
+def keyed(endpoint: str, key: str) -> str:
+    """The address of the process with that key; "": without one."""
+    return f"{endpoint}/{key}" if key else endpoint
 
 
 def same_process(one: str, other: str) -> bool:

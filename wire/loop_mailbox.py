@@ -16,12 +16,15 @@ from collections.abc import Callable
 
 import zmq
 
+from common.errors import ConfigError
+from common.ports import ANY_PORT, Ports
+from wire.addresses import draw_key
 from wire.holds import Hold
 from wire.messages import AnyMessage
 from wire.peer_monitors import PEER_CHECK_S, PeerState
 from wire.security import Curve
 from wire.sockets import Inbound, Mail, PeerSockets, open_context
-from wire.zap import ZapHandler
+from wire.zap import ZapHandler, end_context
 
 _AT_ONCE = 256  # messages read before the loop's other callbacks run: a few milliseconds
 
@@ -35,14 +38,20 @@ class LoopMailbox:
         curve: Curve | None,
         on_mail: Callable[[list[Mail]], None],
         on_peer: Callable[[str, PeerState], None],
+        ports: Ports = ANY_PORT,
     ) -> None:
-        """Bind a fresh port on `interface`. On the loop, `on_mail` is called with mail, in order of arrival,
-        and `on_peer` with the address of a peer that has come up or gone down."""
+        """Bind one of `ports` on `interface`. On the loop, `on_mail` is called with mail, in order of
+        arrival, and `on_peer` with the address of a peer that has come up or gone down. Raises ConfigError
+        when no port can be had."""
         self._loop = asyncio.get_running_loop()
         self._on_mail = on_mail
         self._context = open_context()
         self._zap = None if curve is None else ZapHandler(self._context)
-        self._inbound = Inbound(self._context, interface, curve)
+        try:
+            self._inbound = Inbound(self._context, interface, curve, ports, draw_key())
+        except ConfigError:
+            end_context(self._context, self._zap)
+            raise
         self.address = self._inbound.address
         self._peers = PeerSockets(self._context, self.address, curve, on_peer)
         self._descriptor = int(self._inbound.socket.getsockopt(zmq.FD))
@@ -99,9 +108,7 @@ class LoopMailbox:
             self._loop.remove_reader(self._descriptor)
             self._loop.remove_reader(self._peers.descriptor)
             self._peers.close()
-            if self._zap is not None:
-                self._zap.close()
-            self._context.destroy(linger=500)
+            end_context(self._context, self._zap)
 
     def _flush(self) -> None:
         self._flush_due = False

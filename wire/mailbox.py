@@ -19,13 +19,16 @@ from collections import deque
 
 import zmq
 
+from common.errors import ConfigError
 from common.host import LOOPBACK
+from common.ports import ANY_PORT, Ports
+from wire.addresses import draw_key
 from wire.holds import Hold
 from wire.messages import AnyMessage
 from wire.peer_monitors import PEER_CHECK_S, PeerState
 from wire.security import Curve
 from wire.sockets import Inbound, Mail, PeerSockets, open_context
-from wire.zap import ZapHandler
+from wire.zap import ZapHandler, end_context
 
 __all__ = ["Mail", "Mailbox"]
 
@@ -35,11 +38,28 @@ _AT_ONCE = 1000  # messages read before pending ones are sent
 class Mailbox:
     """An address for typed messages. Close it, or use it as a context manager."""
 
-    def __init__(self, interface: str = LOOPBACK, curve: Curve | None = None, port: int = 0) -> None:
-        """Bind `port` on `interface`; 0: a fresh one. Raises ConfigError for a port that cannot be had."""
+    def __init__(
+        self,
+        interface: str = LOOPBACK,
+        curve: Curve | None = None,
+        port: int = 0,
+        *,
+        ports: Ports = ANY_PORT,
+        key: str | None = None,
+    ) -> None:
+        """Bind one of `ports` on `interface`; or `port`, at which peers also find this process's successor.
+
+        `key`: of another mailbox of this process. Raises ConfigError when no port can be had.
+        """
         self._context = open_context()
         self._zap = None if curve is None else ZapHandler(self._context)
-        self._inbound = Inbound(self._context, interface, curve, port)
+        self.key = "" if port else key or draw_key()  # not used in a cluster with a secret
+        place = Ports(str(port)) if port else ports
+        try:
+            self._inbound = Inbound(self._context, interface, curve, place, self.key)
+        except ConfigError:
+            end_context(self._context, self._zap)
+            raise
         self.address = self._inbound.address
         self._peers = PeerSockets(self._context, self.address, curve, self._on_peer)
         self._states: dict[str, PeerState] = {}  # of peers that have changed, until taken
@@ -140,9 +160,7 @@ class Mailbox:
         self._closing = True
         self._wake()
         self._thread.join(timeout=5.0)
-        if self._zap is not None:
-            self._zap.close()
-        self._context.destroy(linger=500)
+        end_context(self._context, self._zap)
 
     def __enter__(self) -> Mailbox:
         return self

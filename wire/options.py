@@ -5,11 +5,13 @@ from __future__ import annotations
 import ipaddress
 import os
 from pathlib import Path
+from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
-from common.host import LOOPBACK
+from common.host import LOOPBACK, local_address
 from common.options import Options
+from common.ports import Ports, PortText
 from common.secrets import SECRET_VARIABLE, ClusterSecret, open_secret
 
 
@@ -21,10 +23,29 @@ def is_loopback(interface: str) -> bool:
         return interface == "localhost"
 
 
-class SocketOptions(Options):
-    """How a process takes part in the cluster's ZeroMQ traffic."""
+class PortOptions(Options):
+    """Which TCP ports Baton's own sockets have, for firewalls (docs/security.md)."""
 
-    interface: str = Field(LOOPBACK, description="address that sockets bind to and peers reach")
+    mailboxes: PortText = Field("0", description="of requests and control, one for each process")
+    events: PortText = Field("0", description="of KV events and their replay, two for each worker")
+    kv: PortText = Field("0", description="of KV pages over tcp and of Mooncake's grants, for each D")
+    mooncake: PortText = Field("0", description="of Mooncake's own sockets, two for each worker that uses it")
+
+    def of(self, use: str) -> Ports:
+        """The ports of one of the fields."""
+        return Ports(getattr(self, use), f"ports.{use}")
+
+
+class SocketOptions(Options):
+    """How a process takes part in the cluster's traffic."""
+
+    interface: str = Field(
+        LOOPBACK,
+        description="what sockets bind to and peers reach: an address, a network device, a name, or auto",
+    )
+    ports: PortOptions = Field(
+        PortOptions(), description="a range for each use, such as {mailboxes: 20000-20199}; 0: any free port"
+    )
     cluster_secret_file: Path | None = Field(
         None,
         description="its first line is the cluster's secret, with which every socket speaks CURVE; further "
@@ -39,6 +60,10 @@ class SocketOptions(Options):
                 f"{self.interface} is open to the network: give a cluster_secret_file or {SECRET_VARIABLE}"
             )
         return self
+
+    def here(self) -> Self:
+        """The options with this host's address as `interface`. Raises ConfigError."""
+        return self.model_copy(update={"interface": local_address(self.interface)})
 
     def secret(self) -> ClusterSecret | None:
         """The cluster's secret. Raises ConfigError for one that cannot be used."""

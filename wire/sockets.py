@@ -1,11 +1,12 @@
 """The sockets of both kinds of mailbox: one bound to receive, and one connected per peer to send.
 
-A frame is a byte with the length of the sender's mailbox address, that address, in a cluster with a secret
-the proof that the sender is a member (wire/security.py), then messages, each after its length in four bytes,
-little-endian: all that the sender had for this peer at one moment. (One ZeroMQ message per message, or one
-ZeroMQ frame per part, cost reader and writer several times as much.) A receiver answers by sending to that
-address. Nothing depends on ZeroMQ's routing ids, which change with every reconnect; the sockets are PULL and
-PUSH, which have none. Objects of both classes are used by one thread at a time.
+A frame is a byte with the length of the sender's mailbox address, that address, a mark, then messages, each
+after its length in four bytes, little-endian: all that the sender had for this peer at one moment. The mark
+is the proof that the sender is a member in a cluster with a secret (wire/security.py); else it says for which
+process the frame is (wire/senders.py). (One ZeroMQ message per message, or one ZeroMQ frame per part, cost
+reader and writer several times as much.) A receiver answers by sending to that address. Nothing depends on
+ZeroMQ's routing ids, which change with every reconnect; the sockets are PULL and PUSH, which have none.
+Objects of both classes are used by one thread at a time.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ from typing import NamedTuple
 
 import zmq
 
-from common.errors import ConfigError, WireError
+from common.errors import WireError
+from common.ports import ANY_PORT, Ports
 from common.quiet_log import QuietLog
-from wire.addresses import Address, parse_address
+from wire.addresses import Address, keyed, parse_address
+from wire.binding import bind_socket
 from wire.codec import decode, encode
 from wire.holds import Hold
 from wire.messages import AnyMessage
 from wire.peer_monitors import PeerMonitors, PeerState, send_heartbeats
 from wire.security import Curve
-from wire.senders import Senders
+from wire.senders import Senders, mark_of
 
 log = logging.getLogger(__name__)
 
@@ -64,9 +67,15 @@ class Inbound:
     """The bound socket. `address` is where peers reach it."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], interface: str, curve: Curve | None, port: int = 0
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        interface: str,
+        curve: Curve | None,
+        ports: Ports = ANY_PORT,
+        key: str = "",
     ) -> None:
-        """Binds `port` on `interface`; 0: a fresh one. Raises ConfigError for a port that cannot be had."""
+        """Binds one of `ports` on `interface`. `key` is of the address in a cluster without a secret; "": a
+        directory at a fixed port has none. Raises ConfigError when no port can be had."""
         self.socket = context.socket(zmq.PULL)
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -74,21 +83,12 @@ class Inbound:
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         if curve is not None:
             curve.serve(self.socket)
-        try:
-            self.socket.bind(f"tcp://{interface}:{port or '*'}")
-        except zmq.ZMQError as error:
-            self.socket.close()
-            raise ConfigError(
-                "port" if port else "interface",
-                f"{interface}:{port or '*'} cannot be bound ({error.strerror})",
-                "use a local address and a free port",
-            ) from None
-        self._endpoint: str = self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        self.address = self._endpoint if curve is None else curve.address(self._endpoint)
+        self._endpoint = bind_socket(self.socket, interface, ports)
+        self.address = keyed(self._endpoint, key) if curve is None else curve.address(self._endpoint)
         self._curve = curve
         self._bound_as = "" if curve is None else curve.public
         self._rebind_at = 0.0
-        self._senders = Senders(curve)
+        self._senders = Senders(curve, key)
         self._quiet = QuietLog(log)
         self.rejected_messages = 0
 
@@ -162,6 +162,7 @@ class _Peer:
     address: Address
     socket: zmq.Socket[bytes]
     used_at: float
+    mark: bytes  # b"" in a cluster with a secret: the head ends with a proof
     frame: bytearray  # what goes out with the next flush
     messages: int = 0  # in it
 
@@ -212,6 +213,7 @@ class PeerSockets:
             peer.used_at = time.monotonic()  # not idle: it has a frame to send
             self._unsent.append(peer)
             peer.frame += self._head
+            peer.frame += peer.mark
         peer.frame += len(payload).to_bytes(_LENGTH, "little")
         peer.frame += payload
         peer.messages += 1
@@ -317,7 +319,8 @@ class PeerSockets:
             socket.close(linger=0)
             return None
         now = time.monotonic()
-        peer = self._peers[address] = _Peer(parsed, socket, now, bytearray())
+        mark = mark_of(parsed.key) if self._curve is None else b""
+        peer = self._peers[address] = _Peer(parsed, socket, now, mark, bytearray())
         return peer
 
     def _on_state(self, address: str, state: PeerState) -> None:

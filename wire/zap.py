@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 _ENDPOINT = "inproc://zeromq.zap.01"
 _VERSION = b"1.0"
 _KEY_BYTES = 32
+_LINGER_MS = 500
 
 
 class ZapHandler:
@@ -69,3 +70,12 @@ class ZapHandler:
             return [_VERSION, number, b"200", b"OK", text.encode(), b""]
         self._quiet.warning("refused a connection with the key %s", text)
         return [_VERSION, number, b"400", b"not a member", b"", b""]
+
+
+def end_context(
+    context: zmq.Context[zmq.Socket[bytes]], zap: ZapHandler | None, linger_ms: int = _LINGER_MS
+) -> None:
+    """Close a context with its handler and all its sockets. What is queued gets `linger_ms` to leave."""
+    if zap is not None:
+        zap.close()
+    context.destroy(linger=linger_ms)

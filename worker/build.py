@@ -136,6 +136,7 @@ def _events_config(options: WorkerOptions) -> KVEventsConfig:
         enable=events.enable,
         topic=events.topic,
         interface=options.interface,
+        ports=options.ports.of("events"),
         buffer_batches=events.buffer_batches,
     )
 

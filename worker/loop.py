@@ -198,7 +198,8 @@ class Worker:
         for room in self.rooms():
             mailbox.send(room.router, Rejected(room.room, room.epoch, RejectKind.FAILED, message))
         if self._heartbeat is not None:
-            with Mailbox(self.options.interface, self.parts.curve) as another:
+            ports = self.options.ports.of("mailboxes")
+            with Mailbox(self.options.interface, self.parts.curve, ports=ports, key=mailbox.key) as another:
                 self._heartbeat.stop(through=another)
 
     # -- views, on the loop's thread ----------------------------------------------------------------

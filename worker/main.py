@@ -41,7 +41,7 @@ def run_worker(
     options_file: Path = parser.parse_args(arguments).options
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with exit_on_config_error(program):
-        worker = make(read_options(WorkerOptions, options_file))
+        worker = make(read_options(WorkerOptions, options_file).here())
         try:
             return _serve(worker)
         except WorkerLost as error:

@@ -68,7 +68,7 @@ def open_parts(
             owned.callback(model.close)
         engine, memory = model.engine, model.memory
         curve = curve_for(options.secret())
-        mailbox = Mailbox(options.interface, curve)
+        mailbox = Mailbox(options.interface, curve, ports=options.ports.of("mailboxes"))
         owned.callback(mailbox.close)
         publisher = open_publisher(options, memory, curve, mailbox.nudge)
         if publisher is not None:

@@ -47,6 +47,7 @@ class PageShipper:
             options.kv_transfer_backend,
             options.interface,
             Bounds(write_s=options.transfer_timeout_s),
+            options.ports.of("mooncake"),
         )
         self._threads = SenderThreads(self._transport, regions, self._post)
         self._checks = options.kv_checksums

@@ -1,5 +1,6 @@
-// The mailbox of wire/sockets.py: a frame is the length of the sender's address, that address, in a cluster with a secret
-// the sender's proof, and messages, each after its length. This one sends a frame for each message, and checks no proof.
+// The mailbox of wire/sockets.py: a frame is the length of the sender's address, that address, a mark (in a cluster with a
+// secret the sender's proof, else the first bytes of the receiver's key), and messages, each after its length. This one
+// sends a frame for each message, and checks no mark.
 
 #pragma once
 
@@ -37,7 +38,6 @@ class Mailbox {
     // Who it says that it is, and what proves it ("" in a cluster without a secret). Call it before `send`.
     void introduce(const std::string& address, const std::string& proof) {
         head_ = char(address.size()) + address + proof;
-        proof_bytes_ = proof.size();
     }
 
     // Waits for mail, up to so many milliseconds.
@@ -56,7 +56,7 @@ class Mailbox {
             if (came) {
                 const std::string_view frame(static_cast<char*>(zmq_msg_data(&message)), zmq_msg_size(&message));
                 const size_t begin = frame.empty() ? 1 : size_t(uint8_t(frame[0])) + 1;
-                for (size_t at = begin + proof_bytes_; at < frame.size();) {
+                for (size_t at = begin + kMark; at < frame.size();) {
                     const size_t length = length_at(frame, at);
                     take(std::string(frame.substr(1, begin - 1)), frame.substr(at + kLength, length));
                     at += kLength + length;
@@ -76,6 +76,7 @@ class Mailbox {
             connect(peer->second, to);
         }
         frame_.assign(head_);
+        if (keys_.secret.empty()) frame_.append(mark_of(to));
         for (size_t i = 0; i < kLength; i++) frame_.push_back(char(payload.size() >> (8 * i)));
         frame_.append(payload);
         if (zmq_send(peer->second, frame_.data(), frame_.size(), ZMQ_DONTWAIT) < 0) throw std::runtime_error("cannot send");
@@ -87,23 +88,36 @@ class Mailbox {
         zmq_setsockopt(socket, ZMQ_CURVE_SECRETKEY, keys_.secret.c_str(), keys_.secret.size() + 1);
     }
 
-    // To an address of wire/addresses.py: tcp://host:port, with a secret tcp://host:port/KEY.
+    // To an address of wire/addresses.py: tcp://host:port/KEY, or tcp://host:port.
     void connect(void* socket, const std::string& to) {
-        const size_t slash = to.rfind('/');
-        if (keys_.secret.empty()) {
-            zmq_connect(socket, to.c_str());
-            return;
+        const std::string key = key_of(to);
+        if (!keys_.secret.empty()) {
+            char text[41];
+            zmq_z85_encode(text, reinterpret_cast<const uint8_t*>(key.data()), key.size());
+            present(socket);
+            zmq_setsockopt(socket, ZMQ_CURVE_SERVERKEY, text, sizeof text);
         }
-        uint8_t key[32];
-        for (size_t i = 0; i < sizeof key; i++) key[i] = uint8_t(std::stoi(to.substr(slash + 1 + 2 * i, 2), nullptr, 16));
-        char text[41];
-        zmq_z85_encode(text, key, sizeof key);
-        present(socket);
-        zmq_setsockopt(socket, ZMQ_CURVE_SERVERKEY, text, sizeof text);
-        zmq_connect(socket, to.substr(0, slash).c_str());
+        zmq_connect(socket, to.substr(0, to.find('/', kScheme)).c_str());
     }
 
-    static constexpr size_t kLength = 4;  // bytes, lowest first
+    // The bytes of an address's key; none if it has no key.
+    static std::string key_of(const std::string& address) {
+        std::string key;
+        const size_t slash = address.find('/', kScheme);
+        if (slash == std::string::npos) return key;
+        for (size_t at = slash + 1; at < address.size(); at += 2) key.push_back(char(std::stoi(address.substr(at, 2), nullptr, 16)));
+        return key;
+    }
+
+    static std::string mark_of(const std::string& address) {
+        std::string mark = key_of(address);
+        mark.resize(kMark);
+        return mark;
+    }
+
+    static constexpr size_t kLength = 4;   // bytes, lowest first
+    static constexpr size_t kMark = 16;    // bytes
+    static constexpr size_t kScheme = 6;   // of "tcp://"
 
     static size_t length_at(std::string_view frame, size_t at) {
         size_t length = 0;
@@ -115,6 +129,5 @@ class Mailbox {
     void* inbound_;
     KeyPair keys_;
     std::string endpoint_, head_, frame_;
-    size_t proof_bytes_ = 0;
     std::unordered_map<std::string, void*> peers_;
 };

@@ -30,12 +30,13 @@ def main() -> None:
     told = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, told)  # before any thread is started, which inherits it
     with exit_on_config_error("directory"):
-        options = read_options(DirectoryOptions, given.options)
+        options = read_options(DirectoryOptions, given.options).here()
         host = DirectoryHost(
             options.interface,
             options.secret(),
             options.lease_s,
             options.port,
+            ports=options.ports.of("mailboxes"),
             is_new=options.port == 0,
         )
     with host:

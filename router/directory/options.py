@@ -14,7 +14,7 @@ class DirectoryOptions(SocketOptions):
         0,
         ge=0,
         le=65535,
-        description="where workers and routers find it again when it is restarted; 0: any free port, for a "
-        "directory that is not",
+        description="where workers and routers find it again when it is restarted; 0: one of "
+        "ports.mailboxes, for a directory that is not",
     )
     lease_s: float = Field(5.0, gt=0, description="a worker that is silent for longer counts as lost")

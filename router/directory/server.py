@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from common.ports import ANY_PORT, Ports
 from common.quiet_log import QuietLog
 from common.secrets import ClusterSecret
 from router.directory.directory import Directory
@@ -173,14 +174,16 @@ class DirectoryHost:
         lease_s: float = 3.0,
         port: int = 0,
         *,
+        ports: Ports = ANY_PORT,
         is_new: bool = True,
         on_lost: Callable[[WorkerRecord], None] | None = None,
         assign_roles: AssignRoles = lambda _records, _now: [],
     ) -> None:
-        """`is_new`: no worker of an earlier directory will find this one. Otherwise it settles first.
-        `on_lost` and `assign_roles` are called on the directory's thread. Raises ConfigError for a port that
-        cannot be had."""
-        self._mailbox = Mailbox(interface, curve_for(secret, fixed_address=port != 0), port)
+        """At `port`, or if it is 0 at one of `ports`. `is_new`: no worker of an earlier directory will find
+        this one. Otherwise it settles first. `on_lost` and `assign_roles` are called on the directory's thread.
+        Raises ConfigError for a port that cannot be had.
+        """
+        self._mailbox = Mailbox(interface, curve_for(secret, fixed_address=port != 0), port, ports=ports)
         self.address = self._mailbox.address
         directory = Directory(lease_s, 0.0 if is_new else time.monotonic() + lease_s)
         self._server = DirectoryServer(directory, self._mailbox.send, on_lost)

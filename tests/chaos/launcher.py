@@ -15,6 +15,7 @@ import zmq
 
 import kvtransfer.mooncake
 import kvtransfer.tcp
+from common.ports import Ports
 from tests.chaos.network import ask_network
 
 _TCP = "tcp://"
@@ -68,8 +69,8 @@ def put_behind(client: NetworkClient) -> None:
 def _put_transport_behind(client: NetworkClient) -> None:
     listen, reach = kvtransfer.tcp.listening_socket, kvtransfer.tcp.connected_socket
 
-    def listen_and_tell(interface: str) -> socket.socket:
-        sock = listen(interface)
+    def listen_and_tell(interface: str, ports: Ports) -> socket.socket:
+        sock = listen(interface, ports)
         client.bound("{}:{}".format(*sock.getsockname()[:2]))
         return sock
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -52,10 +53,9 @@ class ChaosStack:
         self.http = httpx.Client(timeout=_ANSWER_S)
         self.running: dict[str, Forked] = {}
         self.strays: list[Forked] = []  # replaced, and not ended yet
-        self._directory_port = 0  # of the first; one that takes its place has its address
-        directory_process = self.start("directory/0")
-        directory_process.wait_ready()
-        self._directory_port = int(directory_process.ready["mailbox"].rpartition(":")[2])
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self._directory_port = free.getsockname()[1]  # also of those that take its place
+        self.start("directory/0").wait_ready()
         for slot in SLOTS[1:]:
             self.start(slot)
         for forked in self.running.values():

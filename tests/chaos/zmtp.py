@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import NamedTuple
 
+from wire.senders import MARK_BYTES
+
 GREETING_BYTES = 64
 _MORE, _LONG, _COMMAND = 1, 2, 4
 
@@ -31,7 +33,7 @@ async def read_unit(reader: asyncio.StreamReader) -> Unit:
 
 def messages_in(frame: bytes) -> int:
     """How many of our messages a mailbox's frame holds (wire/sockets.py); 1 for any other payload."""
-    at, found = (frame[0] + 1 if frame else 1), 0
+    at, found = (frame[0] + 1 if frame else 1) + MARK_BYTES, 0
     while at < len(frame):
         at += 4 + int.from_bytes(frame[at : at + 4], "little")
         found += 1

@@ -32,7 +32,7 @@ def run(module: str, scratch: Path, **options: Any) -> str:
     )
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"{module}: "), line
+    assert line.startswith(f"{module.rpartition('.')[2]}: "), line
     return line
 
 
@@ -78,6 +78,24 @@ def test_a_port_in_use(tmp_path: Path, tiny_model: Path) -> None:
         line = run("router", tmp_path, model=str(tiny_model), served_model_name="m", port=port)
     assert "port" in line
     assert str(port) in line
+
+
+@pytest.mark.parametrize(("module", "use"), [
+    ("router", "mailboxes"), ("router.directory", "mailboxes"), ("prefill_node", "mailboxes"),
+    ("prefill_node", "events"), ("decode_node", "kv"),
+])  # fmt: skip
+def test_a_range_of_ports_that_is_used_up(tmp_path: Path, tiny_model: Path, module: str, use: str) -> None:
+    options: dict[str, Any] = {"model": str(tiny_model), "served_model_name": "m"}
+    if module == "router":
+        options |= {"port": 0, "admin_ports": "0"}
+    elif module == "router.directory":
+        options = {}
+    else:
+        options |= {"engine": "fake", "max_total_tokens": 1024, "kv_transfer_backend": "tcp"}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        line = run(module, tmp_path, **options, ports={use: port})
+    assert f"ports.{use}: no port of {port} is free on 127.0.0.1" in line
 
 
 @pytest.mark.parametrize(("here", "there", "key"), [

@@ -16,6 +16,7 @@ from wire.mailbox import Mailbox
 from wire.messages import AnyMessage
 from wire.records import WorkerRecord
 from wire.security import Curve
+from wire.senders import NO_MARK
 
 _ANSWER_S = 20.0
 
@@ -31,7 +32,7 @@ class Attacker:
         self._mailbox = Mailbox(curve=curve)
         self.address = self._mailbox.address
         text = self.address.encode()
-        self.head = bytes((len(text),)) + text + (b"" if curve is None else curve.proof(self.address))
+        self.head = bytes((len(text),)) + text + (NO_MARK if curve is None else curve.proof(self.address))
         self.liar = Liar(seed, (self.address, *targets), proven=curve is not None)
 
     def connect(self, mailbox: str) -> zmq.Socket[bytes]:

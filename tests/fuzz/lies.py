@@ -15,6 +15,7 @@ from msgspec import inspect as types
 
 from wire.events import EventBatch
 from wire.messages import Announced, AnnounceRefused, AnyMessage, Joined, Replaced, View
+from wire.senders import NO_MARK
 
 _NUMBERS = (
     0, 1, 2, 3, 7, 15, 16, 17, 255, 256, 319, 320, 1000, 8192, 2**31 - 1, 2**31, 2**40, 2**62, 2**63 - 1,
@@ -110,7 +111,7 @@ class Liar:
     def wrong_head(self) -> bytes:
         """The head of a sender that cannot be answered."""
         text = self._random.choice(_BAD_ADDRESSES).encode()[:255]
-        return bytes((len(text),)) + text
+        return bytes((len(text),)) + text + NO_MARK
 
     # -- values by type ------------------------------------------------------------------------------
 

@@ -11,17 +11,19 @@ import pytest
 import zmq
 
 from tests.support.members import OTHER_SECRET, SECRET, curve_of
+from wire.addresses import parse_address
 from wire.codec import encode
 from wire.loop_mailbox import LoopMailbox
 from wire.mailbox import Mail, Mailbox
 from wire.messages import Abort, Receipt, Watch
 from wire.security import Curve
+from wire.senders import NO_MARK
 from wire.sockets import PeerSockets, open_context
 
 
 def framed(sender: bytes, *payloads: bytes) -> bytes:
     messages = (len(payload).to_bytes(4, "little") + payload for payload in payloads)
-    return bytes((len(sender),)) + sender + b"".join(messages)
+    return bytes((len(sender),)) + sender + NO_MARK + b"".join(messages)
 
 
 GARBAGE = [
@@ -75,7 +77,7 @@ def test_garbage_is_counted_and_costs_nothing_else() -> None:
     with Mailbox() as left, Mailbox() as right:
         context = zmq.Context()
         socket = context.socket(zmq.PUSH)
-        socket.connect(right.address)
+        socket.connect(parse_address(right.address).endpoint)
         for garbage in GARBAGE:
             socket.send(garbage)
         left.send(right.address, Watch())
@@ -206,7 +208,7 @@ def test_on_a_loop_frames_that_came_while_it_was_busy_are_read_to_the_last() -> 
         await asyncio.sleep(0)
         context = zmq.Context()
         socket = context.socket(zmq.PUSH)
-        socket.connect(here.mailbox.address)
+        socket.connect(parse_address(here.mailbox.address).endpoint)
         for epoch in range(5000):
             socket.send(framed(b"tcp://a:1", encode(Abort(1, epoch))))
         assert await here.until(5000) == [Mail("tcp://a:1", Abort(1, epoch)) for epoch in range(5000)]
@@ -233,7 +235,7 @@ def test_on_a_loop_garbage_is_counted_and_costs_nothing_else() -> None:
         here = OnLoop()
         context = zmq.Context()
         socket = context.socket(zmq.PUSH)
-        socket.connect(here.mailbox.address)
+        socket.connect(parse_address(here.mailbox.address).endpoint)
         for garbage in GARBAGE:
             socket.send(garbage)
         socket.send_multipart([framed(b"tcp://a:1", encode(Watch())), b"a second part"])

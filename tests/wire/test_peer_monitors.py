@@ -18,6 +18,7 @@ import pytest
 import zmq
 
 from tests.support.members import SECRET, curve_of
+from wire.addresses import parse_address
 from wire.loop_mailbox import LoopMailbox
 from wire.mailbox import Mailbox
 from wire.messages import Inspected, Watch
@@ -156,7 +157,7 @@ def test_a_peer_that_stays_down_holds_no_descriptors() -> None:
 def test_hundreds_of_peers_are_watched() -> None:
     with peer() as there:
         address = there.address
-        port = int(address.rpartition(":")[2])
+        port = int(parse_address(address).endpoint.rpartition(":")[2])
         others = {f"tcp://127.0.1.{n % 250 + 1}:{port + n // 250}" for n in range(500)}  # nobody is there
         with Mailbox() as mailbox:
             mailbox.watch(frozenset({address, *others}))

@@ -1,0 +1,55 @@
+"""The ports in deploy/ are those of the firewall table in docs/security.md."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+from common.ports import Ports
+from tests.cluster.test_deploy_files import DEPLOY, KUBERAY
+from wire.options import PortOptions
+
+TABLE = (DEPLOY.parent / "docs" / "security.md").read_text().split("## Firewall")[1].split("\n## ")[0]
+RAY_FLAGS = {
+    "node-manager-port", "object-manager-port", "runtime-env-agent-port", "dashboard-agent-grpc-port",
+    "metrics-export-port", "min-worker-port", "max-worker-port",
+}  # fmt: skip
+
+
+def serve_config(name: str) -> Any:
+    if name == KUBERAY.name:
+        return yaml.safe_load(yaml.safe_load(KUBERAY.read_text())["spec"]["serveConfigV2"])
+    return yaml.safe_load((DEPLOY / name).read_text())
+
+
+@pytest.mark.parametrize("name", ["cluster-serve.yaml", "gpu-serve.yaml", "kuberay.yaml"])
+def test_batons_ranges(name: str) -> None:
+    (application,) = serve_config(name)["applications"]
+    assert application["args"]["ports"] == dict(re.findall(r"`ports\.(\w+)` \((\d+-\d+)\)", TABLE))
+
+
+def test_batons_ranges_are_apart_and_below_those_of_outgoing_connections() -> None:
+    ports = PortOptions(**dict(re.findall(r"`ports\.(\w+)` \((\d+-\d+)\)", TABLE)))
+    choices = [ports.of(use).choice for use in PortOptions.model_fields]
+    choices.append(Ports(re.findall(r"`admin_ports` \((\d+-\d+)\)", TABLE)[0]).choice)
+    taken = [port for choice in choices for port in choice]
+    assert len(taken) == len(set(taken))
+    assert max(taken) < 32768
+
+
+@pytest.mark.parametrize("name", ["cluster.yaml", "aws.yaml", "gcp.yaml"])
+def test_rays_ports(name: str) -> None:
+    config = yaml.safe_load((DEPLOY / name).read_text())
+    (said,) = re.findall(r"6379 \(head\), (\d+-\d+).*\((\d+-\d+)\)", TABLE)
+    fixed, workers = (Ports(text).choice for text in said)
+    for kind in ("head", "worker"):
+        (start,) = (line for line in config[f"{kind}_start_ray_commands"] if "ray start" in line)
+        flags = dict(re.findall(r"--([a-z-]+-port)=(\d+)", start))
+        assert flags.keys() == RAY_FLAGS
+        assert (int(flags.pop("min-worker-port")), int(flags.pop("max-worker-port"))) == (
+            workers[0], workers[-1],
+        )  # fmt: skip
+        assert sorted(map(int, flags.values())) == list(fixed)
