@@ -71,7 +71,7 @@ class FakeMailbox:
 
     network: Network
 
-    def __init__(self, *_: Any) -> None:
+    def __init__(self, *_: Any, **__: Any) -> None:
         self.address = f"worker-{next(self.network.names)}"
         self.peers: dict[str, PeerState] = {}  # that have come up or gone down
 
