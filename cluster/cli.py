@@ -1,12 +1,14 @@
-"""`baton`: serve a model on Ray Serve, show its caches, show and set its workers' roles, replay a trace
-through its router, or print the schema of the configuration.
+"""`baton`: serve a model on Ray Serve, check nodes for it, show its caches, show and set its workers' roles,
+replay a trace through its router, or print the schema of the configuration.
 
     baton serve MODEL|CONFIG.yaml [options]     baton tree [WORKER ...]
     baton replay TRACE [options]                baton roles [WORKER=ROLE ...]
-    baton config --schema                       baton --version
+    baton doctor [CONFIG.yaml] [--cluster]      baton config --schema
+    baton --version
 
-Exit codes: 0 done, or ended on request; 1 could not be started, or does not answer; 2 a configuration that
-cannot work (one line on stderr names the key, the problem and the remedy; nothing is left running).
+Exit codes: 0 done, or ended on request; 1 could not be started, does not answer, or the doctor found a fault;
+2 a configuration that cannot work (one line on stderr names the key, the problem and the remedy; nothing is
+left running).
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from typing import Any
 
 from cluster.app import application
 from cluster.config import DYNAMIC, ServeConfig, most_replicas, parse_config, read_config
+from cluster.doctor.command import HELP as DOCTOR_HELP
+from cluster.doctor.command import add_doctor, run_doctor
 from cluster.local import (
     DeployFailed,
     LocalOptions,
@@ -37,7 +41,7 @@ from cluster.replay import add_replay
 from cluster.roles_command import HELP as ROLES_HELP
 from cluster.roles_command import add_roles
 from cluster.tree import ADDRESS, TreeSource, read_admin_key
-from common.errors import WorkerLost
+from common.errors import ConfigError, WorkerLost
 from common.host import HTTP_PORT, LOOPBACK
 from common.options import exit_on_config_error
 from common.secrets import SECRET_VARIABLE, open_secret
@@ -190,6 +194,15 @@ def _tree(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _doctor(arguments: argparse.Namespace) -> int:
+    raw = None if arguments.target is None else _base_config(arguments.target)
+    for assignment in arguments.set:
+        if raw is None:
+            raise ConfigError("--set", "there is no configuration to change", "give CONFIG.yaml")
+        assign(raw, assignment)
+    return run_doctor(arguments, raw)
+
+
 def _version() -> str:
     try:
         return version(DISTRIBUTION)
@@ -209,6 +222,12 @@ def _parser() -> argparse.ArgumentParser:
     add_roles(
         commands.add_parser("roles", help="show and set who prefills and decodes", description=ROLES_HELP)
     )
+    doctor = commands.add_parser(
+        "doctor", help="check the nodes for a configuration", description=DOCTOR_HELP
+    )
+    add_doctor(doctor)
+    _add_set(doctor)
+    doctor.set_defaults(run=_doctor)
     config = commands.add_parser("config", help="what a configuration may contain")
     what = config.add_mutually_exclusive_group(required=True)
     what.add_argument("--schema", action="store_true", help="print the JSON schema")
@@ -242,9 +261,7 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     for key in _WORKER_FLAGS:
         description = WorkerSettings.model_fields[key].description
         serve.add_argument(_flag(key), metavar="X", help=f"{description} (both roles)")
-    serve.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="any configuration key, dotted"
-    )
+    _add_set(serve)
     serve.add_argument(
         "--ray-address",
         metavar="ADDRESS",
@@ -252,6 +269,12 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     )
     serve.add_argument("--worker-logs", action="store_true", help="show the logs of all replicas")
     serve.set_defaults(run=_serve)
+
+
+def _add_set(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="any configuration key, dotted"
+    )
 
 
 _TREE_HELP = (

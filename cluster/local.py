@@ -33,7 +33,7 @@ from router.options import AdminOptions
 APP_NAME = "baton"
 ROUTER = "router"
 _POLL_S = 0.1
-_OBJECT_STORE_BYTES = 100 * 1024 * 1024  # nothing of ours goes through it; Ray wants at least 75 MiB
+OBJECT_STORE_BYTES = 100 * 1024 * 1024  # nothing of ours goes through it; Ray wants at least 75 MiB
 _HTTP_TIMEOUT_S = 5.0
 
 
@@ -129,7 +129,7 @@ class LocalServe:
         ray.init(
             address="local",
             num_cpus=max(os.cpu_count() or 1, math.ceil(self.options.cpus)),
-            object_store_memory=_OBJECT_STORE_BYTES,
+            object_store_memory=OBJECT_STORE_BYTES,
             include_dashboard=False,
             **temp_dir,
             **quiet,

@@ -26,9 +26,14 @@ def model_directory(model: str, files: tuple[str, ...] = MODEL_FILES) -> Path:
             raise ConfigError("model", f"{model} has no config.json", "give the directory of a checkpoint")
         return directory.absolute()
     problem = f"there is no directory {model}"
-    if _HUB_ID.fullmatch(model):
+    if is_hub_id(model):
         try:
             return Path(snapshot_download(model, allow_patterns=list(files)))
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
             problem += f", and the Hugging Face hub did not give it ({type(error).__name__})"
     raise ConfigError("model", problem, "give the directory of a checkpoint or the id of a hub model")
+
+
+def is_hub_id(model: str) -> bool:
+    """Whether it has the form of a Hugging Face id."""
+    return _HUB_ID.fullmatch(model) is not None

@@ -1,0 +1,172 @@
+"""Checks of each node by itself: its address, ports, model files, memory, resources and RDMA devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cluster.config import Deployment, ServeConfig, most_replicas
+from cluster.doctor.facts import UNLIMITED, Case, Finding, NodeFacts, Verdict
+from wire.options import PortOptions, is_loopback
+
+_MIB, _GIB = 1 << 20, 1 << 30
+_SOCKETS = {"mailboxes": 1, "events": 2, "kv": 1, "mooncake": 2}  # of one process that needs any
+
+
+def check_config(case: Case) -> Iterator[Finding]:
+    """The configuration is one that Baton on that node accepts."""
+    for node in case.nodes:
+        if "config" in node.refused:
+            yield _refused("configuration", node, "config")
+
+
+def check_addresses(case: Case) -> Iterator[Finding]:
+    """What `interface` means on each node is an address that the other nodes may be able to use."""
+    for node in case.nodes:
+        if "interface" in node.refused:
+            yield _refused("address", node, "interface")
+        elif len(case.nodes) > 1 and is_loopback(node.address):
+            found = f"{node.address} is announced, which no other node can reach"
+            yield Finding("address", node.node, Verdict.FAULT, found, "set interface: auto")
+        else:
+            yield Finding("address", node.node, Verdict.OK, node.address)
+
+
+def check_ports(case: Case) -> Iterator[Finding]:
+    """Each range has free ports for what may run on one node."""
+    processes = _processes(case.config)
+    for node in case.nodes:
+        for use, ports in node.ports.items():
+            said = f"ports.{use} {ports.text}: {ports.free} of {ports.of} free"
+            wanted = processes * _SOCKETS[use] if use != "mooncake" or wants_mooncake(case.config) else 0
+            if ports.free == 0 or ports.of < wanted:
+                short = said if ports.free == 0 else f"{said}, {wanted} may be needed"
+                remedy = f"end what listens there (ss -ltnp), or give ports.{use} another, larger range"
+                yield Finding("ports", node.node, Verdict.FAULT, short, remedy)
+            else:
+                yield Finding("ports", node.node, Verdict.OK, said)
+
+
+def check_model(case: Case) -> Iterator[Finding]:
+    """The model's files are there, whole."""
+    if case.config is None:
+        return
+    for node in case.nodes:
+        if "model" in node.refused:
+            yield _refused("model", node, "model")
+        elif "download" in node.refused:
+            yield _refused("model", node, "download")._replace(verdict=Verdict.NOTE)
+        else:
+            yield Finding("model", node.node, Verdict.OK, case.config.model)
+
+
+def check_shared_memory(case: Case) -> Iterator[Finding]:
+    """Shared memory holds Ray's object store. Baton's own pools are memory files, which do not count."""
+    for node in case.nodes:
+        said = f"{_size(node.shm)} in /dev/shm, {_size(node.object_store)} for Ray's object store"
+        if node.shm < node.object_store:
+            remedy = (
+                "enlarge it (docker: --shm-size; Kubernetes: an emptyDir with medium: Memory; "
+                "mount -o remount,size=), or ray start --object-store-memory="
+            )
+            yield Finding("shared memory", node.node, Verdict.FAULT, said, remedy)
+        else:
+            yield Finding("shared memory", node.node, Verdict.OK, said)
+
+
+def check_memory(case: Case) -> Iterator[Finding]:
+    """A worker's weights and pool fit into the memory of each node, or GPU, where it may run."""
+    if case.config is None:
+        return
+    for node in case.nodes:
+        for role, section in case.config.worker_sections().items():
+            need = node.needs.get(str(role), 0)
+            if not need or (len(case.nodes) > 1 and not _fits(section, node)):
+                continue
+            on_gpu = section.num_gpus > 0 and bool(node.gpu_memory)
+            there = max(node.gpu_memory) if on_gpu else node.memory
+            where = "of a GPU" if on_gpu else "free"
+            said = f"{role}: weights and KV take {_size(need)}, {_size(there)} {where}"
+            remedy = "lower max_total_tokens, store KV in fewer bits (kv_cache_dtype), or use a larger node"
+            verdict = Verdict.FAULT if need > there else Verdict.OK
+            yield Finding("memory", node.node, verdict, said, remedy if verdict is Verdict.FAULT else "")
+
+
+def check_resources(case: Case) -> Iterator[Finding]:
+    """There is a node with the GPUs and other resources that a replica asks for."""
+    if case.config is None:
+        return
+    for name, section in _sections(case.config).items():
+        for resource, amount in _asked(section).items():
+            if amount and not any(node.resources.get(resource, 0.0) >= amount for node in case.nodes):
+                most = max(node.resources.get(resource, 0.0) for node in case.nodes)
+                where = case.nodes[0].node if len(case.nodes) == 1 else "all nodes"
+                key = "num_gpus" if resource == "GPU" else "num_cpus" if resource == "CPU" else "resources"
+                found = f"{name} asks for {resource} {amount:g}, and no node has more than {most:g}"
+                remedy = f"lower {name}.{key}, or add such a node (for GPUs: its driver, and device: auto)"
+                yield Finding("resources", where, Verdict.FAULT, found, remedy)
+    for node in case.nodes:
+        said = ", ".join(
+            f"{name} {amount:g}" for name, amount in sorted(node.resources.items()) if name in ("CPU", "GPU")
+        )
+        yield Finding("resources", node.node, Verdict.OK, said)
+
+
+def check_rdma(case: Case) -> Iterator[Finding]:
+    """What RDMA needs, where there are devices or Mooncake was asked for."""
+    for node in case.nodes:
+        devices = ", ".join(node.rdma_devices) or "no device"
+        if node.rdma_devices and node.locked_memory != UNLIMITED:
+            found = f"{devices}; at most {_size(node.locked_memory)} may be locked"
+            remedy = "ulimit -l unlimited (docker: --ulimit memlock=-1), or kv_transfer_backend: tcp"
+            verdict = Verdict.FAULT if wants_mooncake(case.config) else Verdict.NOTE
+            yield Finding("RDMA", node.node, verdict, found, remedy)
+        elif not node.rdma_devices and wants_mooncake(case.config):
+            found = "no RDMA device: Mooncake moves pages over TCP, in the clear and slower than tcp does"
+            remedy = "give the container its devices (/dev/infiniband), or kv_transfer_backend: auto"
+            yield Finding("RDMA", node.node, Verdict.NOTE, found, remedy)
+        else:
+            yield Finding("RDMA", node.node, Verdict.OK, devices)
+
+
+def uses_to_try(config: ServeConfig | None, rdma: bool) -> list[str]:
+    """The uses of ports whose ranges the preflight tries: Mooncake's only where it may be used."""
+    used = wants_mooncake(config) or (rdma and config is not None and "auto" in _backends(config))
+    return [use for use in PortOptions.model_fields if use != "mooncake" or used]
+
+
+def wants_mooncake(config: ServeConfig | None) -> bool:
+    """Whether a role has to use Mooncake."""
+    return config is not None and "mooncake" in _backends(config)
+
+
+def _backends(config: ServeConfig) -> set[str]:
+    return {config.worker_options(role).kv_transfer_backend for role in config.worker_sections()}
+
+
+def _refused(check: str, node: NodeFacts, subject: str) -> Finding:
+    why = node.refused[subject]
+    return Finding(check, node.node, Verdict.FAULT, why.problem, why.remedy)
+
+
+def _sections(config: ServeConfig) -> dict[str, Deployment]:
+    return {"router": config.router, **{str(role): one for role, one in config.worker_sections().items()}}
+
+
+def _asked(section: Deployment) -> dict[str, float]:
+    return {"GPU": section.num_gpus, "CPU": section.num_cpus, **section.resources}
+
+
+def _fits(section: Deployment, node: NodeFacts) -> bool:
+    return all(node.resources.get(name, 0.0) >= amount for name, amount in _asked(section).items())
+
+
+def _processes(config: ServeConfig | None) -> int:
+    """That may run on one node, at worst all."""
+    if config is None:
+        return 1
+    workers = sum(most_replicas(section) for section in config.worker_sections().values())
+    return workers + most_replicas(config.router) + 1  # and the directory
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / _GIB:.1f} GiB" if nbytes >= _GIB else f"{nbytes / _MIB:.0f} MiB"

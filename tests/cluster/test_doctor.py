@@ -1,0 +1,240 @@
+"""`baton doctor`: each seeded fault is found, at its node, with its remedy; a sound cluster has none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cluster.config import ServeConfig, parse_config
+from cluster.doctor.checks import judge
+from cluster.doctor.facts import Case, Finding, NodeFacts, PortsFree, Reach, Refused, Target, Verdict
+
+GIB = 1 << 30
+VERSIONS = {
+    "Python": "3.11.7",
+    "Baton": "0.1.0 aaaaaaaa",
+    "Ray": "2.60.0",
+    "torch": "2.13.0",
+    "transformers": "5.23.0",
+    "Mooncake": "",
+}
+NAMES = ("10.0.0.1", "10.0.0.2", "10.0.0.3")
+RANGES = {"mailboxes": "20000-20199", "events": "20200-20599", "kv": "20600-20799"}
+
+
+def config(**changes: Any) -> ServeConfig:
+    return parse_config({"model": "/models/m", "worker": {"max_total_tokens": 4096}, **changes})
+
+
+def sound(node: str) -> NodeFacts:
+    return NodeFacts(
+        node=node,
+        versions=VERSIONS,
+        address=node,
+        memory=16 * GIB,
+        shm=8 * GIB,
+        object_store=4 * GIB,
+        resources={"CPU": 8.0},
+        ports={use: PortsFree(text, 200, 200) for use, text in RANGES.items()},
+        secret_digests=("5ec2e7",),
+        needs={"prefill": 3 * GIB, "decode": 4 * GIB},
+    )
+
+
+def reach(source: str, target: str, use: str, problem: str = "") -> Reach:
+    return Reach(source, Target(target, use, RANGES[use], target, 20_007, b"token"), problem)
+
+
+def all_reaches() -> list[Reach]:
+    return [reach(a, b, use) for a in NAMES for b in NAMES if a != b for use in RANGES]
+
+
+def findings(changes: dict[str, Any], reaches: list[Reach] | None = None, **settings: Any) -> list[Finding]:
+    """What is found when the facts of the second of three sound nodes have these changes."""
+    first, second, third = map(sound, NAMES)
+    nodes = [first, replace(second, **changes), third]
+    return judge(Case(nodes, all_reaches() if reaches is None else reaches, config(**settings)))
+
+
+def fault(found: list[Finding]) -> Finding:
+    """The only fault."""
+    (one,) = (finding for finding in found if finding.verdict is Verdict.FAULT)
+    return one
+
+
+def test_a_sound_cluster_has_no_fault_and_every_check_speaks_of_every_node() -> None:
+    found = findings({})
+    assert {one.verdict for one in found} == {Verdict.OK}
+    assert all(not one.remedy for one in found)
+    for check in ("versions", "clock", "address", "ports", "reachable", "secret", "model", "resources",
+                  "memory", "shared memory", "RDMA"):  # fmt: skip
+        assert {one.node for one in found if one.check == check} == set(NAMES), check
+
+
+def test_a_closed_port() -> None:
+    """Of one range, by a firewall."""
+    late = "no answer within 3 s"
+    blocked = [
+        one._replace(problem=late) if one.target[:2] == (NAMES[1], "kv") else one for one in all_reaches()
+    ]
+    one = fault(findings({}, blocked))
+    assert (one.check, one.node) == ("reachable", NAMES[1])
+    assert one.found == "port 20007 of ports.kv is closed to 10.0.0.1, 10.0.0.3: no answer within 3 s"
+    assert "open 20600-20799 between the nodes" in one.remedy
+
+
+def test_a_range_that_is_taken() -> None:
+    one = fault(findings({"ports": {"kv": PortsFree("20600-20799", 0, 200)}}))
+    assert (one.check, one.node) == ("ports", NAMES[1])
+    assert one.found == "ports.kv 20600-20799: 0 of 200 free"
+    assert "give ports.kv another, larger range" in one.remedy
+
+
+def test_a_range_that_is_too_small() -> None:
+    ports = {"events": PortsFree("20200-20209", 10, 10)}
+    one = fault(findings({"ports": ports}, decode={"autoscaling_config": {"max_replicas": 6}}))
+    assert one.found == "ports.events 20200-20209: 10 of 10 free, 18 may be needed"
+
+
+def test_an_announced_address_that_is_not_reached() -> None:
+    lost = [
+        one._replace(problem="no route to host") if one.target.node == NAMES[1] else one
+        for one in all_reaches()
+    ]
+    one = fault(findings({}, lost))
+    assert (one.check, one.node) == ("reachable", NAMES[1])
+    assert (
+        one.found == "the announced address 10.0.0.2 is not reached from 10.0.0.1, 10.0.0.3: no route to host"
+    )
+    assert "set interface" in one.remedy
+
+
+def test_an_address_that_only_its_own_host_can_reach() -> None:
+    one = fault(findings({"address": "127.0.0.1"}))
+    assert (one.check, one.node, one.remedy) == ("address", NAMES[1], "set interface: auto")
+
+
+@pytest.mark.parametrize(
+    ("digests", "says"),
+    [(("07e4ea",), "another one than on other nodes"), ((), "none here, and other nodes have one")],
+)
+def test_a_wrong_secret(digests: tuple[str, ...], says: str) -> None:
+    one = fault(findings({"secret_digests": digests}))
+    assert (one.check, one.node, one.found) == ("secret", NAMES[1], says)
+    assert "same cluster_secret_file on every node" in one.remedy
+
+
+def test_a_secret_that_is_being_replaced_is_no_fault() -> None:
+    """The first step: the new one is a second line on one node, and on no other yet."""
+    found = findings({"secret_digests": ("5ec2e7", "4e3e57")})
+    assert {one.verdict for one in found} == {Verdict.OK}
+
+
+def test_two_nodes_with_different_secrets_are_both_named() -> None:
+    """Nobody can say which is wrong."""
+    first, second = sound(NAMES[0]), replace(sound(NAMES[1]), secret_digests=("07e4ea",))
+    found = judge(Case([first, second], [], config()))
+    assert [one.node for one in found if one.verdict is Verdict.FAULT] == list(NAMES[:2])
+
+
+@pytest.mark.parametrize(("ahead", "says"), [(90.0, "90.0 s ahead of"), (-90.0, "90.0 s behind")])
+def test_a_clock_that_is_90_s_off(ahead: float, says: str) -> None:
+    one = fault(findings({"clock_ahead_s": ahead, "clock_error_s": 0.2}))
+    assert (one.check, one.node) == ("clock", NAMES[1])
+    assert one.found.startswith(says)
+    assert "time service" in one.remedy
+
+
+def test_a_clock_that_could_not_be_read_better_is_not_accused() -> None:
+    found = findings({"clock_ahead_s": 5.0, "clock_error_s": 4.5})
+    assert {one.verdict for one in found} == {Verdict.OK}
+
+
+def test_a_missing_model_file() -> None:
+    refused = {
+        "model": Refused("/models/m lacks model.safetensors", "copy the whole checkpoint to this node")
+    }
+    one = fault(findings({"refused": refused, "needs": {}}))
+    assert (one.check, one.node) == ("model", NAMES[1])
+    assert (one.found, one.remedy) == refused["model"]
+
+
+def test_a_model_that_will_be_downloaded_is_a_note() -> None:
+    refused = {"download": Refused("this node has not downloaded m", "wait for it")}
+    (one,) = (one for one in findings({"refused": refused, "needs": {}}) if one.verdict is not Verdict.OK)
+    assert (one.check, one.verdict, one.remedy) == ("model", Verdict.NOTE, "wait for it")
+
+
+def test_too_little_shared_memory_for_rays_store() -> None:
+    one = fault(findings({"shm": 64 << 20}))
+    assert (one.check, one.node) == ("shared memory", NAMES[1])
+    assert one.found == "64 MiB in /dev/shm, 4.0 GiB for Ray's object store"
+    assert "--shm-size" in one.remedy
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "remedy"),
+    [
+        ("Baton", "0.1.0 bbbbbbbb", "copy the same source or image to every node"),
+        ("Ray", "2.59.1", "install the same Ray on every node, and start Ray there again"),
+        ("torch", "", "install the same torch on every node"),
+    ],
+)
+def test_another_version(name: str, version: str, remedy: str) -> None:
+    one = fault(findings({"versions": {**VERSIONS, name: version}}))
+    assert (one.check, one.node) == ("versions", NAMES[1])
+    assert one.found == f"{name} {version or 'is not installed'} here, {VERSIONS[name]} on other nodes"
+    assert remedy in one.remedy
+
+
+def test_too_little_memory_for_the_pool() -> None:
+    one = fault(findings({"needs": {"prefill": 3 * GIB, "decode": 40 * GIB}}))
+    assert (one.check, one.node) == ("memory", NAMES[1])
+    assert one.found == "decode: weights and KV take 40.0 GiB, 16.0 GiB free"
+    assert "lower max_total_tokens" in one.remedy
+
+
+def test_the_memory_of_a_node_where_no_such_worker_can_run_does_not_count() -> None:
+    found = findings({"needs": {"decode": 40 * GIB}, "resources": {"CPU": 0.0}})
+    assert {one.verdict for one in found} == {Verdict.OK}
+
+
+def test_the_memory_of_a_gpu_counts_for_workers_that_have_one() -> None:
+    facts = replace(
+        sound("a"), resources={"CPU": 8.0, "GPU": 1.0}, gpu_memory=(8 * GIB,), needs={"decode": 9 * GIB}
+    )
+    one = fault(judge(Case([facts], [], config(decode={"num_gpus": 1}))))
+    assert one.found == "decode: weights and KV take 9.0 GiB, 8.0 GiB of a GPU"
+
+
+def test_gpus_are_asked_for_where_there_are_none() -> None:
+    one = fault(findings({}, decode={"num_gpus": 1}))
+    assert one.check == "resources"
+    assert one.found == "decode asks for GPU 1, and no node has more than 0"
+    assert "lower decode.num_gpus" in one.remedy
+    with_gpu = findings({"resources": {"CPU": 8.0, "GPU": 1.0}}, decode={"num_gpus": 1})
+    assert {one.verdict for one in with_gpu} == {Verdict.OK}
+
+
+def test_mooncake_without_rdma_and_without_its_package() -> None:
+    backend = {"worker": {"kv_transfer_backend": "mooncake", "max_total_tokens": 4096}}
+    found = [
+        one for one in findings({"rdma_devices": ("mlx5_0",)}, **backend) if one.verdict is not Verdict.OK
+    ]
+    assert {(one.check, one.node, one.verdict) for one in found} == {
+        ("versions", NAMES[0], Verdict.FAULT), ("versions", NAMES[1], Verdict.FAULT),
+        ("versions", NAMES[2], Verdict.FAULT),
+        ("RDMA", NAMES[0], Verdict.NOTE), ("RDMA", NAMES[2], Verdict.NOTE),
+    }  # fmt: skip
+
+
+def test_rdma_needs_locked_memory() -> None:
+    (one,) = (
+        one
+        for one in findings({"rdma_devices": ("mlx5_0",), "locked_memory": 8 << 20})
+        if one.verdict is not Verdict.OK
+    )
+    assert (one.check, one.node, one.verdict) == ("RDMA", NAMES[1], Verdict.NOTE)
+    assert "ulimit -l unlimited" in one.remedy

@@ -1,0 +1,244 @@
+"""`baton doctor` on this node: faults seeded in files, ports and options are found where they are."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import struct
+import threading
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.cli import main
+from cluster.doctor import gather as gathering
+from cluster.doctor.gather import gather
+from cluster.doctor.preflight import Listeners, connect
+from tests.support.members import OTHER_SECRET, SECRET, write_secret
+from wire.options import PortOptions
+
+DEMO = Path(__file__).parents[2] / "deploy" / "demo_model"
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def sound_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the machine of a test may lack is there."""
+    monkeypatch.setattr(gathering, "_size_of", lambda path: GIB)
+    monkeypatch.setattr(gathering, "_gpus", lambda: 0)
+    monkeypatch.setattr(gathering, "rdma_devices", lambda: ())
+    monkeypatch.delenv("BATON_CLUSTER_SECRET", raising=False)
+
+
+@pytest.fixture
+def serving(tmp_path: Path) -> dict[str, Any]:
+    """A configuration of the demo model, whose directory may be spoilt."""
+    shutil.copytree(DEMO, tmp_path / "model")
+    return {"model": str(tmp_path / "model"), "worker": {"max_total_tokens": 4096}}
+
+
+def doctor(
+    capsys: pytest.CaptureFixture[str], directory: Path, config: dict[str, Any]
+) -> tuple[int, list[dict[str, str]]]:
+    """The exit code, and the findings that are faults."""
+    path = directory / "config.yaml"
+    path.write_text(json.dumps(config))
+    code = main(["doctor", str(path), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    return code, [one for one in found if one["verdict"] == "FAULT"]
+
+
+def test_a_sound_node(capsys: pytest.CaptureFixture[str], tmp_path: Path, serving: dict[str, Any]) -> None:
+    assert doctor(capsys, tmp_path, serving) == (0, [])
+
+
+def test_the_machine_alone_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    for word in ("check", "remedy", "versions", "Ray ", "shared memory", " 0 faults"):
+        assert word in said
+
+
+@pytest.mark.parametrize("use", ["mailboxes", "kv"])
+def test_a_port_that_is_taken(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, serving: dict[str, Any], use: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, (fault,) = doctor(capsys, tmp_path, {**serving, "ports": {use: port}})
+    assert (code, fault["check"]) == (1, "ports")
+    assert fault["found"] == f"ports.{use} {port}: 0 of 1 free"
+    assert f"give ports.{use} another, larger range" in fault["remedy"]
+
+
+def test_a_missing_file_of_the_model(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, serving: dict[str, Any]
+) -> None:
+    (tmp_path / "model" / "model.safetensors").unlink()
+    code, (fault,) = doctor(capsys, tmp_path, serving)
+    assert (code, fault["check"]) == (1, "model")
+    assert "lacks model.safetensors" in fault["found"]
+    assert fault["remedy"] == "copy the whole checkpoint to this node"
+
+
+def test_a_missing_shard(capsys: pytest.CaptureFixture[str], tmp_path: Path, serving: dict[str, Any]) -> None:
+    model = tmp_path / "model"
+    (model / "model.safetensors").rename(model / "model-1-of-2.safetensors")
+    shards = {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    _, (fault,) = doctor(capsys, tmp_path, serving)
+    assert "lacks model-2-of-2.safetensors" in fault["found"]
+
+
+def test_weights_that_were_not_copied_to_the_end(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, serving: dict[str, Any]
+) -> None:
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    _, (fault,) = doctor(capsys, tmp_path, serving)
+    assert "shorter than its header says" in fault["found"]
+    assert fault["remedy"] == "copy it again"
+
+
+def test_a_secret_that_every_user_may_read(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, serving: dict[str, Any]
+) -> None:
+    file = write_secret(tmp_path)
+    file.chmod(0o644)
+    code, (fault,) = doctor(capsys, tmp_path, {**serving, "cluster_secret_file": str(file)})
+    assert (code, fault["check"], fault["remedy"]) == (1, "secret", f"chmod 600 {file}")
+
+
+def test_a_placeholder_as_secret(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, serving: dict[str, Any]
+) -> None:
+    file = write_secret(tmp_path, "change-me-change-me-change-me")
+    _, (fault,) = doctor(capsys, tmp_path, {**serving, "cluster_secret_file": str(file)})
+    assert fault["found"] == "the secret is a placeholder"
+    assert "openssl rand" in fault["remedy"]
+
+
+def test_an_address_of_another_host(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, serving: dict[str, Any]
+) -> None:
+    secret = {"cluster_secret_file": str(write_secret(tmp_path))}
+    code, (fault,) = doctor(capsys, tmp_path, {**serving, **secret, "interface": "192.0.2.77"})
+    assert (code, fault["check"]) == (1, "address")
+    assert "192.0.2.77 cannot be bound" in fault["found"]
+    assert fault["remedy"] == "give an address of this host"
+
+
+def test_gpus_that_are_not_there(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, serving: dict[str, Any]
+) -> None:
+    code, (fault,) = doctor(capsys, tmp_path, {**serving, "decode": {"num_gpus": 1}})
+    assert (code, fault["check"]) == (1, "resources")
+    assert fault["found"] == "decode asks for GPU 1, and no node has more than 0"
+
+
+def test_a_pool_that_does_not_fit(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, serving: dict[str, Any]
+) -> None:
+    decode = {"options": {"max_total_tokens": 10**10}}
+    code, (fault,) = doctor(capsys, tmp_path, {**serving, "decode": decode})
+    assert (code, fault["check"]) == (1, "memory")
+    assert fault["found"].startswith("decode: weights and KV take ")
+    assert "lower max_total_tokens" in fault["remedy"]
+
+
+def test_shared_memory_as_docker_gives_it(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    serving: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gathering, "_size_of", lambda path: 64 << 20)
+    code, (fault,) = doctor(capsys, tmp_path, serving)
+    assert (code, fault["check"]) == (1, "shared memory")
+    assert fault["found"] == "64 MiB in /dev/shm, 100 MiB for Ray's object store"
+
+
+def test_what_cannot_work_anywhere_is_exit_code_2(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, serving: dict[str, Any]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        doctor(capsys, tmp_path, {**serving, "ports": {"kv": "9-8"}})
+    assert ended.value.code == 2
+    assert "ports.kv: 9-8 is not a range of TCP ports" in capsys.readouterr().err
+
+
+def test_digests_of_secrets_are_keyed_and_show_nothing(tmp_path: Path) -> None:
+    raw = {
+        "model": "m",
+        "worker": {"engine": "fake"},
+        "cluster_secret_file": str(write_secret(tmp_path, SECRET, OTHER_SECRET)),
+    }
+    first, again, later = (gather("here", raw, challenge).secret_digests for challenge in (b"1", b"1", b"2"))
+    assert len(first) == 2
+    assert first == again
+    assert not set(first) & set(later), "another run has other digests"
+    assert SECRET not in str(first)
+
+
+def test_the_memory_of_a_worker_is_that_of_its_files_and_pool() -> None:
+    raw = {"model": str(DEMO), "worker": {"max_total_tokens": 4096, "page_size": 16, "dtype": "float32"}}
+    text = json.loads((DEMO / "config.json").read_text())
+    head_dim = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+    token = 2 * text["num_hidden_layers"] * text["num_key_value_heads"] * head_dim * 4
+    header = DEMO / "model.safetensors"
+    (length,) = struct.unpack("<Q", header.read_bytes()[:8])
+    tensors = json.loads(header.read_bytes()[8 : 8 + length])
+    values = sum(
+        (one["data_offsets"][1] - one["data_offsets"][0]) // {"BF16": 2, "F16": 2, "F32": 4}[one["dtype"]]
+        for name, one in tensors.items()
+        if name != "__metadata__"
+    )
+    needs = gather("here", raw, b"").needs
+    assert needs == dict.fromkeys(("prefill", "decode"), 4 * values + 4096 * token)
+
+
+# -- the preflight ---------------------------------------------------------------------------------
+
+
+def test_all_ports_of_a_node_are_reached_and_freed() -> None:
+    with Listeners("b", "127.0.0.1", PortOptions(kv="28400-28499"), ["mailboxes", "kv"]) as listeners:
+        assert [target.use for target in listeners.targets] == ["mailboxes", "kv"]
+        assert 28400 <= listeners.targets[1].port <= 28499
+        for _ in range(2):  # one after the other
+            assert [reach.problem for reach in connect("a", listeners.targets)] == ["", ""]
+    assert {reach.problem for reach in connect("a", listeners.targets)} == {"connection refused"}
+
+
+def test_something_else_at_the_port_is_told_apart() -> None:
+    with Listeners("b", "127.0.0.1", PortOptions(), ["kv"]) as listeners:
+        (target,) = listeners.targets
+        (reach,) = connect("a", [target._replace(token=b"another")])
+    assert reach.problem == "something else answers there"
+
+
+def test_a_port_that_takes_connections_and_says_nothing_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.doctor.preflight._CONNECT_S", 0.2)
+    with (
+        Listeners("b", "127.0.0.1", PortOptions(), ["kv"]) as listeners,
+        socket.create_server(("127.0.0.1", 0)) as silent,
+    ):
+        target = listeners.targets[0]._replace(port=silent.getsockname()[1])
+        (reach,) = connect("a", [target])
+    assert reach.problem == "no answer within 0.2 s"
+
+
+def test_a_range_without_a_free_port_is_left_to_the_check_of_ports() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ports = PortOptions(kv=str(taken.getsockname()[1]))
+        with closing(Listeners("b", "127.0.0.1", ports, ["mailboxes", "kv"])) as listeners:
+            assert [target.use for target in listeners.targets] == ["mailboxes"]
+
+
+def test_listeners_leave_no_thread() -> None:
+    before = threading.active_count()
+    with Listeners("b", "127.0.0.1", PortOptions(), ["mailboxes", "events", "kv"]):
+        assert threading.active_count() == before + 3
+    assert threading.active_count() == before
