@@ -49,11 +49,13 @@ class Mailbox:
     ) -> None:
         """Bind one of `ports` on `interface`; or `port`, at which peers also find this process's successor.
 
-        `key`: of another mailbox of this process. Raises ConfigError when no port can be had.
+        `key`: of another mailbox of this process; "": none, as at a fixed port. Raises ConfigError when no
+        port can be had.
         """
         self._context = open_context()
         self._zap = None if curve is None else ZapHandler(self._context)
-        self.key = "" if port else key or draw_key()  # not used in a cluster with a secret
+        own = draw_key() if key is None else key
+        self.key = "" if port else own  # not used in a cluster with a secret
         place = Ports(str(port)) if port else ports
         try:
             self._inbound = Inbound(self._context, interface, curve, place, self.key)

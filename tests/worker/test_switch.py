@@ -40,7 +40,8 @@ class Cluster:
         self._secret_file = secret_file
         secret: ClusterSecret | None = open_secret(secret_file)
         self.directory = cleanup.enter_context(DirectoryHost(secret=secret))
-        self.mailbox = cleanup.enter_context(Mailbox(curve=curve_for(secret)))
+        # Without a secret it is believed to be the directory, because its address has no key.
+        self.mailbox = cleanup.enter_context(Mailbox(curve=curve_for(secret), key=""))
 
     def worker(self, roles: dict[Role, Any] = ROLES, drain_s: float = DRAIN_S) -> SwitchingWorker:
         """One that has joined, in the decode role."""
