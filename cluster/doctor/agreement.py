@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from typing import TypeVar
 
-from cluster.doctor.facts import Case, Finding, NodeFacts, Reach, Verdict
+from cluster.doctor.facts import Case, Finding, Grade, NodeFacts, Reach
 from cluster.doctor.node_checks import wants_mooncake
 
 _Value = TypeVar("_Value", bound=Hashable)
@@ -34,12 +34,12 @@ def check_versions(case: Case) -> Iterator[Finding]:
             elif not here and (name != "Mooncake" or wants_mooncake(case.config)):
                 wrong.append(_wrong_version(node.node, name, f"{name} is not installed"))
         said = ", ".join(f"{name} {version}" for name, version in node.versions.items() if version)
-        yield from wrong or [Finding("versions", node.node, Verdict.OK, said)]
+        yield from wrong or [Finding("versions", node.node, Grade.OK, said)]
 
 
 def _wrong_version(node: str, name: str, found: str) -> Finding:
     alike = f"install the same {name} on every node (make setup, or an image of deploy/docker)"
-    return Finding("versions", node, Verdict.FAULT, found, _REPLACE.get(name, alike))
+    return Finding("versions", node, Grade.FAULT, found, _REPLACE.get(name, alike))
 
 
 def check_clocks(case: Case) -> Iterator[Finding]:
@@ -50,9 +50,9 @@ def check_clocks(case: Case) -> Iterator[Finding]:
         found = f"{abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} the others"
         if abs(ahead) - node.clock_error_s > MOST_CLOCK_S:
             remedy = "run a time service there (chrony, systemd-timesyncd) and set the clock once"
-            yield Finding("clock", node.node, Verdict.FAULT, found, remedy)
+            yield Finding("clock", node.node, Grade.FAULT, found, remedy)
         elif len(case.nodes) > 1:
-            yield Finding("clock", node.node, Verdict.OK, f"{found}, known to {node.clock_error_s:.2f} s")
+            yield Finding("clock", node.node, Grade.OK, f"{found}, known to {node.clock_error_s:.2f} s")
 
 
 def check_reach(case: Case) -> Iterator[Finding]:
@@ -66,11 +66,11 @@ def check_reach(case: Case) -> Iterator[Finding]:
         host = reaches[0].target.host
         if not failed:
             count = len({reach.source for reach in reaches})
-            yield Finding("reachable", node, Verdict.OK, f"{host}, from {count} node(s)")
+            yield Finding("reachable", node, Grade.OK, f"{host}, from {count} node(s)")
         elif len(failed) == len(reaches):
             found = f"the announced address {host} is not reached from {sources}: {failed[0].problem}"
             remedy = "set interface to the device or address of the network that all nodes share, and open it"
-            yield Finding("reachable", node, Verdict.FAULT, found, remedy)
+            yield Finding("reachable", node, Grade.FAULT, found, remedy)
         else:
             yield from _closed_ports(node, failed)
 
@@ -83,7 +83,7 @@ def _closed_ports(node: str, failed: Sequence[Reach]) -> Iterator[Finding]:
         found = f"port {target.port} of ports.{use} is closed to {sources}: {some[0].problem}"
         which = target.ports if target.ports != "0" else "all ports, or set a range and open that"
         yield Finding(
-            "reachable", node, Verdict.FAULT, found, f"open {which} between the nodes (docs/security.md)"
+            "reachable", node, Grade.FAULT, found, f"open {which} between the nodes (docs/security.md)"
         )
 
 
@@ -91,18 +91,18 @@ def check_secret(case: Case) -> Iterator[Finding]:
     """What a node uses as its secret is accepted by all others."""
     usual = _most_common([node.secret_digests for node in case.nodes])
     for node in case.nodes:
-        others = [one for one in case.nodes if one is not node and "secret" not in one.refused]
+        others = [one for one in case.nodes if one is not node and "secret" not in one.unusable]
         own = node.secret_digests
-        if "secret" in node.refused:
-            why = node.refused["secret"]
-            yield Finding("secret", node.node, Verdict.FAULT, why.problem, why.remedy)
+        if "secret" in node.unusable:
+            why = node.unusable["secret"]
+            yield Finding("secret", node.node, Grade.FAULT, why.problem, why.remedy)
         elif all(_accepts(one, node) for one in others) or (own == usual and len(case.nodes) > 2):
             said = f"{len(own)} accepted" if own else "none: every process that reaches a port is believed"
-            yield Finding("secret", node.node, Verdict.OK, said)
+            yield Finding("secret", node.node, Grade.OK, said)
         else:
             found = "another one than on other nodes" if own else "none here, and other nodes have one"
             remedy = "put the same cluster_secret_file on every node, with mode 600"
-            yield Finding("secret", node.node, Verdict.FAULT, found, remedy)
+            yield Finding("secret", node.node, Grade.FAULT, found, remedy)
 
 
 def _accepts(one: NodeFacts, other: NodeFacts) -> bool:

@@ -10,7 +10,7 @@ import ray
 
 from cluster.config import parse_config
 from cluster.doctor.checks import judge
-from cluster.doctor.facts import Case, Verdict
+from cluster.doctor.facts import Case, Grade
 from cluster.doctor.gather import node_name
 from cluster.doctor.nodes import examine, examine_here
 from cluster.doctor.report import print_json, print_table
@@ -53,7 +53,7 @@ def run_doctor(arguments: argparse.Namespace, raw: dict[str, Any] | None) -> int
     case = Case(examined.nodes, examined.reaches, config)
     found = [*examined.lost, *(judge(case) if case.nodes else [])]
     (print_json if arguments.json else print_table)(found)
-    return int(any(one.verdict is Verdict.FAULT for one in found))
+    return int(any(one.grade is Grade.FAULT for one in found))
 
 
 def _ray(arguments: argparse.Namespace) -> str:

@@ -12,7 +12,7 @@ from cluster.config import ServeConfig
 UNLIMITED = -1
 
 
-class Refused(NamedTuple):
+class Problem(NamedTuple):
     """Why something cannot be used, and what to do: a ConfigError without its key."""
 
     problem: str
@@ -38,6 +38,7 @@ class NodeFacts:
     shm: int  # size of /dev/shm
     object_store: int  # what Ray stores there
     resources: dict[str, float]  # as Ray counts them
+    labels: dict[str, str] | None = None  # as Ray has them; None: not known without Ray
     gpu_memory: tuple[int, ...] = ()  # of each GPU
     rdma_devices: tuple[str, ...] = ()
     locked_memory: int = UNLIMITED  # limit on it
@@ -46,7 +47,7 @@ class NodeFacts:
     ports: dict[str, PortsFree] = field(default_factory=dict)  # by use: mailboxes, events, kv, mooncake
     secret_digests: tuple[str, ...] = ()  # of the accepted secrets, keyed with this run's challenge
     needs: dict[str, int] = field(default_factory=dict)  # role -> memory of one worker: weights and KV
-    refused: dict[str, Refused] = field(default_factory=dict)  # by subject: config, interface, secret, model
+    unusable: dict[str, Problem] = field(default_factory=dict)  # config, interface, secret, model
 
 
 class Target(NamedTuple):
@@ -68,7 +69,7 @@ class Reach(NamedTuple):
     problem: str
 
 
-class Verdict(StrEnum):
+class Grade(StrEnum):
     """`NOTE`: worth knowing, and no reason to fail."""
 
     OK = "ok"
@@ -81,7 +82,7 @@ class Finding(NamedTuple):
 
     check: str
     node: str
-    verdict: Verdict
+    grade: Grade
     found: str
     remedy: str = ""
 

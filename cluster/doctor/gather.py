@@ -18,7 +18,7 @@ from typing import Any
 
 import common
 from cluster.config import ServeConfig, parse_config
-from cluster.doctor.facts import UNLIMITED, NodeFacts, PortsFree, Refused
+from cluster.doctor.facts import UNLIMITED, NodeFacts, PortsFree, Problem
 from cluster.doctor.model_check import present_files
 from cluster.local import OBJECT_STORE_BYTES
 from common.errors import ConfigError
@@ -50,24 +50,24 @@ def gather(node: str, raw: dict[str, Any] | None, challenge: bytes, address: str
     """Look at this node. `raw`: the configuration to be served, if there is one; it is parsed here, because
     another node may have another Baton. `address`: what `interface: auto` means, if the caller knows.
 
-    What cannot be used is in `refused`: nothing is raised.
+    What cannot be used is in `unusable`: nothing is raised.
     """
-    refused: dict[str, Refused] = {}
+    unusable: dict[str, Problem] = {}
     config: ServeConfig | None = None
-    with _noted("config", refused):
+    with _noted("config", unusable):
         config = None if raw is None else parse_config(raw)
     sockets = SocketOptions() if config is None else config
     reached_at = ""
-    with _noted("interface", refused):
+    with _noted("interface", unusable):
         reached_at = _bindable(
             address if address and sockets.interface == AUTO else local_address(sockets.interface)
         )
     digests: tuple[str, ...] = ()
-    with _noted("secret", refused):
+    with _noted("secret", unusable):
         digests = _digests(sockets.cluster_secret_file, challenge)
     needs: dict[str, int] = {}
-    with _noted("model", refused):
-        needs = {} if config is None else _needs(config, refused)
+    with _noted("model", unusable):
+        needs = {} if config is None else _needs(config, unusable)
     return NodeFacts(
         node=node,
         versions=_versions(),
@@ -82,7 +82,7 @@ def gather(node: str, raw: dict[str, Any] | None, challenge: bytes, address: str
         ports=_ports(reached_at, sockets.ports),
         secret_digests=digests,
         needs=needs,
-        refused=refused,
+        unusable=unusable,
     )
 
 
@@ -98,11 +98,11 @@ def rdma_devices() -> tuple[str, ...]:
 
 
 @contextmanager
-def _noted(subject: str, refused: dict[str, Refused]) -> Iterator[None]:
+def _noted(subject: str, unusable: dict[str, Problem]) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        refused[subject] = Refused(error.problem, error.remedy)
+        unusable[subject] = Problem(error.problem, error.remedy)
 
 
 def _versions() -> dict[str, str]:
@@ -142,14 +142,16 @@ def _digests(path: Path | None, challenge: bytes) -> tuple[str, ...]:
     return tuple(hmac.digest(challenge, one, "sha256").hex()[:16] for one in secret.accepted)
 
 
-def _needs(config: ServeConfig, refused: dict[str, Refused]) -> dict[str, int]:
+def _needs(config: ServeConfig, unusable: dict[str, Problem]) -> dict[str, int]:
     """Raises ConfigError for a model that cannot be used."""
     if all(config.worker_options(role).engine == "fake" for role in config.worker_sections()):
         return {}
     directory = present_files(config.model)
     if directory is None:
         problem = f"this node has not downloaded {config.model}"
-        refused["download"] = Refused(problem, "wait for it at the first start, or mount a cache that has it")
+        unusable["download"] = Problem(
+            problem, "wait for it at the first start, or mount a cache that has it"
+        )
         return {}
     from cluster.doctor.memory import worker_bytes  # torch takes seconds to import
 

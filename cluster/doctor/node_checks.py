@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cluster.config import Deployment, ServeConfig, most_replicas
-from cluster.doctor.facts import UNLIMITED, Case, Finding, NodeFacts, Verdict
+from cluster.doctor.facts import UNLIMITED, Case, Finding, Grade, NodeFacts
 from wire.options import PortOptions, is_loopback
 
 _MIB, _GIB = 1 << 20, 1 << 30
@@ -15,20 +15,20 @@ _SOCKETS = {"mailboxes": 1, "events": 2, "kv": 1, "mooncake": 2}  # of one proce
 def check_config(case: Case) -> Iterator[Finding]:
     """The configuration is one that Baton on that node accepts."""
     for node in case.nodes:
-        if "config" in node.refused:
+        if "config" in node.unusable:
             yield _refused("configuration", node, "config")
 
 
 def check_addresses(case: Case) -> Iterator[Finding]:
     """What `interface` means on each node is an address that the other nodes may be able to use."""
     for node in case.nodes:
-        if "interface" in node.refused:
+        if "interface" in node.unusable:
             yield _refused("address", node, "interface")
         elif len(case.nodes) > 1 and is_loopback(node.address):
             found = f"{node.address} is announced, which no other node can reach"
-            yield Finding("address", node.node, Verdict.FAULT, found, "set interface: auto")
+            yield Finding("address", node.node, Grade.FAULT, found, "set interface: auto")
         else:
-            yield Finding("address", node.node, Verdict.OK, node.address)
+            yield Finding("address", node.node, Grade.OK, node.address)
 
 
 def check_ports(case: Case) -> Iterator[Finding]:
@@ -41,9 +41,9 @@ def check_ports(case: Case) -> Iterator[Finding]:
             if ports.free == 0 or ports.of < wanted:
                 short = said if ports.free == 0 else f"{said}, {wanted} may be needed"
                 remedy = f"end what listens there (ss -ltnp), or give ports.{use} another, larger range"
-                yield Finding("ports", node.node, Verdict.FAULT, short, remedy)
+                yield Finding("ports", node.node, Grade.FAULT, short, remedy)
             else:
-                yield Finding("ports", node.node, Verdict.OK, said)
+                yield Finding("ports", node.node, Grade.OK, said)
 
 
 def check_model(case: Case) -> Iterator[Finding]:
@@ -51,12 +51,12 @@ def check_model(case: Case) -> Iterator[Finding]:
     if case.config is None:
         return
     for node in case.nodes:
-        if "model" in node.refused:
+        if "model" in node.unusable:
             yield _refused("model", node, "model")
-        elif "download" in node.refused:
-            yield _refused("model", node, "download")._replace(verdict=Verdict.NOTE)
+        elif "download" in node.unusable:
+            yield _refused("model", node, "download")._replace(grade=Grade.NOTE)
         else:
-            yield Finding("model", node.node, Verdict.OK, case.config.model)
+            yield Finding("model", node.node, Grade.OK, case.config.model)
 
 
 def check_shared_memory(case: Case) -> Iterator[Finding]:
@@ -68,9 +68,9 @@ def check_shared_memory(case: Case) -> Iterator[Finding]:
                 "enlarge it (docker: --shm-size; Kubernetes: an emptyDir with medium: Memory; "
                 "mount -o remount,size=), or ray start --object-store-memory="
             )
-            yield Finding("shared memory", node.node, Verdict.FAULT, said, remedy)
+            yield Finding("shared memory", node.node, Grade.FAULT, said, remedy)
         else:
-            yield Finding("shared memory", node.node, Verdict.OK, said)
+            yield Finding("shared memory", node.node, Grade.OK, said)
 
 
 def check_memory(case: Case) -> Iterator[Finding]:
@@ -87,28 +87,42 @@ def check_memory(case: Case) -> Iterator[Finding]:
             where = "of a GPU" if on_gpu else "free"
             said = f"{role}: weights and KV take {_size(need)}, {_size(there)} {where}"
             remedy = "lower max_total_tokens, store KV in fewer bits (kv_cache_dtype), or use a larger node"
-            verdict = Verdict.FAULT if need > there else Verdict.OK
-            yield Finding("memory", node.node, verdict, said, remedy if verdict is Verdict.FAULT else "")
+            grade = Grade.FAULT if need > there else Grade.OK
+            yield Finding("memory", node.node, grade, said, remedy if grade is Grade.FAULT else "")
 
 
 def check_resources(case: Case) -> Iterator[Finding]:
-    """There is a node with the GPUs and other resources that a replica asks for."""
+    """There is a node with the GPUs and other resources, and the labels, that a replica asks for."""
     if case.config is None:
         return
+    where = case.nodes[0].node if len(case.nodes) == 1 else "all nodes"
     for name, section in _sections(case.config).items():
-        for resource, amount in _asked(section).items():
-            if amount and not any(node.resources.get(resource, 0.0) >= amount for node in case.nodes):
-                most = max(node.resources.get(resource, 0.0) for node in case.nodes)
-                where = case.nodes[0].node if len(case.nodes) == 1 else "all nodes"
-                key = "num_gpus" if resource == "GPU" else "num_cpus" if resource == "CPU" else "resources"
-                found = f"{name} asks for {resource} {amount:g}, and no node has more than {most:g}"
-                remedy = f"lower {name}.{key}, or add such a node (for GPUs: its driver, and device: auto)"
-                yield Finding("resources", where, Verdict.FAULT, found, remedy)
+        yield from _missing(name, section, case, where)
     for node in case.nodes:
-        said = ", ".join(
-            f"{name} {amount:g}" for name, amount in sorted(node.resources.items()) if name in ("CPU", "GPU")
-        )
-        yield Finding("resources", node.node, Verdict.OK, said)
+        shown = {key: amount for key, amount in node.resources.items() if key in ("CPU", "GPU")}
+        said = ", ".join(f"{key} {amount:g}" for key, amount in sorted(shown.items()))
+        yield Finding("resources", node.node, Grade.OK, said)
+
+
+def _missing(name: str, section: Deployment, case: Case, where: str) -> Iterator[Finding]:
+    lacking = {
+        resource: max(node.resources.get(resource, 0.0) for node in case.nodes)
+        for resource, amount in _asked(section).items()
+        if not any(node.resources.get(resource, 0.0) >= amount for node in case.nodes)
+    }
+    for resource, most in lacking.items():
+        amount = _asked(section)[resource]
+        key = {"GPU": "num_gpus", "CPU": "num_cpus"}.get(resource, "resources")
+        found = f"{name} asks for {resource} {amount:g}, and no node has more than {most:g}"
+        remedy = f"lower {name}.{key}, or add such a node (for GPUs: with its driver)"
+        if resource.startswith("accelerator_type:"):
+            found = f"{name} asks for an accelerator {section.accelerator_type}, and no node has one"
+            remedy = f"correct {name}.accelerator_type (`ray status -v` lists them), or add such a node"
+        yield Finding("resources", where, Grade.FAULT, found, remedy)
+    if not lacking and not any(_fits(section, node) for node in case.nodes):
+        found = f"no node has all that {name} asks for: {_asked(section)} and the labels {section.labels}"
+        remedy = f"correct {name}.labels, or start Ray with them (ray start --labels)"
+        yield Finding("resources", where, Grade.FAULT, found, remedy)
 
 
 def check_rdma(case: Case) -> Iterator[Finding]:
@@ -118,14 +132,14 @@ def check_rdma(case: Case) -> Iterator[Finding]:
         if node.rdma_devices and node.locked_memory != UNLIMITED:
             found = f"{devices}; at most {_size(node.locked_memory)} may be locked"
             remedy = "ulimit -l unlimited (docker: --ulimit memlock=-1), or kv_transfer_backend: tcp"
-            verdict = Verdict.FAULT if wants_mooncake(case.config) else Verdict.NOTE
-            yield Finding("RDMA", node.node, verdict, found, remedy)
+            grade = Grade.FAULT if wants_mooncake(case.config) else Grade.NOTE
+            yield Finding("RDMA", node.node, grade, found, remedy)
         elif not node.rdma_devices and wants_mooncake(case.config):
             found = "no RDMA device: Mooncake moves pages over TCP, in the clear and slower than tcp does"
             remedy = "give the container its devices (/dev/infiniband), or kv_transfer_backend: auto"
-            yield Finding("RDMA", node.node, Verdict.NOTE, found, remedy)
+            yield Finding("RDMA", node.node, Grade.NOTE, found, remedy)
         else:
-            yield Finding("RDMA", node.node, Verdict.OK, devices)
+            yield Finding("RDMA", node.node, Grade.OK, devices)
 
 
 def uses_to_try(config: ServeConfig | None, rdma: bool) -> list[str]:
@@ -144,8 +158,8 @@ def _backends(config: ServeConfig) -> set[str]:
 
 
 def _refused(check: str, node: NodeFacts, subject: str) -> Finding:
-    why = node.refused[subject]
-    return Finding(check, node.node, Verdict.FAULT, why.problem, why.remedy)
+    why = node.unusable[subject]
+    return Finding(check, node.node, Grade.FAULT, why.problem, why.remedy)
 
 
 def _sections(config: ServeConfig) -> dict[str, Deployment]:
@@ -153,11 +167,23 @@ def _sections(config: ServeConfig) -> dict[str, Deployment]:
 
 
 def _asked(section: Deployment) -> dict[str, float]:
-    return {"GPU": section.num_gpus, "CPU": section.num_cpus, **section.resources}
+    """What a replica reserves, and the sliver of a resource by which Ray finds an accelerator."""
+    kind = {f"accelerator_type:{section.accelerator_type}": 0.001} if section.accelerator_type else {}
+    return {"GPU": section.num_gpus, "CPU": section.num_cpus, **section.resources, **kind}
 
 
 def _fits(section: Deployment, node: NodeFacts) -> bool:
-    return all(node.resources.get(name, 0.0) >= amount for name, amount in _asked(section).items())
+    enough = all(node.resources.get(name, 0.0) >= amount for name, amount in _asked(section).items())
+    if node.labels is None:  # without Ray there are none
+        return enough
+    return enough and all(_matches(wanted, node.labels.get(key)) for key, wanted in section.labels.items())
+
+
+def _matches(wanted: str, label: str | None) -> bool:
+    """As Ray's label selectors: a value, in(a, b), or one of these after a `!`."""
+    plain = wanted.removeprefix("!")
+    listed = plain.removeprefix("in(").removesuffix(")") if plain.startswith("in(") else plain
+    return (label in [one.strip() for one in listed.split(",")]) != wanted.startswith("!")
 
 
 def _processes(config: ServeConfig | None) -> int:

@@ -17,7 +17,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.config import parse_config
-from cluster.doctor.facts import Finding, NodeFacts, Reach, Target, Verdict
+from cluster.doctor.facts import Finding, Grade, NodeFacts, Reach, Target
 from cluster.doctor.gather import gather, rdma_devices
 from cluster.doctor.node_checks import uses_to_try
 from cluster.doctor.preflight import Listeners, connect
@@ -109,20 +109,17 @@ def examine(raw: dict[str, Any] | None, challenge: bytes) -> Examined:
         facts: dict[str, NodeFacts] = probes.ask("facts", everywhere, _START_S)
         for name in facts:
             ahead, error = _clock(probes, name)
-            resources = {key: float(value) for key, value in listed[name]["Resources"].items()}
-            store = int(resources.get("object_store_memory", 0.0))
-            facts[name] = replace(
-                facts[name], clock_ahead_s=ahead, clock_error_s=error, resources=resources, object_store=store
-            )
+            known = _with_ray(facts[name], listed[name])
+            facts[name] = replace(known, clock_ahead_s=ahead, clock_error_s=error)
         reaches = _preflight(probes, facts, raw)
-        findings = [Finding("answers", name, Verdict.FAULT, why, _LOST) for name, why in probes.lost.items()]
+        findings = [Finding("answers", name, Grade.FAULT, why, _LOST) for name, why in probes.lost.items()]
     return Examined([one for name, one in facts.items() if name not in probes.lost], reaches, findings)
 
 
 def examine_here(raw: dict[str, Any] | None, challenge: bytes, node: str) -> Examined:
     """This node alone, without Ray. It connects to itself."""
     facts = gather(node, raw, challenge)
-    if not facts.address or "config" in facts.refused:
+    if not facts.address or "config" in facts.unusable:
         return Examined([facts], [], [])
     with _listen(node, raw, facts.address) as listeners:
         return Examined([facts], connect(node, listeners.targets), [])
@@ -139,6 +136,12 @@ def _name(node: Mapping[str, Any]) -> str:
     address, node_id = str(node["NodeManagerAddress"]), str(node["NodeID"])
     shared = sum(one["NodeManagerAddress"] == address for one in ray.nodes() if one["Alive"]) > 1
     return f"{address} {node_id[:6]}" if shared else address
+
+
+def _with_ray(facts: NodeFacts, node: Mapping[str, Any]) -> NodeFacts:
+    resources = {name: float(amount) for name, amount in node["Resources"].items()}
+    store = int(resources.get("object_store_memory", 0.0))
+    return replace(facts, resources=resources, object_store=store, labels=dict(node.get("Labels", {})))
 
 
 def _start(name: str, node_id: str) -> Any:

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cluster.doctor.facts import Finding, Verdict
+from cluster.doctor.facts import Finding, Grade
 
-_STYLES = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.FAULT: "bold red"}
+_STYLES = {Grade.OK: "green", Grade.NOTE: "yellow", Grade.FAULT: "bold red"}
 _NO_TERMINAL_COLUMNS = 200
 
 
@@ -21,11 +21,11 @@ def print_table(findings: Sequence[Finding]) -> None:
     console = Console(width=None if sys.stdout.isatty() else _NO_TERMINAL_COLUMNS)
     table = Table("check", "node", "", "found", "remedy")
     for one in findings:
-        verdict = Text(str(one.verdict), _STYLES[one.verdict])
-        table.add_row(Text(one.check), Text(one.node), verdict, Text(one.found), Text(one.remedy))
+        grade = Text(str(one.grade), _STYLES[one.grade])
+        table.add_row(Text(one.check), Text(one.node), grade, Text(one.found), Text(one.remedy))
     console.print(table)
-    counts = {verdict: sum(one.verdict is verdict for one in findings) for verdict in Verdict}
-    console.print(f"{counts[Verdict.OK]} ok, {counts[Verdict.NOTE]} notes, {counts[Verdict.FAULT]} faults")
+    counts = {grade: sum(one.grade is grade for one in findings) for grade in Grade}
+    console.print(f"{counts[Grade.OK]} ok, {counts[Grade.NOTE]} notes, {counts[Grade.FAULT]} faults")
 
 
 def print_json(findings: Sequence[Finding]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.config import ServeConfig, parse_config
 from cluster.doctor.checks import judge
-from cluster.doctor.facts import Case, Finding, NodeFacts, PortsFree, Reach, Refused, Target, Verdict
+from cluster.doctor.facts import Case, Finding, Grade, NodeFacts, PortsFree, Problem, Reach, Target
 
 GIB = 1 << 30
 VERSIONS = {
@@ -60,13 +60,13 @@ def findings(changes: dict[str, Any], reaches: list[Reach] | None = None, **sett
 
 def fault(found: list[Finding]) -> Finding:
     """The only fault."""
-    (one,) = (finding for finding in found if finding.verdict is Verdict.FAULT)
+    (one,) = (finding for finding in found if finding.grade is Grade.FAULT)
     return one
 
 
 def test_a_sound_cluster_has_no_fault_and_every_check_speaks_of_every_node() -> None:
     found = findings({})
-    assert {one.verdict for one in found} == {Verdict.OK}
+    assert {one.grade for one in found} == {Grade.OK}
     assert all(not one.remedy for one in found)
     for check in ("versions", "clock", "address", "ports", "reachable", "secret", "model", "resources",
                   "memory", "shared memory", "RDMA"):  # fmt: skip
@@ -129,14 +129,14 @@ def test_a_wrong_secret(digests: tuple[str, ...], says: str) -> None:
 def test_a_secret_that_is_being_replaced_is_no_fault() -> None:
     """The first step: the new one is a second line on one node, and on no other yet."""
     found = findings({"secret_digests": ("5ec2e7", "4e3e57")})
-    assert {one.verdict for one in found} == {Verdict.OK}
+    assert {one.grade for one in found} == {Grade.OK}
 
 
 def test_two_nodes_with_different_secrets_are_both_named() -> None:
     """Nobody can say which is wrong."""
     first, second = sound(NAMES[0]), replace(sound(NAMES[1]), secret_digests=("07e4ea",))
     found = judge(Case([first, second], [], config()))
-    assert [one.node for one in found if one.verdict is Verdict.FAULT] == list(NAMES[:2])
+    assert [one.node for one in found if one.grade is Grade.FAULT] == list(NAMES[:2])
 
 
 @pytest.mark.parametrize(("ahead", "says"), [(90.0, "90.0 s ahead of"), (-90.0, "90.0 s behind")])
@@ -149,22 +149,22 @@ def test_a_clock_that_is_90_s_off(ahead: float, says: str) -> None:
 
 def test_a_clock_that_could_not_be_read_better_is_not_accused() -> None:
     found = findings({"clock_ahead_s": 5.0, "clock_error_s": 4.5})
-    assert {one.verdict for one in found} == {Verdict.OK}
+    assert {one.grade for one in found} == {Grade.OK}
 
 
 def test_a_missing_model_file() -> None:
-    refused = {
-        "model": Refused("/models/m lacks model.safetensors", "copy the whole checkpoint to this node")
+    unusable = {
+        "model": Problem("/models/m lacks model.safetensors", "copy the whole checkpoint to this node")
     }
-    one = fault(findings({"refused": refused, "needs": {}}))
+    one = fault(findings({"unusable": unusable, "needs": {}}))
     assert (one.check, one.node) == ("model", NAMES[1])
-    assert (one.found, one.remedy) == refused["model"]
+    assert (one.found, one.remedy) == unusable["model"]
 
 
 def test_a_model_that_will_be_downloaded_is_a_note() -> None:
-    refused = {"download": Refused("this node has not downloaded m", "wait for it")}
-    (one,) = (one for one in findings({"refused": refused, "needs": {}}) if one.verdict is not Verdict.OK)
-    assert (one.check, one.verdict, one.remedy) == ("model", Verdict.NOTE, "wait for it")
+    unusable = {"download": Problem("this node has not downloaded m", "wait for it")}
+    (one,) = (one for one in findings({"unusable": unusable, "needs": {}}) if one.grade is not Grade.OK)
+    assert (one.check, one.grade, one.remedy) == ("model", Grade.NOTE, "wait for it")
 
 
 def test_too_little_shared_memory_for_rays_store() -> None:
@@ -198,7 +198,7 @@ def test_too_little_memory_for_the_pool() -> None:
 
 def test_the_memory_of_a_node_where_no_such_worker_can_run_does_not_count() -> None:
     found = findings({"needs": {"decode": 40 * GIB}, "resources": {"CPU": 0.0}})
-    assert {one.verdict for one in found} == {Verdict.OK}
+    assert {one.grade for one in found} == {Grade.OK}
 
 
 def test_the_memory_of_a_gpu_counts_for_workers_that_have_one() -> None:
@@ -215,18 +215,33 @@ def test_gpus_are_asked_for_where_there_are_none() -> None:
     assert one.found == "decode asks for GPU 1, and no node has more than 0"
     assert "lower decode.num_gpus" in one.remedy
     with_gpu = findings({"resources": {"CPU": 8.0, "GPU": 1.0}}, decode={"num_gpus": 1})
-    assert {one.verdict for one in with_gpu} == {Verdict.OK}
+    assert {one.grade for one in with_gpu} == {Grade.OK}
+
+
+@pytest.mark.parametrize("wanted", ["prefill", "!decode", "in(prefill, other)", "!in(decode)"])
+def test_a_node_with_the_labels_is_found(wanted: str) -> None:
+    found = findings({"labels": {"baton/role": "prefill"}}, prefill={"labels": {"baton/role": wanted}})
+    assert {one.grade for one in found} == {Grade.OK}
+
+
+def test_labels_that_no_node_has() -> None:
+    nodes = [replace(sound(name), labels={"baton/role": "decode"}) for name in NAMES]
+    settings = {"labels": {"baton/role": "prefill"}, "accelerator_type": "H200"}
+    one, other = (
+        fault(judge(Case(nodes, [], config(prefill={key: value})))) for key, value in settings.items()
+    )
+    assert "the labels {'baton/role': 'prefill'}" in one.found
+    assert "ray start --labels" in one.remedy
+    assert other.found == "prefill asks for an accelerator H200, and no node has one"
 
 
 def test_mooncake_without_rdma_and_without_its_package() -> None:
     backend = {"worker": {"kv_transfer_backend": "mooncake", "max_total_tokens": 4096}}
-    found = [
-        one for one in findings({"rdma_devices": ("mlx5_0",)}, **backend) if one.verdict is not Verdict.OK
-    ]
-    assert {(one.check, one.node, one.verdict) for one in found} == {
-        ("versions", NAMES[0], Verdict.FAULT), ("versions", NAMES[1], Verdict.FAULT),
-        ("versions", NAMES[2], Verdict.FAULT),
-        ("RDMA", NAMES[0], Verdict.NOTE), ("RDMA", NAMES[2], Verdict.NOTE),
+    found = [one for one in findings({"rdma_devices": ("mlx5_0",)}, **backend) if one.grade is not Grade.OK]
+    assert {(one.check, one.node, one.grade) for one in found} == {
+        ("versions", NAMES[0], Grade.FAULT), ("versions", NAMES[1], Grade.FAULT),
+        ("versions", NAMES[2], Grade.FAULT),
+        ("RDMA", NAMES[0], Grade.NOTE), ("RDMA", NAMES[2], Grade.NOTE),
     }  # fmt: skip
 
 
@@ -234,7 +249,7 @@ def test_rdma_needs_locked_memory() -> None:
     (one,) = (
         one
         for one in findings({"rdma_devices": ("mlx5_0",), "locked_memory": 8 << 20})
-        if one.verdict is not Verdict.OK
+        if one.grade is not Grade.OK
     )
-    assert (one.check, one.node, one.verdict) == ("RDMA", NAMES[1], Verdict.NOTE)
+    assert (one.check, one.node, one.grade) == ("RDMA", NAMES[1], Grade.NOTE)
     assert "ulimit -l unlimited" in one.remedy

@@ -48,7 +48,7 @@ def doctor(
     path.write_text(json.dumps(config))
     code = main(["doctor", str(path), "--json"])
     found = json.loads(capsys.readouterr().out)
-    return code, [one for one in found if one["verdict"] == "FAULT"]
+    return code, [one for one in found if one["grade"] == "FAULT"]
 
 
 def test_a_sound_node(capsys: pytest.CaptureFixture[str], tmp_path: Path, serving: dict[str, Any]) -> None:

@@ -47,7 +47,7 @@ def test_two_nodes_and_one_fault(tmp_path: Path) -> None:
         )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    faults = [one for one in found if one["verdict"] == "FAULT"]
+    faults = [one for one in found if one["grade"] == "FAULT"]
     assert {one["found"].rpartition(",")[0] for one in faults} >= {"decode asks for baton_test 1"}
     assert {one["check"] for one in faults} == {"resources"}
     nodes = {one["node"] for one in found} - {"all nodes"}
