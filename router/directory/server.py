@@ -180,7 +180,7 @@ class DirectoryHost:
         assign_roles: AssignRoles = lambda _records, _now: [],
     ) -> None:
         """At `port`, or if it is 0 at one of `ports`. `is_new`: no worker of an earlier directory will find
-        this one. Otherwise it settles first. `on_lost` and `assign_roles` are called on the directory's thread.
+        this one. Otherwise it settles first. `on_lost` and `assign_roles` are called on its thread.
         Raises ConfigError for a port that cannot be had.
         """
         self._mailbox = Mailbox(interface, curve_for(secret, fixed_address=port != 0), port, ports=ports)
