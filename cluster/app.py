@@ -60,7 +60,7 @@ def _bind_worker(config: ServeConfig, key: str) -> serve.Application:
     role = None if key == DYNAMIC else Role(key)
     name = WORKER if role is None else str(role)
     deployment = serve.deployment(name=name, **_worker_settings(section, key))(WorkerReplica)
-    return deployment.bind(role, options, section.drain_s)
+    return deployment.bind(role, options, section.drain_s, config.model_cache)
 
 
 def _router_settings(section: RouterDeployment) -> dict[str, Any]:

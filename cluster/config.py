@@ -162,6 +162,11 @@ class ServeConfig(ServedModel, SocketOptions):
         description="what sockets bind to and peers reach: an address, a network device or a name; auto: "
         "each node's own address",
     )
+    model_cache: Path | None = Field(
+        default=None,
+        description="directory of each host, to which one of its workers copies a model directory for all; "
+        "null: it is read where it is. Hub models are in Hugging Face's cache (HF_HOME)",
+    )
     placement: NodeChoice = Field(
         default=NodeChoice.SPREAD,
         description="spread: replicas of a deployment over the nodes that fit; pack: fill a node first",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -35,7 +36,9 @@ _DIRECTORY_WAIT_S = 120.0
 class WorkerReplica:
     """Owns one worker for as long as Serve keeps the replica."""
 
-    def __init__(self, role: Role | None, options: WorkerOptions, drain_s: float) -> None:
+    def __init__(
+        self, role: Role | None, options: WorkerOptions, drain_s: float, model_cache: Path | None
+    ) -> None:
         """Load the model and join the directory. Raises ReplicaRefused for options that cannot work.
 
         Without a `role` the directory says which one it has, then and later.
@@ -47,7 +50,7 @@ class WorkerReplica:
             self._options = options.model_copy(
                 update={
                     "worker_id": worker_id(context.deployment, context.replica_tag),
-                    "model": str(model_directory(options.model)),
+                    "model": str(model_directory(options.model, cache=model_cache)),
                     "interface": node_interface(options.interface),
                     "rack": options.rack or node_rack(),
                     "directory": finder.wait(_DIRECTORY_WAIT_S),
