@@ -20,7 +20,7 @@ from common.host import AUTO
 from router.admin_listener import AdminListener
 from router.api.app import build_app
 from router.api.asgi import App, Receive, Scope, Send
-from router.options import RouterOptions
+from router.options import RoutedModel, RouterOptions
 from router.service import Router
 
 log = logging.getLogger(__name__)
@@ -44,10 +44,11 @@ class RouterReplica:
         with readable_refusal():
             # A key drawn for the Serve config would change with every deploy, and so restart the replicas.
             self._resume_key = options.shared_resume_key()
-            model = await asyncio.to_thread(model_directory, str(options.model), TOKENIZER_FILES)
+            models = [await asyncio.to_thread(_with_files, one) for one in options.served]
             self._options = options.model_copy(
                 update={
-                    "model": model,
+                    **dict.fromkeys(("model", "served_model_name")),
+                    "models": tuple(models),
                     "interface": node_interface(options.interface),
                     # Loopback is right here, though other nodes do not reach it.
                     "admin_host": node_interface(AUTO) if own else options.admin_host,
@@ -92,6 +93,10 @@ class RouterReplica:
                 self._router.membership.move_directory(await asyncio.to_thread(self._directory))
             except RayError as error:
                 log.warning("the directory cannot be reached, trying again: %s", error)
+
+
+def _with_files(model: RoutedModel) -> RoutedModel:
+    return model.model_copy(update={"model": model_directory(str(model.model), TOKENIZER_FILES)})
 
 
 def without_request_id(app: App) -> App:

@@ -13,15 +13,14 @@ import msgspec
 from common.errors import BatonError, InvalidRequest, Unavailable
 from router.http_errors import error_body, to_http
 from router.membership import Membership
+from router.model import Model
 from router.page import JSON, Page, json_page
-from router.placement.admission import Admission
-from router.placement.placer import Placer
+from router.placement.models import Models, model_report
 from router.placement.policy import RoleCandidates
 from router.process_group import ProcessGroup
+from router.streams.assignments import version_key
 from router.streams.generation import Submission
 from router.streams.inspections import Inspections
-from router.streams.room_requests import RoomRequests
-from router.text.tokenization import Tokenization
 from wire.holds import HoldReport
 from wire.request import SamplingParams
 
@@ -36,10 +35,8 @@ class AdminPages:
     """The pages of one router process. Those of which each process has a part are of all of them."""
 
     policy: str  # its name
-    tokenization: Tokenization
-    requests: RoomRequests
-    placer: Placer
-    admission: Admission
+    model: Callable[[str | None], Model]  # by its name in the API; None: the only one
+    models: Models
     membership: Membership
     processes: ProcessGroup
     inspections: Inspections
@@ -58,6 +55,7 @@ class AdminPages:
             "/metrics": self._metrics,
             "/admin/routers": self._routers,
             "/debug/workers": self._workers,
+            "/debug/models": self._models,
             "/debug/suspicions": self._suspicions,
             "/debug/rooms": self._rooms,
             "/debug/route": self._route,
@@ -98,9 +96,13 @@ class AdminPages:
 
     async def _workers(self, _: _Query) -> Page:
         """The directory's view, and the load that this router and the others have assigned to each worker."""
-        estimates = self.placer.fleet.estimates()
+        estimates = self.models.estimates()
         accounts = [{"id": one.record.id, "own": one.own, "peers": one.peers} for one in estimates]
         return json_page({"workers": self.membership.workers, "accounts": accounts})
+
+    async def _models(self, _: _Query) -> Page:
+        """The models and their versions, each with its share of new streams and its workers by role."""
+        return json_page({"models": [model_report(one) for one in self.models.by_name.values()]})
 
     async def _suspicions(self, _: _Query) -> Page:
         """The last few hundred workers that each process did not believe to be alive.
@@ -109,7 +111,7 @@ class AdminPages:
         `broken_pairs` are prefill and decode workers that did not get through to each other, as seen here;
         neither is suspected for that.
         """
-        pairs = list(self.placer.broken_pairs.history)
+        pairs = list(self.models.broken_pairs.history)
         rows = await self.processes.suspicions()
         return json_page({"suspicions": rows, "broken_pairs": pairs})
 
@@ -121,25 +123,31 @@ class AdminPages:
         """?prompt=...: which workers the policy would choose now, and what each would cost.
 
         The answer has a list of workers for each role. A cost is null for a worker that was not considered,
-        and for a policy without costs. The query may also have extra_key, cache_salt, session and tenant.
+        and for a policy without costs. The query may also have model, extra_key, cache_salt, session and
+        tenant.
         """
         if "prompt" not in query:
             raise InvalidRequest("the query has no prompt", "prompt")
-        prompt = self.tokenization.encode(query["prompt"])
+        model = self.model(query.get("model"))
+        prompt = model.tokenization.encode(query["prompt"])
         submission = Submission(
             request_id="", prompts=[prompt], sampling=SamplingParams(),
             extra_key=query.get("extra_key", ""), cache_salt=query.get("cache_salt", ""),
             session=query.get("session", ""), tenant=query.get("tenant", ""),
         )  # fmt: skip
-        _, to_place = self.requests.make(submission)[0]
-        choice = self.placer.choose(to_place, time.monotonic())
+        version = model.versions.choose(version_key(submission))
+        _, to_place = model.requests.make(submission, version.placer)[0]
+        choice = version.placer.choose(to_place, time.monotonic())
         if choice is None:
             raise Unavailable("no decode worker is there")
-        prediction = self.admission.predict(choice)
-        costs = self.placer.costs(choice)
+        prediction = version.admission.predict(choice)
+        costs = version.placer.costs(choice)
         return json_page(
             {
                 "policy": self.policy,
+                "model": model.name,
+                "version": version.name,
+                "fingerprint": version.fingerprint,
                 "prompt_tokens": len(prompt),
                 "predicted_ttft_s": prediction.ttft_s if prediction is not None else None,
                 "prefill": choice.prefill.table(cost=costs.get("prefill")),

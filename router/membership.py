@@ -11,8 +11,8 @@ from router.directory.server import DirectoryServer
 from router.events.event_plane import EventPlane
 from router.local_workers import LocalWorkers
 from router.options import RouterOptions
+from router.placement.models import Models
 from router.placement.peers import TELL_AFTER_S, RouterPeers
-from router.placement.placer import Placer
 from router.streams.dispatcher import Dispatcher
 from router.suspicions import Suspicions
 from router.unanswered import Unanswered
@@ -30,28 +30,24 @@ class Membership:
         self,
         options: RouterOptions,
         mailbox: LoopMailbox,
-        placer: Placer,
+        models: Models,
         events: EventPlane,
         dispatcher: Dispatcher,
         unanswered: Unanswered,
         admin_url: str,
     ) -> None:
-        self.workers: list[WorkerRecord] = []  # live, and of the served model
-        self.context_limit: int | None = None  # the longest prompt + output that all of them take
+        self.workers: list[WorkerRecord] = []  # live, and of the served models
         self.admins: list[str] = []  # URLs of the routers' admin listeners
-        self._model = options.served_model_name
         self._mailbox = mailbox
-        self._placer = placer
+        self._models = models
         self._events = events
         self._dispatcher = dispatcher
         self._unanswered = unanswered
-        self.suspicions = Suspicions(dispatcher.suspected, placer.suspect)
+        self.suspicions = Suspicions(dispatcher.gone, models.suspect)
         self._local = LocalWorkers(self._on_exit)
         self._loop = asyncio.get_running_loop()
         self._flush: asyncio.TimerHandle | None = None  # of what the peers are to be told
-        self.peers = RouterPeers(
-            placer.fleet, mailbox.address, time.time_ns(), mailbox.send, self._flush_soon
-        )
+        self.peers = RouterPeers(models, mailbox.address, time.time_ns(), mailbox.send, self._flush_soon)
         self._server: DirectoryServer | None = None
         if options.directory is None:
             self._server = DirectoryServer(Directory(options.lease_s), mailbox.send)
@@ -59,13 +55,16 @@ class Membership:
 
     @property
     def ready(self) -> bool:
-        """A decode worker that takes new work and is not suspected is there."""
-        return any(not record.draining for record in self.decode_workers())
+        """A decode worker of any model that takes new work and is not suspected is there."""
+        return any(version.serving for version in self._models.versions())
 
-    def decode_workers(self) -> list[WorkerRecord]:
-        """The decode workers that are not suspected, also those that take no new work."""
-        suspected = self.suspicions.suspected
-        return [one for one in self.workers if one.role is Role.DECODE and one.id not in suspected]
+    def decode_workers(self, model: str) -> list[WorkerRecord]:
+        """A model's decode workers that are not suspected, also those that take no new work."""
+        return [
+            one
+            for one in self.workers
+            if one.role is Role.DECODE and one.model == model and one.id not in self.suspicions.suspected
+        ]
 
     def move_directory(self, address: str) -> None:
         """The directory is at `address` now (an actor that was started again)."""
@@ -113,20 +112,18 @@ class Membership:
 
     def _on_view(self, view: View, now: float) -> None:
         change = self._client.take(view)
-        self.workers = [record for record in self._client.workers.values() if record.model == self._model]
-        self.context_limit = min(
-            (record.max_context_tokens for record in self.workers), default=self.context_limit
-        )
-        self._placer.update(self.workers, now)
+        served = self._models.by_name
+        self.workers = [record for record in self._client.workers.values() if record.model in served]
+        self._models.update(self.workers, now)
         self.peers.meet(view.routers)
         self.admins = view.admins
         self.suspicions.update(change.lost, self.workers, now)
         for record in change.lost:
             self._events.forget(record.id)
-            self._dispatcher.lost(record, now)
+            self._dispatcher.gone(record, "was lost", now)
             self._mailbox.forget(record.mailbox)
         for record in change.joined:
-            if record.model == self._model:
+            if record.model in served:
                 self._events.follow(record)
         leaving = (one.id for one in self.workers if one.draining and one.role is Role.DECODE)
         self._dispatcher.moves.leave(frozenset(leaving), now)

@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 _SAME_IN_EACH = frozenset(
     {
         "baton_router_workers",
+        "baton_router_version_share",
         "baton_router_index_pages",
         "baton_router_peers",
         "baton_worker_swept_holds",

@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from router.events.counters import EventCounters
 from router.keys import Keys
 from router.measures import Count, Distribution
+from router.placement.models import Models
 from router.suspicions import Suspicions
 from wire.loop_mailbox import LoopMailbox
 from wire.records import Role, WorkerRecord
@@ -190,6 +191,33 @@ class WorkerMetrics(Collector):
             for kind, count in record.swept.items():
                 swept.add_metric([record.id, kind], count)
         yield swept
+
+
+class VersionMetrics(Collector):
+    """The models' versions, read when Prometheus asks."""
+
+    def __init__(self, registry: CollectorRegistry, models: Models) -> None:
+        self._models = models
+        registry.register(self)
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        labels = ["model", "version", "fingerprint"]
+        streams = CounterMetricFamily(
+            "baton_router_version_streams", "Requests that got their first token of a version", labels=labels
+        )
+        share = GaugeMetricFamily(
+            "baton_router_version_share", "Part of a model's new streams that a version gets", labels=labels
+        )
+        rooms = GaugeMetricFamily(
+            "baton_router_version_rooms", "Rooms of a version, also those that wait", labels=labels
+        )
+        for model in self._models.by_name.values():
+            for version, part in model.shares():
+                named = [model.name, version.name, version.fingerprint or ""]
+                streams.add_metric(named, version.streams)
+                share.add_metric(named, part)
+                rooms.add_metric(named, version.rooms)
+        yield from (streams, share, rooms)
 
 
 class LevelMetrics(Collector):

@@ -13,6 +13,8 @@ from common.options import Options
 from common.ports import Ports, PortText
 from wire.options import SocketOptions
 
+VersionWeights = dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]]
+
 
 class PolicyWeights(Options):
     """Weights of the `kv` policy's formula (placement/kv_policy.py). The unit of cost is the wait for one
@@ -101,6 +103,11 @@ class RoomOptions(Options):
     """Bounds on what a room waits for."""
 
     worker_wait_s: float = Field(300.0, gt=0, description="for a worker to appear; then 503")
+    version_wait_s: float = Field(
+        30.0, gt=0,
+        description="for a worker of the version on which a stream began, while another version serves; then "
+        "503",
+    )  # fmt: skip
     hold_prefill_s: float = Field(2.0, gt=0, description="Prefill waits for Reserved at most this long")
     receipt_timeout_s: float = Field(
         15.0, gt=0, description="a worker that acknowledges nothing that long, and whose loop turns, is left"
@@ -211,17 +218,61 @@ class ConnectionOptions(Options):
         return self
 
 
-class RouterOptions(RouterSettings, ConnectionOptions, SocketOptions):
-    """Options of one router process. `host`, `port` and the options of connections are for a router without
-    Serve in front."""
+class RoutedModel(Options):
+    """A model that a router serves: its text side, and how its versions share new streams."""
 
     model: Path = Field(
         description="directory with tokenizer.json, tokenizer_config.json, chat_template.jinja"
     )
     served_model_name: str = Field(min_length=1)
+    version_weights: VersionWeights = Field(
+        {}, description="share of new streams by model_version; {}: by decode capacity (docs/routing.md)"
+    )
+
+
+class RouterOptions(RouterSettings, ConnectionOptions, SocketOptions):
+    """Options of one router process. `host`, `port` and the options of connections are for a router without
+    Serve in front. One model is named by `model` and `served_model_name`, several by `models`."""
+
+    model: Path | None = Field(None, description=RoutedModel.model_fields["model"].description)
+    served_model_name: str | None = Field(None, min_length=1)
+    version_weights: VersionWeights = Field(
+        {}, description=RoutedModel.model_fields["version_weights"].description
+    )
+    models: tuple[RoutedModel, ...] = Field(
+        (), description="several models behind one router, instead of `model` and `served_model_name`"
+    )
     host: str = LOOPBACK
     port: int = Field(HTTP_PORT, ge=0, le=65535, description="0: any free port")
     directory: str | None = Field(None, description="the directory's mailbox; null: this router hosts it")
+
+    @model_validator(mode="after")
+    def _one_form(self) -> RouterOptions:
+        one = [self.model, self.served_model_name]
+        if self.models:
+            if one != [None, None] or self.version_weights:
+                raise ValueError("give either models, or model, served_model_name and version_weights")
+            names = [model.served_model_name for model in self.models]
+            if len(set(names)) < len(names):
+                raise ValueError("two of the models have one served_model_name")
+        elif None in one:
+            raise ValueError("give model and served_model_name, or models")
+        return self
+
+    @property
+    def served(self) -> tuple[RoutedModel, ...]:
+        """The models, in either form."""
+        if self.models:
+            return self.models
+        assert self.model is not None
+        assert self.served_model_name is not None
+        return (
+            RoutedModel(
+                model=self.model,
+                served_model_name=self.served_model_name,
+                version_weights=self.version_weights,
+            ),
+        )
 
     def shared_resume_key(self) -> str | None:
         """The key of event ids for routers that are started together: drawn here, unless it is given. None:

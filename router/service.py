@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from prometheus_client import CollectorRegistry
 
-from common.errors import ContextTooLong, Interrupted, InvalidRequest, ModelNotFound, Unavailable
+from common.errors import Interrupted, InvalidRequest, ModelNotFound
 from router.admin_pages import AdminPages
 from router.events.event_plane import EventPlane
 from router.index.global_index import GlobalIndex
@@ -20,13 +22,20 @@ from router.metrics import (
     RequestMetrics,
     RoomMetrics,
     SuspicionMetrics,
+    VersionMetrics,
     WorkerMetrics,
 )
+from router.model import Model
 from router.options import RouterOptions
+from router.placement.admission import Admission
+from router.placement.broken_pairs import BrokenPairs
 from router.placement.load_estimate import WorkerLoadEstimate
+from router.placement.models import Models
 from router.placement.placer import Placer
 from router.placement.policies import make_policy
+from router.placement.version import ModelVersion
 from router.process_group import OwnLists, ProcessGroup
+from router.streams.assignments import Assignment, version_gone, version_key
 from router.streams.claims import Claims, FoundRoom
 from router.streams.client_holds import ClientHolds
 from router.streams.dispatcher import Dispatcher, OpenRooms
@@ -35,7 +44,7 @@ from router.streams.inspections import Inspections
 from router.streams.request_log import RequestLog
 from router.streams.resume import ResumeTokens, Resumption
 from router.streams.resumed_output import Resumed, ResumedOutput
-from router.streams.room_requests import RoomRequests
+from router.streams.room_requests import RoomNumbers, RoomRequests
 from router.streams.stream import RoomSink, RoomStream
 from router.text.tokenization import Tokenization
 from router.trace import TraceStore
@@ -61,18 +70,26 @@ class Router:
         `admin_url` is announced in the directory: where somebody serves `pages`, if anybody does.
         """
         self.options = options
-        self.tokenization = Tokenization(options.model)
         registry = CollectorRegistry()
         self.metrics = RequestMetrics(registry)
         self.keys = Keys("api_keys_file", options.api_keys_file, API_KEYS_ENV, described_keys)
         self.started_at = int(time.time())
         traces, index, secret = TraceStore(), GlobalIndex(), options.secret()
         curve = curve_for(secret)
-        policy = make_policy(options.policy, options.weights, options.prefill_on_decode_tokens)
-        self.placer = Placer(index, policy, options.expect_s, self._on_assigned)
+        self._traces, self._numbers = traces, RoomNumbers()
+
+        def make_version(broken_pairs: BrokenPairs) -> tuple[Placer, Admission]:
+            policy = make_policy(options.policy, options.weights, options.prefill_on_decode_tokens)
+            placer = Placer(index, policy, options.expect_s, self._on_assigned, broken_pairs)
+            return placer, Admission(options, placer)
+
+        weights = {one.served_model_name: one.version_weights for one in options.served}
+        self._versions = Models(weights, make_version)
+        self.models = {
+            name: Model(name, Tokenization(one.model), RoomRequests(name), self._versions.by_name[name])
+            for name, one in ((one.served_model_name, one) for one in options.served)
+        }
         self.resume_tokens = ResumeTokens(options, secret)
-        self._requests = RoomRequests(options.served_model_name, self.placer)
-        self._log = RequestLog(traces, self.metrics, self.placer)
         self._mailbox = LoopMailbox(
             options.interface, curve, self._on_mail, self._on_peer, options.ports.of("mailboxes")
         )
@@ -84,14 +101,15 @@ class Router:
         self._events = EventPlane(index, curve)
         EventMetrics(registry, self._events.counters)
         metrics = RoomMetrics(registry)
-        self._dispatcher = rooms = Dispatcher(options, self.placer, traces, metrics, send)
-        self._claims = Claims(rooms, self.placer, send)
+        self._dispatcher = rooms = Dispatcher(options, self._versions, traces, metrics, send)
+        self._claims = Claims(rooms, send)
         self.clients = ClientHolds(options.body_timeout_s, options.unread_timeout_s, metrics.swept)
         self.membership = known = Membership(
-            options, self._mailbox, self.placer, self._events, rooms, self._unanswered, admin_url
+            options, self._mailbox, self._versions, self._events, rooms, self._unanswered, admin_url
         )
         SuspicionMetrics(registry, known.suspicions)
         WorkerMetrics(registry, lambda: known.workers)
+        VersionMetrics(registry, self._versions)
         LevelMetrics(registry, rooms.rooms, rooms.waiting, known.peers, index, lambda: known.workers)
         own = OwnLists(
             lambda: rooms.report(time.monotonic()),
@@ -101,9 +119,8 @@ class Router:
         )
         self._processes = ProcessGroup(registry, traces, send, self._inspections, own, first_process)
         self.pages = AdminPages(
-            options.policy, self.tokenization, self._requests, self.placer, rooms.admission, known,
-            self._processes, self._inspections,
-        )  # fmt: skip
+            options.policy, self.model, self._versions, known, self._processes, self._inspections
+        )
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_soon(self._tick)
 
@@ -119,34 +136,51 @@ class Router:
 
     # -- requests ------------------------------------------------------------------------------
 
-    def check_model(self, name: str | None) -> None:
-        """Raises ModelNotFound for a name that is not served here."""
-        if name is not None and name != self.options.served_model_name:
-            raise ModelNotFound(
-                f"the model {name!r} does not exist; this is {self.options.served_model_name!r}", "model"
-            )
-
-    def room_for(self, prompt: list[int], wanted: int | None, param: str) -> int:
-        """How many output tokens a prompt may have: `wanted`, or what the context leaves.
-
-        Raises InvalidRequest for an empty prompt, ContextTooLong for one that does not fit.
-        """
-        if not prompt:
-            raise InvalidRequest("the prompt is empty", param)
-        limit = self.membership.context_limit
-        if limit is None:
-            if wanted is None:
-                raise Unavailable("no worker has said yet how long an answer may be")
-            return wanted  # a worker that comes within the wait will judge
-        if len(prompt) + (wanted if wanted is not None else 1) > limit:
-            raise ContextTooLong(len(prompt) + (wanted if wanted is not None else 1), limit, param)
-        return wanted if wanted is not None else limit - len(prompt)
+    def model(self, name: str | None) -> Model:
+        """The model of that name; the only one if none is given. Raises ModelNotFound, InvalidRequest."""
+        if name is None and len(self.models) == 1:
+            return next(iter(self.models.values()))
+        served = ", ".join(repr(one) for one in self.models)
+        if name is None:
+            raise InvalidRequest(f"name the model: {served}", "model")
+        if name not in self.models:
+            raise ModelNotFound(f"the model {name!r} does not exist; served here: {served}", "model")
+        return self.models[name]
 
     def number_rooms(self, count: int) -> int:
         """The first of `count` consecutive room numbers, for a submission."""
-        return self._requests.number(count)
+        return self._numbers.take(count)
 
-    def submit(self, submission: Submission, answer: Answer, resumed: Resumed | None = None) -> Generation:
+    def assign(
+        self,
+        submission: Submission,
+        resumption: Resumption | None = None,
+        found: Mapping[int, FoundRoom] = MappingProxyType({}),
+    ) -> Assignment:
+        """The version for a request: of the workers on which its rooms were found, or on which it began if
+        the client has tokens of it, or a new choice.
+
+        Raises Unavailable when the version on which it began is not served.
+        """
+        versions = self.models[submission.model].versions
+        key = version_key(submission)
+        version: ModelVersion | None = None
+        if found:
+            version = self._versions.of_worker(next(iter(found.values())).worker)
+        elif resumption is not None and any(one.tokens for one in resumption.positions):
+            version = versions.tagged(resumption.version)
+        else:
+            version = versions.choose(key)
+        if version is None:
+            raise version_gone(submission.model)
+        assignment = Assignment(versions, version, key)
+        if resumption is not None and any(one.tokens for one in resumption.positions):
+            assignment.fix()
+        return assignment
+
+    def submit(
+        self, submission: Submission, assignment: Assignment, answer: Answer, resumed: Resumed | None = None
+    ) -> Generation:
         """Start a request. Raises Overloaded when there is no place for it, or when it would be too late.
 
         With `resumed`, the answer is given what its client does not have yet.
@@ -156,14 +190,16 @@ class Router:
         found = {} if resumed is None else resumed.found
         running = [index for index in range(submission.choice_count) if index not in ended]
         if not found:
-            dispatcher.admission.check(len(running))
-        requests = self._requests.make(submission)
+            assignment.admission.check(len(running))
+        requests = self.models[submission.model].requests.make(submission, assignment.version.placer)
         judged = None
         if running and not found:
-            judged = dispatcher.admission.judge(requests[running[0]][1], now)
+            judged = assignment.admission.judge(requests[running[0]][1], now)
         numbers = [requests[index][0].room for index in running]
-        self._log.submitted(submission, numbers)
-        generation = Generation(submission, answer, OpenRooms(dispatcher, numbers), self._log, ended)
+        log = RequestLog(self._traces, self.metrics, assignment)
+        log.submitted(submission, numbers)
+        dispatcher.assignments.add(numbers, assignment)
+        generation = Generation(submission, answer, OpenRooms(dispatcher, numbers), log, ended)
         rooms = []
         for index in running:
             sink = self._make_sink(generation.choices[index], generation, resumed)
@@ -173,12 +209,13 @@ class Router:
         elif rooms:
             dispatcher.open(rooms, judged, now)
         else:  # the client has everything but the end of the stream
-            self._log.ended(generation)
+            log.ended(generation)
         return generation
 
     def _make_sink(self, counts: ChoiceCounts, generation: Generation, resumed: Resumed | None) -> RoomSink:
         submission = generation.submission
-        detokenizer = self.tokenization.detokenizers.make(submission.skip_special_tokens)
+        detokenizers = self.models[submission.model].tokenization.detokenizers
+        detokenizer = detokenizers.make(submission.skip_special_tokens)
         output = ChoiceOutput(counts, generation, detokenizer, submission.stop)
         return output if resumed is None else ResumedOutput(output, counts, generation, resumed)
 
@@ -199,7 +236,10 @@ class Router:
         running = [first + index for index, position in enumerate(positions) if not position.finished]
         if not running:
             return {}
-        found = await self._claims.ask(running, self.membership.decode_workers, _CLAIM_TIMEOUT_S)
+        model = resumption.submission.model
+        found = await self._claims.ask(
+            running, lambda: self.membership.decode_workers(model), _CLAIM_TIMEOUT_S
+        )
         if resumption.submission.sampling.top_logprobs is not None and any(
             positions[number - first].tokens < room.forced for number, room in found.items()
         ):

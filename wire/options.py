@@ -78,6 +78,10 @@ class ServedModel(Options):
         None, description="name in the API; default: the model's last path part"
     )
 
+    model_version: str = Field(
+        "", max_length=64, description="name of this version of the model, for weights; not in the API"
+    )
+
     @property
     def model_name(self) -> str:
         """The model's name in the API, in page hashes and in worker records."""

@@ -75,7 +75,7 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     events: str  # PUB address of KV events, "" when disabled
     replay: str  # ROUTER address that replays them
     model: str  # served model name
-    fingerprint: str  # digest of the weights' configuration: workers of one model must agree
+    fingerprint: str  # digest of the weights and their dtype: only workers with equal ones exchange pages
     groups: tuple[GroupLayout, ...]
     max_context_tokens: Natural  # longest prompt + output
     total_tokens: Natural  # KV capacity of the primary group
@@ -87,5 +87,6 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     draining: bool = False
     process_start: Natural = 0  # as in common.host; with `pid` it names the process. 0: not known
     page_hashes: PageHashes = "baton"  # which hashes name the pages in its KV events
+    version: str = ""  # what the operator calls this version of the model
     swept: dict[str, Natural] = {}  # what it held for others and gave up at the deadline so far, by kind
     rack: str = ""  # workers with equal labels share a switch; "": not known

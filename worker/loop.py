@@ -131,6 +131,7 @@ class Worker:
             replay=publisher.replay_address if publisher else "",
             model=self.options.model_name,
             fingerprint=spec.fingerprint,
+            version=self.options.model_version,
             groups=services.memory.layouts(),
             max_context_tokens=self._limits.max_context_tokens,
             total_tokens=services.memory.total_tokens,

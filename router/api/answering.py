@@ -16,10 +16,12 @@ from router.api.asgi import HttpRequest
 from router.api.event_ids import EventIds, NoIds
 from router.api.request_body import LONGEST_LABEL, MOST_ROOMS, RequestBody, SamplingBody
 from router.http_errors import to_http
+from router.model import Model
 from router.service import Router
+from router.streams.assignments import Assignment
 from router.streams.claims import FoundRoom
 from router.streams.generation import Answer, ChoiceCounts, Generation, Submission
-from router.streams.resume import HEADER, MOST_CHOICES, ChoicePosition
+from router.streams.resume import HEADER, MOST_CHOICES, ChoicePosition, Resumption
 from router.streams.resumed_output import Resumed
 from router.text.chat import Chat
 from wire.request import OutputDelta, SamplingParams
@@ -49,18 +51,18 @@ class StreamedAnswer(Answer, Protocol):
         """The events that follow the last token."""
 
 
-async def encode(router: Router, text: str, add_special_tokens: bool) -> list[int]:
+async def encode(model: Model, text: str, add_special_tokens: bool) -> list[int]:
     """Token ids of a text."""
     if len(text) > _LONG_TEXT:
-        return await asyncio.to_thread(router.tokenization.encode, text, add_special_tokens)
-    return router.tokenization.encode(text, add_special_tokens)
+        return await asyncio.to_thread(model.tokenization.encode, text, add_special_tokens)
+    return model.tokenization.encode(text, add_special_tokens)
 
 
-async def encode_chat(router: Router, chat: Chat) -> list[int]:
+async def encode_chat(model: Model, chat: Chat) -> list[int]:
     """Token ids of a chat."""
     if chat.size > _LONG_TEXT:
-        return await asyncio.to_thread(router.tokenization.encode_chat, chat)
-    return router.tokenization.encode_chat(chat)
+        return await asyncio.to_thread(model.tokenization.encode_chat, chat)
+    return model.tokenization.encode_chat(chat)
 
 
 def is_batch(given: Any) -> bool:
@@ -69,7 +71,7 @@ def is_batch(given: Any) -> bool:
 
 
 async def encode_prompts(
-    router: Router, given: Any, param: str, n: int, add_special_tokens: bool
+    model: Model, given: Any, param: str, n: int, add_special_tokens: bool
 ) -> list[list[int]]:
     """Token ids of each prompt, or of the only one. Raises InvalidRequest for ids outside the vocabulary, and
     for no choice or too many (`n` of each prompt)."""
@@ -81,16 +83,16 @@ async def encode_prompts(
         raise InvalidRequest(f"{len(batch)} prompts with n={n} are more than {MOST_ROOMS} choices", "n")
     for prompt in batch:
         if isinstance(prompt, str):
-            prompts.append(await encode(router, prompt, add_special_tokens))
+            prompts.append(await encode(model, prompt, add_special_tokens))
         else:
-            prompts.append(_known_tokens(router, prompt, param))
+            prompts.append(_known_tokens(model, prompt, param))
     return prompts
 
 
-def _known_tokens(router: Router, tokens: list[int], param: str) -> list[int]:
-    if tokens and max(tokens) >= router.tokenization.vocab_size:
+def _known_tokens(model: Model, tokens: list[int], param: str) -> list[int]:
+    if tokens and max(tokens) >= model.tokenization.vocab_size:
         raise InvalidRequest(
-            f"token {max(tokens)} is not in the vocabulary of {router.tokenization.vocab_size}", param
+            f"token {max(tokens)} is not in the vocabulary of {model.tokenization.vocab_size}", param
         )
     return tokens
 
@@ -112,6 +114,7 @@ def _tenant(router: Router, request: HttpRequest) -> str:
 
 def make_submission(
     router: Router,
+    model: Model,
     request: HttpRequest,
     body: RequestBody,
     params: SamplingBody,
@@ -119,6 +122,7 @@ def make_submission(
     sampling: SamplingParams,
     session: str = "",
     length_given: bool = True,
+    opening: str = "",
 ) -> Submission:
     """What the router is asked to do. The client's key decides its tenant, and how far its priority goes.
 
@@ -130,6 +134,7 @@ def make_submission(
     return Submission(
         request_id=request.request_id,
         prompts=prompts,
+        model=model.name,
         sampling=sampling,
         n=params.n,
         stop=params.stops(),
@@ -139,6 +144,7 @@ def make_submission(
         tenant=_tenant(router, request),
         priority=body.priority if key is None else min(body.priority, key.max_priority),
         session=_label(request, b"x-baton-session") or session,
+        opening=opening,
         arrived_ns=request.arrived_ns,
         first_room=router.number_rooms(len(prompts) * params.n),
         seed_given=params.seed is not None,
@@ -151,11 +157,12 @@ def generating(
     router: Router,
     request: HttpRequest,
     submission: Submission,
+    assignment: Assignment,
     answer: Answer,
     resumed: Resumed | None = None,
 ) -> Iterator[Generation]:
     """Submit, and stop what still runs when the block ends or the client goes."""
-    generation = router.submit(submission, answer, resumed)
+    generation = router.submit(submission, assignment, answer, resumed)
     watch = request.watch(generation)
     try:
         yield generation
@@ -197,19 +204,22 @@ async def stream(
     last_id, now = request.header(_LAST_EVENT_ID), time.time()
     positions = [ChoicePosition()] * submission.choice_count
     found: dict[int, FoundRoom] = {}
+    resumption: Resumption | None = None
     if last_id:
         resumption = router.resume_tokens.open(last_id, submission, form, now)
         submission, positions = resumption.submission, resumption.positions
         found = await router.claim(resumption)
         if found:
             submission = replace(submission, first_room=resumption.first_room)
+    assignment = router.assign(submission, resumption, found)
     ids: EventIds = NoIds()
     if len(positions) <= MOST_CHOICES:
-        ids = EventIds(router.resume_tokens.sign(submission, form, now), positions)
+        sign = router.resume_tokens.sign
+        ids = EventIds(lambda: sign(submission, form, assignment.version.tag, now), positions)
     answer = make_answer(submission, ids)
     resumed = Resumed(positions, answer.replay, found) if last_id else None
     with (
-        generating(router, request, submission, answer, resumed) as generation,
+        generating(router, request, submission, assignment, answer, resumed) as generation,
         closing(_QuietTimer(generation)),
     ):
         async with router.clients.sending(generation, answer):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from router.streams.generation import ChoiceCounts
 from router.streams.resume import ChoicePosition
 
@@ -9,14 +11,18 @@ from router.streams.resume import ChoicePosition
 class EventIds:
     """Keeps the positions of a stream's choices."""
 
-    def __init__(self, token: str, positions: list[ChoicePosition]) -> None:
-        """`positions` are those from which the stream begins."""
-        self._head = b"id: " + token.encode() + b":"
+    def __init__(self, sign: Callable[[], str], positions: list[ChoicePosition]) -> None:
+        """`positions` are those from which the stream begins. `sign` makes its token when the first event is
+        there: only then the version of the model is fixed."""
+        self._sign = sign
+        self._head = b""
         self._positions = [_written(*position) for position in positions]
         self._only = len(positions) == 1
 
     def after(self, choice: ChoiceCounts, finished: bool) -> bytes:
         """The id line of an event that brings a choice to its present count. Call it for every event."""
+        if not self._head:
+            self._head = b"id: " + self._sign().encode() + b":"
         if self._only and not finished:
             return b"%b%d\n" % (self._head, choice.output_tokens)
         self._positions[choice.index] = _written(choice.output_tokens, finished)
@@ -27,7 +33,7 @@ class NoIds(EventIds):
     """For a stream of so many choices that naming all positions would cost more than the events."""
 
     def __init__(self) -> None:
-        super().__init__("", [])
+        super().__init__(str, [])
 
     def after(self, choice: ChoiceCounts, finished: bool) -> bytes:  # noqa: ARG002
         return b""

@@ -50,6 +50,7 @@ class NativeSampling(SamplingBody):
 class GenerateBody(RequestBody):
     """POST /generate. Either `text` or `input_ids`; a list of either is a batch."""
 
+    model: Label | None = None
     text: Text | Texts | None = None
     input_ids: Tokens | TokenLists | None = None
     sampling_params: dict[str, Any] = Field(default_factory=dict)
@@ -87,12 +88,13 @@ async def generate(router: Router, request: HttpRequest) -> None:
     if (body.text is None) == (body.input_ids is None):
         raise InvalidRequest("give either text or input_ids", "text")
     param, given = ("text", body.text) if body.text is not None else ("input_ids", body.input_ids)
-    prompts = await encode_prompts(router, given, param, params.n, add_special_tokens=True)
+    model = router.model(body.model)
+    prompts = await encode_prompts(model, given, param, params.n, add_special_tokens=True)
     for prompt in prompts:
-        router.room_for(prompt, params.max_new_tokens, param)
+        model.room_for(prompt, params.max_new_tokens, param)
     top = body.top_logprobs_num if body.return_logprob else None
-    sampling = params.sampling(params.max_new_tokens, top, router.tokenization.vocab_size)
-    submission = make_submission(router, request, body, params, prompts, sampling)
+    sampling = params.sampling(params.max_new_tokens, top, model.tokenization.vocab_size)
+    submission = make_submission(router, model, request, body, params, prompts, sampling)
     if body.stream:
         await stream(router, request, submission, "generate", NativeEvents)
     else:
@@ -101,7 +103,7 @@ async def generate(router: Router, request: HttpRequest) -> None:
 
 async def _whole(router: Router, request: HttpRequest, submission: Submission, as_list: bool) -> None:
     collection = Collection(submission.choice_count)
-    with generating(router, request, submission, collection) as generation:
+    with generating(router, request, submission, router.assign(submission), collection) as generation:
         while await generation.more():
             pass
         if not generation.abandoned:
@@ -175,20 +177,20 @@ def _finish(choice: CollectedChoice) -> dict[str, Any] | None:
 async def tokenize(router: Router, request: HttpRequest) -> None:
     """POST /tokenize."""
     body = parse(TokenizeBody, await request.json())
-    router.check_model(body.model)
+    model = router.model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("give either prompt or messages", "prompt")
     if body.prompt is not None:
-        tokens = await encode(router, body.prompt, body.add_special_tokens)
+        tokens = await encode(model, body.prompt, body.add_special_tokens)
     else:
-        tokens = await encode_chat(router, body.make_chat(body.messages or []))
+        tokens = await encode_chat(model, body.make_chat(body.messages or []))
     await request.respond_json(
-        {"tokens": tokens, "count": len(tokens), "max_model_len": router.membership.context_limit}
+        {"tokens": tokens, "count": len(tokens), "max_model_len": model.versions.context_limit}
     )
 
 
 async def detokenize(router: Router, request: HttpRequest) -> None:
     """POST /detokenize."""
     body = parse(DetokenizeBody, await request.json())
-    router.check_model(body.model)
-    await request.respond_json({"prompt": router.tokenization.decode(body.tokens, body.skip_special_tokens)})
+    model = router.model(body.model)
+    await request.respond_json({"prompt": model.tokenization.decode(body.tokens, body.skip_special_tokens)})

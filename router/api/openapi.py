@@ -6,6 +6,7 @@ that breaks one gets a 400, as any other.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -41,16 +42,16 @@ _EVENT: Schema = {
 
 async def openapi(router: Router, request: HttpRequest) -> None:
     """GET /openapi.json."""
-    await request.respond(200, _encoded(router.options.served_model_name), [JSON])
+    await request.respond(200, _encoded(*router.models), [JSON])
 
 
 @cache
-def _encoded(model_name: str) -> bytes:
-    return msgspec.json.encode(document(model_name))
+def _encoded(*model_names: str) -> bytes:
+    return msgspec.json.encode(document(*model_names))
 
 
-def document(model_name: str) -> Schema:
-    """The document of a router that serves the model of that name."""
+def document(*model_names: str) -> Schema:
+    """The document of a router that serves the models of these names."""
     streamed = {"text/event-stream": {"schema": _EVENT}}
     usage = _object(
         prompt_tokens=_INT, completion_tokens=_INT, total_tokens=_INT,
@@ -68,7 +69,7 @@ def document(model_name: str) -> Schema:
         "paths": {
             "/v1/chat/completions": _post("a chat's next message", "ChatBody", answer, streamed),
             "/v1/completions": _post("texts that go on from prompts", "CompletionBody", answer, streamed),
-            "/v1/models": _get("the model served here", _object(object=_TEXT, data=_array(model)), 401),
+            "/v1/models": _get("the models served here", _object(object=_TEXT, data=_array(model)), 401),
             "/generate": _post("tokens that go on from prompts", "GenerateBody", natives, streamed),
             "/tokenize": _post("the token ids of a text or of a chat", "TokenizeBody", tokens),
             "/detokenize": _post("the text of token ids", "DetokenizeBody", _object(prompt=_TEXT)),
@@ -77,7 +78,7 @@ def document(model_name: str) -> Schema:
             "/version": _get("the version that is installed", _object(version=_TEXT)),
             "/openapi.json": _get("this document", {"type": "object"}, 401),
         },
-        "components": {"schemas": {**_request_schemas(model_name), "Error": _error_schema()}},
+        "components": {"schemas": {**_request_schemas(model_names), "Error": _error_schema()}},
     }
 
 
@@ -108,14 +109,14 @@ def _array(items: Schema) -> Schema:
     return {"type": "array", "items": items}
 
 
-def _request_schemas(model_name: str) -> Schema:
+def _request_schemas(model_names: Sequence[str]) -> Schema:
     _, generated = models_json_schema([(body, "validation") for body in _BODIES], ref_template=_REF)
     schemas: Schema = generated["$defs"]
-    for title, example in _examples(model_name).items():
+    for title, example in _examples(model_names[0]).items():
         schemas[title]["examples"] = [example]
     # What the models say more loosely: these are checked after them, so that an error names what is wrong.
     narrower: Schema = {
-        "model": {"const": model_name},
+        "model": {"enum": list(model_names)},
         "messages": {**schemas["ChatBody"]["properties"]["messages"], "items": _MESSAGE},
         "sampling_params": {"$ref": _REF.format(model="NativeSampling")},
     }

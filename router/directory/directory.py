@@ -1,7 +1,8 @@
 """Directory: the live workers, under leases (docs/decisions/0016). Pure: time is passed in, nothing is sent.
 
-It decides who may join: workers of one model exchange pages, so a record whose weights or page layout differ
-from a live worker of the same model is refused, naming the configuration key to change.
+It decides who may join: workers of one version of one model exchange pages, so a record whose page layout
+differs from that of a live worker of the same version is refused, naming the configuration key to change.
+Other weights, or the same in another dtype, are another version (docs/decisions/0037-versions.md).
 
 A restart loses nothing: workers announce themselves again within a lease, and no View is sent before, so that
 routers keep their last one.
@@ -131,7 +132,7 @@ class Directory:
     def _refusal(self, record: WorkerRecord) -> AnnounceRefused | None:
         for lease in self._leases.values():
             other = lease.record
-            if other.id == record.id or other.model != record.model:
+            if other.id == record.id or _version(other) != _version(record):
                 continue
             difference = _difference(record, other)
             if difference is not None:
@@ -139,13 +140,17 @@ class Directory:
                 return AnnounceRefused(
                     record.id, record.incarnation, key,
                     f"{mine} here, but live worker {other.id!r} of model {record.model!r} has {theirs}",
-                    f"start every worker of one model with the same {key}",
+                    f"start every worker of one version with the same {key}, or name another model_version",
                 )  # fmt: skip
         return None
 
 
+def _version(record: WorkerRecord) -> tuple[str, str, str]:
+    return record.model, record.version, record.fingerprint
+
+
 def _difference(a: WorkerRecord, b: WorkerRecord) -> tuple[str, object, object] | None:
-    """The first thing in which two workers of one model may not differ: (configuration key, a's, b's)."""
+    """The first thing in which two workers of one version may not differ: (configuration key, a's, b's)."""
     a_groups = {group.name: group for group in a.groups}
     b_groups = {group.name: group for group in b.groups}
     if a_groups.keys() != b_groups.keys():
@@ -154,8 +159,6 @@ def _difference(a: WorkerRecord, b: WorkerRecord) -> tuple[str, object, object] 
         found = _group_difference(a_groups[name], b_groups[name])
         if found is not None:
             return found
-    if a.fingerprint != b.fingerprint:  # last: it differs with the dtype too, which is the better answer
-        return "model", f"weights {a.fingerprint}", f"weights {b.fingerprint}"
     return None
 
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from router.placement.fleet import Fleet
 from router.placement.load_estimate import AssignedLoad, WorkerLoadEstimate
 from wire.messages import AssignedLoadRow, AssignedLoads
 
@@ -24,6 +24,19 @@ TELL_AFTER_S = 0.002  # a burst becomes a few messages, and peers know of it bef
 WHOLE_EVERY_S = 1.0
 SILENT_S = 3.0
 _NOTHING = AssignedLoad()
+
+
+class LoadBook(Protocol):
+    """The load estimates of live workers: of one fleet, or of all versions of all models."""
+
+    def estimate(self, worker: str) -> WorkerLoadEstimate | None:
+        """A live worker's estimate."""
+
+    def estimates(self) -> list[WorkerLoadEstimate]:
+        """Those of all live workers."""
+
+    def set_peers(self, estimate: WorkerLoadEstimate, load: AssignedLoad) -> None:
+        """The other routers together have assigned this load to a live worker."""
 
 
 @dataclass(slots=True)
@@ -41,7 +54,7 @@ class RouterPeers:
 
     def __init__(
         self,
-        fleet: Fleet,
+        book: LoadBook,
         address: str,
         incarnation: int,
         send: Callable[[str, AssignedLoads], None],
@@ -49,7 +62,7 @@ class RouterPeers:
     ) -> None:
         """`address` is this router's mailbox. `wake` schedules a `flush` after TELL_AFTER_S, and is called
         once per flush. `incarnation` is greater than that of any earlier router at the same address."""
-        self._fleet = fleet
+        self._book = book
         self._address = address
         self._incarnation = incarnation
         self._send = send
@@ -71,7 +84,7 @@ class RouterPeers:
         if new:
             self._tell(new, self._all_rows(), whole=True)
         if self._peers:
-            for estimate in self._fleet.estimates():
+            for estimate in self._book.estimates():
                 self._sum(estimate.record.id)
 
     def take(self, sender: str, message: AssignedLoads, now: float) -> None:
@@ -111,7 +124,7 @@ class RouterPeers:
 
     def flush(self) -> None:
         """Send what has changed."""
-        estimates = [self._fleet.estimate(worker) for worker in self._unsent]
+        estimates = [self._book.estimate(worker) for worker in self._unsent]
         self._unsent.clear()
         self._tell(self._others, [_row(one) for one in estimates if one is not None], whole=False)
 
@@ -127,7 +140,7 @@ class RouterPeers:
                     self._sum(worker)
 
     def _all_rows(self) -> list[AssignedLoadRow]:
-        return [_row(one) for one in self._fleet.estimates() if one.own != _NOTHING]
+        return [_row(one) for one in self._book.estimates() if one.own != _NOTHING]
 
     def _tell(self, to: Iterable[str], rows: list[AssignedLoadRow], whole: bool) -> None:
         self._number += 1
@@ -137,7 +150,7 @@ class RouterPeers:
 
     def _sum(self, worker: str) -> None:
         """Add up what the peers have assigned to a worker."""
-        estimate = self._fleet.estimate(worker)
+        estimate = self._book.estimate(worker)
         if estimate is None:
             return
         total = AssignedLoad()
@@ -146,7 +159,7 @@ class RouterPeers:
             if row is not None and row.incarnation == estimate.record.incarnation:
                 _add(total, row)
         if total != estimate.peers:
-            self._fleet.set_peers(estimate, total)
+            self._book.set_peers(estimate, total)
 
 
 def _row(estimate: WorkerLoadEstimate) -> AssignedLoadRow:

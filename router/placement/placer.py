@@ -37,11 +37,13 @@ class Placer:
         policy: Policy,
         expect_s: float,
         on_assigned: Callable[[WorkerLoadEstimate], None] = lambda _: None,
+        broken_pairs: BrokenPairs | None = None,
     ) -> None:
-        """Pages that are expected for longer than `expect_s` are given up. `on_assigned`: see Fleet."""
+        """Pages that are expected for longer than `expect_s` are given up. `on_assigned`: see Fleet.
+        `broken_pairs`: those of a router with several placers."""
         self.fleet = Fleet(index, on_assigned)
         self.policy = policy
-        self.broken_pairs = BrokenPairs()
+        self.broken_pairs = broken_pairs or BrokenPairs()
         self.page_tokens = 0  # page size of the model's workers; 0: no worker has been seen yet
         self.mean_output = 0.0  # tokens of recent answers; 0: none yet
         self._mailboxes: dict[str, WorkerRecord] = {}
@@ -51,7 +53,7 @@ class Placer:
         self._sessions: OrderedDict[int, tuple[str | None, str]] = OrderedDict()
 
     def update(self, records: list[WorkerRecord], now: float) -> None:
-        """Take a new View of the model's workers."""
+        """Take a new View of the workers."""
         for worker in self.fleet.update(records, now):
             self.policy.forget(worker)
         if records:

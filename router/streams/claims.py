@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from itertools import count
 from typing import NamedTuple
 
-from router.placement.placer import Placer
 from router.streams.dispatcher import Dispatcher
 from router.streams.stream import RoomStream
 from wire.messages import Abort, AnyMessage, Claim, Claimed
@@ -68,11 +67,8 @@ class _Asked:
 class Claims:
     """The questions that wait for answers. Belongs to one event loop."""
 
-    def __init__(
-        self, dispatcher: Dispatcher, placer: Placer, send: Callable[[str, AnyMessage], None]
-    ) -> None:
+    def __init__(self, dispatcher: Dispatcher, send: Callable[[str, AnyMessage], None]) -> None:
         self._dispatcher = dispatcher
-        self._placer = placer
         self._send = send
         self._tokens = count(1)
         self._asked: dict[int, _Asked] = {}
@@ -118,10 +114,11 @@ class Claims:
                 self._abort(sender, one.room, one.epoch)
 
     def take_over(self, rooms: list[RoomStream], found: dict[int, FoundRoom], now: float) -> None:
-        """Go on with rooms that were found. They run, so they do not wait for admission."""
+        """Go on with rooms that were found and are assigned. They run, so they do not wait for admission."""
         for room in rooms:
-            one = found[room.number]
-            placement = self._placer.take_over(room.placement_request, one.worker, now)
+            one, assignment = found[room.number], self._dispatcher.assignments[room.number]
+            assignment.fix()
+            placement = assignment.version.placer.take_over(room.placement_request, one.worker, now)
             self._dispatcher.rooms[room.number] = room
             room.take_over(placement, one.epoch, one.newest, now)
 

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from router.metrics import RoomMetrics
 from router.options import RouterOptions
-from router.placement.admission import Admission
+from router.placement.models import Models
 from router.placement.placement import Placement
-from router.placement.placer import Placer
 from router.placement.policy import Choice, PlacementRequest
 from router.placement.prediction import Prediction
+from router.streams.assignments import Assignments
 from router.streams.move import RoomMoves
 from router.streams.restarts import RestartCause
 from router.streams.room_report import RoomReport
@@ -52,33 +52,35 @@ class Dispatcher:
     def __init__(
         self,
         options: RouterOptions,
-        placer: Placer,
+        models: Models,
         traces: TraceStore,
         metrics: RoomMetrics,
         send: Callable[[str, AnyMessage], None],
     ) -> None:
-        self.admission = Admission(options, placer)
+        self.assignments = assignments = Assignments(options)
         self.rooms: dict[int, RoomStream] = {}  # admitted
         self.waiting: dict[int, RoomStream] = {}  # in admission's queue
         self.foreign: set[int] = set()  # no longer this router's, or not yet: their output is left alone
         self.mail = WorkerMail(send, options.receipt_timeout_s)
-        self.broken_pairs = placer.broken_pairs
-        self._placer = placer
+        self.broken_pairs = models.broken_pairs
+        self._models = models
         self._traces = traces
         self._metrics = metrics
         self.moves = RoomMoves(
-            self.rooms, placer, self._placement_request, self.mail, options, traces, metrics
-        )
+            self.rooms, lambda number: assignments[number].version.placer, self._placement_request,
+            self.mail, options, traces, metrics,
+        )  # fmt: skip
         self._first_expected: dict[int, float] = {}  # when a room's first token was predicted to come
         self._loop = asyncio.get_running_loop()
         self._admit_due = False
         self._fleet_changes = 0  # of which the rooms have been told
 
     def open(self, rooms: list[RoomStream], judged: tuple[Choice, Prediction] | None, now: float) -> None:
-        """Open the rooms of one request. `judged` is what admission returned for the first of them."""
+        """Open the rooms of one request, which are assigned. `judged` is what admission returned for the
+        first of them."""
         for room in rooms:
             self.waiting[room.number] = room
-            self.admission.enqueue(room.number, room.placement_request, now)
+            self.assignments[room.number].admission.enqueue(room.number, room.placement_request, now)
         if judged is None:
             self.admit(now)
         else:
@@ -92,14 +94,15 @@ class Dispatcher:
         That room gets them if its turn is the first: later, another choice may be better. Rooms that wait for
         a worker get theirs first, if there are other workers than before.
         """
-        if self._fleet_changes != self._placer.fleet.changes:
-            self._fleet_changes, chosen = self._placer.fleet.changes, None
+        if self._fleet_changes != (changes := self._models.changes):
+            self._fleet_changes, chosen = changes, None
             for room in list(self.rooms.values()):
                 room.on_workers_changed(now)
-        while (number := self.admission.admit(now)) is not None:
-            room = self.rooms[number] = self.waiting.pop(number)
-            room.start(now, chosen[1] if chosen is not None and chosen[0] == number else None)
-            chosen = None
+        for version in self._models.versions():
+            while (number := version.admission.admit(now)) is not None:
+                room = self.rooms[number] = self.waiting.pop(number)
+                room.start(now, chosen[1] if chosen is not None and chosen[0] == number else None)
+                chosen = None
 
     def stop(self, rooms: Iterable[int], reason: str) -> None:
         """End rooms of which no more output is wanted."""
@@ -117,24 +120,18 @@ class Dispatcher:
                 room.on_given_up(key, now)
         for number, room in list(self.rooms.items()):
             room.tick(now)
-            self.admission.produced(number, len(room.tokens))
+            if not room.done:
+                self.assignments[number].admission.produced(number, len(room.tokens))
         self.moves.tick(now)
-        self._placer.tick(now)
-        for number, error in self.admission.overdue(now, lambda number: self.waiting[number].accepted):
-            late = self.waiting.get(number)
-            if late is not None:  # else it went with another choice of its request
-                late.fail(error)
+        self._models.tick(now)
+        self._end_overdue(now)
         self.admit(now)
 
-    def lost(self, worker: WorkerRecord, now: float) -> None:
-        """A worker's lease ended, or its process was replaced: its rooms start again elsewhere."""
-        self.suspected(worker, "was lost", now)
+    def gone(self, worker: WorkerRecord, why: str, now: float) -> None:
+        """A worker is lost, or suspected of it: all rooms that need it start again elsewhere at once.
 
-    def suspected(self, worker: WorkerRecord, why: str, now: float) -> None:
-        """A worker is silent: all rooms that need it start again elsewhere at once.
-
-        `why` completes the sentence "worker x ...". Call `Placer.suspect` before, so that no room gets the
-        worker again.
+        `why` completes the sentence "worker x ...". Call `Models.suspect` or `update` before, so that no room
+        gets the worker again.
         """
         self.broken_pairs.gone(worker.id)
         self.moves.on_worker_gone(worker, now)
@@ -149,20 +146,32 @@ class Dispatcher:
         """Give up every room."""
         self.stop([*self.waiting, *self.rooms], "the router is closing")
 
+    def _end_overdue(self, now: float) -> None:
+        """Fail the rooms that have waited too long for their turn, or for a worker of their version."""
+        for version in self._models.versions():
+            for number, error in version.admission.overdue(now, lambda number: self.waiting[number].accepted):
+                late = self.waiting.get(number)
+                if late is not None:  # else it went with another choice of its request
+                    late.fail(error)
+        unplaced = [room for room in self.rooms.values() if room.epoch is None]
+        for number, gone in self.assignments.overdue(unplaced, now):
+            self.rooms[number].fail(gone)
+
     # -- RoomHost ------------------------------------------------------------------------------
 
     def place(self, room: RoomStream, avoid: frozenset[str], choice: Choice | None) -> Placement | None:
         """Choose workers, unless that was done, and count the room on them."""
-        now = time.monotonic()
+        now, assignment = time.monotonic(), self.assignments[room.number]
         if choice is None:
-            choice = self._placer.choose(self._placement_request(room), now, avoid)
+            assignment.renew(self.rooms)
+            choice = assignment.version.placer.choose(self._placement_request(room), now, avoid)
             if choice is None:
                 return None
         number, epoch = room.number, room.request.epoch
         if epoch == 0:
             self._expect_first(number, choice, now)
-        placement = self._placer.place(choice, now)
-        self.admission.placed(number, placement.prefill_tokens)
+        placement = assignment.version.placer.place(choice, now)
+        assignment.admission.placed(number, placement.prefill_tokens)
         prefill = placement.prefill.id if placement.prefill is not None else None
         self._traces.placed(number, epoch, prefill, placement.decode.id)
         self._metrics.placements.inc(of="pair" if prefill is not None else "alone")
@@ -173,14 +182,15 @@ class Dispatcher:
         self._first_expected.pop(room.number, None)  # what a restart costs was not to be predicted
         now = time.monotonic()
         self.moves.left(room, now)
-        self._placer.close(placement, now)
+        self.assignments[room.number].version.placer.close(placement, now)
 
     def prefilled(self, room: RoomStream, placement: Placement) -> None:
         """Take a room's prompt off its workers."""
-        now = time.monotonic()
+        now, assignment = time.monotonic(), self.assignments[room.number]
+        assignment.fix()
         if room.request.epoch == 0 and not placement.prefilled:  # later, output is among what the index said
             self._metrics.observe_index(placement.hit_tokens, room.cached_tokens)
-        self._placer.prefilled(placement, now)
+        assignment.version.placer.prefilled(placement, now)
         self.moves.decoding(room, placement)
         expected = self._first_expected.pop(room.number, None)
         if expected is not None:
@@ -197,26 +207,30 @@ class Dispatcher:
         self.rooms.pop(number, None)
         self.waiting.pop(number, None)
         self._first_expected.pop(number, None)
-        self.admission.produced(number, len(room.tokens))
-        self.admission.leave(number)
+        admission = self.assignments[number].admission
+        admission.produced(number, len(room.tokens))
+        admission.leave(number)
+        self.assignments.drop(number)
         if self.waiting and not self._admit_due:  # not at once: a room that closes may be one of many
             self._admit_due = True
             self._loop.call_soon(self._admit_soon)
 
     def _placement_request(self, room: RoomStream) -> PlacementRequest:
         """What the policy is told of a room that may have output already."""
+        assignment = self.assignments[room.number]
+        request = assignment.adapted(room.placement_request)
         if not room.tokens:
-            return room.placement_request
+            return request
         left = room.request.sampling.max_new_tokens - len(room.tokens)
-        return room.placement_request._replace(
-            prompt_tokens=room.placement_request.prompt_tokens + len(room.tokens),
-            output_tokens=self._placer.output_tokens(left),
+        return request._replace(
+            prompt_tokens=request.prompt_tokens + len(room.tokens),
+            output_tokens=assignment.version.placer.output_tokens(left),
         )
 
     def _expect_first(self, number: int, choice: Choice, now: float) -> None:
         """Predict when the first token comes, unless that was done at arrival."""
         if number not in self._first_expected:
-            prediction = self.admission.predict(choice, admitted=True)
+            prediction = self.assignments[number].version.admission.predict(choice, admitted=True)
             if prediction is not None:
                 self._first_expected[number] = now + prediction.ttft_s
 
@@ -266,7 +280,7 @@ class Dispatcher:
         if isinstance(message, Timeline):
             if self._traces.add_timeline(message):
                 self._metrics.kv_bytes.inc(message.kv_bytes)
-                near = self._placer.transferred(sender, message)
+                near = self._models.transferred(sender, message)
                 if near is not None:
                     self._metrics.observe_transfer(near.name.lower(), message.kv_bytes, message.kv_seconds)
                 self._metrics.observe_stages(message.stamps)

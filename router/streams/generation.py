@@ -32,10 +32,12 @@ class Submission(RequestCore, frozen=True, kw_only=True):
     """A validated request: `n` choices for each prompt. Choice k of prompt j has index j * n + k."""
 
     prompts: list[list[int]]
+    model: str = ""  # its name in the API
     n: int = 1
     stop: tuple[str, ...] = ()
     skip_special_tokens: bool = True
     session: str = ""
+    opening: str = ""  # what the requests of one conversation have in common; "": the prompt's beginning
     arrived_ns: int = 0  # Unix clock
     first_room: int = 0  # choice k has room first_room + k
     seed_given: bool = True  # by the client; else the router drew it

@@ -41,6 +41,7 @@ class RoomMove:
     epoch: RoomEpoch
     source: WorkerRecord
     give_up_at: float
+    placer: Placer  # of the room's version
 
 
 class RoomMoves:
@@ -49,16 +50,17 @@ class RoomMoves:
     def __init__(
         self,
         rooms: Mapping[int, RoomStream],
-        placer: Placer,
+        placer_of: Callable[[int], Placer],
         placement_request: Callable[[RoomStream], PlacementRequest],
         mail: RoomMail,
         options: RoomOptions,
         traces: TraceStore,
         metrics: RoomMetrics,
     ) -> None:
-        """`placement_request`: what the placer is told of a room that has output already."""
+        """`placer_of`: of a room's version. `placement_request`: what it is told of a room that has output
+        already."""
         self._rooms = rooms
-        self._placer = placer
+        self._placer_of = placer_of
         self._placement_request = placement_request
         self._mail = mail
         self._options = options
@@ -146,17 +148,17 @@ class RoomMoves:
 
     def _begin(self, number: int, source: WorkerRecord, now: float) -> bool:
         """Begin the room's next epoch on another worker. False while none has memory for it."""
-        room = self._rooms[number]
-        choice = self._placer.choose_decode(self._placement_request(room), now, frozenset((source.id,)))
+        room, placer = self._rooms[number], self._placer_of(number)
+        choice = placer.choose_decode(self._placement_request(room), now, frozenset((source.id,)))
         if choice is None:
             return False
-        placement = self._placer.place(choice, now)
-        self._placer.prefilled(placement, now)  # nothing is computed
+        placement = placer.place(choice, now)
+        placer.prefilled(placement, now)  # nothing is computed
         request = room.next_epoch()
         self._traces.placed(number, request.epoch, None, placement.decode.id)
         epoch = RoomEpoch(request, placement, self._mail, self._options, now)
         epoch.begin(request, now, source)
-        self._moves[number] = RoomMove(request, epoch, source, now + _TAKEN_S)
+        self._moves[number] = RoomMove(request, epoch, source, now + _TAKEN_S, placer)
         self._metrics.moves.inc(of="begun")
         return True
 
@@ -178,6 +180,6 @@ class RoomMoves:
 
     def _drop(self, number: int, reason: str, now: float) -> None:
         """Tell the other worker that it takes nothing over."""
-        epoch = self._moves.pop(number).epoch
-        self._placer.close(epoch.placement, now)
-        epoch.leave(reason)
+        move = self._moves.pop(number)
+        move.placer.close(move.epoch.placement, now)
+        move.epoch.leave(reason)

@@ -1,26 +1,26 @@
-"""RequestLog: what is learnt from each request: its timeline, the metrics, the mean length of answers."""
+"""RequestLog: what is learnt from a request: its timeline, the metrics, the mean length of answers."""
 
 from __future__ import annotations
 
 import time
 
 from router.metrics import RequestMetrics
-from router.placement.placer import Placer
+from router.streams.assignments import Assignment
 from router.streams.generation import Generation, Submission
 from router.trace import RequestTrace, TraceStore
 from wire.stages import RequestStage, Stamp
 
 
 class RequestLog:
-    """Follows requests from their arrival to their end. Implements GenerationObserver."""
+    """Follows one request from its arrival to its end. Implements GenerationObserver."""
 
-    def __init__(self, traces: TraceStore, metrics: RequestMetrics, placer: Placer) -> None:
+    def __init__(self, traces: TraceStore, metrics: RequestMetrics, assignment: Assignment) -> None:
         self._traces = traces
         self._metrics = metrics
-        self._placer = placer
+        self._assignment = assignment
 
     def submitted(self, submission: Submission, rooms: list[int]) -> None:
-        """A request was taken, and has these rooms."""
+        """The request was taken, and has these rooms."""
         stamps = [
             Stamp(RequestStage.TOKENIZE, submission.arrived_ns),
             Stamp(RequestStage.TOKENIZER_DISPATCH, time.time_ns()),
@@ -43,7 +43,7 @@ class RequestLog:
         else:
             for choice in generation.choices:
                 if choice.output_tokens:
-                    self._placer.answered(choice.output_tokens)
+                    self._assignment.version.placer.answered(choice.output_tokens)
         metrics.prompt_tokens.inc(generation.prompt_tokens())
         metrics.cached_tokens.inc(generation.cached_tokens())
         metrics.output_tokens.inc(generation.output_tokens())

@@ -6,10 +6,11 @@ Every event of a stream has an id `<token>:<positions>`. The token is signed onc
     first_room  8         the rooms of the request's choices have consecutive numbers from this one on
     seed        8         the router draws one if the body gives none
     length      4         max_new_tokens: depends on the workers if the body gives none
+    version     3         of the model's version (placement/version.py): the answer depends on it
     check       2         of the request's digest: tells a changed body from a foreign signature
     signature  16         HMAC-SHA256 of the above and of the digest, its first half (RFC 2104, section 5)
 
-That is 42 bytes, or 56 characters of URL-safe base64. The digest itself is not in it: the client repeats the
+That is 45 bytes, or 60 characters of URL-safe base64. The digest itself is not in it: the client repeats the
 request. Where the rooms run is not in it either: rooms move between workers, the choices of one request may
 be on several, and workers can be asked (router/streams/claims.py).
 
@@ -42,7 +43,7 @@ MOST_CHOICES = 128
 """A stream of more choices has no ids: each id names the positions of all of them."""
 
 _LABEL = b"baton-resume-1"
-_CLAIMS = struct.Struct(">IQQI2s")
+_CLAIMS = struct.Struct(">IQQI3s2s")
 _SIGNATURE = 16  # bytes
 _TOKEN_CHARACTERS = (_CLAIMS.size + _SIGNATURE) * 4 // 3
 _EVENT_ID = re.compile(rf"([A-Za-z0-9_-]{{{_TOKEN_CHARACTERS}}}):([0-9]{{1,8}}f?(?:\.[0-9]{{1,8}}f?)*)")
@@ -61,6 +62,7 @@ class Resumption(NamedTuple):
 
     submission: Submission  # with the seed and the length that the first router chose
     first_room: int  # of the stream that was interrupted
+    version: bytes  # the tag of the version on which it began
     positions: list[ChoicePosition]
 
 
@@ -74,16 +76,16 @@ class ResumeTokens:
         self._own = _derived((secrets.token_bytes(32) if given is None else given.encode(),))
         self._secret = secret if given is None else None
         self._of_secret = lru_cache(maxsize=1)(_derived)
-        self._model = options.served_model_name
         self._valid_s = options.resume_valid_s
 
-    def sign(self, submission: Submission, form: str, now: float) -> str:
-        """The token of a stream. `form` names the kind of its events, `now` is Unix time."""
+    def sign(self, submission: Submission, form: str, version: bytes, now: float) -> str:
+        """The token of a stream. `form` names the kind of its events, `version` is the tag of its version,
+        `now` is Unix time."""
         digest = self._digest(submission, form)
         sampling = submission.sampling
         expires_at = int(now + self._valid_s)
         signed = _CLAIMS.pack(
-            expires_at, submission.first_room, sampling.seed, sampling.max_new_tokens, digest[:2]
+            expires_at, submission.first_room, sampling.seed, sampling.max_new_tokens, version, digest[:2]
         )
         return base64.urlsafe_b64encode(signed + _signature(self._keys()[0], signed, digest)).decode()
 
@@ -98,7 +100,7 @@ class ResumeTokens:
             raise InvalidRequest("this is not an event id of a stream of this API", HEADER)
         token = base64.urlsafe_b64decode(parts[1])
         signed, signature = token[: _CLAIMS.size], token[_CLAIMS.size :]
-        expires_at, first_room, seed, length, check = _CLAIMS.unpack(signed)
+        expires_at, first_room, seed, length, version, check = _CLAIMS.unpack(signed)
         resumed = _as_first_submitted(submission, seed, length)
         digest = self._digest(resumed, form)
         if not hmac.compare_digest(check, digest[:2]):
@@ -118,7 +120,7 @@ class ResumeTokens:
         positions = [ChoicePosition(int(part.rstrip("f")), part[-1] == "f") for part in parts[2].split(".")]
         if len(positions) != submission.choice_count:
             raise InvalidRequest(f"this id does not name {submission.choice_count} positions", HEADER)
-        return Resumption(resumed, first_room, positions)
+        return Resumption(resumed, first_room, version, positions)
 
     def _keys(self) -> tuple[bytes, ...]:
         """The first one signs. The cluster's secret may have been replaced since the last call."""
@@ -128,7 +130,7 @@ class ResumeTokens:
         """Of everything that decides what the stream says, and who asks."""
         s = submission
         decides = (
-            form, self._model, s.prompts, s.n, s.sampling, s.stop, s.skip_special_tokens, s.extra_key,
+            form, s.model, s.prompts, s.n, s.sampling, s.stop, s.skip_special_tokens, s.extra_key,
             s.cache_salt, s.tenant,
         )  # fmt: skip
         return hashlib.sha256(msgspec.msgpack.encode(decides)).digest()

@@ -13,28 +13,34 @@ from wire.page_hash import namespace_seed, owned_digests, page_digests
 from wire.request import GenerateRequest
 
 
-class RoomRequests:
-    """Numbers rooms and hashes prompts."""
+class RoomNumbers:
+    """Numbers the rooms of a router."""
 
-    def __init__(self, model: str, placer: Placer) -> None:
-        self._model = model
-        self._placer = placer
+    def __init__(self) -> None:
         self._next_room = (secrets.randbits(31) << 32) + 1  # workers have rooms of several routers
-        self._seed = namespace_seed(model)  # of most requests
 
-    def number(self, count: int) -> int:
+    def take(self, count: int) -> int:
         """The first of `count` consecutive room numbers that no other request has."""
         first = self._next_room
         self._next_room += count
         return first
 
-    def make(self, submission: Submission) -> list[tuple[GenerateRequest, PlacementRequest]]:
-        """What workers and the policy are told of each choice, in the order of choices."""
-        s, page_tokens = submission, self._placer.page_tokens
+
+class RoomRequests:
+    """Hashes the prompts of one model."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._seed = namespace_seed(model)  # of most requests
+
+    def make(self, submission: Submission, placer: Placer) -> list[tuple[GenerateRequest, PlacementRequest]]:
+        """What workers and the policy are told of each choice, in the order of choices. `placer` is that of
+        the request's version."""
+        s, page_tokens = submission, placer.page_tokens
         seed = self._seed
         if s.extra_key or s.cache_salt:
             seed = namespace_seed(self._model, s.extra_key, s.cache_salt)
-        output_tokens = self._placer.output_tokens(s.sampling.max_new_tokens)
+        output_tokens = placer.output_tokens(s.sampling.max_new_tokens)
         requests: list[tuple[GenerateRequest, PlacementRequest]] = []
         for prompt in s.prompts:
             packed = pack_tokens(prompt)

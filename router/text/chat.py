@@ -35,6 +35,16 @@ class Chat:
         if template_kwargs:
             self._read("chat_template_kwargs", template_kwargs)
 
+    @property
+    def opening(self) -> str:
+        """The texts through a user's first message, which the requests of one conversation have in common."""
+        texts = []
+        for message in self.messages:
+            texts.append(str(message.get("content")))
+            if message["role"] == "user":
+                break
+        return "\0".join(texts)
+
     def _read(self, param: str, value: Any) -> None:
         size = _collect(value, self.strings, DEEPEST, param)
         if size > MOST_TEXT:

@@ -19,42 +19,46 @@ from router.streams.generation import Submission
 async def chat_completions(router: Router, request: HttpRequest) -> None:
     """POST /v1/chat/completions."""
     body = parse(ChatBody, await request.json())
-    router.check_model(body.model)
-    prompt = await encode_chat(router, body.make_chat(body.messages, body.tool_choice != "none"))
-    length = router.room_for(prompt, body.wanted, "messages")
+    model = router.model(body.model)
+    chat = body.make_chat(body.messages, body.tool_choice != "none")
+    prompt = await encode_chat(model, chat)
+    length = model.room_for(prompt, body.wanted, "messages")
     top = (body.top_logprobs or 0) if body.logprobs else None
-    sampling = body.sampling(length, top, router.tokenization.vocab_size)
-    style = ChatStyle(router.tokenization.detokenizers, body.logprobs)
+    sampling = body.sampling(length, top, model.tokenization.vocab_size)
+    style = ChatStyle(model.tokenization.detokenizers, body.logprobs)
     submission = make_submission(
-        router, request, body, body, [prompt], sampling, body.prompt_cache_key, body.wanted is not None
-    )
+        router, model, request, body, body, [prompt], sampling, body.prompt_cache_key,
+        body.wanted is not None, chat.opening,
+    )  # fmt: skip
     await _answer(router, request, body, submission, style)
 
 
 async def completions(router: Router, request: HttpRequest) -> None:
     """POST /v1/completions."""
     body = parse(CompletionBody, await request.json())
-    router.check_model(body.model)
-    prompts = await encode_prompts(router, body.prompt, "prompt", body.n, body.add_special_tokens)
+    model = router.model(body.model)
+    prompts = await encode_prompts(model, body.prompt, "prompt", body.n, body.add_special_tokens)
     for prompt in prompts:
-        router.room_for(prompt, body.max_tokens, "prompt")
-    sampling = body.sampling(body.max_tokens, body.logprobs, router.tokenization.vocab_size)
-    style = CompletionStyle(router.tokenization.detokenizers, body.logprobs is not None)
-    submission = make_submission(router, request, body, body, prompts, sampling, body.prompt_cache_key)
+        model.room_for(prompt, body.max_tokens, "prompt")
+    sampling = body.sampling(body.max_tokens, body.logprobs, model.tokenization.vocab_size)
+    style = CompletionStyle(model.tokenization.detokenizers, body.logprobs is not None)
+    submission = make_submission(router, model, request, body, body, prompts, sampling, body.prompt_cache_key)
     await _answer(router, request, body, submission, style)
 
 
 async def models(router: Router, request: HttpRequest) -> None:
     """GET /v1/models."""
-    name = router.options.served_model_name
-    entry: dict[str, Any] = {
-        "id": name,
-        "object": "model",
-        "created": router.started_at,
-        "owned_by": "baton",
-        "max_model_len": router.membership.context_limit,
-    }
-    await request.respond_json({"object": "list", "data": [entry]})
+    entries: list[dict[str, Any]] = [
+        {
+            "id": model.name,
+            "object": "model",
+            "created": router.started_at,
+            "owned_by": "baton",
+            "max_model_len": model.versions.context_limit,
+        }
+        for model in router.models.values()
+    ]
+    await request.respond_json({"object": "list", "data": entries})
 
 
 async def _answer(
@@ -69,8 +73,8 @@ async def _answer(
         return
 
     def writer(submission: Submission, ids: EventIds) -> SseWriter:
-        model, created = router.options.served_model_name, int(time.time())
-        return SseWriter(style, submission.request_id, created, model, body.include_usage, ids)
+        created = int(time.time())
+        return SseWriter(style, submission.request_id, created, submission.model, body.include_usage, ids)
 
     form = f"{style.chunk_name}+usage" if body.include_usage else style.chunk_name
     await stream(router, request, submission, form, writer)
@@ -78,7 +82,7 @@ async def _answer(
 
 async def _whole(router: Router, request: HttpRequest, submission: Submission, style: Style) -> None:
     collection = Collection(submission.choice_count)
-    with generating(router, request, submission, collection) as generation:
+    with generating(router, request, submission, router.assign(submission), collection) as generation:
         while await generation.more():
             pass
         if generation.abandoned:
@@ -88,7 +92,7 @@ async def _whole(router: Router, request: HttpRequest, submission: Submission, s
                 "id": style.id_prefix + request.request_id,
                 "object": style.object_name,
                 "created": int(time.time()),
-                "model": router.options.served_model_name,
+                "model": submission.model,
                 "choices": [style.choice(index, one) for index, one in enumerate(collection.choices)],
                 "usage": usage(generation),
             }

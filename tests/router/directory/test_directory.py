@@ -110,7 +110,6 @@ def test_only_its_own_incarnation_withdraws_a_worker() -> None:
         ("kv_cache_dtype", {"groups": (group_layout(dtype="fp8_e4m3:scale=1"),)}),
         ("tile_order", {"groups": (group_layout(tile_order="dot_pairs"),)}),
         ("model", {"groups": (group_layout(kind="window"),)}),
-        ("model", {"fingerprint": "other"}),
         ("model", {"groups": ()}),
     ],
 )
@@ -123,8 +122,17 @@ def test_a_worker_that_cannot_exchange_pages_is_refused(key: str, changes: dict[
     assert "'p0'" in refused.problem
     assert key in refused.remedy
     assert [r.id for r in directory.records()] == ["p0"]
-    other_model = directory.announce(Announce(record("d0", model="n", **changes)), 0.1)
-    assert isinstance(other_model, Announced)
+    for another in ({"model": "n"}, {"version": "canary"}, {"fingerprint": "other"}):
+        answer = directory.announce(Announce(record("d0", **{**changes, **another})), 0.1)
+        assert isinstance(answer, Announced), "they exchange no pages with p0"
+
+
+def test_two_versions_of_a_model_live_side_by_side() -> None:
+    directory = Directory(3.0)
+    for worker, fingerprint in (("p0", "old"), ("d0", "old"), ("p1", "new"), ("d1", "new")):
+        announced = directory.announce(Announce(record(worker, fingerprint=fingerprint)), 0.0)
+        assert isinstance(announced, Announced)
+    assert [one.fingerprint for one in directory.records()] == ["old", "old", "new", "new"]
 
 
 def test_a_refused_worker_may_join_when_the_other_is_gone() -> None:

@@ -27,8 +27,7 @@ class Asking:
         self.foreign: set[int] = set()
         mail = SimpleNamespace(say=self._say)
         dispatcher: Any = SimpleNamespace(rooms=self.rooms, foreign=self.foreign, mail=mail)
-        placer: Any = None
-        self.claims = Claims(dispatcher, placer, self._send)
+        self.claims = Claims(dispatcher, self._send)
 
     def _send(self, to: str, message: AnyMessage) -> None:
         assert isinstance(message, Claim)

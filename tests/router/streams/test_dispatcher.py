@@ -14,9 +14,13 @@ from common.errors import BatonError, Overloaded
 from router.index.global_index import GlobalIndex, as_hashes
 from router.metrics import RoomMetrics
 from router.options import RouterOptions
+from router.placement.admission import Admission
+from router.placement.broken_pairs import BrokenPairs
+from router.placement.models import Models
 from router.placement.placer import Placer
 from router.placement.policies import make_policy
 from router.placement.policy import Choice, PlacementRequest
+from router.streams.assignments import Assignment
 from router.streams.dispatcher import Dispatcher, OpenRooms
 from router.streams.stream import RoomStream
 from router.trace import TraceStore
@@ -57,20 +61,31 @@ class Desk:
     def __init__(self, *workers: WorkerRecord, options: RouterOptions = OPTIONS) -> None:
         self.options = options
         self.sent: list[tuple[str, AnyMessage]] = []
-        self.placer = Placer(GlobalIndex(), make_policy("kv", OPTIONS.weights, 0), 10.0)
-        self.placer.update(list(workers), time.monotonic())
+        index = GlobalIndex()
+
+        def make_version(broken_pairs: BrokenPairs) -> tuple[Placer, Admission]:
+            policy = make_policy("kv", OPTIONS.weights, 0)
+            placer = Placer(index, policy, 10.0, broken_pairs=broken_pairs)
+            return placer, Admission(options, placer)
+
+        self.models = Models({"m": {}}, make_version)
+        self.versions = self.models.by_name["m"]
+        self.models.update(list(workers), time.monotonic())
+        self.placer = self.versions.all[0].placer
         self.metrics = metrics = RoomMetrics(CollectorRegistry())
         self.dispatcher = Dispatcher(
-            options, self.placer, TraceStore(), metrics, lambda to, message: self.sent.append((to, message))
+            options, self.models, TraceStore(), metrics, lambda to, message: self.sent.append((to, message))
         )
 
-    def open(self, number: int, sink: Sink | None = None) -> Sink:
+    def open(self, number: int, sink: Sink | None = None, assignment: Assignment | None = None) -> Sink:
         sink = sink or Sink()
         request = GenerateRequest(
             request_id="r", room=number, epoch=0, prompt=b"\0\0\0\0" * 64, sampling=SamplingParams()
         )
         to_place = PlacementRequest(64, as_hashes([]), 4.0)
         room = RoomStream(request, to_place, self.dispatcher, self.dispatcher.mail, sink, self.options)
+        version = self.versions.choose(number.to_bytes(4, "big"))
+        self.dispatcher.assignments.add([number], assignment or Assignment(self.versions, version))
         self.dispatcher.open([room], None, time.monotonic())
         return sink
 
@@ -95,7 +110,7 @@ def test_one_suspicion_restarts_every_room_of_the_worker_at_once_and_no_other() 
         assert on_d
         assert on_d < set(sinks)
         desk.placer.suspect(frozenset({D.id}))
-        desk.dispatcher.suspected(D, "does not answer", time.monotonic())
+        desk.dispatcher.gone(D, "does not answer", time.monotonic())
         assert desk.on(E, Decode, 1) == on_d
         assert desk.on(D, Decode, 1) == set()
         aborted = {message.room for to, message in desk.sent if isinstance(message, Abort)}
@@ -135,7 +150,7 @@ def test_a_suspected_prefill_worker_matters_only_until_decode_speaks() -> None:
             desk.open(number)
         desk.tokens(D, 1, 7)
         desk.placer.suspect(frozenset({P.id}))
-        desk.dispatcher.suspected(P, "does not answer", time.monotonic())
+        desk.dispatcher.gone(P, "does not answer", time.monotonic())
         assert desk.on(D, Decode, 1) == {2}
         assert desk.on(P, Prefill, 1) == set(), "D alone, while P is suspected"
 
@@ -164,7 +179,7 @@ def test_a_worker_that_was_cut_off_is_told_again_that_an_epoch_or_a_room_is_over
         now = time.monotonic()
         desk.tokens(first, 1, 5)
         desk.placer.suspect(frozenset({first.id}))
-        desk.dispatcher.suspected(first, "does not answer heartbeats", now)
+        desk.dispatcher.gone(first, "does not answer heartbeats", now)
         desk.dispatcher.tick(now + 60.0)  # the abort is given up
         for _ in range(3):
             desk.sent.clear()
@@ -244,7 +259,7 @@ def test_rooms_without_a_worker_look_for_one_only_when_the_workers_have_changed(
         desk.dispatcher.admit(now)
         assert desk.on(D, Decode, 0) == set(range(5))
         desk.placer.suspect(frozenset({D.id}))
-        desk.dispatcher.suspected(D, "does not answer", now)
+        desk.dispatcher.gone(D, "does not answer", now)
         assert desk.on(D, Decode, 1) == set()
         desk.placer.suspect(frozenset())
         desk.dispatcher.admit(now)
@@ -271,7 +286,7 @@ def test_a_pair_that_one_room_found_broken_is_avoided_by_all() -> None:
         assert desk.on(P, Prefill, 0) == {1, 4}, "P does well with others"
         (pair,) = desk.placer.broken_pairs.history
         assert (pair.prefill, pair.decode, pair.cleared_at_unix) == (P.id, D.id, None)
-        desk.dispatcher.suspected(D, "does not answer", now)
+        desk.dispatcher.gone(D, "does not answer", now)
         assert pair.cleared_at_unix is not None, "it was D"
 
     asyncio.run(run())

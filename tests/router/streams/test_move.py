@@ -83,7 +83,7 @@ def test_a_room_whose_worker_says_that_it_moved_needs_that_worker_no_longer() ->
     desk = MovingDesk()
     desk.leave(E)
     desk.reject(D, 1, 0, RejectKind.MOVED)
-    desk.dispatcher.lost(D, desk.now)
+    desk.dispatcher.gone(D, "was lost", desk.now)
     assert desk.on(E, Decode, 2) == set(), "it is not restarted"
     desk.run(E, 1, 1, 2, 7)
     assert desk.sinks[1].tokens == [5, 6, 7]
@@ -112,7 +112,7 @@ def test_a_move_to_a_worker_that_is_gone_or_silent_is_given_up() -> None:
     desk = MovingDesk()
     desk.leave(E)
     desk.placer.suspect(frozenset({E.id}))
-    desk.dispatcher.suspected(E, "is silent", desk.now)
+    desk.dispatcher.gone(E, "is silent", desk.now)
     assert desk.told(D, KVFailed) == [(1, 1)]
     desk.later(1.0)
     assert len(desk.moved_to(E)) == 1, "it is suspected"

@@ -11,7 +11,7 @@ from router.options import PolicyWeights
 from router.placement.placer import Placer
 from router.placement.policies import make_policy
 from router.streams.generation import Submission
-from router.streams.room_requests import RoomRequests
+from router.streams.room_requests import RoomNumbers, RoomRequests
 from tests.router.directory.test_directory import record
 from wire.page_hash import event_hashes, owned_digests, page_digests
 from wire.request import SamplingParams
@@ -35,9 +35,10 @@ def test_a_prompts_pages_have_the_workers_names(space: dict[str, str], tenant: s
     placer.update([record("p", model=MODEL)], 0.0)
     prompts = [list(range(3 * PAGE + 1)), [7] * PAGE]
     submission = Submission(
-        request_id="r", prompts=prompts, n=2, sampling=SamplingParams(), tenant=tenant, priority=3, **space
-    )
-    made = RoomRequests(MODEL, placer).make(submission)
+        request_id="r", prompts=prompts, n=2, sampling=SamplingParams(), tenant=tenant, priority=3,
+        first_room=RoomNumbers().take(4), **space,
+    )  # fmt: skip
+    made = RoomRequests(MODEL).make(submission, placer)
     assert [request.choice for request, _ in made] == [0, 1, 0, 1]
     assert len({request.room for request, _ in made}) == 4
     for (request, to_place), prompt in zip(made, [prompts[0]] * 2 + [prompts[1]] * 2, strict=True):
