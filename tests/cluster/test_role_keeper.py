@@ -212,3 +212,16 @@ def test_a_worker_is_asked_until_it_drains_and_given_up_in_the_end() -> None:
     assert fleet.keeper.wanted()
     assert fleet.keeper.tick(records, fleet.now + PLAN.drain_s + 61.0) == []
     assert not fleet.keeper.wanted()
+
+
+def test_a_worker_that_drains_already_goes_and_comes_back() -> None:
+    fleet = FakeFleet()
+    fleet.run(1.0)
+    one = next(worker for worker in fleet.workers if worker.role is Role.DECODE)
+    assert fleet.keeper.set_roles({one.name: Role.PREFILL}, fleet.now) == ""
+    fleet.run(1.0)
+    assert one.record().draining
+    assert fleet.keeper.set_roles({one.name: Role.DECODE}, fleet.now) == ""
+    fleet.run(20.0)
+    assert [role for _, name, role in fleet.changes if name == one.name] == [Role.PREFILL, Role.DECODE]
+    assert fleet.keeper.wanted() == {}

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -186,6 +187,24 @@ def test_a_worker_whose_pages_a_peer_may_still_write_is_unhealthy(cluster: Clust
     with pytest.raises(WorkerLost, match="not empty"):
         worker.healthy()
     assert worker.record().role is Role.DECODE
+
+
+def test_a_worker_whose_loop_dies_while_it_drains_is_unhealthy(cluster: Cluster) -> None:
+    dying = Event()
+
+    class DyingRole(DecodeRole):
+        def poll(self, now: float) -> None:
+            assert not dying.is_set(), "out of balance"
+            super().poll(now)
+
+    worker = cluster.worker({Role.DECODE: DyingRole, Role.PREFILL: PrefillRole})
+    cluster.begin_long_room(worker)
+    assert cluster.ask(worker.record().mailbox, Role.PREFILL) == ""
+    dying.set()
+    wait_until(lambda: worker._failure is not None, 10.0)
+    assert worker.record().role is Role.DECODE
+    with pytest.raises(WorkerLost, match="out of balance"):
+        worker.healthy()
 
 
 def test_a_worker_with_one_role_refuses_another(cluster: Cluster) -> None:
