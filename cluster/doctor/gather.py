@@ -43,6 +43,7 @@ _SOURCES = (
     "cluster", "common", "decode_node", "engine", "kvcache", "kvtransfer", "prefill_node", "router",
     "scaling", "scheduler", "wire", "worker",
 )  # fmt: skip
+_ROOT = Path(common.__file__).parent.parent
 _NVIDIA_SMI_S = 20.0
 
 
@@ -106,7 +107,8 @@ def _noted(subject: str, unusable: dict[str, Problem]) -> Iterator[None]:
 
 
 def _versions() -> dict[str, str]:
-    found = {"Python": platform.python_version(), "Baton": f"{_installed('baton-serve')} {_digest()}".strip()}
+    baton = f"{_installed('baton-serve')} {source_digest()}".strip()
+    found = {"Python": platform.python_version(), "Baton": baton}
     for name, distributions in _PACKAGES.items():
         found[name] = next(filter(None, map(_installed, distributions)), "")
     return found
@@ -119,9 +121,8 @@ def _installed(distribution: str) -> str:
         return ""
 
 
-def _digest() -> str:
-    """Of the sources: two checkouts of one version may differ, and their messages, too."""
-    root = Path(common.__file__).parent.parent
+def source_digest(root: Path = _ROOT) -> str:
+    """Of the sources in `root`: two checkouts of one version may differ, and their messages, too."""
     digest = hashlib.sha256()
     for path in sorted(path for name in _SOURCES for path in (root / name).rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())

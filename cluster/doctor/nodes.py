@@ -164,7 +164,11 @@ def _clock(probes: Probes, name: str) -> tuple[float, float]:
 
 def _preflight(probes: Probes, facts: Mapping[str, NodeFacts], raw: dict[str, Any] | None) -> list[Reach]:
     """Connections from each node to all others; to itself if there is no other."""
-    usable = {name: (raw, one.address) for name, one in facts.items() if one.address}
+    usable = {
+        name: (raw, one.address)
+        for name, one in facts.items()
+        if one.address and "config" not in one.unusable
+    }
     targets: dict[str, list[Target]] = probes.ask("listen", usable, _ANSWER_S)
     alone = len(targets) == 1
     others = {

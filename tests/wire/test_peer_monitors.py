@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import pytest
 import zmq
 
 from tests.support.members import SECRET, curve_of
+from tests.support.other_host import other_host, why_no_other_host
 from wire.addresses import parse_address
 from wire.loop_mailbox import LoopMailbox
 from wire.mailbox import Mailbox
@@ -237,35 +237,12 @@ def test_on_a_loop_peers_are_reported_too(secret: str) -> None:
         asyncio.run(run(there))
 
 
-@pytest.fixture
-def other_host() -> Iterator[tuple[str, str, str]]:
-    """A network namespace joined to this one by a cable: its name, its address and the cable's end there."""
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and iproute2")
-    name, here, there = f"bt{os.getpid()}", f"bta{os.getpid()}", f"btb{os.getpid()}"
-    net = f"10.{os.getpid() % 250}.{os.getpid() // 250 % 250}"
-
-    def ip(*arguments: str) -> None:
-        subprocess.run(["ip", *arguments], check=True)
-
-    ip("netns", "add", name)
-    try:
-        ip("link", "add", here, "type", "veth", "peer", "name", there, "netns", name)
-        ip("addr", "add", f"{net}.1/24", "dev", here)
-        ip("link", "set", here, "up")
-        ip("-n", name, "addr", "add", f"{net}.2/24", "dev", there)
-        ip("-n", name, "link", "set", there, "up")
-        yield name, f"{net}.2", there
-    finally:
-        ip("netns", "del", name)
-
-
-def test_a_peer_behind_a_cut_cable_is_down_and_up_again(other_host: tuple[str, str, str]) -> None:
-    name, address, cable = other_host
-    with Mailbox() as mailbox, peer("", address, ("ip", "netns", "exec", name)) as there:
+@pytest.mark.skipif(why_no_other_host() != "", reason=why_no_other_host())
+def test_a_peer_behind_a_cut_cable_is_down_and_up_again() -> None:
+    with other_host() as host, Mailbox() as mailbox, peer("", host.address, host.command) as there:
         mailbox.watch(frozenset({there.address}))
         until(mailbox, there.address, UP)
-        subprocess.run(["ip", "-n", name, "link", "set", cable, "down"], check=True)
+        host.set_cable("down")
         assert until(mailbox, there.address, DOWN) < DETECTED_S
-        subprocess.run(["ip", "-n", name, "link", "set", cable, "up"], check=True)
+        host.set_cable("up")
         until(mailbox, there.address, UP)
