@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ class AdminPages:
             "/admin/routers": self._routers,
             "/debug/workers": self._workers,
             "/debug/models": self._models,
+            "/admin/weights": self._weights,
             "/debug/suspicions": self._suspicions,
             "/debug/rooms": self._rooms,
             "/debug/route": self._route,
@@ -103,6 +105,15 @@ class AdminPages:
     async def _models(self, _: _Query) -> Page:
         """The models and their versions, each with its share of new streams and its workers by role."""
         return json_page({"models": [model_report(one) for one in self.models.by_name.values()]})
+
+    async def _weights(self, query: _Query) -> Page:
+        """?model=NAME&VERSION=WEIGHT...: divide the model's new streams by these weights of version names.
+
+        They replace those from before, until this router starts again. Without weights: by capacity.
+        """
+        model = self.model(query.get("model"))
+        model.versions.weigh({name: _weight(name, given) for name, given in query.items() if name != "model"})
+        return json_page(model_report(model.versions))
 
     async def _suspicions(self, _: _Query) -> Page:
         """The last few hundred workers that each process did not believe to be alive.
@@ -191,6 +202,18 @@ class AdminPages:
         except TimeoutError:
             raise Unavailable(f"worker {worker!r} did not report in time") from None
         return Page(200, "text/plain; charset=utf-8" if what == "tree" else JSON, report)
+
+
+def _weight(version: str, given: str) -> float:
+    try:
+        weight = float(given)
+    except ValueError:
+        weight = math.nan
+    if not 0 <= weight < math.inf:
+        raise InvalidRequest(
+            f"the weight of version {version!r} is {given!r}, not a number from 0 on", version
+        )
+    return weight
 
 
 def _winner(candidates: RoleCandidates, row: int | None) -> dict[str, object] | None:

@@ -7,6 +7,8 @@ from typing import Any
 import msgspec
 
 JSON = "application/json"
+CHANGES = frozenset({"/admin/weights"})
+"""Paths that change something. They take POST only, and each process of a router must do it."""
 
 
 class Page(msgspec.Struct, frozen=True):

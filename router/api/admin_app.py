@@ -9,7 +9,7 @@ from common.errors import BatonError, Unauthorized
 from router.api.asgi import App, Receive, Scope, Send
 from router.http_errors import error_body, to_http
 from router.keys import Keys
-from router.page import Page, json_page
+from router.page import CHANGES, Page, json_page
 
 
 def build_admin_app(open_page: Callable[[str], Awaitable[Page]], keys: Keys) -> App:
@@ -19,7 +19,7 @@ def build_admin_app(open_page: Callable[[str], Awaitable[Page]], keys: Keys) -> 
         assert scope["type"] == "http", "the listener serves nothing else"
         headers = {bytes(name): bytes(value).decode("latin-1") for name, value in scope["headers"]}
         try:
-            _check(headers, keys)
+            _check(headers, keys, scope["method"])
             page = await _page(scope, open_page)
             extra = []
         except BatonError as error:
@@ -35,13 +35,17 @@ def build_admin_app(open_page: Callable[[str], Awaitable[Page]], keys: Keys) -> 
 
 async def _page(scope: Scope, open_page: Callable[[str], Awaitable[Page]]) -> Page:
     path = scope["path"]
-    if scope["method"] != "GET":
-        return json_page(error_body(f"{path} takes GET only", "invalid_request_error"), 405)
+    method = "POST" if path in CHANGES else "GET"
+    if scope["method"] != method:
+        return json_page(error_body(f"{path} takes {method} only", "invalid_request_error"), 405)
     return await open_page(f"{path}?{scope['query_string'].decode('latin-1')}")
 
 
-def _check(headers: dict[bytes, str], keys: Keys) -> None:
+def _check(headers: dict[bytes, str], keys: Keys, method: str) -> None:
     """Raises Unauthorized."""
+    if method != "GET" and b"origin" in headers:
+        # A page of another site can make a browser on this machine POST here. Then the browser says so.
+        raise Unauthorized("changes are not taken from pages in browsers")
     if keys.required:
         if keys.find(headers.get(b"authorization")) is None:
             raise Unauthorized("this listener wants its key: Authorization: Bearer KEY")

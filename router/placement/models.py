@@ -57,6 +57,11 @@ class ModelVersions:
             return self.all[0]
         return chosen(self.shares(), key) or self.all[0]
 
+    def weigh(self, weights: Mapping[str, float]) -> None:
+        """Divide new streams by these weights of version names from now on."""
+        self._weights = dict(weights)
+        self._shares = (-1, [])
+
     def another_serves(self, instead_of: ModelVersion) -> bool:
         """Whether a version but this one serves."""
         return any(one.serving for one in self.all if one is not instead_of)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from router.streams.resume import HEADER
@@ -149,6 +150,39 @@ def test_a_canary_gets_its_share_by_conversation(router: RouterProcess, workers:
     labels = '{fingerprint="new",model="tiny",version="canary"}'
     assert f"baton_router_version_share{labels} 0.2" in metrics
     assert f"baton_router_version_streams_total{labels} {2.0 * got['new']}" in metrics
+
+
+@pytest.mark.parametrize("router", [{"processes": 2}, {}], indirect=True, ids=["two processes", "one"])
+def test_weights_change_in_every_process_while_it_runs(router: RouterProcess, workers: Started) -> None:
+    def said() -> set[tuple[int, ...]]:
+        """What different conversations are answered, on connections to different processes."""
+        found = set()
+        for number in range(12):
+            with httpx.Client(base_url=router.url) as client:
+                body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 12, "ignore_eos": True}}
+                answer = client.post("/generate", json=body, headers={"X-Baton-Session": str(number)})
+                found.add(tuple(answer.json()["output_ids"]))
+        return found
+
+    version(router, workers, "stable", new=False)
+    version(router, workers, "canary", new=True)
+    for weights, wanted in (("stable=1", OLD), ("stable=0&canary=0.5", NEW), ("model=tiny&stable=2", OLD)):
+        changed = router.admin.post(f"/admin/weights?{weights}")
+        assert changed.status_code == 200, changed.text
+        assert said() == {tuple(wanted)}
+    assert router.admin.post("/admin/weights").status_code == 200
+    assert said() == {tuple(OLD), tuple(NEW)}, "without weights they share by capacity"
+
+
+def test_what_is_no_change_of_weights_changes_nothing(router: RouterProcess, workers: Started) -> None:
+    version(router, workers, "stable", new=False)
+    assert router.admin.get("/admin/weights?stable=0").status_code == 405
+    for wrong, status in (("stable=-1", 400), ("stable=nan", 400), ("stable=x", 400), ("model=other", 404)):
+        assert router.admin.post(f"/admin/weights?{wrong}").status_code == status
+    from_a_page = router.admin.post("/admin/weights?stable=0", headers={"Origin": "http://example.org"})
+    assert from_a_page.status_code == 401
+    (model,) = router.admin.get("/debug/models").json()["models"]
+    assert [one["share"] for one in model["versions"]] == [1.0]
 
 
 def test_a_stream_stays_with_its_version_while_the_fleet_changes(
