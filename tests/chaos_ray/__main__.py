@@ -129,7 +129,7 @@ def _under_load(scene: Scene, url: str) -> dict[str, Any]:
         "router killed": lambda: scene.kill_process("ServeReplica:baton:router"),
     }
     faults = []
-    with Streams(url, _CLIENTS) as streams:
+    with Streams([url], _CLIENTS) as streams:
         for name, fault in {**worker_faults, **router_faults}.items():
             streams.wait_for_more(_CLIENTS, _RECOVER_S)
             streams.routers_fail = name == "router killed"

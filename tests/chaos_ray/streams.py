@@ -1,4 +1,4 @@
-"""Streams: clients that stream without pause, and resume where a router was at fault."""
+"""Streams: clients that stream without pause, and resume at any ingress where a router was at fault."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import json
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import httpx
 
@@ -18,8 +18,22 @@ from tests.support.sse import DONE, sse_events
 
 _TOKENS = 120
 _GIVE_UP_S = 90.0  # after which a stream that does not go on is incomplete
+_CONNECT_S = 5.0  # after which a host does not answer
 _PAUSE_S = 0.3
 _RETRIED = (404, 429, 500, 502, 503, 504)  # what Serve's proxy and a router answer while a router is missing
+
+
+class Question(NamedTuple):
+    """A prompt and the tokens that follow it."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
+def fake_question(rng: random.Random) -> Question:
+    """A question to the fake engine."""
+    prompt = [rng.randrange(256) for _ in range(rng.randrange(20, 120))]
+    return Question(prompt, fake_generate(prompt, _TOKENS))
 
 
 @dataclass
@@ -34,13 +48,21 @@ class Counts:
 class Streams:
     """`clients` threads, each with one stream after the other. Use it as a context manager."""
 
-    def __init__(self, url: str, clients: int) -> None:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        clients: int,
+        draw: Callable[[random.Random], Question] = fake_question,
+        give_up_s: float = _GIVE_UP_S,
+    ) -> None:
+        """Each client begins at one of the ingresses, and goes on at the next when a stream breaks off."""
         self.counts = Counts()
         self.problems: list[str] = []
         self.routers_fail = False  # a stream may break off now
         self._clients = clients
         limits = httpx.Limits(max_connections=2 * clients)
-        self._http = httpx.Client(base_url=url, timeout=_GIVE_UP_S, limits=limits)
+        self._http = httpx.Client(timeout=httpx.Timeout(give_up_s, connect=_CONNECT_S), limits=limits)
+        self._urls, self._draw, self._give_up_s = urls, draw, give_up_s
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(clients)
@@ -68,8 +90,7 @@ class Streams:
     def _client(self, number: int) -> None:
         rng = random.Random(number)
         while not self._stop.is_set():
-            prompt = [rng.randrange(256) for _ in range(rng.randrange(20, 120))]
-            breaks, problem = self._whole(prompt)
+            breaks, problem = self._whole(self._draw(rng), number)
             with self._lock:
                 self.counts.streams += 1
                 self.counts.resumed += bool(breaks) and not problem
@@ -77,27 +98,27 @@ class Streams:
                     self.counts.incomplete += 1
                     self.problems.append(problem)
 
-    def _whole(self, prompt: list[int]) -> tuple[int, str]:
+    def _whole(self, question: Question, ingress: int) -> tuple[int, str]:
         """One stream to its end. Returns how often it broke off, and what is wrong with it."""
-        sampling = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": _TOKENS}
-        body = {"input_ids": prompt, "sampling_params": sampling, "stream": True}
+        sampling = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": len(question.answer)}
+        body = {"input_ids": question.prompt, "sampling_params": sampling, "stream": True}
         progress = _Progress()
-        deadline, breaks = time.monotonic() + _GIVE_UP_S, 0
-        while not self._part(body, progress):
+        deadline, breaks = time.monotonic() + self._give_up_s, 0
+        while not self._part(self._urls[(ingress + breaks) % len(self._urls)], body, progress):
             breaks += 1
             if progress.is_refused or not self.routers_fail:
                 return breaks, f"broke off for good: {progress.why}"
             if time.monotonic() > deadline:
                 return breaks, f"does not go on: {progress.why}"
             time.sleep(_PAUSE_S)
-        right = progress.output == fake_generate(prompt, _TOKENS)
+        right = progress.output == question.answer
         return breaks, "" if right else f"wrong tokens after {breaks} breaks: {progress.output}"
 
-    def _part(self, body: dict[str, object], progress: _Progress) -> bool:
-        """Stream until [DONE], or until it breaks off: False."""
+    def _part(self, url: str, body: dict[str, object], progress: _Progress) -> bool:
+        """Stream from there until [DONE], or until it breaks off: False."""
         headers = {"Last-Event-ID": progress.last_id} if progress.last_id else {}
         try:
-            with self._http.stream("POST", "/generate", json=body, headers=headers) as answer:
+            with self._http.stream("POST", f"{url}/generate", json=body, headers=headers) as answer:
                 if answer.status_code != 200:
                     progress.why = f"{answer.status_code}: {answer.read().decode()[:200]}"
                     progress.is_refused = answer.status_code not in _RETRIED

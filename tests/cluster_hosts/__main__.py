@@ -1,12 +1,17 @@
 """`ray up` of deploy/cluster.yaml on hosts made of namespaces, requests, and an end of it all.
 
-python -m tests.cluster_hosts [--disks FOLDER]
+python -m tests.cluster_hosts [--disks FOLDER] [--only serve|load]
 
 The commands are those of README's cluster section; only addresses and users are replaced in them and in
-deploy/cluster.yaml. Every answer must be what `transformers.generate` says. After `ray down` a host may have
-no process, listener or file of shared memory left. The last line is
-`cluster ok: hosts=... up=...s served=... lost=... left=...`. Needs root and the packages openssh-server,
-rsync and redis-server; without root it is skipped, with the reason.
+deploy/cluster.yaml. First the shipped configuration, then prefill and decode on two hosts with pages over tcp
+and over Mooncake, then clients that stream without pause while a third host joins, replicas come, a host and
+the head die and come back, and replicas go. Every answer must be what `transformers.generate` says; a stream
+may break off where its ingress or router died, and must then be resumed. After `ray down` no host may have a
+process, a listener or a file of shared memory. The last line is
+`cluster ok: hosts=2 up=...s served=... lost=0 moved=... resumed=... left=0 roles=...`.
+
+It needs root and the packages openssh-server, rsync and redis-server. Without root it is skipped, with the
+reason.
 """
 
 from __future__ import annotations
@@ -18,10 +23,13 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import tests.cluster_hosts.host as hosts
 import tests.hosts.network as network
+from tests.cluster_hosts.load import LARGE, SMALL, under_load
 from tests.cluster_hosts.scene import HOSTS, OPERATOR, Scene, scene
 from tests.cluster_hosts.wheels import wheels
 
@@ -36,6 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--disks", type=Path, help="keep the hosts' disks there; what setup installed is there the next time"
     )
+    parser.add_argument("--only", choices=("serve", "load"), default="", help="one part only")
     options = parser.parse_args(argv)
     if os.geteuid() != 0:
         say("skipped: network namespaces need root")
@@ -55,10 +64,22 @@ def main(argv: list[str] | None = None) -> int:
             net.on(OPERATOR),
             scene(net, folder.resolve(), packages) as here,
         ):
-            return _play(here)
+            return _play(here, options.only)
     finally:
         if options.disks is None:
             shutil.rmtree(folder)
+
+
+@dataclass
+class Result:
+    """Of a run, for its last line."""
+
+    served: int = 0  # right answers
+    lost: int = 0
+    moved: int = 0  # rooms handed to another decode worker with their KV
+    resumed: int = 0
+    problems: Sequence[str] = ()
+    roles: str = ""  # replicas: before, at most, after
 
 
 def say(line: str) -> None:
@@ -67,23 +88,58 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-def _play(here: Scene) -> int:
+def _play(here: Scene, only: str) -> int:
+    """All of it, or one part between `ray up` and `ray down`."""
     began = time.monotonic()
     here.up()
     up_s = time.monotonic() - began
     say(f"up after {up_s:.0f} s")
-    served = here.serve_shipped()
-    say(f"the shipped configuration: {served} answers, all right")
-    for backend in ("tcp", "mooncake"):
-        count = here.serve_apart(backend)
-        served += count
-        say(f"prefill and decode on two hosts, pages over {backend}: {count} answers, all right")
+    result = Result()
+    if only != "load":
+        _serve(here, result)
+    if only != "serve":
+        _load(here, result)
     left = here.down()
-    for one in left:
-        say(f"left: {one}")
-    state = "failed" if left else "ok"
-    say(f"cluster {state}: hosts=2 up={up_s:.0f}s served={served} lost=0 left={len(left)}")
-    return 1 if left else 0
+    for line in (*result.problems, *(f"left: {one}" for one in left)):
+        say(line)
+    is_good = not result.lost and not left
+    say(
+        f"cluster {'ok' if is_good else 'failed'}: hosts=2 up={up_s:.0f}s served={result.served} "
+        f"lost={result.lost} moved={result.moved} resumed={result.resumed} left={len(left)} "
+        f"roles={result.roles}"
+    )
+    return 0 if is_good else 1
+
+
+def _serve(here: Scene, result: Result) -> None:
+    count = here.serve_shipped()
+    say(f"the shipped configuration: {count} answers, all right")
+    for backend in ("tcp", "mooncake"):
+        answers = here.serve_apart(backend)
+        count += answers
+        say(f"prefill and decode on two hosts, pages over {backend}: {answers} answers, all right")
+    result.served += count
+
+
+def _load(here: Scene, result: Result) -> None:
+    with under_load(here) as load:
+        steps: dict[str, Callable[[], None]] = {
+            "prefill 1 to 3, decode 1 to 2": lambda: load.scale(LARGE),
+            "a host died and came back": lambda: load.host_dies(LARGE),
+            "the head died and came back": lambda: load.head_dies(LARGE),
+            "prefill 3 to 1, decode 2 to 1": lambda: load.scale(SMALL),
+        }
+        for name, step in steps.items():
+            began = time.monotonic()
+            step()
+            say(f"{name}: {time.monotonic() - began:.0f} s; {load.counts}")
+        result.moved = here.cluster.moved()
+    counts = load.counts
+    result.served += counts.streams - counts.incomplete
+    result.lost, result.resumed, result.problems = counts.incomplete, counts.resumed, load.problems[:20]
+    result.roles = ",".join(
+        f"{role}:{SMALL[role]}-{LARGE[role]}-{SMALL[role]}" for role in ("prefill", "decode")
+    )
 
 
 if __name__ == "__main__":

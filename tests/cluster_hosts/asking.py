@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 from transformers import AutoTokenizer
 
+from common.host import HTTP_PORT
 from tests.cluster_hosts.readme import ROOT
 from tests.support.reference import MIN_MARGIN, reference_generate
 
@@ -21,7 +22,6 @@ _QUESTIONS = ("What does os.path.join do?", "What does sorted do?", "What does j
 _CHAT_TOKENS = 80  # more than these answers have
 _END = 2  # the model's token
 _ANSWER_S = 120.0
-_HTTP_PORT = 8000
 
 
 def chat(address: str) -> int:
@@ -82,6 +82,6 @@ def _reference_chat(question: str) -> str:
 
 def _post(address: str, path: str, body: dict[str, object], request_id: str = "") -> Any:
     headers = {"X-Request-Id": request_id} if request_id else {}
-    url = f"http://{address}:{_HTTP_PORT}{path}"
+    url = f"http://{address}:{HTTP_PORT}{path}"
     answer = httpx.post(url, json=body, headers=headers, timeout=_ANSWER_S)
     return answer.raise_for_status().json()

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import subprocess
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import httpx
+
+from common.host import HTTP_PORT
 from router.options import AdminOptions
 from tests.cluster_hosts.host import Host
 
 _DASHBOARD = (
     'curl -sf -m 10 -H "Authorization: Bearer $(cat ~/.ray/auth_token)" "http://127.0.0.1:8265{path}"'
 )
+_MOVED = re.compile(r'^baton_router_moves_total\{state="done"\} (\S+)$', re.MULTILINE)
 _POLL_S = 1.0
 _ADMIN_PORTS = AdminOptions().admin_port_range[:3]  # routers take the first free ones: a host has few
 
@@ -88,6 +93,14 @@ class Cluster:
             )
             time.sleep(_POLL_S)
 
+    def wait_for_ingress(self, timeout_s: float) -> None:
+        """Until every host answers clients. For the thread of a host of the network."""
+        deadline = time.monotonic() + timeout_s
+        for host in self.hosts:
+            while not _answers(host.address):
+                assert time.monotonic() < deadline, f"nothing answers clients at {host.name}"
+                time.sleep(_POLL_S)
+
     def workers(self) -> list[dict[str, Any]]:
         """Records of the live workers, as the first router that answers sees them."""
         for answer in self._routers("/debug/workers"):
@@ -99,6 +112,11 @@ class Cluster:
         for answer in self._routers(f"/debug/trace/{request_id}"):
             return dict(json.loads(answer)["otherData"])
         raise AssertionError(f"no router knows the request {request_id}")
+
+    def moved(self) -> int:
+        """Rooms that decode workers have handed to others with their KV, as the routers of now counted."""
+        pages = "".join(self._routers("/metrics"))
+        return sum(int(float(count)) for count in _MOVED.findall(pages))
 
     def _are(self, expected: Mapping[tuple[str, str], int], workers: int, gone: Collection[str]) -> bool:
         if self._counts() != expected or any(one.id in gone for one in self.replicas()):
@@ -120,3 +138,10 @@ class Cluster:
             for port in _ADMIN_PORTS:
                 with contextlib.suppress(subprocess.SubprocessError):
                     yield host.run(f"curl -sf -m 5 http://127.0.0.1:{port}{path}")
+
+
+def _answers(address: str) -> bool:
+    try:
+        return httpx.get(f"http://{address}:{HTTP_PORT}/-/healthz", timeout=5.0).is_success
+    except httpx.HTTPError:
+        return False

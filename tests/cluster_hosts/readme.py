@@ -9,6 +9,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+JOIN = (
+    "ray up -y --no-restart deploy/cluster.yaml",
+    "ray exec deploy/cluster.yaml 'ray get-worker-ips ~/ray_bootstrap_config.yaml'",
+)
+"""What docs/operations.md says adds a node, after its address is in the file."""
 _SECTION = "## Go to a cluster"
 _KINDS = {
     "token": r"ray get-auth-token --generate$",

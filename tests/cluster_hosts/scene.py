@@ -17,7 +17,7 @@ from tests.cluster_hosts.asking import chat, content, generate, prompts
 from tests.cluster_hosts.cluster import Cluster
 from tests.cluster_hosts.host import Host
 from tests.cluster_hosts.operator import Operator
-from tests.cluster_hosts.readme import ROOT, read_commands, replaced
+from tests.cluster_hosts.readme import JOIN, ROOT, read_commands, replaced
 from tests.cluster_hosts.wheels import use_wheels
 from tests.hosts.network import Network
 
@@ -25,6 +25,7 @@ HOSTS = ("head", "worker-1", "worker-2")
 OPERATOR = "operator"
 SHIPPED = yaml.safe_load((ROOT / "deploy" / "cluster-serve.yaml").read_text())
 _UP_S, _JOIN_S, _SERVE_S, _DOWN_S, _COMMAND_S = 900.0, 600.0, 240.0, 180.0, 120.0
+WORKERS = "WORKER_ADDRESS_1, WORKER_ADDRESS_2"
 _LEFT_S = 20.0  # for processes that have been told to end
 _CONFIG = "deploy/this-run.yaml"
 
@@ -52,17 +53,29 @@ class Scene:
         """Deploy the shipped configuration and chat with it at every host. Returns how many were right."""
         self._run(self._commands.deploy, _COMMAND_S)
         self.cluster.wait_for_replicas({"router": 1, "prefill": 1, "decode": 1}, _SERVE_S)
+        self.cluster.wait_for_ingress(_SERVE_S)
         answer = self._run(self._commands.ask, _COMMAND_S)
         assert content(answer), f"README's request: {answer}"
         return 1 + sum(chat(host.address) for host in self.cluster.hosts)
 
+    def join(self) -> None:
+        """The spare host becomes a part of the cluster, as docs/operations.md says."""
+        addresses = [host.address for host in (*self.cluster.hosts[1:], self.spare)]
+        self._operator.edit_cluster_file({**self._words, WORKERS: ", ".join(addresses)})
+        for command in JOIN:
+            self._run(command, _UP_S)
+        self.cluster.hosts.append(self.spare)
+        self.cluster.wait_for_nodes({host.address for host in self.cluster.hosts}, _UP_S)
+
+    def up_again(self) -> None:
+        """`ray up` after the head was off."""
+        self._run(self._commands.up, _UP_S)
+
     def serve_apart(self, backend: str) -> int:
         """Prefill on one host, decode on the other, pages over `backend`. Returns how many were right."""
         first, second = (host.address for host in self.cluster.hosts)
-        before = {one.id for one in self.cluster.replicas() if one.deployment != "router"}
-        self.deploy(configuration(backend, prefill=on(first), decode=on(second)))
         wanted = {"router": 1, "prefill": 1, "decode": 1}
-        self.cluster.wait_for_replicas(wanted, _SERVE_S, before)
+        self.deploy_anew(configuration(backend, prefill=on(first), decode=on(second)), wanted)
         assert self.cluster.addresses("prefill") == [first]
         assert self.cluster.addresses("decode") == [second]
         asked = prompts(1, 4, 200, 40)
@@ -77,6 +90,12 @@ class Scene:
         """`serve deploy` of a configuration of this run."""
         self._operator.put(yaml.safe_dump(config), _CONFIG)
         self._run(self._commands.deploy.replace("deploy/cluster-serve.yaml", _CONFIG), _COMMAND_S)
+
+    def deploy_anew(self, config: Mapping[str, Any], replicas: Mapping[str, int]) -> None:
+        """`serve deploy` of one whose workers are others. Returns when only the new replicas run."""
+        before = {one.id for one in self.cluster.replicas() if one.deployment != "router"}
+        self.deploy(config)
+        self.cluster.wait_for_replicas(replicas, _SERVE_S, before)
 
     def down(self) -> list[str]:
         """End everything as README says. Returns descriptions of what is left on the hosts."""
@@ -122,7 +141,7 @@ def scene(net: Network, folder: Path, packages: Path) -> Iterator[Scene]:
         redis = _start_redis(operator.address, password, folder)
         words = {
             "HEAD_ADDRESS": hosts[0].address,
-            "WORKER_ADDRESS_1, WORKER_ADDRESS_2": hosts[1].address,
+            WORKERS: hosts[1].address,
             "WORKER_ADDRESS_1": hosts[1].address,
             "REDIS_ADDRESS": operator.address,
             "ubuntu": "root",

@@ -1,0 +1,123 @@
+"""UnderLoad: clients that stream without pause while hosts join and die and replicas come and go."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from common.host import HTTP_PORT
+from tests.chaos_ray.streams import Counts, Question, Streams
+from tests.cluster_hosts.asking import chat, prompts, reference
+from tests.cluster_hosts.cluster import Cluster
+from tests.cluster_hosts.scene import Scene, configuration
+
+_CLIENTS = 6
+_PROMPTS, _PROMPT_TOKENS, _TOKENS = 16, 100, 150
+_GIVE_UP_S = 240.0  # a stream waits while a host's death is noticed and its replicas start elsewhere
+_SOME = 2 * _CLIENTS  # streams that must end before the next thing happens
+_WHOLE_S, _NODES_S = 300.0, 300.0
+# A router on each host: Serve has an ingress where it has a replica, and clients come to every host.
+SMALL = {"router": 3, "prefill": 1, "decode": 1}
+LARGE = {"router": 3, "prefill": 3, "decode": 2}
+
+
+class UnderLoad:
+    """What happens to the cluster of a scene; each method returns when clients have been served after it."""
+
+    def __init__(self, scene: Scene, streams: Streams) -> None:
+        self._scene, self._streams = scene, streams
+
+    @property
+    def counts(self) -> Counts:
+        """Of all streams so far."""
+        return self._streams.counts
+
+    @property
+    def problems(self) -> list[str]:
+        """Of streams that were lost."""
+        return self._streams.problems
+
+    def scale(self, replicas: Mapping[str, int]) -> None:
+        """A changed num_replicas of the configuration; no stream may break off."""
+        self._scene.deploy(sized(replicas))
+        self._whole(replicas)
+
+    def host_dies(self, replicas: Mapping[str, int]) -> None:
+        """A host that decodes and is not the head loses power, and comes back after clients were served."""
+        decoding = set(self._cluster.addresses("decode"))
+        victim = next(host for host in self._cluster.hosts[1:] if host.address in decoding)
+        with self._routers_may_fail():
+            victim.kill()
+            self._cluster.wait_for_nodes(self._addresses() - {victim.address}, _NODES_S)
+            self._serves()
+            victim.start()
+            self._cluster.wait_for_nodes(self._addresses(), _NODES_S)
+            self._whole(replicas)
+
+    def head_dies(self, replicas: Mapping[str, int]) -> None:
+        """The head loses power. Clients are served while it is off; then `ray up` brings it back."""
+        with self._routers_may_fail():
+            self._cluster.head.kill()
+            self._serves()
+            self._cluster.head.start()
+            self._scene.up_again()
+            self._cluster.wait_for_nodes(self._addresses(), _NODES_S)
+            self._whole(replicas)
+
+    @property
+    def _cluster(self) -> Cluster:
+        return self._scene.cluster
+
+    def _addresses(self) -> set[str]:
+        return {host.address for host in self._cluster.hosts}
+
+    def _whole(self, replicas: Mapping[str, int]) -> None:
+        self._cluster.wait_for_replicas(replicas, _WHOLE_S)
+        self._cluster.wait_for_ingress(_WHOLE_S)
+        self._serves()
+
+    def _serves(self) -> None:
+        """Until each client has ended some streams more."""
+        self._streams.wait_for_more(_SOME, _GIVE_UP_S)
+
+    @contextmanager
+    def _routers_may_fail(self) -> Iterator[None]:
+        """Streams of a dead router break off, and must then be resumed elsewhere: until all have ended."""
+        self._streams.routers_fail = True
+        yield
+        self._streams.wait_for_more(_CLIENTS, _GIVE_UP_S)
+        self._streams.routers_fail = False
+
+
+def sized(replicas: Mapping[str, int]) -> dict[str, object]:
+    """The configuration with these replicas, no two of a kind on one host."""
+    apart = {name: {"max_replicas_per_node": 1} for name in replicas}
+    config = configuration("auto", **apart)
+    (application,) = config["applications"]
+    application["args"]["worker"]["max_total_tokens"] = 4096  # prompts are evicted: prefill has work
+    application["deployments"] = [{"name": name, "num_replicas": count} for name, count in replicas.items()]
+    return config
+
+
+@contextmanager
+def under_load(scene: Scene) -> Iterator[UnderLoad]:
+    """The application at its small size, a third host, and the clients. They end with the block."""
+    scene.join()
+    questions = [Question(one, reference(tuple(one), _TOKENS)) for one in _drawn()]
+    scene.deploy_anew(sized(SMALL), SMALL)
+    scene.cluster.wait_for_ingress(_WHOLE_S)
+    for host in scene.cluster.hosts:
+        chat(host.address)
+
+    def draw(rng: random.Random) -> Question:
+        return rng.choice(questions)
+
+    urls = [f"http://{host.address}:{HTTP_PORT}" for host in scene.cluster.hosts]
+    with Streams(urls, _CLIENTS, draw, _GIVE_UP_S) as streams:
+        streams.wait_for_more(_SOME, _GIVE_UP_S)
+        yield UnderLoad(scene, streams)
+
+
+def _drawn() -> list[list[int]]:
+    return prompts(2, _PROMPTS, _PROMPT_TOKENS, _TOKENS)
