@@ -1,13 +1,14 @@
 """`ray up` of deploy/cluster.yaml on hosts made of namespaces, requests, and an end of it all.
 
-python -m tests.cluster_hosts [--disks FOLDER] [--only serve|load]
+python -m tests.cluster_hosts [--disks FOLDER] [--only serve|load|objective]
 
 The commands are those of README's cluster section; only addresses and users are replaced in them and in
 deploy/cluster.yaml. First the shipped configuration, then prefill and decode on two hosts with pages over tcp
-and over Mooncake, then clients that stream without pause while a third host joins, replicas come, a host and
-the head die and come back, and replicas go. Every answer must be what `transformers.generate` says; a stream
-may break off where its ingress or router died, and must then be resumed. After `ray down` no host may have a
-process, a listener or a file of shared memory. The last line is
+and over Mooncake, then clients that stream without pause on three hosts while replicas come, a host and the
+head die and come back, and replicas go; then objectives scale the fake engine. Every answer must be what
+`transformers.generate` says (or the fake engine's oracle). A stream may break off where its ingress or router
+died, and must then be resumed. After `ray down` no host may have a process, a listener or a file of shared
+memory. The last line is
 `cluster ok: hosts=2 up=...s served=... lost=0 moved=... resumed=... left=0 roles=...`.
 
 It needs root and the packages openssh-server, rsync and redis-server. Without root it is skipped, with the
@@ -23,13 +24,15 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import tests.cluster_hosts.host as hosts
 import tests.hosts.network as network
+from tests.chaos_ray.streams import Streams
 from tests.cluster_hosts.load import LARGE, SMALL, under_load
+from tests.cluster_hosts.objective import scale_by_objective
 from tests.cluster_hosts.scene import HOSTS, OPERATOR, Scene, scene
 from tests.cluster_hosts.wheels import wheels
 
@@ -44,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--disks", type=Path, help="keep the hosts' disks there; what setup installed is there the next time"
     )
-    parser.add_argument("--only", choices=("serve", "load"), default="", help="one part only")
+    parser.add_argument("--only", choices=("serve", "load", "objective"), default="", help="one part only")
     options = parser.parse_args(argv)
     if os.geteuid() != 0:
         say("skipped: network namespaces need root")
@@ -78,8 +81,16 @@ class Result:
     lost: int = 0
     moved: int = 0  # rooms handed to another decode worker with their KV
     resumed: int = 0
-    problems: Sequence[str] = ()
+    problems: list[str] = field(default_factory=list)
     roles: str = ""  # replicas: before, at most, after
+
+    def add(self, streams: Streams) -> None:
+        """What clients have counted."""
+        counts = streams.counts
+        self.served += counts.streams - counts.incomplete
+        self.lost += counts.incomplete
+        self.resumed += counts.resumed
+        self.problems += streams.problems[:20]
 
 
 def say(line: str) -> None:
@@ -95,10 +106,14 @@ def _play(here: Scene, only: str) -> int:
     up_s = time.monotonic() - began
     say(f"up after {up_s:.0f} s")
     result = Result()
-    if only != "load":
+    if only in ("", "serve"):
         _serve(here, result)
-    if only != "serve":
+    here.join()
+    say("a third host has joined")
+    if only in ("", "load"):
         _load(here, result)
+    if only in ("", "objective"):
+        _scale(here, result)
     left = here.down()
     for line in (*result.problems, *(f"left: {one}" for one in left)):
         say(line)
@@ -132,14 +147,18 @@ def _load(here: Scene, result: Result) -> None:
         for name, step in steps.items():
             began = time.monotonic()
             step()
-            say(f"{name}: {time.monotonic() - began:.0f} s; {load.counts}")
+            say(f"{name}: {time.monotonic() - began:.0f} s; {load.streams.counts}")
         result.moved = here.cluster.moved()
-    counts = load.counts
-    result.served += counts.streams - counts.incomplete
-    result.lost, result.resumed, result.problems = counts.incomplete, counts.resumed, load.problems[:20]
+    result.add(load.streams)
     result.roles = ",".join(
         f"{role}:{SMALL[role]}-{LARGE[role]}-{SMALL[role]}" for role in ("prefill", "decode")
     )
+
+
+def _scale(here: Scene, result: Result) -> None:
+    grown_s, shrunk_s, streams = scale_by_objective(here)
+    say(f"by objectives to 3 and 2 in {grown_s:.0f} s, and back in {shrunk_s:.0f} s; {streams.counts}")
+    result.add(streams)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from common.host import HTTP_PORT
-from tests.chaos_ray.streams import Counts, Question, Streams
+from tests.chaos_ray.streams import Question, Streams
 from tests.cluster_hosts.asking import chat, prompts, reference
 from tests.cluster_hosts.cluster import Cluster
 from tests.cluster_hosts.scene import Scene, configuration
@@ -26,17 +27,8 @@ class UnderLoad:
     """What happens to the cluster of a scene; each method returns when clients have been served after it."""
 
     def __init__(self, scene: Scene, streams: Streams) -> None:
-        self._scene, self._streams = scene, streams
-
-    @property
-    def counts(self) -> Counts:
-        """Of all streams so far."""
-        return self._streams.counts
-
-    @property
-    def problems(self) -> list[str]:
-        """Of streams that were lost."""
-        return self._streams.problems
+        self.streams = streams
+        self._scene = scene
 
     def scale(self, replicas: Mapping[str, int]) -> None:
         """A changed num_replicas of the configuration; no stream may break off."""
@@ -79,18 +71,18 @@ class UnderLoad:
 
     def _serves(self) -> None:
         """Until each client has ended some streams more."""
-        self._streams.wait_for_more(_SOME, _GIVE_UP_S)
+        self.streams.wait_for_more(_SOME, _GIVE_UP_S)
 
     @contextmanager
     def _routers_may_fail(self) -> Iterator[None]:
         """Streams of a dead router break off, and must then be resumed elsewhere: until all have ended."""
-        self._streams.routers_fail = True
+        self.streams.routers_fail = True
         yield
-        self._streams.wait_for_more(_CLIENTS, _GIVE_UP_S)
-        self._streams.routers_fail = False
+        self.streams.wait_for_more(_CLIENTS, _GIVE_UP_S)
+        self.streams.routers_fail = False
 
 
-def sized(replicas: Mapping[str, int]) -> dict[str, object]:
+def sized(replicas: Mapping[str, int]) -> dict[str, Any]:
     """The configuration with these replicas, no two of a kind on one host."""
     apart = {name: {"max_replicas_per_node": 1} for name in replicas}
     config = configuration("auto", **apart)
@@ -102,8 +94,7 @@ def sized(replicas: Mapping[str, int]) -> dict[str, object]:
 
 @contextmanager
 def under_load(scene: Scene) -> Iterator[UnderLoad]:
-    """The application at its small size, a third host, and the clients. They end with the block."""
-    scene.join()
+    """The application at its small size on three hosts, and the clients. They end with the block."""
     questions = [Question(one, reference(tuple(one), _TOKENS)) for one in _drawn()]
     scene.deploy_anew(sized(SMALL), SMALL)
     scene.cluster.wait_for_ingress(_WHOLE_S)
