@@ -12,11 +12,13 @@ from typing import Any
 
 import httpx
 from transformers import AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from common.host import HTTP_PORT
 from tests.cluster_hosts.readme import ROOT
 from tests.support.reference import MIN_MARGIN, reference_generate
 
+transformers_logging.disable_progress_bar()
 MODEL = ROOT / "deploy" / "demo_model"
 _QUESTIONS = ("What does os.path.join do?", "What does sorted do?", "What does json.loads do?")
 _CHAT_TOKENS = 80  # more than these answers have
