@@ -25,12 +25,10 @@ from cluster.config import (
 )
 from cluster.local import ROUTER
 from cluster.placement import check_placement
+from cluster.role_keeper import WORKER
 from cluster.router_replica import RouterReplica
 from cluster.worker_replica import WorkerReplica
 from wire.records import Role
-
-WORKER = "worker"
-"""The deployment of workers whose roles change."""
 
 _CONSTRUCTOR_TRIES = 3  # Serve's default of 20 would load a model that cannot work 20 times
 _SHUTDOWN_POLL_S = 0.2

@@ -18,6 +18,9 @@ from wire.records import Role, WorkerRecord
 
 log = logging.getLogger(__name__)
 
+WORKER = "worker"
+"""The deployment of workers whose roles change. Their ids begin with it (cluster/reaper.py)."""
+
 _START_S = 1800.0  # large models load slowly: a worker that has not joined by then has failed
 _ASK_EVERY_S = 1.0
 _SLACK_S = 60.0  # for a change, beyond its drain
@@ -70,8 +73,9 @@ class RoleKeeper:
         return known[0]
 
     def tick(self, records: list[WorkerRecord], now: float) -> list[tuple[WorkerRecord, Role]]:
-        """Take the live workers. Returns those that are to be asked to take a role."""
-        self._records = {record.id: record for record in records}
+        """Take the live workers. Returns those that are to be asked to take a role. Workers that others have
+        started have the roles that they have."""
+        self._records = {one.id: one for one in records if one.id.startswith(f"{WORKER}-")}
         self._note(now)
         if self.automatic and now >= self._decide_at:
             self._decide_at = now + self._plan.period_s

@@ -193,6 +193,14 @@ def test_counts_change_the_least_loaded() -> None:
     assert fleet.keeper.wanted() == {idle.name: Role.DECODE}
 
 
+def test_workers_that_others_have_started_keep_their_roles() -> None:
+    fleet = FakeFleet()
+    fleet.workers.append(FakeWorker("decode-by-hand", Role.DECODE))
+    fleet.run(1.0)
+    assert "no worker decode-by-hand" in fleet.keeper.set_roles({"decode-by-hand": Role.PREFILL}, fleet.now)
+    assert fleet.keeper.set_counts(3, 1, fleet.now) == ""
+
+
 def test_unknown_and_leaving_workers_are_refused() -> None:
     fleet = FakeFleet()
     fleet.workers[0].becomes, fleet.workers[0].done_at = fleet.workers[0].role, 1e9  # drains, and not for us

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
@@ -38,7 +37,12 @@ def config(port: int, admin_ports: str) -> dict[str, object]:
                     "roles": "dynamic",
                     "router": {"options": {"admin_ports": admin_ports}},
                     "dynamic": {"num_replicas": 4, "num_cpus": 0.2, "drain_s": 30},
-                    "worker": {"page_size": 16, "max_total_tokens": 16384, "threads": 1},
+                    "worker": {
+                        "page_size": 16,
+                        "max_total_tokens": 16384,
+                        "threads": 1,
+                        "dtype": "float32",  # in bfloat16 an answer depends on its batch
+                    },
                 },
             }
         ],
@@ -74,7 +78,7 @@ def ask_until(client: Served, question: str, stop: Event) -> list[str]:
     while not stop.is_set():
         stream: Any = client.openai.chat.completions.create(
             model="demo_model", messages=[{"role": "user", "content": question}], temperature=0,
-            max_tokens=120, stream=True, extra_body={"ignore_eos": True},
+            max_tokens=60, stream=True, extra_body={"ignore_eos": True},
         )  # fmt: skip
         parts = [choice for chunk in stream for choice in chunk.choices]
         assert parts[-1].finish_reason == "length"
@@ -114,7 +118,4 @@ def test_roles_are_shown_and_set_while_streams_run(tmp_path: Path) -> None:
         refused = baton_roles(cluster, f"{other}=decode")
         assert (refused.returncode, refused.stdout) == (2, "")
         assert "no prefill worker would be left" in refused.stderr
-        table = json.loads(baton_roles(cluster, "--auto", "--json").stdout)
-        assert table["decided"] == "automatic"
-        assert {row["worker"] for row in table["rows"]} == pids.keys()
         client.settle()
