@@ -22,6 +22,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from cluster.admin_page import add_admin_arguments, read_admin_key
 from cluster.app import application
 from cluster.config import DYNAMIC, ServeConfig, most_replicas, parse_config, read_config
 from cluster.doctor.command import HELP as DOCTOR_HELP
@@ -40,14 +41,14 @@ from cluster.replay import HELP as REPLAY_HELP
 from cluster.replay import add_replay
 from cluster.roles_command import HELP as ROLES_HELP
 from cluster.roles_command import add_roles
-from cluster.tree import ADDRESS, TreeSource, read_admin_key
+from cluster.top import HELP as TOP_HELP
+from cluster.top import add_top
+from cluster.tree import ADDRESS, TreeSource
 from common.errors import ConfigError, WorkerLost
 from common.host import HTTP_PORT, LOOPBACK
 from common.options import exit_on_config_error
 from common.secrets import SECRET_VARIABLE, open_secret
 from common.settings import assign, parse_value, put
-from router.keys import ADMIN_KEY_ENV
-from router.options import AdminOptions
 from worker.options import WorkerSettings
 
 DISTRIBUTION = "baton-serve"
@@ -218,6 +219,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_serve(commands.add_parser("serve", help="serve a model until Ctrl-C", description=_SERVE_HELP))
     _add_tree(commands.add_parser("tree", help="show what live workers cache", description=_TREE_HELP))
+    add_top(commands.add_parser("top", help="watch the fleet", description=TOP_HELP))
     add_replay(commands.add_parser("replay", help="replay a trace in virtual time", description=REPLAY_HELP))
     add_roles(
         commands.add_parser("roles", help="show and set who prefills and decodes", description=ROLES_HELP)
@@ -286,16 +288,7 @@ _TREE_HELP = (
 
 def _add_tree(tree: argparse.ArgumentParser) -> None:
     tree.add_argument("workers", metavar="WORKER", nargs="*", help="default: every worker of the router")
-    tree.add_argument(
-        "--url", help="a router's admin listener (default: what the application on this machine's Ray "
-        f"announces, or http://{LOOPBACK}:{AdminOptions().admin_port_range[0]})",
-    )  # fmt: skip
-    tree.add_argument(
-        "--admin-key-file",
-        type=Path,
-        metavar="FILE",
-        help=f"its key, if it has one (default: {ADMIN_KEY_ENV})",
-    )
+    add_admin_arguments(tree)
     tree.add_argument("--json", action="store_true", help="print the nodes as JSON, with all their tokens")
     tree.add_argument(
         "--cluster-secret-file",

@@ -38,6 +38,12 @@ class RequestMetrics:
         )
         self.output_tokens = Count(registry, "baton_router_output_tokens", "Output tokens")
         self.ttft = Distribution(registry, "baton_router_ttft_seconds", "Arrival to first token", _SECONDS)
+        self.itl = Distribution(
+            registry,
+            "baton_router_itl_seconds",
+            "Mean time between a request's tokens, from the first to the last",
+            _SECONDS,
+        )
         self.latency = Distribution(
             registry, "baton_router_request_seconds", "Arrival to last token", _SECONDS
         )

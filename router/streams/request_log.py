@@ -38,6 +38,9 @@ class RequestLog:
         metrics, trace = self._metrics, self._traces.get(generation.submission.request_id)
         if trace is not None:
             metrics.latency.observe(trace.end(time.time_ns()))
+            gaps = max((choice.output_tokens for choice in generation.choices), default=0) - 1
+            if trace.first_token_ns and gaps > 0:
+                metrics.itl.observe((trace.finished_ns - trace.first_token_ns) / 1e9 / gaps)
         if generation.abandoned:
             metrics.aborts.inc()
         else:

@@ -1,0 +1,86 @@
+"""A page of a router's admin listener, for the commands that read one (docs/doors.md)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError, WorkerLost
+from common.host import LOOPBACK
+from router.keys import ADMIN_KEY_ENV
+from router.options import AdminOptions
+
+ANSWER_S = 10.0
+
+
+def add_admin_arguments(command: argparse.ArgumentParser) -> None:
+    """--url and --admin-key-file."""
+    command.add_argument(
+        "--url", help="a router's admin listener (default: what the application on this machine's Ray "
+        f"announces, or http://{LOOPBACK}:{AdminOptions().admin_port_range[0]})",
+    )  # fmt: skip
+    command.add_argument(
+        "--admin-key-file",
+        type=Path,
+        metavar="FILE",
+        help=f"its key, if it has one (default: {ADMIN_KEY_ENV})",
+    )
+
+
+def admin_page(url: str, path: str, admin_key: str | None) -> str:
+    """The page at a path of the listener at `url`.
+
+    Raises ConfigError for a listener that is not there, or that wants another key, WorkerLost for one that
+    does not answer.
+    """
+    try:
+        request = urllib.request.Request(url.rstrip("/") + path)  # noqa: S310 (the user's own --url)
+        if admin_key is not None:
+            request.add_header("Authorization", f"Bearer {admin_key}")
+        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:  # noqa: S310 (as above)
+            return str(answer.read().decode())
+    except urllib.error.HTTPError as error:
+        message = _message(error.read())
+        if error.code == 401:
+            raise ConfigError(
+                "--admin-key-file", message, f"give the key of {url}, or set {ADMIN_KEY_ENV}"
+            ) from None
+        if error.code >= 500:
+            raise WorkerLost(message or f"the router answers {error.code}") from None
+        raise ConfigError(
+            "worker" if message else "--url",
+            message or f"{url} answers {error.code}: it is not a Baton router",
+            "`baton tree` without a name shows all" if message else "give the address of its admin listener",
+        ) from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise ConfigError(
+            "--url", f"nothing answers at {url}: {reason}", "give the address of a running Baton"
+        ) from None
+
+
+def read_admin_key(path: Path | None) -> str | None:
+    """The first key of a file, or of the environment. Raises ConfigError for a file that cannot be read."""
+    if path is None:
+        return os.environ.get(ADMIN_KEY_ENV) or None
+    try:
+        lines = path.read_text().split()
+    except OSError as error:
+        raise ConfigError(
+            "--admin-key-file", f"cannot read {path}: {error.strerror}", "give a readable file"
+        ) from None
+    return lines[0] if lines else None
+
+
+def _message(body: bytes) -> str:
+    """The message of a router's error answer; "" for an answer of anything else."""
+    try:
+        decoded: Any = json.loads(body)
+        return str(decoded["error"]["message"])
+    except (ValueError, TypeError, KeyError):
+        return ""
