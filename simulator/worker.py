@@ -112,7 +112,7 @@ class ModelledWorker:
             return
         attempt.received = True
         self.memory.insert(attempt, attempt.prompt)
-        self._join(attempt)
+        _join(self.batch, attempt)
         self._kick()
 
     def abort(self, attempt: Attempt) -> None:
@@ -217,7 +217,7 @@ class ModelledWorker:
             self._listener.first_token(attempt)
         if attempt.alone and attempt.output > 1:
             attempt.received = True
-            self._join(attempt)
+            _join(self.batch, attempt)
         elif attempt.reserved and attempt.output > 1:
             self._ship(attempt)
         else:
@@ -239,10 +239,6 @@ class ModelledWorker:
             decode.received(attempt)
 
     # -- steps ---------------------------------------------------------------------------------------
-
-    def _join(self, attempt: Attempt) -> None:
-        """The attempt has all its KV and one token: decode the others."""
-        self.batch.join(attempt, attempt.prompt + 1, attempt.output - 1, attempt.last_at)
 
     def _kick(self) -> None:
         """Something has changed: begin a step, or end a run of many steps with the one under way."""
@@ -289,3 +285,8 @@ class ModelledWorker:
             if lacking is not None:
                 then(lacking)
                 self._let_go(attempt)
+
+
+def _join(batch: DecodeBatch[Attempt], attempt: Attempt) -> None:
+    """The attempt has all its KV and one token: decode the others."""
+    batch.join(attempt, attempt.prompt + 1, attempt.output - 1, attempt.last_at)
