@@ -28,6 +28,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
+
 import tests.cluster_hosts.host as hosts
 import tests.hosts.network as network
 from tests.chaos_ray.streams import Streams
@@ -79,18 +81,20 @@ class Result:
 
     served: int = 0  # right answers
     lost: int = 0
+    failed: bool = False  # something else did not come true
     moved: int = 0  # rooms handed to another decode worker with their KV
     resumed: int = 0
+    clients: list[Streams] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     roles: str = ""  # replicas: before, at most, after
 
-    def add(self, streams: Streams) -> None:
-        """What clients have counted."""
-        counts = streams.counts
-        self.served += counts.streams - counts.incomplete
-        self.lost += counts.incomplete
-        self.resumed += counts.resumed
-        self.problems += streams.problems[:20]
+    def total(self) -> None:
+        """Add what the clients have counted."""
+        for streams in self.clients:
+            self.served += streams.counts.streams - streams.counts.incomplete
+            self.lost += streams.counts.incomplete
+            self.resumed += streams.counts.resumed
+            self.problems += streams.problems[:20]
 
 
 def say(line: str) -> None:
@@ -106,6 +110,25 @@ def _play(here: Scene, only: str) -> int:
     up_s = time.monotonic() - began
     say(f"up after {up_s:.0f} s")
     result = Result()
+    try:
+        _parts(here, only, result)
+    except (AssertionError, RuntimeError, httpx.HTTPError) as error:  # everything is ended all the same
+        result.problems.append(f"failed: {error!r}")
+        result.failed = True
+    result.total()
+    left = here.down()
+    for line in (*result.problems, *(f"left: {one}" for one in left)):
+        say(line)
+    is_good = not result.failed and not result.lost and not left
+    say(
+        f"cluster {'ok' if is_good else 'failed'}: hosts=2 up={up_s:.0f}s served={result.served} "
+        f"lost={result.lost} moved={result.moved} resumed={result.resumed} left={len(left)} "
+        f"roles={result.roles}"
+    )
+    return 0 if is_good else 1
+
+
+def _parts(here: Scene, only: str, result: Result) -> None:
     if only in ("", "serve"):
         _serve(here, result)
     here.join()
@@ -114,16 +137,6 @@ def _play(here: Scene, only: str) -> int:
         _load(here, result)
     if only in ("", "objective"):
         _scale(here, result)
-    left = here.down()
-    for line in (*result.problems, *(f"left: {one}" for one in left)):
-        say(line)
-    is_good = not result.lost and not left
-    say(
-        f"cluster {'ok' if is_good else 'failed'}: hosts=2 up={up_s:.0f}s served={result.served} "
-        f"lost={result.lost} moved={result.moved} resumed={result.resumed} left={len(left)} "
-        f"roles={result.roles}"
-    )
-    return 0 if is_good else 1
 
 
 def _serve(here: Scene, result: Result) -> None:
@@ -138,6 +151,7 @@ def _serve(here: Scene, result: Result) -> None:
 
 def _load(here: Scene, result: Result) -> None:
     with under_load(here) as load:
+        result.clients.append(load.streams)
         steps: dict[str, Callable[[], None]] = {
             "prefill 1 to 3, decode 1 to 2": lambda: load.scale(LARGE),
             "a host died and came back": lambda: load.host_dies(LARGE),
@@ -149,16 +163,14 @@ def _load(here: Scene, result: Result) -> None:
             step()
             say(f"{name}: {time.monotonic() - began:.0f} s; {load.streams.counts}")
         result.moved = here.cluster.moved()
-    result.add(load.streams)
-    result.roles = ",".join(
-        f"{role}:{SMALL[role]}-{LARGE[role]}-{SMALL[role]}" for role in ("prefill", "decode")
-    )
+    sizes = (f"{role}:{SMALL[role]}-{LARGE[role]}-{SMALL[role]}" for role in ("prefill", "decode"))
+    result.roles = ",".join(sizes)
 
 
 def _scale(here: Scene, result: Result) -> None:
     grown_s, shrunk_s, streams = scale_by_objective(here)
+    result.clients.append(streams)
     say(f"by objectives to 3 and 2 in {grown_s:.0f} s, and back in {shrunk_s:.0f} s; {streams.counts}")
-    result.add(streams)
 
 
 if __name__ == "__main__":
