@@ -14,15 +14,8 @@ from typing import Any
 from ray import serve
 
 from cluster.autoscaling import LoadPolicy, ObjectivePolicy
-from cluster.config import (
-    DYNAMIC,
-    Deployment,
-    RouterDeployment,
-    ServeConfig,
-    WorkerAutoscaling,
-    WorkerDeployment,
-    parse_config,
-)
+from cluster.config import DYNAMIC, ServeConfig, parse_config
+from cluster.deployments import Deployment, RouterDeployment, WorkerAutoscaling, WorkerDeployment
 from cluster.local import ROUTER
 from cluster.placement import check_placement
 from cluster.role_keeper import WORKER
@@ -55,9 +48,9 @@ def router_application(config: ServeConfig, *workers: serve.Application) -> serv
 
 def _bind_worker(config: ServeConfig, key: str) -> serve.Application:
     section, options = config.worker_sections()[key], config.worker_options(key)
-    role = None if key == DYNAMIC else Role(key)
-    name = WORKER if role is None else str(role)
-    deployment = serve.deployment(name=name, **_worker_settings(section, key))(WorkerReplica)
+    role = None if key == DYNAMIC else Role(key.partition("-")[0])
+    name = WORKER if role is None else key
+    deployment = serve.deployment(name=name, **_worker_settings(section, str(role)))(WorkerReplica)
     return deployment.bind(role, options, section.drain_s, config.model_cache)
 
 
@@ -105,6 +98,7 @@ def _common_settings(section: RouterDeployment | WorkerDeployment) -> dict[str, 
         "health_check_timeout_s": section.health_check_timeout_s,
         "max_constructor_retry_count": _CONSTRUCTOR_TRIES,
         "ray_actor_options": _actor_options(section),
+        "max_surge_percent": section.max_surge_percent,
     }
     if section.autoscaling_config is None:
         settings["num_replicas"] = section.num_replicas

@@ -119,8 +119,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     address = arguments.ray_address or running_ray()
     if address is None:  # a Ray is started on this machine: what can be checked is checked before
         check_port_free(arguments.host, arguments.port)
-        found = {"model": str(model_directory(config.model)), "served_model_name": config.model_name}
-        config = share_machine(config.model_copy(update=found))
+        config = share_machine(with_files(config))
     options = LocalOptions(
         host=arguments.host,
         port=arguments.port,
@@ -129,7 +128,8 @@ def _serve(arguments: argparse.Namespace) -> int:
         shutdown_s=config.shutdown_s(),
         worker_logs=arguments.worker_logs,
     )
-    print(f"starting {config.model_name} on {'a local Ray' if address is None else f'Ray at {address}'} ...")
+    served = ", ".join(sorted({one.model_name for one in config.served}))
+    print(f"starting {served} on {'a local Ray' if address is None else f'Ray at {address}'} ...")
     with LocalServe(options) as local:
         stop = stop_on_signals()
         try:
@@ -138,11 +138,23 @@ def _serve(arguments: argparse.Namespace) -> int:
             print(f"baton: {failure}", file=sys.stderr)
             return 1
         if not stop.is_set():
-            print(f"ready: {options.url}/v1  (model {config.model_name}; Ctrl-C to stop)", flush=True)
+            print(f"ready: {options.url}/v1  (model {served}; Ctrl-C to stop)", flush=True)
             stop.wait()
         print("draining and shutting down ...", flush=True)
     print("stopped")
     return 0
+
+
+def with_files(config: ServeConfig) -> ServeConfig:
+    """The configuration with directories of this machine as its models. Raises ConfigError."""
+    if not config.models:
+        found = {"model": str(model_directory(config.model)), "served_model_name": config.model_name}
+        return config.model_copy(update=found)
+    models = [
+        one.model_copy(update={"model": str(model_directory(one.model)), "served_model_name": one.model_name})
+        for one in config.models
+    ]
+    return config.model_copy(update={"models": tuple(models)})
 
 
 def share_machine(config: ServeConfig) -> ServeConfig:
@@ -153,12 +165,13 @@ def share_machine(config: ServeConfig) -> ServeConfig:
     sections = config.worker_sections()
     workers = sum(most_replicas(section) for section in sections.values())
     changes: dict[str, Any] = {}
-    said = (config.worker, *(section.options for section in sections.values()))
+    said = [config.worker, *(one.worker for one in config.served)]
+    said += [section.options for section in sections.values()]
     if not any("threads" in options.model_fields_set for options in said):
         threads = max(1, (os.cpu_count() or 1) // workers)
         changes["worker"] = config.worker.model_copy(update={"threads": threads})
     gpus = _gpus()
-    if gpus and not any(section.num_gpus for section in sections.values()):
+    if gpus and not config.models and not any(section.num_gpus for section in sections.values()):
         share = {"num_gpus": min(1.0, gpus / workers)}
         changes |= {key: section.model_copy(update=share) for key, section in sections.items()}
     return config.model_copy(update=changes)

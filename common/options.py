@@ -47,6 +47,8 @@ def parse_options(kind: type[OptionsType], raw: Mapping[str, Any]) -> OptionsTyp
 def _section(kind: type[BaseModel], path: Sequence[str | int]) -> type[BaseModel]:
     """The model that describes the section at `path`."""
     for part in path:
+        if isinstance(part, int):
+            continue  # the place in a list of sections
         annotation: Any = kind.model_fields[str(part)].annotation
         kinds = (annotation, *get_args(annotation))  # a section, or a section or None
         kind = next(one for one in kinds if isinstance(one, type) and issubclass(one, BaseModel))

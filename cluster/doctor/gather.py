@@ -147,9 +147,11 @@ def _needs(config: ServeConfig, unusable: dict[str, Problem]) -> dict[str, int]:
     """Raises ConfigError for a model that cannot be used."""
     if all(config.worker_options(role).engine == "fake" for role in config.worker_sections()):
         return {}
-    directory = present_files(config.model)
-    if directory is None:
-        problem = f"this node has not downloaded {config.model}"
+    found = {one.model: present_files(one.model) for one in config.served}
+    directories = {model: directory for model, directory in found.items() if directory is not None}
+    if len(directories) < len(found):
+        missing = ", ".join(model for model in found if model not in directories)
+        problem = f"this node has not downloaded {missing}"
         unusable["download"] = Problem(
             problem, "wait for it at the first start, or mount a cache that has it"
         )
@@ -157,7 +159,8 @@ def _needs(config: ServeConfig, unusable: dict[str, Problem]) -> dict[str, int]:
     from cluster.doctor.memory import worker_bytes  # torch takes seconds to import
 
     return {
-        str(role): worker_bytes(config.worker_options(role), directory) for role in config.worker_sections()
+        key: worker_bytes(config.worker_options(key), directories[config.model_of(key).model])
+        for key in config.worker_sections()
     }
 
 

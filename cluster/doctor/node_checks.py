@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cluster.config import Deployment, ServeConfig, most_replicas
+from cluster.config import ServeConfig, most_replicas
+from cluster.deployments import Deployment
 from cluster.doctor.facts import UNLIMITED, Case, Finding, Grade, NodeFacts
 from wire.options import PortOptions, is_loopback
 
@@ -56,7 +57,7 @@ def check_model(case: Case) -> Iterator[Finding]:
         elif "download" in node.unusable:
             yield _refused("model", node, "download")._replace(grade=Grade.NOTE)
         else:
-            yield Finding("model", node.node, Grade.OK, case.config.model)
+            yield Finding("model", node.node, Grade.OK, ", ".join(one.model for one in case.config.served))
 
 
 def check_shared_memory(case: Case) -> Iterator[Finding]:

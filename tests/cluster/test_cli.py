@@ -144,7 +144,7 @@ def test_flags_win_over_the_file() -> None:
         ]
     )
     config = parse_config(make_config(arguments))
-    assert config.colocated
+    assert list(config.worker_sections()) == ["decode"]
     assert config.worker.page_size == 32
     assert config.worker.max_total_tokens == 16384
     assert not config.worker.kv_events_config.enable

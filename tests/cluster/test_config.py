@@ -89,7 +89,7 @@ def test_colocated_needs_no_agreement_and_counts_no_prefill_cpus() -> None:
     config = parse_config(
         {"model": "m", "prefill": {"num_replicas": 0, "options": {"page_size": 1}}, "decode": {"num_cpus": 1}}
     )
-    assert config.colocated
+    assert list(config.worker_sections()) == ["decode"]
     assert config.cpus() == pytest.approx(1.2)
 
 

@@ -1,0 +1,167 @@
+"""The sections of a configuration that become Serve deployments, and those of the models that they serve."""
+
+from __future__ import annotations
+
+import re
+
+from pydantic import Field, model_validator
+
+from cluster.placement import NodeOptions
+from common.options import Options
+from router.options import RouterSettings
+from wire.options import ServedModel
+from worker.options import WorkerSettings
+
+
+class Autoscaling(Options):
+    """How far and how fast Serve may change a deployment's replicas."""
+
+    min_replicas: int = Field(default=1, ge=1, description="replicas that always run")
+    max_replicas: int = Field(default=2, ge=1, description="replicas at most")
+    initial_replicas: int | None = Field(
+        default=None, ge=1, description="replicas at the start; None: min_replicas"
+    )
+    upscale_delay_s: float = Field(default=30.0, ge=0, description="how long the load must stay high")
+    downscale_delay_s: float = Field(default=600.0, ge=0, description="how long the load must stay low")
+    look_back_period_s: float = Field(default=30.0, gt=10, description="window over which load is averaged")
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Autoscaling:
+        if not self.min_replicas <= (self.initial_replicas or self.min_replicas) <= self.max_replicas:
+            raise ValueError("min_replicas <= initial_replicas <= max_replicas does not hold")
+        return self
+
+
+class RouterAutoscaling(Autoscaling):
+    """The router is scaled by the requests that Serve itself counts."""
+
+    target_ongoing_requests: float = Field(default=200.0, gt=0, description="requests in flight per replica")
+
+
+class WorkerAutoscaling(Autoscaling):
+    """Workers are scaled by what they report: Serve sees none of their requests. `downscale_delay_s` holds
+    for an objective, too: it is how long fewer replicas must have been enough."""
+
+    target_load: float = Field(
+        default=0.7,
+        gt=0,
+        description="share of a worker's capacity to aim at (1.0: full; more: requests wait)",
+    )
+    objective_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="p95 to meet, of TTFT (prefill) or ITL (decode); replaces target_load (docs/scaling.md)",
+    )
+    start_s: float = Field(
+        default=60.0, ge=0, description="with objective_s: how long a new replica takes until it serves"
+    )
+
+    @model_validator(mode="after")
+    def _one_way_to_scale(self) -> WorkerAutoscaling:
+        idle = {"start_s"} if self.objective_s is None else {"target_load", "upscale_delay_s"}
+        for key in sorted(idle & self.model_fields_set):
+            raise ValueError(f"{key} has no effect {'without' if key == 'start_s' else 'with'} objective_s")
+        return self
+
+
+class Deployment(NodeOptions):
+    """What a Serve deployment is given: replicas, resources, nodes and bounds."""
+
+    num_replicas: int = Field(default=1, ge=1, description="replicas, when autoscaling_config is not set")
+    num_cpus: float = Field(default=0.3, ge=0, description="CPUs a replica reserves; fractions are fine")
+    num_gpus: float = Field(default=0.0, ge=0, description="GPUs a replica reserves")
+    resources: dict[str, float] = Field(default={}, description="custom Ray resources a replica reserves")
+    env: dict[str, str] = Field(default={}, description="environment variables of the replicas")
+    max_surge_percent: int = Field(
+        default=0,
+        ge=0,
+        le=100,
+        description="new replicas that an update starts before it stops old ones, in percent; they need "
+        "resources of their own. 0: old ones stop first",
+    )
+    drain_s: float = Field(
+        default=60.0, gt=0, description="how long a replica that leaves may finish its requests"
+    )
+    health_check_period_s: float = Field(default=5.0, gt=0)
+    health_check_timeout_s: float = Field(default=15.0, gt=0)
+
+    @property
+    def graceful_shutdown_timeout_s(self) -> float:
+        """Serve's own bound: draining takes at most 80% of it."""
+        return self.drain_s / 0.8
+
+
+class RouterDeployment(Deployment):
+    """The HTTP front."""
+
+    num_cpus: float = Field(default=0.2, ge=0, description="CPUs a replica reserves; fractions are fine")
+    autoscaling_config: RouterAutoscaling | None = None
+    max_ongoing_requests: int = Field(
+        default=10_000, ge=1, description="requests in flight per replica, then 503"
+    )
+    options: RouterSettings = Field(default_factory=RouterSettings, description="the router's own options")
+
+
+class WorkerDeployment(Deployment):
+    """Prefill or decode workers."""
+
+    autoscaling_config: WorkerAutoscaling | None = None
+    max_ongoing_requests: int = Field(
+        default=8,
+        ge=1,
+        description="Serve-visible calls; requests for tokens come over ZeroMQ and are not counted",
+    )
+    options: WorkerSettings = Field(
+        default_factory=WorkerSettings, description="worker options that differ from `worker`"
+    )
+
+
+class PrefillDeployment(WorkerDeployment):
+    """Prefill workers; none of them means that decode workers prefill too (colocated)."""
+
+    num_replicas: int = Field(
+        default=1, ge=0, description="replicas; 0: decode workers prefill too (colocated)"
+    )
+
+
+class DynamicDeployment(WorkerDeployment):
+    """Workers whose roles follow the load: one Serve deployment, because a replica cannot change its
+    deployment."""
+
+    num_replicas: int = Field(default=2, ge=2, description="workers in all; each role has at least one")
+    ttft_s: float = Field(default=2.0, gt=0, description="p95 of TTFT to meet (docs/scaling.md)")
+    itl_s: float = Field(default=0.05, gt=0, description="p95 of ITL to meet")
+    period_s: float = Field(default=5.0, gt=0, description="between two decisions who has which role")
+
+    @model_validator(mode="after")
+    def _one_count(self) -> DynamicDeployment:
+        if self.autoscaling_config is not None:
+            raise ValueError("autoscaling_config: with dynamic roles num_replicas is the number of workers")
+        return self
+
+
+class ModelSection(ServedModel):
+    """One version of one model, with workers of its own: an entry of `models`."""
+
+    weight: float | None = Field(
+        default=None,
+        ge=0,
+        allow_inf_nan=False,
+        description="share of the model's new streams among its versions; null for all: by decode capacity",
+    )
+    worker: WorkerSettings = Field(
+        default_factory=WorkerSettings, description="worker options that differ from the common `worker`"
+    )
+    prefill: PrefillDeployment = PrefillDeployment()
+    decode: WorkerDeployment = WorkerDeployment()
+
+    @property
+    def suffix(self) -> str:
+        """What its deployments are named by, beside their role."""
+        named = f"{self.model_name}-{self.model_version}" if self.model_version else self.model_name
+        return re.sub(r"[^A-Za-z0-9_.-]+", "-", named)
+
+    def sections(self) -> dict[str, WorkerDeployment]:
+        """Its deployments of workers that run, by role."""
+        colocated = self.prefill.num_replicas == 0 and self.prefill.autoscaling_config is None
+        return {"decode": self.decode} if colocated else {"prefill": self.prefill, "decode": self.decode}
