@@ -97,9 +97,10 @@ def test_a_pair_of_one_rack_is_preferred_while_its_p_is_not_loaded() -> None:
     assert chosen(made.choose(ask(60), 0.0)) == ("p2", "d1"), "the shorter queue: the network is fast"
     for p, d, seconds in (("p1", "d1", 0.01), ("p2", "d2", 0.01), ("p1", "d2", 2.0), ("p2", "d1", 2.0)):
         learn(made, p, d, seconds)
+    assert chosen(made.choose(ask(60), 0.0)) == ("p2", "d1"), "not published yet"
     made.tick(0.0)
     made.tick(1.0)
-    assert chosen(made.choose(ask(60), 1.0)) == ("p1", "d1"), "the network is slow"
+    assert chosen(made.choose(ask(60), 0.0)) == ("p1", "d1"), "the network is slow"
     made.update(fleet(queued_near=10_000), 2.0)
     assert chosen(made.choose(ask(60), 2.0)) == ("p2", "d1"), "but not slower than the queue"
 
