@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+from ray.scripts.scripts import start
 
 from common.ports import Ports
 from tests.cluster.test_deploy_files import DEPLOY, KUBERAY
@@ -40,14 +41,18 @@ def test_batons_ranges_are_apart_and_below_those_of_outgoing_connections() -> No
     assert max(taken) < 32768
 
 
+def test_ray_knows_the_flags() -> None:
+    assert {f"--{flag}" for flag in RAY_FLAGS} <= {option for one in start.params for option in one.opts}
+
+
 @pytest.mark.parametrize("name", ["cluster.yaml", "aws.yaml", "gcp.yaml"])
 def test_rays_ports(name: str) -> None:
     config = yaml.safe_load((DEPLOY / name).read_text())
     (said,) = re.findall(r"6379 \(head\), (\d+-\d+).*\((\d+-\d+)\)", TABLE)
     fixed, workers = (Ports(text).choice for text in said)
     for kind in ("head", "worker"):
-        (start,) = (line for line in config[f"{kind}_start_ray_commands"] if "ray start" in line)
-        flags = dict(re.findall(r"--([a-z-]+-port)=(\d+)", start))
+        (command,) = (line for line in config[f"{kind}_start_ray_commands"] if "ray start" in line)
+        flags = dict(re.findall(r"--([a-z-]+-port)=(\d+)", command))
         assert flags.keys() == RAY_FLAGS
         assert (int(flags.pop("min-worker-port")), int(flags.pop("max-worker-port"))) == (
             workers[0], workers[-1],
