@@ -189,3 +189,20 @@ def test_workers_share_the_machine(
     config = share_machine(parse_config({"model": "m", **raw}))
     assert config.worker.threads == threads
     assert list(config.worker_sections().values())[-1].num_gpus == gpus
+
+
+def test_a_number_of_workers_makes_the_roles_dynamic(model: str) -> None:
+    arguments = _parser().parse_args(["serve", model, "--num-workers", "4"])
+    assert make_config(arguments) == {"model": model, "roles": "dynamic", "dynamic": {"num_replicas": 4}}
+
+
+def test_a_number_of_workers_and_one_of_a_role_are_refused(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = _refused(capsys, "serve", model, "--num-workers", "4", "--num-decode", "2")
+    assert line.startswith("baton: decode: it has no effect with roles: dynamic")
+
+
+def test_roles_without_a_ray_are_refused(no_ray: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _refused(capsys, "roles").startswith("baton: RAY_ADDRESS: no Ray runs on this machine")
+    assert _refused(capsys, "roles", "w0=both").startswith("baton: WORKER=ROLE: 'w0=both' is none")
