@@ -54,6 +54,7 @@ class RoleKeeper:
         prefill, decode = PrefillDemand(plan.ttft_s, memory_s), DecodeDemand(plan.itl_s, memory_s)
         self._controller = RoleController(prefill, decode, plan.period_s)
         self._decide_at = 0.0
+        self._had_decode = False
         self._share = 1, 2  # of the workers that are to prefill: so many of so many
         self._starting: dict[str, tuple[Role, float]] = {}  # first roles, until when; by worker
         self._changes: dict[str, _Change] = {}
@@ -77,6 +78,7 @@ class RoleKeeper:
         started have the roles that they have."""
         self._records = {one.id: one for one in records if one.id.startswith(f"{WORKER}-")}
         self._note(now)
+        self._keep_decode(now)
         if self.automatic and now >= self._decide_at:
             self._decide_at = now + self._plan.period_s
             self._decide(now)
@@ -100,6 +102,17 @@ class RoleKeeper:
             elif now >= change.until:
                 log.warning("%s has not become a %s worker", worker, change.role)
                 del self._changes[worker]
+
+    def _keep_decode(self, now: float) -> None:
+        """When the last decode worker has died, a prefill worker takes its place in the time of a drain: the
+        model's load in another process takes longer. Without prefill workers, decode workers do everything.
+        """
+        roles = [self._wanted(record) for record in self._staying()]
+        self._had_decode = self._had_decode or Role.DECODE in roles
+        gone = self._changes.keys() - self._records.keys()  # between two incarnations
+        if self._had_decode and roles and Role.DECODE not in roles and not gone:
+            idlest = min(self._staying(), key=self._cost)
+            self._change({idlest.id: Role.DECODE}, now)
 
     def _decide(self, now: float) -> None:
         samples = {

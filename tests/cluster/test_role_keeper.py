@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 
 from cluster.role_keeper import RoleKeeper, RolePlan
@@ -136,6 +137,29 @@ def test_a_worker_that_is_replaced_leaves_its_role_to_the_next_one() -> None:
         assert fleet.keeper.first_role(f"new-{role}", fleet.now) is role
         fleet.run(1.0)
         fleet.keeper.first_role(f"new-{role}", fleet.now)
+
+
+def test_the_last_decode_worker_that_dies_is_replaced_by_a_prefill_worker_at_once() -> None:
+    fleet = FakeFleet()
+    fleet.run(1.0)
+    assert fleet.keeper.set_counts(3, 1, fleet.now) == ""
+    fleet.run(20.0)
+    busy, *rest = records = [one.record() for one in fleet.workers if one.role is Role.PREFILL]
+    busy = msgspec.structs.replace(busy, load=WorkerLoad(waiting_requests=3))
+    ((asked, role),) = fleet.keeper.tick([busy, *rest], fleet.now)
+    assert asked in rest
+    assert role is Role.DECODE
+    assert fleet.keeper.tick(records, fleet.now) == [], "one is enough"
+    assert fleet.keeper.first_role("worker-new", fleet.now) is Role.PREFILL
+
+
+def test_prefill_workers_that_are_ready_first_wait_for_the_decode_worker_that_starts() -> None:
+    keeper = RoleKeeper(PLAN)
+    names = [f"worker-{number}" for number in range(3)]
+    workers = [FakeWorker(name, keeper.first_role(name, 0.0)) for name in names]
+    prefill = [one.record() for one in workers if one.role is Role.PREFILL]
+    assert len(prefill) == 2
+    assert keeper.tick(prefill, 1.0) == []
 
 
 def test_64_workers_follow_a_load_that_shifts_and_do_not_flap() -> None:
