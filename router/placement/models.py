@@ -6,6 +6,7 @@ meets: each has its fleet, policy, sessions and queue. They share the index, who
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from router.placement.admission import Admission
@@ -13,9 +14,11 @@ from router.placement.broken_pairs import BrokenPairs
 from router.placement.load_estimate import AssignedLoad, WorkerLoadEstimate
 from router.placement.placer import Placer
 from router.placement.transfer_rates import Locality
-from router.placement.version import ModelVersion, chosen, shares
+from router.placement.version import ModelVersion, VersionHealth, chosen, shares
 from wire.messages import Timeline
 from wire.records import Role, WorkerRecord
+
+log = logging.getLogger(__name__)
 
 
 class ModelVersions:
@@ -61,10 +64,24 @@ class ModelVersions:
         """Divide new streams by these weights of version names from now on."""
         self._weights = dict(weights)
         self._shares = (-1, [])
+        for version in self.all:
+            version.health, version.held_back = VersionHealth(), False
+
+    def failed(self, version: ModelVersion) -> None:
+        """A version's workers have failed a stream. If it fails too many, others get the new streams, until
+        somebody weighs them again."""
+        version.health.note(False)
+        if version.health.failing and not version.held_back and self.another_serves(version):
+            version.held_back = True
+            self._shares = (-1, [])
+            log.warning(
+                "model %s: version %r (%s) fails most of its streams and gets no new ones",
+                self.name, version.name, version.fingerprint,
+            )  # fmt: skip
 
     def another_serves(self, instead_of: ModelVersion) -> bool:
-        """Whether a version but this one serves."""
-        return any(one.serving for one in self.all if one is not instead_of)
+        """Whether a version but this one serves, and is not held back."""
+        return any(one.serving and not one.held_back for one in self.all if one is not instead_of)
 
     def tagged(self, tag: bytes) -> ModelVersion | None:
         """The version with that tag, if it is known."""
@@ -99,7 +116,8 @@ def model_report(model: ModelVersions) -> dict[str, object]:
             {
                 "version": version.name, "fingerprint": version.fingerprint, "share": share,
                 "serving": version.serving, "workers": workers, "rooms": version.rooms,
-                "queued": version.admission.queued, "streams": version.streams,
+                "held_back": version.held_back, "queued": version.admission.queued,
+                "streams": version.streams,
             }
         )  # fmt: skip
     return {"model": model.name, "max_model_len": model.context_limit, "versions": versions}

@@ -8,6 +8,7 @@ and an admission of its own, so no policy ever sees workers of two.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping
 from hashlib import blake2b
 
@@ -16,6 +17,24 @@ from router.placement.placer import Placer
 from wire.records import Role, WorkerRecord
 
 _TAG_BYTES = 3
+_JUDGED = 20  # streams: the latest ones
+_JUDGED_AT_LEAST = 8
+
+
+class VersionHealth:
+    """Whether the latest streams of a version went well."""
+
+    def __init__(self) -> None:
+        self._latest: deque[bool] = deque(maxlen=_JUDGED)
+
+    def note(self, well: bool) -> None:
+        """A stream got its first token, or its workers failed it."""
+        self._latest.append(well)
+
+    @property
+    def failing(self) -> bool:
+        """Whether more than half failed, of enough."""
+        return len(self._latest) >= _JUDGED_AT_LEAST and sum(self._latest) * 2 < len(self._latest)
 
 
 class ModelVersion:
@@ -30,6 +49,8 @@ class ModelVersion:
         self.rooms = 0  # of requests that are assigned to it
         self.streams = 0  # requests that began on it
         self.workers = 0  # live
+        self.health = VersionHealth()
+        self.held_back = False  # it failed, and gets no new streams while another version serves
 
     def is_of(self, record: WorkerRecord) -> bool:
         """Whether a worker is of this version."""
@@ -71,7 +92,9 @@ def shares(versions: list[ModelVersion], weights: Mapping[str, float]) -> list[f
     `weights` are of version names. Versions of one name share its weight by their decode capacity. Without
     weights, or when no version with a weight serves, all share by capacity.
     """
-    capacities = [one.capacity() for one in versions]
+    capacities = [0 if one.held_back else one.capacity() for one in versions]
+    if not any(capacities):
+        capacities = [one.capacity() for one in versions]
     by_name: dict[str, int] = {}
     for one, capacity in zip(versions, capacities, strict=True):
         by_name[one.name] = by_name.get(one.name, 0) + capacity

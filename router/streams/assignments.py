@@ -42,17 +42,22 @@ class Assignment:
         if not self.fixed:
             self.fixed = True
             self.version.streams += 1
+            self.version.health.note(True)
 
     @property
     def is_outlived(self) -> bool:
         """Whether another version serves and this one does not."""
         return not self.version.serving and self.model.another_serves(self.version)
 
+    @property
+    def _is_held_back(self) -> bool:
+        return self.version.held_back and self.model.another_serves(self.version)
+
     def renew(self, rooms: Mapping[int, RoomStream]) -> None:
         """Go to a version that serves, if this one does not, the request has no output, and none of its
         `rooms` has workers."""
         version = self.version
-        if self.fixed or not self.is_outlived:
+        if self.fixed or not (self.is_outlived or self._is_held_back):
             return
         if all(rooms[number].epoch is None for number in self.rooms if number in rooms):
             self.version = self.model.choose(self.key)

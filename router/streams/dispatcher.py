@@ -26,6 +26,9 @@ from wire.request import TokenRun
 from wire.retransmitter import RetransmitKey
 from wire.sockets import Mail
 
+_FAULTS = frozenset({RestartCause.FAILED, RestartCause.FAILED_ALONE, RestartCause.SILENT})
+"""Causes that may come from the model. Not a lost worker: all rooms of a host that dies would count."""
+
 
 class OpenRooms(NamedTuple):
     """The rooms of one request. Implements RequestRooms."""
@@ -196,8 +199,11 @@ class Dispatcher:
         if expected is not None:
             self._metrics.ttft_error.observe(expected - now)
 
-    def restarted(self, room: RoomStream, cause: RestartCause) -> None:  # noqa: ARG002
-        """Count it."""
+    def restarted(self, room: RoomStream, cause: RestartCause) -> None:
+        """Count it. A version whose workers fail most of its streams gets no new ones."""
+        if cause in _FAULTS:
+            assignment = self.assignments[room.number]
+            assignment.model.failed(assignment.version)
         self._metrics.restarts.inc()
         self._metrics.restart_causes.inc(of=cause)
 

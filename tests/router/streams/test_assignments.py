@@ -15,9 +15,10 @@ from router.streams.assignments import Assignment, version_key
 from router.streams.generation import Submission
 from tests.router.directory.test_directory import group_layout
 from tests.router.streams.test_dispatcher import OPTIONS, ROOMY, D, Desk, E, Sink, record
-from wire.messages import Decode
+from wire.messages import Decode, Rejected, RejectKind
 from wire.records import Role, WorkerRecord
 from wire.request import SamplingParams
+from wire.sockets import Mail
 
 NEW = record("n", role=Role.DECODE, load=ROOMY, max_running_requests=64, fingerprint="new")
 
@@ -165,3 +166,47 @@ def test_the_requests_of_one_conversation_have_one_key() -> None:
     assert key(prompts=[long]) == key(prompts=[[*long, 8]])
     different = [key(), key(tenant="t"), key(opening="hello"), key(session="s"), key(prompts=[[1, 2]])]
     assert len(set(different)) == len(different)
+
+
+def test_a_version_that_fails_its_streams_is_held_back_until_it_is_weighed_again() -> None:
+    def test() -> None:
+        desk = Desk(D)
+        now = time.monotonic()
+        sinks = {number: desk.open(number) for number in range(12)}
+        desk.models.update([D, NEW], now)
+        old, new = desk.versions.all
+        for number in range(7):
+            desk.dispatcher.take(Mail(D.mailbox, Rejected(number, 0, RejectKind.FAILED, "no")), now)
+        assert not old.held_back, "seven may be chance"
+        desk.dispatcher.take(Mail(D.mailbox, Rejected(7, 0, RejectKind.FAILED, "no")), now)
+        assert old.held_back
+        assert {desk.versions.choose(b"%d" % key) for key in range(50)} == {new}
+        assert 7 in desk.on(NEW, Decode, 1), "the room that failed last has no output yet"
+        desk.models.update([D], now)
+        assert desk.versions.choose(b"k") is old, "better than none"
+        desk.models.update([D, NEW], now)
+        desk.versions.weigh({})
+        assert {one.fingerprint for one in map(desk.versions.choose, (b"%d" % key for key in range(50)))} == {
+            "f", "new"
+        }  # fmt: skip
+        assert all(sink.error is None for sink in sinks.values())
+
+    run(test)
+
+
+def test_a_version_whose_streams_go_well_or_whose_worker_is_lost_is_not_held_back() -> None:
+    def test() -> None:
+        desk = Desk(D)
+        now = time.monotonic()
+        for number in range(40):
+            desk.open(number)
+        desk.models.update([D, E, NEW], now)
+        for number in range(10):
+            desk.tokens(D, number, 7)
+        for number in range(10, 19):
+            desk.dispatcher.take(Mail(D.mailbox, Rejected(number, 0, RejectKind.FAILED, "no")), now)
+        assert not desk.versions.all[0].held_back, "ten of nineteen went well"
+        leaves(desk, D, E, NEW)
+        assert not desk.versions.all[0].held_back, "a host that dies says nothing about the weights"
+
+    run(test)
