@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import pty
+import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +14,7 @@ from tests.harness.local_stack import stack
 from tests.harness.processes import Child
 
 ROOT = Path(__file__).parents[2]
+BOUND_S = 30.0
 
 
 def top(*arguments: str) -> list[list[str]]:
@@ -52,6 +56,39 @@ def test_one_frame_shows_both_routers_and_all_workers(tiny_model: Path, tmp_path
     assert said["transfer"][1] == "host"
     assert float(said["transfer"][2]) > 0
     assert said["errors"] == ["0", "restarts"]
+
+
+def test_frames_follow_until_it_is_interrupted(tiny_model: Path, tmp_path: Path) -> None:
+    with stack(tiny_model, tmp_path, engine="fake", page_size=8, max_total_tokens=2048) as running:
+        ours, theirs = pty.openpty()
+        command = ["-m", "cluster.cli", "top", "--interval", "0.2", "--url", running.router.ready["admin"]]
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            cwd=ROOT,
+            env={**os.environ, "COLUMNS": "140", "LINES": "40"},
+        )
+        os.close(theirs)
+        try:
+            seen = b""
+            while seen.count(b"last 0 s") + seen.count(b"last 1 s") < 2:  # frames after the first
+                assert select.select([ours], [], [], BOUND_S)[0], seen
+                seen += os.read(ours, 1 << 16)
+            process.send_signal(signal.SIGINT)
+            while select.select([ours], [], [], BOUND_S)[0]:
+                try:
+                    os.read(ours, 1 << 16)
+                except OSError:  # its end of the terminal is closed
+                    break
+            assert process.wait(BOUND_S) == 0
+        finally:
+            process.kill()
+            process.wait(BOUND_S)
+            os.close(ours)
+    for worker in running.workers:
+        assert worker.ready["id"].encode() in seen
 
 
 def test_a_router_that_is_not_there_is_named() -> None:
