@@ -199,8 +199,8 @@ class Worker:
         for room in self.rooms():
             mailbox.send(room.router, Rejected(room.room, room.epoch, RejectKind.FAILED, message))
         if self._heartbeat is not None:
-            ports = self.options.ports.of("mailboxes")
-            with Mailbox(self.options.interface, self.parts.curve, ports=ports, key=mailbox.key) as another:
+            # On any port: it only sends, and its range may be used up.
+            with Mailbox(self.options.interface, self.parts.curve, key=mailbox.key) as another:
                 self._heartbeat.stop(through=another)
 
     # -- views, on the loop's thread ----------------------------------------------------------------
