@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +86,24 @@ def test_the_setup_of_a_node_builds_the_kernels() -> None:
 
 def test_a_node_gets_no_environment_of_the_machine_that_started_it() -> None:
     assert {".venv", ".git"} <= set(bootstrapped(1)["rsync_exclude"])
+
+
+@pytest.mark.parametrize(("works_at", "starts", "code"), [(1, 1, 0), (3, 3, 0), (4, 3, 1)])
+def test_a_worker_that_does_not_start_is_started_again(
+    tmp_path: Path, works_at: int, starts: int, code: int
+) -> None:
+    # Ray's autoscaler runs these commands once, and never again for a worker on which they failed.
+    script = f"""
+    echo "$1" >> {tmp_path}/log
+    [ "$1" = stop ] || [ "$(grep -c start {tmp_path}/log)" -ge {works_at} ]
+    """
+    ray = tmp_path / "baton" / ".venv" / "bin" / "ray"
+    ray.parent.mkdir(parents=True)
+    ray.write_text(f"#!/bin/sh{script}")
+    ray.chmod(0o755)
+    command = bootstrapped(1)["worker_start_ray_commands"][-1]
+    done = subprocess.run(
+        ["bash", "-c", f"({command})"], env={"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    )
+    assert done.returncode == code
+    assert (tmp_path / "log").read_text().split() == (["start", "stop"] * starts)[:-1]

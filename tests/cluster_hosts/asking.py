@@ -59,7 +59,7 @@ def prompts(seed: int, number: int, length: int, count: int) -> list[list[int]]:
     found: list[list[int]] = []
     while len(found) < number:
         prompt = [rng.randrange(3, 4096) for _ in range(length)]
-        if _generated(tuple(prompt), count)[1] > 10 * MIN_MARGIN:
+        if _generated(tuple(prompt), count)[1] > MIN_MARGIN:
             found.append(prompt)
     return found
 

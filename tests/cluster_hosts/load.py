@@ -14,10 +14,10 @@ from tests.cluster_hosts.cluster import Cluster
 from tests.cluster_hosts.scene import Scene, configuration
 
 _CLIENTS = 6
-_PROMPTS, _PROMPT_TOKENS, _TOKENS = 16, 100, 150
+_PROMPTS, _PROMPT_TOKENS, _TOKENS = 12, 100, 120
 _GIVE_UP_S = 240.0  # a stream waits while a host's death is noticed and its replicas start elsewhere
 _SOME = 2 * _CLIENTS  # streams that must end before the next thing happens
-_WHOLE_S, _NODES_S = 300.0, 300.0
+_WHOLE_S, _NODES_S = 300.0, 600.0
 # A router on each host: Serve has an ingress where it has a replica, and clients come to every host.
 SMALL = {"router": 3, "prefill": 1, "decode": 1}
 LARGE = {"router": 3, "prefill": 3, "decode": 2}
