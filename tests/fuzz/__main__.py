@@ -28,6 +28,7 @@ from tests.fuzz.target import Target, target
 _REQUESTS = 10_000
 _FRAMES = 100_000  # to each kind of socket
 _PEERS = 1_000
+_WARM_UP = 0.1  # of the numbers: after it, bounded buffers and caches are about full
 _PARTS = ("http", "frames", "peers")
 
 
@@ -55,7 +56,7 @@ def run(parts: tuple[str, ...], scale: float) -> Findings:
         with target(findings, has_secret=has_secret) as attacked:
             chosen = [part for part in parts if part != "http" or not has_secret]
             for part in chosen:
-                _send(attacked, part, min(scale, 0.05), borders=False)
+                _send(attacked, part, min(scale, _WARM_UP), borders=False)
             attacked.remember_footprint()
             for part in chosen:
                 _send(attacked, part, scale, borders=scale >= 1)

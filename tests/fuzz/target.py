@@ -23,6 +23,8 @@ _WORKER: dict[str, Any] = {
     "hand_off_timeout_s": 2.0,
     "resume_grace_s": 0.5,
     "output_lease_s": 5.0,
+    # Full before growth counts; by default it keeps 10,000 batches.
+    "kv_events_config": {"buffer_batches": 256},
 }
 
 
