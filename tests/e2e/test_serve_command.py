@@ -47,10 +47,9 @@ def test_baton_serve_answers_and_leaves_nothing(tmp_path: Path) -> None:
     run = Run.begin()
     port, admin_port = free_ports(2)
     with short_temporary_directory() as temporary, (tmp_path / "baton.log").open("wb") as log:
-        ports = f"router.options.admin_ports={admin_port}"
-        process = _serve(
-            "deploy/demo.yaml", port, temporary, "--set", ports, stdout=log, stderr=subprocess.STDOUT
-        )
+        ports, cache = f"router.options.admin_ports={admin_port}", tmp_path / "cache"
+        flags = ("--set", ports, "--set", f"model_cache={cache}")
+        process = _serve("deploy/demo.yaml", port, temporary, *flags, stdout=log, stderr=subprocess.STDOUT)
         try:
             with served(f"http://127.0.0.1:{port}", admin_port) as client:
                 client.wait_for_workers(2, _READY_S)
@@ -68,6 +67,8 @@ def test_baton_serve_answers_and_leaves_nothing(tmp_path: Path) -> None:
     assert text
     assert again == text
     assert cached > 0
+    (copied,) = (path for path in cache.iterdir() if not path.name.startswith("."))
+    assert (copied / "config.json").is_file(), "both workers read one copy"
     assert (code, said.splitlines()[-1]) == (0, "stopped"), said
     assert run.leftovers(10.0) == []
 
