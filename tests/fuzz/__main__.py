@@ -10,8 +10,8 @@ cluster that has one.
 
 After each batch an honest streamed chat must have its answer within a second. There may be no 5xx but a 503
 with Retry-After, no traceback in a log, no process that ends, no page that is still held, no descriptor more
-than before, and less than 64 MiB more memory. The last line is JSON: {http, frames, peers, unexpected_5xx,
-hangs, crashes, rss_growth_mib, fd_growth}.
+than before, and less than 64 MiB more memory in the processes of either cluster together. The last line is
+JSON: {http, frames, peers, unexpected_5xx, hangs, crashes, rss_growth_mib, fd_growth}.
 """
 
 from __future__ import annotations

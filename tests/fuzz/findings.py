@@ -40,7 +40,7 @@ class Findings:
     unexpected_5xx: int = 0
     hangs: int = 0
     crashes: int = 0
-    rss_growth_mib: float = 0.0
+    rss_growth_mib: float = 0.0  # of all processes of a stack; the larger growth of the two stacks
     fd_growth: int = 0
     _told: int = field(default=0, repr=False)
 
@@ -126,11 +126,13 @@ class Footprint:
         deadline = time.monotonic() + _SHRINK_S
         while (more := self._fd_growth()) and time.monotonic() < deadline:
             time.sleep(0.5)
+        in_all = 0.0
         for pid, name in self._names.items():
             grown = _rss_mib(pid) - self._memory[pid]
             fds = self._descriptors[pid]
             say(f"{name}: {self._memory[pid]:.0f} MiB {grown:+.1f}, {fds} files {_descriptors(pid) - fds:+d}")
-            findings.rss_growth_mib = round(findings.rss_growth_mib + grown, 1)
+            in_all += grown
+        findings.rss_growth_mib = round(max(findings.rss_growth_mib, in_all), 1)
         findings.fd_growth += more
 
     def _fd_growth(self) -> int:
