@@ -2,7 +2,8 @@
 
 It decides who may join: workers of one version of one model exchange pages, so a record whose page layout
 differs from that of a live worker of the same version is refused, naming the configuration key to change.
-Other weights, or the same in another dtype, are another version (docs/decisions/0037-versions.md).
+Other weights are another version; so are the same in another dtype, if they have another `model_version`
+(docs/decisions/0037-versions.md).
 
 A restart loses nothing: workers announce themselves again within a lease, and no View is sent before, so that
 routers keep their last one.
@@ -132,10 +133,13 @@ class Directory:
     def _refusal(self, record: WorkerRecord) -> AnnounceRefused | None:
         for lease in self._leases.values():
             other = lease.record
-            if other.id == record.id or _version(other) != _version(record):
+            if other.id == record.id or (other.model, other.version) != (record.model, record.version):
                 continue
             difference = _difference(record, other)
-            if difference is not None:
+            # A dtype is part of the fingerprint, and more often a mistake than another version.
+            if difference is not None and (
+                other.fingerprint == record.fingerprint or difference[0] == "dtype"
+            ):
                 key, mine, theirs = difference
                 return AnnounceRefused(
                     record.id, record.incarnation, key,
@@ -143,10 +147,6 @@ class Directory:
                     f"start every worker of one version with the same {key}, or name another model_version",
                 )  # fmt: skip
         return None
-
-
-def _version(record: WorkerRecord) -> tuple[str, str, str]:
-    return record.model, record.version, record.fingerprint
 
 
 def _difference(a: WorkerRecord, b: WorkerRecord) -> tuple[str, object, object] | None:

@@ -122,9 +122,14 @@ def test_a_worker_that_cannot_exchange_pages_is_refused(key: str, changes: dict[
     assert "'p0'" in refused.problem
     assert key in refused.remedy
     assert [r.id for r in directory.records()] == ["p0"]
-    for another in ({"model": "n"}, {"version": "canary"}, {"fingerprint": "other"}):
-        answer = directory.announce(Announce(record("d0", **{**changes, **another})), 0.1)
-        assert isinstance(answer, Announced), "they exchange no pages with p0"
+    for worker, another in (
+        ("d1", {"model": "n"}),
+        ("d2", {"version": "canary"}),
+        ("d3", {"fingerprint": "o"}),
+    ):
+        answer = directory.announce(Announce(record(worker, **{**changes, **another})), 0.1)
+        mistaken = key == "dtype" and "fingerprint" in another  # a dtype changes the fingerprint, too
+        assert isinstance(answer, AnnounceRefused if mistaken else Announced)
 
 
 def test_two_versions_of_a_model_live_side_by_side() -> None:
