@@ -85,8 +85,12 @@ class DirectoryActor:
         """Signs the event ids of routers whose options have neither a key nor a cluster secret."""
         return self._resume_key
 
-    def first_role(self, worker: str) -> Role:
-        """The role of a worker that starts."""
+    def follow_plan(self, plan: RolePlan | None) -> None:
+        """The plan of a router that starts: of the configuration that was deployed last."""
+        self._roles.follow(plan)
+
+    def first_role(self, worker: str) -> Role | None:
+        """The role of a worker that starts; None: not known yet."""
         return self._roles.first(worker)
 
     def roles(self) -> RoleTable:
@@ -138,9 +142,20 @@ class DirectoryFinder:
         """How many workers have joined. Raises Unavailable when the directory does not answer."""
         return cast("int", self._ask("worker_count"))
 
-    def first_role(self, worker: str) -> Role:
-        """The role of a worker that starts. Raises Unavailable when the directory does not answer."""
-        return cast("Role", self._ask("first_role", worker))
+    def follow_plan(self, plan: RolePlan | None) -> None:
+        """Tell a directory that was there before what was deployed now. Raises Unavailable when it does not
+        answer."""
+        self._ask("follow_plan", plan)
+
+    def first_role(self, worker: str, timeout_s: float) -> Role:
+        """The role of a worker that starts. Raises Unavailable when the directory does not answer, or
+        does not know within `timeout_s` that roles are dynamic."""
+        deadline = time.monotonic() + timeout_s
+        while (role := self._ask("first_role", worker)) is None:
+            if time.monotonic() >= deadline:
+                raise Unavailable(f"the directory actor {self._name} has no plan for dynamic roles")
+            time.sleep(_RETRY_S)
+        return cast("Role", role)
 
     def roles(self) -> RoleTable:
         """Who has which role. Raises Unavailable when the directory does not answer."""

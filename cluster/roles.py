@@ -65,6 +65,7 @@ class Roles:
     """Without a plan the roles are fixed: nothing is assigned, and only the table can be asked for."""
 
     def __init__(self, plan: RolePlan | None) -> None:
+        self._plan = plan
         self._keeper = None if plan is None else RoleKeeper(plan)
         self._records: list[WorkerRecord] = []
         self._since: dict[tuple[str, int], float] = {}  # by worker and incarnation
@@ -80,16 +81,24 @@ class Roles:
             }
             return [] if self._keeper is None else self._keeper.tick(records, now)
 
-    def first(self, worker: str) -> Role:
-        """See RoleKeeper.first_role."""
-        assert self._keeper is not None, "a worker of a fixed role does not ask"
+    def follow(self, plan: RolePlan | None) -> None:
+        """The plan of a configuration that was deployed now. The same plan changes nothing."""
         with self._lock:
-            return self._keeper.first_role(worker, time.monotonic())
+            if plan != self._plan:
+                self._plan = plan
+                self._keeper = None if plan is None else RoleKeeper(plan)
+
+    def first(self, worker: str) -> Role | None:
+        """See RoleKeeper.first_role. None while the roles are fixed: a worker may start before a router has
+        told its plan."""
+        with self._lock:
+            return None if self._keeper is None else self._keeper.first_role(worker, time.monotonic())
 
     def table(self) -> RoleTable:
         """Who has which role now."""
-        keeper, now = self._keeper, time.monotonic()
+        now = time.monotonic()
         with self._lock:
+            keeper = self._keeper
             wanted = {} if keeper is None else keeper.wanted()
             workers = sorted(self._records, key=lambda one: (one.role is Role.DECODE, one.id))
             rows = [self._row(one, wanted.get(one.id), now) for one in workers]
@@ -104,10 +113,11 @@ class Roles:
 
     def set(self, wish: RoleWish) -> str:
         """What an operator wants. Returns why not, or ""."""
-        keeper, now = self._keeper, time.monotonic()
-        if keeper is None:
-            return "the roles of this application are fixed"
+        now = time.monotonic()
         with self._lock:
+            keeper = self._keeper
+            if keeper is None:
+                return "the roles of this application are fixed"
             match wish:
                 case WorkerRoles(roles):
                     return keeper.set_roles(roles, now)

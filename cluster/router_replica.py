@@ -77,6 +77,7 @@ class RouterReplica:
         """The directory's address, and the key with which this replica signs event ids, unless it derives it
         from the cluster's secret."""
         address = self._directory()
+        self._finder.follow_plan(self._plan)
         drawn = self._options.resume_key is None and self._resume_key is not None
         return address, self._finder.resume_key() if drawn else self._resume_key
 

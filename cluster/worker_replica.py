@@ -98,4 +98,5 @@ def make_worker(
     if role is not None:
         return Worker(options, roles[role], finder.find)
     assert options.worker_id is not None, "a replica names its worker"
-    return SwitchingWorker(options, roles, finder.first_role(options.worker_id), drain_s, finder.find)
+    first = finder.first_role(options.worker_id, _DIRECTORY_WAIT_S)
+    return SwitchingWorker(options, roles, first, drain_s, finder.find)

@@ -43,7 +43,9 @@ def roles(tmp_path: Path) -> Iterator[Roles]:
                 directory=directory.address, cluster_secret_file=secret,
             )  # fmt: skip
             kinds = {Role.PREFILL: PrefillRole, Role.DECODE: DecodeRole}
-            worker = SwitchingWorker(options, kinds, found.first(name), PLAN.drain_s)
+            first = found.first(name)
+            assert first is not None
+            worker = SwitchingWorker(options, kinds, first, PLAN.drain_s)
             cleanup.callback(worker.close)
             worker.start()
         wait_until(lambda: len(found.table().rows) == 4, 10.0)
@@ -78,6 +80,19 @@ def test_fixed_roles_are_shown_and_not_set() -> None:
     assert roles.assign([], 0.0) == []
     assert roles.table() == RoleTable("fixed", [])
     assert "fixed" in roles.set(RoleCounts(1, 1))
+
+
+def test_the_plan_of_a_later_deployment_is_followed() -> None:
+    roles = Roles(None)
+    assert roles.first("worker-0") is None, "it started before a router has told the plan"
+    roles.follow(PLAN)
+    assert roles.first("worker-0") is Role.DECODE
+    roles.follow(PLAN)
+    assert roles.first("worker-1") is Role.PREFILL, "the first worker is not forgotten"
+    assert roles.table().decided == "automatic"
+    roles.follow(None)
+    assert roles.first("worker-2") is None
+    assert roles.table().decided == "fixed"
 
 
 def parsed(*arguments: str) -> argparse.Namespace:
