@@ -56,13 +56,14 @@ class Streams:
         give_up_s: float = _GIVE_UP_S,
     ) -> None:
         """Each client begins at one of the ingresses, and goes on at the next when a stream breaks off."""
+        self.urls = urls  # may be replaced: streams that begin later go there
         self.counts = Counts()
         self.problems: list[str] = []
         self.routers_fail = False  # a stream may break off now
         self._clients = clients
         limits = httpx.Limits(max_connections=2 * clients)
         self._http = httpx.Client(timeout=httpx.Timeout(give_up_s, connect=_CONNECT_S), limits=limits)
-        self._urls, self._draw, self._give_up_s = urls, draw, give_up_s
+        self._draw, self._give_up_s = draw, give_up_s
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(clients)
@@ -104,7 +105,7 @@ class Streams:
         body = {"input_ids": question.prompt, "sampling_params": sampling, "stream": True}
         progress = _Progress()
         deadline, breaks = time.monotonic() + self._give_up_s, 0
-        while not self._part(self._urls[(ingress + breaks) % len(self._urls)], body, progress):
+        while not self._part(self._url(ingress + breaks), body, progress):
             breaks += 1
             if progress.is_refused or not self.routers_fail:
                 return breaks, f"broke off for good: {progress.why}"
@@ -113,6 +114,10 @@ class Streams:
             time.sleep(_PAUSE_S)
         right = progress.output == question.answer
         return breaks, "" if right else f"wrong tokens after {breaks} breaks: {progress.output}"
+
+    def _url(self, number: int) -> str:
+        urls = self.urls
+        return urls[number % len(urls)]
 
     def _part(self, url: str, body: dict[str, object], progress: _Progress) -> bool:
         """Stream from there until [DONE], or until it breaks off: False."""

@@ -45,11 +45,11 @@ class Cluster:
         """Where the dashboard answers."""
         return self.hosts[0]
 
-    def nodes(self) -> set[str]:
-        """Addresses of the nodes that are alive. Empty while the head does not answer."""
+    def nodes(self) -> dict[str, str]:
+        """Ids of the nodes that are alive, by address. Empty while the head does not answer."""
         answer = self._dashboard("/api/v0/nodes")
         nodes = [] if answer is None else answer["data"]["result"]["result"]
-        return {node["node_ip"] for node in nodes if node["state"] == "ALIVE"}
+        return {node["node_ip"]: node["node_id"] for node in nodes if node["state"] == "ALIVE"}
 
     def replicas(self) -> list[Replica]:
         """Of all deployments. Empty while the head does not answer."""
@@ -74,7 +74,7 @@ class Cluster:
     def wait_for_nodes(self, addresses: set[str], timeout_s: float) -> None:
         """Until these are alive and no others."""
         deadline = time.monotonic() + timeout_s
-        while (found := self.nodes()) != addresses:
+        while (found := self.nodes().keys()) != addresses:
             assert time.monotonic() < deadline, f"nodes: wanted {sorted(addresses)}, found {sorted(found)}"
             time.sleep(_POLL_S)
 
@@ -93,6 +93,13 @@ class Cluster:
             )
             time.sleep(_POLL_S)
 
+    def wait_until_left(self, address: str, timeout_s: float) -> None:
+        """Until no replica is on that host."""
+        deadline = time.monotonic() + timeout_s
+        while left := [one for one in self.replicas() if one.address == address]:
+            assert time.monotonic() < deadline, f"on the drained host are {left}"
+            time.sleep(_POLL_S)
+
     def wait_for_ingress(self, timeout_s: float) -> None:
         """Until every host answers clients. For the thread of a host of the network."""
         deadline = time.monotonic() + timeout_s
@@ -103,20 +110,22 @@ class Cluster:
 
     def workers(self) -> list[dict[str, Any]]:
         """Records of the live workers, as the first router that answers sees them."""
-        for answer in self._routers("/debug/workers"):
+        for _, answer in self._pages("/debug/workers"):
             return list(json.loads(answer)["workers"])
         return []
 
     def trace(self, request_id: str) -> dict[str, Any]:
         """What the routers know of one of their last requests."""
-        for answer in self._routers(f"/debug/trace/{request_id}"):
+        for _, answer in self._pages(f"/debug/trace/{request_id}"):
             return dict(json.loads(answer)["otherData"])
         raise AssertionError(f"no router knows the request {request_id}")
 
-    def moved(self) -> int:
-        """Rooms that decode workers have handed to others with their KV, as the routers of now counted."""
-        pages = "".join(self._routers("/metrics"))
-        return sum(int(float(count)) for count in _MOVED.findall(pages))
+    def moved(self) -> dict[str, int]:
+        """Rooms that decode workers have handed to others with their KV, by the router that counted them."""
+        return {
+            router: sum(int(float(count)) for count in _MOVED.findall(page))
+            for router, page in self._pages("/metrics")
+        }
 
     def _are(self, expected: Mapping[tuple[str, str], int], workers: int, gone: Collection[str]) -> bool:
         if self._counts() != expected or any(one.id in gone for one in self.replicas()):
@@ -132,12 +141,14 @@ class Cluster:
         except (subprocess.SubprocessError, json.JSONDecodeError):
             return None
 
-    def _routers(self, path: str) -> Iterator[str]:
-        """A page of every admin listener that has it: each is on the loopback of its router's host."""
+    def _pages(self, path: str) -> Iterator[tuple[str, str]]:
+        """A page of every admin listener that has it, with the listener: each is on the loopback of its
+        router's host."""
         for host in self.hosts:
             for port in _ADMIN_PORTS:
                 with contextlib.suppress(subprocess.SubprocessError):
-                    yield host.run(f"curl -sf -m 5 http://127.0.0.1:{port}{path}")
+                    url = f"http://127.0.0.1:{port}{path}"
+                    yield f"{host.name}:{port}", host.run(f"curl -sf -m 5 {url}")
 
 
 def _answers(address: str) -> bool:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from common.host import HTTP_PORT
 from tests.chaos_ray.streams import Question, Streams
 from tests.cluster_hosts.asking import chat, prompts, reference
 from tests.cluster_hosts.cluster import Cluster
+from tests.cluster_hosts.host import Host
 from tests.cluster_hosts.scene import Scene, configuration
 
 _CLIENTS = 6
-_PROMPTS, _PROMPT_TOKENS, _TOKENS = 12, 100, 120
+# More than a worker remembers: otherwise one decode worker has them all, and gets all streams.
+_PROMPTS, _PROMPT_TOKENS, _TOKENS = 24, 100, 120
 _GIVE_UP_S = 240.0  # a stream waits while a host's death is noticed and its replicas start elsewhere
 _SOME = 2 * _CLIENTS  # streams that must end before the next thing happens
-_WHOLE_S, _NODES_S = 300.0, 600.0
+_WHOLE_S, _NODES_S, _DRAIN_S = 300.0, 600.0, 180.0
 # A router on each host: Serve has an ingress where it has a replica, and clients come to every host.
 SMALL = {"router": 3, "prefill": 1, "decode": 1}
 LARGE = {"router": 3, "prefill": 3, "decode": 2}
+TWO_HOSTS = {"router": 2, "prefill": 1, "decode": 1}
 
 
 class UnderLoad:
@@ -37,8 +40,7 @@ class UnderLoad:
 
     def host_dies(self, replicas: Mapping[str, int]) -> None:
         """A host that decodes and is not the head loses power, and comes back after clients were served."""
-        decoding = set(self._cluster.addresses("decode"))
-        victim = next(host for host in self._cluster.hosts[1:] if host.address in decoding)
+        victim = self._decoding_host()
         with self._routers_may_fail():
             victim.kill()
             self._cluster.wait_for_nodes(self._addresses() - {victim.address}, _NODES_S)
@@ -57,12 +59,28 @@ class UnderLoad:
             self._cluster.wait_for_nodes(self._addresses(), _NODES_S)
             self._whole(replicas)
 
+    def host_is_drained(self) -> None:
+        """A host that decodes and is not the head is drained and then switched off. No stream may break off:
+        clients come to the other hosts from then on."""
+        victim = self._decoding_host()
+        self.streams.urls = [url for url in self.streams.urls if victim.address not in url]
+        self._scene.drain(victim)
+        self._cluster.wait_until_left(victim.address, _DRAIN_S)
+        self._serves()
+        self._scene.switch_off(victim)
+        self._cluster.wait_for_nodes(self._addresses(), _NODES_S)
+        self._serves()
+
     @property
     def _cluster(self) -> Cluster:
         return self._scene.cluster
 
     def _addresses(self) -> set[str]:
         return {host.address for host in self._cluster.hosts}
+
+    def _decoding_host(self) -> Host:
+        decoding = set(self._cluster.addresses("decode"))
+        return next(host for host in self._cluster.hosts[1:] if host.address in decoding)
 
     def _whole(self, replicas: Mapping[str, int]) -> None:
         self._cluster.wait_for_replicas(replicas, _WHOLE_S)
@@ -93,10 +111,10 @@ def sized(replicas: Mapping[str, int]) -> dict[str, Any]:
 
 
 @contextmanager
-def under_load(scene: Scene) -> Iterator[UnderLoad]:
-    """The application at its small size on three hosts, and the clients. They end with the block."""
-    questions = [Question(one, reference(tuple(one), _TOKENS)) for one in _drawn()]
-    scene.deploy_anew(sized(SMALL), SMALL)
+def under_load(scene: Scene, replicas: Mapping[str, int]) -> Iterator[UnderLoad]:
+    """The application of that size on three hosts, and the clients. They end with the block."""
+    questions = draw_questions()
+    scene.deploy_anew(sized(replicas), replicas)
     scene.cluster.wait_for_ingress(_WHOLE_S)
     for host in scene.cluster.hosts:
         chat(host.address)
@@ -104,11 +122,13 @@ def under_load(scene: Scene) -> Iterator[UnderLoad]:
     def draw(rng: random.Random) -> Question:
         return rng.choice(questions)
 
-    urls = [f"http://{host.address}:{HTTP_PORT}" for host in scene.cluster.hosts]
-    with Streams(urls, _CLIENTS, draw, _GIVE_UP_S) as streams:
+    with Streams(scene.urls, _CLIENTS, draw, _GIVE_UP_S) as streams:
         streams.wait_for_more(_SOME, _GIVE_UP_S)
         yield UnderLoad(scene, streams)
 
 
-def _drawn() -> list[list[int]]:
-    return prompts(2, _PROMPTS, _PROMPT_TOKENS, _TOKENS)
+@functools.cache
+def draw_questions() -> list[Question]:
+    """What the clients ask. It takes a while: call it before it is needed."""
+    drawn = prompts(2, _PROMPTS, _PROMPT_TOKENS, _TOKENS)
+    return [Question(one, reference(tuple(one), _TOKENS)) for one in drawn]

@@ -14,6 +14,11 @@ JOIN = (
     "ray exec deploy/cluster.yaml 'ray get-worker-ips ~/ray_bootstrap_config.yaml'",
 )
 """What docs/operations.md says adds a node, after its address is in the file."""
+DRAIN = (
+    "ray drain-node --node-id ID --reason DRAIN_NODE_REASON_PREEMPTION --reason-message WHY "
+    "--deadline-remaining-seconds 120"
+)
+"""What it says drains one, on the head."""
 _SECTION = "## Go to a cluster"
 _KINDS = {
     "token": r"ray get-auth-token --generate$",

@@ -13,11 +13,12 @@ from typing import Any
 
 import yaml
 
+from common.host import HTTP_PORT
 from tests.cluster_hosts.asking import chat, content, generate, prompts
 from tests.cluster_hosts.cluster import Cluster
 from tests.cluster_hosts.host import Host
 from tests.cluster_hosts.operator import Operator
-from tests.cluster_hosts.readme import JOIN, ROOT, read_commands, replaced
+from tests.cluster_hosts.readme import DRAIN, JOIN, ROOT, read_commands, replaced
 from tests.cluster_hosts.wheels import use_wheels
 from tests.hosts.network import Network
 
@@ -38,6 +39,11 @@ class Scene:
         self.cluster, self.spare = cluster, spare
         self._operator, self._words = operator, dict(words)
         self._commands = read_commands((ROOT / "README.md").read_text())
+
+    @property
+    def urls(self) -> list[str]:
+        """Where clients go."""
+        return [f"http://{host.address}:{HTTP_PORT}" for host in self.cluster.hosts]
 
     def up(self) -> None:
         """`ray up` as README says: two hosts, each with kernels of its own."""
@@ -66,6 +72,20 @@ class Scene:
             self._run(command, _UP_S)
         self.cluster.hosts.append(self.spare)
         self.cluster.wait_for_nodes({host.address for host in self.cluster.hosts}, _UP_S)
+
+    def drain(self, host: Host) -> None:
+        """Say that the host will be switched off, as docs/operations.md says."""
+        words = {"ID": self.cluster.nodes()[host.address], "WHY": "maintenance"}
+        self._run(f"ray exec deploy/cluster.yaml '{DRAIN}'", _COMMAND_S, **words)
+
+    def switch_off(self, host: Host) -> None:
+        """It is not a part of the cluster any more."""
+        host.kill()
+        self.cluster.hosts.remove(host)
+
+    def roles(self, arguments: str) -> None:
+        """`baton roles`, on the head."""
+        self.cluster.head.run(f"cd baton && RAY_AUTH_MODE=token .venv/bin/baton roles {arguments}")
 
     def up_again(self) -> None:
         """`ray up` after the head was off."""

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from cluster.placeholders import PLACEHOLDERS
-from tests.cluster_hosts.readme import JOIN, ROOT, read_commands, replaced
+from tests.cluster_hosts.readme import DRAIN, JOIN, ROOT, read_commands, replaced
 
 README = (ROOT / "README.md").read_text()
 CLUSTER = (ROOT / "deploy" / "cluster.yaml").read_text()
@@ -62,5 +62,7 @@ def test_only_addresses_and_the_user_of_the_cluster_file_are_replaced() -> None:
     assert {key: ours[key] for key in others} == {key: shipped[key] for key in others}
 
 
-def test_the_commands_that_add_a_node_are_those_of_the_operations_page() -> None:
-    assert "\n".join(JOIN) in (ROOT / "docs" / "operations.md").read_text()
+def test_the_commands_that_add_and_drain_a_node_are_those_of_the_operations_page() -> None:
+    page = (ROOT / "docs" / "operations.md").read_text()
+    assert "\n".join(JOIN) in page
+    assert f"`{DRAIN}`" in page
