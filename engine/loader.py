@@ -39,6 +39,7 @@ class AttentionLayer:
     scale: float  # factor on q.k
     window: int | None  # keys that a query sees, itself included; None: all
     sinks: bool = False  # whether a learned logit per head joins each softmax
+    softcap: float | None = None  # c: a score s becomes c tanh(s / c)
 
 
 @dataclass(frozen=True)
@@ -139,14 +140,24 @@ def _attention_layers(model: nn.Module, hf_config: Any) -> tuple[AttentionLayer,
     modules: Any = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling")]
     heads = hf_config.num_attention_heads
     return tuple(
-        AttentionLayer(m.layer_idx, heads, float(m.scaling), _window(m), hasattr(m, "sinks"))
+        AttentionLayer(
+            m.layer_idx,
+            heads,
+            float(m.scaling),
+            _window(m),
+            hasattr(m, "sinks"),
+            getattr(m, "attn_logit_softcapping", None),
+        )
         for m in sorted(modules, key=lambda module: module.layer_idx)
     )
 
 
 def _window(attention: Any) -> int | None:
-    """The window that a module passes to its attention function. Mistral's reads it from the config."""
+    """The window of an attention module. Some read it from the config, Qwen2-MoE's in sliding layers."""
     config = getattr(attention, "config", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds and kinds[attention.layer_idx] == "full_attention":
+        return None
     window: int | None = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
     return window
 

@@ -14,8 +14,9 @@ from kvcache.layout import GroupSpec
 class AttentionBackend(Protocol):
     """Paged attention over one KV group of keys and values.
 
-    A backend is built as `Backend(pool, query_heads, scale)`, where `pool` is an MHAKVCache and `scale` is
-    the factor on q.k. `pool.spec.window` says how far back a query sees. A backend is used from one thread.
+    A backend is built as `Backend(pool, query_heads, scale, softcap)`, where `pool` is an MHAKVCache and
+    `scale` is the factor on q.k. Unless softcap is None, a scaled score s becomes softcap tanh(s / softcap).
+    `pool.spec.window` says how far back a query sees. A backend is used from one thread.
     """
 
     def prepare(self, batch: ForwardBatch) -> None:

@@ -32,24 +32,33 @@ def build_layers(config: EngineConfig, loaded: LoadedModel, pools: Mapping[str, 
                 raise UnsupportedModel(
                     f"its {group.kind} layers scale attention differently ({scales})", "use another model"
                 )
-            sinks = any(facts.sinks for facts in layers)
-            built[group.kind] = build_attention(config, pool, heads.pop(), scales.pop(), sinks)
+            sinks, softcap = any(facts.sinks for facts in layers), layers[0].softcap
+            assert all(facts.softcap == softcap for facts in layers), (
+                "a config has one attn_logit_softcapping"
+            )
+            built[group.kind] = build_attention(config, pool, heads.pop(), scales.pop(), sinks, softcap)
     return PagedLayers(built.get("full"), built.get("window"), loaded.spec.groups, latent)
 
 
 def build_attention(
-    config: EngineConfig, pool: MHAKVCache, query_heads: int, scale: float, sinks: bool = False
+    config: EngineConfig,
+    pool: MHAKVCache,
+    query_heads: int,
+    scale: float,
+    sinks: bool = False,
+    softcap: float | None = None,
 ) -> AttentionBackend:
     """The backend that `config.attention` names. "auto" takes the fastest one that the device has.
 
-    `sinks` says whether the layers have attention sinks. If the backend cannot run, "auto" takes plain torch
-    and logs the reason; for a backend given by name, ConfigError is raised.
+    `sinks` says whether the layers have attention sinks. With a softcap a score s becomes softcap tanh(s /
+    softcap). If the backend cannot run, "auto" takes plain torch and logs the reason; for a backend given by
+    name, ConfigError is raised.
     """
 
     def cpu() -> AttentionBackend:
         from engine.cpu.attention import CpuAttention
 
-        return CpuAttention(pool, query_heads, scale)
+        return CpuAttention(pool, query_heads, scale, softcap)
 
     def flashinfer() -> AttentionBackend:
         from engine.backends.flashinfer import FlashInferAttention
@@ -60,6 +69,6 @@ def build_attention(
         if pool.spec.stored is KVFormat.FP4_E2M1 or (sinks and pool.spec.stored is not KVFormat.AUTO):
             problem = f"FlashInfer does not read {pool.spec.stored} pages{' with sinks' if sinks else ''}"
             raise BackendUnavailable(problem)
-        return FlashInferAttention(pool, query_heads, scale, sinks)
+        return FlashInferAttention(pool, query_heads, scale, sinks, softcap)
 
-    return pick(config, lambda: TorchAttention(pool, query_heads, scale), cpu, flashinfer)
+    return pick(config, lambda: TorchAttention(pool, query_heads, scale, softcap), cpu, flashinfer)

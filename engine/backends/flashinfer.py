@@ -21,7 +21,14 @@ class FlashInferAttention:
     layer.
     """
 
-    def __init__(self, pool: MHAKVCache, query_heads: int, scale: float, sinks: bool = False) -> None:
+    def __init__(
+        self,
+        pool: MHAKVCache,
+        query_heads: int,
+        scale: float,
+        sinks: bool = False,
+        softcap: float | None = None,
+    ) -> None:
         """`sinks` says whether forward() is called with sinks. Raises ImportError if FlashInfer is not
         installed, or has no kernel for sinks that are needed."""
         import flashinfer
@@ -29,6 +36,7 @@ class FlashInferAttention:
         self._pool = pool
         self._query_heads = query_heads
         self._scale = scale
+        self._softcap = softcap
         self._device = pool.data.device
         self._window = pool.spec.window
         # FlashInfer counts the keys to the left of a query; ours includes the query's own
@@ -68,6 +76,7 @@ class FlashInferAttention:
             causal=True,
             window_left=self._window_left,
             sm_scale=self._scale,
+            logits_soft_cap=self._softcap,
             q_data_type=self._pool.spec.dtype,
             kv_data_type=self._pool.data.dtype,
         )

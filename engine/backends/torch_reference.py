@@ -11,8 +11,8 @@ from engine.batch import ForwardBatch
 from kvcache.pool import MHAKVCache
 
 QUERIES_AT_ONCE = 256
-"""Queries of a chunk with sinks that are computed together. Their scores, float32 [query heads, queries,
-keys], are held in memory, which SDPA avoids."""
+"""Queries of a chunk with sinks or a softcap that are computed together. Their scores, float32 [query heads,
+queries, keys], are held in memory, which SDPA avoids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,15 @@ class TorchAttention:
     It does not gather pages that no new token sees, so their table entries may have any value.
     """
 
-    def __init__(self, pool: MHAKVCache, query_heads: int, scale: float) -> None:
+    def __init__(
+        self, pool: MHAKVCache, query_heads: int, scale: float, softcap: float | None = None
+    ) -> None:
         self._pool = pool
         self._page_size = pool.page_size
         self._window = pool.spec.window
         self._gqa = query_heads != pool.spec.kv_heads
         self._scale = scale
+        self._softcap = softcap
         self._slots = torch.empty(0, dtype=torch.int64)
         self._sequences: list[_Sequence] = []
 
@@ -65,10 +68,10 @@ class TorchAttention:
             pages = self._pool.read_pages(place, sequence.pages)
             kv = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, sequence.keys]
             of_sequence = q[sequence.start : sequence.end].transpose(0, 1)  # [Hq, new, D]
-            if sinks is None:
+            if sinks is None and self._softcap is None:
                 attended = self._attend(of_sequence, kv, sequence)
             else:
-                attended = self._attend_with_sinks(of_sequence, kv, sequence, sinks)
+                attended = self._attend_by_definition(of_sequence, kv, sequence, sinks)
             out[sequence.start : sequence.end] = attended.transpose(0, 1)
 
     def _attend(self, q: torch.Tensor, kv: torch.Tensor, sequence: _Sequence) -> torch.Tensor:
@@ -84,10 +87,13 @@ class TorchAttention:
         )
         return attended[0]
 
-    def _attend_with_sinks(
-        self, q: torch.Tensor, kv: torch.Tensor, sequence: _Sequence, sinks: torch.Tensor
+    def _attend_by_definition(
+        self, q: torch.Tensor, kv: torch.Tensor, sequence: _Sequence, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        """A sink is an additional score of its head. It takes part in the softmax and adds no value."""
+        """What SDPA does not compute: soft-capped scores, and sinks.
+
+        A sink is an additional score of its head. It takes part in the softmax and adds no value.
+        """
         heads, new, _ = q.shape
         k, v = kv.float().repeat_interleave(heads // kv.shape[1], dim=1)
         mask = sequence.mask
@@ -97,11 +103,16 @@ class TorchAttention:
         for start in range(0, new, QUERIES_AT_ONCE):
             queries = slice(start, start + QUERIES_AT_ONCE)
             scores = q[:, queries].float() @ k.transpose(1, 2) * self._scale
+            if self._softcap is not None:
+                scores = (scores / self._softcap).tanh() * self._softcap
             if mask is not None:
                 scores.masked_fill_(~mask[queries], -torch.inf)
-            column = sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
-            weights = torch.cat((column, scores), dim=-1).softmax(-1)[..., 1:]
-            attended[:, queries] = weights @ v
+            if sinks is None:
+                weights = scores.softmax(-1)
+            else:
+                column = sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
+                weights = torch.cat((column, scores), dim=-1).softmax(-1)[..., 1:]
+            attended[:, queries] = (weights @ v).to(q.dtype)
         return attended
 
     def _sequence(self, start: int, end: int, length: int, pages: torch.Tensor) -> _Sequence:

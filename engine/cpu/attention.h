@@ -41,6 +41,7 @@ struct AttentionCall {
   int32_t format;   // of the pool: baton::Format
   int32_t window;  // keys that a query sees, itself included; 0: all before it
   float scale;
+  float softcap;  // c > 0: a scaled score s becomes c tanh(s / c); 0: it stays
   int32_t threads;
 };
 

@@ -38,7 +38,9 @@ class CpuAttention:
     Sums are float32. A row's result does not depend on the batch or on the number of threads.
     """
 
-    def __init__(self, pool: MHAKVCache, query_heads: int, scale: float) -> None:
+    def __init__(
+        self, pool: MHAKVCache, query_heads: int, scale: float, softcap: float | None = None
+    ) -> None:
         """Raises KernelsUnavailable if the op cannot serve `pool`."""
         spec = pool.spec
         check_supported(spec)
@@ -61,6 +63,7 @@ class CpuAttention:
             format=FORMATS[spec.stored],
             window=spec.window or 0,
             scale=scale,
+            softcap=softcap or 0.0,
         )
 
     @property

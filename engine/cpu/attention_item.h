@@ -148,6 +148,8 @@ void attend(const AttentionCall& call, const AttentionItem& item) {
       fetch(call.k, from + n, after, k_memory[tile ^ 1], next);
       std::fill(next + std::max(after, 0), next + kTile, keys[tile][0]);
       score_tile(rows, keys[tile], values, n, dim, call.scale);
+      if (call.softcap > 0)
+        for (int r = 0; r < rows.count; ++r) cap_scores(rows.scores[r], n, 1.0f, call.softcap);
       softmax_step(rows, from, n, dim);
       add_values(rows, values, next, n, dim);
     }

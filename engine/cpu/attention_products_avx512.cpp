@@ -133,8 +133,10 @@ class Products {
           kContextTile);
     for (int r = 0; r < count; ++r) {
       const int seen = std::clamp(visible(row + r) - from, 0, n), hidden = std::clamp(first(row + r) - from, 0, seen);
-      const float keep = weigh(memory_.scores + r * kContextTile, hidden, seen, n, call_.scale * 1.44269504f,
-                               memory_.top[row + r], memory_.sum[row + r], memory_.weights + r * kContextTile);
+      float* scores = memory_.scores + r * kContextTile;
+      const bool capped = call_.softcap > 0;
+      if (capped) cap_scores(scores, seen, call_.scale, call_.softcap);
+      const float keep = weigh(scores, hidden, seen, n, (capped ? 1.0f : call_.scale) * 1.44269504f, memory_.top[row + r], memory_.sum[row + r], memory_.weights + r * kContextTile);
       if (keep != 1.0f)
         for (int d = 0; d < dim_; ++d) acc[r * dim_ + d] *= keep;
     }

@@ -13,7 +13,15 @@ from transformers.activations import SiLUActivation
 from engine.cpu.linear import GROUP, Pack, packable
 
 CLAMPED = "GptOssExperts"
-MODELS = ("Qwen3MoeExperts", "Qwen3NextExperts", "DeepseekV2Experts", "DeepseekV3Experts", CLAMPED)
+MODELS = (
+    "MixtralExperts",
+    "Qwen2MoeExperts",
+    "Qwen3MoeExperts",
+    "Qwen3NextExperts",
+    "DeepseekV2Experts",
+    "DeepseekV3Experts",
+    CLAMPED,
+)
 """The transformers classes that PackedExperts computes."""
 
 

@@ -42,6 +42,7 @@ class AttentionCall(ctypes.Structure):
             for name in ("seqs", "heads", "kv_heads", "head_dim", "page_size", "storage", "format", "window")
         ),
         ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
         ("threads", ctypes.c_int32),
     )
 

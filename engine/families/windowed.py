@@ -1,10 +1,13 @@
-"""Families in which some or all layers see only a window of tokens. These layers form their own group."""
+"""Families in which some or all layers may see only a window of tokens. These layers form their own group."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+
+import torch
+from torch import nn
 
 from engine.errors import UnsupportedModel
 from engine.families.base import Dtypes, Family
@@ -78,7 +81,34 @@ def _all_alike(architecture: str) -> Family:
     return Family(architecture, _groups_of(_every), _LAYER_TYPES, check=_check_every)
 
 
+class CappedHead(nn.Module):
+    """A projection onto the vocabulary whose logits x become cap tanh(x / cap)."""
+
+    def __init__(self, head: nn.Module, cap: float) -> None:
+        super().__init__()
+        self.head = head
+        self._cap = cap
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, hidden] -> [N, vocab]."""
+        logits: torch.Tensor = self.head(hidden)
+        return torch.tanh(logits / self._cap) * self._cap
+
+
+def _cap_logits(model: Any) -> None:
+    if model.config.final_logit_softcapping is not None:
+        model.lm_head = CappedHead(model.lm_head, model.config.final_logit_softcapping)
+
+
 FAMILIES: dict[str, Family] = {
+    "mixtral": _all_alike("MixtralForCausalLM"),
+    "phi3": _all_alike("Phi3ForCausalLM"),
+    "qwen2_moe": _by_layer_type("Qwen2MoeForCausalLM"),
+    "gemma2": replace(
+        _by_layer_type("Gemma2ForCausalLM"),
+        allows=frozenset({"attn_logit_softcapping", "final_logit_softcapping"}),
+        prepare=_cap_logits,
+    ),
     "mistral": _all_alike("MistralForCausalLM"),
     "qwen2": _by_layer_type("Qwen2ForCausalLM"),
     "qwen3": _by_layer_type("Qwen3ForCausalLM"),

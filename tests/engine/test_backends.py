@@ -33,7 +33,7 @@ class StandInWrapper:
         self, qo_indptr: torch.Tensor, paged_kv_indptr: torch.Tensor, paged_kv_indices: torch.Tensor,
         paged_kv_last_page_len: torch.Tensor, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int,
         page_size: int, *, causal: bool, window_left: int, sm_scale: float, q_data_type: torch.dtype,
-        kv_data_type: torch.dtype,
+        kv_data_type: torch.dtype, logits_soft_cap: float | None = None,
     ) -> None:  # fmt: skip
         indices = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
         assert all(index.dtype == torch.int32 for index in indices)
@@ -41,6 +41,7 @@ class StandInWrapper:
         self.q_starts, self.kv_starts, self.pages, self.last = (index.tolist() for index in indices)
         self.group = num_qo_heads // num_kv_heads
         self.page_size, self.scale, self.window_left = page_size, sm_scale, window_left
+        self.cap = logits_soft_cap or torch.inf
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> None:
         self.attend(q, kv, out, torch.full((q.shape[1],), -torch.inf))
@@ -55,6 +56,8 @@ class StandInWrapper:
             k, v = (side.repeat_interleave(self.group, dim=1) for side in (k, v))
             start, end = self.q_starts[i], self.q_starts[i + 1]
             scores = torch.einsum("qhd,khd->hqk", q[start:end], k) * self.scale
+            if self.cap < torch.inf:
+                scores = self.cap * torch.tanh(scores / self.cap)
             places = torch.arange(length)
             behind = places[length - (end - start) :, None] - places  # of a query, a key
             hidden = (behind < 0) | ((behind > self.window_left) & (self.window_left >= 0))
@@ -99,12 +102,15 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.usefixtures("stand_in")
-@pytest.mark.parametrize("family", ["qwen3", "mistral_window", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral_window", "gemma2", "gpt_oss"])
 def test_flashinfer_is_planned_so_that_tokens_equal_generate(family: str, drawn: Drawn) -> None:
     path, expected = drawn(family)
     runner, pools = open_pools(path, 16, 40)
+    softcap, width = (4.0, 24) if family == "gemma2" else (None, None)
     backends = {
-        pool.spec.kind: FlashInferAttention(pool, 4, pool.spec.head_dim**-0.5, sinks=family == "gpt_oss")
+        pool.spec.kind: FlashInferAttention(
+            pool, 4, (width or pool.spec.head_dim) ** -0.5, sinks=family == "gpt_oss", softcap=softcap
+        )
         for pool in pools.values()
         if pool.spec.layer_ids
     }

@@ -49,7 +49,9 @@ def logits_of(runner: ModelRunner, chunk: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("chunk", [1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize(
+    "family", ["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "qwen3_next"]
+)
 def test_experts_that_no_token_chose_are_not_read(
     family: str, dtype: str, chunk: int, tmp_path: Path
 ) -> None:

@@ -10,13 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
-    Gemma2Config,
     Gemma3TextConfig,
+    GemmaConfig,
     GPT2Config,
     GptOssConfig,
     JambaConfig,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -50,7 +51,13 @@ def test_every_tested_family_passes(family: str) -> None:
     ("config", "named"),
     [
         (GPT2Config(), "model_type 'gpt2'"),
-        (Gemma2Config(), "model_type 'gemma2' in config.json: it is not in the table"),
+        (GemmaConfig(), "model_type 'gemma' in config.json: it is not in the table"),
+        (
+            Phi3Config(
+                rope_parameters=rope(rope_type="longrope", short_factor=[1.0] * 48, long_factor=[2.0] * 48)
+            ),
+            "rope_type 'longrope'",
+        ),
         (JambaConfig(), "model_type 'jamba' in config.json: transformers' scan"),
         (GptOssConfig(quantization_config={"quant_method": "mxfp4"}), "quantization_config is"),
         (LlamaConfig(architectures=["LlamaForSequenceClassification"]), "no causal LM head"),

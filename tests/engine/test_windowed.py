@@ -12,11 +12,15 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     Gemma3TextConfig,
     GptOssConfig,
     MistralConfig,
+    MixtralConfig,
+    Phi3Config,
     PretrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -50,10 +54,32 @@ SLIDING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention"]}
 QWEN = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 0}
 BORDER: dict[str, Callable[[], PretrainedConfig]] = {
     "mistral": lambda: MistralConfig(**ONE_LAYER, sliding_window=WINDOW),
+    "mixtral": lambda: MixtralConfig(
+        **ONE_LAYER, sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "phi3": lambda: Phi3Config(
+        **{k: v for k, v in ONE_LAYER.items() if k != "head_dim"}, sliding_window=WINDOW
+    ),
+    "gemma2": lambda: Gemma2Config(
+        **ONE_LAYER,
+        **SLIDING,
+        query_pre_attn_scalar=20,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=5.0,
+    ),
     "gemma3_text": lambda: Gemma3TextConfig(**ONE_LAYER, **SLIDING, query_pre_attn_scalar=20),
     "gpt_oss": lambda: GptOssConfig(**ONE_LAYER, **SLIDING, num_local_experts=4, num_experts_per_tok=2),
     "qwen2": lambda: Qwen2Config(**{k: v for k, v in ONE_LAYER.items() if k != "head_dim"}, **QWEN),
     "qwen3": lambda: Qwen3Config(**ONE_LAYER, **QWEN),
+    "qwen2_moe": lambda: Qwen2MoeConfig(
+        **{k: v for k, v in ONE_LAYER.items() if k != "head_dim"},
+        **SLIDING,
+        use_sliding_window=True,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        shared_expert_intermediate_size=32,
+    ),
     "qwen3_moe": lambda: Qwen3MoeConfig(
         **ONE_LAYER, **QWEN, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48
     ),
@@ -105,7 +131,7 @@ def test_the_windows_border_is_transformers(family: str, attention: str, tmp_pat
         pytest.param(16, 11, 7, id="mixed"),
     ],
 )
-@pytest.mark.parametrize("family", ["mistral_window", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("family", ["mistral_window", "gemma2", "gemma3_text", "gpt_oss"])
 def test_greedy_tokens_equal_generate_with_spoilt_pages_behind_the_window(
     family: str, page_size: int, chunk: int, stagger: int, attention: str, drawn: Drawn
 ) -> None:

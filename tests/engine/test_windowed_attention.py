@@ -1,4 +1,4 @@
-"""Windows and sinks in every backend of this machine, against a sum over the keys that a query sees."""
+"""Windows, sinks and soft-capped scores in every backend of this machine, against attention by definition."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ def make_case(
     return Case(pool, batch, torch.randn(sum(q_lens), HEADS, HEAD_DIM, generator=generator), keys, values)
 
 
-def by_definition(case: Case, window: int | None, sinks: torch.Tensor | None) -> torch.Tensor:
+def by_definition(
+    case: Case, window: int | None, sinks: torch.Tensor | None, softcap: float | None = None
+) -> torch.Tensor:
     """Every query and head for itself, in float64."""
     out = []
     starts = case.batch.starts()
@@ -83,7 +85,8 @@ def by_definition(case: Case, window: int | None, sinks: torch.Tensor | None) ->
             seen = slice(0 if window is None else max(0, at - window + 1), at + 1)
             for head in range(HEADS):
                 k, v = (side[i][seen, head // (HEADS // KV_HEADS)].double() for side in (case.k, case.v))
-                weights = (k @ case.q[starts[i] + place, head].double() * SCALE).exp()
+                scores = k @ case.q[starts[i] + place, head].double() * SCALE
+                weights = (scores if softcap is None else (scores / softcap).tanh() * softcap).exp()
                 total = weights.sum() + (0 if sinks is None else sinks[head].double().exp())
                 out.append(weights @ v / total)
     return torch.stack(out).view(-1, HEADS, HEAD_DIM).float()
@@ -117,3 +120,26 @@ def test_a_query_sees_its_window_and_nothing_else(
     backend.forward(1, case.q, *new, out, sinks)
     torch.testing.assert_close(out, by_definition(case, window, sinks), rtol=1e-5, atol=1e-5)
     assert read_kv(case.pool, LAYERS[1], torch.from_numpy(case.batch.out_slots))[0].equal(new[0])
+
+
+@pytest.mark.parametrize("softcap", [0.7, 3.0, 50.0])
+@pytest.mark.parametrize(("window", "page_size"), [(None, 4), (5, 4), (33, 8)])
+@pytest.mark.parametrize("attention", ["torch", "auto"])
+def test_scores_are_capped_before_the_softmax(
+    attention: str, window: int | None, page_size: int, softcap: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode rows, also with a context that is split among work items, and chunks."""
+    monkeypatch.setattr(torch_reference, "QUERIES_AT_ONCE", 8)
+    case = make_case([1, 1, 21, 8], [30, 700, 21, 300], window, page_size, float("nan"))
+    case.q *= 10  # scores from -30 to 30
+    backend = build_attention(
+        EngineConfig("m", attention=attention), case.pool, HEADS, SCALE, softcap=softcap
+    )
+    backend.prepare(case.batch)
+    new = [
+        torch.cat([side[i][-count:] for i, count in enumerate(case.batch.q_lens)])
+        for side in (case.k, case.v)
+    ]
+    out = torch.full_like(case.q, torch.nan)
+    backend.forward(1, case.q, *new, out)
+    torch.testing.assert_close(out, by_definition(case, window, None, softcap), rtol=1e-4, atol=3e-5)

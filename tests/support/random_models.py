@@ -9,13 +9,17 @@ from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
     FalconH1Config,
+    Gemma2Config,
     Gemma3TextConfig,
     GptOssConfig,
     Lfm2Config,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    Phi3Config,
     PretrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -32,6 +36,10 @@ CLASSES: dict[str, type[PretrainedConfig]] = {
     "qwen3_moe": Qwen3MoeConfig,
     "deepseek_v2": DeepseekV2Config,
     "deepseek_v3": DeepseekV3Config,
+    "mixtral": MixtralConfig,
+    "phi3": Phi3Config,
+    "qwen2_moe": Qwen2MoeConfig,
+    "gemma2": Gemma2Config,
     "gemma3_text": Gemma3TextConfig,
     "gpt_oss": GptOssConfig,
     "qwen3_next": Qwen3NextConfig,
@@ -162,6 +170,49 @@ def _qwen3_moe(draw: ShapeDraw) -> Keys:
     }
 
 
+def _mixtral(draw: ShapeDraw) -> Keys:
+    experts = draw.experts("num_local_experts")
+    del experts["moe_intermediate_size"]
+    return {**experts, **_mistral(draw)}
+
+
+def _phi3(draw: ShapeDraw) -> Keys:
+    """transformers takes other kinds of rotary embeddings for longrope."""
+    return {
+        "hidden_size": draw.heads * draw.head_dim,
+        "sliding_window": draw.window() if draw.flag() else None,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": draw.rng.choice([1e3, 1e4]),
+            "partial_rotary_factor": draw.rng.choice([0.25, 0.5, 1.0]),
+        },
+    }
+
+
+def _qwen2_moe(draw: ShapeDraw) -> Keys:
+    return {
+        **_qwen(draw),
+        **draw.experts("num_experts"),
+        "hidden_size": draw.heads * draw.head_dim,
+        "shared_expert_intermediate_size": 8 * draw.rng.randrange(2, 8),
+        "mlp_only_layers": [layer for layer in range(draw.layers) if draw.rng.random() < 0.3],
+        "norm_topk_prob": draw.flag(),
+        "qkv_bias": draw.flag(),
+    }
+
+
+def _gemma2(draw: ShapeDraw) -> Keys:
+    return {
+        "query_pre_attn_scalar": draw.rng.choice([8, 24, 64]),
+        "attn_logit_softcapping": draw.rng.choice([None, 2.0, 50.0]),
+        "final_logit_softcapping": draw.rng.choice([None, 5.0, 30.0]),
+        "attention_bias": draw.flag(),
+        "sliding_window": draw.window(),
+        "layer_types": draw.kinds("sliding_attention", "full_attention", "full_attention"),
+        "rope_parameters": draw.rope(),
+    }
+
+
 def _deepseek(draw: ShapeDraw) -> Keys:
     groups, in_group = draw.rng.choice([(1, 4), (2, 2), (2, 4), (4, 2)])
     chosen = draw.rng.randrange(1, groups + 1)
@@ -277,6 +328,10 @@ _SHAPES = {
     "qwen3_moe": _qwen3_moe,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
+    "mixtral": _mixtral,
+    "phi3": _phi3,
+    "qwen2_moe": _qwen2_moe,
+    "gemma2": _gemma2,
     "gemma3_text": _gemma3,
     "gpt_oss": _gpt_oss,
     "qwen3_next": _qwen3_next,
@@ -284,7 +339,7 @@ _SHAPES = {
     "falcon_h1": _falcon_h1,
     "lfm2": _lfm2,
 }
-_WITHOUT_HEAD_DIM = ("deepseek_v2", "deepseek_v3", "falcon_h1", "lfm2")
+_WITHOUT_HEAD_DIM = ("deepseek_v2", "deepseek_v3", "falcon_h1", "lfm2", "phi3", "qwen2_moe")
 
 
 def family_of(seed: int) -> str:

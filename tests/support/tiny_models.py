@@ -19,15 +19,19 @@ from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
     FalconH1Config,
+    Gemma2Config,
     Gemma3TextConfig,
     GenerationConfig,
     GptOssConfig,
     Lfm2Config,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -80,6 +84,19 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3": lambda: Qwen3Config(**{**_COMMON, "head_dim": 32, "tie_word_embeddings": True}),
     "qwen3_moe": lambda: Qwen3MoeConfig(
         **_COMMON, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, mlp_only_layers=[1]
+    ),
+    "mixtral": lambda: MixtralConfig(**_COMMON, num_local_experts=4, num_experts_per_tok=2),
+    "phi3": lambda: Phi3Config(
+        **_without("head_dim"),
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    ),
+    "qwen2_moe": lambda: Qwen2MoeConfig(
+        **_without("head_dim"),
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=48,
+        mlp_only_layers=[1],
     ),
 }
 """Families and variants; the part before "_" is not always the model_type."""
@@ -150,6 +167,15 @@ MIXED: dict[str, Callable[[], PretrainedConfig]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         },
     ),
+    "gemma2": lambda: Gemma2Config(
+        **{**_COMMON, "num_hidden_layers": 4, "tie_word_embeddings": True},
+        query_pre_attn_scalar=24,
+        attn_logit_softcapping=4.0,
+        final_logit_softcapping=6.0,
+        sliding_window=WINDOW,
+        layer_types=_SLIDING,
+    ),
+    "phi3_window": lambda: Phi3Config(**_without("head_dim"), sliding_window=WINDOW),
     "gpt_oss": lambda: GptOssConfig(
         **{**_COMMON, "num_hidden_layers": 4, "intermediate_size": 64},
         num_local_experts=4,

@@ -46,11 +46,12 @@ class Case:
     k: torch.Tensor
     v: torch.Tensor
     sinks: torch.Tensor | None = None
+    softcap: float | None = None
 
 
 def make_case(
     q_lens, seq_lens, heads=4, kv_heads=2, head_dim=32, page_size=16, dtype=torch.float32, seed=0,
-    window=None, sinks=False,
+    window=None, sinks=False, softcap=None,
 ):  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
     numbers = np.random.default_rng(seed)
@@ -88,7 +89,7 @@ def make_case(
             table[s, : max(0, length - new - window + 1) // page_size] = len(pool.data) - 1
     # As transformers leaves them: heads outside tokens.
     q, k, v = (normal(n, tokens, head_dim).transpose(0, 1) for n in (heads, kv_heads, kv_heads))
-    return Case(pool, batch, q, k, v, normal(heads) * 4 if sinks else None)
+    return Case(pool, batch, q, k, v, normal(heads) * 4 if sinks else None, softcap)
 
 
 def expected(case, layer, scale):
@@ -108,6 +109,8 @@ def expected(case, layer, scale):
         k, v = (x.repeat_interleave(group, 1).nan_to_num() for x in (k, v))
         q = case.q[starts[s] : starts[s + 1]].double()
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+        if case.softcap is not None:
+            scores = (scores / case.softcap).tanh() * case.softcap
         behind = torch.arange(length - len(q), length)[:, None] - torch.arange(length)[None]
         seen = (behind >= 0) & (behind < (case.pool.spec.window or length))
         scores = scores.masked_fill(~seen, -math.inf)
@@ -120,7 +123,7 @@ def expected(case, layer, scale):
 
 
 def run(case, layer=1, scale=0.2):
-    backend = CpuAttention(case.pool, case.q.shape[1], scale)
+    backend = CpuAttention(case.pool, case.q.shape[1], scale, case.softcap)
     backend.prepare(case.batch)
     out = torch.empty(case.q.shape, dtype=case.q.dtype)
     backend.forward(layer, case.q, case.k, case.v, out, case.sinks)
@@ -166,10 +169,15 @@ SINKS = {
     **{f"window_{name}": WINDOWED[name] for name in ("split_rows", "long_chunk", "one_key")},
     **{name: SHAPES[name] for name in ("mixed", "split_context", "wide_head")},
 }
+CAPPED = {
+    **{f"window_{name}": WINDOWED[name] for name in ("split_rows", "long_chunk", "chunk_past_the_window")},
+    **{name: SHAPES[name] for name in ("mixed", "split_context", "wide_head", "long_prefill")},
+}
 CASES = {
     **SHAPES,
     **{f"window_{name}": shape for name, shape in WINDOWED.items()},
     **{f"{name}+sinks": {**shape, "sinks": True} for name, shape in SINKS.items()},
+    **{f"{name}+softcap": {**shape, "softcap": 1.5} for name, shape in CAPPED.items()},
 }
 
 
