@@ -19,12 +19,12 @@ UNKNOWN_TOKEN = -1
 """In `input_ids`: the token last sampled for this row, which was not known when the batch was built."""
 
 
-@dataclass(slots=True)
-class SamplingRow:
-    """One sampled sequence. The request owns `state`; the sampler updates it when it samples."""
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """The sampled sequences. Each request owns its state, the same object in every step."""
 
-    state: SamplingState
-    position: int  # output position being sampled, 0 for the first output token
+    states: tuple[SamplingState, ...]  # N
+    positions: npt.NDArray[np.int64]  # [N] output position being sampled, 0 for the first output token
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class ForwardBatch:
     seq_lens: npt.NDArray[np.int32]  # [S] context length after this step, new tokens included
     page_table: npt.NDArray[np.int32]  # [S, max_pages] page ids, 0-padded
     sampled: npt.NDArray[np.int32]  # [N] indices into S: the sequences to sample after their last token
-    sampling: list[SamplingRow]  # N
+    sampling: SamplingRows  # N
     window: WindowPages | None = None  # set if the model has a window group
     state: StateSlots | None = None  # set if the model has a state group
 

@@ -3,8 +3,7 @@
 common.errors.BatonError
 ├── ConfigError
 │   └── UnsupportedModel   the checkpoint has a feature that the engine does not compute; key `model`
-├── EngineError            a launched forward failed; the requests of its batch must be restarted
-└── RowFailed              one sequence of a forward has no next token; the others are valid
+└── EngineError            a launched forward failed; the requests of its batch must be restarted
 """
 
 from __future__ import annotations
@@ -21,7 +20,3 @@ class UnsupportedModel(ConfigError):
 
 class EngineError(BatonError):
     """A forward failed. Nothing was sampled, and what it wrote to its out_slots is not valid KV."""
-
-
-class RowFailed(BatonError):
-    """No token can be sampled for one sequence of a forward."""

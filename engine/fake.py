@@ -19,9 +19,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.batch import BatchResult, ForwardBatch, SamplingRow
+from engine.batch import BatchResult, ForwardBatch
 from engine.last_tokens import LastTokens
 from engine.launch import Launched, LaunchQueue
+from engine.sampling_state import SamplingState
 from engine.spec import ModelSpec
 from kvcache.layout import GroupSpec, KVGroupSpec, StateGroupSpec, StateTensor
 from kvcache.pool import KVCache, MambaPool, MHAKVCache
@@ -177,10 +178,8 @@ class FakeEngine:
         tokens = np.array([self._next(batch, i, states) for i in batch.sampled.tolist()], dtype=np.int64)
         self._last_tokens.record(batch, tokens)
         logprobs: list[TokenLogprobs | None] = []
-        for row, token in zip(batch.sampling, tokens.tolist(), strict=True):
-            row.state.rewind(row.position)
-            row.state.record(token)
-            logprobs.append(self._logprobs(row, token))
+        for state, token in zip(batch.sampling.states, tokens.tolist(), strict=True):
+            logprobs.append(self._logprobs(state, token))
         return BatchResult(tokens, logprobs)
 
     def _seen_positions(self, batch: ForwardBatch) -> npt.NDArray[np.int64]:
@@ -233,8 +232,8 @@ class FakeEngine:
         if seconds:
             time.sleep(seconds)
 
-    def _logprobs(self, row: SamplingRow, token: int) -> TokenLogprobs | None:
-        count = row.state.params.top_logprobs
+    def _logprobs(self, state: SamplingState, token: int) -> TokenLogprobs | None:
+        count = state.params.top_logprobs
         if count is None:
             return None
         vocab = self.spec.vocab_size

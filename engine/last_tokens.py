@@ -53,9 +53,6 @@ class LastTokens:
         try:
             yield
         except Exception:
-            for row in batch.sampling:
-                row.state.rewind(row.position)
-                row.state.record(_PLACEHOLDER)
             self.record(batch, np.full(len(batch.sampled), _PLACEHOLDER, dtype=np.int64))
             raise
 

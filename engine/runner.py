@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-import engine.sampler as sampler
 from engine.backends.choose import build_layers
 from engine.batch import BatchResult, ForwardBatch
 from engine.config import EngineConfig
@@ -17,6 +16,7 @@ from engine.last_tokens import LastTokens
 from engine.launch import Launched, LaunchQueue
 from engine.loader import LoadedModel
 from engine.paged_cache import PagedCache
+from engine.sampler import Sampler
 from engine.states import PackedStates
 from kvcache.pool import KVCache, MambaPool
 
@@ -36,6 +36,7 @@ class ModelRunner:
         self._states = PackedStates(states) if isinstance(states, MambaPool) else None
         self._cache = PagedCache(self._states)
         self._last_tokens = LastTokens()
+        self._sampler = Sampler(loaded.spec.vocab_size, self._device)
         self._queue = LaunchQueue(config.overlap)
 
     def launch(self, batch: ForwardBatch) -> Launched:
@@ -48,7 +49,9 @@ class ModelRunner:
         with torch.inference_mode(), self._last_tokens.placeholders_on_failure(batch):
             hidden = self._hidden(batch)
             ends = batch.starts()[1:][batch.sampled] - 1
-            sampled = sampler.sample(self._lm_head(hidden[self._to_device(ends)]), batch.sampling)
+            logits = self._lm_head(hidden[self._to_device(ends)])
+            positions = self._to_device(batch.sampling.positions)
+            sampled = self._sampler.sample(logits, batch.sampling, positions).wait()
             failures = failed_sequences(hidden, batch)
         for i, problem in sampled.failures.items():
             failures.setdefault(int(batch.sampled[i]), problem)

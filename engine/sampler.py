@@ -1,36 +1,36 @@
-"""Samples tokens from logits.
+"""Sampler: the next token of every row of a batch, in tensors over its rows.
 
-The steps have the order of transformers: logit bias, repetition penalty (prompt and output tokens), frequency
-and presence penalties (output tokens only; transformers lacks them, OpenAI's definition applies), suppression
-of ids that would stop a request before `min_tokens`, temperature, top-k, top-p, min-p. Reported
-log-probabilities are those of the model before any of these steps, as in OpenAI's API.
-
-Truncation works on (candidate ids, scores) instead of a masked vocabulary, so the cost of every step after
-top-k, the noise included, depends only on the number of candidates. Ties are treated as in transformers: all
-tokens that tie with the k-th stay.
+Rows that take the argmax of their logits need nothing else. The others are in blocks
+(engine/sampling_block.py) and those that ask for log-probabilities in reports (engine/reported_logprobs.py),
+which hold the parameters as tensors. Both are built when the batch's membership changes. A step then runs no
+Python per row, moves nothing to the device but the positions, and makes one copy to the host.
 """
 
 from __future__ import annotations
 
-import logging
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.batch import SamplingRow
-from engine.errors import RowFailed
-from engine.noise import gumbel, noise_key
+from engine.batch import SamplingRows
+from engine.reported_logprobs import ReportedLogprobs
+from engine.sampling_block import SamplingBlock
 from engine.sampling_state import SamplingState
-from wire.request import SamplingParams, TokenLogprobs
+from engine.token_counts import ToDevice, TokenCounts
+from wire.request import TokenLogprobs
 
-log = logging.getLogger(__name__)
+_CACHED_SCORES = 1 << 18
+"""Scores of a block on the CPU: a megabyte stays in the second-level cache through some forty operators."""
 
-LOWEST_TEMPERATURE = 1e-6
-"""Lower temperatures sample like this one: the best token, or one whose score is within rounding of it."""
+_FINE, _BAD_LOGITS, _BAD_SCORES = 0, 1, 2
+_WHY = {
+    _BAD_LOGITS: "the model's logits are not finite",
+    _BAD_SCORES: "the logits are not finite after bias and penalties",
+}
 
 
 class Sampled(NamedTuple):
@@ -45,124 +45,95 @@ class Sampled(NamedTuple):
     failures: dict[int, str]
 
 
-def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Sampled:
-    """Sample one token per row of `logits` [N, vocab], any float dtype, and record it in the rows' states.
+@dataclass(frozen=True, slots=True)
+class LaunchedSample:
+    """What one step samples, on the device."""
 
-    A row fails alone, whatever it holds.
-    """
-    for row in rows:
-        row.state.rewind(row.position)
-    tokens = logits.argmax(-1).tolist()  # the result for plain greedy rows
-    # The sum of a row is finite only if all of its logits are. It takes a tenth of the time of argmax, and
-    # aminmax takes four times as long as argmax.
-    finite = logits.sum(-1, dtype=torch.float32).isfinite().tolist()
-    logprobs: list[TokenLogprobs | None] = [None] * len(rows)
-    failures: dict[int, str] = {}
-    for i, row in enumerate(rows):
-        if not finite[i]:
-            failures[i] = "the model's logits are not finite"
-        elif not row.state.plain_greedy:
-            try:
-                tokens[i], logprobs[i] = _sample_special(logits[i].float(), row.state)
-            except RowFailed as error:
-                failures[i] = str(error)
-            except Exception as error:
-                log.exception("a bug while sampling")
-                failures[i] = f"sampling failed: {type(error).__name__}: {error}"
-        row.state.record(tokens[i])
-    return Sampled(np.asarray(tokens, dtype=np.int64), logprobs, failures)
+    tokens: torch.Tensor  # int64 [N]
+    packed: torch.Tensor  # int32: all that the host wants to know, to be copied at once
+    reports: Sequence[ReportedLogprobs]
+    broken: dict[int, str]  # rows whose parameters cannot be used
+
+    def read(self, packed: npt.NDArray[np.int32]) -> Sampled:
+        """What `self.packed` says, once it is on the host."""
+        n = len(self.tokens)
+        logprobs: list[TokenLogprobs | None] = [None] * n
+        status, rest = packed[n : 2 * n], packed[2 * n :]
+        failures = {int(i): _WHY[int(status[i])] for i in np.flatnonzero(status)}
+        for report in self.reports:
+            rest = report.read(rest, logprobs)
+        return Sampled(packed[:n].astype(np.int64), logprobs, self.broken | failures)
+
+    def wait(self) -> Sampled:
+        """Copy it to the host and read it."""
+        return self.read(self.packed.cpu().numpy())
 
 
-def _sample_special(logits: torch.Tensor, state: SamplingState) -> tuple[int, TokenLogprobs | None]:
-    """The next token of a sequence that is not plain greedy, and its log-probabilities if asked for."""
-    token = sample_row(logits, state)
-    return token, token_logprobs(logits, token, state.params.top_logprobs)
+class Sampler:
+    """Samples batch after batch of one model. Used by the thread that runs forwards."""
+
+    def __init__(self, vocab_size: int, device: torch.device, to_device: ToDevice | None = None) -> None:
+        """`to_device` moves parameters to the device; it is called when a batch's membership changes."""
+        self._vocab_size = vocab_size
+        self._to_device = to_device or (lambda array: torch.from_numpy(array).to(device))
+        self._most_rows = max(_CACHED_SCORES // vocab_size, 1) if device.type == "cpu" else 1 << 30
+        self._counts = TokenCounts(vocab_size, device, self._to_device)
+        self._states: tuple[SamplingState, ...] = ()
+        self._blocks: list[SamplingBlock] = []
+        self._reports: list[ReportedLogprobs] = []
+        self._broken: dict[int, str] = {}
+
+    def sample(self, logits: torch.Tensor, rows: SamplingRows, positions: torch.Tensor) -> LaunchedSample:
+        """Sample a token of each row of `logits` [N, vocab], any float dtype.
+
+        `positions` is `rows.positions` on the device. Nothing waits for the device. A row fails alone.
+        """
+        if rows.states != self._states:
+            self._join(rows.states)
+        self._counts.follow(rows.positions)
+        tokens = logits.argmax(-1)
+        # The sum of a row is finite only if all of its logits are. It takes a tenth of the time of argmax,
+        # and aminmax takes four times as long as argmax.
+        is_finite = logits.sum(-1, dtype=torch.float32).isfinite()
+        status = torch.zeros_like(tokens, dtype=torch.int32)
+        for block in self._blocks:
+            chosen, is_valid = block.choose(logits, positions)
+            tokens.index_copy_(0, block.rows, chosen)
+            status.index_copy_(0, block.rows, torch.where(is_valid, _FINE, _BAD_SCORES).to(torch.int32))
+        status.masked_fill_(~is_finite, _BAD_LOGITS)
+        self._counts.add(tokens)
+        packed = [tokens.to(torch.int32), status]
+        for report in self._reports:
+            packed += report.compute(logits, tokens)
+        return LaunchedSample(tokens, torch.cat(packed), self._reports, self._broken)
+
+    def _join(self, states: tuple[SamplingState, ...]) -> None:
+        """Other sequences are sampled from now on, or in another order."""
+        self._states = states
+        self._counts.join(states)
+        self._broken = {i: why for i, state in enumerate(states) if (why := self._unusable(state))}
+        chosen = [i for i, state in enumerate(states) if not (state.takes_argmax or i in self._broken)]
+        chosen.sort(key=lambda i: _kind(states[i]))  # so that few blocks have every step
+        self._blocks = [
+            SamplingBlock(part, [states[i] for i in part], self._counts, self._vocab_size, self._to_device)
+            for part in self._split(chosen)
+        ]
+        reported = [i for i, state in enumerate(states) if state.params.top_logprobs is not None]
+        self._reports = [
+            ReportedLogprobs(part, [states[i] for i in part], self._vocab_size, self._to_device)
+            for part in self._split(reported)
+        ]
+
+    def _unusable(self, state: SamplingState) -> str:
+        for name, ids in (("logit_bias", state.params.logit_bias), ("a stop token", state.banned)):
+            if any(not 0 <= token < self._vocab_size for token in ids):
+                return f"{name} is outside the vocabulary"
+        return ""
+
+    def _split(self, rows: list[int]) -> Iterator[list[int]]:
+        return (rows[i : i + self._most_rows] for i in range(0, len(rows), self._most_rows))
 
 
-def sample_row(logits: torch.Tensor, state: SamplingState) -> int:
-    """The next token of one sequence. `logits` float32 [vocab].
-
-    Raises RowFailed if there is no best score: bias and penalties made it infinite or NaN, or no token may be
-    sampled.
-    """
+def _kind(state: SamplingState) -> tuple[bool, bool, bool, bool]:
     params = state.params
-    scores = process(logits, state)
-    if not math.isfinite(float(scores.max())):  # a NaN is the maximum; single scores may be -inf
-        raise RowFailed("the logits are not finite after bias and penalties")
-    if params.temperature == 0:
-        return int(scores.argmax())
-    ids, scores = warp(scores, params)
-    noise = gumbel(noise_key(params.seed, state.choice, len(state.outputs)), ids)
-    return int(ids[(scores + noise).argmax()])
-
-
-def process(logits: torch.Tensor, state: SamplingState) -> torch.Tensor:
-    """Apply every step before the temperature. float32 [vocab] -> a new float32 [vocab]."""
-    params = state.params
-    scores = logits.clone()
-    if params.logit_bias:
-        ids = torch.tensor(list(params.logit_bias), device=scores.device)
-        scores[ids] += torch.tensor(list(params.logit_bias.values()), device=scores.device)
-    if params.repetition_penalty != 1:
-        seen = np.concatenate([state.prompt_ids, np.asarray(state.outputs, dtype=np.int32)])
-        ids = torch.from_numpy(seen.astype(np.int64)).to(scores.device)
-        old = scores[ids]  # a token seen twice is read and written twice, with the same values
-        scores[ids] = torch.where(old < 0, old * params.repetition_penalty, old / params.repetition_penalty)
-    if (params.frequency_penalty or params.presence_penalty) and state.output_counts:
-        ids = torch.tensor(list(state.output_counts), device=scores.device)
-        counts = torch.tensor(list(state.output_counts.values()), dtype=torch.float32, device=scores.device)
-        scores[ids] -= params.frequency_penalty * counts + params.presence_penalty
-    if state.suppressed:
-        scores[torch.tensor(state.suppressed, device=scores.device)] = -math.inf
-    return scores
-
-
-def warp(scores: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Apply temperature, top-k, top-p and min-p to float32 [vocab] scores. Returns remaining ids and scores.
-
-    Scores are relative to the best one (0), so that no temperature above 0 overflows.
-    """
-    ids = torch.arange(len(scores), device=scores.device)
-    scores = (scores - scores.max()) / max(params.temperature, LOWEST_TEMPERATURE)
-    if 0 < params.top_k < len(scores):
-        ids = torch.nonzero(scores >= torch.topk(scores, params.top_k).values[-1])[:, 0]
-        scores = scores[ids]
-    if params.top_p < 1:
-        kept = _top_p(scores, params.top_p)
-        ids, scores = ids[kept], scores[kept]
-    if params.min_p > 0:
-        probabilities = scores.softmax(-1)
-        kept = probabilities >= params.min_p * probabilities.amax()
-        ids, scores = ids[kept], scores[kept]
-    return ids, scores
-
-
-def _top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Indices that stay: all but the least likely ones whose probabilities add up to at most 1 - top_p.
-
-    A probability of at most (1 - top_p) / n never stays, because n of them add up to at most 1 - top_p. Such
-    probabilities are summed, not sorted: sorting a vocabulary of 150,000 takes longer than the model's last
-    layer.
-    """
-    probabilities = scores.softmax(-1)
-    may_stay = torch.nonzero(probabilities > (1 - top_p) / len(scores))[:, 0]
-    if not len(may_stay):  # happens only by rounding, in a uniform distribution with a top_p of about 0
-        return scores.argmax()[None]
-    candidates = probabilities[may_stay].double()  # in float32 the sum of a long tail has an error of 1e-5
-    ordered, order = candidates.sort()
-    dropped = 1 - candidates.sum() if len(may_stay) < len(scores) else 0.0
-    kept = ordered.cumsum(-1) + dropped > 1 - top_p
-    kept[-1] = True
-    return may_stay[order[kept]].sort().values
-
-
-def token_logprobs(logits: torch.Tensor, token: int, count: int | None) -> TokenLogprobs | None:
-    """Log-probabilities of `token` and of the `count` best under float32 [vocab] logits; None if count is."""
-    if count is None:
-        return None
-    logprobs = logits.log_softmax(-1)
-    top: list[tuple[int, float]] = []
-    if count:
-        values, ids = logprobs.topk(min(count, len(logprobs)))
-        top = list(zip(ids.tolist(), values.tolist(), strict=True))
-    return TokenLogprobs(float(logprobs[token]), top)
+    return params.temperature > 0, params.top_k > 0, params.top_p < 1, state.is_penalised

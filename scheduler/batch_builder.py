@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from engine.batch import ForwardBatch, SamplingRow, StateSlots, WindowPages
+from engine.batch import ForwardBatch, SamplingRows, StateSlots, WindowPages
 from scheduler.batch_states import BatchStates
 from scheduler.chunker import Chunk
 from scheduler.running import RunningBatch
@@ -54,11 +54,8 @@ def _decode_part(running: RunningBatch) -> ForwardBatch:
         seq_lens=(lens + 1).astype(np.int32),
         page_table=running.page_table[:n, :widest].copy(),
         sampled=np.arange(n, dtype=np.int32),
-        sampling=[
-            # after this step the context is length + 1 tokens long: the output position that comes next
-            SamplingRow(req.sampling, length + 1 - req.prompt_len)
-            for req, length in zip(running.reqs, lens.tolist(), strict=True)
-        ],
+        # after this step the context is length + 1 tokens long: the output position that comes next
+        sampling=SamplingRows(tuple(running.sampling), lens + 1 - running.prompt_lens[:n]),
     )
 
 
@@ -81,9 +78,10 @@ def _prefill_part(
         seq_lens=np.array([chunk.end for chunk in chunks], dtype=np.int32),
         page_table=page_table,
         sampled=np.array(sampled, dtype=np.int32),
-        sampling=[
-            SamplingRow(chunks[i].req.sampling, chunks[i].end - chunks[i].req.prompt_len) for i in sampled
-        ],
+        sampling=SamplingRows(
+            tuple(chunks[i].req.sampling for i in sampled),
+            np.array([chunks[i].end - chunks[i].req.prompt_len for i in sampled], dtype=np.int64),
+        ),
     )
 
 
@@ -107,7 +105,10 @@ def _joined(first: ForwardBatch, second: ForwardBatch) -> ForwardBatch:
         seq_lens=np.concatenate([first.seq_lens, second.seq_lens]),
         page_table=page_table,
         sampled=np.concatenate([first.sampled, second.sampled + np.int32(n)]),
-        sampling=[*first.sampling, *second.sampling],
+        sampling=SamplingRows(
+            first.sampling.states + second.sampling.states,
+            np.concatenate([first.sampling.positions, second.sampling.positions]),
+        ),
     )
 
 

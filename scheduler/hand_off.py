@@ -105,21 +105,16 @@ class HandOff:
         assert length <= req.kv_allocated_len, f"{req} got more than was reserved"
         req.state = ReqState.TRANSFERRED
         for token in output:
-            self._append(req, token)
+            req.output_ids.append(token)
         if logprobs is not None:
             req.emitted_len += len(output) - len(output_logprobs)
         req.kv_committed_len = req.scheduled_len = length
         req.cached_tokens = cached_tokens
         self._requests.reservations.settle(req, length)
         self._requests.pages.cache_prefix(req, self._results.last_launch)
-        self._append(req, first_token)
+        req.output_ids.append(first_token)
         self._requests.transferred.append(req)
         self._results.report(req, None if logprobs is None else [*output_logprobs, logprobs])
-
-    @staticmethod
-    def _append(req: Req, token: int) -> None:
-        req.output_ids.append(token)
-        req.sampling.record(token)
 
     def headroom_rows(self) -> int:
         """How many more requests can be reserved, as far as rows, state slots and window pages go."""

@@ -29,11 +29,8 @@ class LaunchedStep:
 
 def finish_reason(req: Req, token: int) -> FinishReason | None:
     """Why `token`, the request's latest output, is its last; None when it is not."""
-    params = req.request.sampling
     outputs = len(req.output_ids)
-    if outputs > params.min_tokens and (
-        token in params.stop_token_ids or (not params.ignore_eos and token in req.sampling.eos_token_ids)
-    ):
+    if token in req.sampling.ends and outputs > req.request.sampling.min_tokens:
         return FinishReason.STOP
     if req.prompt_len + outputs >= req.limit_len:
         return FinishReason.LENGTH

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.batch import UNKNOWN_TOKEN
+from engine.sampling_state import SamplingState
 from scheduler.batch_states import BatchStates
 from scheduler.req import Req
 
@@ -24,8 +25,10 @@ class RunningBatch:
         """`track_interval`: tokens between a request's checkpoints, for a model with a state group."""
         self.page_size = page_size
         self.reqs: list[Req] = []
+        self.sampling: list[SamplingState] = []
         self.rows = np.zeros(capacity, dtype=np.int32)  # req_to_token rows
         self.lens = np.zeros(capacity, dtype=np.int64)  # scheduled context = position of the next token
+        self.prompt_lens = np.zeros(capacity, dtype=np.int64)
         self.limits = np.zeros(capacity, dtype=np.int64)  # limit_len
         self.next_ids = np.zeros(capacity, dtype=np.int64)  # input of the next step, or UNKNOWN_TOKEN
         self.page_table = np.zeros((capacity, -(-max_context_len // page_size)), dtype=np.int32)
@@ -40,9 +43,11 @@ class RunningBatch:
         assert req.req_pool_idx is not None
         index = len(self.reqs)
         self.reqs.append(req)
+        self.sampling.append(req.sampling)
         req.running_index = index
         self.rows[index] = req.req_pool_idx
         self.lens[index] = req.scheduled_len
+        self.prompt_lens[index] = req.prompt_len
         self.limits[index] = req.limit_len
         tokens = req.fill_ids
         known = len(tokens) > req.scheduled_len
@@ -64,12 +69,14 @@ class RunningBatch:
         if index != last:
             moved = self.reqs[index] = self.reqs[last]
             moved.running_index = index
-            for array in (self.rows, self.lens, self.limits, self.next_ids):
+            self.sampling[index] = self.sampling[last]
+            for array in (self.rows, self.lens, self.prompt_lens, self.limits, self.next_ids):
                 array[index] = array[last]
             self.page_table[index] = self.page_table[last]
         if self.states is not None:
             self.states.leave(req, index, last)
         self.reqs.pop()
+        self.sampling.pop()
         req.running_index = -1
 
     def learn(self, req: Req, length: int, token: int) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from engine.batch import ForwardBatch
+from engine.batch import ForwardBatch, SamplingRows
 from engine.config import EngineConfig
 from engine.loader import load_model
 from engine.runner import ModelRunner
@@ -171,7 +171,7 @@ class PagedScorer:
             seq_lens=np.array([done[i] for i, _, _ in work], dtype=np.int32) + q_lens,
             page_table=table,
             sampled=np.zeros(0, dtype=np.int32),
-            sampling=[],
+            sampling=SamplingRows((), np.zeros(0, dtype=np.int64)),
         )
         if not wanted:
             places = [0]

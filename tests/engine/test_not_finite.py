@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.batch import SamplingRow
+from engine.batch import SamplingRows
 from engine.runner import ModelRunner
-from engine.sampler import sample
+from engine.sampler import Sampled, Sampler
 from engine.sampling_state import SamplingState
 from tests.engine.conftest import PROMPTS, Drawn
 from tests.support.driver import GREEDY, Driver, Lane, open_pools, open_runner
@@ -105,18 +105,20 @@ def test_what_is_in_unwritten_memory_changes_nothing(
     assert outputs[0] == outputs[1]
 
 
-def rows(*params: SamplingParams, eos: tuple[int, ...] = ()) -> list[SamplingRow]:
-    prompt = np.array([1, 2], np.int32)
-    return [SamplingRow(SamplingState(each, prompt, eos), 0) for each in params]
+def sample(logits: torch.Tensor, *params: SamplingParams) -> Sampled:
+    states = tuple(SamplingState(each, np.array([1, 2], np.int32), ()) for each in params)
+    positions = np.zeros(len(params), dtype=np.int64)
+    sampler = Sampler(logits.shape[1], torch.device("cpu"))
+    return sampler.sample(logits, SamplingRows(states, positions), torch.from_numpy(positions)).wait()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=0.7, top_logprobs=2)])
 def test_logits_of_the_model_that_are_not_finite(value: float, params: SamplingParams) -> None:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
-    alone = [sample(logits[i : i + 1], rows(params)).tokens[0] for i in (0, 2)]
+    alone = [sample(logits[i : i + 1], params).tokens[0] for i in (0, 2)]
     logits[1, 17] = value
-    result = sample(logits, rows(params, params, params))
+    result = sample(logits, params, params, params)
     assert list(result.failures) == [1]
     assert "the model's logits" in result.failures[1]
     assert [result.tokens[0], result.tokens[2]] == alone
@@ -128,7 +130,7 @@ def test_logits_that_the_parameters_made_infinite(temperature: float) -> None:
     """No router and no worker lets such parameters pass."""
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(2))
     biased = SamplingParams(temperature=temperature, logit_bias={4: math.inf})
-    result = sample(logits, rows(biased, GREEDY))
+    result = sample(logits, biased, GREEDY)
     assert list(result.failures) == [0]
     assert "after bias and penalties" in result.failures[0]
     assert result.tokens[1] == int(logits[1].argmax())
@@ -136,12 +138,12 @@ def test_logits_that_the_parameters_made_infinite(temperature: float) -> None:
 
 def test_when_no_token_may_be_sampled() -> None:
     nothing = SamplingParams(temperature=0.0, min_tokens=3, stop_token_ids=tuple(range(50)))
-    result = sample(torch.zeros(2, 50), rows(nothing, GREEDY))
+    result = sample(torch.zeros(2, 50), nothing, GREEDY)
     assert list(result.failures) == [0]
 
 
-def test_a_row_that_raises_fails_alone() -> None:
+def test_a_row_whose_parameters_cannot_be_used_fails_alone() -> None:
     wrong = SamplingParams(temperature=0.0, logit_bias={1000: 1.0})  # outside the vocabulary
-    result = sample(torch.zeros(2, 50), rows(GREEDY, wrong))
+    result = sample(torch.zeros(2, 50), GREEDY, wrong)
     assert list(result.failures) == [1]
-    assert "sampling failed: IndexError" in result.failures[1]
+    assert "logit_bias is outside the vocabulary" in result.failures[1]

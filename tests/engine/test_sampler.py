@@ -1,10 +1,13 @@
-"""The sampler against transformers' own processors, step by step, and against its properties."""
+"""The sampler against the one of single rows, that one against transformers, and both against properties."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -21,27 +24,44 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from engine.batch import SamplingRow
-from engine.sampler import process, sample, sample_row, warp
+from engine.batch import SamplingRows
+from engine.sampler import Sampled, Sampler
 from engine.sampling_state import SamplingState
+from tests.support.row_sampler import Row, RowFailed, process, sample_row, warp
 from wire.request import SamplingParams
 
 VOCAB = 97
 PROMPT = np.array([3, 5, 5, 90], dtype=np.int32)
 EOS = (7, 8)
+CPU = torch.device("cpu")
 
 
 def some_logits(seed: int, vocab: int = VOCAB, scale: float = 3.0) -> torch.Tensor:
     return torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def state_of(params: SamplingParams, outputs: tuple[int, ...] = (), choice: int = 0) -> SamplingState:
-    return SamplingState(params, PROMPT, EOS, choice, outputs)
+def row_of(params: SamplingParams, outputs: Sequence[int] = (), choice: int = 0) -> Row:
+    return Row(params, PROMPT.tolist(), EOS, choice, outputs)
 
 
-def ours(logits: torch.Tensor, state: SamplingState) -> torch.Tensor:
+def sample(logits: torch.Tensor, *rows: Row, sampler: Sampler | None = None) -> Sampled:
+    """What a sampler says of a batch of these rows."""
+    states = [SamplingState(r.params, PROMPT, r.eos, r.choice, list(r.outputs)) for r in rows]
+    return sample_states(sampler or Sampler(logits.shape[1], CPU), logits, states)
+
+
+def sample_states(sampler: Sampler, logits: torch.Tensor, states: Sequence[SamplingState]) -> Sampled:
+    positions = np.array([len(state.outputs) for state in states], dtype=np.int64)
+    rows = SamplingRows(tuple(states), positions)
+    sampled = sampler.sample(logits, rows, torch.from_numpy(positions)).wait()
+    for state, token in zip(states, sampled.tokens.tolist(), strict=True):
+        state.outputs.append(token)
+    return sampled
+
+
+def ours(logits: torch.Tensor, row: Row) -> torch.Tensor:
     """The scores drawn from, as transformers writes them: -inf for what was dropped; the best is 0."""
-    ids, scores = warp(process(logits, state), state.params)
+    ids, scores = warp(process(logits, row), row.params)
     full = torch.full_like(logits, -math.inf)
     full[ids] = scores
     return full
@@ -104,7 +124,7 @@ def test_scores_equal_transformers(params: SamplingParams, outputs: tuple[int, .
     for seed in range(20):
         logits = some_logits(seed)
         expected = theirs(logits, params, outputs)
-        got = ours(logits, state_of(params, outputs))
+        got = ours(logits, row_of(params, outputs))
         assert torch.equal(got.isinf(), expected.isinf())
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
@@ -123,7 +143,7 @@ def test_top_p_sums_the_tail_of_a_large_vocabulary_exactly(top_p: float) -> None
 def test_top_k_keeps_ties_as_transformers_does() -> None:
     logits = torch.tensor([2.0, 1.0, 1.0, 1.0, 0.0])
     params = SamplingParams(top_k=2)
-    assert torch.equal(ours(logits, state_of(params)), theirs(logits, params, ()))
+    assert torch.equal(ours(logits, row_of(params)), theirs(logits, params, ()))
 
 
 def test_top_p_of_a_uniform_distribution_keeps_one() -> None:
@@ -140,32 +160,136 @@ def test_presence_and_frequency_penalties_look_at_outputs_only() -> None:
     counts = np.bincount(outputs, minlength=VOCAB)
     expected -= counts * 0.4 + (counts > 0) * -0.3
     np.testing.assert_allclose(
-        process(logits, state_of(params, outputs)).numpy(), expected, rtol=1e-6, atol=1e-6
+        process(logits, row_of(params, outputs)).numpy(), expected, rtol=1e-6, atol=1e-6
     )
 
 
+token_ids = st.integers(0, VOCAB - 1)
+
+
+@st.composite
+def some_params(draw: st.DrawFn) -> SamplingParams:
+    """Any parameters that a router lets pass, with ids of a vocabulary of VOCAB."""
+    return SamplingParams(
+        temperature=draw(st.sampled_from([0.0, 1e-7, 0.3, 0.7, 1.0, 1.9])),
+        top_k=draw(st.sampled_from([0, 0, 1, 5, 40, VOCAB, 1000])),
+        top_p=draw(st.sampled_from([1.0, 1.0, 0.999, 0.9, 0.5, 0.1, 0.0])),
+        min_p=draw(st.sampled_from([0.0, 0.0, 0.05, 0.5, 1.0])),
+        seed=draw(st.integers(0, 2**63 - 1)),
+        repetition_penalty=draw(st.sampled_from([1.0, 1.0, 1.3, 0.5])),
+        presence_penalty=draw(st.sampled_from([0.0, 0.0, 0.7, -1.5])),
+        frequency_penalty=draw(st.sampled_from([0.0, 0.0, 0.4, -0.3])),
+        logit_bias=draw(
+            st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100, width=32), max_size=4)
+        ),
+        min_tokens=draw(st.sampled_from([0, 0, 2, 4])),
+        stop_token_ids=tuple(draw(st.lists(st.integers(0, VOCAB - 1), max_size=3))),
+        ignore_eos=draw(st.booleans()),
+        top_logprobs=draw(st.sampled_from([None, None, 0, 3, 20])),
+    )
+
+
+some_rows = st.builds(
+    row_of,
+    some_params(),
+    st.lists(st.integers(0, VOCAB - 1), max_size=5),
+    st.integers(0, 3),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    rows=st.lists(some_rows, min_size=1, max_size=9), seed=st.integers(0, 10_000), steps=st.integers(1, 4),
+    most_rows=st.sampled_from([1, 2, 1000]),
+)  # fmt: skip
+def test_every_row_is_sampled_as_if_it_were_alone(
+    rows: list[Row], seed: int, steps: int, most_rows: int
+) -> None:
+    """Several steps, because counts are changed in place and the batch is the same; blocks of any size."""
+    sampler = Sampler(VOCAB, CPU)
+    sampler._most_rows = most_rows
+    states = [SamplingState(r.params, PROMPT, r.eos, r.choice, list(r.outputs)) for r in rows]
+    for step in range(steps):
+        logits = torch.stack([some_logits(seed + 100 * step + i) for i in range(len(rows))])
+        expected = [
+            sample_row(logits[i], replace(row, outputs=states[i].outputs)) for i, row in enumerate(rows)
+        ]
+        sampled = sample_states(sampler, logits, states)
+        assert sampled.failures == {}
+        assert sampled.tokens.tolist() == [token for token, _ in expected]
+        assert sampled.logprobs == [logprobs for _, logprobs in expected]
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.lists(some_rows, min_size=2, max_size=6), seed=st.integers(0, 10_000), data=st.data())
+def test_rows_that_come_and_go_keep_their_counts(rows: list[Row], seed: int, data: st.DataObject) -> None:
+    """In every step some of the rows are sampled, in some order; some of them are sampled again."""
+    sampler = Sampler(VOCAB, CPU)
+    states = [SamplingState(r.params, PROMPT, r.eos, r.choice, list(r.outputs)) for r in rows]
+    for step in range(5):
+        chosen = data.draw(st.lists(st.sampled_from(range(len(rows))), min_size=1, unique=True))
+        if data.draw(st.booleans()):
+            del states[chosen[0]].outputs[-1:]  # its last position is sampled once more
+        logits = torch.stack([some_logits(seed + 100 * step + i) for i in chosen])
+        expected = [
+            sample_row(logits[k], replace(rows[i], outputs=states[i].outputs))[0]
+            for k, i in enumerate(chosen)
+        ]
+        assert sample_states(sampler, logits, [states[i] for i in chosen]).tokens.tolist() == expected
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+@pytest.mark.parametrize(
+    "params", [{}, {"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.05}, {"top_p": 0.8, "top_k": 900}]
+)
+def test_a_large_vocabulary(params: dict[str, float], temperature: float) -> None:
+    vocab = 50_000
+    rows = [row_of(SamplingParams(temperature=temperature, seed=i, **params)) for i in range(6)]  # type: ignore[arg-type]
+    logits = torch.stack([some_logits(i, vocab) for i in range(6)])
+    assert sample(logits, *rows).tokens.tolist() == [
+        sample_row(logits[i], row)[0] for i, row in enumerate(rows)
+    ]
+
+
+@pytest.mark.parametrize("params", [SamplingParams(top_p=0.7, seed=3), SamplingParams(top_k=7, seed=3)])
+def test_ties_at_a_border_are_broken_alike(params: SamplingParams) -> None:
+    """Logits of a few values: many tokens tie, as in bfloat16."""
+    for seed in range(60):
+        logits = some_logits(seed, scale=1.0).round()
+        row = row_of(msgspec.structs.replace(params, seed=seed))
+        assert sample(logits[None], row).tokens[0] == sample_row(logits, row)[0]
+
+
+def test_what_is_kept_on_a_gpu_is_what_is_kept_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There no token is left out of the tensors, because their shapes must not depend on the data."""
+    params = [SamplingParams(top_p=0.9, top_k=k, min_p=m, seed=k) for k in (0, 5, 30) for m in (0.0, 0.02)]
+    logits = torch.stack([some_logits(i) for i in range(len(params))])
+    expected = sample(logits, *map(row_of, params)).tokens.tolist()
+    monkeypatch.setattr("engine.truncation._narrowed", lambda ids, scores: (ids, scores))
+    assert sample(logits, *map(row_of, params)).tokens.tolist() == expected
+
+
 def test_min_tokens_suppresses_stop_ids_and_eos_unless_eos_is_ignored() -> None:
-    params = SamplingParams(min_tokens=2, stop_token_ids=(11,))
-    assert state_of(params, (1,)).suppressed == (7, 8, 11)
-    assert state_of(params, (1, 2)).suppressed == ()
-    ignoring = SamplingParams(min_tokens=2, stop_token_ids=(11,), ignore_eos=True)
-    assert state_of(ignoring).suppressed == (11,)
-
-
-def test_min_tokens_is_kept_by_greedy_requests() -> None:
-    logits = torch.zeros(VOCAB)
-    logits[EOS[0]], logits[5] = 2.0, 1.0
-    state = state_of(SamplingParams(temperature=0.0, min_tokens=1))
-    assert [int(sample(logits[None], [SamplingRow(state, i)]).tokens[0]) for i in range(2)] == [5, EOS[0]]
+    logits = torch.linspace(1.0, 0.0, VOCAB)
+    logits[[7, 8, 11]] = torch.tensor([4.0, 3.0, 2.0])
+    greedy = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(11,))
+    ignoring = msgspec.structs.replace(greedy, ignore_eos=True)
+    rows = [row_of(greedy, (1,)), row_of(greedy, (1, 2)), row_of(ignoring, (1,)), row_of(ignoring, (1, 2))]
+    assert sample(logits.repeat(4, 1), *rows).tokens.tolist() == [0, 7, 7, 7]
+    ended = torch.linspace(1.0, 0.0, VOCAB)
+    ended[11] = 2.0
+    assert sample(ended.repeat(4, 1), *rows).tokens.tolist() == [0, 11, 0, 11]
 
 
 def test_temperature_0_takes_the_best_after_penalties() -> None:
     logits = torch.zeros(VOCAB)
     logits[5], logits[6] = 2.0, 1.9
-    greedy = SamplingParams(temperature=0.0)
-    assert sample_row(logits, state_of(greedy)) == 5
-    assert sample_row(logits, state_of(SamplingParams(temperature=0.0, repetition_penalty=1.2))) == 6
-    assert sample_row(logits, state_of(SamplingParams(temperature=0.0, logit_bias={5: -1.0}))) == 6
+    rows = [
+        row_of(SamplingParams(temperature=0.0)),
+        row_of(SamplingParams(temperature=0.0, repetition_penalty=1.2)),
+        row_of(SamplingParams(temperature=0.0, logit_bias={5: -1.0})),
+    ]
+    assert sample(logits.repeat(3, 1), *rows).tokens.tolist() == [5, 6, 6]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -176,7 +300,7 @@ def test_reported_log_probabilities_are_those_before_any_step(temperature: float
     )  # fmt: skip
     logits = some_logits(2)
     expected = logits.log_softmax(-1)
-    sampled = sample(logits[None], [SamplingRow(state_of(params, (7, 41)), 2)])
+    sampled = sample(logits[None], row_of(params, (7, 41)))
     (logprobs,) = sampled.logprobs
     assert logprobs is not None
     assert sampled.tokens[0] == 5
@@ -193,55 +317,39 @@ def test_reported_log_probabilities_are_those_before_any_step(temperature: float
     neighbours=st.integers(0, 5),
 )
 def test_a_token_does_not_depend_on_the_batch(seed: int, choice: int, position: int, neighbours: int) -> None:
-    params = SamplingParams(seed=seed, top_p=0.95)
-    outputs = tuple(range(20, 20 + position))
+    row = row_of(SamplingParams(seed=seed, top_p=0.95), range(20, 20 + position), choice)
     logits = some_logits(seed % 1000)
-    alone = sample(logits[None], [SamplingRow(state_of(params, outputs, choice), position)]).tokens[0]
-    others = [SamplingRow(state_of(SamplingParams(seed=i)), 0) for i in range(neighbours)]
-    rows = [*others, SamplingRow(state_of(params, outputs, choice), position)]
+    alone = sample(logits[None], row).tokens[0]
+    others = [row_of(SamplingParams(seed=i)) for i in range(neighbours)]
     packed = torch.stack([*(some_logits(i) for i in range(neighbours)), logits])
-    assert sample(packed, rows).tokens[-1] == alone
+    assert sample(packed, *others, row).tokens[-1] == alone
 
 
 def test_choices_seeds_and_positions_draw_differently() -> None:
-    flat = torch.zeros(5000)
-    drawn = {
-        sample_row(flat, state_of(SamplingParams(seed=seed), outputs=(1,) * position, choice=choice))
+    rows = [
+        row_of(SamplingParams(seed=seed), (1,) * position, choice)
         for seed in range(4) for choice in range(4) for position in range(4)
-    }  # fmt: skip
+    ]  # fmt: skip
+    drawn = set(sample(torch.zeros(64, 5000), *rows).tokens.tolist())
     assert len(drawn) > 58  # 64 draws of 5000: more than a few collisions would be correlation
 
 
 def test_draws_follow_the_distribution() -> None:
     """Chi-squared over 10 tokens; 6000 draws at successive positions of one request."""
     logits = torch.linspace(-1, 1.5, 10)
-    state = state_of(SamplingParams(seed=12))
-    counts = np.zeros(10)
-    for position in range(6000):
-        result = sample(logits[None], [SamplingRow(state, position)])
-        counts[result.tokens[0]] += 1
+    sampler, state = Sampler(10, CPU), SamplingState(SamplingParams(seed=12), PROMPT, ())
+    for _ in range(6000):
+        sample_states(sampler, logits[None], [state])
     expected = logits.double().softmax(-1).numpy() * 6000
+    counts = np.bincount(state.outputs, minlength=10)
     assert ((counts - expected) ** 2 / expected).sum() < 27.9  # 0.999 quantile, 9 degrees of freedom
-
-
-def test_logprobs_are_of_the_model_not_of_what_was_sampled_from() -> None:
-    params = SamplingParams(temperature=0.1, top_k=1, top_logprobs=3, logit_bias={50: 100.0})
-    logits = some_logits(3)
-    result = sample(logits[None], [SamplingRow(state_of(params), 0)])
-    reported = result.logprobs[0]
-    expected = logits.double().log_softmax(-1)
-    best = expected.topk(3)
-    assert result.tokens[0] == 50
-    assert reported is not None
-    assert reported.logprob == pytest.approx(float(expected[50]), abs=1e-5)
-    assert [token for token, _ in reported.top] == best.indices.tolist()
-    assert [value for _, value in reported.top] == pytest.approx(best.values.tolist(), abs=1e-5)
 
 
 def test_logprobs_only_where_asked_for() -> None:
     asked, silent = SamplingParams(temperature=0.0, top_logprobs=0), SamplingParams(temperature=0.0)
-    rows = [SamplingRow(state_of(asked), 0), SamplingRow(state_of(silent), 0)]
-    first, second = sample(torch.stack([some_logits(0), some_logits(1)]), rows).logprobs
+    first, second = sample(
+        torch.stack([some_logits(0), some_logits(1)]), row_of(asked), row_of(silent)
+    ).logprobs
     assert first is not None
     assert first.top == []
     assert second is None
@@ -249,32 +357,35 @@ def test_logprobs_only_where_asked_for() -> None:
 
 def test_bfloat16_logits_are_sampled_in_float32() -> None:
     logits = some_logits(5).bfloat16()
-    params = SamplingParams(seed=9, top_p=0.9)
-    low = sample(logits[None], [SamplingRow(state_of(params), 0)]).tokens
-    high = sample(logits.float()[None], [SamplingRow(state_of(params), 0)]).tokens
-    assert low == high
-
-
-def test_a_position_sampled_again_is_counted_once() -> None:
-    state = state_of(SamplingParams(temperature=0.0, frequency_penalty=1.0))
-    logits = some_logits(2)[None]
-    for position in (0, 1, 2, 1, 2):
-        sample(logits, [SamplingRow(state, position)])
-    assert len(state.outputs) == 3
-    assert sum(state.output_counts.values()) == 3
-    assert set(state.output_counts) == set(state.outputs)
+    row = row_of(SamplingParams(seed=9, top_p=0.9))
+    assert sample(logits[None], row).tokens == sample(logits.float()[None], row).tokens
 
 
 def test_outputs_that_are_sampled_again_are_not_penalised() -> None:
-    params = SamplingParams(presence_penalty=1.5)
-    state = state_of(params, (7, 41))
-    state.rewind(1)
-    logits = some_logits(2)
-    assert torch.equal(process(logits, state), process(logits, state_of(params, (7,))))
+    logits = torch.zeros(VOCAB)
+    logits[7], logits[41] = 3.0, 2.5
+    state = SamplingState(SamplingParams(temperature=0.0, frequency_penalty=1.0), PROMPT, ())
+    sampler = Sampler(VOCAB, CPU)
+    assert [int(sample_states(sampler, logits[None], [state]).tokens[0]) for _ in range(3)] == [7, 41, 7]
+    del state.outputs[1:]
+    assert [int(sample_states(sampler, logits[None], [state]).tokens[0]) for _ in range(2)] == [41, 7]
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e-6])
 def test_the_lowest_temperatures_take_the_best_token(temperature: float) -> None:
     logits = some_logits(3)
     params = SamplingParams(temperature=temperature, top_p=0.9, min_p=0.1)
-    assert sample_row(logits, state_of(params)) == int(logits.argmax())
+    assert sample(logits[None], row_of(params)).tokens[0] == int(logits.argmax())
+
+
+def test_failures_name_what_the_single_row_says() -> None:
+    logits = torch.stack([some_logits(i) for i in range(3)])
+    logits[0, 3] = math.nan
+    nothing = SamplingParams(temperature=0.0, min_tokens=9, stop_token_ids=tuple(range(VOCAB)))
+    rows = [row_of(SamplingParams(top_p=0.9)), row_of(nothing), row_of(SamplingParams(top_p=0.9, seed=4))]
+    sampled = sample(logits, *rows)
+    assert list(sampled.failures) == [0, 1]
+    for i in (0, 1):
+        with pytest.raises(RowFailed, match=sampled.failures[i]):
+            sample_row(logits[i], rows[i])
+    assert sampled.tokens[2] == sample_row(logits[2], rows[2])[0]

@@ -25,7 +25,7 @@ def test_decode_rows_and_chunks_share_a_forward() -> None:
     batch = rig.engine.batches[-1]
     assert batch.q_lens.tolist() == [1, 16]  # one token of 32 goes to the decode row, the rest page-floored
     assert batch.sampled.tolist() == [0]
-    assert [row.position for row in batch.sampling] == [1]
+    assert batch.sampling.positions.tolist() == [1]
     assert batch.seq_lens.tolist() == [first.prompt_len + 1, 16]
     rig.run()
     rig.assert_outputs()

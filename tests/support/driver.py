@@ -16,7 +16,7 @@ from engine.batch import (
     BatchResult,
     Engine,
     ForwardBatch,
-    SamplingRow,
+    SamplingRows,
     StateSlots,
     WindowPages,
 )
@@ -77,6 +77,11 @@ class Lane:
         """Tokens sampled so far."""
         return self.context[self.prompt_len :]
 
+    def add(self, token: int) -> None:
+        """Its next output."""
+        self.context.append(token)
+        self.state.outputs.append(token)
+
 
 class Driver:
     """Hands out shuffled pages of pools with `num_pages` and builds batches.
@@ -108,7 +113,7 @@ class Driver:
     ) -> Lane:
         """A new sequence, nothing computed yet."""
         self._rows += 1
-        state = SamplingState(params, np.asarray(prompt, dtype=np.int32), eos, choice)
+        state = SamplingState(params, np.asarray(prompt, dtype=np.int32), eos, choice, [])
         return Lane(self._rows, list(prompt), len(prompt), state)
 
     def batch(self, work: Sequence[tuple[Lane, int]], unknown: bool = False) -> ForwardBatch:
@@ -123,7 +128,7 @@ class Driver:
         window = None if self.window is None else self._window_pages(work, self.window)
         state = self._state_slots(work) if any(g.kind == "state" for g in self.engine.spec.groups) else None
         table = np.zeros((len(work), -(-max(lens) // self.page_size) + 1), dtype=np.int32)
-        positions, slots, ids, sampled, rows = [], [], [], [], []
+        positions, slots, ids, sampled, states = [], [], [], [], []
         for i, (sequence, n) in enumerate(work):
             new = np.arange(sequence.done, sequence.done + n)
             pages = np.asarray(sequence.pages)
@@ -134,7 +139,7 @@ class Driver:
             ids.extend([UNKNOWN_TOKEN] if (unknown and sequence.done >= sequence.prompt_len) else known)
             if lens[i] >= len(sequence.context):
                 sampled.append(i)
-                rows.append(SamplingRow(sequence.state, lens[i] - sequence.prompt_len))
+                states.append(sequence.state)
             sequence.done += n
         return ForwardBatch(
             input_ids=np.asarray(ids, dtype=np.int64),
@@ -145,7 +150,10 @@ class Driver:
             seq_lens=np.asarray(lens, dtype=np.int32),
             page_table=table,
             sampled=np.asarray(sampled, dtype=np.int32),
-            sampling=rows,
+            sampling=SamplingRows(
+                tuple(states),
+                np.asarray([lens[i] - work[i][0].prompt_len for i in sampled], dtype=np.int64),
+            ),
             window=window,
             state=state,
         )
@@ -186,7 +194,7 @@ class Driver:
         batch = self.batch(work)
         result = self.engine.launch(batch).result(60)
         for i, token in zip(batch.sampled, result.tokens.tolist(), strict=True):
-            work[i][0].context.append(token)
+            work[i][0].add(token)
         return result
 
     def generate(self, sequences: Sequence[Lane], n: int, chunk: int = 1 << 20, stagger: int = 0) -> None:

@@ -1,0 +1,126 @@
+"""SamplingBlock: rows of a batch whose tokens are chosen together, with their parameters as tensors.
+
+The steps have the order of transformers: logit bias, repetition penalty (prompt and output tokens), frequency
+and presence penalties (output tokens only; transformers lacks them, OpenAI's definition applies), suppression
+of ids that would stop a request before `min_tokens`, temperature, top-k, top-p, min-p.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from engine.noise import gumbel, noise_keys
+from engine.sampling_state import SamplingState
+from engine.token_counts import ToDevice, TokenCounts
+from engine.truncation import Truncation
+
+LOWEST_TEMPERATURE = 1e-6
+"""Lower temperatures sample like this one: the best token, or one whose score is within rounding of it."""
+
+Step = Callable[[torch.Tensor, torch.Tensor], object]
+"""Changes scores float32 [R, vocab] in place, for output positions int64 [R]."""
+
+
+class SamplingBlock:
+    """R rows of a batch. Nothing here depends on the data, so it is built once for a batch's membership."""
+
+    def __init__(
+        self,
+        rows: Sequence[int],
+        states: Sequence[SamplingState],
+        counts: TokenCounts,
+        vocab_size: int,
+        to_device: ToDevice,
+    ) -> None:
+        """`rows` [R] are the places of `states` in the batch. All of their token ids are below vocab_size."""
+        self.rows = to_device(np.array(rows, dtype=np.int64))
+        self._steps: list[Step] = []
+        if any(state.params.logit_bias for state in states):
+            self._steps.append(_bias(states, to_device))
+        if any(state.is_penalised for state in states):
+            self._steps.append(_penalties(states, counts, to_device))
+        if any(state.banned for state in states):
+            self._steps.append(_bans(states, to_device))
+        params = [state.params for state in states]
+        self._draws = any(each.temperature for each in params)
+        temperatures = [
+            max(each.temperature, LOWEST_TEMPERATURE) if each.temperature else 1 for each in params
+        ]
+        self._temperatures = to_device(np.array(temperatures, np.float32)[:, None])
+        self._is_drawn = to_device(np.array([[each.temperature > 0] for each in params], np.float32))
+        self._truncation = Truncation(params, vocab_size, to_device)
+        self._streams = to_device(np.array([state.stream for state in states], np.int64))
+
+    def choose(self, logits: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of a batch's logits [N, vocab] and output positions [N]: tokens int64 [R], and whether each is one.
+
+        It is none if there is no best score: bias and penalties made it infinite or NaN, or no token may be
+        sampled.
+        """
+        scores = logits.index_select(0, self.rows).float()
+        positions = positions.index_select(0, self.rows)
+        for step in self._steps:
+            step(scores, positions)
+        best = scores.amax(-1, keepdim=True)  # a NaN is the maximum; single scores may be -inf
+        is_valid = best.isfinite()
+        # Relative to the best one (0), so that no temperature above 0 overflows.
+        scores.sub_(best).masked_fill_(~is_valid, 0.0)
+        if not self._draws:
+            return scores.argmax(-1), is_valid[:, 0]
+        ids, scores = self._truncation.apply(scores.div_(self._temperatures))
+        scores.add_(gumbel(noise_keys(self._streams, positions), ids).mul_(self._is_drawn))
+        return ids.index_select(0, scores.argmax(-1)), is_valid[:, 0]
+
+
+def _bias(states: Sequence[SamplingState], to_device: ToDevice) -> Step:
+    width = max(len(state.params.logit_bias) for state in states)
+    ids = np.zeros((len(states), width), dtype=np.int64)  # the rest adds 0 to token 0
+    values = np.zeros((len(states), width), dtype=np.float32)
+    for i, state in enumerate(states):
+        bias = state.params.logit_bias
+        ids[i, : len(bias)], values[i, : len(bias)] = list(bias), list(bias.values())
+    places, addends = to_device(ids), to_device(values)
+    return lambda scores, _: scores.scatter_add_(1, places, addends)
+
+
+def _bans(states: Sequence[SamplingState], to_device: ToDevice) -> Step:
+    width = max(len(state.banned) for state in states)
+    ids = np.zeros((len(states), width), dtype=np.int64)
+    for i, state in enumerate(states):  # the rest repeats a row's first id: each place has one value
+        ids[i] = [*state.banned, *[state.banned[0]] * (width - len(state.banned))] if state.banned else 0
+    ends = [state.params.min_tokens if state.banned else 0 for state in states]
+    places, until = to_device(ids), to_device(np.array(ends, np.int64))
+
+    def ban(scores: torch.Tensor, positions: torch.Tensor) -> None:
+        is_banning = (positions < until)[:, None]
+        scores.scatter_(1, places, scores.gather(1, places).masked_fill_(is_banning, -math.inf))
+
+    return ban
+
+
+def _penalties(states: Sequence[SamplingState], counts: TokenCounts, to_device: ToDevice) -> Step:
+    where = [i for i, state in enumerate(states) if state.is_penalised]
+    penalised = [states[i] for i in where]
+    columns = np.array(
+        [
+            (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+            for params in (state.params for state in penalised)
+        ],
+        dtype=np.float32,
+    )
+    repetition, frequency, presence = (to_device(column[:, None].copy()) for column in columns.T)
+    rows, slots = to_device(np.array(where, np.int64)), to_device(counts.slots(penalised))
+
+    def penalise(scores: torch.Tensor, _: torch.Tensor) -> None:
+        old = scores.index_select(0, rows)
+        lowered = torch.where(old < 0, old * repetition, old / repetition)
+        new = torch.where(counts.seen.index_select(0, slots), lowered, old)
+        outputs = counts.outputs.index_select(0, slots)
+        new -= frequency * outputs + presence * (outputs > 0)
+        scores.index_copy_(0, rows, new)
+
+    return penalise
