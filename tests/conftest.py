@@ -1,4 +1,4 @@
-"""What every test run says at its end, however many jobs it had."""
+"""What holds for every test run, and what it says at its end, however many jobs it had."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import sys
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# No example has a time limit: on a busy machine any of them may take long.
+settings.register_profile("baton", deadline=None)
+settings.load_profile("baton")
 
 _redrawn: list[str] = []  # what other jobs have said
 

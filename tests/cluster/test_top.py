@@ -6,7 +6,7 @@ from io import StringIO
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, generate_latest
 from rich.console import Console
@@ -39,7 +39,6 @@ def observed(values: list[float], name: str = "seen") -> Samples:
     return samples(registry)
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0, 10), min_size=1), st.sampled_from([0.5, 0.95, 0.99]))
 def test_a_quantile_is_in_the_bucket_of_its_value(values: list[float], share: float) -> None:
     found = observed(values).quantile("seen", share)
@@ -57,7 +56,6 @@ def test_quantiles_of_nothing_and_beyond_the_last_bucket() -> None:
     assert Samples({}).quantile("seen", 0.5) is None
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.floats(0, 10), max_size=5), max_size=3))
 def test_routers_are_added(several: list[list[float]]) -> None:
     together = observed([value for values in several for value in values])

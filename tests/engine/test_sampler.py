@@ -309,7 +309,7 @@ def test_reported_log_probabilities_are_those_before_any_step(temperature: float
     assert logprobs.top == list(zip(ids.tolist(), values.tolist(), strict=True))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 2**63),
     choice=st.integers(0, 8),

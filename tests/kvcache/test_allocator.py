@@ -228,13 +228,9 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 
 def test_allocator_against_the_model() -> None:
-    run_state_machine_as_test(
-        AllocatorMachine, settings=settings(max_examples=60, stateful_step_count=30, deadline=None)
-    )
+    run_state_machine_as_test(AllocatorMachine, settings=settings(max_examples=60, stateful_step_count=30))
 
 
 @pytest.mark.invariants
 def test_allocator_against_the_model_for_long() -> None:
-    run_state_machine_as_test(
-        AllocatorMachine, settings=settings(max_examples=100, stateful_step_count=100, deadline=None)
-    )
+    run_state_machine_as_test(AllocatorMachine, settings=settings(max_examples=100, stateful_step_count=100))

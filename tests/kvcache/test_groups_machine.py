@@ -281,9 +281,7 @@ def machine(kinds: tuple[str, ...]) -> type[GroupsMachine]:
 
 @pytest.mark.parametrize("kinds", COMBINATIONS, ids="+".join)
 def test_groups_against_the_model(kinds: tuple[str, ...]) -> None:
-    run_state_machine_as_test(
-        machine(kinds), settings=settings(max_examples=20, stateful_step_count=30, deadline=None)
-    )
+    run_state_machine_as_test(machine(kinds), settings=settings(max_examples=20, stateful_step_count=30))
 
 
 @pytest.mark.invariants
@@ -295,7 +293,6 @@ def test_groups_against_the_model_for_long(kinds: tuple[str, ...]) -> None:
         settings=settings(
             max_examples=250,
             stateful_step_count=60,
-            deadline=None,
             suppress_health_check=[HealthCheck.too_slow],
         ),
     )

@@ -186,7 +186,7 @@ def test_policies(policy: str, expected: list[int]) -> None:
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=8), min_size=1, max_size=20),
     data=st.data(),

@@ -156,7 +156,7 @@ OPERATIONS = st.one_of(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(operations=st.lists(OPERATIONS, max_size=25), buffer=st.sampled_from([1, 2, 5]))
 def test_replays_and_snapshots_say_what_the_tree_holds(
     operations: list[tuple[str, object, object]], buffer: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache.allocator import make_allocator
@@ -135,7 +135,6 @@ def test_short_of_pages_the_tree_is_asked_and_else_nothing_is_taken() -> None:
     assert cached.asked == [1, 1]
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_many_rows_at_once_do_what_they_do_one_by_one(data: st.DataObject) -> None:
     page_size, window = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.integers(1, 12))

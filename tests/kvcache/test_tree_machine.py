@@ -161,13 +161,9 @@ class TreeMachine(RuleBasedStateMachine):
 
 
 def test_tree_against_the_model() -> None:
-    run_state_machine_as_test(
-        TreeMachine, settings=settings(max_examples=50, stateful_step_count=30, deadline=None)
-    )
+    run_state_machine_as_test(TreeMachine, settings=settings(max_examples=50, stateful_step_count=30))
 
 
 @pytest.mark.invariants
 def test_tree_against_the_model_for_long() -> None:
-    run_state_machine_as_test(
-        TreeMachine, settings=settings(max_examples=100, stateful_step_count=100, deadline=None)
-    )
+    run_state_machine_as_test(TreeMachine, settings=settings(max_examples=100, stateful_step_count=100))

@@ -16,7 +16,7 @@ from wire.checksums import ChecksumMode
 ALL, SAMPLED, NONE = ChecksumMode.ALL, ChecksumMode.SAMPLED, ChecksumMode.NONE
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 2**63), st.integers(0, 50), st.integers(1, 3000), st.sampled_from([48, 4096, 1835008]))
 def test_samples_are_spread_over_all_pages(room: int, epoch: int, pages: int, page_bytes: int) -> None:
     taken = samples(SAMPLED, room, epoch, pages, page_bytes)

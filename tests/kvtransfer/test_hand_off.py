@@ -75,7 +75,7 @@ def target(first_page: int, tokens: int, at: int = 100) -> dict[str, GroupTarget
     return {"full": GroupTarget(first_page, list(range(at, at + pages)))}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 60), st.lists(st.integers(1, 59), max_size=8), st.data())
 def test_every_page_goes_once_in_order_and_the_partial_one_last(
     tokens: int, chunk_ends: list[int], data: st.DataObject

@@ -104,9 +104,7 @@ class HandOff(RuleBasedStateMachine):
         self.pair.settle()
 
 
-_SETTINGS = settings(
-    stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
-)
+_SETTINGS = settings(stateful_step_count=40, suppress_health_check=list(HealthCheck), print_blob=True)
 
 
 class HandOffWindow(HandOff):

@@ -25,7 +25,6 @@ from tests.scheduler.test_hand_off import ship
 SHORT = settings(
     max_examples=12,
     stateful_step_count=60,
-    deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

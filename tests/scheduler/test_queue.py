@@ -257,6 +257,4 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 def test_random_tenants() -> None:
-    run_state_machine_as_test(
-        QueueMachine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
-    )
+    run_state_machine_as_test(QueueMachine, settings=settings(max_examples=60, stateful_step_count=40))

@@ -227,7 +227,7 @@ def test_steps_in_one_go_equal_steps_one_by_one() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 12), st.booleans()), max_size=60))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_cache_balances_and_evicts_leaves_first(operations: list[tuple[int, int, bool]]) -> None:
     told: set[int] = set()
     cache = PrefixCache(20 * PAGE, PAGE, told.update, told.difference_update)

@@ -220,13 +220,11 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_zombie_is_never_the_worker() -> None:
-    run_state_machine_as_test(
-        IncarnationsMachine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
-    )
+    run_state_machine_as_test(IncarnationsMachine, settings=settings(max_examples=60, stateful_step_count=40))
 
 
 @pytest.mark.invariants
 def test_a_zombie_is_never_the_worker_in_long_runs() -> None:
     run_state_machine_as_test(
-        IncarnationsMachine, settings=settings(max_examples=2000, stateful_step_count=60, deadline=None)
+        IncarnationsMachine, settings=settings(max_examples=2000, stateful_step_count=60)
     )

@@ -232,6 +232,4 @@ class OrderingMachine(RuleBasedStateMachine):
 
 
 def test_whatever_happens_the_consumer_ends_with_what_is_there() -> None:
-    run_state_machine_as_test(
-        OrderingMachine, settings=settings(max_examples=150, stateful_step_count=30, deadline=None)
-    )
+    run_state_machine_as_test(OrderingMachine, settings=settings(max_examples=150, stateful_step_count=30))

@@ -100,21 +100,19 @@ def both(payloads: list[bytes]) -> tuple[PageTable, list[int]]:
     return table, said
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(ours(), max_size=5), max_size=4))
 def test_our_own_batches_are_all_understood(batches: list[list[AnyEvent]]) -> None:
     _, said = both([encode_batch(1.5, events) for events in batches])
     assert said == [len(events) for events in batches]
 
 
-@settings(deadline=None)
 @given(st.lists(other_events(), max_size=5), st.none() | st.integers(0, 300))
 def test_maps_of_other_engines_are_understood(events: list[dict[str, Any]], rank: int | None) -> None:
     _, said = both([msgpack.packb([1.5, events, rank])])
     assert said == [len(events)]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(ours(), min_size=1, max_size=3), st.data())
 def test_bytes_that_were_a_batch(events: list[AnyEvent], data: st.DataObject) -> None:
     payload = bytearray(encode_batch(1.5, events))
@@ -124,7 +122,6 @@ def test_bytes_that_were_a_batch(events: list[AnyEvent], data: st.DataObject) ->
     both([encode_batch(1.0, [BlockStored([1, -1], None, [1, 2], 1, None, "GPU", None)]), bytes(payload)])
 
 
-@settings(deadline=None)
 @given(st.lists(ours(), min_size=1, max_size=3), st.data())
 def test_a_truncated_batch_is_no_batch(events: list[AnyEvent], data: st.DataObject) -> None:
     payload = encode_batch(1.5, events)
@@ -137,7 +134,6 @@ def test_a_truncated_batch_is_no_batch(events: list[AnyEvent], data: st.DataObje
 HEAD = b"\x93\xcb" + struct.pack(">d", 1.0)
 
 
-@settings(deadline=None)
 @example(HEAD + b"\xdd\xff\xff\xff\xff")  # four billion events
 @example(HEAD + b"\x91\x81\xacblock_hashes\xdd\xff\xff\xff\xff")
 @example(HEAD + b"\x91\x81\xa9token_ids\xdd\xff\xff\xff\xff\x92")

@@ -101,13 +101,13 @@ class TablesAgree(RuleBasedStateMachine):
             assert [len(table) for table in self.tables] == [wanted, wanted]
 
 
-TablesAgree.TestCase.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+TablesAgree.TestCase.settings = settings(max_examples=50, stateful_step_count=30)
 TestTablesAgree = TablesAgree.TestCase
 
 
 @pytest.mark.invariants
 def test_tables_agree_for_long() -> None:
-    long = settings(max_examples=600, stateful_step_count=100, deadline=None)
+    long = settings(max_examples=600, stateful_step_count=100)
     run_state_machine_as_test(TablesAgree, settings=long)
 
 

@@ -420,13 +420,9 @@ class Offers(RuleBasedStateMachine):
 
 
 def test_every_offer_has_one_fate() -> None:
-    run_state_machine_as_test(
-        Offers, settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
-    )
+    run_state_machine_as_test(Offers, settings=settings(max_examples=60, stateful_step_count=40))
 
 
 @pytest.mark.invariants
 def test_every_offer_has_one_fate_for_long() -> None:
-    run_state_machine_as_test(
-        Offers, settings=settings(max_examples=400, stateful_step_count=100, deadline=None)
-    )
+    run_state_machine_as_test(Offers, settings=settings(max_examples=400, stateful_step_count=100))

@@ -6,7 +6,7 @@ import random
 from collections import OrderedDict
 
 import hypothesis.strategies as st
-from hypothesis import given, settings
+from hypothesis import given
 from msgspec.structs import replace
 
 from router.index.global_index import as_hashes
@@ -115,7 +115,6 @@ def test_a_worker_that_left_or_restarted_holds_nothing() -> None:
 _PATHS = st.lists(st.integers(0, 2), min_size=1, max_size=6)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("xyz"), _PATHS, st.booleans()), max_size=40), st.integers(1, 8))
 def test_trees_are_bounded_and_closed_under_prefixes(
     steps: list[tuple[str, list[int], bool]], capacity: int

@@ -233,13 +233,9 @@ class Fairness(RuleBasedStateMachine):
 
 
 def test_fairness_and_conservation() -> None:
-    run_state_machine_as_test(
-        Fairness, settings=settings(max_examples=60, stateful_step_count=50, deadline=None)
-    )
+    run_state_machine_as_test(Fairness, settings=settings(max_examples=60, stateful_step_count=50))
 
 
 @pytest.mark.invariants
 def test_fairness_and_conservation_for_long() -> None:
-    run_state_machine_as_test(
-        Fairness, settings=settings(max_examples=400, stateful_step_count=100, deadline=None)
-    )
+    run_state_machine_as_test(Fairness, settings=settings(max_examples=400, stateful_step_count=100))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from router.index.global_index import GlobalIndex
 from router.placement.fleet_table import FleetTable
@@ -17,7 +17,6 @@ reports = st.tuples(
 )  # tokens queued, tokens a second, when, tokens assigned since
 
 
-@settings(deadline=None)
 @given(st.lists(reports, max_size=8), st.floats(0, 1e6))
 def test_a_queue_is_the_report_less_what_was_computed_since_and_what_was_assigned(
     fleet: list[tuple[int, float, float, int]], now: float

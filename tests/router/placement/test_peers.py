@@ -318,7 +318,7 @@ class BadWire(RuleBasedStateMachine):
 
 
 TestBadWire = BadWire.TestCase
-TestBadWire.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestBadWire.settings = settings(max_examples=30, stateful_step_count=30)
 
 
 def test_what_comes_late_undoes_nothing_that_is_newer() -> None:

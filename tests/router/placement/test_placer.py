@@ -221,7 +221,7 @@ class Books(RuleBasedStateMachine):
 
 
 TestBooks = Books.TestCase
-TestBooks.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestBooks.settings = settings(max_examples=40, stateful_step_count=40)
 
 
 def test_a_suspected_worker_gets_no_room_and_is_back_when_it_is_suspected_no_more() -> None:

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from common.errors import ConfigError
 from router.index.global_index import GlobalIndex, as_hashes
@@ -170,7 +170,6 @@ _WORKERS = st.lists(
 )  # fmt: skip
 
 
-@settings(deadline=None)
 @given(_WORKERS, _WORKERS, st.integers(1, 200))
 def test_the_choice_is_the_formulas_minimum(
     prefills: list[tuple[int, int, int, int]], decodes: list[tuple[int, int, int, int]], tokens: int

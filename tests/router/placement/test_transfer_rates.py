@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from router.options import PolicyWeights
 from router.placement.transfer_rates import (
@@ -85,7 +85,6 @@ def test_many_transfers_make_the_price_the_prompt_tokens_that_p_computes_meanwhi
     assert price(slow, FAR) == pytest.approx(5.0, rel=0.1)
 
 
-@settings(deadline=None)
 @given(positive, positive, counts)
 def test_a_blend_is_between_the_prior_and_what_was_measured(one: float, other: float, count: float) -> None:
     found = blended(one, other, count)
@@ -94,7 +93,6 @@ def test_a_blend_is_between_the_prior_and_what_was_measured(one: float, other: f
     assert abs(more - other) <= abs(found - other) + 1e-9 * other, "measurements win as they come"
 
 
-@settings(deadline=None)
 @given(
     st.dictionaries(st.builds(Kind, st.sampled_from(Locality), st.just("tcp")), st.tuples(positive, counts))
 )
@@ -103,7 +101,6 @@ def test_the_scale_is_between_the_ratios_of_the_kinds(measured: dict[Kind, tuple
     assert min(ratios) * (1 - 1e-9) <= scale(measured, WEIGHTS) <= max(ratios) * (1 + 1e-9)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(EVERYONE[1:]), st.floats(1e-4, 100), st.integers(1, 20)), max_size=8)
 )
@@ -114,7 +111,6 @@ def test_nearer_is_never_dearer(transfers: list[tuple[WorkerRecord, float, int]]
     assert found[0] > 0
 
 
-@settings(deadline=None)
 @given(st.sampled_from(EVERYONE[1:]), st.floats(1e-4, 10), st.floats(1.01, 100))
 def test_slower_transfers_are_dearer(decode: WorkerRecord, seconds: float, factor: float) -> None:
     assert price(rates((decode, seconds, 10)), decode) < price(rates((decode, seconds * factor, 10)), decode)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from msgspec.structs import replace
 
 from router.index.global_index import GlobalIndex
@@ -42,7 +42,6 @@ transfers = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(workers(Role.PREFILL, "p"), workers(Role.DECODE, "d"), transfers, st.integers(0, 1000))
 def test_the_table_has_the_price_of_every_pair(
     ours: list[WorkerRecord],

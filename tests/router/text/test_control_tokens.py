@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
@@ -89,7 +89,6 @@ def texts_of(theirs: Any, chat: list[dict[str, Any]]) -> str:
 _FRAGMENTS = ["<", "<|", "<|im_", "end|>", "|>", ">", "im_end", "|im_end|", "#", " ", "\n", "東", "user", "/"]
 _TEXT = st.lists(st.sampled_from(CONTROL + _FRAGMENTS), max_size=8).map("".join)
 _ROLE = st.sampled_from(["user", "assistant"])
-untimed = settings(deadline=None)  # the first example loads transformers
 
 
 def chat_of(contents: list[str], roles: list[str]) -> list[dict[str, Any]]:
@@ -97,7 +96,6 @@ def chat_of(contents: list[str], roles: list[str]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("template", ["chatml", "roles", "names", "replaces", "formats"])
-@untimed
 @given(contents=st.lists(_TEXT, min_size=1, max_size=4), roles=st.lists(_ROLE, min_size=4, max_size=4))
 def test_the_templates_control_tokens_are_those_of_a_harmless_chat(
     template: str, contents: list[str], roles: list[str]
@@ -120,7 +118,6 @@ def test_the_templates_control_tokens_are_those_of_a_harmless_chat(
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-@untimed
 @given(
     contents=st.lists(st.text(st.characters(codec="utf-8", exclude_characters="<")), min_size=1, max_size=4),
     roles=st.lists(_ROLE, min_size=4, max_size=4),
@@ -134,7 +131,6 @@ def test_without_them_a_chat_has_transformers_tokens(
     assert ours.encode_chat(Chat(chat)) == want
 
 
-@untimed
 @given(text=_TEXT)
 def test_text_between_control_tokens_is_encoded_as_if_there_were_none(text: str) -> None:
     ours, _ = pair("chatml")
@@ -155,7 +151,6 @@ def written(ours: Tokenization, ids: list[int]) -> list[str]:
     return [ours.tokenizer.id_to_token(token) for token in ids if token in control]
 
 
-@untimed
 @given(thoughts=_TEXT, answer=_TEXT)
 def test_a_template_that_looks_for_control_tokens_in_texts_finds_them(thoughts: str, answer: str) -> None:
     ours, theirs = pair("thoughts")
@@ -368,7 +363,6 @@ _SPACED = ["<s>", "</s>", "<unk>", "<extra>", "a", " ", "[INST]", "</", "s>"]
 _SHORT = st.text("ab|", min_size=1, max_size=5)
 
 
-@untimed
 @given(texts=st.sets(_SHORT, min_size=1, max_size=8), text=st.text("ab|", max_size=30))
 def test_the_tree_of_many_tokens_finds_what_a_row_of_them_finds(texts: set[str], text: str) -> None:
     row = "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))
@@ -378,7 +372,6 @@ def test_the_tree_of_many_tokens_finds_what_a_row_of_them_finds(texts: set[str],
 
 
 @pytest.mark.parametrize("declared", ["LlamaTokenizer", "PreTrainedTokenizerFast"])
-@untimed
 @given(texts=st.lists(st.lists(st.sampled_from(_SPACED)).map("".join), min_size=1, max_size=3))
 def test_tokenizers_that_put_spaces_before_words(declared: str, texts: list[str]) -> None:
     ours, theirs = spaced(declared)

@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
@@ -75,7 +75,6 @@ def expected(kind: str, tokens: list[int], skip: bool) -> str:
 def test_pieces_of_any_tokens_make_the_whole_decoding(kind: str, skip: bool) -> None:
     made = tokenization(kind)
 
-    @settings(deadline=None)
     @given(tokens=token_lists(kind))
     def check(tokens: list[int]) -> None:
         detokenizer = made.detokenizers.make(skip)
