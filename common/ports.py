@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
@@ -11,6 +10,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from common.errors import ConfigError
+from common.used_ports import known_ports, warn_of_reuse
 
 _LAST_PORT = 65535
 
@@ -50,21 +50,27 @@ class Ports:
         """Whether the kernel chooses."""
         return self.choice == range(1)
 
-    def shuffled(self) -> list[int]:
-        """All of them in a random order. In ascending order a process would get the port of the one that
-        ended last, whose peers may still send there."""
-        return secrets.SystemRandom().sample(self.choice, len(self.choice))
-
 
 ANY_PORT = Ports()
 
 
 def bind_free(ports: Ports, host: str, bind: Callable[[int], None]) -> None:
-    """Call `bind` with one port after another, in a random order, until it raises no EADDRINUSE.
+    """Call `bind` with one port after another until it raises no EADDRINUSE: first those of the range that
+    nobody has used lately, in a random order, then the others, the longest unused first (used_ports.py).
 
     Raises ConfigError: for `ports.option` when no port is free, for `interface` when `host` cannot be bound.
     """
-    for port in ports.shuffled():
+    if ports.any_free:
+        _bind_first([0], ports, host, bind)
+        return
+    with known_ports(host, ports.choice) as known:
+        port = _bind_first(known.order, ports, host, bind)
+        if port not in known.fresh:
+            warn_of_reuse(host, [port])
+
+
+def _bind_first(order: list[int], ports: Ports, host: str, bind: Callable[[int], None]) -> int:
+    for port in order:
         try:
             bind(port)
         except OSError as error:
@@ -72,6 +78,6 @@ def bind_free(ports: Ports, host: str, bind: Callable[[int], None]) -> None:
                 continue
             problem = f"{host} cannot be bound ({error.strerror})"
             raise ConfigError("interface", problem, "give an address of this host") from None
-        return
+        return port
     problem = f"no port of {ports.text} is free on {host}"
     raise ConfigError(ports.option, problem, "give a larger range, or 0 for any free port")

@@ -4,7 +4,9 @@ Properties of Mooncake 0.3, measured: dropping the last reference stops its thre
 it stores nothing afterwards. A batch takes at most 1,024 entries. A write that returned 0 has been applied at
 the receiver; a part of one that failed may still be in progress. An engine inherited through fork hangs.
 `initialize` returning 0 does not mean RDMA. An engine listens on two ports, which it draws at random from a
-range that is read when the library is loaded.
+range that is read when the library is loaded. So ports of that range that must not be drawn are bound
+meanwhile (common/used_ports.py): a peer that knows an address of an engine that is gone would write into the
+memory of the one that listens there now, without being asked anything.
 """
 
 from __future__ import annotations
@@ -12,16 +14,19 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, TransferError
 from common.ports import Ports
+from common.used_ports import only_fresh
 
 _MAX_BATCH = 1024
 _INFINIBAND = Path("/sys/class/infiniband")
 _PORT_VARIABLES = ("MC_MIN_RPC_PORT", "MC_MAX_RPC_PORT")
+_PORTS_OF_AN_ENGINE = 2
 
 
 class MooncakeEngine:
@@ -37,7 +42,9 @@ class MooncakeEngine:
         }.items():
             os.environ.setdefault(key, value)
         self._engine: Any = kind()
-        if self._engine.initialize(interface, "P2PHANDSHAKE", self.protocol, "") != 0:
+        with _without_used_ports(interface):
+            code = self._engine.initialize(interface, "P2PHANDSHAKE", self.protocol, "")
+        if code != 0:
             ports = "-".join(os.environ.get(name, "") for name in _PORT_VARIABLES)
             raise ConfigError(
                 "kv_transfer_backend",
@@ -83,6 +90,15 @@ def choose_ports(ports: Ports) -> None:
     if not ports.any_free:
         for name, port in zip(_PORT_VARIABLES, (ports.choice.start, ports.choice.stop - 1), strict=True):
             os.environ[name] = str(port)
+
+
+def _without_used_ports(interface: str) -> AbstractContextManager[None]:
+    """While an engine draws its ports: those that were used lately are not there. (Where Mooncake's own range
+    holds, they are: it is not ours alone.)"""
+    first, last = (os.environ.get(name, "") for name in _PORT_VARIABLES)
+    if not (first.isdigit() and last.isdigit()):
+        return nullcontext()
+    return only_fresh(interface, range(int(first), int(last) + 1), _PORTS_OF_AN_ENGINE)
 
 
 def has_rdma() -> bool:

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from common.host import HTTP_PORT, LOOPBACK
 from common.options import Options
 from common.ports import Ports, PortText
+from common.used_ports import LONGEST_LEASE_S
 from wire.options import SocketOptions
 
 VersionWeights = dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]]
@@ -147,7 +148,9 @@ class HttpOptions(Options):
 class LeaseOptions(Options):
     """The directory that a router hosts."""
 
-    lease_s: float = Field(5.0, gt=0, description="a worker that is silent for longer counts as lost")
+    lease_s: float = Field(
+        5.0, gt=0, le=LONGEST_LEASE_S, description="a worker that is silent for longer counts as lost"
+    )
 
 
 class KeyOptions(Options):

@@ -1,4 +1,4 @@
-"""Ranges of ports: their form, the order in which they are tried, and what ends them."""
+"""Ranges of ports: their form, and what ends them. Their order: test_used_ports.py."""
 
 from __future__ import annotations
 
@@ -25,17 +25,6 @@ def test_forms(given: object, text: str) -> None:
 def test_what_is_no_range(given: object) -> None:
     with pytest.raises(ValidationError):
         TypeAdapter(PortText).validate_python(given)
-
-
-def test_a_port_that_was_used_is_not_the_next_one() -> None:
-    """Twenty processes, one after the other: in ascending order they would all have the first port."""
-    ports = Ports("20000-20199")
-    taken: list[int] = []
-    for _ in range(20):
-        bind_free(ports, HOST, taken.append)
-    assert len(set(taken)) > 10
-    assert set(taken) <= set(ports.choice)
-    assert sorted(ports.shuffled()) == list(ports.choice)
 
 
 def free_pair(held: ExitStack) -> tuple[int, socket.socket]:
