@@ -50,10 +50,17 @@ class AdminListeners:
 
     def get(self, path: str) -> httpx.Response:
         """The page of the first that answers. Raises httpx.HTTPError when none does."""
+        return self._ask("GET", path)
+
+    def post(self, path: str) -> httpx.Response:
+        """As `get`, a change."""
+        return self._ask("POST", path)
+
+    def _ask(self, method: str, path: str) -> httpx.Response:
         failed: httpx.HTTPError | None = None
         for port in self._ports:
             try:
-                return self._http.get(f"http://127.0.0.1:{port}{path}")
+                return self._http.request(method, f"http://127.0.0.1:{port}{path}")
             except httpx.HTTPError as error:
                 failed = error
         assert failed is not None
