@@ -99,7 +99,9 @@ class Pending(Protocol):
     """A launched forward."""
 
     def result(self, timeout_s: float) -> BatchResult:
-        """Wait for the result. Raises EngineError if the forward failed or takes longer than `timeout_s`."""
+        """Wait until the device has done all of the forward. Raises EngineError if the forward failed, and
+        DeviceLost if it takes longer than `timeout_s`. Before this returns, or raises an EngineError that is
+        no DeviceLost, the forward may still read and write every page of its batch."""
         ...
 
 

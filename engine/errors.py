@@ -4,6 +4,7 @@ common.errors.BatonError
 ├── ConfigError
 │   └── UnsupportedModel   the checkpoint has a feature that the engine does not compute; key `model`
 └── EngineError            a launched forward failed; the requests of its batch must be restarted
+    └── DeviceLost         its device is not done in time, or failed: the engine is unusable
 """
 
 from __future__ import annotations
@@ -20,3 +21,8 @@ class UnsupportedModel(ConfigError):
 
 class EngineError(BatonError):
     """A forward failed. Nothing was sampled, and what it wrote to its out_slots is not valid KV."""
+
+
+class DeviceLost(EngineError):
+    """What the device still does is unknown. Nothing that a launched forward can touch may be freed, and no
+    later forward will run."""

@@ -21,7 +21,7 @@ import torch
 
 from engine.batch import BatchResult, ForwardBatch
 from engine.last_tokens import LastTokens
-from engine.launch import Launched, LaunchQueue
+from engine.launch import Launched, LaunchQueue, Read
 from engine.sampling_state import SamplingState
 from engine.spec import ModelSpec
 from kvcache.layout import GroupSpec, KVGroupSpec, StateGroupSpec, StateTensor
@@ -163,9 +163,10 @@ class FakeEngine:
     def close(self) -> None:
         self._queue.close()
 
-    def _forward(self, batch: ForwardBatch) -> BatchResult:
+    def _forward(self, batch: ForwardBatch) -> Read:
         with self._last_tokens.placeholders_on_failure(batch):
-            return self._compute(batch)
+            result = self._compute(batch)
+        return lambda: result
 
     def _compute(self, batch: ForwardBatch) -> BatchResult:
         ids = self._last_tokens.resolve(batch)

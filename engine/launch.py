@@ -1,27 +1,53 @@
-"""Runs forwards in the order in which they are launched, on one executor thread or inline."""
+"""Runs forwards in the order in which they are launched, on one executor thread or inline.
+
+A forward only queues work on its device, and returns a function that reads its result when that work is done.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from engine.batch import BatchResult
-from engine.errors import EngineError
+from engine.completion import Completion, Completions, HostCompletions
+from engine.errors import DeviceLost, EngineError
+
+Read = Callable[[], BatchResult]
+"""Gives a forward's result. Called once, after the forward's completion."""
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """A forward whose work is queued on the device; `read` raises the exception that it raised while queuing.
+
+    A forward that raised has a completion too: the work that it queued before may still write to its pages.
+    """
+
+    completion: Completion
+    read: Read
 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
     """A Pending over a future."""
 
-    future: Future[BatchResult]
+    future: Future[Issued]
 
     def result(self, timeout_s: float) -> BatchResult:
-        """Wait for the result. Raises EngineError, whose cause is the exception that the forward raised."""
+        """Wait until the device is done, then read the result. Raises EngineError, whose cause is the
+        exception that the forward raised, and DeviceLost if the device is not done in time or failed."""
+        deadline = time.monotonic() + timeout_s
         try:
-            return self.future.result(timeout_s)
+            issued = self.future.result(timeout_s)
+            issued.completion.wait(max(0.0, deadline - time.monotonic()))
         except TimeoutError as error:
-            raise EngineError(f"a forward gave no result within {timeout_s} s") from error
+            raise DeviceLost(f"a forward gave no result within {timeout_s} s") from error
+        except Exception as error:
+            raise DeviceLost(f"the device failed: {type(error).__name__}: {error}") from error
+        try:
+            return issued.read()
         except Exception as error:
             raise EngineError(f"a forward failed: {type(error).__name__}: {error}") from error
 
@@ -29,21 +55,38 @@ class Launched:
 class LaunchQueue:
     """Runs functions one after the other, in the order in which they are launched."""
 
-    def __init__(self, overlap: bool, name: str = "engine") -> None:
+    def __init__(self, overlap: bool, name: str = "engine", completions: Completions | None = None) -> None:
+        """`completions` are those of the device that the functions put work on, by default the CPU."""
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=name) if overlap else None
+        self._completions = completions or HostCompletions()
 
-    def launch(self, forward: Callable[[], BatchResult]) -> Launched:
+    def launch(self, forward: Callable[[], Read]) -> Launched:
         """Queue `forward`, or run it at once if there is no overlap. result() raises its errors."""
         if self._executor is not None:
-            return Launched(self._executor.submit(forward))
-        future: Future[BatchResult] = Future()
+            return Launched(self._executor.submit(self._issue, forward))
+        future: Future[Issued] = Future()
         try:
-            future.set_result(forward())
-        except Exception as error:  # noqa: BLE001  result() raises it as EngineError
+            future.set_result(self._issue(forward))
+        except Exception as error:  # noqa: BLE001  result() raises it as DeviceLost
             future.set_exception(error)
         return Launched(future)
 
     def close(self) -> None:
-        """Run the queued functions, then end the thread. Idempotent."""
+        """Run the queued functions, then end the threads. Idempotent."""
         if self._executor is not None:
             self._executor.shutdown(wait=True)
+        self._completions.close()
+
+    def _issue(self, forward: Callable[[], Read]) -> Issued:
+        try:
+            read = forward()
+        except Exception as error:  # noqa: BLE001  read() raises it
+            read = _raising(error)
+        return Issued(self._completions.record(), read)
+
+
+def _raising(error: Exception) -> Read:
+    def read() -> BatchResult:
+        raise error
+
+    return read

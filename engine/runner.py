@@ -11,9 +11,10 @@ import torch
 
 from engine.backends.choose import build_layers
 from engine.batch import BatchResult, ForwardBatch
+from engine.completion import Completions, completions_of
 from engine.config import EngineConfig
 from engine.last_tokens import LastTokens
-from engine.launch import Launched, LaunchQueue
+from engine.launch import Launched, LaunchQueue, Read
 from engine.loader import LoadedModel
 from engine.paged_cache import PagedCache
 from engine.sampler import Sampler
@@ -24,7 +25,14 @@ from kvcache.pool import KVCache, MambaPool
 class ModelRunner:
     """An Engine over a transformers model. `pools` holds a pool for each group of the model, by name."""
 
-    def __init__(self, loaded: LoadedModel, pools: Mapping[str, KVCache], config: EngineConfig) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        pools: Mapping[str, KVCache],
+        config: EngineConfig,
+        completions: Completions | None = None,
+    ) -> None:
+        """`completions` are by default those of `config.device`."""
         if config.threads:
             torch.set_num_threads(config.threads)
         self.spec = loaded.spec
@@ -37,7 +45,7 @@ class ModelRunner:
         self._cache = PagedCache(self._states)
         self._last_tokens = LastTokens()
         self._sampler = Sampler(loaded.spec.vocab_size, self._device)
-        self._queue = LaunchQueue(config.overlap)
+        self._queue = LaunchQueue(config.overlap, completions=completions or completions_of(self._device))
 
     def launch(self, batch: ForwardBatch) -> Launched:
         return self._queue.launch(lambda: self._run(batch))
@@ -45,7 +53,7 @@ class ModelRunner:
     def close(self) -> None:
         self._queue.close()
 
-    def _run(self, batch: ForwardBatch) -> BatchResult:
+    def _run(self, batch: ForwardBatch) -> Read:
         with torch.inference_mode(), self._last_tokens.placeholders_on_failure(batch):
             hidden = self._hidden(batch)
             ends = batch.starts()[1:][batch.sampled] - 1
@@ -56,7 +64,8 @@ class ModelRunner:
         for i, problem in sampled.failures.items():
             failures.setdefault(int(batch.sampled[i]), problem)
         self._last_tokens.record(batch, sampled.tokens)
-        return BatchResult(sampled.tokens, sampled.logprobs, failures)
+        result = BatchResult(sampled.tokens, sampled.logprobs, failures)
+        return lambda: result
 
     def logits(self, batch: ForwardBatch, places: npt.NDArray[np.int64]) -> torch.Tensor:
         """Run the model. Returns logits [len(places), vocab] after the new tokens at `places` of the pack.

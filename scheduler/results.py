@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from engine.batch import Pending
-from engine.errors import EngineError
+from engine.errors import DeviceLost, EngineError
 from scheduler.chunker import Chunk
 from scheduler.metrics import SchedulerMetrics
 from scheduler.node_policy import AfterPrefill, NodePolicy
@@ -60,15 +60,15 @@ class Results:
     def take(self, timeout_s: float) -> None:
         """Wait for the oldest result; commit KV, report tokens, end requests that are over.
 
-        Raises EngineError when it does not come in time. Nothing is freed then: the forward may still write
+        Raises DeviceLost when it does not come in time. Nothing is freed then: the forward may still write
         to its pages, and no later forward will run. It ends the worker's loop, and the worker is replaced.
         """
         step = self._in_flight.popleft()
         try:
             result = step.pending.result(timeout_s)
+        except DeviceLost:
+            raise
         except EngineError as error:
-            if isinstance(error.__cause__, TimeoutError):
-                raise
             self._requests.pages.deferred.landed(step.number)
             self._fail(step, str(error))
             return

@@ -113,7 +113,7 @@ class Scheduler:
     def step(self) -> bool:
         """Schedule, launch, take a result. Whether anything was done.
 
-        Raises EngineError when a forward is stuck. The scheduler is unusable after that (see Results.take).
+        Raises DeviceLost when a forward is stuck. The scheduler is unusable after that (see Results.take).
         """
         answered = self._answer_early()
         self._join_transferred()

@@ -6,21 +6,82 @@ import numpy as np
 import pytest
 
 from engine.batch import BatchResult
-from engine.errors import EngineError
-from engine.launch import LaunchQueue
+from engine.errors import DeviceLost, EngineError
+from engine.launch import LaunchQueue, Read
 
 
 def test_a_result_that_does_not_come_in_time_is_an_engine_error() -> None:
     may_end = threading.Event()
 
-    def forward() -> BatchResult:
+    def forward() -> Read:
         assert may_end.wait(60)
-        return BatchResult(np.array([7]), [None])
+        return lambda: BatchResult(np.array([7]), [None])
 
     queue = LaunchQueue(overlap=True)
     launched = queue.launch(forward)
-    with pytest.raises(EngineError, match="no result"):
+    with pytest.raises(DeviceLost, match="no result"):
         launched.result(0.0)
     may_end.set()
     assert launched.result(60).tokens.tolist() == [7]
+    queue.close()
+
+
+class Gate:
+    """Completions that are reached when the test says so."""
+
+    def __init__(self) -> None:
+        self.recorded = 0
+        self.reached = threading.Event()
+        self.error: Exception | None = None
+
+    def record(self) -> Gate:
+        self.recorded += 1
+        return self
+
+    def wait(self, timeout_s: float) -> None:
+        if not self.reached.wait(timeout_s):
+            raise TimeoutError
+        if self.error is not None:
+            raise self.error
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_result_waits_for_the_device(overlap: bool) -> None:
+    gate = Gate()
+    queue = LaunchQueue(overlap, completions=gate)
+    launched = queue.launch(lambda: lambda: BatchResult(np.array([7]), [None]))
+    with pytest.raises(DeviceLost, match="no result"):
+        launched.result(0.01)
+    gate.reached.set()
+    assert launched.result(60).tokens.tolist() == [7]
+    queue.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_so_does_the_error_of_a_forward_that_failed_half_way(overlap: bool) -> None:
+    def forward() -> Read:
+        raise IndexError("half-way")
+
+    gate = Gate()
+    queue = LaunchQueue(overlap, completions=gate)
+    launched = queue.launch(forward)
+    with pytest.raises(DeviceLost, match="no result"):
+        launched.result(0.01)
+    gate.reached.set()
+    with pytest.raises(EngineError, match="half-way") as failed:
+        launched.result(60)
+    assert not isinstance(failed.value, DeviceLost)
+    queue.close()
+
+
+def test_a_device_that_failed_is_lost() -> None:
+    gate = Gate()
+    gate.error = RuntimeError("an illegal memory access was encountered")
+    gate.reached.set()
+    queue = LaunchQueue(False, completions=gate)
+    with pytest.raises(DeviceLost, match="illegal memory access"):
+        queue.launch(lambda: lambda: BatchResult(np.array([7]), [None])).result(60)
     queue.close()

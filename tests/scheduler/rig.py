@@ -17,6 +17,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.node_policy import AfterPrefill
 from scheduler.req import Req, RequestLimits
 from scheduler.scheduler import Scheduler
+from tests.support.late_device import LateDevice, LateEngine
 from wire.messages import RejectKind
 from wire.request import FinishReason, GenerateRequest, OutputDelta, SamplingParams, TokenLogprobs
 
@@ -146,6 +147,7 @@ class Rig:
     state_slots: int | None = None  # more than `tight` gives
     eviction_policy: str = "lru"
     clock: Callable[[], float] = time.monotonic
+    device: LateDevice | None = None  # computes the forwards when they are waited for, not at launch
 
     def __post_init__(self) -> None:
         spec = fake_spec(VOCAB, self.max_context, self.eos, self.groups, self.window)
@@ -166,8 +168,10 @@ class Rig:
             spec.groups,
         )
         self.pool = self.memory.kv_cache
-        engine = FakeEngine(spec, self.memory.kv_caches, self.timing, self.engine_overlap)
-        self.engine = WatchedEngine(engine, self.window, self.page_size)
+        overlap = self.engine_overlap and self.device is None
+        engine = FakeEngine(spec, self.memory.kv_caches, self.timing, overlap)
+        queued = engine if self.device is None else LateEngine(engine, self.device, self.engine_overlap)
+        self.engine = WatchedEngine(queued, self.window, self.page_size)
         self.policy = Recorder(self.after)
         self.scheduler = Scheduler(self.memory, self.engine, self.policy, self.config, self.clock)
         self.limits = RequestLimits(10_000, VOCAB, self.eos)

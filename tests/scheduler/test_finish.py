@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.errors import EngineError
+from engine.errors import DeviceLost
 from engine.fake import FakeTiming
 from scheduler.config import SchedulerConfig
 from tests.scheduler.rig import Rig
@@ -168,7 +168,7 @@ def test_a_stuck_forward_frees_nothing_and_ends_the_loop() -> None:
     config = SchedulerConfig(model="m", max_running_requests=8, result_timeout_s=0.01)
     rig = Rig(config=config, engine_overlap=True, timing=FakeTiming(per_step_s=0.2))
     req = rig.add(PROMPT, 5)
-    with pytest.raises(EngineError, match="no result within"):
+    with pytest.raises(DeviceLost, match="no result within"):
         rig.scheduler.step()
     assert req.req_pool_idx is not None
     assert not rig.policy.failed

@@ -21,6 +21,7 @@ from scheduler.node_policy import AfterPrefill
 from scheduler.req import Req, ReqState
 from tests.scheduler.rig import EOS, GROUPS, Rig
 from tests.scheduler.test_hand_off import ship
+from tests.support.late_device import LateDevice
 
 SHORT = settings(
     max_examples=12,
@@ -48,6 +49,7 @@ class TwoWorkers(RuleBasedStateMachine):
         reserve=st.sampled_from([0, 16, 512]),
         eos=st.booleans(),
         tight=st.booleans(),
+        late=st.booleans(),
     )
     def start(
         self,
@@ -57,6 +59,7 @@ class TwoWorkers(RuleBasedStateMachine):
         reserve: int,
         eos: bool,
         tight: bool,
+        late: bool,
     ) -> None:
         def config(phases: frozenset[Phase]) -> SchedulerConfig:
             return SchedulerConfig(
@@ -83,6 +86,7 @@ class TwoWorkers(RuleBasedStateMachine):
                 window=20,
                 interval=16,
                 tight=tight,
+                device=LateDevice() if late else None,
             )
 
         self.prefill = rig(frozenset({Phase.PREFILL}), AfterPrefill.HAND_OFF)
