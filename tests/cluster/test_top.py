@@ -105,6 +105,72 @@ def test_figures_are_of_the_time_between_two_snapshots() -> None:
     assert all(value is not None and 0.01 < value <= 0.025 for value in fleet.itl_s)
 
 
+GAUGES = """
+# TYPE baton_router_rooms gauge
+baton_router_rooms{process="0"} 7
+baton_router_rooms{process="1"} 2
+# TYPE baton_router_queued_rooms gauge
+baton_router_queued_rooms 4
+# TYPE baton_router_suspected gauge
+baton_router_suspected 1
+"""
+
+
+def counted(restarts: int, errors: int) -> Samples:
+    """What is now, and what has been counted since the start."""
+    return parse_samples(
+        f"""{GAUGES}
+# TYPE baton_router_restarts_total counter
+baton_router_restarts_total {restarts}
+# TYPE baton_router_requests_total counter
+baton_router_requests_total{{process="0",status="503"}} {errors}
+baton_router_requests_total{{process="1",status="503"}} {errors}
+baton_router_requests_total{{process="1",status="400"}} 9
+"""
+    )
+
+
+def test_what_is_now_is_no_difference_and_what_is_counted_is() -> None:
+    now, before = snapshot(counted(12, 30), at=2.0), snapshot(counted(5, 10))
+    fleet = fleet_figures(now, before)
+    assert (fleet.rooms, fleet.queued, fleet.suspected, fleet.restarts) == (9.0, 4.0, 1.0, 7.0)
+    assert fleet.statuses == {"503": 40.0}, "of both processes; none of those that were there before"
+    assert fleet.requests_s == 20.0
+    assert fleet_figures(now, None).statuses == {"503": 60.0, "400": 9.0}
+    assert now.samples.total("baton_router_requests_total", process="1") == 39.0
+    assert now.samples.total("baton_router_requests_total", process="1", status="503") == 30.0
+
+
+def test_each_percentile_is_its_own() -> None:
+    registry, requests, _ = metrics()
+    for n in range(100):
+        requests.itl.observe(0.02 if n < 90 else 0.2 if n < 97 else 3.0)
+    p50, p95, p99 = fleet_figures(snapshot(samples(registry)), None).itl_s
+    assert p50 is not None
+    assert p95 is not None
+    assert p99 is not None
+    assert p50 < 0.03 < p95 < 0.3 < p99
+
+
+def test_a_hit_rate_of_nothing_cached_is_zero() -> None:
+    registry, requests, _ = metrics()
+    requests.prompt_tokens.inc(10)
+    assert fleet_figures(snapshot(samples(registry)), None).hit_rate == 0.0
+
+
+def test_the_frame_shows_the_fleet() -> None:
+    registry, _, rooms = metrics()
+    rooms.observe_transfer("rack", 4_000_000_000, 2.0)
+    file = StringIO()
+    now = snapshot(added([counted(1, 3), samples(registry)]))
+    Console(file=file, width=140).print(frame(now, None))
+    lines = [" ".join(line.split()) for line in file.getvalue().splitlines()]
+    assert "rooms 9 run, 4 wait in routers" in lines
+    assert "workers 1 prefill, 1 decode, 1 suspected" in lines
+    assert "transfer - rack 2 GB/s" in lines
+    assert "errors 9 x 400 6 x 503 1 restarts" in lines
+
+
 def test_what_was_not_counted_is_not_shown_as_zero() -> None:
     fleet = fleet_figures(snapshot(samples(metrics()[0])), None)
     assert (fleet.requests_s, fleet.hit_rate, fleet.ttft_s) == (None, None, (None, None, None))
