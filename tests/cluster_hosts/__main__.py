@@ -154,24 +154,23 @@ def _play(here: Scene, parts: Sequence[str]) -> int:
 
 def _run_parts(here: Scene, parts: Sequence[str], result: Result, seen: Seen) -> None:
     if "serve" in parts:
-        _serve(here, result)
+        with _timed("the shipped configuration answers"):
+            result.served += here.serve_shipped()
+    here.add()
+    if "serve" in parts:
+        for backend in ("tcp", "mooncake"):
+            with _timed(f"prefill and decode on two hosts, pages over {backend}"):
+                result.served += here.serve_apart(backend)
     with _timed("a third host has joined"):
-        here.join()
+        here.wait_for_join()
     if _LOAD.keys() & set(parts):
         _load(here, parts, result, seen)
     if "roles" in parts:
         with _timed("workers changed their roles"):
             result.clients.append(change_roles(here, seen))
+        seen.look()
     if "objective" in parts:
-        _scale(here, result)
-
-
-def _serve(here: Scene, result: Result) -> None:
-    with _timed("the shipped configuration answers"):
-        result.served += here.serve_shipped()
-    for backend in ("tcp", "mooncake"):
-        with _timed(f"prefill and decode on two hosts, pages over {backend}"):
-            result.served += here.serve_apart(backend)
+        _scale(here, result, seen)
 
 
 def _load(here: Scene, parts: Sequence[str], result: Result, seen: Seen) -> None:
@@ -189,10 +188,12 @@ def _load(here: Scene, parts: Sequence[str], result: Result, seen: Seen) -> None
                 say(f"  rooms that moved with their KV: {seen.moves - moves}")
 
 
-def _scale(here: Scene, result: Result) -> None:
-    grown_s, shrunk_s, streams = scale_by_objective(here)
-    result.clients.append(streams)
-    say(f"by objectives to 3 and 2 in {grown_s:.0f} s, and back in {shrunk_s:.0f} s; {streams.counts}")
+def _scale(here: Scene, result: Result, seen: Seen) -> None:
+    with _timed("objectives scaled prefill and decode"):
+        grown_s, shrunk_s, streams = scale_by_objective(here)
+    result.clients += streams
+    seen.look()
+    say(f"  to 3 and 2 in {grown_s:.0f} s, and back to 1 and 1 in {shrunk_s:.0f} s")
 
 
 if __name__ == "__main__":

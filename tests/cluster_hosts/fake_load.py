@@ -24,6 +24,7 @@ class Size(NamedTuple):
 
 
 BOTH = Size(prompt=300, answer=40)  # three prefill workers and two decode workers are busy with it
+LITTLE = Size(prompt=16, answer=40)
 DOCUMENTS = Size(prompt=300, answer=8)
 PROBLEMS = Size(prompt=16, answer=120)
 

@@ -64,12 +64,15 @@ class Scene:
         assert content(answer), f"README's request: {answer}"
         return 1 + sum(chat(host.address) for host in self.cluster.hosts)
 
-    def join(self) -> None:
-        """The spare host becomes a part of the cluster, as docs/operations.md says."""
+    def add(self) -> None:
+        """Add the spare host to the cluster, as docs/operations.md says: its setup begins."""
         addresses = [host.address for host in (*self.cluster.hosts[1:], self.spare)]
         self._operator.edit_cluster_file({**self._words, WORKERS: ", ".join(addresses)})
         for command in JOIN:
             self._run(command, _UP_S)
+
+    def wait_for_join(self) -> None:
+        """Until the spare host is a node."""
         self.cluster.hosts.append(self.spare)
         self.cluster.wait_for_nodes({host.address for host in self.cluster.hosts}, _UP_S)
 
