@@ -12,9 +12,10 @@ mailbox.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
@@ -32,6 +33,8 @@ from wire.records import Role
 NAMESPACE = "baton"
 _ANSWER_S = 10.0
 _RETRY_S = 0.1
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,19 @@ class DirectoryActor:
         return self._roles.set(wish)
 
 
+def patiently(ask: Callable[[], T], timeout_s: float) -> T:
+    """What `ask` returns, asked again while it raises Unavailable: the directory ends with the router that
+    created it, and another router creates it again. Raises Unavailable after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return ask()
+        except Unavailable:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(_RETRY_S)  # Ray has no event for "an actor of this name exists now"
+
+
 class DirectoryFinder:
     """Finds the application's directory, wherever it is now."""
 
@@ -128,7 +144,7 @@ class DirectoryFinder:
                 .remote(self._app_name, sockets, lease_s, resume_key, plan)
             )
             self._handles.append(actor)
-            return cast("str", ray.get(actor.address.remote(), timeout=_ANSWER_S))
+            return self.find()
 
     def resume_key(self) -> str | None:
         """The key that the actor keeps. Raises Unavailable when it does not answer."""
@@ -150,12 +166,14 @@ class DirectoryFinder:
     def first_role(self, worker: str, timeout_s: float) -> Role:
         """The role of a worker that starts. Raises Unavailable when the directory does not answer, or
         does not know within `timeout_s` that roles are dynamic."""
-        deadline = time.monotonic() + timeout_s
-        while (role := self._ask("first_role", worker)) is None:
-            if time.monotonic() >= deadline:
+
+        def ask() -> Role:
+            role = self._ask("first_role", worker)
+            if role is None:
                 raise Unavailable(f"the directory actor {self._name} has no plan for dynamic roles")
-            time.sleep(_RETRY_S)
-        return cast("Role", role)
+            return cast("Role", role)
+
+        return patiently(ask, timeout_s)
 
     def roles(self) -> RoleTable:
         """Who has which role. Raises Unavailable when the directory does not answer."""
@@ -171,14 +189,7 @@ class DirectoryFinder:
 
     def wait(self, timeout_s: float) -> str:
         """The directory's address once it is there. Raises Unavailable after `timeout_s`."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                return self.find()
-            except Unavailable:
-                if time.monotonic() >= deadline:
-                    raise
-                time.sleep(_RETRY_S)  # Ray has no event for "an actor of this name exists now"
+        return patiently(self.find, timeout_s)
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         try:

@@ -10,11 +10,12 @@ from typing import Any
 from ray import serve
 from ray.exceptions import RayError
 
-from cluster.directory_actor import DirectoryFinder, DirectorySockets
+from cluster.directory_actor import DirectoryFinder, DirectorySockets, patiently
 from cluster.model_files import TOKENIZER_FILES, model_directory
 from cluster.node import node_interface
 from cluster.refusal import readable_refusal
 from cluster.role_keeper import RolePlan
+from common.errors import Unavailable
 from common.garbage import freeze_gc
 from common.host import AUTO
 from router.admin_listener import AdminListener
@@ -26,6 +27,7 @@ from router.service import Router
 log = logging.getLogger(__name__)
 
 _FOLLOW_S = 1.0
+_DIRECTORY_WAIT_S = 60.0
 
 
 class RouterReplica:
@@ -55,7 +57,7 @@ class RouterReplica:
                 }
             )
             self._admin = AdminListener(self._options, self._options.interface)
-            directory, self._resume_key = await asyncio.to_thread(self._join)
+            directory, self._resume_key = await asyncio.to_thread(patiently, self._join, _DIRECTORY_WAIT_S)
             found = {"directory": directory, "resume_key": self._resume_key}
             self._router = Router(self._options.model_copy(update=found), admin_url=self._admin.url)
         self._admin.start(self._router.pages.open)
@@ -75,7 +77,7 @@ class RouterReplica:
 
     def _join(self) -> tuple[str, str | None]:
         """The directory's address, and the key with which this replica signs event ids, unless it derives it
-        from the cluster's secret."""
+        from the cluster's secret. Raises Unavailable when the directory ends meanwhile."""
         address = self._directory()
         self._finder.follow_plan(self._plan)
         drawn = self._options.resume_key is None and self._resume_key is not None
@@ -92,7 +94,7 @@ class RouterReplica:
             await asyncio.sleep(_FOLLOW_S)
             try:
                 self._router.membership.move_directory(await asyncio.to_thread(self._directory))
-            except RayError as error:
+            except (RayError, Unavailable) as error:
                 log.warning("the directory cannot be reached, trying again: %s", error)
 
 

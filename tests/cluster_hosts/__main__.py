@@ -175,7 +175,7 @@ def _run_parts(here: Scene, parts: Sequence[str], result: Result, seen: Seen) ->
 
 def _load(here: Scene, parts: Sequence[str], result: Result, seen: Seen) -> None:
     began = time.monotonic()
-    with under_load(here, SMALL if "grow" in parts else LARGE) as load:
+    with under_load(here, seen, SMALL if "grow" in parts else LARGE) as load:
         result.clients.append(load.streams)
         say(f"clients stream: {time.monotonic() - began:.0f} s")
         for part, (what, step) in _LOAD.items():

@@ -93,10 +93,12 @@ class Cluster:
             )
             time.sleep(_POLL_S)
 
-    def wait_until_left(self, address: str, timeout_s: float) -> None:
-        """Until no replica is on that host."""
+    def wait_until_left(self, deployments: Collection[str], address: str, timeout_s: float) -> None:
+        """Until none of their replicas is on that host."""
         deadline = time.monotonic() + timeout_s
-        while left := [one for one in self.replicas() if one.address == address]:
+        while left := [
+            one for one in self.replicas() if one.address == address and one.deployment in deployments
+        ]:
             assert time.monotonic() < deadline, f"on the drained host are {left}"
             time.sleep(_POLL_S)
 

@@ -13,6 +13,7 @@ from tests.cluster_hosts.asking import chat, prompts, reference
 from tests.cluster_hosts.cluster import Cluster
 from tests.cluster_hosts.host import Host
 from tests.cluster_hosts.scene import Scene, configuration
+from tests.cluster_hosts.seen import Seen
 
 _CLIENTS = 6
 # More than a worker remembers: otherwise one decode worker has them all, and gets all streams.
@@ -29,9 +30,9 @@ TWO_HOSTS = {"router": 2, "prefill": 1, "decode": 1}
 class UnderLoad:
     """What happens to the cluster of a scene; each method returns when clients have been served after it."""
 
-    def __init__(self, scene: Scene, streams: Streams) -> None:
+    def __init__(self, scene: Scene, streams: Streams, seen: Seen) -> None:
         self.streams = streams
-        self._scene = scene
+        self._scene, self._seen = scene, seen
 
     def scale(self, replicas: Mapping[str, int]) -> None:
         """A changed num_replicas of the configuration; no stream may break off."""
@@ -65,7 +66,9 @@ class UnderLoad:
         victim = self._decoding_host()
         self.streams.urls = [url for url in self.streams.urls if victim.address not in url]
         self._scene.drain(victim)
-        self._cluster.wait_until_left(victim.address, _DRAIN_S)
+        self._cluster.wait_until_left(("decode",), victim.address, _DRAIN_S)
+        self._seen.look()  # the host's router has not ended yet: it fits nowhere else
+        self._cluster.wait_until_left(LARGE, victim.address, _DRAIN_S)
         self._serves()
         self._scene.switch_off(victim)
         self._cluster.wait_for_nodes(self._addresses(), _NODES_S)
@@ -111,7 +114,7 @@ def sized(replicas: Mapping[str, int]) -> dict[str, Any]:
 
 
 @contextmanager
-def under_load(scene: Scene, replicas: Mapping[str, int]) -> Iterator[UnderLoad]:
+def under_load(scene: Scene, seen: Seen, replicas: Mapping[str, int]) -> Iterator[UnderLoad]:
     """The application of that size on three hosts, and the clients. They end with the block."""
     questions = draw_questions()
     scene.deploy_anew(sized(replicas), replicas)
@@ -124,7 +127,7 @@ def under_load(scene: Scene, replicas: Mapping[str, int]) -> Iterator[UnderLoad]
 
     with Streams(scene.urls, _CLIENTS, draw, _GIVE_UP_S) as streams:
         streams.wait_for_more(_SOME, _GIVE_UP_S)
-        yield UnderLoad(scene, streams)
+        yield UnderLoad(scene, streams, seen)
 
 
 @functools.cache
