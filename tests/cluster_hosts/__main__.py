@@ -165,6 +165,7 @@ def _run_parts(here: Scene, parts: Sequence[str], result: Result, seen: Seen) ->
         here.wait_for_join()
     if _LOAD.keys() & set(parts):
         _load(here, parts, result, seen)
+        assert seen.moves or not {"drain", "shrink"} & set(parts), "no room moved with its KV"
     if "roles" in parts:
         with _timed("workers changed their roles"):
             result.clients.append(change_roles(here, seen))

@@ -16,8 +16,8 @@ from tests.cluster_hosts.scene import Scene, configuration
 from tests.cluster_hosts.seen import Seen
 
 _CLIENTS = 6
-# More than a worker remembers: otherwise one decode worker has them all, and gets all streams.
-_PROMPTS, _PROMPT_TOKENS, _TOKENS = 24, 100, 120
+# More than a worker has memory for: otherwise one decode worker remembers all prompts and gets all streams.
+_PROMPTS, _PROMPT_TOKENS, _TOKENS, _MEMORY_TOKENS = 12, 100, 300, 4096
 _GIVE_UP_S = 240.0  # a stream waits while a host's death is noticed and its replicas start elsewhere
 _SOME = 2 * _CLIENTS  # streams that must end before the next thing happens
 _WHOLE_S, _NODES_S, _DRAIN_S = 300.0, 600.0, 180.0
@@ -108,7 +108,7 @@ def sized(replicas: Mapping[str, int]) -> dict[str, Any]:
     apart = {name: {"max_replicas_per_node": 1} for name in replicas}
     config = configuration("auto", **apart)
     (application,) = config["applications"]
-    application["args"]["worker"]["max_total_tokens"] = 4096  # prompts are evicted: prefill has work
+    application["args"]["worker"]["max_total_tokens"] = _MEMORY_TOKENS
     application["deployments"] = [{"name": name, "num_replicas": count} for name, count in replicas.items()]
     return config
 
