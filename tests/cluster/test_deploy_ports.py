@@ -45,14 +45,25 @@ def test_ray_knows_the_flags() -> None:
     assert {f"--{flag}" for flag in RAY_FLAGS} <= {option for one in start.params for option in one.opts}
 
 
-@pytest.mark.parametrize("name", ["cluster.yaml", "aws.yaml", "gcp.yaml"])
-def test_rays_ports(name: str) -> None:
+def start_flags(name: str) -> list[dict[str, str]]:
+    """Of `ray start`, which name ports, on the head and on a worker."""
     config = yaml.safe_load((DEPLOY / name).read_text())
+    if name == KUBERAY.name:
+        cluster = config["spec"]["rayClusterConfig"]
+        groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+        return [{f: v for f, v in one["rayStartParams"].items() if f.endswith("-port")} for one in groups]
+    starts = [config[f"{kind}_start_ray_commands"] for kind in ("head", "worker")]
+    commands = [line for lines in starts for line in lines if "ray start" in line]
+    return [dict(re.findall(r"--([a-z-]+-port)=(\d+)", command)) for command in commands]
+
+
+@pytest.mark.parametrize("name", ["cluster.yaml", "aws.yaml", "gcp.yaml", "kuberay.yaml"])
+def test_rays_ports(name: str) -> None:
     (said,) = re.findall(r"6379 \(head\), (\d+-\d+).*\((\d+-\d+)\)", TABLE)
     fixed, workers = (Ports(text).choice for text in said)
-    for kind in ("head", "worker"):
-        (command,) = (line for line in config[f"{kind}_start_ray_commands"] if "ray start" in line)
-        flags = dict(re.findall(r"--([a-z-]+-port)=(\d+)", command))
+    nodes = start_flags(name)
+    assert len(nodes) == 2
+    for flags in nodes:
         assert flags.keys() == RAY_FLAGS
         assert (int(flags.pop("min-worker-port")), int(flags.pop("max-worker-port"))) == (
             workers[0], workers[-1],
