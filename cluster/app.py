@@ -51,7 +51,7 @@ def _bind_worker(config: ServeConfig, key: str) -> serve.Application:
     role = None if key == DYNAMIC else Role(key.partition("-")[0])
     name = WORKER if role is None else key
     deployment = serve.deployment(name=name, **_worker_settings(section, str(role)))(WorkerReplica)
-    return deployment.bind(role, options, section.drain_s, config.model_cache)
+    return deployment.bind(role, options, section.drain_s, config.cache)
 
 
 def _router_settings(section: RouterDeployment) -> dict[str, Any]:

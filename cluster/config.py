@@ -21,6 +21,7 @@ from cluster.deployments import (
     RouterDeployment,
     WorkerDeployment,
 )
+from cluster.model_cache import ModelCache
 from cluster.placeholders import refuse_placeholders
 from cluster.placement import NodeChoice
 from cluster.role_keeper import RolePlan
@@ -57,6 +58,9 @@ class ServeConfig(ServedModel, SocketOptions):
         default=None,
         description="directory of each host, to which one of its workers copies a model directory for all; "
         "null: it is read where it is. Hub models are in Hugging Face's cache (HF_HOME)",
+    )
+    model_cache_days: float = Field(
+        default=7.0, gt=0, description="a copy in model_cache is deleted that nobody has used for so long"
     )
     placement: NodeChoice = Field(
         default=NodeChoice.SPREAD,
@@ -102,6 +106,11 @@ class ServeConfig(ServedModel, SocketOptions):
             return None
         one = self.dynamic
         return RolePlan(one.ttft_s, one.itl_s, one.period_s, one.drain_s)
+
+    @property
+    def cache(self) -> ModelCache | None:
+        """Where each host has its copies of models, if it has."""
+        return None if self.model_cache is None else ModelCache(self.model_cache, self.model_cache_days)
 
     def worker_options(self, key: str) -> WorkerOptions:
         """Options of one deployment's workers, without a directory."""

@@ -11,7 +11,8 @@ from pathlib import Path
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from cluster.weights import local_copy, once_per_host
+from cluster.host_lock import once_per_host
+from cluster.weights import local_copy
 from common.errors import ConfigError
 
 TOKENIZER_FILES = ("*.json", "*.jinja")

@@ -11,40 +11,17 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
+from cluster.host_lock import WAIT_S, once_per_host
+from cluster.model_cache import hold, lock_of, partial_of
 from common.errors import ConfigError
 
-WAIT_S = 1800.0  # for another replica that pulls
-_POLL_S = 0.1  # flock has no wait with a bound
 _DIGEST = 12  # hexadecimal digits in a copy's name
 
 Copy = Callable[[list[Path], Path, Path], None]
 """Copies these files of a directory (the second) into another (the third), which may have a part of them."""
-
-
-@contextmanager
-def once_per_host(lock: Path, wait_s: float = WAIT_S) -> Iterator[None]:
-    """Whoever else is in here on this host is waited for. Raises ConfigError after `wait_s`."""
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    # A soft lock, without flock, would outlive a process that is killed.
-    held = FileLock(lock, timeout=wait_s, poll_interval=_POLL_S, fallback_to_soft=False)
-    try:
-        held.acquire()
-    except Timeout:
-        raise ConfigError(
-            "model",
-            f"another process of this host has been pulling it for {wait_s:g} s ({lock} is locked)",
-            "see what it waits for, or start again",
-        ) from None
-    try:
-        yield
-    finally:
-        held.release()
 
 
 def copy_files(files: list[Path], source: Path, to: Path) -> None:
@@ -66,19 +43,19 @@ def local_copy(
     """The copy of a checkpoint in `cache`, a directory of this host; it is made if it is not there.
 
     Copies are told apart by the names, sizes and times of the files, so a checkpoint that has changed is
-    copied again. Nobody deletes old ones. Raises ConfigError when it cannot be copied.
+    copied again. This process counts as a user of the copy until it ends (model_cache.py). Raises ConfigError
+    when it cannot be copied.
     """
     files = sorted({file for pattern in patterns for file in source.glob(pattern) if file.is_file()})
     name = f"{source.name}-{_digest(source, files)}"
-    copied, partial = cache / name, cache / f".{name}.partial"
+    copied, partial = cache / name, partial_of(cache / name)
     try:
-        if copied.is_dir():
-            return copied
-        with once_per_host(cache / ".locks" / f"{name}.lock", wait_s):
+        with once_per_host(lock_of(cache, name), wait_s):
             if not copied.is_dir():
                 partial.mkdir(exist_ok=True)
                 copy(files, source, partial)
                 partial.rename(copied)
+            hold(copied)
     except OSError as error:
         raise ConfigError(
             "model_cache",

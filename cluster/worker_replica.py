@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -15,6 +14,7 @@ from ray import serve
 
 from cluster.autoscaling import LOAD
 from cluster.directory_actor import DirectoryFinder
+from cluster.model_cache import ModelCache
 from cluster.model_files import model_directory
 from cluster.node import node_interface, node_rack
 from cluster.reaper import worker_id
@@ -37,7 +37,7 @@ class WorkerReplica:
     """Owns one worker for as long as Serve keeps the replica."""
 
     def __init__(
-        self, role: Role | None, options: WorkerOptions, drain_s: float, model_cache: Path | None
+        self, role: Role | None, options: WorkerOptions, drain_s: float, cache: ModelCache | None
     ) -> None:
         """Load the model and join the directory. Raises ReplicaRefused for options that cannot work.
 
@@ -50,7 +50,7 @@ class WorkerReplica:
             self._options = options.model_copy(
                 update={
                     "worker_id": worker_id(context.deployment, context.replica_tag),
-                    "model": str(model_directory(options.model, cache=model_cache)),
+                    "model": str(model_directory(options.model, cache=cache.directory if cache else None)),
                     "interface": node_interface(options.interface),
                     "rack": options.rack or node_rack(),
                     "directory": finder.wait(_DIRECTORY_WAIT_S),
@@ -58,6 +58,8 @@ class WorkerReplica:
             )
             self._worker = make_worker(role, self._options, finder, drain_s)
             self._worker.start()
+        if cache is not None:
+            cache.remove_unused()
         tell_transfer(self._options, sum(node["Alive"] for node in ray.nodes()))
         freeze_gc()
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from cluster.host_lock import once_per_host
 from cluster.model_files import MODEL_FILES, model_directory
-from cluster.weights import copy_files, local_copy, once_per_host
+from cluster.weights import copy_files, local_copy
 from common.errors import ConfigError
 
 WEIGHTS = "model.safetensors"
