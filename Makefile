@@ -71,7 +71,7 @@ fuzz: setup  ## hostile HTTP and KV peers on a running Baton; in between honest 
 chaos-ray: setup  ## a Ray Serve application of 6 replicas under 32 streams: one of each kind dies, and a rolling update
 	@$(TEST_ENV) $(PY) -m tests.chaos_ray
 
-cluster: setup  ## ray up on hosts made of namespaces: serve, scale, deaths of a host and the head, ray down (root, sshd)
+cluster: setup  ## ray up on hosts made of namespaces: serve, scale, deaths of a host and the head, drain, roles (root, sshd)
 	@$(TEST_ENV) $(PY) -m tests.cluster_hosts
 
 invariants: setup  ## long runs of the hypothesis state machines
