@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import Any, Protocol
 
-import msgspec
 from msgspec.structs import replace
 
 from common.errors import BatonError, InvalidRequest
 from router.api.asgi import HttpRequest
 from router.api.event_ids import EventIds, NoIds
+from router.api.event_json import encode_event
 from router.api.request_body import LONGEST_LABEL, MOST_ROOMS, RequestBody, SamplingBody
 from router.http_errors import to_http
 from router.model import Model
@@ -234,7 +234,7 @@ async def _send_stream(request: HttpRequest, generation: Generation, answer: Str
     try:
         end = await _send_events(request, generation, answer) + answer.end(generation)
     except BatonError as error:
-        end = b"event: error\ndata: " + msgspec.json.encode(to_http(error).body) + b"\n\n"
+        end = b"event: error\ndata: " + encode_event(to_http(error).body) + b"\n\n"
     if not generation.abandoned:
         await request.send_sse(end, more=False)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
 from common.errors import InvalidRequest
@@ -23,6 +22,7 @@ from router.api.asgi import HttpRequest
 from router.api.chat_fields import ChatFields, Messages
 from router.api.collection import CollectedChoice, Collection
 from router.api.event_ids import EventIds
+from router.api.event_json import encode_event
 from router.api.request_body import (
     Label,
     OutputLength,
@@ -131,7 +131,7 @@ class NativeEvents:
         collected = self._collection.choices[choice.index]
         answer = {**_answer(self._submission, choice, collected), "index": choice.index}
         event_id = self._ids.after(choice, delta.finish is not None)
-        event = event_id + b"data: " + msgspec.json.encode(answer) + b"\n\n"
+        event = event_id + b"data: " + encode_event(answer) + b"\n\n"
         self.events.append(event)
         self.unread += len(event)
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from router.api.answering import DONE
 from router.api.collection import CollectedChoice
 from router.api.event_ids import EventIds
+from router.api.event_json import encode_event
 from router.api.openai.logprobs import chat_logprobs, completion_logprobs
 from router.streams.generation import ChoiceCounts, Generation
 from router.text.detokenize import DetokenizerFactory
 from wire.request import OutputDelta, TokenLogprobs
-
-_encode = msgspec.json.Encoder().encode
 
 
 def usage(generation: Generation) -> dict[str, Any]:
@@ -120,7 +117,7 @@ class SseWriter:
             "created": created,
             "model": model,
         }
-        self._head = b"data: " + _encode(head)[:-1]
+        self._head = b"data: " + encode_event(head)[:-1]
         self._include_usage = include_usage
         self._end = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
         self._running = style.after + b'null,"finish_reason":null' + self._end
@@ -135,9 +132,9 @@ class SseWriter:
         event_id = self._ids.after(choice, delta.finish is not None)
         before = self._before.get(choice.index) or self._first(choice.index)
         if delta.finish is None and (delta.logprobs is None or not self._style.with_logprobs):
-            event = event_id + before + _encode(text) + self._running
+            event = event_id + before + encode_event(text) + self._running
         else:
-            event = event_id + before + _encode(text) + self._rest(choice.index, text, delta)
+            event = event_id + before + encode_event(text) + self._rest(choice.index, text, delta)
         self.events.append(event)
         self.unread += len(event)
 
@@ -156,7 +153,7 @@ class SseWriter:
         """The end of the stream: a chunk with the usage, if asked for, and [DONE]."""
         if not self._include_usage:
             return DONE
-        return self._head + b',"choices":[],"usage":' + _encode(usage(generation)) + b"}\n\n" + DONE
+        return self._head + b',"choices":[],"usage":' + encode_event(usage(generation)) + b"}\n\n" + DONE
 
     def _first(self, index: int) -> bytes:
         start = self._head + b',"choices":[{"index":' + str(index).encode()
@@ -167,4 +164,10 @@ class SseWriter:
         told = None
         if delta.logprobs is not None and self._style.with_logprobs:
             told = self._style.logprobs(index, text, delta.tokens, delta.logprobs)
-        return self._style.after + _encode(told) + b',"finish_reason":' + _encode(delta.finish) + self._end
+        return (
+            self._style.after
+            + encode_event(told)
+            + b',"finish_reason":'
+            + encode_event(delta.finish)
+            + self._end
+        )
