@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import threading
 import time
@@ -18,9 +17,9 @@ from signal import SIGCONT, SIGKILL, Signals
 from typing import Any, NamedTuple
 
 from tests.chaos.observed import Observed
+from tests.harness.fork import FORKSERVER, PRELOADED
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.chaos.child"])
+FORKSERVER.set_forkserver_preload([*PRELOADED, "tests.chaos.child"])
 _READY_S, _END_S = 60.0, 30.0
 _POLL_S = 0.01
 
@@ -46,9 +45,9 @@ class Forked:
         options.write_text(json.dumps(dict(launch.options)))
         self._out.touch()
         self.observed = Observed()
-        self._pipe, theirs = _CONTEXT.Pipe()
+        self._pipe, theirs = FORKSERVER.Pipe()
         arguments = ["--options", str(options)]
-        self._process = _CONTEXT.Process(
+        self._process = FORKSERVER.Process(
             target=_run, args=(network, launch.name, launch.module, arguments, (self._out, self.log), theirs),
             daemon=True,
         )  # fmt: skip

@@ -149,9 +149,9 @@ class Logs:
     def check(self, findings: Findings, after: str) -> None:
         """Count tracebacks since the last call, and processes that have ended."""
         for child in self._children:
-            if child.process.poll() is not None:
+            if (code := child.process.poll()) is not None:
                 findings.crashes += 1
-                findings.tell(f"after {after}: {child.module} has ended ({child.process.returncode})")
+                findings.tell(f"after {after}: {child.module} has ended ({code})")
             text = child.log.read_text(errors="replace")[self._read[child.log] :]
             self._read[child.log] += len(text)
             for found in re.finditer(r"^Traceback .*?(?=^Traceback |\Z)", text, re.MULTILINE | re.DOTALL):

@@ -11,6 +11,10 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
+from tests.harness.fork import ForkedProgram
+
+FORKED = ("prefill_node", "decode_node", "tests.support.switching_worker")
+"""The programs that import torch, which takes them long."""
 READY_S = 120.0
 END_S = 60.0
 
@@ -36,13 +40,15 @@ class Child:
         file.write_text(json.dumps(options))
         self.module = module
         self.log = file.with_suffix(".log")
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", *runner, module, "--options", str(file), *arguments],
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
-            )
+        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
+        given = ["--options", str(file), *arguments]
+        self.process: ForkedProgram | subprocess.Popen[bytes]
+        if module in FORKED and not runner:
+            self.process = ForkedProgram(module, given, environment, self.log)
+        else:
+            with self.log.open("w") as log:
+                command = [sys.executable, "-m", *runner, module, *given]
+                self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=environment)
         self.ready: dict[str, Any] = {}
 
     def wait_ready(self, timeout_s: float = READY_S) -> dict[str, Any]:

@@ -1,8 +1,7 @@
-"""Pools with known bytes, and the sending side of a transfer in a spawned process."""
+"""Pools with known bytes, and the sending side of a transfer in a process of its own."""
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
@@ -21,10 +20,10 @@ from kvtransfer.region import GroupRegion
 from kvtransfer.rooms import RoomTable
 from kvtransfer.select import open_receiver, open_sender
 from kvtransfer.transport import Bounds
+from tests.harness.fork import FORKSERVER
 from wire.messages import TransferEndpoint
 
 SHORT = Bounds(connect_s=2.0, silence_s=2.0, write_s=20.0)
-_SPAWN = multiprocessing.get_context("spawn")
 
 Shapes = Mapping[str, tuple[int, int]]
 """Group -> (pages, bytes of a page)."""
@@ -82,8 +81,8 @@ class SenderProcess:
 
     def __init__(self, backend: str, shapes: Shapes, seed: int) -> None:
         self.pools = {name: region.tensor for name, region in pools(shapes, seed).items()}
-        self._conn, theirs = _SPAWN.Pipe()
-        self.process: BaseProcess = _SPAWN.Process(
+        self._conn, theirs = FORKSERVER.Pipe()
+        self.process: BaseProcess = FORKSERVER.Process(
             target=_sender_main, args=(theirs, backend, shapes, seed), daemon=True
         )
         self.process.start()

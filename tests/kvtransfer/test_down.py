@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import queue
 import signal
@@ -22,6 +21,7 @@ from kvtransfer.pages import PageWrite
 from kvtransfer.select import PoolSender, open_sender
 from kvtransfer.sender import KVSender, SenderThreads, Sent
 from kvtransfer.transport import Bounds
+from tests.harness.fork import FORKSERVER
 from tests.kvtransfer.peers import pool, receiving
 from wire.messages import GroupTarget, TransferEndpoint
 
@@ -30,15 +30,14 @@ ALL = np.arange(1, PAGES)
 LONG = Bounds(connect_s=60.0, silence_s=60.0, write_s=120.0)  # no bound helps
 PATIENCE_S = 30.0
 BACKENDS = ["shm", "tcp"]
-_SPAWN = multiprocessing.get_context("spawn")
 
 
 class Receiver:
     """A decode worker's pool in a process of its own, with room 1 open, epochs 0 to 9."""
 
     def __init__(self, backend: str) -> None:
-        self._conn, theirs = _SPAWN.Pipe()
-        self.process = _SPAWN.Process(target=_receiver_main, args=(theirs, backend), daemon=True)
+        self._conn, theirs = FORKSERVER.Pipe()
+        self.process = FORKSERVER.Process(target=_receiver_main, args=(theirs, backend), daemon=True)
         self.process.start()
         theirs.close()
         self.endpoint: TransferEndpoint = self._answer()
