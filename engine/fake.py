@@ -169,7 +169,7 @@ class FakeEngine:
         return lambda: result
 
     def _compute(self, batch: ForwardBatch) -> BatchResult:
-        ids = self._last_tokens.resolve(batch)
+        ids = self._last_tokens.resolve(batch).numpy()
         positions = self._seen_positions(batch)
         self._full.write(ids, positions, batch.out_slots)
         if self._window is not None:

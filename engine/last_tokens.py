@@ -7,39 +7,61 @@ from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from engine.batch import UNKNOWN_TOKEN, ForwardBatch
+from engine.device_copies import upload
 
 _PLACEHOLDER = 0
 
 
 class LastTokens:
-    """Maps a row to its last sampled token.
+    """Maps a row to its last sampled token. The tokens are on the device of the forwards and stay there, so
+    that a forward can be queued before the one whose tokens it continues is done.
 
     Only the thread that runs forwards uses it, so each forward sees the tokens of all forwards before it.
     """
 
-    def __init__(self) -> None:
-        self._tokens = np.full(64, UNKNOWN_TOKEN, dtype=np.int64)
+    def __init__(self, device: torch.device | None = None, rows: int = 64) -> None:
+        """There may be more than `rows` rows, unless recorded steps read them: the memory moves then."""
+        self._device = device or torch.device("cpu")
+        self._tokens = torch.zeros(rows, dtype=torch.int64, device=self._device)
+        self._is_known = np.zeros(rows, dtype=bool)
 
-    def resolve(self, batch: ForwardBatch) -> npt.NDArray[np.int64]:
-        """`batch.input_ids` with every UNKNOWN_TOKEN replaced. Their rows must have been sampled before."""
+    def resolve(self, batch: ForwardBatch) -> torch.Tensor:
+        """`batch.input_ids` on the device with every UNKNOWN_TOKEN replaced. Their rows must have been
+        sampled before."""
+        ids = upload(batch.input_ids, self._device)
+        if not self.check(batch):
+            return ids
+        return self.fill(ids, upload(np.repeat(batch.rows, batch.q_lens).astype(np.int64), self._device))
+
+    def check(self, batch: ForwardBatch) -> bool:
+        """Whether the batch has unknown tokens. Their rows must have been sampled before."""
         unknown = np.flatnonzero(batch.input_ids == UNKNOWN_TOKEN)
         if not unknown.size:
-            return batch.input_ids
+            return False
         self._grow(int(batch.rows.max()))
         owner = np.searchsorted(batch.starts(), unknown, side="right") - 1
-        tokens = self._tokens[batch.rows[owner]]
-        assert (tokens != UNKNOWN_TOKEN).all(), "UNKNOWN_TOKEN in a row for which no token was sampled"
-        resolved = batch.input_ids.copy()
-        resolved[unknown] = tokens
-        return resolved
+        known = self._is_known[batch.rows[owner]]
+        assert known.all(), "UNKNOWN_TOKEN in a row for which no token was sampled"
+        return True
 
-    def record(self, batch: ForwardBatch, tokens: npt.NDArray[np.int64]) -> None:
+    def fill(self, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """`ids` [T] with every UNKNOWN_TOKEN replaced; `rows` [T] are the tokens' rows. Both are on the
+        device."""
+        return torch.where(ids == UNKNOWN_TOKEN, self._tokens[rows], ids)
+
+    def record(self, batch: ForwardBatch, tokens: torch.Tensor | npt.NDArray[np.int64]) -> None:
         """Record that `tokens` [N] were sampled for `batch.sampled`."""
-        if tokens.size:
-            self._grow(int(batch.rows.max()))
-            self._tokens[batch.rows[batch.sampled]] = tokens
+        if not len(batch.sampled):
+            return
+        self._grow(int(batch.rows.max()))
+        rows = batch.rows[batch.sampled].astype(np.int64)
+        self._is_known[rows] = True
+        if not isinstance(tokens, torch.Tensor):
+            tokens = upload(tokens, self._device)
+        self._tokens.index_copy_(0, upload(rows, self._device), tokens)
 
     @contextmanager
     def placeholders_on_failure(self, batch: ForwardBatch) -> Iterator[None]:
@@ -57,6 +79,8 @@ class LastTokens:
             raise
 
     def _grow(self, row: int) -> None:
-        if row >= len(self._tokens):
-            more = np.full(max(row + 1 - len(self._tokens), len(self._tokens)), UNKNOWN_TOKEN, dtype=np.int64)
-            self._tokens = np.concatenate([self._tokens, more])
+        more = row + 1 - len(self._is_known)
+        if more > 0:
+            more = max(more, len(self._is_known))
+            self._is_known = np.pad(self._is_known, (0, more))
+            self._tokens = torch.cat((self._tokens, self._tokens.new_zeros(more)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -75,6 +75,17 @@ class LatentBackend(Protocol):
         ...
 
 
+@runtime_checkable
+class Recordable(Protocol):
+    """A backend whose decode steps can be recorded (engine/graphs.py)."""
+
+    def fixed(self, sequences: int, context_pages: int) -> Any:
+        """The same backend for steps of `sequences` decode rows with at most `context_pages` pages each. Its
+        forward() reads the batch only on the device, always at the same addresses, to which prepare() copies
+        it."""
+        ...
+
+
 class PagedLayers:
     """A model's attention backends, one per KV group, and the backend of each layer."""
 
@@ -88,6 +99,7 @@ class PagedLayers:
         self.full = full
         self.window = window
         self.latent = latent
+        self._groups = groups
         backends = {"full": full, "window": window}
         self.of_layer: dict[int, tuple[AttentionBackend, int]] = {
             layer: (backend, place)
@@ -101,6 +113,20 @@ class PagedLayers:
             if latent is not None and group.kind == "latent"
             for place, layer in enumerate(group.layer_ids)
         }
+
+    @property
+    def recordable(self) -> bool:
+        """Whether decode steps through all of these backends can be recorded."""
+        backends = (self.full, self.window, self.latent)
+        return all(backend is None or isinstance(backend, Recordable) for backend in backends)
+
+    def fixed(self, sequences: int, context_pages: int) -> PagedLayers:
+        """The same layers over backends for recorded steps; see Recordable."""
+
+        def fix(backend: Any) -> Any:
+            return None if backend is None else backend.fixed(sequences, context_pages)
+
+        return PagedLayers(fix(self.full), fix(self.window), self._groups, fix(self.latent))
 
     def prepare(self, batch: ForwardBatch) -> None:
         """Prepare every backend. Called once per step, before the first layer."""

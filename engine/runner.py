@@ -1,8 +1,12 @@
-"""ModelRunner: an Engine over a transformers model."""
+"""ModelRunner: an Engine over a transformers model.
+
+A decode step goes through a recorded graph where the device has one (engine/graphs.py); any other batch goes
+through the model as it is. Both sample the same way. The host waits for the device once a step: when the
+result is read.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -13,10 +17,13 @@ from engine.backends.choose import build_layers
 from engine.batch import BatchResult, ForwardBatch
 from engine.completion import Completions, completions_of
 from engine.config import EngineConfig
+from engine.device_copies import Fetched, upload
+from engine.graphs import CudaRecorder, DecodeGraphs, DecodeLimits, Outputs, Recorder, StepInputs
 from engine.last_tokens import LastTokens
 from engine.launch import Launched, LaunchQueue, Read
 from engine.loader import LoadedModel
 from engine.paged_cache import PagedCache
+from engine.paged_layers import PagedLayers
 from engine.sampler import Sampler
 from engine.states import PackedStates
 from kvcache.pool import KVCache, MambaPool
@@ -42,30 +49,68 @@ class ModelRunner:
         self._device = torch.device(config.device)
         states = pools.get("state")
         self._states = PackedStates(states) if isinstance(states, MambaPool) else None
-        self._cache = PagedCache(self._states)
-        self._last_tokens = LastTokens()
-        self._sampler = Sampler(loaded.spec.vocab_size, self._device)
+        self._last_tokens = LastTokens(self._device)
+        self._sampler = Sampler(
+            loaded.spec.vocab_size, self._device, lambda array: upload(array, self._device)
+        )
+        self._graphs: DecodeGraphs | None = None
         self._queue = LaunchQueue(config.overlap, completions=completions or completions_of(self._device))
 
+    def record_decode(self, limits: DecodeLimits, recorder: Recorder | None = None) -> None:
+        """From now on run decode steps within `limits` from recorded graphs, if every layer can be recorded.
+        By default they are CUDA graphs, all recorded now. Call it before the first launch."""
+        if not self.attention.recordable:
+            return
+        self._last_tokens = LastTokens(self._device, limits.rows + 1)
+        self._graphs = DecodeGraphs(
+            limits, self.attention, self._states, self._step, recorder or CudaRecorder(), self._device
+        )
+        with torch.inference_mode():
+            self._graphs.record_all()
+
     def launch(self, batch: ForwardBatch) -> Launched:
-        return self._queue.launch(lambda: self._run(batch))
+        return self._queue.launch(lambda: self.issue(batch))
 
     def close(self) -> None:
         self._queue.close()
 
-    def _run(self, batch: ForwardBatch) -> Read:
+    def issue(self, batch: ForwardBatch) -> Read:
+        """Put the forward on the device, on the thread that runs forwards. Nothing waits for the device."""
         with torch.inference_mode(), self._last_tokens.placeholders_on_failure(batch):
-            hidden = self._hidden(batch)
-            ends = batch.starts()[1:][batch.sampled] - 1
-            logits = self._lm_head(hidden[self._to_device(ends)])
-            positions = self._to_device(batch.sampling.positions)
-            sampled = self._sampler.sample(logits, batch.sampling, positions).wait()
-            failures = failed_sequences(hidden, batch)
-        for i, problem in sampled.failures.items():
-            failures.setdefault(int(batch.sampled[i]), problem)
-        self._last_tokens.record(batch, sampled.tokens)
-        result = BatchResult(sampled.tokens, sampled.logprobs, failures)
-        return lambda: result
+            hidden, logits = self._replayed(batch) or self._computed(batch)
+            finite = Fetched(hidden.sum(-1, dtype=torch.float32).isfinite())
+            positions = upload(batch.sampling.positions, self._device)
+            sample = self._sampler.sample(logits, batch.sampling, positions)
+            self._last_tokens.record(batch, sample.tokens)
+            packed = Fetched(sample.packed)
+
+        def read() -> BatchResult:
+            sampled = sample.read(packed.numpy())
+            failures = failed_sequences(finite.numpy(), batch)
+            for i, problem in sampled.failures.items():
+                failures.setdefault(int(batch.sampled[i]), problem)
+            return BatchResult(sampled.tokens, sampled.logprobs, failures)
+
+        return read
+
+    def _replayed(self, batch: ForwardBatch) -> Outputs | None:
+        """What the graph of the batch's size computes; None if there is none."""
+        if self._graphs is None:
+            return None
+        self._last_tokens.check(batch)
+        return self._graphs.run(batch)
+
+    def _computed(self, batch: ForwardBatch) -> Outputs:
+        """hidden is [T, hidden] here, and logits are those of the sampled sequences."""
+        hidden = self._hidden(batch)
+        ends = batch.starts()[1:][batch.sampled] - 1
+        return Outputs(hidden, self._lm_head(hidden[upload(ends, self._device)]))
+
+    def _step(self, inputs: StepInputs, layers: PagedLayers, states: PackedStates | None) -> Outputs:
+        """A decode step over fixed addresses; recorded."""
+        ids = self._last_tokens.fill(inputs.input_ids, inputs.rows)
+        hidden = self._through_layers(ids, inputs.positions, layers, states)
+        return Outputs(hidden, self._lm_head(hidden))
 
     def logits(self, batch: ForwardBatch, places: npt.NDArray[np.int64]) -> torch.Tensor:
         """Run the model. Returns logits [len(places), vocab] after the new tokens at `places` of the pack.
@@ -73,37 +118,39 @@ class ModelRunner:
         No other token goes through lm_head. Call it on the thread that runs forwards, or while nothing is
         launched.
         """
-        logits: torch.Tensor = self._lm_head(self._hidden(batch)[self._to_device(places)])
+        logits: torch.Tensor = self._lm_head(self._hidden(batch)[upload(places, self._device)])
         return logits
 
     def _hidden(self, batch: ForwardBatch) -> torch.Tensor:
         """Run the model's layers. Returns what the last one says of each new token, [T, hidden]."""
-        input_ids = self._to_device(self._last_tokens.resolve(batch))
+        input_ids = self._last_tokens.resolve(batch)
         self.attention.prepare(batch)
         if self._states is not None:
             self._states.prepare(batch)
+        positions = upload(batch.positions, self._device)
+        return self._through_layers(input_ids, positions, self.attention, self._states)
+
+    def _through_layers(
+        self, ids: torch.Tensor, positions: torch.Tensor, layers: PagedLayers, states: PackedStates | None
+    ) -> torch.Tensor:
         output = self._decoder(
-            input_ids=input_ids[None],
-            position_ids=self._to_device(batch.positions)[None],
-            past_key_values=self._cache,
+            input_ids=ids[None],
+            position_ids=positions[None],
+            past_key_values=PagedCache(states),
             use_cache=False,
-            paged=self.attention,
+            paged=layers,
         )
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
 
-    def _to_device(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
 
+def failed_sequences(is_finite: npt.NDArray[np.bool_], batch: ForwardBatch) -> dict[int, str]:
+    """The sequences of the batch with a new token whose hidden state is not finite, with the reason.
 
-def failed_sequences(hidden: torch.Tensor, batch: ForwardBatch) -> dict[int, str]:
-    """The sequences of the batch of which some hidden state [T, hidden] is not finite, with the reason.
-
-    A chunk that samples nothing has no logits, but its pages are cached. A value in its K or V that is not
-    finite makes a hidden state not finite, because the token itself attends to it.
+    `is_finite` [T], by token. A chunk that samples nothing has no logits, but its pages are cached. A value
+    in its K or V that is not finite makes a hidden state not finite, because the token itself attends to it.
     """
-    if math.isfinite(float(hidden.sum(dtype=torch.float32))):
+    if is_finite.all():
         return {}
-    finite = hidden.sum(-1, dtype=torch.float32).isfinite().cpu().numpy()
     owners = np.repeat(np.arange(len(batch.q_lens)), batch.q_lens)
-    return {int(i): "the model's hidden states are not finite" for i in np.unique(owners[~finite])}
+    return {int(i): "the model's hidden states are not finite" for i in np.unique(owners[~is_finite])}

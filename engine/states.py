@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from engine.device_copies import flat, pinned, upload
 from kvcache.pool import MambaPool
 
 if TYPE_CHECKING:
@@ -119,6 +120,11 @@ class PackedStates:
             length = int(batch.q_lens[row])
             self._calls.append(self._call(tokens, length, reads[row : row + 1], writes[row : row + 1]))
 
+    def fixed(self, sequences: int) -> PackedStates:
+        """The same for recorded steps of `sequences` decode rows: their slots are always at the same
+        addresses on the device, to which prepare() copies them."""
+        return _FixedStates(self._pool, sequences)
+
     def run(self, layer: int, mixer: Mixer, hidden: torch.Tensor) -> torch.Tensor:
         """Run one layer over the whole pack: hidden [1, T, hidden] -> the same shape."""
         if len(self._calls) == 1:
@@ -149,7 +155,22 @@ class PackedStates:
         return _Call(tokens, length, self._indices(reads) if reads[0] else None, self._indices(writes))
 
     def _indices(self, values: npt.NDArray[np.integer]) -> torch.Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(self._pool.device)
+        return upload(values.astype(np.int64), self._pool.device)
+
+
+class _FixedStates(PackedStates):
+    """States of decode rows that all have one. Padding reads and writes slot 0."""
+
+    def __init__(self, pool: MambaPool, sequences: int) -> None:
+        super().__init__(pool)
+        self._slots = torch.zeros(2 * sequences, dtype=torch.int64, device=pool.device)
+        reads, writes = self._slots.view(2, sequences)
+        self._calls = [_Call(slice(None), 1, reads, writes)]
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        assert batch.state is not None, "the batch was built without state slots"
+        host = pinned(flat(batch.state.reads, batch.state.writes), self._slots.device)
+        self._slots.copy_(host, non_blocking=True)
 
 
 class PackedMixer(nn.Module):

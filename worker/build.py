@@ -14,6 +14,7 @@ from common.errors import ConfigError
 from engine.batch import Engine
 from engine.config import EngineConfig
 from engine.fake import FakeEngine, FakeTiming, fake_spec
+from engine.graphs import DecodeLimits
 from engine.loader import load_model
 from engine.runner import ModelRunner
 from engine.spec import ModelSpec
@@ -56,7 +57,19 @@ def build_engine(options: WorkerOptions, shared_pool: bool) -> tuple[Engine, Mem
     )
     loaded = load_model(config)
     memory = build_memory(_cache_config(options, loaded.spec, shared_pool, device), loaded.spec.groups)
-    return ModelRunner(loaded, memory.kv_caches, config), memory
+    runner = ModelRunner(loaded, memory.kv_caches, config)
+    if device != "cpu":
+        runner.record_decode(_decode_limits(memory))
+    return runner, memory
+
+
+def _decode_limits(memory: Memory) -> DecodeLimits:
+    """The largest decode step that the scheduler can build over this memory."""
+    return DecodeLimits(
+        sequences=memory.config.max_running_requests,
+        context_pages=-(-memory.config.max_context_len // memory.page_size),
+        rows=memory.req_to_token_pool.size,
+    )
 
 
 def build_scheduler(

@@ -1,16 +1,23 @@
-"""Paged attention with FlashInfer, on CUDA. Plain tiles are FlashInfer's HND layout and are used in place."""
+"""Paged attention with FlashInfer, on CUDA. Plain tiles are FlashInfer's HND layout and are used in place.
+
+`plan` reads the offsets and lengths on the host, so they are given to it there, in pinned memory. Given on
+the device, each of them would make the host wait for all work on it. It reads the page ids on the device.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
+from engine.backends.page_indices import FixedIndices, page_indices
+from engine.backends.workspace import WORKSPACE_BYTES, Workspace
 from engine.batch import ForwardBatch
+from engine.device_copies import pinned, upload
 from kvcache.pool import MHAKVCache
 
-WORKSPACE_BYTES = 256 << 20
+BACKEND = "fa2"
+"""FlashInfer's kernels, by name: "auto" may take ones that refuse a pool whose layers are strided by page."""
 
 
 class FlashInferAttention:
@@ -18,7 +25,7 @@ class FlashInferAttention:
 
     One prefill wrapper serves mixed batches, because a row with one new token is a prefill of length one.
     Separate wrappers for prefill and decode would split the batch, which costs a copy of q and out in every
-    layer.
+    layer. For decode alone it runs the same tiles as FlashInfer's decode wrapper with tensor cores.
     """
 
     def __init__(
@@ -28,11 +35,12 @@ class FlashInferAttention:
         scale: float,
         sinks: bool = False,
         softcap: float | None = None,
+        workspace: torch.Tensor | None = None,
+        buffers: FixedIndices | None = None,
     ) -> None:
-        """`sinks` says whether forward() is called with sinks. Raises ImportError if FlashInfer is not
+        """`sinks` says whether forward() is called with sinks. `workspace` may be shared by backends that run
+        one after the other. `buffers` are those of a recorded step. Raises ImportError if FlashInfer is not
         installed, or has no kernel for sinks that are needed."""
-        import flashinfer
-
         self._pool = pool
         self._query_heads = query_heads
         self._scale = scale
@@ -42,44 +50,50 @@ class FlashInferAttention:
         # FlashInfer counts the keys to the left of a query; ours includes the query's own
         self._window_left = -1 if self._window is None else self._window - 1
         self._sinks = sinks
-        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
-        self._wrapper: Any
-        if sinks:
-            self._wrapper = _wrapper_with_sinks(flashinfer, workspace, pool, self._window_left)
-        else:
-            self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout="HND")
+        if workspace is None:
+            workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
+        self._shared = workspace
+        self._planned = Workspace(self._device)
+        self._wrapper: Any = _wrapper(pool, workspace, self._window_left, sinks, buffers)
+        self._fixed_slots: torch.Tensor | None = None
+        if buffers is not None:
+            rows = len(buffers.lengths)
+            self._fixed_slots = torch.zeros(rows, dtype=torch.int64, device=self._device)
         self._slots = torch.empty(0, dtype=torch.int64)
 
-    def prepare(self, batch: ForwardBatch) -> None:
-        page_size = self._pool.page_size
-        ends = -(-batch.seq_lens // page_size)  # [S] pages
-        firsts = np.zeros_like(ends)
-        if self._window is not None:
-            # Earlier pages may be freed already. Without them the context is shorter and begins on a page
-            # border. FlashInfer counts its window from the end of the context, so it needs no correction.
-            unseen = batch.seq_lens - batch.q_lens + 1 - self._window
-            firsts = np.maximum(unseen, 0) // page_size
-        kv_starts = np.zeros(len(ends) + 1, dtype=np.int32)
-        np.cumsum(ends - firsts, out=kv_starts[1:])
-        logical = np.arange(batch.page_table.shape[1])
-        in_use = (logical >= firsts[:, None]) & (logical < ends[:, None])
-        self._slots = torch.from_numpy(batch.out_slots).to(self._device)
-        self._wrapper.plan(
-            self._on_device(batch.starts()),
-            self._on_device(kv_starts),
-            self._on_device(batch.page_table[in_use]),
-            self._on_device((batch.seq_lens - 1) % page_size + 1),  # tokens in each last page
-            self._query_heads,
-            self._pool.spec.kv_heads,
-            self._pool.spec.head_dim,
-            page_size,
-            causal=True,
-            window_left=self._window_left,
-            sm_scale=self._scale,
-            logits_soft_cap=self._softcap,
-            q_data_type=self._pool.spec.dtype,
-            kv_data_type=self._pool.data.dtype,
+    def fixed(self, sequences: int, context_pages: int) -> FlashInferAttention:
+        """This backend for decode steps of `sequences` rows with at most `context_pages` pages each, which
+        are recorded: what they read on the device is always at the same place."""
+        buffers = FixedIndices.allocate(sequences, context_pages, self._device)
+        return FlashInferAttention(
+            self._pool, self._query_heads, self._scale, self._sinks, self._softcap, self._shared, buffers
         )
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        indices = page_indices(batch, self._pool.page_size, self._window)
+        if self._fixed_slots is None:
+            self._slots = upload(batch.out_slots, self._device)
+        else:
+            self._slots = self._fixed_slots
+            self._slots.copy_(pinned(batch.out_slots, self._device), non_blocking=True)
+        with self._planned.in_use():
+            self._wrapper.plan(
+                pinned(indices.q_starts, self._device),
+                pinned(indices.kv_starts, self._device),
+                upload(indices.pages, self._device),
+                pinned(indices.last_page_lens, self._device),
+                self._query_heads,
+                self._pool.spec.kv_heads,
+                self._pool.spec.head_dim,
+                self._pool.page_size,
+                causal=True,
+                window_left=self._window_left,
+                sm_scale=self._scale,
+                logits_soft_cap=self._softcap,
+                q_data_type=self._pool.spec.dtype,
+                kv_data_type=self._pool.data.dtype,
+                seq_lens=pinned(indices.kv_lens, self._device),
+            )
 
     def forward(
         self,
@@ -96,21 +110,38 @@ class FlashInferAttention:
         with_sinks = () if sinks is None else (sinks.float(), self._scale)
         self._wrapper.run(q.contiguous(), (of_layer[:, 0], of_layer[:, 1]), *with_sinks, out=out)
 
-    def _on_device(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
-        return torch.from_numpy(array.astype(np.int32, copy=False)).to(self._device)
 
+def _wrapper(
+    pool: MHAKVCache, workspace: torch.Tensor, window_left: int, sinks: bool, buffers: FixedIndices | None
+) -> Any:
+    """FlashInfer's wrapper, or its variant whose run() takes the sinks, float32 [query heads], and the scale
+    once more."""
+    import flashinfer
 
-def _wrapper_with_sinks(flashinfer: Any, workspace: torch.Tensor, pool: MHAKVCache, window_left: int) -> Any:
-    """FlashInfer's variant whose run() takes the sinks, float32 [query heads], and the scale once more."""
+    fixed: dict[str, Any] = {}
+    if buffers is not None:
+        fixed = {
+            "use_cuda_graph": True,
+            "qo_indptr_buf": buffers.q_starts,
+            "paged_kv_indptr_buf": buffers.kv_starts,
+            "paged_kv_indices_buf": buffers.pages,
+            "paged_kv_last_page_len_buf": buffers.lengths,
+        }
+    if not sinks:
+        return flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            workspace, kv_layout="HND", backend=BACKEND, **fixed
+        )
     variant = getattr(flashinfer, "BatchAttentionWithAttentionSinkWrapper", None)
     if variant is None:
         raise ImportError("this FlashInfer has no attention sinks")
     return variant(
         workspace,
         kv_layout="HND",
+        backend=BACKEND,
         q_data_type=pool.spec.dtype,
         kv_data_type=pool.data.dtype,
         head_dim_qk=pool.spec.head_dim,
         head_dim_vo=pool.spec.head_dim,
         window_left=window_left,
+        **fixed,
     )

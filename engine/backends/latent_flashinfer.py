@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
-from engine.backends.flashinfer import WORKSPACE_BYTES
+from engine.backends.flashinfer import BACKEND
+from engine.backends.page_indices import FixedIndices, page_indices
+from engine.backends.workspace import WORKSPACE_BYTES, Workspace
 from engine.batch import ForwardBatch
+from engine.device_copies import pinned, upload
 from kvcache.pool import MLAKVCache
 
 WIDTHS = (512, 64)
@@ -18,38 +20,68 @@ WIDTHS = (512, 64)
 class FlashInferLatentAttention:
     """A LatentBackend. One plan per step serves all layers, for prefill chunks and decode rows."""
 
-    def __init__(self, pool: MLAKVCache, heads: int, scale: float) -> None:
-        """Raises ImportError if FlashInfer is not installed."""
+    def __init__(
+        self,
+        pool: MLAKVCache,
+        heads: int,
+        scale: float,
+        workspace: torch.Tensor | None = None,
+        buffers: FixedIndices | None = None,
+    ) -> None:
+        """`workspace` and `buffers` are as in FlashInferAttention. Raises ImportError if FlashInfer is not
+        installed."""
         import flashinfer.mla
 
         self._pool = pool
         self._heads = heads
         self._scale = scale
         self._device = pool.data.device
-        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
-        self._wrapper: Any = flashinfer.mla.BatchMLAPagedAttentionWrapper(workspace)
+        if workspace is None:
+            workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
+        self._shared = workspace
+        self._planned = Workspace(self._device)
+        fixed: dict[str, Any] = {}
+        if buffers is not None:
+            fixed = {
+                "use_cuda_graph": True,
+                "qo_indptr": buffers.q_starts,
+                "kv_indptr": buffers.kv_starts,
+                "kv_indices": buffers.pages,
+                "kv_len_arr": buffers.lengths,
+            }
+        self._wrapper: Any = flashinfer.mla.BatchMLAPagedAttentionWrapper(workspace, backend=BACKEND, **fixed)
+        self._fixed_slots: torch.Tensor | None = None
+        if buffers is not None:
+            self._fixed_slots = torch.zeros(len(buffers.lengths), dtype=torch.int64, device=self._device)
         self._slots = torch.empty(0, dtype=torch.int64)
 
+    def fixed(self, sequences: int, context_pages: int) -> FlashInferLatentAttention:
+        """This backend for recorded decode steps, as in FlashInferAttention."""
+        buffers = FixedIndices.allocate(sequences, context_pages, self._device)
+        return FlashInferLatentAttention(self._pool, self._heads, self._scale, self._shared, buffers)
+
     def prepare(self, batch: ForwardBatch) -> None:
-        pages = -(-batch.seq_lens // self._pool.page_size)  # [S] in use
-        kv_starts = np.zeros(len(pages) + 1, dtype=np.int32)
-        np.cumsum(pages, out=kv_starts[1:])
-        in_use = np.arange(batch.page_table.shape[1]) < pages[:, None]
-        self._slots = torch.from_numpy(batch.out_slots).to(self._device)
-        self._wrapper.plan(
-            qo_indptr=self._on_device(batch.starts()),
-            kv_indptr=self._on_device(kv_starts),
-            kv_indices=self._on_device(batch.page_table[in_use]),
-            kv_len_arr=self._on_device(batch.seq_lens),
-            num_heads=self._heads,
-            head_dim_ckv=self._pool.spec.kv_lora_rank,
-            head_dim_kpe=self._pool.spec.rope_dim,
-            page_size=self._pool.page_size,
-            causal=True,
-            sm_scale=self._scale,
-            q_data_type=self._pool.data.dtype,
-            kv_data_type=self._pool.data.dtype,
-        )
+        indices = page_indices(batch, self._pool.page_size)
+        if self._fixed_slots is None:
+            self._slots = upload(batch.out_slots, self._device)
+        else:
+            self._slots = self._fixed_slots
+            self._slots.copy_(pinned(batch.out_slots, self._device), non_blocking=True)
+        with self._planned.in_use():
+            self._wrapper.plan(
+                qo_indptr=pinned(indices.q_starts, self._device),
+                kv_indptr=pinned(indices.kv_starts, self._device),
+                kv_indices=upload(indices.pages, self._device),
+                kv_len_arr=pinned(indices.kv_lens, self._device),
+                num_heads=self._heads,
+                head_dim_ckv=self._pool.spec.kv_lora_rank,
+                head_dim_kpe=self._pool.spec.rope_dim,
+                page_size=self._pool.page_size,
+                causal=True,
+                sm_scale=self._scale,
+                q_data_type=self._pool.data.dtype,
+                kv_data_type=self._pool.data.dtype,
+            )
 
     def forward(
         self,
@@ -65,6 +97,3 @@ class FlashInferLatentAttention:
         of_layer = self._pool.data[:, place]  # [page, offset, rank + rope_dim], page-strided
         latents, ropes = of_layer[..., : spec.kv_lora_rank], of_layer[..., spec.kv_lora_rank :]
         self._wrapper.run(q_latent.contiguous(), q_rope.contiguous(), latents, ropes, out=out)
-
-    def _on_device(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
-        return torch.from_numpy(array.astype(np.int32, copy=False)).to(self._device)

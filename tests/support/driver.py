@@ -21,7 +21,7 @@ from engine.batch import (
     WindowPages,
 )
 from engine.config import EngineConfig
-from engine.loader import load_model
+from engine.loader import LoadedModel, load_model
 from engine.runner import ModelRunner
 from engine.sampling_state import SamplingState
 from kvcache.layout import KVGroupSpec, LatentGroupSpec, StateGroupSpec
@@ -39,6 +39,12 @@ def open_pools(
     """A runner of the model in `path` and its pools by name. What nobody wrote in them is garbage, not 0."""
     config = EngineConfig(str(path), dtype=dtype, attention=attention, linear=linear, overlap=overlap)
     loaded = load_model(config)
+    pools = pools_of(loaded, page_size, num_pages)
+    return ModelRunner(loaded, pools, config), pools
+
+
+def pools_of(loaded: LoadedModel, page_size: int, num_pages: int) -> dict[str, Any]:
+    """Pools for each group of a model, by name, full of garbage."""
     pools: dict[str, Any] = {}
     for seed, spec in enumerate(loaded.spec.groups):
         if isinstance(spec, StateGroupSpec):
@@ -46,10 +52,10 @@ def open_pools(
             pools[spec.name].bytes.fill_(255)  # NaN in every dtype
             continue
         assert isinstance(spec, KVGroupSpec | LatentGroupSpec)
-        kind = MHAKVCache if isinstance(spec, KVGroupSpec) else MLAKVCache
+        kind: Any = MHAKVCache if isinstance(spec, KVGroupSpec) else MLAKVCache
         pools[spec.name] = pool = kind(spec, num_pages, page_size)
         pool.data.normal_(0.0, 3.0, generator=torch.Generator().manual_seed(seed))
-    return ModelRunner(loaded, pools, config), pools
+    return pools
 
 
 def open_runner(*args: Any, **options: Any) -> tuple[ModelRunner, Any]:

@@ -206,7 +206,7 @@ def test_flashinfer_is_told_that_pages_are_fp8_and_queries_are_not(monkeypatch):
     seen = {}
 
     class Wrapper:
-        def __init__(self, workspace, kv_layout):
+        def __init__(self, workspace, **_):
             pass
 
         def plan(self, *_, **planned):

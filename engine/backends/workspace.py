@@ -1,0 +1,36 @@
+"""The pinned workspace of a FlashInfer wrapper, and who may write to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+WORKSPACE_BYTES = 256 << 20
+"""Of device memory, for partial results. Wrappers that run one after the other share it."""
+
+
+class Workspace:
+    """Keeps a plan from overwriting the one before it while that is still being copied to the device.
+
+    `plan` writes to one pinned buffer of its wrapper and queues a copy of it behind the forwards that are
+    queued already. With overlap the host is ahead of the device: without this the next plan would change what
+    that copy reads. Two buffers that alternate would do as well; waiting for the copy needs no second set of
+    recorded steps and costs nothing at overlap depth 1, where the forward before the last one is done.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._copied: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Plan inside this context. Waits for the copies of the plan before. If the device hangs, so does
+        this; the worker then ends, because its result does not come in time (DeviceLost)."""
+        if self._copied is not None:
+            self._copied.synchronize()  # returns at once if it was never recorded
+        yield
+        if self._copied is not None:
+            self._copied.record()

@@ -1,0 +1,174 @@
+"""Decode steps as recorded graphs: the host issues one replay instead of hundreds of kernels.
+
+A graph reads and writes fixed addresses. So there is one per padded batch size, each over input buffers of
+its own. A step copies its inputs into the buffers of its size and plans attention, both outside the graph,
+and replays the graph. What the graph computes stays in its output buffers until its next replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from engine.batch import ForwardBatch
+from engine.device_copies import flat, pinned
+from engine.padding import is_decode, padded, padded_sizes, padding
+from engine.paged_layers import PagedLayers
+from engine.states import PackedStates
+
+WARM_UPS = 2  # forwards before the recorded one, so that libraries have chosen and loaded their kernels
+
+
+@dataclass(frozen=True)
+class DecodeLimits:
+    """The largest decode step of a worker."""
+
+    sequences: int
+    context_pages: int  # of one sequence, in the group with the smallest pages
+    rows: int  # of req_to_token
+
+
+class Outputs(NamedTuple):
+    """What a model says after each sequence of a decode step."""
+
+    hidden: torch.Tensor  # [S, hidden]
+    logits: torch.Tensor  # [S, vocab]
+
+
+class StepInputs:
+    """The inputs of a decode step on the device, at fixed addresses."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._all = torch.zeros(3 * size, dtype=torch.int64, device=device)
+        self.input_ids, self.positions, self.rows = self._all.view(3, size)
+
+    def fill(self, batch: ForwardBatch) -> None:
+        """Copy the batch's inputs, in one copy."""
+        host = pinned(flat(batch.input_ids, batch.positions, batch.rows), self._all.device)
+        self._all.copy_(host, non_blocking=True)
+
+
+Compute = Callable[[StepInputs, PagedLayers, PackedStates | None], Outputs]
+"""Computes a decode step from its inputs. Recorded: it must not look at values."""
+
+
+class Recorded(Protocol):
+    """A recorded step."""
+
+    @property
+    def outputs(self) -> Outputs:
+        """Where replay() leaves its results."""
+        ...
+
+    def replay(self) -> None:
+        """Compute `outputs` from what the input buffers now hold."""
+        ...
+
+
+class Recorder(Protocol):
+    """Records steps, all on one stream."""
+
+    def record(self, step: Callable[[], Outputs]) -> Recorded:
+        """Run `step` and record what it does."""
+        ...
+
+
+class CudaRecorder:
+    """Records CUDA graphs. They share one memory pool, because only one is replayed at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, step: Callable[[], Outputs]) -> Recorded:
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UPS):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            outputs = step()
+        return _CudaGraph(graph, outputs)
+
+
+@dataclass(frozen=True)
+class _CudaGraph:
+    graph: torch.cuda.CUDAGraph
+    outputs: Outputs
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+class _Step(NamedTuple):
+    """Everything that one padded size has of its own."""
+
+    inputs: StepInputs
+    layers: PagedLayers
+    states: PackedStates | None
+    recorded: Recorded
+
+
+class DecodeGraphs:
+    """A recorded step per padded batch size, recorded when it is first needed or by `record_all`."""
+
+    def __init__(
+        self,
+        limits: DecodeLimits,
+        layers: PagedLayers,
+        states: PackedStates | None,
+        compute: Compute,
+        recorder: Recorder,
+        device: torch.device,
+    ) -> None:
+        """`layers` must be recordable."""
+        self._sizes = padded_sizes(limits.sequences)
+        self._limits = limits
+        self._layers = layers
+        self._states = states
+        self._compute = compute
+        self._recorder = recorder
+        self._device = device
+        self._steps: dict[int, _Step] = {}
+
+    def record_all(self) -> None:
+        """Record every size, the largest first: the smaller ones then fit into its memory."""
+        for size in reversed(self._sizes):
+            self._steps[size] = self._record(size)
+
+    def run(self, batch: ForwardBatch) -> Outputs | None:
+        """The outputs after each sequence of a decode batch; None for a batch that no graph computes."""
+        n = len(batch.q_lens)
+        if n > self._sizes[-1] or not is_decode(batch):
+            return None
+        size = next(size for size in self._sizes if size >= n)
+        whole = padded(batch, size)
+        step = self._steps.get(size)
+        if step is None:
+            step = self._steps[size] = self._record(size)
+        self._fill(step.inputs, step.layers, step.states, whole)
+        step.recorded.replay()
+        return Outputs(*(output[:n] for output in step.recorded.outputs))
+
+    @staticmethod
+    def _fill(
+        inputs: StepInputs, layers: PagedLayers, states: PackedStates | None, batch: ForwardBatch
+    ) -> None:
+        inputs.fill(batch)
+        layers.prepare(batch)
+        if states is not None:
+            states.prepare(batch)
+
+    def _record(self, size: int) -> _Step:
+        """Record over padding alone: a step that is recorded is computed several times."""
+        inputs = StepInputs(size, self._device)
+        layers = self._layers.fixed(size, self._limits.context_pages)
+        states = None if self._states is None else self._states.fixed(size)
+        nothing = padding(size, windows=self._layers.window is not None, states=states is not None)
+        self._fill(inputs, layers, states, nothing)
+        recorded = self._recorder.record(lambda: self._compute(inputs, layers, states))
+        return _Step(inputs, layers, states, recorded)

@@ -1,0 +1,99 @@
+"""Decode steps over fixed buffers, padded: tokens equal generate, and nothing but the buffers is read."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.batch import StateSlots, WindowPages
+from engine.graphs import DecodeLimits
+from engine.padding import is_decode, padded, padded_sizes, padding
+from tests.engine.conftest import PROMPTS, Drawn
+from tests.support.driver import Driver, open_pools
+from tests.support.eager_recorder import EagerRecorder
+from tests.support.flashinfer_stand_in import flashinfer_module, open_flashinfer
+
+LIMITS = DecodeLimits(sequences=3, context_pages=10, rows=8)
+FAMILIES = ["qwen3", "mistral_window", "gpt_oss", "gemma2", "deepseek_v3", "qwen3_moe", "qwen3_next", "lfm2"]
+
+
+@pytest.fixture(autouse=True)
+def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    package, mla = flashinfer_module()
+    monkeypatch.setitem(sys.modules, "flashinfer", package)
+    monkeypatch.setitem(sys.modules, "flashinfer.mla", mla)
+
+
+def open_recorded(path: Path, **options: Any) -> tuple[Driver, EagerRecorder]:
+    runner, pools = open_flashinfer(path, 16, 40, **options)
+    recorder = EagerRecorder()
+    runner.record_decode(LIMITS, recorder)
+    window = None if options else pools.get("window")
+    return Driver(runner, 40, 16, window_pool=window), recorder
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padded_replays_and_mixed_batches_between_them_give_generates_tokens(
+    family: str, drawn: Drawn
+) -> None:
+    path, expected = drawn(family)
+    driver, recorder = open_recorded(path)
+    lanes = [driver.add(prompt) for prompt in PROMPTS]
+    driver.generate(lanes, 24, chunk=30, stagger=4)
+    driver.engine.close()
+    assert [lane.outputs for lane in lanes] == [answer[:24] for answer in expected]
+    assert [len(step.outputs.logits) for step in recorder.steps] == [4, 2, 1]
+    assert all(step.replays for step in recorder.steps)
+
+
+def test_steps_that_are_launched_ahead_take_their_tokens_from_the_device(drawn: Drawn) -> None:
+    path, expected = drawn("qwen3")
+    driver, recorder = open_recorded(path, overlap=True)
+    lanes = [driver.add(prompt) for prompt in PROMPTS]
+    launch = driver.engine.launch
+    pending = [launch(driver.batch([(lane, lane.prompt_len) for lane in lanes]))]
+    pending += [launch(driver.batch([(lane, 1) for lane in lanes], unknown=True)) for _ in range(20)]
+    tokens = np.stack([launched.result(60).tokens for launched in pending], axis=1)
+    driver.engine.close()
+    assert tokens.tolist() == [answer[:21] for answer in expected]
+    assert recorder.steps[0].replays == 20
+
+
+def test_a_model_whose_backend_reads_the_batch_on_the_host_is_not_recorded(drawn: Drawn) -> None:
+    path, _ = drawn("qwen3")
+    runner, _ = open_pools(path, 16, 40)
+    recorder = EagerRecorder()
+    runner.record_decode(LIMITS, recorder)
+    runner.close()
+    assert not recorder.steps
+
+
+def test_sizes_are_powers_of_two_that_hold_the_largest_batch() -> None:
+    assert padded_sizes(1) == (1,)
+    assert padded_sizes(48) == (1, 2, 4, 8, 16, 32, 64)
+
+
+def test_padding_lies_in_scratch_alone(drawn: Drawn) -> None:
+    path, _ = drawn("gpt_oss")
+    runner, _ = open_pools(path, 16, 40)
+    driver = Driver(runner, 40, 16)
+    lane = driver.add([1, 2, 3])
+    lane.done = 2
+    batch = driver.batch([(lane, 1)])
+    runner.close()
+    assert is_decode(batch)
+    whole = padded(batch, 4)
+    assert whole.seq_lens.tolist() == [3, 1, 1, 1]
+    for array in (whole.rows, whole.out_slots, whole.page_table, whole.positions):
+        assert not array[1:].any()
+    assert isinstance(whole.window, WindowPages)
+    assert not whole.window.out_slots[1:].any()
+    assert whole.sampled.tolist() == [0]
+    nothing = padding(2, windows=True, states=True)
+    assert isinstance(nothing.state, StateSlots)
+    assert nothing.state.writes.tolist() == [0, 0]
+    assert not is_decode(nothing)
