@@ -1,0 +1,115 @@
+"""The dry run of the CUDA path passes for the families, and finds the faults that it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import engine.backends.flashinfer
+import engine.runner
+from engine.backends.flashinfer import FlashInferAttention
+from engine.device_copies import Fetched, upload
+from engine.last_tokens import LastTokens
+from engine.sampler import Sampler
+from tests.support.tiny_models import FAMILIES, MIXED, make_tiny
+from tools.gpu_dry_run import dry_run
+
+FAST = ("gpt_oss", "deepseek_v3", "qwen3_next")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    directory = tmp_path_factory.mktemp("tiny")
+    return lambda family: make_tiny(family, directory, 0)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        *FAST,
+        *(pytest.param(name, marks=pytest.mark.slow) for name in sorted({*FAMILIES, *MIXED} - set(FAST))),
+    ],
+)
+def test_no_step_of_a_family_would_wait_or_break_on_a_gpu(family: str, tiny: Callable[[str], Path]) -> None:
+    seen = dry_run(tiny(family))
+    assert seen["replays"] >= 4
+    assert seen["captured operators"] > 1000
+    assert seen["copies"] > 100
+
+
+def pageable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def copy(array: Any, device: torch.device) -> torch.Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    monkeypatch.setattr(engine.runner, "upload", copy)
+
+
+def blocking(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetch(self: Fetched, values: torch.Tensor) -> None:
+        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        self._host.copy_(values)
+
+    monkeypatch.setattr(Fetched, "__init__", fetch)
+
+
+def offsets_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.backends.flashinfer, "pinned", upload)
+
+
+def new_slots_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare = FlashInferAttention.prepare
+
+    def prepared(self: FlashInferAttention, batch: Any) -> None:
+        prepare(self, batch)
+        self._slots = self._slots.clone()
+
+    monkeypatch.setattr(FlashInferAttention, "prepare", prepared)
+
+
+def a_look_at_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = Sampler.sample
+
+    def sampled(self: Sampler, logits: torch.Tensor, *more: Any) -> Any:
+        assert logits.argmax(-1).tolist()
+        return sample(self, logits, *more)
+
+    monkeypatch.setattr(Sampler, "sample", sampled)
+
+
+def only_unknown_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(self: LastTokens, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return ids + self._tokens[rows[ids < 0]].sum()
+
+    monkeypatch.setattr(LastTokens, "fill", fill)
+
+
+def a_tensor_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(self: LastTokens, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return ids + torch.zeros(len(ids), dtype=torch.int64)
+
+    monkeypatch.setattr(LastTokens, "fill", fill)
+
+
+@pytest.mark.parametrize(
+    ("seed", "found"),
+    [
+        (pageable, "pageable: a copy to the device"),
+        (blocking, "wait: a copy to the host"),
+        (offsets_on_the_device, "waits for the device to read qo_indptr"),
+        (new_slots_each_step, "address: what was captured"),
+        (a_look_at_the_tokens, "wait: the host asks for a value"),
+        (only_unknown_tokens, "shape: a mask as an index"),
+        (a_tensor_on_the_host, "device: |host: "),
+    ],
+)
+def test_a_seeded_fault_is_found(
+    seed: Callable[[pytest.MonkeyPatch], None], found: str, tiny: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    seed(monkeypatch)
+    with pytest.raises(AssertionError, match=found):
+        dry_run(tiny("qwen3"))

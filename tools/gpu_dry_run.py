@@ -1,0 +1,112 @@
+"""python -m tools.gpu_dry_run: the CUDA path of every family, without a GPU.
+
+A prompt in chunks, mixed batches and decode steps from recorded graphs run on fake CUDA tensors
+(tools/fake_cuda.py): runner, attention backends with stand-ins for FlashInfer's wrappers, sampler, transfer
+staging. It ends with 1 if any step would wait for the device, mix devices, copy through pageable memory, or
+capture what does not lie still. docs/gpu.md says what this proves and what it does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from engine import loader
+from engine.completion import HostCompletions
+from engine.config import EngineConfig
+from engine.graphs import DecodeLimits
+from engine.runner import ModelRunner
+from kvcache.layout import StateGroupSpec
+from kvcache.pool import MambaPool, MHAKVCache, MLAKVCache
+from tests.support import flashinfer_stand_in as stand_in
+from tests.support.driver import Driver
+from tests.support.tiny_models import FAMILIES, MIXED, make_tiny
+from tools.fake_cuda import FakeCuda, FakeRecorder, GpuFault, on_fake_cuda
+from wire.request import SamplingParams
+
+PAGE, PAGES = 16, 64
+LIMITS = DecodeLimits(sequences=4, context_pages=8, rows=16)
+PARAMS = (
+    SamplingParams(temperature=0.0, max_new_tokens=64),
+    SamplingParams(temperature=1.0, top_k=20, top_p=0.9, min_p=0.01, seed=1, max_new_tokens=64),
+    SamplingParams(
+        temperature=0.7, repetition_penalty=1.1, presence_penalty=0.2, top_logprobs=3, max_new_tokens=64
+    ),
+)
+
+
+def dry_run(directory: Path) -> dict[str, int]:
+    """Run the model in `directory`. Returns how much was looked at. Raises GpuFault for what a GPU would
+    punish."""
+    package, mla = stand_in.flashinfer_module()
+    modules = {"flashinfer": package, "flashinfer.mla": mla}
+    config = EngineConfig(str(directory), dtype="bfloat16", device="meta", attention="torch", overlap=False)
+    with patch.object(loader, "_fingerprint", return_value="dry run"), patch.dict(sys.modules, modules):
+        loaded = loader.load_model(config)
+        with FakeCuda() as device, patch.object(stand_in, "capturing", lambda: device.is_capturing):
+            on_fake_cuda(loaded.model)
+            pools = _pools(loaded)
+            on_cuda = EngineConfig(str(directory), dtype="bfloat16", device="cuda", overlap=False)
+            runner = ModelRunner(loaded, pools, on_cuda, HostCompletions())
+            runner.attention = stand_in.flashinfer_layers(loaded, pools)
+            recorder = FakeRecorder(device)
+            runner.record_decode(LIMITS, recorder)
+            _steps(runner)
+            if not recorder.replays:
+                raise GpuFault("no decode step was replayed from a graph")
+            return {**device.seen, "replays": recorder.replays}
+
+
+def _pools(loaded: loader.LoadedModel) -> dict[str, Any]:
+    pools: dict[str, Any] = {}
+    for spec in loaded.spec.groups:
+        if isinstance(spec, StateGroupSpec):
+            pools[spec.name] = MambaPool(spec, PAGES, device="cuda")
+        else:
+            kind: Any = MLAKVCache if spec.kind == "latent" else MHAKVCache
+            pools[spec.name] = kind(spec, PAGES, PAGE, device="cuda")
+    return pools
+
+
+def _steps(runner: ModelRunner) -> None:
+    """Prompts in chunks, mixed batches, then decode alone, one step ahead of the results."""
+    driver = Driver(runner, PAGES, PAGE)
+    lanes = [driver.add(list(range(1, 20 + 9 * i)), params) for i, params in enumerate(PARAMS)]
+    first, *rest = lanes
+    runner.issue(driver.batch([(first, first.prompt_len)]))
+    for _ in range(2):
+        chunks = [(lane, min(10, len(lane.context) - lane.done)) for lane in rest]
+        runner.issue(driver.batch([(first, 1), *chunks], unknown=True))
+    for lane in rest:
+        runner.issue(driver.batch([(lane, len(lane.context) - lane.done)]))
+    for _ in range(3):
+        runner.issue(driver.batch([(lane, 1) for lane in lanes], unknown=True))
+    runner.issue(driver.batch([(lane, 1) for lane in rest], unknown=True))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.gpu_dry_run", description=__doc__)
+    parser.add_argument("families", nargs="*", default=sorted({*FAMILIES, *MIXED}), help="default: all")
+    faults = 0
+    with tempfile.TemporaryDirectory() as directory:
+        for family in parser.parse_args().families:
+            path = make_tiny(family, Path(directory), 0)
+            try:
+                seen = dry_run(path)
+            except AssertionError as fault:  # GpuFault, or what a stand-in found
+                faults += 1
+                print(f"{family:20} {fault}")
+            else:
+                print(f"{family:20} ok: " + ", ".join(f"{count} {what}" for what, count in seen.items()))
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(main())
