@@ -42,7 +42,8 @@ def application(config: ServeConfig) -> serve.Application:
 
 def router_application(config: ServeConfig, *workers: serve.Application) -> serve.Application:
     """The ingress alone, or with the worker deployments that belong to it."""
-    ingress = serve.deployment(name=ROUTER, **_router_settings(config.router))(serve.ingress()(RouterReplica))
+    settings = {**_router_settings(config.router), "user_config": config.router_config().model_dump()}
+    ingress = serve.deployment(name=ROUTER, **settings)(serve.ingress()(RouterReplica))
     return ingress.bind(config.router_options(), config.role_plan(), *workers)
 
 

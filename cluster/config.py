@@ -25,6 +25,7 @@ from cluster.model_cache import ModelCache
 from cluster.placeholders import refuse_placeholders
 from cluster.placement import NodeChoice
 from cluster.role_keeper import RolePlan
+from cluster.router_config import RouterConfig
 from common.errors import ConfigError
 from common.host import LOOPBACK
 from common.options import parse_options
@@ -131,14 +132,18 @@ class ServeConfig(ServedModel, SocketOptions):
         for one in self.served:
             sections.setdefault(one.model_name, []).append(one)
         models = tuple(
-            RoutedModel(
-                model=Path(versions[0].model),
-                served_model_name=name,
-                version_weights={one.model_version: one.weight for one in versions if one.weight is not None},
-            )
+            RoutedModel(model=Path(versions[0].model), served_model_name=name)
             for name, versions in sections.items()
         )
         return RouterOptions(**self.router.options.given(), **self._sockets(), models=models)
+
+    def router_config(self) -> RouterConfig:
+        """What a router takes while it runs."""
+        weights: dict[str, dict[str, float]] = {one.model_name: {} for one in self.served}
+        for one in self.served:
+            if one.weight is not None:
+                weights[one.model_name][one.model_version] = one.weight
+        return RouterConfig(version_weights=weights)
 
     def cpus(self) -> float:
         """CPUs that the whole application reserves at its largest."""

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from cluster.placement import NodeOptions
 from common.options import Options
-from router.options import RouterSettings
+from router.options import MOST_WEIGHT, RouterSettings
 from wire.options import ServedModel
 from worker.options import WorkerSettings
 
@@ -146,7 +146,7 @@ class ModelSection(ServedModel):
     weight: float | None = Field(
         default=None,
         ge=0,
-        allow_inf_nan=False,
+        le=MOST_WEIGHT,
         description="share of the model's new streams among its versions; null for all: by decode capacity",
     )
     worker: WorkerSettings = Field(

@@ -15,7 +15,8 @@ from cluster.model_files import TOKENIZER_FILES, model_directory
 from cluster.node import node_interface
 from cluster.refusal import readable_refusal
 from cluster.role_keeper import RolePlan
-from common.errors import Unavailable
+from cluster.router_config import parse_router_config
+from common.errors import ConfigError, Unavailable
 from common.garbage import freeze_gc
 from common.host import AUTO
 from router.admin_listener import AdminListener
@@ -40,6 +41,7 @@ class RouterReplica:
         """Create or find the directory, which assigns roles by the `plan`, and start the router. `_workers`
         are only tied to the application."""
         self._plan = plan
+        self._configured = False
         self._finder = DirectoryFinder(serve.get_replica_context().app_name)
         self._interface = options.interface
         own = options.admin_host == AUTO
@@ -63,6 +65,23 @@ class RouterReplica:
         self._admin.start(self._router.pages.open)
         freeze_gc()
         self._following = asyncio.create_task(self._follow_directory())
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Serve's hook: `user_config` of the deployment, at the start and whenever another one is deployed.
+
+        Raises ReplicaRefused at the start for one that cannot work. Later such a one changes nothing: Serve
+        would stop the routers that serve, and others could not start.
+        """
+        with readable_refusal():
+            try:
+                config = parse_router_config(user_config, frozenset(self._router.models))
+            except ConfigError as error:
+                if not self._configured:
+                    raise
+                log.error("this user_config changes nothing: %s", error)
+                return
+        self._configured = True
+        self._router.membership.weights.configure(config.version_weights)
 
     def __serve_build_asgi_app__(self) -> App:
         """Serve's hook: the app it serves for this replica."""

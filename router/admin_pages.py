@@ -15,7 +15,8 @@ from common.errors import BatonError, InvalidRequest, Unavailable
 from router.http_errors import error_body, to_http
 from router.membership import Membership
 from router.model import Model
-from router.page import JSON, Page, json_page
+from router.options import MOST_WEIGHT
+from router.page import CHANGE, JSON, Page, json_page
 from router.placement.models import Models, model_report
 from router.placement.policy import RoleCandidates
 from router.process_group import ProcessGroup
@@ -27,6 +28,7 @@ from wire.request import SamplingParams
 
 _INSPECT_TIMEOUT_S = 10.0
 _LEASES_TIMEOUT_S = 3.0
+_TELL_TIMEOUT_S = 10.0  # longer than a directory that was started again needs to settle
 _TRACE = "/debug/trace/"
 _Query = Mapping[str, str]
 
@@ -44,9 +46,10 @@ class AdminPages:
 
     async def open(self, target: str) -> Page:
         """The page at a path with its query string. What goes wrong is a page, too."""
-        path, _, query = target.partition("?")
+        path, _, query = target.removeprefix(CHANGE).partition("?")
+        given = dict(parse_qsl(query))
         try:
-            return await self._open(path, dict(parse_qsl(query)))
+            return await (self._weigh(given) if target.startswith(CHANGE) else self._open(path, given))
         except BatonError as error:
             told = to_http(error)
             return json_page(told.body, told.status)
@@ -106,14 +109,22 @@ class AdminPages:
         """The models and their versions, each with its share of new streams and its workers by role."""
         return json_page({"models": [model_report(one) for one in self.models.by_name.values()]})
 
-    async def _weights(self, query: _Query) -> Page:
-        """?model=NAME&VERSION=WEIGHT...: divide the model's new streams by these weights of version names.
+    async def _weights(self, _: _Query) -> Page:
+        """The weights of version names of each model, which all routers have, and those that were deployed.
 
-        They replace those from before, until this router starts again. Without weights: by capacity.
+        Every change has the next `revision`.
         """
-        model = self.model(query.get("model"))
-        model.versions.weigh({name: _weight(name, given) for name, given in query.items() if name != "model"})
-        return json_page(model_report(model.versions))
+        return json_page(
+            {"models": {name: self.membership.weights.current(name) for name in self.models.by_name}}
+        )
+
+    async def _weigh(self, query: _Query) -> Page:
+        """POST ?model=NAME&VERSION=WEIGHT...: divide the model's new streams by these weights of version
+        names, at all routers. They replace those from before. Without weights: by capacity."""
+        name = self.model(query.get("model")).name
+        weights = {one: _weight(one, given) for one, given in query.items() if one != "model"}
+        await self.membership.weights.say(name, weights, _TELL_TIMEOUT_S)
+        return await self._weights(query)
 
     async def _suspicions(self, _: _Query) -> Page:
         """The last few hundred workers that each process did not believe to be alive.
@@ -209,9 +220,9 @@ def _weight(version: str, given: str) -> float:
         weight = float(given)
     except ValueError:
         weight = math.nan
-    if not 0 <= weight < math.inf:
+    if not 0 <= weight <= MOST_WEIGHT:
         raise InvalidRequest(
-            f"the weight of version {version!r} is {given!r}, not a number from 0 on", version
+            f"the weight of version {version!r} is {given!r}, not a number from 0 to {MOST_WEIGHT:g}", version
         )
     return weight
 

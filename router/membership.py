@@ -13,6 +13,7 @@ from router.local_workers import LocalWorkers
 from router.options import RouterOptions
 from router.placement.models import Models
 from router.placement.peers import TELL_AFTER_S, RouterPeers
+from router.shared_weights import SharedWeights
 from router.streams.dispatcher import Dispatcher
 from router.suspicions import Suspicions
 from router.unanswered import Unanswered
@@ -51,7 +52,11 @@ class Membership:
         self._server: DirectoryServer | None = None
         if options.directory is None:
             self._server = DirectoryServer(Directory(options.lease_s), mailbox.send)
-        self._client = DirectoryClient(options.directory or mailbox.address, mailbox.send, admin_url)
+        configured = {one.served_model_name: one.version_weights for one in options.served}
+        self.weights = SharedWeights(models, configured)
+        self._client = DirectoryClient(
+            options.directory or mailbox.address, mailbox.send, admin_url, lambda: self.weights.settings
+        )
 
     @property
     def ready(self) -> bool:
@@ -115,6 +120,7 @@ class Membership:
         served = self._models.by_name
         self.workers = [record for record in self._client.workers.values() if record.model in served]
         self._models.update(self.workers, now)
+        self.weights.take(view.settings)
         self.peers.meet(view.routers)
         self.admins = view.admins
         self.suspicions.update(change.lost, self.workers, now)

@@ -14,7 +14,8 @@ from common.ports import Ports, PortText
 from common.used_ports import LONGEST_LEASE_S
 from wire.options import SocketOptions
 
-VersionWeights = dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]]
+MOST_WEIGHT = 1e9
+VersionWeights = dict[str, Annotated[float, Field(ge=0, le=MOST_WEIGHT)]]
 
 
 class PolicyWeights(Options):

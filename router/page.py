@@ -7,8 +7,10 @@ from typing import Any
 import msgspec
 
 JSON = "application/json"
+CHANGE = "POST "
+"""What the target of a page begins with that changes something: it is followed by the path and its query."""
 CHANGES = frozenset({"/admin/weights"})
-"""Paths that change something. They take POST only, and each process of a router must do it."""
+"""Paths that take POST."""
 
 
 class Page(msgspec.Struct, frozen=True):

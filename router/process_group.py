@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 from common.errors import Unavailable
 from router.http_errors import error_body
 from router.merged_metrics import MergedMetrics, MetricFamily, collect, exposition
-from router.page import CHANGES, Page, json_page
+from router.page import Page, json_page
 from router.streams.inspections import Inspections
 from router.streams.room_report import RoomReport
 from router.suspicions import SuspicionReport
@@ -125,19 +125,14 @@ class ProcessGroup:
         return await self._listed(_SUSPICIONS, self._own.suspicions(), SuspicionReport)
 
     async def page(self, target: str) -> Page:
-        """The admin page at a path with its query, as another process shows it. Each is asked in turn; all
-        are asked for a change.
+        """The admin page at a path with its query, as another process shows it. Each is asked in turn. One
+        that makes a change tells the others, through the directory.
 
         Raises Unavailable when it does not answer.
         """
         if not self._members:
             raise Unavailable("no process of this router serves")
         members = sorted(self._members)
-        if target.partition("?")[0] in CHANGES:
-            answers = await self._ask_members(_PAGE + target)
-            if len(answers) < len(members):
-                raise Unavailable("not every process of this router has answered: repeat the change")
-            return msgspec.json.decode(answers[0][1], type=Page)
         self._turn += 1
         try:
             member = members[self._turn % len(members)]

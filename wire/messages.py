@@ -16,6 +16,7 @@ from wire.checksums import NO_CHECKSUMS, ChecksumMode, PageChecksums
 from wire.numbers import Natural, Quantity
 from wire.records import Role, WorkerRecord
 from wire.request import GenerateRequest, TokenLogprobs, TokenRun
+from wire.settings import NO_SETTINGS, Settings
 from wire.stages import RequestStage, Stamp
 
 
@@ -310,18 +311,21 @@ class Replaced(Message, frozen=True, tag="replaced"):
 
 
 class Announce(Message, frozen=True, tag="announce", omit_defaults=True):
-    """A worker renews its lease, with its current load. `nonce` is that of its Join."""
+    """A worker renews its lease, with its current load. `nonce` is that of its Join. `settings` are all that
+    it knows."""
 
     record: WorkerRecord
     nonce: Natural = 0  # 0: it has not joined, but chosen an incarnation itself
+    settings: Settings = NO_SETTINGS
 
 
-class Announced(Message, frozen=True, tag="announced"):
-    """The lease holds for `lease_s` seconds from now."""
+class Announced(Message, frozen=True, tag="announced", omit_defaults=True):
+    """The lease holds for `lease_s` seconds from now. `settings` are all that the directory knows."""
 
     worker: str
     incarnation: Natural
     lease_s: Quantity
+    settings: Settings = NO_SETTINGS
 
 
 class AnnounceRefused(Message, frozen=True, tag="announce_refused"):
@@ -344,11 +348,12 @@ class Withdraw(Message, frozen=True, tag="withdraw"):
 class Watch(Message, frozen=True, tag="watch", omit_defaults=True):
     """A router asks for every View of the next few seconds, and to be listed in them. It repeats the message
     to renew both, with a greater `number` each time. `seen` are the highest incarnations that it has seen, by
-    worker id. `admin` is the URL of its admin listener; "": it has none."""
+    worker id. `admin` is the URL of its admin listener; "": it has none. `settings` are all that it knows."""
 
     number: Natural = 0
     seen: dict[str, Natural] = {}
     admin: str = ""
+    settings: Settings = NO_SETTINGS
 
 
 class View(Message, frozen=True, tag="view", omit_defaults=True):
@@ -356,7 +361,8 @@ class View(Message, frozen=True, tag="view", omit_defaults=True):
     this router; `version` grows with every change of membership or draining. A View is newer than another if
     (`watch`, `version`) is greater, also when the directory has been started again between them.
 
-    `routers` are the mailboxes of all who watch, `admins` the URLs of their admin listeners.
+    `routers` are the mailboxes of all who watch, `admins` the URLs of their admin listeners. `settings` are
+    all that the directory knows.
     """
 
     watch: Natural
@@ -364,6 +370,7 @@ class View(Message, frozen=True, tag="view", omit_defaults=True):
     records: list[WorkerRecord]
     routers: list[str] = []
     admins: list[str] = []
+    settings: Settings = NO_SETTINGS
 
 
 class SetRole(Message, frozen=True, tag="set_role"):

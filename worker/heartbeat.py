@@ -21,6 +21,7 @@ from wire.addresses import is_directory
 from wire.mailbox import Mailbox
 from wire.messages import Announce, Announced, AnnounceRefused, Join, Joined, Replaced, Withdraw
 from wire.records import WorkerLoad, WorkerRecord
+from wire.settings import NO_SETTINGS
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class Heartbeat:
         self._address: str | None = None
         self._answered_at = 0.0
         self._announced = WorkerLoad()
+        self._settings = NO_SETTINGS  # kept for a directory that is started again
         self._stop = threading.Event()
         self._soon = threading.Event()
         self._answered = threading.Event()
@@ -103,6 +105,7 @@ class Heartbeat:
                 return
             case Announced():
                 self._answered_at = time.monotonic()
+                self._settings = self._settings.with_told(answer.settings)
             case AnnounceRefused():
                 self._refusal = ConfigError(answer.key, answer.problem, answer.remedy)
             case Replaced():
@@ -129,7 +132,7 @@ class Heartbeat:
         if self._address is not None and self.incarnation:
             record = self._record()
             self._announced = record.load
-            self._mailbox.send(self._address, Announce(record, self._nonce))
+            self._mailbox.send(self._address, Announce(record, self._nonce, self._settings))
 
     def stop(self, through: Mailbox | None = None) -> None:
         """Stop announcing and leave the directory, through another mailbox if the worker's may be broken."""

@@ -9,7 +9,7 @@ from common.errors import BatonError, Unauthorized
 from router.api.asgi import App, Receive, Scope, Send
 from router.http_errors import error_body, to_http
 from router.keys import Keys
-from router.page import CHANGES, Page, json_page
+from router.page import CHANGE, CHANGES, Page, json_page
 
 
 def build_admin_app(open_page: Callable[[str], Awaitable[Page]], keys: Keys) -> App:
@@ -34,11 +34,13 @@ def build_admin_app(open_page: Callable[[str], Awaitable[Page]], keys: Keys) -> 
 
 
 async def _page(scope: Scope, open_page: Callable[[str], Awaitable[Page]]) -> Page:
-    path = scope["path"]
-    method = "POST" if path in CHANGES else "GET"
-    if scope["method"] != method:
-        return json_page(error_body(f"{path} takes {method} only", "invalid_request_error"), 405)
-    return await open_page(f"{path}?{scope['query_string'].decode('latin-1')}")
+    path, method = scope["path"], scope["method"]
+    methods = ("GET", "POST") if path in CHANGES else ("GET",)
+    if method not in methods:
+        told = f"{path} takes {' and '.join(methods)} only"
+        return json_page(error_body(told, "invalid_request_error"), 405)
+    target = f"{path}?{scope['query_string'].decode('latin-1')}"
+    return await open_page(CHANGE + target if method == "POST" else target)
 
 
 def _check(headers: dict[bytes, str], keys: Keys, method: str) -> None:

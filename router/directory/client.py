@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from wire.addresses import is_directory
 from wire.messages import AnyMessage, View, Watch
 from wire.records import WorkerRecord
+from wire.settings import NO_SETTINGS, Settings
 
 _WATCH_EVERY_S = 1.0
 _SEEN = 256  # incarnations that a Watch carries at most, the highest ones
@@ -30,11 +31,19 @@ class DirectoryClient:
     sends no View until its workers have announced themselves: until then the last one holds.
     """
 
-    def __init__(self, address: str, send: Callable[[str, AnyMessage], None], admin_url: str = "") -> None:
-        """`admin_url` is announced with every Watch, where it is not ""."""
+    def __init__(
+        self,
+        address: str,
+        send: Callable[[str, AnyMessage], None],
+        admin_url: str = "",
+        settings: Callable[[], Settings] = lambda: NO_SETTINGS,
+    ) -> None:
+        """`admin_url` is announced with every Watch, where it is not "". So are the `settings` of then."""
         self._address = address
         self._send = send
         self._admin_url = admin_url
+        self._settings = settings
+        self._told = NO_SETTINGS  # with the last Watch
         self._number = 0  # of the last Watch
         self._last = (-1, -1)  # watch and version of the last View
         self._next_watch_at = 0.0
@@ -42,11 +51,13 @@ class DirectoryClient:
         self.workers: dict[str, WorkerRecord] = {}
 
     def tick(self, now: float) -> None:
-        """Renew the watch when it is due."""
-        if now >= self._next_watch_at:
+        """Renew the watch when it is due, or when there are other settings to be told."""
+        settings = self._settings()
+        if now >= self._next_watch_at or settings is not self._told:
             self._next_watch_at = now + _WATCH_EVERY_S
+            self._told = settings
             self._number += 1
-            self._send(self._address, Watch(self._number, dict(self._seen), self._admin_url))
+            self._send(self._address, Watch(self._number, dict(self._seen), self._admin_url, settings))
 
     def move(self, address: str) -> None:
         """The directory has restarted at `address`. The next tick asks there."""

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import msgspec
+
 from common.ports import ANY_PORT, Ports
 from common.quiet_log import QuietLog
 from common.secrets import ClusterSecret
@@ -21,10 +23,10 @@ from wire.addresses import same_process
 from wire.mailbox import Mail, Mailbox
 from wire.messages import (
     Announce,
+    Announced,
     AnnounceRefused,
     AnyMessage,
     Join,
-    Replaced,
     RoleSet,
     SetRole,
     View,
@@ -33,6 +35,7 @@ from wire.messages import (
 )
 from wire.records import Role, WorkerRecord
 from wire.security import curve_for
+from wire.settings import NO_SETTINGS, Settings
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +69,9 @@ class DirectoryServer:
         self._on_lost = on_lost
         self._watchers: dict[str, _Watcher] = {}  # by mailbox address
         self._told_version = -1
+        self._settings = NO_SETTINGS
         self._watchers_changed = False
+        self._settings_changed = False
         self._load_changed = False
         self._next_loads_at = 0.0
         self._quiet = QuietLog(log)
@@ -124,22 +129,25 @@ class DirectoryServer:
             self._quiet.warning("%s announces a worker that is at %s", worker, message.record.mailbox)
             return
         answer = self._directory.announce(message, now)
-        if isinstance(answer, AnnounceRefused):
-            log.warning("refused worker %s: %s: %s", answer.worker, answer.key, answer.problem)
-        elif isinstance(answer, Replaced):
-            log.warning("worker %s at %s was replaced, and is refused", answer.worker, worker)
-        else:
+        if isinstance(answer, Announced):
+            self._learn(message.settings)
+            answer = msgspec.structs.replace(answer, settings=self._settings)
             self._load_changed = True
+        elif isinstance(answer, AnnounceRefused):
+            log.warning("refused worker %s: %s: %s", answer.worker, answer.key, answer.problem)
+        else:
+            log.warning("worker %s at %s was replaced, and is refused", answer.worker, worker)
         self._send(worker, answer)
 
     def _publish(self, now: float) -> None:
         if now < self._directory.settles_at:
             return
-        membership = self._watchers_changed or self._directory.version != self._told_version
+        changed = self._watchers_changed or self._settings_changed
+        membership = changed or self._directory.version != self._told_version
         if not membership and not (self._load_changed and now >= self._next_loads_at):
             return
         self._told_version = self._directory.version
-        self._load_changed = self._watchers_changed = False
+        self._load_changed = self._watchers_changed = self._settings_changed = False
         self._next_loads_at = now + _LOAD_INTERVAL_S
         for address in self._watchers:
             self._send_view(address)
@@ -155,13 +163,20 @@ class DirectoryServer:
             self._watchers_changed = True
         watcher.until = now + _WATCH_LEASE_S
         self._directory.remember(message.seen)
+        self._learn(message.settings)
         if now >= self._directory.settles_at:
             self._send_view(router)
 
+    def _learn(self, told: Settings) -> None:
+        known = self._settings.with_told(told)
+        self._settings_changed = self._settings_changed or known is not self._settings
+        self._settings = known
+
     def _send_view(self, router: str) -> None:
         directory, number = self._directory, self._watchers[router].number
-        routers = sorted(self._watchers)
-        self._send(router, View(number, directory.version, directory.records(), routers, self.admins()))
+        routers, admins = sorted(self._watchers), self.admins()
+        view = View(number, directory.version, directory.records(), routers, admins, self._settings)
+        self._send(router, view)
 
 
 class DirectoryHost:

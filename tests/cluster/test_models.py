@@ -11,6 +11,7 @@ from ray.serve._private.build_app import build_app as build_serve_app
 from cluster.app import application
 from cluster.cli import share_machine
 from cluster.config import parse_config, read_config
+from cluster.router_config import parse_router_config
 from common.errors import ConfigError
 from router.options import RoutedModel
 
@@ -41,10 +42,34 @@ def test_each_model_has_deployments_of_its_own() -> None:
 
 
 def test_the_router_is_told_the_models_and_the_weights_of_their_versions() -> None:
-    assert parse_config(CANARY).router_options().served == (
-        RoutedModel(model=Path("/models/a"), served_model_name="a", version_weights={"v1": 95.0, "v2": 5.0}),
+    config = parse_config(CANARY)
+    assert config.router_options().served == (
+        RoutedModel(model=Path("/models/a"), served_model_name="a"),
         RoutedModel(model=Path("Org/B"), served_model_name="B"),
+    ), "without weights: Serve would restart routers whose arguments change"
+    router = next(
+        one for one in build_serve_app(application(config), name="baton").deployments if one.name == "router"
     )
+    assert router._deployment_config.user_config == {
+        "version_weights": {"a": {"v1": 95.0, "v2": 5.0}, "B": {}}
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        ({"version_weights": {"c": {}}}, "user_config.version_weights.c"),
+        ({"version_weights": {"a": {"v1": -1}}}, "version_weights.a.v1"),
+        ({"weights": {}}, "weights"),
+    ],
+)
+def test_a_routers_user_config_is_checked(given: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_router_config(given, frozenset("ab"))
+    assert refused.value.key == key
+    assert parse_router_config({"version_weights": {"a": {"v1": 1}}}, frozenset("a")).version_weights == {
+        "a": {"v1": 1.0}
+    }
 
 
 def test_one_model_is_the_same_thing() -> None:

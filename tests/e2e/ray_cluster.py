@@ -15,7 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import httpx
 import yaml
 
 from tests.harness.leftovers import Run
@@ -96,6 +98,13 @@ class RayCluster:
             return {}
         deployments = status.get("applications", {}).get("baton", {}).get("deployments", {})
         return {name: one["replica_states"] for name, one in deployments.items()}
+
+    def replicas(self, deployment: str) -> list[dict[str, Any]]:
+        """A deployment's replicas, with their state and their process."""
+        token = {"Authorization": f"Bearer {self.environment['RAY_AUTH_TOKEN']}"}
+        told = httpx.get(f"{self.dashboard}/api/serve/applications/", headers=token, timeout=_COMMAND_S)
+        applications = told.raise_for_status().json()["applications"]
+        return list(applications["baton"]["deployments"][deployment]["replicas"])
 
     def status(self) -> str:
         """`serve status`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,14 @@ class AdminListeners:
     def post(self, path: str) -> httpx.Response:
         """As `get`, a change."""
         return self._ask("POST", path)
+
+    def each(self, path: str) -> list[httpx.Response]:
+        """The page of every router."""
+        pages = []
+        for port in self._ports:
+            with suppress(httpx.ConnectError):
+                pages.append(self._http.get(f"http://127.0.0.1:{port}{path}"))
+        return pages
 
     def _ask(self, method: str, path: str) -> httpx.Response:
         failed: httpx.HTTPError | None = None

@@ -1,18 +1,22 @@
 """A canary on a real Ray cluster: two sets of deployments are two versions of one model, and a weight divides
-the new streams."""
+the new streams. Both routers know the weight, whoever says it."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import httpx
 import pytest
 
-from tests.e2e.ray_cluster import free_ports, ray_cluster
+from tests.e2e.ray_cluster import RayCluster, free_ports, ray_cluster
 from tests.e2e.served import Served, served
 from tests.harness.leftovers import Run
 from tests.support.reference import MIN_MARGIN, reference_generate, reference_greedy
@@ -24,11 +28,15 @@ SESSIONS = 40
 SHORT, LONG = 8, 400
 START_S = 240.0
 PROMPT = [7, 3, 200, 41] * 6
+ROUTERS = 2
 WEIGHTS = {"v1": 70.0, "v2": 30.0}
 VERSIONS = {"v1": 3, "v2": 90}  # seeds of their weights
 
 
-def _config(port: int, admin_ports: str, models: dict[str, Path]) -> dict[str, object]:
+def _config(
+    port: int, admin_ports: str, models: dict[str, Path], deployed: dict[str, float] | None = None
+) -> dict[str, object]:
+    """The weights are in the models' entries, and those that are `deployed` in Serve's own `user_config`."""
     small = {"num_cpus": 0.1, "drain_s": 20}
     versions = [
         {
@@ -40,11 +48,15 @@ def _config(port: int, admin_ports: str, models: dict[str, Path]) -> dict[str, o
     args = {
         "models": versions,
         "worker": {"dtype": "float32", "page_size": 16, "max_total_tokens": 4096, "threads": 1},
-        "router": {**small, "options": {"admin_ports": admin_ports}},
+        "router": {**small, "num_replicas": ROUTERS, "options": {"admin_ports": admin_ports}},
     }
-    application = {
+    application: dict[str, object] = {
         "name": "baton", "route_prefix": "/", "import_path": "cluster.app:build", "args": args,
     }  # fmt: skip
+    if deployed is not None:
+        application["deployments"] = [
+            {"name": "router", "user_config": {"version_weights": {"m": deployed}}}
+        ]  # fmt: skip
     return {
         "proxy_location": "HeadOnly",
         "http_options": {"host": "127.0.0.1", "port": port},
@@ -70,10 +82,24 @@ def _answer(client: Served, session: str, count: int = SHORT) -> list[int]:
     return tokens
 
 
-def _versions(client: Served) -> dict[str, dict[str, Any]]:
-    """The versions of the model as a router reports them."""
-    (model,) = client.admin.get("/debug/models").raise_for_status().json()["models"]
-    return {one["version"]: one for one in model["versions"]}
+def _versions(client: Served, figure: str) -> dict[str, list[float]]:
+    """A figure of each version, at each router."""
+    pages = [page.raise_for_status().json()["models"] for page in client.admin.each("/debug/models")]
+    assert len(pages) == ROUTERS
+    return {
+        name: [one[figure] for (model,) in pages for one in model["versions"] if one["version"] == name]
+        for name in VERSIONS
+    }
+
+
+def _wait_for_weights(client: Served, weights: dict[str, float]) -> None:
+    """Until both routers have these weights."""
+
+    def told() -> list[dict[str, float]]:
+        pages = client.admin.each("/admin/weights")
+        return [page.raise_for_status().json()["models"]["m"]["weights"] for page in pages]
+
+    _until(lambda: told() == [weights] * ROUTERS)
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +108,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: make_tiny("llama", folder / name, seed) for name, seed in VERSIONS.items()}
 
 
+@dataclass
+class Scene:
+    cluster: RayCluster
+    client: Served
+    port: int
+
+
 @pytest.fixture(scope="module")
-def client(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def scene(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     port, admin_port = free_ports(2)
     run = Run.begin()
     with (
@@ -92,14 +125,15 @@ def client(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     ):
         cluster.deploy(_config(port, client.admin.option, models))
         workers = {f"{role}-m-{name}": 1 for role in ("prefill", "decode") for name in models}
-        cluster.wait_for({"router": 1, **workers}, START_S)
+        cluster.wait_for({"router": ROUTERS, **workers}, START_S)
         client.wait_for_workers(len(workers))
-        yield client
+        yield Scene(cluster, client, port)
 
 
 def test_shares_follow_the_weight_and_a_version_of_weight_0_drains(
-    client: Served, models: dict[str, Path]
+    scene: Scene, models: dict[str, Path]
 ) -> None:
+    client = scene.client
     decided = {name: reference_generate(path, PROMPT, SHORT) for name, path in models.items()}
     assert min(margin for _, margin in decided.values()) > MIN_MARGIN
     first = {name: tokens for name, (tokens, _) in decided.items()}
@@ -108,31 +142,54 @@ def test_shares_follow_the_weight_and_a_version_of_weight_0_drains(
     of_v1 = [name for name, tokens in by_session.items() if tokens == first["v1"]]
     assert len(of_v1) + len(of_v2) == SESSIONS, "each answer is one version's, from its first token on"
     assert 5 <= len(of_v2) <= 20, "30 of 100, by conversation"
-    seen = _versions(client)
-    assert {name: one["share"] for name, one in seen.items()} == {"v1": 0.7, "v2": 0.3}
-    assert {name: one["streams"] for name, one in seen.items()} == {"v1": len(of_v1), "v2": len(of_v2)}
+    assert _versions(client, "share") == {"v1": [0.7] * ROUTERS, "v2": [0.3] * ROUTERS}
+    began_on = {name: sum(streams) for name, streams in _versions(client, "streams").items()}
+    assert began_on == {"v1": len(of_v1), "v2": len(of_v2)}
     assert [_answer(client, name) for name in of_v2[:3]] == [first["v2"]] * 3, "a conversation stays"
 
     with ThreadPoolExecutor(1) as pool:
         began = pool.submit(_answer, client, of_v2[0], LONG)
-        _wait_for_rooms(client, 1)
+        _until(lambda: sum(_versions(client, "rooms")["v2"]) == 1)
         assert client.admin.post("/admin/weights?v1=1&v2=0").status_code == 200
+        _wait_for_weights(client, {"v1": 1, "v2": 0})
         assert [_answer(client, name) for name in of_v2] == [first["v1"]] * len(of_v2)
         assert not began.done(), "it ran through the change"
         answer = began.result(120)
     assert _is_exact(models["v2"], answer), "and stayed on its version"
-    _wait_for_rooms(client, 0)
-    assert _versions(client)["v2"]["share"] == 0
-    assert client.admin.post("/admin/weights?v1=0&v2=1").status_code == 200
+    _until(lambda: sum(_versions(client, "rooms")["v2"]) == 0)
+    assert _versions(client, "share")["v2"] == [0.0] * ROUTERS
+
+    routers = sorted(replica["pid"] for replica in scene.cluster.replicas("router"))
+    scene.cluster.deploy(_config(scene.port, client.admin.option, models, {"v1": 0, "v2": 1}))
+    _wait_for_weights(client, {"v1": 0, "v2": 1})
     assert [_answer(client, name) for name in of_v1[:5]] == [first["v2"]] * 5
+    assert sorted(replica["pid"] for replica in scene.cluster.replicas("router")) == routers, "none restarted"
+
+    assert client.admin.post("/admin/weights?v1=1").status_code == 200
+    _wait_for_weights(client, {"v1": 1})
+    for pid in routers:
+        os.kill(pid, signal.SIGKILL)
+    _until(lambda: _new_routers(scene.cluster, routers))
+    _wait_for_weights(client, {"v1": 1})
+    assert [_answer(client, name) for name in of_v2[:5]] == [first["v1"]] * 5, "the workers have kept it"
     client.settle()
 
 
-def _wait_for_rooms(client: Served, count: int) -> None:
-    deadline = time.monotonic() + 30
-    while (found := _versions(client)["v2"]["rooms"]) != count:
-        assert time.monotonic() < deadline, f"v2 has {found} rooms"
-        time.sleep(0.02)
+def _new_routers(cluster: RayCluster, before: list[int]) -> bool:
+    """Whether other routers run in place of these."""
+    pids = [replica["pid"] for replica in cluster.replicas("router") if replica["state"] == "RUNNING"]
+    return len(pids) == len(before) and not set(pids) & set(before)
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + START_S
+    while True:
+        # A router that was killed does not answer, and one that starts has no page yet.
+        with suppress(httpx.HTTPError):
+            if condition():
+                return
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.1)
 
 
 def _is_exact(model: Path, answer: list[int]) -> bool:
