@@ -11,6 +11,7 @@ from tests.router.directory.test_directory import record
 from wire.mailbox import Mailbox
 from wire.messages import Announce, Announced, Join, Joined, Withdraw
 from wire.records import WorkerLoad, WorkerRecord
+from wire.settings import NO_SETTINGS, ModelWeights, Settings
 from worker.heartbeat import Heartbeat, has_moved
 
 
@@ -71,3 +72,28 @@ def _listen(
                     heartbeat.on_answer(Announced(message.record.id, message.record.incarnation, 3.0))
                 case Withdraw() as message:
                     heard.put(message)
+
+
+def test_settings_are_kept_for_a_directory_that_knows_less() -> None:
+    with Mailbox() as directory, Mailbox() as worker:
+        heartbeat = Heartbeat(worker, lambda: directory.address, "p0", record, interval_s=0.05)
+        told = [Settings({"m": ModelWeights(2, {"v1": 1.0}, {})}), NO_SETTINGS]
+        heard: list[Settings] = []
+
+        def answer() -> None:
+            while len(heard) < 3:
+                for mail in directory.wait(0.05):
+                    match mail.message:
+                        case Join() as message:
+                            heartbeat.on_answer(Joined(message.worker, message.nonce, 1, 3.0))
+                        case Announce() as message:
+                            said = told[min(len(heard), 1)]
+                            heard.append(message.settings)
+                            heartbeat.on_answer(Announced("p0", 1, 3.0, said))
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        heartbeat.start(timeout_s=10.0)
+        thread.join(timeout=10.0)
+        heartbeat.stop()
+        assert heard[:3] == [NO_SETTINGS, told[0], told[0]]
