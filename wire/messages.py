@@ -320,7 +320,8 @@ class Announce(Message, frozen=True, tag="announce", omit_defaults=True):
 
 
 class Announced(Message, frozen=True, tag="announced", omit_defaults=True):
-    """The lease holds for `lease_s` seconds from now. `settings` are all that the directory knows."""
+    """The lease holds for `lease_s` seconds from the last Announce. `settings` are all that the directory
+    knows; when they change, it says so unasked."""
 
     worker: str
     incarnation: Natural

@@ -146,6 +146,8 @@ class DirectoryServer:
         membership = changed or self._directory.version != self._told_version
         if not membership and not (self._load_changed and now >= self._next_loads_at):
             return
+        if self._settings_changed:
+            self._tell_workers()
         self._told_version = self._directory.version
         self._load_changed = self._watchers_changed = self._settings_changed = False
         self._next_loads_at = now + _LOAD_INTERVAL_S
@@ -171,6 +173,13 @@ class DirectoryServer:
         known = self._settings.with_told(told)
         self._settings_changed = self._settings_changed or known is not self._settings
         self._settings = known
+
+    def _tell_workers(self) -> None:
+        """Before their next Announce: until then only routers would know what was said, and they may end
+        together with the directory."""
+        lease_s = self._directory.lease_s
+        for record in self._directory.records():
+            self._send(record.mailbox, Announced(record.id, record.incarnation, lease_s, self._settings))
 
     def _send_view(self, router: str) -> None:
         directory, number = self._directory, self._watchers[router].number

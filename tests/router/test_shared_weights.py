@@ -123,7 +123,6 @@ def test_an_operators_word_survives_the_directory_and_the_routers(survivor: str)
         one = network.start_router(A)
         network.step()
         await say(network, one, B)
-        network.step()  # a worker that announces itself is told
         network.worker_lives = survivor == "worker"
         if survivor == "worker":
             network.routers.clear()
@@ -131,6 +130,17 @@ def test_an_operators_word_survives_the_directory_and_the_routers(survivor: str)
         network.start_router(A)
         network.step(int(LEASE_S) + 2)
         assert network.all_have(B)
+
+    scene(play)
+
+
+def test_workers_are_told_before_they_announce_themselves_again() -> None:
+    async def play(network: Network) -> None:
+        one = network.start_router(A)
+        network.step()
+        network.worker_lives = False
+        await say(network, one, B)
+        assert network.worker.weights["m"].weights == B
 
     scene(play)
 
