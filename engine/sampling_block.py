@@ -67,11 +67,12 @@ class SamplingBlock:
             step(scores, positions)
         best = scores.amax(-1, keepdim=True)  # a NaN is the maximum; single scores may be -inf
         is_valid = best.isfinite()
-        # Relative to the best one (0), so that no temperature above 0 overflows.
-        scores.sub_(best).masked_fill_(~is_valid, 0.0)
         if not self._draws:
             return scores.argmax(-1), is_valid[:, 0]
-        ids, scores = self._truncation.apply(scores.div_(self._temperatures))
+        # Relative to the best one (0), so that no temperature above 0 overflows. A row without a best score
+        # becomes NaN, which nothing drops: it has some token, too.
+        scores.sub_(best).div_(self._temperatures)
+        ids, scores = self._truncation.apply(scores)
         scores.add_(gumbel(noise_keys(self._streams, positions), ids).mul_(self._is_drawn))
         return ids.index_select(0, scores.argmax(-1)), is_valid[:, 0]
 
@@ -105,22 +106,30 @@ def _bans(states: Sequence[SamplingState], to_device: ToDevice) -> Step:
 def _penalties(states: Sequence[SamplingState], counts: TokenCounts, to_device: ToDevice) -> Step:
     where = [i for i, state in enumerate(states) if state.is_penalised]
     penalised = [states[i] for i in where]
-    columns = np.array(
-        [
-            (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-            for params in (state.params for state in penalised)
-        ],
-        dtype=np.float32,
-    )
-    repetition, frequency, presence = (to_device(column[:, None].copy()) for column in columns.T)
-    rows, slots = to_device(np.array(where, np.int64)), to_device(counts.slots(penalised))
+    params = [state.params for state in penalised]
+    repetition = _column([each.repetition_penalty for each in params], 1.0, to_device)
+    frequency = _column([each.frequency_penalty for each in params], 0.0, to_device)
+    presence = _column([each.presence_penalty for each in params], 0.0, to_device)
+    slots = to_device(counts.slots(penalised))
+    rows = to_device(np.array(where, np.int64)) if len(where) < len(states) else None
 
     def penalise(scores: torch.Tensor, _: torch.Tensor) -> None:
-        old = scores.index_select(0, rows)
-        lowered = torch.where(old < 0, old * repetition, old / repetition)
-        new = torch.where(counts.seen.index_select(0, slots), lowered, old)
-        outputs = counts.outputs.index_select(0, slots)
-        new -= frequency * outputs + presence * (outputs > 0)
-        scores.index_copy_(0, rows, new)
+        part = scores if rows is None else scores.index_select(0, rows)
+        if repetition is not None:
+            lowered = torch.where(part < 0, part * repetition, part / repetition)
+            torch.where(counts.seen.index_select(0, slots), lowered, part, out=part)
+        if frequency is not None or presence is not None:
+            outputs = counts.outputs.index_select(0, slots)
+            lowered = outputs * (0.0 if frequency is None else frequency)
+            part -= lowered if presence is None else lowered.add_((outputs > 0) * presence)
+        if rows is not None:
+            scores.index_copy_(0, rows, part)
 
     return penalise
+
+
+def _column(values: list[float], neutral: float, to_device: ToDevice) -> torch.Tensor | None:
+    """float32 [n, 1]; None if all are neutral. Each penalty reads the vocabulary several times."""
+    if all(value == neutral for value in values):
+        return None
+    return to_device(np.array(values, np.float32)[:, None])

@@ -49,13 +49,11 @@ class Truncation:
         if self._most:
             best = scores.topk(self._most).values
             lowest = best.gather(1, self._kth)
-            scores.masked_fill_((scores < lowest).logical_and_(self._has_k), -math.inf)
-            ids, scores = _narrowed(ids, scores)
+            ids, scores = _without((scores < lowest).logical_and_(self._has_k), ids, scores)
         if self._may_drop is not None:
             ids, scores = self._top_p(ids, scores, self._may_drop)
         if self._lowest is not None:  # the same as a share of the best one's probability
-            scores.masked_fill_(scores < self._lowest, -math.inf)
-            ids, scores = _narrowed(ids, scores)
+            ids, scores = _without(scores < self._lowest, ids, scores)
         return ids, scores
 
     def _top_p(
@@ -68,8 +66,7 @@ class Truncation:
         """
         weights = scores.exp()
         total = weights.sum(-1, keepdim=True, dtype=torch.float64)
-        scores.masked_fill_(weights < self._negligible * total, -math.inf)
-        ids, scores = _narrowed(ids, scores)
+        ids, scores = _without(weights < self._negligible * total, ids, scores)
         ordered, order = scores.sort(dim=-1, stable=True)
         below = ordered.exp().double().cumsum(-1)
         dropped = below + (total - below[:, -1:]) <= may_drop * total
@@ -78,11 +75,13 @@ class Truncation:
         return ids, scores.masked_fill_(mask, -math.inf)
 
 
-def _narrowed(ids: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """On the CPU, without the tokens that no row may draw any more."""
-    if scores.device.type != "cpu":
-        return ids, scores
-    columns = torch.nonzero((scores > -math.inf).any(0))[:, 0]
-    if len(columns) == len(ids):
-        return ids, scores
-    return ids.index_select(0, columns), scores.index_select(1, columns)
+def _without(
+    dropped: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give what is dropped (bool [R, C]) -inf, and on the CPU leave out the tokens that every row drops."""
+    if scores.device.type == "cpu":
+        columns = torch.nonzero(~dropped.all(0))[:, 0]
+        if len(columns) < len(ids):
+            ids, dropped = ids.index_select(0, columns), dropped.index_select(1, columns)
+            scores = scores.index_select(1, columns)
+    return ids, scores.masked_fill_(dropped, -math.inf)

@@ -12,9 +12,11 @@ misses (Resend).
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 
 import zmq
@@ -69,12 +71,8 @@ class Mailbox:
         self._watched: frozenset[str] = frozenset()
         self._outbox: deque[tuple[str, AnyMessage | None]] = deque()
         self._inbox: queue.SimpleQueue[Mail | None] = queue.SimpleQueue()
-        wake_address = f"inproc://wake-{id(self)}"
-        self._wake_out = self._context.socket(zmq.PAIR)
-        self._wake_in = self._context.socket(zmq.PAIR)
-        self._wake_in.bind(wake_address)
-        self._wake_out.connect(wake_address)
-        self._wake_lock = threading.Lock()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._wake_fd)  # not in `close`: another thread may just be sending
         self._wake_pending = False
         self._closing = False
         self.beats = 0  # rounds of the I/O thread, several a second
@@ -171,25 +169,27 @@ class Mailbox:
         self.close()
 
     def _wake(self) -> None:
-        with self._wake_lock:
-            if self._wake_pending:
-                return
+        """Let the I/O thread flush.
+
+        No lock: the thread clears `_wake_pending` before it looks for messages, so whoever finds it set has
+        queued its message in time. A lock would be held across a call that gives the interpreter away.
+        """
+        if not self._wake_pending:
             self._wake_pending = True
-            self._wake_out.send(b"")
+            os.eventfd_write(self._wake_fd, 1)
 
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._inbound.socket, zmq.POLLIN)
-        poller.register(self._wake_in, zmq.POLLIN)
+        poller.register(self._wake_fd, zmq.POLLIN)
         poller.register(self._peers.descriptor, zmq.POLLIN)
         check_at = 0.0
         while not self._closing:
             self.beats += 1
             ready = dict(poller.poll(int(PEER_CHECK_S * 1000)))
-            if self._wake_in in ready:
-                self._wake_in.recv()
-                with self._wake_lock:
-                    self._wake_pending = False
+            if self._wake_fd in ready:
+                os.eventfd_read(self._wake_fd)
+                self._wake_pending = False
             self._flush()
             if self._inbound.socket in ready:
                 for mail in self._inbound.receive(_AT_ONCE)[0]:

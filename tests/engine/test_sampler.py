@@ -265,7 +265,10 @@ def test_what_is_kept_on_a_gpu_is_what_is_kept_on_the_cpu(monkeypatch: pytest.Mo
     params = [SamplingParams(top_p=0.9, top_k=k, min_p=m, seed=k) for k in (0, 5, 30) for m in (0.0, 0.02)]
     logits = torch.stack([some_logits(i) for i in range(len(params))])
     expected = sample(logits, *map(row_of, params)).tokens.tolist()
-    monkeypatch.setattr("engine.truncation._narrowed", lambda ids, scores: (ids, scores))
+    monkeypatch.setattr(
+        "engine.truncation._without",
+        lambda dropped, ids, scores: (ids, scores.masked_fill_(dropped, -math.inf)),
+    )
     assert sample(logits, *map(row_of, params)).tokens.tolist() == expected
 
 
