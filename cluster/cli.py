@@ -45,6 +45,7 @@ from cluster.top import HELP as TOP_HELP
 from cluster.top import add_top
 from cluster.tree import ADDRESS, TreeSource
 from common.errors import ConfigError, WorkerLost
+from common.gpus import gpus_found
 from common.host import HTTP_PORT, LOOPBACK
 from common.options import exit_on_config_error
 from common.secrets import SECRET_VARIABLE, open_secret
@@ -170,15 +171,11 @@ def share_machine(config: ServeConfig) -> ServeConfig:
     if not any("threads" in options.model_fields_set for options in said):
         threads = max(1, (os.cpu_count() or 1) // workers)
         changes["worker"] = config.worker.model_copy(update={"threads": threads})
-    gpus = _gpus()
+    gpus = len(gpus_found())
     if gpus and not config.models and not any(section.num_gpus for section in sections.values()):
         share = {"num_gpus": min(1.0, gpus / workers)}
         changes |= {key: section.model_copy(update=share) for key, section in sections.items()}
     return config.model_copy(update=changes)
-
-
-def _gpus() -> int:
-    return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def _config(arguments: argparse.Namespace) -> int:

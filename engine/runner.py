@@ -8,6 +8,7 @@ result is read.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import numpy.typing as npt
@@ -65,7 +66,7 @@ class ModelRunner:
         self._graphs = DecodeGraphs(
             limits, self.attention, self._states, self._step, recorder or CudaRecorder(), self._device
         )
-        with torch.inference_mode():
+        with torch.inference_mode(), self._current_device():
             self._graphs.record_all()
 
     def launch(self, batch: ForwardBatch) -> Launched:
@@ -76,7 +77,8 @@ class ModelRunner:
 
     def issue(self, batch: ForwardBatch) -> Read:
         """Put the forward on the device, on the thread that runs forwards. Nothing waits for the device."""
-        with torch.inference_mode(), self._last_tokens.placeholders_on_failure(batch):
+        recording = self._last_tokens.placeholders_on_failure(batch)
+        with torch.inference_mode(), self._current_device(), recording:
             hidden, logits = self._replayed(batch) or self._computed(batch)
             finite = Fetched(hidden.sum(-1, dtype=torch.float32).isfinite())
             positions = upload(batch.sampling.positions, self._device)
@@ -92,6 +94,10 @@ class ModelRunner:
             return BatchResult(sampled.tokens, sampled.logprobs, failures)
 
         return read
+
+    def _current_device(self) -> AbstractContextManager[object]:
+        """Events, graphs and FlashInfer's plans are on the current device, which is a thread's own."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def _replayed(self, batch: ForwardBatch) -> Outputs | None:
         """What the graph of the batch's size computes; None if there is none."""

@@ -14,7 +14,7 @@ top of it, gives kernels to what needs CUDA even so, and finds what would be slo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -57,6 +57,7 @@ class FakeCuda:
     def __enter__(self) -> FakeCuda:
         enter = self._stack.enter_context
         enter(patch.object(torch.cuda, "Event", _FakeEvent))
+        enter(patch.object(torch.cuda, "device", lambda _device: nullcontext()))
         enter(patch.object(torch.cuda, "get_device_capability", lambda _device=None: (9, 0)))
         enter(FakeTensorMode(allow_non_fake_inputs=True))
         enter(_Operators(self))

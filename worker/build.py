@@ -26,6 +26,7 @@ from scheduler.config import Phase, SchedulerConfig
 from scheduler.node_policy import NodePolicy
 from scheduler.scheduler import Scheduler
 from wire.security import Curve
+from worker.device import choose_device
 from worker.options import WorkerOptions
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ def build_engine(options: WorkerOptions, shared_pool: bool) -> tuple[Engine, Mem
         spec = fake_spec(max_position=_FAKE_POOL_TOKENS, groups=options.fake_groups)
         memory = build_memory(_cache_config(options, spec, shared_pool, "cpu"), spec.groups)
         return FakeEngine(spec, memory.kv_caches, FakeTiming(options.fake_step_s), overlap), memory
-    device = _device(options)
+    device = str(choose_device(options.device))
     config = EngineConfig(
         model=options.model,
         dtype=options.dtype,
@@ -103,14 +104,6 @@ def open_publisher(
         for batch in snapshot.batches(memory.config.events.buffer_batches):
             publisher.publish(batch)
     return publisher
-
-
-def _device(options: WorkerOptions) -> str:
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device", "this machine has no CUDA device", "use cpu or auto")
-    if options.device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return options.device
 
 
 def _cache_config(options: WorkerOptions, spec: ModelSpec, shared_pool: bool, device: str) -> CacheConfig:
@@ -193,8 +186,8 @@ def _affordable_tokens(config: CacheConfig, spec: ModelSpec, fraction: float) ->
 
 def _free_memory(device: str) -> int:
     """Bytes that can be allocated now; on the host, Linux's estimate of what needs no swapping."""
-    if device == "cuda":
-        return int(torch.cuda.mem_get_info()[0])
+    if device != "cpu":
+        return int(torch.cuda.mem_get_info(device)[0])
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, value = line.split(":")
         if name == "MemAvailable":

@@ -26,8 +26,14 @@ class EngineOptions(Options):
     fake_groups: tuple[Literal["window", "state"], ...] = Field(
         (), description="fake engine: kinds of layers beside full attention"
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto, float32 or bfloat16")
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="auto (the model's), float32, bfloat16 or float16"
+    )
+    device: str = Field(
+        "auto",
+        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        description="auto (a GPU where there is one), cpu, cuda or cuda:N",
+    )
     attention_backend: Literal["auto", "cpu", "torch", "flashinfer"] = "auto"
     linear_backend: Literal["auto", "packed", "torch"] = "auto"
     kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1"] = Field(

@@ -22,6 +22,7 @@ from cluster.doctor.facts import UNLIMITED, NodeFacts, PortsFree, Problem
 from cluster.doctor.model_check import present_files
 from cluster.local import OBJECT_STORE_BYTES
 from common.errors import ConfigError
+from common.gpus import gpus_found
 from common.host import AUTO, local_address
 from common.ports import ANY_PORT, Ports, bind_free
 from common.secrets import open_secret
@@ -76,7 +77,7 @@ def gather(node: str, raw: dict[str, Any] | None, challenge: bytes, address: str
         memory=_free_memory(),
         shm=_size_of("/dev/shm"),  # noqa: S108 - its size is asked
         object_store=OBJECT_STORE_BYTES,
-        resources={"CPU": float(os.cpu_count() or 1), "GPU": float(_gpus())},
+        resources={"CPU": float(os.cpu_count() or 1), "GPU": float(len(gpus_found()))},
         gpu_memory=_gpu_memory(),
         rdma_devices=rdma_devices(),
         locked_memory=_locked_memory(),
@@ -206,10 +207,6 @@ def _size_of(path: str) -> int:
 def _locked_memory() -> int:
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return UNLIMITED if limit == resource.RLIM_INFINITY else limit
-
-
-def _gpus() -> int:
-    return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def _gpu_memory() -> tuple[int, ...]:

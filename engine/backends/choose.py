@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-
+from engine.backends.flashinfer_limits import check_heads
 from engine.backends.latent_choose import build_latent
-from engine.backends.pick import BackendUnavailable, pick
+from engine.backends.pick import pick
 from engine.backends.torch_reference import TorchAttention
 from engine.config import EngineConfig
 from engine.errors import UnsupportedModel
 from engine.loader import LoadedModel
 from engine.paged_layers import AttentionBackend, LatentBackend, PagedLayers
 from kvcache.pool import KVCache, MHAKVCache, MLAKVCache
-from kvcache.quant import KVFormat
 
 
 def build_layers(config: EngineConfig, loaded: LoadedModel, pools: Mapping[str, KVCache]) -> PagedLayers:
@@ -63,12 +61,7 @@ def build_attention(
     def flashinfer() -> AttentionBackend:
         from engine.backends.flashinfer import FlashInferAttention
 
-        if pool.spec.dtype not in (torch.float16, torch.bfloat16):
-            problem = f"FlashInfer attends in float16 and bfloat16, not {pool.spec.dtype}"
-            raise BackendUnavailable(problem)
-        if pool.spec.stored is KVFormat.FP4_E2M1 or (sinks and pool.spec.stored is not KVFormat.AUTO):
-            problem = f"FlashInfer does not read {pool.spec.stored} pages{' with sinks' if sinks else ''}"
-            raise BackendUnavailable(problem)
+        check_heads(pool, sinks)
         return FlashInferAttention(pool, query_heads, scale, sinks, softcap)
 
     return pick(config, lambda: TorchAttention(pool, query_heads, scale, softcap), cpu, flashinfer)

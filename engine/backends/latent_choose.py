@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
-from engine.backends.latent_flashinfer import WIDTHS, FlashInferLatentAttention
+from engine.backends.flashinfer_limits import check_latents
+from engine.backends.latent_flashinfer import FlashInferLatentAttention
 from engine.backends.latent_reference import TorchLatentAttention
-from engine.backends.pick import BackendUnavailable, pick
-from kvcache.quant import KVFormat
+from engine.backends.pick import pick
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
@@ -35,15 +33,7 @@ def build_latent(
         return CpuLatentAttention(pool, heads, scale)
 
     def flashinfer() -> LatentBackend:
-        widths = (pool.spec.kv_lora_rank, pool.spec.rope_dim)
-        if pool.spec.dtype not in (torch.float16, torch.bfloat16):
-            problem = f"FlashInfer attends in float16 and bfloat16, not {pool.spec.dtype}"
-            raise BackendUnavailable(problem)
-        if pool.spec.stored is not KVFormat.AUTO:
-            raise BackendUnavailable(f"FlashInfer does not read {pool.spec.stored} latents")
-        if widths != WIDTHS:
-            problem = f"FlashInfer attends to latents of {WIDTHS[0]} + {WIDTHS[1]} values, not {widths}"
-            raise BackendUnavailable(problem)
+        check_latents(pool)
         return FlashInferLatentAttention(pool, heads, scale)
 
     return pick(config, lambda: TorchLatentAttention(pool, heads, scale), cpu, flashinfer)

@@ -13,9 +13,6 @@ from engine.batch import ForwardBatch
 from engine.device_copies import pinned, upload
 from kvcache.pool import MLAKVCache
 
-WIDTHS = (512, 64)
-"""The kv_lora_rank and rope_dim for which FlashInfer has kernels. Every published DeepSeek model has them."""
-
 
 class FlashInferLatentAttention:
     """A LatentBackend. One plan per step serves all layers, for prefill chunks and decode rows."""
@@ -96,4 +93,10 @@ class FlashInferLatentAttention:
         self._pool.set_mla_kv_buffer(spec.layer_ids[place], self._slots, latent_new, rope_new)
         of_layer = self._pool.data[:, place]  # [page, offset, rank + rope_dim], page-strided
         latents, ropes = of_layer[..., : spec.kv_lora_rank], of_layer[..., spec.kv_lora_rank :]
-        self._wrapper.run(q_latent.contiguous(), q_rope.contiguous(), latents, ropes, out=out)
+        self._wrapper.run(
+            q_nope=q_latent.contiguous(),
+            q_pe=q_rope.contiguous(),
+            ckv_cache=latents,
+            kpe_cache=ropes,
+            out=out,
+        )

@@ -78,7 +78,7 @@ def test_a_refusal_ends_the_process_with_exit_code_2(model: str) -> None:
             ("decode.options.kv_cache_dtype: prefill has fp8_e4m3 and decode has auto", "under worker"),
         ),
         (("--eviction-policy", "oldest"), ("eviction_policy: 'oldest' is unknown", "lfu", "slru")),
-        (("--dtype", "float8"), ("worker.dtype", "'auto', 'float32' or 'bfloat16'")),
+        (("--dtype", "float8"), ("worker.dtype", "'auto', 'float32', 'bfloat16' or 'float16'")),
         (("--kv-transfer-backend", "smoke"), ("kv_transfer_backend", "'auto', 'shm', 'tcp' or 'mooncake'")),
         (("--set", "worker.evict=lru"), ("worker.evict: unknown key", "one of:", "eviction_policy")),
     ],
@@ -185,7 +185,7 @@ def test_workers_share_the_machine(
     raw: dict[str, Any], threads: int, gpus: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cluster.cli.os.cpu_count", lambda: 8)
-    monkeypatch.setattr("cluster.cli._gpus", lambda: 2)
+    monkeypatch.setattr("cluster.cli.gpus_found", lambda: ["gpu0", "gpu1"])
     config = share_machine(parse_config({"model": "m", **raw}))
     assert config.worker.threads == threads
     assert list(config.worker_sections().values())[-1].num_gpus == gpus

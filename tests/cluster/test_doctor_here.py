@@ -28,7 +28,7 @@ GIB = 1 << 30
 def sound_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the machine of a test may lack is there."""
     monkeypatch.setattr(gathering, "_size_of", lambda path: GIB)
-    monkeypatch.setattr(gathering, "_gpus", lambda: 0)
+    monkeypatch.setattr(gathering, "gpus_found", list)
     monkeypatch.setattr(gathering, "rdma_devices", lambda: ())
     monkeypatch.delenv("BATON_CLUSTER_SECRET", raising=False)
 

@@ -55,7 +55,7 @@ def test_a_flashinfer_without_sinks_is_refused_by_name(
     stand_in: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     del stand_in.BatchAttentionWithAttentionSinkWrapper
-    pool = pool_of(dtype=torch.bfloat16)
+    pool = pool_of(64, torch.bfloat16)
     with caplog.at_level(logging.WARNING):
         backend = build_attention(EngineConfig("m", device="cuda"), pool, 4, 1.0, sinks=True)
     assert isinstance(backend, TorchAttention)

@@ -1,0 +1,61 @@
+"""What FlashInfer's kernels cannot do, found at load and said by name.
+
+From its sources: `fa2` of 0.7 is compiled for these head dimensions, and its wrappers raise for the rest only
+when a batch is planned.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from engine.backends.pick import BackendUnavailable
+from kvcache.pool import MHAKVCache, MLAKVCache
+from kvcache.quant import KVFormat
+
+DTYPES = (torch.float16, torch.bfloat16)
+HEAD_DIMS = (64, 128, 256)
+LATENT_WIDTHS = (512, 64)
+"""The kv_lora_rank and rope_dim for which FlashInfer has kernels. Every published DeepSeek model has them."""
+
+LOWEST = {torch.float16: (7, 5), torch.bfloat16: (8, 0)}
+"""The compute capability from which `fa2` attends in a dtype. Latents need 8.0 in both."""
+
+
+def check_heads(pool: MHAKVCache, sinks: bool) -> None:
+    """Raises BackendUnavailable if FlashInfer cannot attend to this pool."""
+    spec = pool.spec
+    _check_dtype(spec.dtype)
+    if spec.stored is KVFormat.FP4_E2M1 or (sinks and spec.stored is not KVFormat.AUTO):
+        raise BackendUnavailable(
+            f"FlashInfer does not read {spec.stored} pages{' with sinks' if sinks else ''}"
+        )
+    if spec.head_dim not in HEAD_DIMS:
+        some = ", ".join(map(str, HEAD_DIMS))
+        raise BackendUnavailable(f"FlashInfer attends with head_dim {some}, not {spec.head_dim}")
+    _check_capability(pool.device, spec.dtype, LOWEST[spec.dtype])
+
+
+def check_latents(pool: MLAKVCache) -> None:
+    """The same for a pool of latents."""
+    spec = pool.spec
+    _check_dtype(spec.dtype)
+    if spec.stored is not KVFormat.AUTO:
+        raise BackendUnavailable(f"FlashInfer does not read {spec.stored} latents")
+    if (widths := (spec.kv_lora_rank, spec.rope_dim)) != LATENT_WIDTHS:
+        rank, rope = LATENT_WIDTHS
+        raise BackendUnavailable(f"FlashInfer attends to latents of {rank} + {rope} values, not {widths}")
+    _check_capability(pool.device, spec.dtype, (8, 0))
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in DTYPES:
+        raise BackendUnavailable(f"FlashInfer attends in float16 and bfloat16, not {dtype}")
+
+
+def _check_capability(device: torch.device, dtype: torch.dtype, lowest: tuple[int, int]) -> None:
+    if device.type != "cuda":
+        return
+    has = torch.cuda.get_device_capability(device)
+    if has < lowest:
+        needs, said = (".".join(map(str, pair)) for pair in (lowest, has))
+        raise BackendUnavailable(f"FlashInfer attends in {dtype} from compute capability {needs}, not {said}")
