@@ -59,7 +59,7 @@ class DirectoryActor:
         plan: RolePlan | None,
     ) -> None:
         """Ray restarts the actor with the same arguments, so key and plan outlive its process. What an
-        operator has said about roles does not: then they follow the load again."""
+        operator has said about roles, routers and workers tell the next one."""
         self._roles = Roles(plan)
         self._host = DirectoryHost(
             node_interface(sockets.interface),

@@ -142,6 +142,7 @@ class RoleKeeper:
             return f"no {missing.pop()} worker would be left"
         self.automatic = False
         self._change({name: role for name, role in roles.items() if present[name] is not role}, now)
+        self._keep_share()
         return ""
 
     def set_counts(self, prefill: int, decode: int, now: float) -> str:
@@ -155,6 +156,24 @@ class RoleKeeper:
             return self.set_roles(dict.fromkeys(by_role[Role.PREFILL][:surplus], Role.DECODE), now)
         return self.set_roles(dict.fromkeys(by_role[Role.DECODE][:-surplus], Role.PREFILL), now)
 
+    def set_automatic(self) -> str:
+        """Roles follow the load again. As `set_roles`."""
+        if not self._records:
+            return "no worker has joined yet: try again"  # nobody has told what was said before
+        self.automatic = True
+        return ""
+
+    def set_by_operator(self) -> tuple[int, int]:
+        """What an operator has set: so many prefill and decode workers; 0 and 0: nothing."""
+        prefill, total = self._share
+        return (0, 0) if self.automatic else (prefill, total - prefill)
+
+    def follow(self, prefill: int, decode: int) -> None:
+        """What an operator has set before this object was there, as `set_by_operator` says it."""
+        self.automatic = not (prefill or decode)
+        if not self.automatic:
+            self._share = prefill, prefill + decode
+
     def wanted(self) -> dict[str, Role]:
         """The workers that are about to change their role."""
         return {worker: change.role for worker, change in self._changes.items()}
@@ -166,8 +185,12 @@ class RoleKeeper:
             log.warning("%s is to become a %s worker", worker, role)
             self._changes[worker] = _Change(role, now + self._plan.drain_s + _SLACK_S, now)
         if roles:
-            counts = self._counts()
-            self._share = counts[Role.PREFILL], sum(counts.values())
+            self._keep_share()
+
+    def _keep_share(self) -> None:
+        """Workers that start from now on keep it."""
+        counts = self._counts()
+        self._share = counts[Role.PREFILL], sum(counts.values())
 
     def _staying(self) -> list[WorkerRecord]:
         """Workers that are not leaving for good."""

@@ -11,8 +11,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cluster.role_keeper import RoleKeeper, RolePlan
+from cluster.role_keeper import WORKER, RoleKeeper, RolePlan
+from router.directory.server import RoleOrders
 from wire.records import Role, WorkerRecord
+from wire.settings import NO_SETTINGS, DeploymentRoles, Settings
 
 
 @dataclass(frozen=True)
@@ -68,18 +70,20 @@ class Roles:
         self._plan = plan
         self._keeper = None if plan is None else RoleKeeper(plan)
         self._records: list[WorkerRecord] = []
+        self._settings = NO_SETTINGS  # what the directory knows, and what operators have said since
         self._since: dict[tuple[str, int], float] = {}  # by worker and incarnation
         self._lock = threading.Lock()
 
-    def assign(self, records: list[WorkerRecord], now: float) -> list[tuple[WorkerRecord, Role]]:
-        """Take the live workers. Returns those that are to be asked now to take a role. On the directory's
-        thread."""
+    def assign(self, records: list[WorkerRecord], told: Settings, now: float) -> RoleOrders:
+        """See AssignRoles. On the directory's thread."""
         with self._lock:
             self._records = records
+            self._learn(told)
             self._since = {
                 key: self._since.get(key, now) for key in ((one.id, one.incarnation) for one in records)
             }
-            return [] if self._keeper is None else self._keeper.tick(records, now)
+            asked = [] if self._keeper is None else self._keeper.tick(records, now)
+            return RoleOrders(asked, self._settings)
 
     def follow(self, plan: RolePlan | None) -> None:
         """The plan of a configuration that was deployed now. The same plan changes nothing."""
@@ -87,6 +91,7 @@ class Roles:
             if plan != self._plan:
                 self._plan = plan
                 self._keeper = None if plan is None else RoleKeeper(plan)
+                self._follow_operator()
 
     def first(self, worker: str) -> Role | None:
         """See RoleKeeper.first_role. None while the roles are fixed: a worker may start before a router has
@@ -120,9 +125,25 @@ class Roles:
                 return "the roles of this application are fixed"
             match wish:
                 case WorkerRoles(roles):
-                    return keeper.set_roles(roles, now)
+                    problem = keeper.set_roles(roles, now)
                 case RoleCounts(prefill, decode):
-                    return keeper.set_counts(prefill, decode, now)
+                    problem = keeper.set_counts(prefill, decode, now)
                 case AutomaticRoles():
-                    keeper.automatic = True
-                    return ""
+                    problem = keeper.set_automatic()
+            if not problem:
+                known = self._settings.roles.get(WORKER)
+                revision = 1 if known is None else known.revision + 1
+                said = DeploymentRoles(revision, *keeper.set_by_operator())
+                self._settings = self._settings.with_told(Settings(roles={WORKER: said}))
+            return problem
+
+    def _learn(self, told: Settings) -> None:
+        """A directory before this one may have been told what this one was not."""
+        before, self._settings = self._settings.roles, self._settings.with_told(told)
+        if self._settings.roles.get(WORKER) is not before.get(WORKER):
+            self._follow_operator()
+
+    def _follow_operator(self) -> None:
+        said = self._settings.roles.get(WORKER)
+        if self._keeper is not None and said is not None:
+            self._keeper.follow(said.prefill, said.decode)

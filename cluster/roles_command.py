@@ -21,7 +21,7 @@ from wire.records import Role
 HELP = (
     "Show the workers of a running Baton with their roles and loads. With `roles: dynamic`, also assign "
     "roles: to workers by name, or so many to each role. A worker drains, and begins again in its new role "
-    "with the same weights and cache. What is set holds until --auto, or until the directory starts again."
+    "with the same weights and cache. What is set holds until --auto."
 )
 _COLUMNS = ("worker", "role", "becomes", "running", "waiting", "queued tokens", "since")
 

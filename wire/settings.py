@@ -39,15 +39,24 @@ class ModelWeights(Setting, frozen=True):
     configured: dict[str, Quantity]
 
 
+class DeploymentRoles(Setting, frozen=True):
+    """How many workers of a deployment with dynamic roles an operator wants in each role. 0 and 0: the roles
+    follow the load. Which worker has which role, the workers themselves know."""
+
+    prefill: Natural
+    decode: Natural
+
+
 class Settings(msgspec.Struct, frozen=True, omit_defaults=True):
-    """All that was said. `weights` are by model."""
+    """All that was said. `weights` are by model, `roles` by deployment."""
 
     weights: dict[str, ModelWeights] = {}
+    roles: dict[str, DeploymentRoles] = {}
 
     def with_told(self, told: Settings) -> Settings:
         """These with what another process knows and was said later. The same object if that is nothing."""
-        weights = _latest(self.weights, told.weights)
-        return self if weights is self.weights else Settings(weights)
+        weights, roles = _latest(self.weights, told.weights), _latest(self.roles, told.roles)
+        return self if weights is self.weights and roles is self.roles else Settings(weights, roles)
 
 
 NO_SETTINGS = Settings()

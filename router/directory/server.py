@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -43,8 +44,15 @@ _WATCH_LEASE_S = 5.0
 _LOAD_INTERVAL_S = 0.1  # loads alone are passed on at most this often; membership at once
 
 
-AssignRoles = Callable[[list[WorkerRecord], float], Iterable[tuple[WorkerRecord, Role]]]
-"""From the live workers and the time to those that are to be asked, now, to take a role."""
+class RoleOrders(NamedTuple):
+    """Workers that are to be asked, now, to take a role, and settings of which all are to be told."""
+
+    asked: Sequence[tuple[WorkerRecord, Role]] = ()
+    said: Settings = NO_SETTINGS
+
+
+AssignRoles = Callable[[list[WorkerRecord], Settings, float], RoleOrders]
+"""Takes the live workers, what the directory knows, and the time."""
 
 
 @dataclass(slots=True)
@@ -69,7 +77,7 @@ class DirectoryServer:
         self._on_lost = on_lost
         self._watchers: dict[str, _Watcher] = {}  # by mailbox address
         self._told_version = -1
-        self._settings = NO_SETTINGS
+        self.settings = NO_SETTINGS
         self._watchers_changed = False
         self._settings_changed = False
         self._load_changed = False
@@ -112,6 +120,12 @@ class DirectoryServer:
                 self._watchers_changed = True
         self._publish(now)
 
+    def say(self, said: Settings, now: float) -> None:
+        """Tell all what the directory's owner says. Nothing new changes nothing."""
+        self._learn(said)
+        if self._settings_changed:
+            self._publish(now)
+
     def records(self, now: float) -> list[WorkerRecord]:
         """The live workers; none while workers of an earlier directory may be on their way back."""
         return self._directory.records() if now >= self._directory.settles_at else []
@@ -131,7 +145,7 @@ class DirectoryServer:
         answer = self._directory.announce(message, now)
         if isinstance(answer, Announced):
             self._learn(message.settings)
-            answer = msgspec.structs.replace(answer, settings=self._settings)
+            answer = msgspec.structs.replace(answer, settings=self.settings)
             self._load_changed = True
         elif isinstance(answer, AnnounceRefused):
             log.warning("refused worker %s: %s: %s", answer.worker, answer.key, answer.problem)
@@ -170,21 +184,21 @@ class DirectoryServer:
             self._send_view(router)
 
     def _learn(self, told: Settings) -> None:
-        known = self._settings.with_told(told)
-        self._settings_changed = self._settings_changed or known is not self._settings
-        self._settings = known
+        known = self.settings.with_told(told)
+        self._settings_changed = self._settings_changed or known is not self.settings
+        self.settings = known
 
     def _tell_workers(self) -> None:
         """Before their next Announce: until then only routers would know what was said, and they may end
         together with the directory."""
         lease_s = self._directory.lease_s
         for record in self._directory.records():
-            self._send(record.mailbox, Announced(record.id, record.incarnation, lease_s, self._settings))
+            self._send(record.mailbox, Announced(record.id, record.incarnation, lease_s, self.settings))
 
     def _send_view(self, router: str) -> None:
         directory, number = self._directory, self._watchers[router].number
         routers, admins = sorted(self._watchers), self.admins()
-        view = View(number, directory.version, directory.records(), routers, admins, self._settings)
+        view = View(number, directory.version, directory.records(), routers, admins, self.settings)
         self._send(router, view)
 
 
@@ -201,7 +215,7 @@ class DirectoryHost:
         ports: Ports = ANY_PORT,
         is_new: bool = True,
         on_lost: Callable[[WorkerRecord], None] | None = None,
-        assign_roles: AssignRoles = lambda _records, _now: [],
+        assign_roles: AssignRoles = lambda _records, _settings, _now: RoleOrders(),
     ) -> None:
         """At `port`, or if it is 0 at one of `ports`. `is_new`: no worker of an earlier directory will find
         this one. Otherwise it settles first. `on_lost` and `assign_roles` are called on its thread.
@@ -246,5 +260,7 @@ class DirectoryHost:
                 if not self._server.handle(one, now):
                     self._quiet.warning("the directory does not take %s", type(one.message).__name__)
             self._server.tick(now)
-            for record, role in self._assign_roles(self._server.records(now), now):
+            orders = self._assign_roles(self._server.records(now), self._server.settings, now)
+            self._server.say(orders.said, now)
+            for record, role in orders.asked:
                 self._mailbox.send(record.mailbox, SetRole(role))

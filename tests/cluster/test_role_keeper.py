@@ -206,6 +206,23 @@ def test_counts_that_cannot_be_are_refused(counts: tuple[int, int]) -> None:
     assert fleet.keeper.automatic
 
 
+def test_a_ratio_that_an_operator_set_earlier_is_kept() -> None:
+    fleet = FakeFleet()
+    fleet.run(1.0)
+    assert fleet.keeper.set_by_operator() == (0, 0)
+    for prefill, decode in ((3, 1), (3, 1)):  # said again it changes nobody, and holds
+        assert fleet.keeper.set_counts(prefill, decode, fleet.now) == ""
+        assert fleet.keeper.set_by_operator() == (3, 1)
+        fleet.run(20.0)
+        fleet.keeper.follow(0, 0)
+    again = RoleKeeper(PLAN)
+    assert "no worker" in again.set_automatic()
+    again.follow(3, 1)
+    again.tick([one.record() for one in fleet.workers if one.role is Role.DECODE], fleet.now)
+    assert [again.first_role(f"new-{number}", fleet.now) for number in range(3)] == [Role.PREFILL] * 3
+    assert again.set_by_operator() == (3, 1)
+
+
 def test_counts_change_the_least_loaded() -> None:
     fleet = FakeFleet()
     busy, idle = (one for one in fleet.workers if one.role is Role.DECODE)

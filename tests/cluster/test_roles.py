@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -16,9 +16,10 @@ from common.errors import ConfigError
 from common.secrets import open_secret
 from decode_node.role import DecodeRole
 from prefill_node.role import PrefillRole
-from router.directory.server import DirectoryHost
+from router.directory.server import DirectoryHost, RoleOrders
 from tests.router.conftest import wait_until
 from wire.records import Role
+from wire.settings import NO_SETTINGS
 from worker.options import WorkerOptions
 from worker.switch import SwitchingWorker
 
@@ -26,30 +27,60 @@ PLAN = RolePlan(ttft_s=2.0, itl_s=0.05, period_s=0.2, drain_s=10.0)
 NAMES = [f"worker-{i}" for i in range(4)]
 
 
+class MovingDirectory:
+    """The directory's process, which may be started again at another address."""
+
+    def __init__(self, secret: Path) -> None:
+        self.roles = Roles(PLAN)
+        self.secret = secret
+        self._host = self._start(is_new=True)
+
+    def find(self) -> str:
+        return self._host.address
+
+    def start_again(self) -> Roles:
+        """The roles of the new process, which knows the plan only."""
+        self.close()
+        self.roles = Roles(PLAN)
+        self._host = self._start(is_new=False)
+        return self.roles
+
+    def close(self) -> None:
+        self._host.close()
+
+    def _start(self, is_new: bool) -> DirectoryHost:
+        return DirectoryHost(secret=open_secret(self.secret), is_new=is_new, assign_roles=self.roles.assign)
+
+
 @pytest.fixture
-def roles(tmp_path: Path) -> Iterator[Roles]:
-    """Of four workers that have joined, in a cluster with a secret."""
-    found = Roles(PLAN)
+def directory(tmp_path: Path) -> Iterator[MovingDirectory]:
+    """Of a cluster with a secret."""
     secret = tmp_path / "secret"
     secret.write_text("0123456789abcdef0123456789abcdef\n")
     secret.chmod(0o600)
+    with closing(MovingDirectory(secret)) as directory:
+        yield directory
+
+
+@pytest.fixture
+def roles(directory: MovingDirectory) -> Iterator[Roles]:
+    """Of four workers that have joined."""
+    found = directory.roles
     with ExitStack() as cleanup:
-        directory = cleanup.enter_context(
-            DirectoryHost(secret=open_secret(secret), assign_roles=found.assign)
-        )
         for name in NAMES:
             options = WorkerOptions(
                 model="fake", engine="fake", max_total_tokens=256, worker_id=name,
-                directory=directory.address, cluster_secret_file=secret,
+                directory=directory.find(), cluster_secret_file=directory.secret,
             )  # fmt: skip
             kinds = {Role.PREFILL: PrefillRole, Role.DECODE: DecodeRole}
             first = found.first(name)
             assert first is not None
-            worker = SwitchingWorker(options, kinds, first, PLAN.drain_s)
+            worker = SwitchingWorker(options, kinds, first, PLAN.drain_s, directory.find)
             cleanup.callback(worker.close)
             worker.start()
         wait_until(lambda: len(found.table().rows) == 4, 10.0)
         yield found
+        directory.close()  # else it asks the last workers to change their roles while they end
 
 
 def by_role(roles: Roles) -> dict[Role, list[str]]:
@@ -75,9 +106,25 @@ def test_four_workers_take_the_roles_that_an_operator_sets(roles: Roles) -> None
     assert roles.table().decided == "automatic"
 
 
+def test_what_an_operator_sets_outlives_the_directory(roles: Roles, directory: MovingDirectory) -> None:
+    assert roles.set(RoleCounts(1, 3)) == ""
+    wait_until(lambda: len(by_role(roles)[Role.DECODE]) == 3, 20.0)
+    again = directory.start_again()
+    assert "no worker" in again.set(AutomaticRoles()), "it does not know yet what was said"
+    wait_until(lambda: len(again.table().rows) == 4, 20.0)
+    assert again.table().decided == "set"
+    assert {role: len(names) for role, names in by_role(again).items()} == {Role.PREFILL: 1, Role.DECODE: 3}
+    again.follow(RolePlan(ttft_s=1.0, itl_s=0.05, period_s=0.2, drain_s=10.0))
+    assert again.table().decided == "set", "another plan changes the objectives only"
+    wait_until(lambda: again.set(AutomaticRoles()) == "", 5.0)
+    third = directory.start_again()
+    wait_until(lambda: len(third.table().rows) == 4, 20.0)
+    assert third.table().decided == "automatic"
+
+
 def test_fixed_roles_are_shown_and_not_set() -> None:
     roles = Roles(None)
-    assert roles.assign([], 0.0) == []
+    assert roles.assign([], NO_SETTINGS, 0.0) == RoleOrders([], NO_SETTINGS)
     assert roles.table() == RoleTable("fixed", [])
     assert "fixed" in roles.set(RoleCounts(1, 1))
 
