@@ -58,11 +58,13 @@ _READY_TIMEOUT_S = 1800.0  # large models load slowly
 _WORKER_FLAGS = (
     "page_size",
     "max_total_tokens",
+    "gpu_memory_utilization",
     "swa_full_tokens_ratio",
     "max_mamba_cache_size",
     "mamba_track_interval",
     "max_context_tokens",
     "chunked_prefill_size",
+    "device",
     "dtype",
     "kv_cache_dtype",
     "eviction_policy",

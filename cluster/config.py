@@ -32,7 +32,7 @@ from common.options import parse_options
 from router.options import RoutedModel, RouterOptions
 from wire.options import ServedModel, SocketOptions
 from wire.records import Role
-from worker.options import WorkerOptions, WorkerSettings
+from worker.options import GPU_MEMORY_UTILIZATION, WorkerOptions, WorkerSettings
 
 AGREED_OPTIONS = ("page_size", "dtype", "kv_cache_dtype")
 """Options whose difference between P and D makes every hand-off impossible."""
@@ -116,8 +116,11 @@ class ServeConfig(ServedModel, SocketOptions):
     def worker_options(self, key: str) -> WorkerOptions:
         """Options of one deployment's workers, without a directory."""
         section, one = self.worker_sections()[key], self.model_of(key)
-        # A replica computes with what it reserved: a fraction of a core is one thread.
-        default = {"threads": max(1, int(section.num_cpus))}
+        # A replica computes with what it reserved: a fraction of a core is one thread. A fraction of a GPU is
+        # that fraction of its memory.
+        default: dict[str, Any] = {"threads": max(1, int(section.num_cpus))}
+        if 0 < section.num_gpus < 1:
+            default["gpu_memory_utilization"] = GPU_MEMORY_UTILIZATION * section.num_gpus
         return WorkerOptions(
             **{**default, **self.worker.given(), **one.worker.given(), **section.options.given()},
             **self._sockets(),

@@ -21,6 +21,7 @@ from engine import loader
 from engine.completion import HostCompletions
 from engine.config import EngineConfig
 from engine.graphs import DecodeLimits
+from engine.largest_batch import largest_batch, largest_lens
 from engine.runner import ModelRunner
 from kvcache.layout import StateGroupSpec
 from kvcache.pool import MambaPool, MHAKVCache, MLAKVCache
@@ -88,6 +89,7 @@ def _steps(runner: ModelRunner) -> None:
     for _ in range(3):
         runner.issue(driver.batch([(lane, 1) for lane in lanes], unknown=True))
     runner.issue(driver.batch([(lane, 1) for lane in rest], unknown=True))
+    runner.issue(largest_batch(runner.spec, largest_lens(70, 40, LIMITS.sequences), PAGE))
 
 
 def main() -> int:

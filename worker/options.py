@@ -17,6 +17,9 @@ from scheduler.config import SchedulerConfig
 from wire.checksums import ChecksumMode
 from wire.options import ServedModel, SocketOptions
 
+GPU_MEMORY_UTILIZATION = 0.9
+"""Of a worker that has a GPU to itself."""
+
 
 class EngineOptions(Options):
     """How the model is computed."""
@@ -62,7 +65,17 @@ class MemoryOptions(Options):
         None, ge=1, description="KV capacity of a worker in tokens; None: from kv_memory_fraction"
     )
     kv_memory_fraction: float = Field(
-        0.2, gt=0, lt=1, description="share of free memory for KV when max_total_tokens is not given"
+        0.2,
+        gt=0,
+        lt=1,
+        description="on the CPU: share of free memory for KV when max_total_tokens is not given",
+    )
+    gpu_memory_utilization: float = Field(
+        GPU_MEMORY_UTILIZATION,
+        gt=0,
+        le=1,
+        description="on a GPU: share of its memory for the worker; KV takes what weights and the largest "
+        "forward leave of it when max_total_tokens is not given",
     )
     swa_full_tokens_ratio: float = Field(
         CacheConfig.swa_full_tokens_ratio,

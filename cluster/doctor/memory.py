@@ -73,7 +73,7 @@ def _weight_bytes(path: Path, dtype: torch.dtype) -> int:
 
 
 def _state_slots(options: WorkerOptions) -> int:
-    """As many as worker/build.py takes at most: half of them give way where memory is short."""
+    """As many as worker/capacity.py takes at most: half of them give way where memory is short."""
     if options.max_mamba_cache_size is not None:
         return options.max_mamba_cache_size
     config = CacheConfig(options.page_size, 1, options.max_running_requests, options.page_size)

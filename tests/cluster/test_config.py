@@ -85,6 +85,15 @@ def test_worker_options_are_shared_then_overridden() -> None:
     assert prefill.cluster_secret_file == Path("/etc/baton/cluster_secret")
 
 
+def test_a_fraction_of_a_gpu_is_that_fraction_of_its_memory() -> None:
+    raw = {"model": "m", "prefill": {"num_gpus": 0.5}, "decode": {"num_gpus": 1}}
+    config = parse_config(raw)
+    shares = [config.worker_options(role).gpu_memory_utilization for role in (Role.PREFILL, Role.DECODE)]
+    assert shares == [0.45, 0.9]
+    given = parse_config({**raw, "worker": {"gpu_memory_utilization": 0.6}})
+    assert given.worker_options(Role.PREFILL).gpu_memory_utilization == 0.6
+
+
 def test_colocated_needs_no_agreement_and_counts_no_prefill_cpus() -> None:
     config = parse_config(
         {"model": "m", "prefill": {"num_replicas": 0, "options": {"page_size": 1}}, "decode": {"num_cpus": 1}}

@@ -1,0 +1,64 @@
+"""The largest forward that a scheduler may launch, to measure what memory forwards need beside KV."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from engine.batch import ForwardBatch, SamplingRows, StateSlots, WindowPages
+from engine.sampling_state import SamplingState
+from engine.spec import ModelSpec
+from wire.request import SamplingParams
+
+_COSTLIEST = SamplingParams(
+    temperature=1.0,
+    top_k=50,
+    top_p=0.9,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    top_logprobs=20,
+)
+
+
+def largest_lens(tokens: int, chunk: int, sequences: int) -> list[int]:
+    """New tokens of each sequence: chunks of at most `chunk` that have `tokens` together, as far as there are
+    sequences, and one of each of the others."""
+    lens: list[int] = []
+    for _ in range(sequences):
+        lens.append(max(1, min(chunk, tokens - sum(lens))))
+    return lens
+
+
+def pages_of(lens: Sequence[int], page_size: int) -> int:
+    """Pages that `largest_batch` uses, from page 1 on, in each group."""
+    return sum(-(-n // page_size) for n in lens)
+
+
+def largest_batch(spec: ModelSpec, lens: Sequence[int], page_size: int) -> ForwardBatch:
+    """A batch of sequences that begin here and are all sampled, with what costs the sampler most memory."""
+    lengths, count = np.array(lens, dtype=np.int32), len(lens)
+    pages = -(-lengths // page_size)
+    table = np.zeros((count, int(pages.max())), dtype=np.int32)
+    table[np.arange(table.shape[1]) < pages[:, None]] = np.arange(1, int(pages.sum()) + 1)
+    positions = np.concatenate([np.arange(n, dtype=np.int64) for n in lens])
+    owners = np.repeat(np.arange(count), lengths)
+    slots = table[owners, positions // page_size].astype(np.int64) * page_size + positions % page_size
+    kinds = {group.kind for group in spec.groups}
+    states = tuple(SamplingState(_COSTLIEST, np.zeros(n, dtype=np.int32), ()) for n in lens)
+    return ForwardBatch(
+        input_ids=np.zeros(len(positions), dtype=np.int64),
+        positions=positions,
+        out_slots=slots,
+        rows=np.arange(1, count + 1, dtype=np.int32),
+        q_lens=lengths,
+        seq_lens=lengths.copy(),
+        page_table=table,
+        sampled=np.arange(count, dtype=np.int32),
+        sampling=SamplingRows(states, np.zeros(count, dtype=np.int64)),
+        window=WindowPages(table.copy(), slots.copy()) if "window" in kinds else None,
+        state=StateSlots(np.zeros(count, dtype=np.int32), np.arange(1, count + 1, dtype=np.int32))
+        if "state" in kinds
+        else None,
+    )

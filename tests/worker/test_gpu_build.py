@@ -1,0 +1,158 @@
+"""On a GPU, KV takes what is left of the worker's share after the largest forward, which really runs."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock, Timeout
+
+import worker.gpu_build
+from common.errors import ConfigError
+from common.options import parse_options
+from engine.batch import ForwardBatch
+from engine.config import EngineConfig
+from engine.launch import Launched
+from engine.runner import ModelRunner
+from kvcache.layout import pages_in
+from kvcache.memory import Memory
+from tests.support.tiny_models import make_tiny
+from worker.capacity import chosen_config
+from worker.gpu_build import build_on_gpu
+from worker.options import WorkerOptions
+
+MIB = 1 << 20
+BESIDE = 2 * MIB
+"""What the weights and the largest forward of the fake GPU take."""
+
+
+class FakeGpu:
+    """16 MiB, some of it in use."""
+
+    name = "GPU-of-test_gpu_build"
+    total = 16 * MIB
+    lock = Path(tempfile.gettempdir()) / f"baton-gpu-{os.getuid()}-{name}.lock"
+
+    def __init__(self, in_use: int = 0) -> None:
+        self.in_use = in_use
+        self.pools: Callable[[], int] = lambda: 0  # bytes of the pools that are allocated
+        self.asked = 0
+        self.was_locked = True
+        self.gave_back = False
+
+    def free(self) -> int:
+        self.asked += 1
+        self.was_locked &= is_locked(self.lock)
+        return self.total - self.in_use - (0 if self.asked == 1 else BESIDE + self.pools())
+
+    def give_back(self) -> None:
+        self.gave_back = True
+
+
+def is_locked(path: Path) -> bool:
+    other = FileLock(path, timeout=0, fallback_to_soft=False)
+    try:
+        other.acquire()
+    except Timeout:
+        return True
+    other.release()
+    return False
+
+
+class Watch:
+    """The memories that are built, and the batches that are launched."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.memories: list[Memory] = []
+        self.batches: list[ForwardBatch] = []
+        build, launch = worker.gpu_build.build_memory, ModelRunner.launch
+
+        def watched_build(*args: Any) -> Memory:
+            self.memories.append(build(*args))
+            return self.memories[-1]
+
+        def watched_launch(runner: ModelRunner, batch: ForwardBatch) -> Launched:
+            self.batches.append(batch)
+            return launch(runner, batch)
+
+        monkeypatch.setattr(worker.gpu_build, "build_memory", watched_build)
+        monkeypatch.setattr(ModelRunner, "launch", watched_launch)
+
+    def pools(self) -> int:
+        return sum(pool.bytes.numel() for pool in self.memories[-1].kv_caches.values())
+
+
+def start(path: Path, gpu: FakeGpu, **options: Any) -> Memory:
+    given = {"max_running_requests": 6, "chunked_prefill_size": 64, **options}
+    worker_options = parse_options(WorkerOptions, {"model": str(path), "device": "cpu", **given})
+    config = EngineConfig(str(path), dtype="float32", attention="torch", linear="torch")
+    runner, memory = build_on_gpu(worker_options, config, chosen_config(worker_options, False, "cpu"), gpu)
+    runner.close()
+    memory.close()
+    return memory
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "deepseek_v3", "qwen3_next"])
+def test_the_largest_forward_runs_and_kv_takes_the_rest(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu, watch = FakeGpu(in_use=MIB), Watch(monkeypatch)
+    gpu.pools = watch.pools
+    memory = start(make_tiny(family, tmp_path, 0), gpu, gpu_memory_utilization=0.25)
+    [batch] = watch.batches
+    assert batch.q_lens.tolist() == [64, 1, 1, 1, 1, 1]
+    assert len(batch.sampled) == 6
+    sizes = memory.config
+    budget = gpu.total // 4 - BESIDE
+    assert memory.num_pages == pages_in(
+        budget, memory.specs, 16, sizes.swa_full_tokens_ratio, sizes.num_state_slots
+    )
+    assert gpu.gave_back
+    assert gpu.was_locked
+    assert not is_locked(gpu.lock)
+
+
+def test_memory_of_others_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, watch = FakeGpu(in_use=13 * MIB), Watch(monkeypatch)
+    gpu.pools = watch.pools
+    memory = start(make_tiny("qwen3", tmp_path, 0), gpu)
+    assert memory.num_pages == pages_in(MIB, memory.specs, 16)
+
+
+def test_a_share_that_forwards_fill_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, watch = FakeGpu(), Watch(monkeypatch)
+    gpu.pools = watch.pools
+    with pytest.raises(ConfigError, match="not even one page of KV fits"):
+        start(make_tiny("qwen3", tmp_path, 0), gpu, gpu_memory_utilization=0.1)
+
+
+def test_a_given_capacity_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, watch = FakeGpu(), Watch(monkeypatch)
+    memory = start(make_tiny("qwen3", tmp_path, 0), gpu, max_total_tokens=320)
+    assert (memory.num_pages, len(watch.batches), gpu.asked) == (20, 0, 1)
+
+
+def test_a_largest_step_that_does_not_run_names_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(runner: ModelRunner, batch: ForwardBatch) -> None:
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(ModelRunner, "issue", fail)
+    with pytest.raises(ConfigError, match=r"a step of 69 tokens does not run .*out of memory"):
+        start(make_tiny("qwen3", tmp_path, 0), FakeGpu())
+
+
+def test_whoever_starts_on_the_same_gpu_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker.gpu_build, "_ALONE_TIMEOUT_S", 0.2)
+    with (
+        FileLock(FakeGpu.lock, fallback_to_soft=False),
+        pytest.raises(ConfigError, match="another worker has been starting on the same GPU"),
+    ):
+        start(tmp_path, FakeGpu())

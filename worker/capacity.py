@@ -1,0 +1,109 @@
+"""How much a worker's memory holds: what the options say; what they leave open, from machine and model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from common.errors import ConfigError
+from engine.spec import ModelSpec
+from kvcache.config import MIN_STATE_SLOTS, CacheConfig, KVEventsConfig
+from kvcache.layout import pages_in
+from worker.options import WorkerOptions
+
+log = logging.getLogger(__name__)
+
+
+Budget = Callable[[], int]
+"""Gives the bytes that pools may take. It is asked only if the options leave a size open."""
+
+
+def cache_config(options: WorkerOptions, spec: ModelSpec, chosen: CacheConfig, budget: Budget) -> CacheConfig:
+    """`chosen` with all sizes. Raises ConfigError if not even a page fits into the budget."""
+    config = replace(chosen, state_slots=_state_slots(chosen, spec, budget))
+    total = options.max_total_tokens or _affordable_tokens(config, spec, budget())
+    return replace(config, total_tokens=total, max_context_len=_context_tokens(options, spec, total))
+
+
+def host_budget(options: WorkerOptions) -> Budget:
+    """A share of what is free of this host's memory when it is asked."""
+    return lambda: int(_available() * options.kv_memory_fraction)
+
+
+def chosen_config(options: WorkerOptions, shared_pool: bool, device: str) -> CacheConfig:
+    """What the options say, for a pool of one page; `device` is a torch device."""
+    chunk = options.chunked_prefill_size
+    return CacheConfig(
+        total_tokens=options.page_size,
+        max_context_len=1,
+        max_running_requests=options.max_running_requests,
+        page_size=options.page_size,
+        pre_alloc_size=2 * options.max_running_requests if shared_pool else 0,
+        device=device,
+        shared=shared_pool and device == "cpu",
+        prefix_cache=options.prefix_cache,
+        eviction_policy=options.eviction_policy,
+        need_sort=True,
+        swa_full_tokens_ratio=options.swa_full_tokens_ratio,
+        max_chunk_tokens=chunk and max(min(chunk, options.max_prefill_tokens), options.page_size),
+        state_slots=options.max_mamba_cache_size,
+        mamba_track_interval=options.mamba_track_interval,
+        events=_events_config(options),
+    )
+
+
+def _events_config(options: WorkerOptions) -> KVEventsConfig:
+    events = options.kv_events_config
+    return KVEventsConfig(
+        enable=events.enable,
+        topic=events.topic,
+        interface=options.interface,
+        ports=options.ports.of("events"),
+        buffer_batches=events.buffer_batches,
+    )
+
+
+def _context_tokens(options: WorkerOptions, spec: ModelSpec, total_tokens: int) -> int:
+    """The longest prompt + output: as wanted, else as long as the model and the pool allow."""
+    whole_pages = total_tokens // options.page_size * options.page_size
+    wanted = options.max_context_tokens or min(spec.max_position, whole_pages)
+    if wanted > spec.max_position:
+        raise ConfigError(
+            "max_context_tokens",
+            f"{wanted} is more than the model's {spec.max_position} positions",
+            f"use at most {spec.max_position}",
+        )
+    return wanted
+
+
+def _state_slots(config: CacheConfig, spec: ModelSpec, budget: Budget) -> int:
+    """Slots of a state group: as many as the requests can use, in at most half of the budget."""
+    sizes = [group.page_bytes(config.page_size) for group in spec.groups if group.kind == "state"]
+    if config.state_slots is not None or not sizes:
+        return config.num_state_slots
+    slots = max(MIN_STATE_SLOTS, min(config.num_state_slots, budget() // 2 // sizes[0]))
+    log.info("state capacity: %d slots of %d bytes", slots, sizes[0])
+    return slots
+
+
+def _affordable_tokens(config: CacheConfig, spec: ModelSpec, budget: int) -> int:
+    """Tokens whose KV of all groups fits into the budget; at most what all requests can use."""
+    page_size = config.page_size
+    pages = pages_in(budget, spec.groups, page_size, config.swa_full_tokens_ratio, config.num_state_slots)
+    tokens = min(pages * page_size, config.max_running_requests * spec.max_position)
+    if tokens < page_size:
+        key = "kv_memory_fraction" if config.device == "cpu" else "gpu_memory_utilization"
+        raise ConfigError(key, "not even one page of KV fits", "raise it")
+    log.info("KV capacity: %d tokens", tokens)
+    return tokens
+
+
+def _available() -> int:
+    """Bytes that can be allocated now: Linux's estimate of what needs no swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, value = line.split(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    raise ConfigError("max_total_tokens", "free memory is unknown on this system", "set it")

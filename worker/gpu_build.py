@@ -1,0 +1,162 @@
+"""A worker on a GPU: weights, then KV in what they and the largest forward leave of the worker's share.
+
+What a forward needs beside KV is not computed but measured (docs/decisions/0043): the largest one runs over a
+pool that holds no more, and decode steps are recorded over it. What the device then has less is what the
+worker needs; the real pool takes the rest.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from filelock import FileLock, Timeout
+
+from common.errors import ConfigError
+from engine.config import EngineConfig
+from engine.errors import EngineError
+from engine.graphs import DecodeLimits
+from engine.largest_batch import largest_batch, largest_lens, pages_of
+from engine.loader import LoadedModel, load_model
+from engine.runner import ModelRunner
+from kvcache.config import MIN_STATE_SLOTS, CacheConfig, KVEventsConfig
+from kvcache.memory import Memory, build_memory
+from worker.capacity import cache_config
+from worker.options import WorkerOptions
+
+log = logging.getLogger(__name__)
+
+_ALONE_TIMEOUT_S = 1800.0  # for another worker that loads a large model on this GPU
+_FORWARD_TIMEOUT_S = 600.0  # FlashInfer compiles its kernels before the first one
+_POLL_S = 0.1  # flock has no wait with a bound
+
+
+class Gpu(Protocol):
+    """The memory of a GPU, whoever uses it."""
+
+    name: str  # the same in every process
+    total: int  # bytes
+
+    def free(self) -> int:
+        """Bytes that nobody has. What this process has given back to its own allocator counts as used."""
+        ...
+
+    def give_back(self) -> None:
+        """Give the device what this process does not use."""
+        ...
+
+
+class CudaGpu:
+    """A GPU of this machine."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.name = str(torch.cuda.get_device_properties(device).uuid)
+        self.total = int(torch.cuda.mem_get_info(device)[1])
+
+    def free(self) -> int:
+        torch.cuda.synchronize(self._device)
+        return int(torch.cuda.mem_get_info(self._device)[0])
+
+    def give_back(self) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def build_on_gpu(
+    options: WorkerOptions, config: EngineConfig, chosen: CacheConfig, gpu: Gpu | None = None
+) -> tuple[ModelRunner, Memory]:
+    """Load the model and allocate its pools on `config.device`, whose memory is by default read from CUDA.
+    Raises ConfigError for what cannot work."""
+    gpu = gpu or CudaGpu(torch.device(config.device))
+    with _alone(gpu):
+        free = gpu.free()
+        share = min(int(gpu.total * options.gpu_memory_utilization), free)
+        loaded = load_model(config)
+
+        @cache
+        def budget() -> int:
+            needed = free - _least_free(gpu, options, config, chosen, loaded)
+            gpu.give_back()
+            log.info(
+                "GPU memory: %d bytes, %d for this worker, %d of them not for KV", gpu.total, share, needed
+            )
+            return max(0, share - needed)
+
+        memory = build_memory(cache_config(options, loaded.spec, chosen, budget), loaded.spec.groups)
+        runner = ModelRunner(loaded, memory.kv_caches, config)
+        runner.record_decode(_decode_limits(memory, memory.config.max_context_len))
+    return runner, memory
+
+
+def _least_free(
+    gpu: Gpu, options: WorkerOptions, config: EngineConfig, chosen: CacheConfig, loaded: LoadedModel
+) -> int:
+    """Bytes that nobody had while the largest forward ran and decode steps were recorded, KV left out."""
+    spec, page_size = loaded.spec, options.page_size
+    longest = options.max_context_tokens or spec.max_position
+    tokens = max(min(options.chunked_prefill_size or longest, options.max_prefill_tokens), page_size)
+    if options.chunked_prefill_size is None:
+        tokens = max(tokens, longest)  # a prompt that is longer than a step is not cut
+    # Beside chunks of so many tokens, a step may have a decode row of every other request.
+    lens = largest_lens(tokens, min(tokens, longest), options.max_running_requests)
+    total = pages_of(lens, page_size) * page_size
+    small = replace(
+        chosen,
+        total_tokens=total,
+        max_context_len=max(lens),
+        swa_full_tokens_ratio=1.0,
+        state_slots=max(len(lens), MIN_STATE_SLOTS),
+        events=KVEventsConfig(),
+    )
+    with build_memory(small, spec.groups) as memory:
+        runner = ModelRunner(loaded, memory.kv_caches, replace(config, overlap=False))
+        runner.record_decode(_decode_limits(memory, longest))
+        try:
+            runner.launch(largest_batch(spec, lens, page_size)).result(_FORWARD_TIMEOUT_S)
+        except EngineError as error:
+            raise ConfigError(
+                "chunked_prefill_size",
+                f"a step of {sum(lens)} tokens does not run ({error})",
+                "lower chunked_prefill_size or max_running_requests",
+            ) from error
+        runner.close()
+        return gpu.free() + sum(pool.bytes.numel() for pool in memory.kv_caches.values())
+
+
+def _decode_limits(memory: Memory, longest: int) -> DecodeLimits:
+    """The largest decode step that can be built over this memory, with contexts of `longest` tokens."""
+    return DecodeLimits(
+        sequences=memory.config.max_running_requests,
+        context_pages=-(-longest // memory.page_size),
+        rows=memory.req_to_token_pool.size,
+    )
+
+
+@contextmanager
+def _alone(gpu: Gpu) -> Iterator[None]:
+    """Nobody else of this user measures this GPU meanwhile: what another worker is allocating would count."""
+    path = Path(tempfile.gettempdir()) / f"baton-gpu-{os.getuid()}-{gpu.name}.lock"
+    # A soft lock, without flock, would outlive a process that is killed.
+    held = FileLock(path, timeout=_ALONE_TIMEOUT_S, poll_interval=_POLL_S, fallback_to_soft=False)
+    try:
+        held.acquire()
+    except Timeout:
+        raise ConfigError(
+            "device",
+            f"another worker has been starting on the same GPU for {_ALONE_TIMEOUT_S:g} s ({path} is locked)",
+            "see what it waits for, or start again",
+        ) from None
+    try:
+        yield
+    finally:
+        held.release()
