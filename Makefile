@@ -11,7 +11,7 @@ help:  ## list the targets and their variables
 	@printf '\nVariables:\n'
 	@sed -nE 's/^#: ([A-Z_]+=[A-Z0-9]*) +(.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 
-#: TORCH_INDEX=URL   where setup and wheel take torch from; if it is empty or does not answer: pip's own index
+#: TORCH_INDEX=URL   where setup and wheel take torch for CPUs from; if it is empty or does not answer: pip's own index
 #: ONLY=TEXT         mutants: those whose line, as it is printed, has this in it
 #: KEEP=1            demo: leave what it started running
 #: SCENARIOS=600     chaos: how many

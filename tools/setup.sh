@@ -1,9 +1,14 @@
 #!/bin/sh
 # Make .venv with everything the project needs. A no-op when nothing it depends on has changed.
+# On a machine with a GPU: torch for CUDA, FlashInfer, and Mooncake's CUDA build, in the versions of the GPU image.
 set -eu
 cd "$(dirname "$0")/.."
 
-fingerprint=$(cat requirements.lock pyproject.toml tools/setup.sh | sha256sum | cut -c1-16)
+gpu=""
+if ls /dev/nvidia[0-9]* >/dev/null 2>&1 || nvidia-smi -L 2>/dev/null | grep -q '^GPU '; then gpu=yes; fi
+gpu_lock=deploy/docker/cuda.lock
+
+fingerprint=$({ cat requirements.lock pyproject.toml tools/setup.sh "$gpu_lock"; echo "$gpu"; } | sha256sum | cut -c1-16)
 stamp=.venv/.set-up-$fingerprint
 [ -f "$stamp" ] && exit 0
 
@@ -33,7 +38,12 @@ say "virtual environment in .venv"
 
 # torch first: a plain requirement would pull in gigabytes of CUDA wheels on a CPU machine.
 torch=$(grep '^torch==' requirements.lock)
-if ! .venv/bin/python -c "import torch, sys; sys.exit(torch.__version__.split('+')[0] != '${torch#torch==}')" 2>/dev/null; then
+if [ -n "$gpu" ]; then
+    if ! .venv/bin/python -c "import torch, sys; sys.exit(torch.version.cuda is None or torch.__version__.split('+')[0] != '${torch#torch==}')" 2>/dev/null; then
+        say "$torch for CUDA"
+        .venv/bin/pip install "torch===${torch#torch==}"    # three `=`: a build for CPUs, 2.13.0+cpu, is not it
+    fi
+elif ! .venv/bin/python -c "import torch, sys; sys.exit(torch.__version__.split('+')[0] != '${torch#torch==}')" 2>/dev/null; then
     say "$torch"
     if [ -z "${TORCH_INDEX:-}" ] || ! .venv/bin/pip install --retries 0 --timeout 15 --index-url "$TORCH_INDEX" "$torch"; then
         say "no torch at TORCH_INDEX: taking it from the configured index"
@@ -42,7 +52,14 @@ if ! .venv/bin/python -c "import torch, sys; sys.exit(torch.__version__.split('+
 fi
 
 say "packages"
-.venv/bin/pip install --disable-pip-version-check -r requirements.lock
+requirements=requirements.lock
+if [ -n "$gpu" ]; then
+    requirements=.venv/requirements-gpu.txt
+    { grep -v '^mooncake-' requirements.lock; grep -E '^(flashinfer-python|mooncake-)' "$gpu_lock"; } > "$requirements"
+    # Both builds of Mooncake own the package `mooncake`.
+    .venv/bin/pip uninstall -q -y mooncake-transfer-engine-non-cuda
+fi
+.venv/bin/pip install --disable-pip-version-check -r "$requirements"
 .venv/bin/pip install --disable-pip-version-check --no-deps --no-build-isolation -q -e .
 
 say "CPU kernels"
