@@ -3,8 +3,8 @@
     HTTP -> Serve proxy -> router (ingress) ~~ZeroMQ~~> prefill ==KV==> decode ~~ZeroMQ~~> router
 
 Serve places, replaces and scales the three deployments; with `roles: dynamic` there is one of workers instead
-of two. The ingress is bound to the workers' handles so that they belong to the application; it does not call
-them.
+of two. Several models have workers of their own each. The ingress is bound to the workers' handles so that
+they belong to the application; it does not call them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from typing import Any
 from ray import serve
 
 from cluster.autoscaling import LoadPolicy, ObjectivePolicy
-from cluster.config import DYNAMIC, ServeConfig, parse_config
+from cluster.config import DYNAMIC, ServeConfig, deployment_name, parse_config
 from cluster.deployments import Deployment, RouterDeployment, WorkerAutoscaling, WorkerDeployment
 from cluster.local import ROUTER
 from cluster.placement import check_placement
-from cluster.role_keeper import WORKER
 from cluster.router_replica import RouterReplica
 from cluster.worker_replica import WorkerReplica
 from wire.records import Role
@@ -44,14 +43,15 @@ def router_application(config: ServeConfig, *workers: serve.Application) -> serv
     """The ingress alone, or with the worker deployments that belong to it."""
     settings = {**_router_settings(config.router), "user_config": config.router_config().model_dump()}
     ingress = serve.deployment(name=ROUTER, **settings)(serve.ingress()(RouterReplica))
-    return ingress.bind(config.router_options(), config.role_plan(), *workers)
+    return ingress.bind(config.router_options(), config.role_plans(), *workers)
 
 
 def _bind_worker(config: ServeConfig, key: str) -> serve.Application:
     section, options = config.worker_sections()[key], config.worker_options(key)
-    role = None if key == DYNAMIC else Role(key.partition("-")[0])
-    name = WORKER if role is None else key
-    deployment = serve.deployment(name=name, **_worker_settings(section, str(role)))(WorkerReplica)
+    kind = key.partition("-")[0]
+    role = None if kind == DYNAMIC else Role(kind)
+    settings = _worker_settings(section, kind)
+    deployment = serve.deployment(name=deployment_name(key), **settings)(WorkerReplica)
     return deployment.bind(role, options, section.drain_s, config.cache)
 
 

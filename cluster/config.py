@@ -2,8 +2,8 @@
 
 One file describes the router, the prefill and the decode workers. `worker` holds what both kinds of worker
 share; `prefill.options` and `decode.options` override it. With `roles: dynamic` there is one kind of worker,
-`dynamic`, instead of the two. P and D must agree in AGREED_OPTIONS: a difference
-is refused here, before any process starts, and by the directory for workers that join by themselves.
+`dynamic`, instead of the two, for each model. P and D must agree in AGREED_OPTIONS: a difference is refused
+here, before any process starts, and by the directory for workers that join by themselves.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ AGREED_OPTIONS = ("page_size", "dtype", "kv_cache_dtype")
 
 DYNAMIC = "dynamic"
 """Key of the section of workers whose roles change."""
+
+_OF_ONE_MODEL = ("prefill", "decode", DYNAMIC)
 
 
 class ServeConfig(ServedModel, SocketOptions):
@@ -83,17 +85,15 @@ class ServeConfig(ServedModel, SocketOptions):
         """The models and their versions, in either form."""
         if self.models:
             return self.models
-        one = {key: getattr(self, key) for key in (*ServedModel.model_fields, "prefill", "decode")}
+        one = {key: getattr(self, key) for key in (*ServedModel.model_fields, *_OF_ONE_MODEL)}
         return (ModelSection(**one),)
 
     def worker_sections(self) -> dict[str, WorkerDeployment]:
-        """The deployments of workers that run, by name: their roles, with the model if there are several."""
-        if self.roles == DYNAMIC:
-            return {DYNAMIC: self.dynamic}
-        if not self.models:
-            return self.served[0].sections()
+        """The deployments of workers that run, by their kind, with the model if there are several."""
         return {
-            f"{role}-{one.suffix}": section for one in self.models for role, section in one.sections().items()
+            f"{kind}-{one.suffix}" if self.models else kind: section
+            for one in self.served
+            for kind, section in ({DYNAMIC: one.dynamic} if self.roles == DYNAMIC else one.sections()).items()
         }
 
     def model_of(self, key: str) -> ModelSection:
@@ -101,12 +101,13 @@ class ServeConfig(ServedModel, SocketOptions):
         _, _, suffix = key.partition("-")
         return next(one for one in self.served if not suffix or one.suffix == suffix)
 
-    def role_plan(self) -> RolePlan | None:
-        """What the directory needs to know to assign roles; None: they are fixed."""
-        if self.roles != DYNAMIC:
-            return None
-        one = self.dynamic
-        return RolePlan(one.ttft_s, one.itl_s, one.period_s, one.drain_s)
+    def role_plans(self) -> dict[str, RolePlan]:
+        """What the directory needs to know to assign roles, by deployment; {}: they are fixed."""
+        return {
+            deployment_name(key): RolePlan(one.ttft_s, one.itl_s, one.period_s, one.drain_s)
+            for key, one in self.worker_sections().items()
+            if isinstance(one, DynamicDeployment)
+        }
 
     @property
     def cache(self) -> ModelCache | None:
@@ -166,6 +167,11 @@ class ServeConfig(ServedModel, SocketOptions):
         }
 
 
+def deployment_name(key: str) -> str:
+    """Serve's name of a deployment of workers: ids of workers begin with it."""
+    return key.replace(DYNAMIC, "worker", 1) if key.startswith(DYNAMIC) else key
+
+
 def most_replicas(section: RouterDeployment | WorkerDeployment) -> int:
     """Replicas a deployment may grow to."""
     scaling = section.autoscaling_config
@@ -221,7 +227,7 @@ def _check_models(config: ServeConfig) -> None:
         if not config.model:
             raise ConfigError("model", "no model is named", "give its directory or id, or several in models")
         return
-    of_one = {*ServedModel.model_fields, "prefill", "decode", "roles", DYNAMIC}
+    of_one = {*ServedModel.model_fields, *_OF_ONE_MODEL}
     for key in sorted(of_one & config.model_fields_set):
         raise ConfigError(key, "it is for one model, and models names several", "move it into models")
     suffixes = [one.suffix for one in config.models]
@@ -243,8 +249,12 @@ def _check_models(config: ServeConfig) -> None:
 
 def _check_sections(config: ServeConfig) -> None:
     idle = {"prefill", "decode"} if config.roles == DYNAMIC else {DYNAMIC}
-    for key in sorted(idle & config.model_fields_set):
-        raise ConfigError(key, f"it has no effect with roles: {config.roles}", "remove it, or change roles")
+    given = {"": config.model_fields_set}
+    given |= {f"models.{number}.": one.model_fields_set for number, one in enumerate(config.models)}
+    for prefix, keys in given.items():
+        for key in sorted(idle & keys):
+            problem = f"it has no effect with roles: {config.roles}"
+            raise ConfigError(f"{prefix}{key}", problem, "remove it, or change roles")
 
 
 def _check_context(options: WorkerOptions, key: str) -> None:

@@ -125,8 +125,8 @@ class PrefillDeployment(WorkerDeployment):
 
 
 class DynamicDeployment(WorkerDeployment):
-    """Workers whose roles follow the load: one Serve deployment, because a replica cannot change its
-    deployment."""
+    """Workers of one model whose roles follow the load: one Serve deployment, because a replica cannot change
+    its deployment."""
 
     num_replicas: int = Field(default=2, ge=2, description="workers in all; each role has at least one")
     ttft_s: float = Field(default=2.0, gt=0, description="p95 of TTFT to meet (docs/scaling.md)")
@@ -154,6 +154,7 @@ class ModelSection(ServedModel):
     )
     prefill: PrefillDeployment = PrefillDeployment()
     decode: WorkerDeployment = WorkerDeployment()
+    dynamic: DynamicDeployment = DynamicDeployment()
 
     @property
     def suffix(self) -> str:

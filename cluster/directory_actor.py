@@ -12,7 +12,7 @@ mailbox.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -56,11 +56,11 @@ class DirectoryActor:
         sockets: DirectorySockets,
         lease_s: float,
         resume_key: str | None,
-        plan: RolePlan | None,
+        plans: Mapping[str, RolePlan],
     ) -> None:
-        """Ray restarts the actor with the same arguments, so key and plan outlive its process. What an
+        """Ray restarts the actor with the same arguments, so key and plans outlive its process. What an
         operator has said about roles, routers and workers tell the next one."""
-        self._roles = Roles(plan)
+        self._roles = Roles(plans)
         self._host = DirectoryHost(
             node_interface(sockets.interface),
             open_secret(sockets.secret_file),
@@ -88,9 +88,9 @@ class DirectoryActor:
         """Signs the event ids of routers whose options have neither a key nor a cluster secret."""
         return self._resume_key
 
-    def follow_plan(self, plan: RolePlan | None) -> None:
-        """The plan of a router that starts: of the configuration that was deployed last."""
-        self._roles.follow(plan)
+    def follow_plans(self, plans: Mapping[str, RolePlan]) -> None:
+        """The plans of a router that starts: of the configuration that was deployed last."""
+        self._roles.follow(plans)
 
     def first_role(self, worker: str) -> Role | None:
         """The role of a worker that starts; None: not known yet."""
@@ -127,11 +127,11 @@ class DirectoryFinder:
         self._handles: list[Any] = []  # Ray ends an actor when the handle of its creator is dropped
 
     def ensure(
-        self, sockets: DirectorySockets, lease_s: float, resume_key: str | None, plan: RolePlan | None
+        self, sockets: DirectorySockets, lease_s: float, resume_key: str | None, plans: Mapping[str, RolePlan]
     ) -> str:
         """The directory's address; the actor is created when there is none. For router replicas.
 
-        A new actor keeps `resume_key` for replicas that start later, and assigns roles by the `plan`.
+        A new actor keeps `resume_key` for replicas that start later, and assigns roles by the `plans`.
         """
         try:
             return self.find()
@@ -141,7 +141,7 @@ class DirectoryFinder:
                 .options(
                     name=self._name, namespace=NAMESPACE, get_if_exists=True, num_cpus=0, max_restarts=-1
                 )
-                .remote(self._app_name, sockets, lease_s, resume_key, plan)
+                .remote(self._app_name, sockets, lease_s, resume_key, plans)
             )
             self._handles.append(actor)
             return self.find()
@@ -158,10 +158,10 @@ class DirectoryFinder:
         """How many workers have joined. Raises Unavailable when the directory does not answer."""
         return cast("int", self._ask("worker_count"))
 
-    def follow_plan(self, plan: RolePlan | None) -> None:
+    def follow_plans(self, plans: Mapping[str, RolePlan]) -> None:
         """Tell a directory that was there before what was deployed now. Raises Unavailable when it does not
         answer."""
-        self._ask("follow_plan", plan)
+        self._ask("follow_plans", plans)
 
     def first_role(self, worker: str, timeout_s: float) -> Role:
         """The role of a worker that starts. Raises Unavailable when the directory does not answer, or

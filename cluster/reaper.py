@@ -13,16 +13,12 @@ import threading
 import ray
 from ray.exceptions import RayError
 
+from cluster.worker_ids import parse_worker_id
 from wire.records import WorkerRecord
 
 log = logging.getLogger(__name__)
 
 _SERVE_NAMESPACE = "serve"
-
-
-def worker_id(deployment: str, replica: str) -> str:
-    """The id of the worker in a replica. `replica`: the replica's unique part, as Serve names it."""
-    return f"{deployment}-{replica}"
 
 
 class Reaper:
@@ -39,7 +35,7 @@ class Reaper:
         threading.Thread(target=self._kill, args=(record,), name="reaper", daemon=True).start()
 
     def _kill(self, record: WorkerRecord) -> None:
-        deployment, _, replica = record.id.rpartition("-")
+        deployment, replica = parse_worker_id(record.id)
         name = f"SERVE_REPLICA::{self._app_name}#{deployment}#{replica}"
         try:
             actor = ray.get_actor(name, namespace=_SERVE_NAMESPACE)

@@ -1,4 +1,4 @@
-"""RoleKeeper: which worker of an application with `roles: dynamic` has which role.
+"""RoleKeeper: which worker of a deployment with `roles: dynamic` has which role.
 
 It gives a worker that starts its first role, and asks workers to change it: as the load wants it
 (scaling/roles.py), or as an operator has said with `baton roles`. Pure: time is passed in, nothing is sent.
@@ -11,15 +11,13 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from cluster.worker_ids import parse_worker_id
 from scaling.demand import DecodeDemand, PrefillDemand
 from scaling.load import worker_sample
 from scaling.roles import RoleController
 from wire.records import Role, WorkerRecord
 
 log = logging.getLogger(__name__)
-
-WORKER = "worker"
-"""The deployment of workers whose roles change. Their ids begin with it (cluster/reaper.py)."""
 
 _START_S = 1800.0  # large models load slowly: a worker that has not joined by then has failed
 _ASK_EVERY_S = 1.0
@@ -28,7 +26,7 @@ _SLACK_S = 60.0  # for a change, beyond its drain
 
 @dataclass(frozen=True)
 class RolePlan:
-    """What the configuration says of an application whose roles are dynamic. Not how many workers there are:
+    """What the configuration says of a deployment whose roles are dynamic. Not how many workers there are:
     routers know the plan, and Serve would restart them with every change of it."""
 
     ttft_s: float  # objective, p95
@@ -47,7 +45,8 @@ class _Change:
 class RoleKeeper:
     """Used by one thread at a time."""
 
-    def __init__(self, plan: RolePlan) -> None:
+    def __init__(self, deployment: str, plan: RolePlan) -> None:
+        self._deployment = deployment
         self.automatic = True  # else the roles are as an operator has set them
         self._plan = plan
         memory_s = RoleController.MEMORY_S
@@ -74,9 +73,8 @@ class RoleKeeper:
         return known[0]
 
     def tick(self, records: list[WorkerRecord], now: float) -> list[tuple[WorkerRecord, Role]]:
-        """Take the live workers. Returns those that are to be asked to take a role. Workers that others have
-        started have the roles that they have."""
-        self._records = {one.id: one for one in records if one.id.startswith(f"{WORKER}-")}
+        """Take the live workers, of all deployments. Returns those that are to be asked to take a role."""
+        self._records = {one.id: one for one in records if parse_worker_id(one.id)[0] == self._deployment}
         self._note(now)
         self._keep_decode(now)
         if self.automatic and now >= self._decide_at:

@@ -11,7 +11,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cluster.role_keeper import WORKER, RoleKeeper, RolePlan
+from cluster.role_keeper import RoleKeeper, RolePlan
+from cluster.worker_ids import parse_worker_id
 from router.directory.server import RoleOrders
 from wire.records import Role, WorkerRecord
 from wire.settings import NO_SETTINGS, DeploymentRoles, Settings
@@ -19,22 +20,25 @@ from wire.settings import NO_SETTINGS, DeploymentRoles, Settings
 
 @dataclass(frozen=True)
 class WorkerRoles:
-    """An operator's wish: these workers take these roles."""
+    """An operator's wish: these workers, of one deployment, take these roles."""
 
     roles: Mapping[str, Role]
 
 
 @dataclass(frozen=True)
 class RoleCounts:
-    """An operator's wish: so many workers in each role."""
+    """An operator's wish: so many workers in each role, of a deployment; None: of the only one."""
 
     prefill: int
     decode: int
+    deployment: str | None = None
 
 
 @dataclass(frozen=True)
 class AutomaticRoles:
-    """An operator's wish: roles follow the load again."""
+    """An operator's wish: roles follow the load again, in a deployment; None: in all."""
+
+    deployment: str | None = None
 
 
 RoleWish = WorkerRoles | RoleCounts | AutomaticRoles
@@ -56,19 +60,20 @@ class RoleRow:
 
 @dataclass(frozen=True)
 class RoleTable:
-    """All workers, and who decides: "fixed" (the configuration), "automatic" (the load) or "set" (an
-    operator)."""
+    """All workers, and who decides, by deployment: "automatic" (the load) or "set" (an operator). Those that
+    are not in it have fixed roles."""
 
-    decided: str
+    decided: dict[str, str]
     rows: list[RoleRow]
 
 
 class Roles:
-    """Without a plan the roles are fixed: nothing is assigned, and only the table can be asked for."""
+    """Each deployment with a plan has roles that change, for itself. Others are only shown."""
 
-    def __init__(self, plan: RolePlan | None) -> None:
-        self._plan = plan
-        self._keeper = None if plan is None else RoleKeeper(plan)
+    def __init__(self, plans: Mapping[str, RolePlan]) -> None:
+        """`plans` by deployment."""
+        self._plans = plans
+        self._keepers = {name: RoleKeeper(name, plan) for name, plan in plans.items()}
         self._records: list[WorkerRecord] = []
         self._settings = NO_SETTINGS  # what the directory knows, and what operators have said since
         self._since: dict[tuple[str, int], float] = {}  # by worker and incarnation
@@ -82,32 +87,39 @@ class Roles:
             self._since = {
                 key: self._since.get(key, now) for key in ((one.id, one.incarnation) for one in records)
             }
-            asked = [] if self._keeper is None else self._keeper.tick(records, now)
+            asked = [order for keeper in self._keepers.values() for order in keeper.tick(records, now)]
             return RoleOrders(asked, self._settings)
 
-    def follow(self, plan: RolePlan | None) -> None:
-        """The plan of a configuration that was deployed now. The same plan changes nothing."""
+    def follow(self, plans: Mapping[str, RolePlan]) -> None:
+        """The plans of a configuration that was deployed now. The same plan changes nothing."""
         with self._lock:
-            if plan != self._plan:
-                self._plan = plan
-                self._keeper = None if plan is None else RoleKeeper(plan)
-                self._follow_operator()
+            keepers, self._keepers = self._keepers, {}
+            for name, plan in plans.items():
+                if plan == self._plans.get(name):
+                    self._keepers[name] = keepers[name]
+                else:
+                    self._keepers[name] = RoleKeeper(name, plan)
+                    self._follow_operator(name)
+            self._plans = plans
 
     def first(self, worker: str) -> Role | None:
         """See RoleKeeper.first_role. None while the roles are fixed: a worker may start before a router has
         told its plan."""
         with self._lock:
-            return None if self._keeper is None else self._keeper.first_role(worker, time.monotonic())
+            keeper = self._keepers.get(parse_worker_id(worker)[0])
+            return None if keeper is None else keeper.first_role(worker, time.monotonic())
 
     def table(self) -> RoleTable:
         """Who has which role now."""
         now = time.monotonic()
         with self._lock:
-            keeper = self._keeper
-            wanted = {} if keeper is None else keeper.wanted()
+            wanted = {worker: role for one in self._keepers.values() for worker, role in one.wanted().items()}
+            decided = {
+                name: "automatic" if keeper.automatic else "set" for name, keeper in self._keepers.items()
+            }
             workers = sorted(self._records, key=lambda one: (one.role is Role.DECODE, one.id))
             rows = [self._row(one, wanted.get(one.id), now) for one in workers]
-        return RoleTable("fixed" if keeper is None else "automatic" if keeper.automatic else "set", rows)
+        return RoleTable(decided, rows)
 
     def _row(self, record: WorkerRecord, wanted: Role | None, now: float) -> RoleRow:
         load = record.load
@@ -118,32 +130,48 @@ class Roles:
 
     def set(self, wish: RoleWish) -> str:
         """What an operator wants. Returns why not, or ""."""
-        now = time.monotonic()
         with self._lock:
-            keeper = self._keeper
-            if keeper is None:
+            if not self._keepers:
                 return "the roles of this application are fixed"
-            match wish:
-                case WorkerRoles(roles):
-                    problem = keeper.set_roles(roles, now)
-                case RoleCounts(prefill, decode):
-                    problem = keeper.set_counts(prefill, decode, now)
-                case AutomaticRoles():
-                    problem = keeper.set_automatic()
-            if not problem:
-                known = self._settings.roles.get(WORKER)
-                revision = 1 if known is None else known.revision + 1
-                said = DeploymentRoles(revision, *keeper.set_by_operator())
-                self._settings = self._settings.with_told(Settings(roles={WORKER: said}))
-            return problem
+            named = self._named(wish)
+            for name in named:
+                if name not in self._keepers:
+                    return f"the roles of {name or 'this worker'} are fixed, or it is not there"
+            if len(named) != 1 and not isinstance(wish, AutomaticRoles):
+                return f"name one deployment; there are {', '.join(self._keepers)}"
+            problems = [self._set(name, wish) for name in named]
+            return next(filter(None, problems), "")
+
+    def _named(self, wish: RoleWish) -> list[str]:
+        """The deployments that are meant."""
+        if isinstance(wish, WorkerRoles):
+            return sorted({parse_worker_id(worker)[0] for worker in wish.roles})
+        return list(self._keepers) if wish.deployment is None else [wish.deployment]
+
+    def _set(self, name: str, wish: RoleWish) -> str:
+        keeper, now = self._keepers[name], time.monotonic()
+        match wish:
+            case WorkerRoles(roles):
+                problem = keeper.set_roles(roles, now)
+            case RoleCounts(prefill, decode):
+                problem = keeper.set_counts(prefill, decode, now)
+            case AutomaticRoles():
+                problem = keeper.set_automatic()
+        if not problem:
+            known = self._settings.roles.get(name)
+            revision = 1 if known is None else known.revision + 1
+            said = DeploymentRoles(revision, *keeper.set_by_operator())
+            self._settings = self._settings.with_told(Settings(roles={name: said}))
+        return problem
 
     def _learn(self, told: Settings) -> None:
         """A directory before this one may have been told what this one was not."""
         before, self._settings = self._settings.roles, self._settings.with_told(told)
-        if self._settings.roles.get(WORKER) is not before.get(WORKER):
-            self._follow_operator()
+        for name in self._keepers:
+            if self._settings.roles.get(name) is not before.get(name):
+                self._follow_operator(name)
 
-    def _follow_operator(self) -> None:
-        said = self._settings.roles.get(WORKER)
-        if self._keeper is not None and said is not None:
-            self._keeper.follow(said.prefill, said.decode)
+    def _follow_operator(self, name: str) -> None:
+        said = self._settings.roles.get(name)
+        if said is not None:
+            self._keepers[name].follow(said.prefill, said.decode)

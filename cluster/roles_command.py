@@ -8,13 +8,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import ray
 
 from cluster.directory_actor import DirectoryFinder
 from cluster.local import APP_NAME, running_ray
-from cluster.roles import AutomaticRoles, RoleCounts, RoleTable, RoleWish, WorkerRoles
+from cluster.roles import AutomaticRoles, RoleCounts, RoleRow, RoleTable, RoleWish, WorkerRoles
+from cluster.worker_ids import parse_worker_id
 from common.errors import ConfigError, Unavailable
 from wire.records import Role
 
@@ -31,6 +33,7 @@ def add_roles(roles: argparse.ArgumentParser) -> None:
     roles.add_argument("workers", metavar="WORKER=ROLE", nargs="*", help="prefill or decode for this worker")
     roles.add_argument("--prefill", type=int, metavar="N", help="so many prefill workers (with --decode)")
     roles.add_argument("--decode", type=int, metavar="N", help="so many decode workers (with --prefill)")
+    roles.add_argument("--deployment", metavar="NAME", help="where counts or --auto hold, of several")
     roles.add_argument("--auto", action="store_true", help="roles follow the load again")
     roles.add_argument("--json", action="store_true", help="print the table as JSON")
     roles.set_defaults(run=_roles)
@@ -42,13 +45,15 @@ def parse_wish(arguments: argparse.Namespace) -> RoleWish | None:
     given = [bool(arguments.workers), counts != (None, None), arguments.auto]
     if sum(given) > 1:
         raise ConfigError("baton roles", "workers, counts and --auto exclude each other", "give one of them")
+    if arguments.deployment and (arguments.workers or not any(given)):
+        raise ConfigError("--deployment", "it is for counts and --auto", "give them, or remove it")
     if arguments.workers:
         return WorkerRoles(dict(_assignment(text) for text in arguments.workers))
     if counts != (None, None):
         if None in counts:
             raise ConfigError("baton roles", "only one of --prefill and --decode is given", "give both")
-        return RoleCounts(*counts)
-    return AutomaticRoles() if arguments.auto else None
+        return RoleCounts(*counts, arguments.deployment)
+    return AutomaticRoles(arguments.deployment) if arguments.auto else None
 
 
 def _assignment(text: str) -> tuple[str, Role]:
@@ -59,7 +64,7 @@ def _assignment(text: str) -> tuple[str, Role]:
 
 
 def format_table(table: RoleTable) -> str:
-    """A line per worker, and one with the counts."""
+    """A line per worker, and one with the counts for each deployment whose roles change, or one for all."""
     lines = [_COLUMNS] + [
         (
             row.worker,
@@ -70,10 +75,18 @@ def format_table(table: RoleTable) -> str:
         for row in table.rows
     ]  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    counts = {role: sum(row.role is role for row in table.rows) for role in Role}
     shown = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
-    total = f"{counts[Role.PREFILL]} prefill, {counts[Role.DECODE]} decode; roles: {table.decided}"
-    return "\n".join([*(line.rstrip() for line in shown), total])
+    totals = []
+    for name, who in table.decided.items():
+        here = [row for row in table.rows if parse_worker_id(row.worker)[0] == name]
+        totals.append(f"{name}: {_counts(here)}; roles: {who}")
+    if not totals:
+        totals.append(f"{_counts(table.rows)}; roles: fixed")
+    return "\n".join([*(line.rstrip() for line in shown), *totals])
+
+
+def _counts(rows: Sequence[RoleRow]) -> str:
+    return ", ".join(f"{sum(row.role is role for row in rows)} {role}" for role in Role)
 
 
 def _duration(seconds: float) -> str:

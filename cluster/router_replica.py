@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from ray import serve
@@ -36,11 +36,11 @@ class RouterReplica:
 
     # Serve awaits the constructor: the router must start on the event loop that will serve its requests.
     async def __init__(  # type: ignore[misc]
-        self, options: RouterOptions, plan: RolePlan | None, *_workers: Any
+        self, options: RouterOptions, plans: Mapping[str, RolePlan], *_workers: Any
     ) -> None:
-        """Create or find the directory, which assigns roles by the `plan`, and start the router. `_workers`
+        """Create or find the directory, which assigns roles by the `plans`, and start the router. `_workers`
         are only tied to the application."""
-        self._plan = plan
+        self._plans = plans
         self._configured = False
         self._finder = DirectoryFinder(serve.get_replica_context().app_name)
         self._interface = options.interface
@@ -98,14 +98,14 @@ class RouterReplica:
         """The directory's address, and the key with which this replica signs event ids, unless it derives it
         from the cluster's secret. Raises Unavailable when the directory ends meanwhile."""
         address = self._directory()
-        self._finder.follow_plan(self._plan)
+        self._finder.follow_plans(self._plans)
         drawn = self._options.resume_key is None and self._resume_key is not None
         return address, self._finder.resume_key() if drawn else self._resume_key
 
     def _directory(self) -> str:
         options = self._options
         sockets = DirectorySockets(self._interface, options.ports.mailboxes, options.cluster_secret_file)
-        return self._finder.ensure(sockets, options.lease_s, self._resume_key, self._plan)
+        return self._finder.ensure(sockets, options.lease_s, self._resume_key, self._plans)
 
     async def _follow_directory(self) -> None:
         """Create the directory again when its owner has gone, and look where it is. Off the token path."""

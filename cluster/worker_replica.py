@@ -17,8 +17,8 @@ from cluster.directory_actor import DirectoryFinder
 from cluster.model_cache import ModelCache
 from cluster.model_files import model_directory
 from cluster.node import node_interface, node_rack
-from cluster.reaper import worker_id
 from cluster.refusal import readable_refusal
+from cluster.worker_ids import worker_id
 from common.garbage import freeze_gc
 from scaling.load import load_share, worker_sample
 from wire.records import Role

@@ -109,11 +109,11 @@ def test_dynamic_roles_are_one_deployment_with_one_count() -> None:
     assert list(config.worker_sections()) == ["dynamic"]
     assert config.cpus() == pytest.approx(0.2 + 4 * 0.3)
     assert config.shutdown_s() == pytest.approx(max(40, config.router.drain_s) / 0.8 + 15)
-    assert config.role_plan() == RolePlan(2.0, 0.1, 5.0, 40)
+    assert config.role_plans() == {"worker": RolePlan(2.0, 0.1, 5.0, 40)}
     settings = _worker_settings(config.dynamic, "dynamic")
     assert settings["num_replicas"] == 4
     assert "autoscaling_config" not in settings
-    assert parse_config({"model": "m"}).role_plan() is None
+    assert parse_config({"model": "m"}).role_plans() == {}
 
 
 def test_cpus_count_what_autoscaling_may_reach() -> None:

@@ -11,6 +11,7 @@ from ray.serve._private.build_app import build_app as build_serve_app
 from cluster.app import application
 from cluster.cli import share_machine
 from cluster.config import parse_config, read_config
+from cluster.role_keeper import RolePlan
 from cluster.router_config import parse_router_config
 from common.errors import ConfigError
 from router.options import RoutedModel
@@ -99,7 +100,9 @@ def test_serve_gets_the_deployments_and_surges_where_it_may() -> None:
         ({"model": "/models/c"}, "model"),
         ({"served_model_name": "c"}, "served_model_name"),
         ({"decode": {"num_replicas": 2}}, "decode"),
-        ({"roles": "dynamic"}, "roles"),
+        ({"roles": "dynamic"}, "models.0.decode"),
+        ({"dynamic": {"num_replicas": 4}}, "dynamic"),
+        ({"models": [{"model": "a", "dynamic": {"num_replicas": 4}}]}, "models.0.dynamic"),
         ({"models": []}, "model"),
         ({"models": [{"model": "a"}, {"model": "b", "served_model_name": "a"}]}, "models.1.model_version"),
         (
@@ -115,6 +118,35 @@ def test_what_cannot_work_is_refused_by_name(changes: dict[str, Any], key: str) 
     with pytest.raises(ConfigError) as refused:
         parse_config({**CANARY, **changes})
     assert refused.value.key == key
+
+
+def test_with_dynamic_roles_each_model_has_a_total_of_its_own() -> None:
+    config = parse_config(
+        {
+            "roles": "dynamic",
+            "models": [
+                {
+                    "model": "/models/a",
+                    "model_version": "v1",
+                    "dynamic": {"num_replicas": 4, "num_cpus": 0.5},
+                },
+                {"model": "/models/a2", "served_model_name": "a", "model_version": "v2"},
+                {"model": "Org/B", "dynamic": {"ttft_s": 1.0, "drain_s": 30}},
+            ],
+        }
+    )
+    assert list(config.worker_sections()) == ["dynamic-a-v1", "dynamic-a-v2", "dynamic-B"]
+    assert config.cpus() == pytest.approx(0.2 + 4 * 0.5 + 4 * 0.3)
+    assert config.role_plans() == {
+        "worker-a-v1": RolePlan(2.0, 0.05, 5.0, 60.0),
+        "worker-a-v2": RolePlan(2.0, 0.05, 5.0, 60.0),
+        "worker-B": RolePlan(1.0, 0.05, 5.0, 30.0),
+    }
+    told = config.worker_options("dynamic-a-v2")
+    assert (told.model, told.model_name, told.model_version) == ("/models/a2", "a", "v2")
+    built = build_serve_app(application(config), name="baton").deployments
+    found = {one.name: one._deployment_config.num_replicas for one in built if one.name != "router"}
+    assert found == {"worker-a-v1": 4, "worker-a-v2": 2, "worker-B": 2}
 
 
 def test_models_are_found_relative_to_the_file(tmp_path: Path) -> None:

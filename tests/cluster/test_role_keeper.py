@@ -75,7 +75,7 @@ class FakeFleet:
     """Workers under a load, and the keeper that assigns their roles."""
 
     def __init__(self, workers: int = 4, drain_s: float = 3.0) -> None:
-        self.keeper = RoleKeeper(PLAN)
+        self.keeper = RoleKeeper("worker", PLAN)
         self.now = 0.0
         self.changes: list[tuple[float, str, Role]] = []  # new incarnations
         self._drain_s = drain_s
@@ -118,7 +118,7 @@ def roles_of(fleet: FakeFleet) -> list[Role]:
 
 
 def test_workers_that_start_get_both_roles_decode_first() -> None:
-    keeper = RoleKeeper(PLAN)
+    keeper = RoleKeeper("worker", PLAN)
     roles = [keeper.first_role(f"worker-{i}", 0.0) for i in range(4)]
     assert roles == [Role.DECODE, Role.PREFILL, Role.PREFILL, Role.DECODE]
     assert keeper.first_role("worker-1", 1.0) is Role.PREFILL, "asked again, the same"
@@ -154,7 +154,7 @@ def test_the_last_decode_worker_that_dies_is_replaced_by_a_prefill_worker_at_onc
 
 
 def test_prefill_workers_that_are_ready_first_wait_for_the_decode_worker_that_starts() -> None:
-    keeper = RoleKeeper(PLAN)
+    keeper = RoleKeeper("worker", PLAN)
     names = [f"worker-{number}" for number in range(3)]
     workers = [FakeWorker(name, keeper.first_role(name, 0.0)) for name in names]
     prefill = [one.record() for one in workers if one.role is Role.PREFILL]
@@ -175,6 +175,9 @@ def test_64_workers_follow_a_load_that_shifts_and_do_not_flap() -> None:
     fleet.run(600.0, prompts_per_s=30.0, rows_per_s=400.0)
     assert len(fleet.changes) == second
     assert max(one.queue for one in fleet.workers) < PREFILL_RATE, "prompts wait for less than a second"
+    gone = next(one for one in fleet.workers if one.role is Role.DECODE)
+    fleet.keeper.tick([one.record() for one in fleet.workers if one is not gone], fleet.now)
+    assert fleet.keeper.first_role("worker-new", fleet.now) is Role.DECODE, "of 64, 12 prefill"
 
 
 def test_an_idle_fleet_changes_nothing() -> None:
@@ -215,12 +218,16 @@ def test_a_ratio_that_an_operator_set_earlier_is_kept() -> None:
         assert fleet.keeper.set_by_operator() == (3, 1)
         fleet.run(20.0)
         fleet.keeper.follow(0, 0)
-    again = RoleKeeper(PLAN)
+    again = RoleKeeper("worker", PLAN)
     assert "no worker" in again.set_automatic()
     again.follow(3, 1)
     again.tick([one.record() for one in fleet.workers if one.role is Role.DECODE], fleet.now)
     assert [again.first_role(f"new-{number}", fleet.now) for number in range(3)] == [Role.PREFILL] * 3
     assert again.set_by_operator() == (3, 1)
+    third = RoleKeeper("worker", PLAN)
+    third.tick([one.record() for one in fleet.workers], fleet.now)
+    assert third.set_counts(3, 1, fleet.now) == "", "nobody changes"
+    assert third.set_by_operator() == (3, 1)
 
 
 def test_counts_change_the_least_loaded() -> None:

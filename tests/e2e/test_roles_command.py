@@ -98,7 +98,7 @@ def test_roles_are_shown_and_set_while_streams_run(tmp_path: Path) -> None:
         shown = baton_roles(cluster)
         assert (shown.returncode, shown.stdout.splitlines()[-1]) == (
             0,
-            "2 prefill, 2 decode; roles: automatic",
+            "worker: 2 prefill, 2 decode; roles: automatic",
         )
         stop = Event()
         with ThreadPoolExecutor(len(QUESTIONS)) as pool:
