@@ -15,7 +15,13 @@ from ray import serve
 
 from cluster.autoscaling import LoadPolicy, ObjectivePolicy
 from cluster.config import DYNAMIC, ServeConfig, deployment_name, parse_config
-from cluster.deployments import Deployment, RouterDeployment, WorkerAutoscaling, WorkerDeployment
+from cluster.deployments import (
+    Deployment,
+    DynamicDeployment,
+    RouterDeployment,
+    WorkerAutoscaling,
+    WorkerDeployment,
+)
 from cluster.local import ROUTER
 from cluster.placement import check_placement
 from cluster.router_replica import RouterReplica
@@ -66,18 +72,26 @@ def _router_settings(section: RouterDeployment) -> dict[str, Any]:
 def _worker_settings(section: WorkerDeployment, role: str) -> dict[str, Any]:
     settings = _common_settings(section)
     if section.autoscaling_config is not None:
-        settings["autoscaling_config"] = _scaling(section.autoscaling_config, role)
+        objectives = _objectives(section, section.autoscaling_config.objective_s, role)
+        settings["autoscaling_config"] = _scaling(section.autoscaling_config, objectives)
     return settings
 
 
-def _scaling(scaling: WorkerAutoscaling, role: str) -> dict[str, Any]:
+def _objectives(section: WorkerDeployment, objective_s: float | None, role: str) -> dict[str, float | None]:
+    """p95 of TTFT and ITL, as far as the number of workers depends on them."""
+    if isinstance(section, DynamicDeployment):
+        return {"ttft_s": section.ttft_s, "itl_s": section.itl_s}
+    ttft = role == Role.PREFILL
+    return {"ttft_s": objective_s if ttft else None, "itl_s": None if ttft else objective_s}
+
+
+def _scaling(scaling: WorkerAutoscaling, objectives: dict[str, float | None]) -> dict[str, Any]:
     settings = scaling.model_dump(exclude_none=True, exclude={"target_load", "objective_s", "start_s"})
-    if scaling.objective_s is None:
+    if not any(objectives.values()):
         return {**settings, "policy": _policy(LoadPolicy, target_load=scaling.target_load)}
     policy = _policy(
         ObjectivePolicy,
-        role=role,
-        objective_s=scaling.objective_s,
+        **objectives,
         start_s=scaling.start_s,
         hold_s=scaling.downscale_delay_s,
         period_s=_DECISION_S,

@@ -16,7 +16,8 @@ from ray import cloudpickle
 from ray.serve.config import AutoscalingContext
 
 import scaling
-from scaling.demand import DecodeDemand, PrefillDemand
+from scaling.demand import DecodeDemand, Demand, PrefillDemand
+from scaling.fleet import FleetDemand
 from scaling.objective import ObjectiveScaler
 from scaling.sample import WorkerSample
 from scaling.target import workers_for_load
@@ -43,17 +44,19 @@ class LoadPolicy:
 
 
 class ObjectivePolicy:
-    """As many replicas as meet a role's objective (scaling/objective.py).
+    """As many replicas as meet the objective of their role, or of both if they change it
+    (scaling/objective.py).
 
     Serve keeps one instance per deployment, so forecasts stay here and not in the state that Serve would
     copy. A controller that restarts forgets them, and scales nothing down for `hold_s` seconds.
     """
 
-    def __init__(self, role: str, objective_s: float, start_s: float, hold_s: float, period_s: float) -> None:
-        """`role` is "prefill", with TTFT as its objective, or "decode", with ITL. A new replica serves after
-        `start_s`. Every `period_s` seconds there is a decision."""
-        demand = PrefillDemand(objective_s) if role == "prefill" else DecodeDemand(objective_s)
-        self._scaler = ObjectiveScaler(demand, start_s, hold_s)
+    def __init__(
+        self, ttft_s: float | None, itl_s: float | None, start_s: float, hold_s: float, period_s: float
+    ) -> None:
+        """Prefill replicas have a TTFT as their objective, decode replicas an ITL, and those that change
+        their roles both. A new replica serves after `start_s`. Decisions are `period_s` seconds apart."""
+        self._scaler = ObjectiveScaler(_demand(ttft_s, itl_s), start_s, hold_s)
         self._period_s = period_s
         self._next_at = 0.0
         self._target = 0
@@ -66,6 +69,14 @@ class ObjectivePolicy:
             self._next_at = now + self._period_s
             self._target = self._scaler.target(samples, now, context.target_num_replicas)
         return self._target or context.target_num_replicas, {}
+
+
+def _demand(ttft_s: float | None, itl_s: float | None) -> Demand:
+    prefill = None if ttft_s is None else PrefillDemand(ttft_s)
+    decode = None if itl_s is None else DecodeDemand(itl_s)
+    one = prefill or decode
+    assert one is not None, "there is an objective"
+    return FleetDemand(prefill, decode) if prefill and decode else one
 
 
 def _samples(context: AutoscalingContext) -> dict[str, WorkerSample]:

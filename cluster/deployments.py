@@ -64,6 +64,19 @@ class WorkerAutoscaling(Autoscaling):
         return self
 
 
+class DynamicAutoscaling(WorkerAutoscaling):
+    """Of workers that change their roles: the objectives are `ttft_s` and `itl_s` of their section."""
+
+    min_replicas: int = Field(default=2, ge=2, description="workers that always run, one in each role")
+    max_replicas: int = Field(default=4, ge=2, description="workers at most, in all")
+
+    @model_validator(mode="after")
+    def _one_way_to_scale(self) -> DynamicAutoscaling:
+        for key in sorted({"objective_s", "target_load", "upscale_delay_s"} & self.model_fields_set):
+            raise ValueError(f"{key} has no effect: ttft_s and itl_s are the objectives of dynamic roles")
+        return self
+
+
 class Deployment(NodeOptions):
     """What a Serve deployment is given: replicas, resources, nodes and bounds."""
 
@@ -128,16 +141,13 @@ class DynamicDeployment(WorkerDeployment):
     """Workers of one model whose roles follow the load: one Serve deployment, because a replica cannot change
     its deployment."""
 
-    num_replicas: int = Field(default=2, ge=2, description="workers in all; each role has at least one")
+    num_replicas: int = Field(
+        default=2, ge=2, description="workers in all, when autoscaling_config is not set; each role has one"
+    )
+    autoscaling_config: DynamicAutoscaling | None = None
     ttft_s: float = Field(default=2.0, gt=0, description="p95 of TTFT to meet (docs/scaling.md)")
     itl_s: float = Field(default=0.05, gt=0, description="p95 of ITL to meet")
     period_s: float = Field(default=5.0, gt=0, description="between two decisions who has which role")
-
-    @model_validator(mode="after")
-    def _one_count(self) -> DynamicDeployment:
-        if self.autoscaling_config is not None:
-            raise ValueError("autoscaling_config: with dynamic roles num_replicas is the number of workers")
-        return self
 
 
 class ModelSection(ServedModel):

@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 _START_S = 1800.0  # large models load slowly: a worker that has not joined by then has failed
 _ASK_EVERY_S = 1.0
 _SLACK_S = 60.0  # for a change, beyond its drain
+_REPLACED_S = 60.0  # by then Serve has begun to start another worker in place of one that died
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class RoleKeeper:
         self._controller = RoleController(prefill, decode, plan.period_s)
         self._decide_at = 0.0
         self._had_decode = False
+        self._prefill_at: float | None = None  # when a worker prefilled last, or was about to
         self._share = 1, 2  # of the workers that are to prefill: so many of so many
         self._starting: dict[str, tuple[Role, float]] = {}  # first roles, until when; by worker
         self._changes: dict[str, _Change] = {}
@@ -77,6 +79,7 @@ class RoleKeeper:
         self._records = {one.id: one for one in records if parse_worker_id(one.id)[0] == self._deployment}
         self._note(now)
         self._keep_decode(now)
+        self._keep_prefill(now)
         if self.automatic and now >= self._decide_at:
             self._decide_at = now + self._plan.period_s
             self._decide(now)
@@ -111,6 +114,14 @@ class RoleKeeper:
         if self._had_decode and roles and Role.DECODE not in roles and not gone:
             idlest = min(self._staying(), key=self._cost)
             self._change({idlest.id: Role.DECODE}, now)
+
+    def _keep_prefill(self, now: float) -> None:
+        """When fewer workers are wanted, Serve may stop the last one that prefills, and start no other."""
+        if self._prefill_at is None or self._counts()[Role.PREFILL] or len(self._staying()) < 2:
+            self._prefill_at = now
+        elif now - self._prefill_at >= _REPLACED_S:
+            idlest = min(self._staying(), key=self._cost)
+            self._change({idlest.id: Role.PREFILL}, now)
 
     def _decide(self, now: float) -> None:
         samples = {

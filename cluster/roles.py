@@ -166,10 +166,9 @@ class Roles:
 
     def _learn(self, told: Settings) -> None:
         """A directory before this one may have been told what this one was not."""
-        before, self._settings = self._settings.roles, self._settings.with_told(told)
+        self._settings = self._settings.with_told(told)
         for name in self._keepers:
-            if self._settings.roles.get(name) is not before.get(name):
-                self._follow_operator(name)
+            self._follow_operator(name)
 
     def _follow_operator(self, name: str) -> None:
         said = self._settings.roles.get(name)

@@ -32,6 +32,7 @@ def worker_sample(record: WorkerRecord) -> WorkerSample:
         waiting=load.waiting_requests,
         share=max(load.running_requests / record.max_running_requests, _memory(load, record.total_tokens)),
         step_s=load.decode_step_s,
+        prefills=float(record.role is Role.PREFILL),
     )
 
 

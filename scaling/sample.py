@@ -19,6 +19,7 @@ class WorkerSample:
     waiting: float = 0.0  # requests that wait for their turn, memory or a row
     share: float = 0.0  # of its rows or memory in use, the larger
     step_s: float = 0.0  # of a decode step; 0: nothing decodes
+    prefills: float = 0.0  # 1: its role is prefill
 
 
 Samples = Mapping[str, WorkerSample]

@@ -77,7 +77,7 @@ def _prefill(at: float, tokens_per_s: float, workers: int) -> dict[str, dict[str
 
 
 def _policy() -> ObjectivePolicy:
-    return ObjectivePolicy("prefill", objective_s=2.0, start_s=60.0, hold_s=60.0, period_s=10.0)
+    return ObjectivePolicy(ttft_s=2.0, itl_s=None, start_s=60.0, hold_s=60.0, period_s=10.0)
 
 
 def test_replicas_follow_what_arrives() -> None:
@@ -89,6 +89,31 @@ def test_replicas_follow_what_arrives() -> None:
     assert again == 6, "between two decisions, and without a report, the number stays"
 
 
+def test_a_total_is_what_both_roles_need() -> None:
+    def total(prompt_tokens_per_s: float, tokens_per_s: float) -> int:
+        policy = ObjectivePolicy(ttft_s=2.0, itl_s=0.05, start_s=60.0, hold_s=60.0, period_s=10.0)
+        target = 4
+        for at in range(0, 400, 10):
+            prefill = WorkerSample(
+                prompts=prompt_tokens_per_s * at / 2 / 4000, prefilled_tokens=prompt_tokens_per_s * at / 2,
+                prefill_tokens_per_s=20_000.0, prefills=1.0,
+            )  # fmt: skip
+            decode = WorkerSample(
+                decoded_tokens=tokens_per_s * at / 2, rows=tokens_per_s * 0.02 / 2, step_s=0.02, share=0.5,
+            )  # fmt: skip
+            samples = {"a": prefill, "b": prefill, "c": decode, "d": decode}
+            metrics = {
+                name: {worker: getattr(one, name) for worker, one in samples.items()}
+                for name in WorkerSample.__slots__
+            }
+            target, _ = policy(_reported(metrics, 4, target, float(at)))
+        return target
+
+    assert total(100_000.0, 0.0) == 7, "6 prefill, as above, and one decodes"
+    assert total(100_000.0, 2000.0) == 8, "two decode workers are half full, and one would be full"
+    assert total(0.0, 0.0) == 2, "one in each role"
+
+
 def test_the_number_stays_until_replicas_report() -> None:
     assert _policy()(_reported({}, 0, 3, 5.0)) == (3, {})
     assert _policy()(_reported({LOAD: {"a": 0.1}}, 1, 3, 5.0)) == (3, {}), "an older version's report"
@@ -98,7 +123,7 @@ _IN_THE_CONTROLLER = """
 import sys
 from ray import cloudpickle
 policy = cloudpickle.load(sys.stdin.buffer)
-objective = policy("prefill", 2.0, 60.0, 60.0, 10.0)
+objective = policy(2.0, 0.05, 60.0, 60.0, 10.0)
 class Context:
     aggregated_metrics, current_time, current_num_replicas, target_num_replicas = {}, 1.0, 1, 3
 assert objective(Context()) == (3, {})

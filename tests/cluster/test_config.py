@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.serve._private.build_app import build_app as build_serve_app
 from ray.serve.config import AutoscalingConfig
 
-from cluster.app import _worker_settings
+from cluster.app import _worker_settings, application
 from cluster.config import ServeConfig, parse_config, read_config
 from cluster.role_keeper import RolePlan
 from common.errors import ConfigError
@@ -46,9 +47,14 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
         ({"roles": "dynamic", "decode": {}}, "decode", "no effect with roles: dynamic"),
         ({"dynamic": {"num_replicas": 4}}, "dynamic", "no effect with roles: fixed"),
         (
-            {"roles": "dynamic", "dynamic": {"autoscaling_config": {}}},
-            "dynamic",
-            "num_replicas is the number",
+            {"roles": "dynamic", "dynamic": {"autoscaling_config": {"objective_s": 1}}},
+            "dynamic.autoscaling_config",
+            "ttft_s and itl_s are the objectives",
+        ),
+        (
+            {"roles": "dynamic", "dynamic": {"autoscaling_config": {"min_replicas": 1}}},
+            "dynamic.autoscaling_config.min_replicas",
+            "equal to 2",
         ),
         ({"router": {"options": {"polici": "kv"}}}, "router.options.polici", "unknown key"),
         ({"served_model_name": " "}, "served_model_name", "empty name"),
@@ -116,6 +122,24 @@ def test_dynamic_roles_are_one_deployment_with_one_count() -> None:
     assert parse_config({"model": "m"}).role_plans() == {}
 
 
+def test_the_total_of_dynamic_roles_is_scaled_on_both_objectives() -> None:
+    scaling = {"max_replicas": 6, "start_s": 30, "downscale_delay_s": 90}
+    config = parse_config(
+        {"model": "m", "roles": "dynamic", "dynamic": {"itl_s": 0.1, "autoscaling_config": scaling}}
+    )
+    assert config.cpus() == pytest.approx(0.2 + 6 * 0.3)
+    settings = _worker_settings(config.dynamic, "dynamic")
+    assert "num_replicas" not in settings
+    built = build_serve_app(application(config), name="baton").deployments
+    (total,) = (one._deployment_config.autoscaling_config for one in built if one.name == "worker")
+    assert (total.min_replicas, total.max_replicas) == (2, 6)
+    found = settings["autoscaling_config"]
+    assert (found["min_replicas"], found["max_replicas"]) == (2, 6)
+    assert (found["upscale_delay_s"], found["downscale_delay_s"]) == (0.0, 0.0)
+    told = found["policy"]["policy_kwargs"]
+    assert told == {"ttft_s": 2.0, "itl_s": 0.1, "start_s": 30, "hold_s": 90, "period_s": 10.0}
+
+
 def test_cpus_count_what_autoscaling_may_reach() -> None:
     config = parse_config({"model": "m", "decode": {"autoscaling_config": {"max_replicas": 5}}})
     assert config.cpus() == pytest.approx(0.2 + 0.3 + 5 * 0.3)
@@ -177,7 +201,7 @@ def test_an_objective_replaces_the_load_and_serves_delays() -> None:
     settings = _worker_settings(config.prefill, Role.PREFILL)["autoscaling_config"]
     assert settings["policy"]["policy_function"].endswith(":ObjectivePolicy")
     assert settings["policy"]["policy_kwargs"] == {
-        "role": "prefill", "objective_s": 2.0, "start_s": 60.0, "hold_s": 90.0, "period_s": 10.0,
+        "ttft_s": 2.0, "itl_s": None, "start_s": 60.0, "hold_s": 90.0, "period_s": 10.0,
     }  # fmt: skip
     assert (settings["upscale_delay_s"], settings["downscale_delay_s"]) == (0.0, 0.0)
     AutoscalingConfig(**settings)  # Serve accepts it

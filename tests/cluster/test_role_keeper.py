@@ -153,6 +153,20 @@ def test_the_last_decode_worker_that_dies_is_replaced_by_a_prefill_worker_at_onc
     assert fleet.keeper.first_role("worker-new", fleet.now) is Role.PREFILL
 
 
+def test_a_fleet_that_lost_its_last_prefill_worker_to_a_smaller_total_gets_one() -> None:
+    fleet = FakeFleet()
+    fleet.run(1.0)
+    assert fleet.keeper.set_counts(1, 3, fleet.now) == ""
+    fleet.run(20.0)
+    records = [one.record() for one in fleet.workers if one.role is Role.DECODE]
+    for seconds in (1.0, 59.0):
+        assert fleet.keeper.tick(records, fleet.now + seconds) == [], "it may be replaced"
+    ((asked, role),) = fleet.keeper.tick(records, fleet.now + 62.0)
+    assert (asked.id, role) == (records[0].id, Role.PREFILL)
+    alone = RoleKeeper("worker", PLAN)
+    assert not any(alone.tick(records[:1], at) for at in (1.0, 100.0, 200.0)), "one alone decodes"
+
+
 def test_prefill_workers_that_are_ready_first_wait_for_the_decode_worker_that_starts() -> None:
     keeper = RoleKeeper("worker", PLAN)
     names = [f"worker-{number}" for number in range(3)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +17,7 @@ import pytest
 from tests.e2e.ray_cluster import ROOT, RayCluster, free_ports, ray_cluster
 from tests.e2e.served import Served, served
 from tests.harness.leftovers import Run
+from tests.router.conftest import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -72,6 +75,10 @@ def wait_for_roles(client: Served, prefill: set[str] | int) -> None:
         time.sleep(0.2)
 
 
+def running(cluster: RayCluster) -> list[dict[str, Any]]:
+    return [replica for replica in cluster.replicas("router") if replica["state"] == "RUNNING"]
+
+
 def ask_until(client: Served, question: str, stop: Event) -> list[str]:
     """The whole answers to one question, asked again and again."""
     answers = []
@@ -115,6 +122,12 @@ def test_roles_are_shown_and_set_while_streams_run(tmp_path: Path) -> None:
             answers = [one.result(120) for one in streams]
         assert all(len(set(one)) == 1 for one in answers), "each answer is the same in every role"
         assert {one["id"]: one["pid"] for one in client.workers()} == pids, "the processes are the same"
+        (router,) = cluster.replicas("router")
+        os.kill(router["pid"], signal.SIGKILL)  # the directory ends with it
+        wait_until(lambda: [one["pid"] for one in running(cluster)] not in ([], [router["pid"]]), START_S)
+        client.wait_for_workers(4)
+        told = "worker: 1 prefill, 3 decode; roles: set"
+        wait_until(lambda: baton_roles(cluster).stdout.splitlines()[-1:] == [told], START_S)
         refused = baton_roles(cluster, f"{other}=decode")
         assert (refused.returncode, refused.stdout) == (2, "")
         assert "no prefill worker would be left" in refused.stderr
