@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 
 import numpy as np
 
@@ -229,10 +229,11 @@ class MooncakeReceiver(GrantingReceiver[_Station]):
             if grant.revoked:
                 raise TransferError("the room was closed during a write")
             source, at = stage.ptr + frame.half * _HALF_BYTES, 0
-            for host in region.from_host(grant.pages[done:end]):
-                count = len(host.pages)
-                copy_pages(source, np.arange(at, at + count), host.ptr, host.pages, region.page_bytes)
-                at += count
+            with closing(region.from_host(grant.pages[done:end])) as batches:
+                for host in batches:
+                    count = len(host.pages)
+                    copy_pages(source, np.arange(at, at + count), host.ptr, host.pages, region.page_bytes)
+                    at += count
             done = end
             stream.send(Ended())
         return isinstance(frame, End) and frame.landed and done == len(grant.pages)
@@ -322,10 +323,11 @@ class MooncakeSender(PeerSender):
         """Gather these pages in one half of this side's staging buffer and write it to the receiver's. Raises
         Uncertain: the engine may still be reading the buffer."""
         region, at = granted.region, 0
-        for host in region.to_host(pages):
-            target = np.arange(at, at + len(host.pages))
-            copy_pages(host.ptr, host.pages, stage.ptr + offset, target, region.page_bytes)
-            at += len(host.pages)
+        with closing(region.to_host(pages)) as batches:
+            for host in batches:
+                target = np.arange(at, at + len(host.pages))
+                copy_pages(host.ptr, host.pages, stage.ptr + offset, target, region.page_bytes)
+                at += len(host.pages)
         session, theirs = granted.channel.pools.session, granted.grant.stage + offset
         try:
             self._engine.write(session, [stage.ptr + offset], [theirs], [at * region.page_bytes])

@@ -1,24 +1,26 @@
 """The memory that pages are moved from and to: one PoolRegion per worker, one GroupRegion per KV group.
 
-A region on the host is used in place. A region that the CPU cannot address (a GPU's) is copied through a
-pinned host buffer, a few pages at a time. Backends that need only an address (RDMA) use `ptr`.
+A region on the host is used in place. A region that the CPU cannot address (a GPU's) is copied through two
+pinned host buffers, a few pages at a time: while one is on the network, the other is copied. Backends that
+need only an address (RDMA) use `ptr`.
 """
 
 from __future__ import annotations
 
 import ctypes
-import threading
-from collections.abc import Generator, Mapping
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from kvcache.memory import Memory
+from kvtransfer.copies import Copied, CopyQueue, CudaCopies
 from kvtransfer.pages import PageIds
 
-_STAGE_BYTES = 8 << 20
+_STAGE_BYTES = 4 << 20  # each of the two buffers of a transfer
 
 
 class HostPages(NamedTuple):
@@ -41,13 +43,12 @@ class GroupRegion:
     """One KV group's pool: `num_pages` pages (the scratch page 0 included) of `page_bytes` from `ptr` on.
 
     `tensor` is the same memory as uint8 `[num_pages, page_bytes]` and keeps it alive. `fd` is the memfd that
-    holds it, from offset 0, when there is one. `staged` says that the CPU cannot address it.
+    holds it, from offset 0, when there is one. `copies` are there when the CPU cannot address it.
     """
 
     tensor: torch.Tensor
     fd: int | None = None
-    staged: bool = False
-    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
+    copies: CopyQueue | None = None
 
     def __post_init__(self) -> None:
         assert self.tensor.dtype == torch.uint8, "a region is bytes"
@@ -75,41 +76,88 @@ class GroupRegion:
         return self.num_pages * self.page_bytes
 
     def to_host(self, pages: PageIds) -> Generator[HostPages]:
-        """These pages, in order, in batches that the CPU can read. A batch is valid until the next one."""
-        if not self.staged:
+        """These pages, in order, in batches that the CPU can read. A batch is valid until the next one. When
+        this has ended or is closed, no page is read any more."""
+        if self.copies is None:
             yield HostPages(self.ptr, self.nbytes, pages)
             return
-        with self._lock:  # a second user waits for the staging buffer
-            stage = self._stage()
-            for first in range(0, len(pages), len(stage)):
-                batch = torch.from_numpy(pages[first : first + len(stage)])
-                count = len(batch)
-                stage[:count].copy_(self.tensor[batch.to(self.tensor.device)])
-                yield HostPages(stage.data_ptr(), stage.numel(), np.arange(count))
+        stages = self._stages(self.copies)
+        batches = list(self._batches(pages))
+        coming: deque[Copied] = deque()
+        try:
+            for at, batch in enumerate(batches):
+                for ahead in range(at + len(coming), min(at + 2, len(batches))):
+                    coming.append(self._gather(self.copies, stages[ahead % 2], batches[ahead]))
+                coming.popleft().wait()
+                yield _staged(stages[at % 2], len(batch))
+        finally:
+            _wait_all(coming)
 
     def from_host(self, pages: PageIds) -> Generator[HostPages]:
-        """Batches for the caller to fill. A batch is in the region when the caller asks for the next one.
+        """Batches for the caller to fill. All are in the region when this has ended.
 
-        A caller that must not write any more stops iterating: then its last batch is not applied. Where the
-        region is used in place, it is applied as far as it was filled.
+        A caller that must not write any more closes this: then its last batch is not applied, and nothing is
+        written after that. Where the region is used in place, it is applied as far as it was filled.
         """
-        if not self.staged:
+        if self.copies is None:
             yield HostPages(self.ptr, self.nbytes, pages)
             return
-        with self._lock:
-            stage = self._stage()
-            for first in range(0, len(pages), len(stage)):
-                batch = torch.from_numpy(pages[first : first + len(stage)]).to(self.tensor.device)
-                count = len(batch)
-                yield HostPages(stage.data_ptr(), stage.numel(), np.arange(count))
-                self.tensor[batch] = stage[:count].to(self.tensor.device)
+        stages = self._stages(self.copies)
+        going: deque[Copied] = deque()
+        try:
+            for at, batch in enumerate(self._batches(pages)):
+                if len(going) == 2:
+                    going.popleft().wait()  # what was in this buffer
+                yield _staged(stages[at % 2], len(batch))
+                going.append(self._scatter(self.copies, stages[at % 2], batch))
+        finally:
+            _wait_all(going)
 
-    def _stage(self) -> torch.Tensor:
-        """Pinned when a device will copy from it: pageable memory halves the rate and blocks the stream."""
-        pages = max(1, min(self.num_pages, _STAGE_BYTES // self.page_bytes))
-        return torch.empty(
-            (pages, self.page_bytes), dtype=torch.uint8, pin_memory=self.tensor.device.type == "cuda"
-        )
+    def _gather(self, copies: CopyQueue, stage: torch.Tensor, batch: PageIds) -> Copied:
+        ids, count = self._ids(copies, batch), len(batch)
+
+        def gather() -> None:
+            there = ids.to(self.tensor.device, non_blocking=True)
+            stage[:count].copy_(self.tensor.index_select(0, there), non_blocking=True)
+
+        return copies.put(gather)
+
+    def _scatter(self, copies: CopyQueue, stage: torch.Tensor, batch: PageIds) -> Copied:
+        ids, count = self._ids(copies, batch), len(batch)
+
+        def scatter() -> None:
+            device = self.tensor.device
+            there = ids.to(device, non_blocking=True)
+            self.tensor.index_copy_(0, there, stage[:count].to(device, non_blocking=True))
+
+        return copies.put(scatter)
+
+    @staticmethod
+    def _ids(copies: CopyQueue, batch: PageIds) -> torch.Tensor:
+        """The page ids in memory that a copy to the device may read."""
+        ids = copies.pinned(8 * len(batch)).view(torch.int64)
+        return ids.copy_(torch.from_numpy(batch))
+
+    def _stages(self, copies: CopyQueue) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two buffers of their own for each transfer: one that is stuck with its peer holds up no other."""
+        pages = self._pages_at_once()
+        return copies.pinned(pages, self.page_bytes), copies.pinned(pages, self.page_bytes)
+
+    def _batches(self, pages: PageIds) -> Iterator[PageIds]:
+        step = self._pages_at_once()
+        return (pages[first : first + step] for first in range(0, len(pages), step))
+
+    def _pages_at_once(self) -> int:
+        return max(1, min(self.num_pages, _STAGE_BYTES // self.page_bytes))
+
+
+def _staged(stage: torch.Tensor, count: int) -> HostPages:
+    return HostPages(stage.data_ptr(), stage.numel(), np.arange(count))
+
+
+def _wait_all(copies: deque[Copied]) -> None:
+    while copies:
+        copies.popleft().wait()
 
 
 PoolRegion = Mapping[str, GroupRegion]
@@ -117,8 +165,8 @@ PoolRegion = Mapping[str, GroupRegion]
 
 
 def region_of(pool: torch.Tensor, fd: int | None = None) -> GroupRegion:
-    """The region of a pool's bytes `[num_pages, page_bytes]`; staged when they are not on the host."""
-    return GroupRegion(pool, fd=fd, staged=pool.device.type != "cpu")
+    """The region of a pool's bytes `[num_pages, page_bytes]`, on the host or a CUDA device."""
+    return GroupRegion(pool, fd, CudaCopies(pool.device) if pool.device.type == "cuda" else None)
 
 
 def pool_regions(memory: Memory) -> dict[str, GroupRegion]:

@@ -57,6 +57,8 @@ class FakeCuda:
     def __enter__(self) -> FakeCuda:
         enter = self._stack.enter_context
         enter(patch.object(torch.cuda, "Event", _FakeEvent))
+        enter(patch.object(torch.cuda, "Stream", _FakeStream))
+        enter(patch.object(torch.cuda, "stream", lambda _stream: nullcontext()))
         enter(patch.object(torch.cuda, "device", lambda _device: nullcontext()))
         enter(patch.object(torch.cuda, "get_device_capability", lambda _device=None: (9, 0)))
         enter(FakeTensorMode(allow_non_fake_inputs=True))
@@ -118,11 +120,19 @@ class _FakeEvent:
     def __init__(self, **_: object) -> None:
         self.records = 0
 
-    def record(self) -> None:
+    def record(self, stream: _FakeStream | None = None) -> None:  # noqa: ARG002
         self.records += 1
 
     def synchronize(self) -> None:
         """Done at once: it is the event of a copy that is two steps old."""
+
+    def query(self) -> bool:
+        return True
+
+
+class _FakeStream:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -21,6 +21,7 @@ from kvtransfer.rooms import RoomTable
 from kvtransfer.select import open_receiver, open_sender
 from kvtransfer.transport import Bounds
 from tests.harness.fork import FORKSERVER
+from tests.kvtransfer.stand_in_copies import StandInCopies
 from wire.messages import TransferEndpoint
 
 SHORT = Bounds(connect_s=2.0, silence_s=2.0, write_s=20.0)
@@ -37,7 +38,7 @@ def pool(num_pages: int, page_bytes: int, seed: int | None = None, staged: bool 
         pages = tensor.numpy()
         pages[:] = page  # random by the byte takes seconds for the large pools; numbered pages differ as well
         pages[:, :8] = np.arange(num_pages, dtype="<i8")[:, None].view(np.uint8)
-    return GroupRegion(tensor, staged=staged)
+    return GroupRegion(tensor, copies=StandInCopies(late=True) if staged else None)
 
 
 def pools(shapes: Shapes, seed: int, staged: bool = False) -> dict[str, GroupRegion]:
@@ -55,7 +56,8 @@ def receiving_groups(
         for name, (num_pages, page_bytes) in shapes.items():
             buffer = cleanup.enter_context(allocate_shared(num_pages * page_bytes))
             tensor = buffer.tensor.view(num_pages, page_bytes)
-            regions[name] = GroupRegion(tensor, fd=buffer.fd, staged=staged)
+            copies = StandInCopies(late=True) if staged else None
+            regions[name] = GroupRegion(tensor, buffer.fd, copies)
         receiver = open_receiver(regions, backend, bounds=bounds, encrypted=encrypted)
         cleanup.callback(receiver.close)
         yield receiver, {name: region.tensor for name, region in regions.items()}

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from kvtransfer.checksum import Sample, checksums
 from kvtransfer.pages import PageWrite, as_pages, coalesce, copy_pages, stretches
-from kvtransfer.region import GroupRegion
 from tests.kvtransfer.peers import pool
 
 page_lists = st.lists(st.integers(0, 40), max_size=30, unique=True)
@@ -53,28 +52,12 @@ def test_a_write_pairs_pages() -> None:
         PageWrite(1, 0, "full", as_pages([1, 2]), as_pages([1]))
 
 
-@pytest.mark.parametrize("staged", [False, True])
-def test_a_region_hands_out_and_takes_back_pages_in_order(
-    staged: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvtransfer.region._STAGE_BYTES", 3 * 64)  # three pages a batch
-    region = pool(20, 64, seed=2, staged=staged)
+def test_a_region_in_host_memory_is_used_in_place() -> None:
+    region = pool(20, 64, seed=2)
     pages = as_pages([7, 8, 1, 19, 4, 5, 6, 2])
     expected = [zlib.crc32(region.tensor[page].numpy().tobytes()) for page in pages]
-    whole = [Sample(i, 0, 64) for i in range(len(pages))]
-    assert checksums(region, pages, whole) == expected
-    sizes = [len(host.pages) for host in region.to_host(pages)]
-    assert sizes == ([3, 3, 2] if staged else [8])
-    target = pool(20, 64, staged=staged)
+    assert checksums(region, pages, [Sample(i, 0, 64) for i in range(len(pages))]) == expected
+    target = pool(20, 64)
     for out, into in zip(region.to_host(pages), target.from_host(pages[::-1].copy()), strict=True):
         copy_pages(out.ptr, out.pages, into.ptr, into.pages, 64)
     assert torch.equal(target.tensor[pages[::-1].copy()], region.tensor[pages])
-
-
-def test_a_staged_batch_that_is_not_finished_is_not_applied() -> None:
-    target = GroupRegion(torch.zeros((8, 64), dtype=torch.uint8), staged=True)
-    batches = target.from_host(as_pages([1, 2]))
-    next(batches).view()[:] = b"x" * target.nbytes
-    batches.close()
-    assert int(target.tensor.count_nonzero()) == 0
-    assert not target._lock.locked(), "a lock that is not given back blocks the next batch"
