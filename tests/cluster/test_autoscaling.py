@@ -96,7 +96,7 @@ def test_a_total_is_what_both_roles_need() -> None:
         for at in range(0, 400, 10):
             prefill = WorkerSample(
                 prompts=prompt_tokens_per_s * at / 2 / 4000, prefilled_tokens=prompt_tokens_per_s * at / 2,
-                prefill_tokens_per_s=20_000.0, prefills=1.0,
+                prefill_tokens_per_s=20_000.0, prefills=1.0, rows=4.0, step_s=0.5,
             )  # fmt: skip
             decode = WorkerSample(
                 decoded_tokens=tokens_per_s * at / 2, rows=tokens_per_s * 0.02 / 2, step_s=0.02, share=0.5,

@@ -145,6 +145,32 @@ def test_workers_are_told_before_they_announce_themselves_again() -> None:
     scene(play)
 
 
+def test_a_worker_that_joins_later_is_told() -> None:
+    async def play(network: Network) -> None:
+        network.worker_lives = False
+        one = network.start_router(A)
+        network.step()
+        await say(network, one, B)
+        assert network.worker == NO_SETTINGS
+        network.worker_lives = True
+        network.step()
+        assert network.worker.weights["m"].weights == B
+
+    scene(play)
+
+
+def test_a_new_configuration_of_a_router_that_starts_replaces_an_operators_word() -> None:
+    async def play(network: Network) -> None:
+        one = network.start_router(A)
+        network.step()
+        await say(network, one, B)
+        network.start_router({"v1": 5.0})
+        network.step(2)
+        assert network.all_have(A), "of versions, v1 alone"
+
+    scene(play)
+
+
 def test_another_configuration_is_a_new_word_and_the_same_is_none() -> None:
     async def play(network: Network) -> None:
         one, other = network.start_router(A), network.start_router(A)
