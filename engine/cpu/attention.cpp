@@ -6,7 +6,6 @@
 #include <cstring>
 
 #include "isa.h"
-#include "linear.h"
 #include "numeric.h"
 
 namespace baton {
@@ -20,8 +19,27 @@ const AttentionKernels& kernels() {
   return attention_base;
 }
 
+// Attention by products on this CPU, or null if there is none.
+AttendItem products() {
+#if defined(__x86_64__)
+  if (current_isa() >= kAvx512) return attend_by_products_avx512;
+  if (current_isa() >= kAvx2) return attend_by_products_avx2;
+#endif
+  return nullptr;
+}
+
 bool by_products(const AttentionCall& call, int tokens) {
-  return current_isa() >= kAvx512 && call.storage == kBFloat16 && call.head_dim % 32 == 0 && tokens >= kProductTokens;
+  return products() != nullptr && call.storage == kBFloat16 && call.head_dim % 32 == 0 && tokens >= kProductTokens;
+}
+
+// New tokens in an item of a sequence with `tokens` of them. Items by products are made smaller than kProductRows rows if
+// there are few, so that every thread gets some.
+int item_tokens(const AttentionCall& call, int tokens) {
+  if (!by_products(call, tokens)) return kQueryBlock;
+  const int group = call.heads / call.kv_heads, rows = tokens * group;
+  const int parts = std::max(1, kFairItems / call.kv_heads);
+  const int fair = std::clamp(rows / parts, kMinProductRows, kProductRows);
+  return std::max(1, fair / group);
 }
 
 // out = sum_i sums_i * e^(top_i - top) / sum_i sum_i * e^(top_i - top), parts in context order. `sink`: a logit that
@@ -78,26 +96,17 @@ void write_tokens(const AttentionCall& call, int64_t first, int64_t last) {
 AttentionPlan::AttentionPlan(const AttentionCall& shape) {
   const int group = shape.heads / shape.kv_heads;
   const int64_t part = static_cast<int64_t>(group) * (shape.head_dim + 2);
-  int64_t total_parts = 0, total_packed = 0;
+  int64_t total_parts = 0;
   for (int s = 0; s < shape.seqs; ++s) {
     const int tokens = static_cast<int>(shape.starts[s + 1] - shape.starts[s]);
     const int start = context_start(shape, s), length = shape.seq_lens[s];
     const bool split = tokens == 1 && length - start > kSplit;
-    int64_t packed_at = kReadPages;
-    if (by_products(shape, tokens) && shape.format != kPlain) {
-      packed_at = kPackTiles;
-    } else if (by_products(shape, tokens)) {
-      contexts_.push_back({s, total_packed});
-      packed_at = total_packed;
-      total_packed += shape.kv_heads * padded(length - start) * shape.head_dim;
-    }
-    const int rows = packed_at == kPackTiles ? kProductRows : kRowBlock;
-    const int block = packed_at == kReadPages ? kQueryBlock : std::max(1, rows / group);
+    const int block = item_tokens(shape, tokens);
     for (int h = 0; h < shape.kv_heads; ++h) {
       if (split) {
         const int64_t first = static_cast<int64_t>(items_.size());
         for (int from = start; from < length; from += kSplit)
-          items_.push_back({s, h, 0, 1, from, std::min(from + kSplit, length), nullptr, kReadPages});
+          items_.push_back({s, h, 0, 1, from, std::min(from + kSplit, length), nullptr, false});
         const int64_t count = static_cast<int64_t>(items_.size()) - first;
         partials_.push_back({s, h, total_parts, count});
         total_parts += count;
@@ -105,12 +114,10 @@ AttentionPlan::AttentionPlan(const AttentionCall& shape) {
       }
       // The last tokens see the longest context: they come first, so that no thread ends with the longest item.
       for (int first = (tokens - 1) / block * block; first >= 0 && tokens > 0; first -= block)
-        items_.push_back({s, h, first, std::min(first + block, tokens), start, length, nullptr, packed_at});
+        items_.push_back({s, h, first, std::min(first + block, tokens), start, length, nullptr, by_products(shape, tokens)});
     }
   }
   sums_.resize(total_parts * part);
-  packed_k_.resize(total_packed);
-  packed_v_.resize(total_packed);
   int64_t next = 0;
   for (auto& item : items_) {
     const bool one = shape.starts[item.seq + 1] - shape.starts[item.seq] == 1;
@@ -125,31 +132,8 @@ void AttentionPlan::write(Team& team, const AttentionCall& call) const {
   else write_tokens<bf16>(call, first, last);
 }
 
-void AttentionPlan::pack(Team& team, const AttentionCall& call) {
-#if defined(__x86_64__)
-  int64_t work = 0;  // counted over all contexts, so that threads share one long context too
-  for (const PackedContext& context : contexts_) {
-    const int64_t length = context_length(call, context.seq), block = padded(length) * call.head_dim;
-    const int tiles = static_cast<int>((length + kContextTile - 1) / kContextTile);
-    for (int head = 0; head < call.kv_heads; ++head) {
-      for (int tile = 0; tile < tiles; ++tile, ++work) {
-        if (work % team.size != team.index) continue;
-        const int64_t at = context.offset + head * block + int64_t{tile} * kContextTile * call.head_dim;
-        pack_context(call, context.seq, head, tile, packed_k_.data() + at, packed_v_.data() + at);
-      }
-    }
-  }
-#endif
-}
-
 void AttentionPlan::attend(const AttentionCall& call, const AttentionItem& item) const {
-#if defined(__x86_64__)
-  if (item.packed == kPackTiles) return attend_by_products(call, item, nullptr, nullptr);
-  if (item.packed >= 0) {
-    const int64_t at = item.packed + item.kv_head * padded(context_length(call, item.seq)) * call.head_dim;
-    return attend_by_products(call, item, packed_k_.data() + at, packed_v_.data() + at);
-  }
-#endif
+  if (item.products) return products()(call, item);
   const AttentionKernels& table = kernels();
   if (call.format != kPlain)
     return (call.storage == kFloat32 ? table.quantised_float32 : table.quantised_bfloat16)(call, item);
@@ -176,10 +160,6 @@ void AttentionPlan::merge(Team& team, const AttentionCall& call) const {
 void AttentionPlan::run(Team& team, const AttentionCall& call) {
   write(team, call);
   team.barrier();
-  if (!contexts_.empty()) {
-    pack(team, call);
-    team.barrier();
-  }
   for (int64_t i; (i = Team::next(next_)) < static_cast<int64_t>(items_.size());) attend(call, items_[i]);
   team.barrier();
   if (team.index == 0) next_.store(0, std::memory_order_relaxed);
@@ -192,9 +172,9 @@ void AttentionPlan::run(Team& team, const AttentionCall& call) {
 
 extern "C" {
 
-// Bytes that a call would allocate to pack contexts; a quantised pool is never packed whole.
-int64_t baton_attention_packed_bytes(const baton::AttentionCall* call) {
-  return baton::AttentionPlan(*call).packed_bytes();
+// Bytes that a call would allocate.
+int64_t baton_attention_scratch_bytes(const baton::AttentionCall* call) {
+  return baton::AttentionPlan(*call).scratch_bytes();
 }
 
 void baton_attention(const baton::AttentionCall* call) {

@@ -63,7 +63,9 @@ constexpr int kSplit = 256;       // context tokens per work item of a decode ro
                                   // sums does not depend on the batch or the number of threads
 constexpr int kQueryBlock = 16;   // new tokens per work item of a prefill chunk
 constexpr int kContextTile = 512;  // context tokens per softmax step of attention by products
-constexpr int kProductRows = 128;  // (token, head) rows that share one dequantised context tile
+constexpr int kProductRows = 512;  // (token, head) rows that share one packed context tile
+constexpr int kMinProductRows = 64;  // an item has at least so many, if its sequence has them
+constexpr int kFairItems = 32;       // a long chunk has at least so many items
 constexpr int kProductTokens = 8;  // new tokens of a sequence from which attention goes by products
 constexpr int kMaxHeadDim = 256;
 constexpr float kUnseen = -1e36f;  // the score of a token that a row does not see. Its weight is 0, even if the row's
@@ -77,11 +79,8 @@ struct AttentionItem {
   int32_t first, last;
   int32_t from, to;
   float* partial;
-  int64_t packed;  // offset of this sequence's packed context, or one of the constants below
+  bool products;  // compute by matrix products
 };
-
-constexpr int64_t kReadPages = -1;  // read K and V row by row
-constexpr int64_t kPackTiles = -2;  // compute by products, with tiles that the item packs itself
 
 using AttendItem = void (*)(const AttentionCall& call, const AttentionItem& item);
 struct AttentionKernels {
@@ -96,21 +95,16 @@ extern const AttentionKernels attention_avx2;
 extern const AttentionKernels attention_avx512;  // with AVX512-BF16
 #endif
 
-// Attention of many new tokens as matrix products (bfloat16 with AVX512-BF16 or AMX). K and V of the context are first
-// converted to the format of packed weights: K as [tokens, head_dim], V, for each kContextTile tokens, as
-// [head_dim, tokens]. Both are padded with zeros to a multiple of 32 tokens. Tokens count from context_start. A
-// quantised context is never converted as a whole: an item packs one tile at a time, into memory of fixed size, and
-// shares it among kProductRows rows; `k` and `v` are then null.
-void pack_context(const AttentionCall& call, int seq, int kv_head, int tile, bf16* k, bf16* v);  // k, v: of the tile
-void attend_by_products(const AttentionCall& call, const AttentionItem& item, const bf16* k, const bf16* v);
+// Attention of many new tokens of a sequence as matrix products, for bfloat16. An item converts the context to the format
+// of packed weights, K as [tokens, head_dim] and V as [head_dim, tokens], padded with zeros to a multiple of 32 tokens,
+// one tile of kContextTile tokens at a time. The tile is in memory of fixed size and is shared by kProductRows rows. The
+// whole context is not converted once for all items, because that memory would grow with the context.
+#if defined(__x86_64__)
+void attend_by_products_avx2(const AttentionCall& call, const AttentionItem& item);
+void attend_by_products_avx512(const AttentionCall& call, const AttentionItem& item);  // with AMX if there is one
+#endif
 
 inline int64_t padded(int64_t tokens) { return (tokens + 31) / 32 * 32; }
-
-// The packed context of a sequence: kv_heads blocks of padded(context_length) * head_dim elements from `offset` on.
-struct PackedContext {
-  int32_t seq;
-  int64_t offset;
-};
 
 // A decode row whose context is split: `count` partial results from `first` on.
 struct Partials {
@@ -127,10 +121,11 @@ class AttentionPlan {
   // barrier (or the end of the region) must come before the plan is run again.
   void run(Team& team, const AttentionCall& call);
 
-  int64_t packed_bytes() const { return static_cast<int64_t>((packed_k_.size() + packed_v_.size()) * sizeof(bf16)); }
+  int64_t scratch_bytes() const {
+    return static_cast<int64_t>(items_.size() * sizeof(AttentionItem) + sums_.size() * sizeof(float));
+  }
 
  private:
-  void pack(Team& team, const AttentionCall& call);
   void attend(const AttentionCall& call, const AttentionItem& item) const;
   void write(Team& team, const AttentionCall& call) const;
   void merge(Team& team, const AttentionCall& call) const;
@@ -138,8 +133,6 @@ class AttentionPlan {
   std::vector<AttentionItem> items_;
   std::vector<Partials> partials_;
   std::vector<float> sums_;
-  std::vector<PackedContext> contexts_;
-  std::vector<bf16> packed_k_, packed_v_;
   std::atomic<int64_t> next_{0};
 };
 

@@ -44,4 +44,11 @@ struct DecoderCall {
   double* part_seconds;  // [kParts] to add to, or null
 };
 
+struct DecoderKernels {
+  int64_t (*scratch_bytes)(const DecoderCall& call);
+  void (*run)(const DecoderCall& call, AttentionPlan& plan);
+};
+extern const DecoderKernels decoder_avx2;
+extern const DecoderKernels decoder_avx512;  // with AVX512-BF16; its products use AMX if the machine has it
+
 }  // namespace baton

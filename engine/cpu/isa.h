@@ -1,4 +1,4 @@
-// The instruction set that this process uses: the best one of this CPU, or less if BATON_CPU_ISA says so.
+// The instruction set that this process uses: the best one of this CPU, unless BATON_CPU_ISA names another.
 #pragma once
 
 namespace baton {

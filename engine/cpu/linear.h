@@ -1,7 +1,7 @@
 // Matrix products with bfloat16 weights packed once at load.
 //
 // The pack of a [n, k] weight is [n / 16][k / 2][16][2]. A 64-byte line holds two neighbouring k of 16 outputs and is
-// the operand of one AVX512-BF16 dot product; 16 consecutive lines are one AMX tile. A thread that computes some
+// the operand of one AVX512-BF16 dot product, and two shifts make floats of it for AVX2; 16 consecutive lines are one AMX tile. A thread that computes some
 // outputs reads ONE linear stream, so one copy of the weights serves decode, which is bound by memory bandwidth, and
 // prefill, which is bound by arithmetic.
 #pragma once
@@ -21,6 +21,8 @@ constexpr int kFewRows = 8;    // up to this many rows, a product is bound by re
 using Gemm = void (*)(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t depth, int64_t k, int groups, float* c,
                  int64_t ldc);
 
+void gemm_avx2(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t depth, int64_t k, int groups, float* c,
+                 int64_t ldc);
 void gemm_avx512(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t depth, int64_t k, int groups, float* c,
                  int64_t ldc);
 void gemm_amx(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t depth, int64_t k, int groups, float* c,
@@ -28,7 +30,7 @@ void gemm_amx(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t depth
 // The same for rows in tiles, [rows / 16][k / 32][16][32], the format that AMX loads.
 void gemm_amx_tiled(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t depth, int64_t k, int groups,
                     float* c, int64_t ldc);
-Gemm gemm_for();  // AMX for any number of rows if it is available, so that a row's sums do not depend on the batch
+Gemm gemm_for();  // of current_isa(), which is at least AVX2. AMX for any number of rows if it is available, so that a row's sums do not depend on the batch
 
 // The left side of a product.
 struct Input {

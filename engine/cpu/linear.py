@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from engine.cpu.op import ISA_NAMES, KernelsUnavailable, kernels
+from engine.cpu.op import KernelsUnavailable, current_isa, kernels
 from kvcache.buffers import allocate_private
 
 GROUP = 16
@@ -14,8 +14,8 @@ GROUP = 16
 
 def check_packable() -> None:
     """Raises KernelsUnavailable, with the reason, if this CPU cannot compute packed products."""
-    if ISA_NAMES[kernels().baton_current_isa()] not in ("avx512", "amx"):
-        raise KernelsUnavailable("packed linear layers need a CPU with AVX512-BF16")
+    if current_isa() == "base":
+        raise KernelsUnavailable("packed linear layers need a CPU with AVX2")
 
 
 def packable(weight: torch.Tensor) -> bool:

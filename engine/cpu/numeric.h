@@ -63,8 +63,8 @@ inline float fast_tanh(float x) {
   return size < 0.625f ? p : (x < 0 ? -far : far);
 }
 
-// Scores s become cap tanh(s scale / cap).
-inline void cap_scores(float* scores, int n, float scale, float cap) {
+// Scores s become cap tanh(s scale / cap). Static, because it is compiled once per instruction set.
+static inline void cap_scores(float* scores, int n, float scale, float cap) {
   const float inner = scale / cap;
 #pragma omp simd
   for (int j = 0; j < n; ++j) scores[j] = cap * fast_tanh(scores[j] * inner);

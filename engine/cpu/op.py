@@ -1,7 +1,7 @@
 """Loads the compiled kernels and mirrors their C structs.
 
 `kernels()` returns the library, or raises KernelsUnavailable with the reason; the caller then uses plain
-torch. BATON_CPU_ISA (base, avx2, avx512 or amx) limits the process to that instruction set.
+torch. BATON_CPU_ISA (base, avx2, avx512_bf16 or amx) makes the process use that instruction set.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from common.errors import ConfigError
 from engine.cpu.build import build
 from kvcache.quant import KVFormat
 
-ISA_NAMES = ("base", "avx2", "avx512", "amx")
+ISA_NAMES = ("base", "avx2", "avx512_bf16", "amx")
+"""The instruction sets by their numbers in the kernels (isa.h: Isa). Each includes those before it."""
 STORAGE = {torch.float32: 0, torch.bfloat16: 1}
 """The element types of the kernels, and their numbers there (attention.h: Storage)."""
 FORMATS = {KVFormat.AUTO: 0, KVFormat.FP8_E4M3: 1, KVFormat.FP8_E5M2: 2, KVFormat.FP4_E2M1: 3}
@@ -51,7 +52,8 @@ class AttentionCall(ctypes.Structure):
 def kernels() -> ctypes.CDLL:
     """The kernels, which are compiled first if they are not in the cache. Calls into them release the GIL.
 
-    Raises KernelsUnavailable, and ConfigError for a BATON_CPU_ISA that does not exist.
+    Raises KernelsUnavailable, and ConfigError for a BATON_CPU_ISA that does not exist or that this machine
+    does not have.
     """
     try:
         library = ctypes.CDLL(str(build()))
@@ -67,7 +69,7 @@ def kernels() -> ctypes.CDLL:
         _declare_packed(library)
     wanted = os.environ.get("BATON_CPU_ISA")
     if wanted is not None:
-        library.baton_set_isa(_isa_number(wanted))
+        library.baton_set_isa(_isa_number(wanted, _names(library)))
     return library
 
 
@@ -83,12 +85,27 @@ def _declare_packed(library: ctypes.CDLL) -> None:
     library.baton_decoder.restype = None
 
 
+def machine_isas() -> tuple[str, ...]:
+    """The instruction sets of this machine, the best one last. Raises KernelsUnavailable."""
+    return _names(kernels())
+
+
+def current_isa() -> str:
+    """The instruction set that this process uses. Raises KernelsUnavailable."""
+    return ISA_NAMES[kernels().baton_current_isa()]
+
+
 def set_isa(name: str) -> None:
-    """Limit this process to instruction set `name` from now on. Raises ConfigError for an unknown name."""
-    kernels().baton_set_isa(_isa_number(name))
+    """Use instruction set `name` from now on. Raises ConfigError if this machine does not have it."""
+    kernels().baton_set_isa(_isa_number(name, machine_isas()))
 
 
-def _isa_number(name: str) -> int:
-    if name not in ISA_NAMES:
-        raise ConfigError("BATON_CPU_ISA", f"{name!r} is unknown", f"use one of {', '.join(ISA_NAMES)}")
+def _names(library: ctypes.CDLL) -> tuple[str, ...]:
+    return ISA_NAMES[: library.baton_detected_isa() + 1]
+
+
+def _isa_number(name: str, available: tuple[str, ...]) -> int:
+    if name not in available:
+        problem = "this machine does not have it" if name in ISA_NAMES else "it is unknown"
+        raise ConfigError("BATON_CPU_ISA", f"{name!r}: {problem}", f"use one of {', '.join(available)}")
     return ISA_NAMES.index(name)

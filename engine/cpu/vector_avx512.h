@@ -1,26 +1,32 @@
-// AVX-512 helpers of the files compiled for it.
+// Sixteen floats with AVX-512 and AVX512-BF16. vector_avx2.h has the same functions: a file that includes one of them is
+// compiled once per instruction set. Everything has internal linkage, because those files define the same names.
 #pragma once
 #include <immintrin.h>
 
 #include "numeric.h"
 
 namespace baton {
+namespace {
 
-inline void store_bf16(bf16* to, __m512 x) {
+using Vec = __m512;
+
+inline Vec load(const float* from) { return _mm512_loadu_ps(from); }
+inline void store(float* to, Vec x) { _mm512_storeu_ps(to, x); }
+inline void store(bf16* to, Vec x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(x));
 }
+inline Vec splat(float x) { return _mm512_set1_ps(x); }
+inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
+inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+inline Vec divide(Vec a, Vec b) { return _mm512_div_ps(a, b); }
+inline Vec mul_add(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+inline Vec nearest(Vec x) { return _mm512_roundscale_ps(x, 0x08); }
+inline Vec scale_by_power(Vec x, Vec n) { return _mm512_scalef_ps(x, n); }  // x * 2^n for whole n; 0 if n is below -126
+inline float sum_of(Vec x) { return _mm512_reduce_add_ps(x); }
+inline float largest(Vec x) { return _mm512_reduce_max_ps(x); }
 
-// e^x of 16 numbers, relative error about 1e-7; bounded to [-87, 88].
-inline __m512 exp_vector(__m512 x) {
-  const __m512 bounded = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.0f)), _mm512_set1_ps(88.0f));
-  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(bounded, _mm512_set1_ps(1.44269504f)), 0x08);
-  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), bounded);
-  r = _mm512_fmadd_ps(n, _mm512_set1_ps(2.12194440e-4f), r);
-  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
-  for (float coefficient : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(coefficient));
-  p = _mm512_add_ps(_mm512_fmadd_ps(_mm512_mul_ps(p, r), r, r), _mm512_set1_ps(1.0f));
-  return _mm512_scalef_ps(p, n);
-}
-
+}  // namespace
 }  // namespace baton

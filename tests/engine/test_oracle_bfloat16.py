@@ -21,7 +21,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from engine.cpu.op import ISA_NAMES, KernelsUnavailable, kernels, set_isa
+from engine.cpu.op import KernelsUnavailable, machine_isas, set_isa
 from tests.support.driver import Driver, open_runner
 from tests.support.tiny_models import FAMILIES, MIXED, make_tiny
 
@@ -47,10 +47,10 @@ class Backend(NamedTuple):
 def backends() -> list[Backend]:
     """All that this machine can run."""
     try:
-        names = ISA_NAMES[: kernels().baton_detected_isa() + 1]
+        names = machine_isas()
     except KernelsUnavailable:
         names = ()
-    packing = [name for name in names if name in ("avx512", "amx")]
+    packing = [name for name in names if name != "base"]
     return [
         Backend("torch", "torch", None),
         *(Backend("cpu", "torch", name) for name in names),
@@ -100,7 +100,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
         set_isa(forced.isa)
     yield forced
     if forced.isa is not None:
-        set_isa(ISA_NAMES[-1])
+        set_isa(machine_isas()[-1])
 
 
 @torch.inference_mode()

@@ -12,20 +12,20 @@ import torch
 
 from engine.batch import ForwardBatch
 from engine.cpu.attention import CpuAttention, check_supported
-from engine.cpu.op import ISA_NAMES, KernelsUnavailable, kernels, set_isa
+from engine.cpu.op import KernelsUnavailable, machine_isas, set_isa
 from kvcache.quant import KVFormat
 
 try:
-    BEST = kernels().baton_detected_isa()
+    ISAS = machine_isas()
 except KernelsUnavailable as error:
     pytest.skip(f"no CPU kernels: {error}", allow_module_level=True)
 
 
-@pytest.fixture(params=ISA_NAMES[: BEST + 1])
+@pytest.fixture(params=ISAS)
 def isa(request):
     set_isa(request.param)
     yield request.param
-    set_isa("amx")
+    set_isa(ISAS[-1])
 
 
 def spec(dtype=torch.float32, head_dim=32, **changes):

@@ -8,22 +8,23 @@ from torch import nn
 
 from common.errors import ConfigError
 from engine.config import EngineConfig
+from engine.cpu import op
 from engine.cpu.linear import PackedLinear, check_packable
 from engine.cpu.module_replacements import CpuReplacements
-from engine.cpu.op import KernelsUnavailable, kernels, set_isa
+from engine.cpu.op import KernelsUnavailable, current_isa, machine_isas, set_isa
 
 try:
     check_packable()
 except KernelsUnavailable as error:
     pytest.skip(f"no packed products: {error}", allow_module_level=True)
-ISAS = ["avx512", "amx"][: kernels().baton_detected_isa() - 1]
+ISAS = machine_isas()[1:]  # all but base
 
 
 @pytest.fixture(params=ISAS)
 def isa(request):
     set_isa(request.param)
     yield request.param
-    set_isa("amx")
+    set_isa(ISAS[-1])
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 9, 16, 17, 32, 33, 70])
@@ -58,10 +59,19 @@ def test_what_cannot_be_packed_is_left_alone():
 
 
 def test_insisting_on_packed_layers_where_the_cpu_has_none_is_refused():
-    set_isa("avx2")
+    set_isa("base")
     try:
-        with pytest.raises(ConfigError, match=r"engine.linear.*AVX512"):
+        with pytest.raises(ConfigError, match=r"engine.linear.*AVX2"):
             CpuReplacements().linear(nn.Linear(32, 16).bfloat16(), EngineConfig("m", linear="packed"))
         assert CpuReplacements().linear(nn.Linear(32, 16).bfloat16(), EngineConfig("m")) is None
     finally:
+        set_isa(ISAS[-1])
+
+
+def test_an_instruction_set_that_does_not_exist_or_is_missing_is_refused_by_name(monkeypatch):
+    with pytest.raises(ConfigError, match=r"BATON_CPU_ISA.*'sse9'.*unknown"):
+        set_isa("sse9")
+    monkeypatch.setattr(op, "machine_isas", lambda: ("base", "avx2"))
+    with pytest.raises(ConfigError, match=r"BATON_CPU_ISA.*'amx': this machine does not have it.*base, avx2"):
         set_isa("amx")
+    assert current_isa() == ISAS[-1]

@@ -13,24 +13,24 @@ import torch
 from engine.backends.latent_reference import TorchLatentAttention
 from engine.batch import ForwardBatch
 from engine.cpu.mla import MAX_RANK, CpuLatentAttention, check_supported
-from engine.cpu.op import ISA_NAMES, KernelsUnavailable, kernels, set_isa
+from engine.cpu.op import KernelsUnavailable, machine_isas, set_isa
 from engine.paged_layers import LatentBackend
 from kvcache.layout import LatentGroupSpec
 from kvcache.pool import MLAKVCache
 
 try:
-    BEST = kernels().baton_detected_isa()
+    ISAS = machine_isas()
 except KernelsUnavailable as error:
     pytest.skip(f"no CPU kernels: {error}", allow_module_level=True)
 
 LAYERS, PLACE, SCALE = (4, 7), 1, 0.2
 
 
-@pytest.fixture(params=ISA_NAMES[: BEST + 1])
+@pytest.fixture(params=ISAS)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     set_isa(request.param)
     yield request.param
-    set_isa(ISA_NAMES[-1])
+    set_isa(ISAS[-1])
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,29 @@
+// The entry points of the fused decoder.
+#include "decoder.h"
+
+#include "isa.h"
+
+#if defined(__x86_64__)
+
+namespace {
+
+const baton::DecoderKernels& kernels() {
+  return baton::current_isa() >= baton::kAvx512 ? baton::decoder_avx512 : baton::decoder_avx2;
+}
+
+}  // namespace
+
+extern "C" {
+
+int baton_decoder_call_bytes() { return sizeof(baton::DecoderCall); }
+int baton_layer_weights_bytes() { return sizeof(baton::LayerWeights); }
+
+int64_t baton_decoder_scratch_bytes(const baton::DecoderCall* call) { return kernels().scratch_bytes(*call); }
+
+void baton_decoder(const baton::DecoderCall* call) {
+  baton::AttentionPlan plan(*call->attention);
+  kernels().run(*call, plan);
+}
+}
+
+#endif

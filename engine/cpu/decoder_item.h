@@ -1,0 +1,284 @@
+// Llama-shaped dense decoders (norm, q/k/v, rope, paged attention, gated MLP) as one parallel region per step.
+//
+// The residual is float32; the inputs of products are rounded to bfloat16 once. All threads run the whole program and
+// synchronise at five barriers per layer. If there are few rows, every thread computes the norms of all rows itself,
+// which is cheaper than a barrier.
+// Compiled once per instruction set: BATON_DECODER names the table it fills.
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+
+#include "decoder.h"
+#include "exponential.h"
+#include "isa.h"
+#include "linear.h"
+
+namespace baton {
+namespace {
+
+struct Shape {
+  int64_t tokens, hidden, intermediate, qkv, q;
+
+  explicit Shape(const DecoderCall& call)
+      : tokens(call.tokens),
+        hidden(call.hidden),
+        intermediate(call.intermediate),
+        qkv((call.attention->heads + 2 * call.attention->kv_heads) * int64_t{call.attention->head_dim}),
+        q(int64_t{call.attention->heads} * call.attention->head_dim) {}
+};
+
+// Hands out scratch memory. If the base is null, it only counts the bytes.
+class Arena {
+ public:
+  explicit Arena(char* base) : base_(base) {}
+  template <typename T>
+  T* take(int64_t count) {
+    T* at = reinterpret_cast<T*>(base_ + used_);
+    used_ += (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
+    return at;
+  }
+  int64_t used() const { return used_; }
+
+ private:
+  char* base_;
+  int64_t used_ = 0;
+};
+
+struct Buffers {
+  bf16* normed;     // [tokens, hidden], one per thread when there are few tokens
+  float* projected;  // [tokens, qkv]
+  bf16* qkv;        // [tokens, qkv]
+  bf16* attended;   // [tokens, q]
+  bf16* retiled;    // attended in tiles, when rows are in tiles
+  bf16* activated;  // [tokens, intermediate]
+};
+
+Buffers take_buffers(Arena& arena, const Shape& shape, int threads) {
+  const int64_t copies = shape.tokens <= kFewRows ? threads : 1;
+  const int64_t rows = (shape.tokens + 15) / 16 * 16;  // whole tiles
+  return {arena.take<bf16>(copies * rows * shape.hidden), arena.take<float>(shape.tokens * shape.qkv),
+          arena.take<bf16>(shape.tokens * shape.qkv), arena.take<bf16>(shape.tokens * shape.q),
+          arena.take<bf16>(rows * shape.q), arena.take<bf16>(rows * shape.intermediate)};
+}
+
+float mean_square(const float* x, int64_t n) {
+  Vec sum = splat(0);
+  for (int64_t i = 0; i < n; i += 16) sum = mul_add(load(x + i), load(x + i), sum);
+  return sum_of(sum) / static_cast<float>(n);
+}
+
+// `step`: elements from 32 outputs to the next 32; 32, unless the outputs go into tiles.
+void norm_row(const float* x, const float* weight, int64_t n, float eps, bf16* to, int64_t step = 32) {
+  const Vec scale = splat(1.0f / std::sqrt(mean_square(x, n) + eps));
+  for (int64_t i = 0; i < n; i += 16)
+    store(to + i / 32 * step + i % 32, mul(mul(load(x + i), scale), load(weight + i)));
+}
+
+// Applies bias, norm (each may be null) and rotation to one head in place, and rounds the result to `to`.
+void finish_head(float* x, const float* bias, const float* norm, const float* cos, const float* sin, int dim, float eps,
+                 bf16* to) {
+  if (bias != nullptr)
+    for (int d = 0; d < dim; ++d) x[d] += bias[d];
+  if (norm != nullptr) {
+    const float scale = 1.0f / std::sqrt(mean_square(x, dim) + eps);
+    for (int d = 0; d < dim; ++d) x[d] *= scale * norm[d];
+  }
+  if (cos != nullptr) {
+    const int half = dim / 2;
+    for (int d = 0; d < half; ++d) {
+      const float low = x[d], high = x[half + d];
+      x[d] = low * cos[d] - high * sin[d];
+      x[half + d] = high * cos[d] + low * sin[d];
+    }
+  }
+  for (int d = 0; d < dim; d += 16) store(to + d, load(x + d));
+}
+
+// Adds the time since the last mark to a part, on the first thread only.
+class Clock {
+ public:
+  Clock(const Team& team, double* parts) : parts_(team.index == 0 ? parts : nullptr), last_(now()) {}
+  void mark(Part part) {
+    if (parts_ == nullptr) return;
+    const double at = now();
+    parts_[part] += at - last_;
+    last_ = at;
+  }
+
+ private:
+  static double now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  }
+  double* parts_;
+  double last_;
+};
+
+class Decoder {
+ public:
+  Decoder(const DecoderCall& call, AttentionPlan& plan)
+      : call_(call), shape_(call), few_(call.tokens <= kFewRows), tiled_(!few_ && current_isa() >= kAmx), plan_(plan), batch_(*call.attention) {
+    Arena arena(call.scratch);
+    buffers_ = take_buffers(arena, shape_, batch_.threads);
+    const int64_t head = batch_.head_dim;
+    batch_.q = buffers_.qkv;
+    batch_.k_new = buffers_.qkv + shape_.q;
+    batch_.v_new = buffers_.qkv + shape_.q + batch_.kv_heads * head;
+    batch_.q_token = batch_.k_token = batch_.v_token = shape_.qkv;
+    batch_.q_head = batch_.k_head = batch_.v_head = head;
+    batch_.out = buffers_.attended;
+    batch_.out_token = shape_.q;
+  }
+
+  void run(Team& team) const {
+    Clock clock(team, call_.part_seconds);
+    for (int layer = 0; layer < call_.layer_count; ++layer) {
+      const LayerWeights& weights = call_.layers[layer];
+      attention_block(team, weights, layer, clock);
+      mlp_block(team, weights, clock);
+    }
+    each_row(team, [&](int64_t t) {
+      norm_row(row(t), call_.final_norm, shape_.hidden, call_.eps, call_.result + t * shape_.hidden);
+    });
+    clock.mark(kNorm);
+  }
+
+ private:
+  float* row(int64_t t) const { return call_.residual + t * shape_.hidden; }
+
+  template <typename F>
+  void each_row(const Team& team, F f) const {
+    int64_t first, last;
+    team.split(shape_.tokens, first, last);
+    for (int64_t t = first; t < last; ++t) f(t);
+  }
+
+  // The index of column `column` of row `t` in the left side [tokens, k] of a product.
+  int64_t place(int64_t t, int64_t column, int64_t k) const {
+    if (!tiled_) return t * k + column;
+    return (t / 16 * (k / 32) + column / 32) * 512 + t % 16 * 32 + column % 32;
+  }
+
+  // Returns attention's result in the format that the next product reads.
+  const bf16* retile(Team& team) const {
+    if (!tiled_) return buffers_.attended;
+    each_row(team, [&](int64_t t) {
+      for (int64_t column = 0; column < shape_.q; column += 32)
+        std::memcpy(buffers_.retiled + place(t, column, shape_.q), buffers_.attended + t * shape_.q + column, 64);
+    });
+    team.barrier();
+    return buffers_.retiled;
+  }
+
+  // Returns normed rows for the next product: this thread's own copy if there are few, else a shared one.
+  const bf16* norm(Team& team, const float* weight) const {
+    const int64_t n = shape_.hidden;
+    if (few_) {
+      bf16* mine = buffers_.normed + team.index * shape_.tokens * n;
+      for (int64_t t = 0; t < shape_.tokens; ++t) norm_row(row(t), weight, n, call_.eps, mine + t * n);
+      return mine;
+    }
+    each_row(team, [&](int64_t t) {
+      norm_row(row(t), weight, n, call_.eps, buffers_.normed + place(t, 0, n), tiled_ ? 512 : 32);
+    });
+    team.barrier();
+    return buffers_.normed;
+  }
+
+  void attention_block(Team& team, const LayerWeights& weights, int layer, Clock& clock) const {
+    const bf16* normed = norm(team, weights.input_norm);
+    if (!few_) clock.mark(kNorm);
+    auto store = [&](const float* c, int64_t ldc, int64_t first, int rows, int64_t group, int groups) {
+      for (int r = 0; r < rows; ++r)
+        std::memcpy(buffers_.projected + (first + r) * shape_.qkv + group * kGroup, c + r * ldc,
+                    groups * kGroup * sizeof(float));
+    };
+    matmul(team, {normed, shape_.hidden, tiled_}, shape_.tokens, weights.qkv, shape_.hidden, shape_.qkv / kGroup, store);
+    team.barrier();
+    clock.mark(kQkv);
+    finish_heads(team, weights);
+    team.barrier();
+    clock.mark(kRope);
+    AttentionCall attention = batch_;
+    attention.k = call_.tiles + layer * call_.layer_bytes;
+    attention.v = call_.tiles + layer * call_.layer_bytes + call_.v_bytes;
+    plan_.run(team, attention);
+    clock.mark(kAttention);
+    add_product(team, retile(team), shape_.q, weights.out, weights.out_bias);
+    clock.mark(kOut);
+  }
+
+  void finish_heads(const Team& team, const LayerWeights& weights) const {
+    const int dim = batch_.head_dim, rotated = batch_.heads + batch_.kv_heads, all = rotated + batch_.kv_heads;
+    int64_t first, last;
+    team.split(shape_.tokens * all, first, last);
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t t = i / all, head = i % all;
+      const int64_t at = t * shape_.qkv + head * dim;
+      const bool rotate = head < rotated;
+      finish_head(buffers_.projected + at, weights.qkv_bias ? weights.qkv_bias + head * dim : nullptr,
+                  head < batch_.heads ? weights.q_norm : (rotate ? weights.k_norm : nullptr),
+                  rotate ? call_.cos + t * (dim / 2) : nullptr, call_.sin + t * (dim / 2), dim, call_.eps,
+                  buffers_.qkv + at);
+    }
+  }
+
+  void mlp_block(Team& team, const LayerWeights& weights, Clock& clock) const {
+    const bf16* normed = norm(team, weights.mlp_norm);
+    if (!few_) clock.mark(kNorm);
+    auto activate = [&](const float* c, int64_t ldc, int64_t first, int rows, int64_t group, int) {
+      for (int r = 0; r < rows; ++r) {
+        const Vec gate = load(c + r * ldc), up = load(c + r * ldc + kGroup);
+        const Vec decay = exp_vector(sub(splat(0), gate));
+        store(buffers_.activated + place(first + r, group / 2 * kGroup, shape_.intermediate),
+              divide(mul(gate, up), add(splat(1.0f), decay)));
+      }
+    };
+    matmul(team, {normed, shape_.hidden, tiled_}, shape_.tokens, weights.gate_up, shape_.hidden,
+           2 * shape_.intermediate / kGroup, activate);
+    team.barrier();
+    clock.mark(kGateUp);
+    add_product(team, buffers_.activated, shape_.intermediate, weights.down, nullptr);
+    clock.mark(kDown);
+  }
+
+  // residual += a * pack + bias, then a barrier.
+  void add_product(Team& team, const bf16* a, int64_t k, const bf16* pack, const float* bias) const {
+    auto add = [&](const float* c, int64_t ldc, int64_t first, int rows, int64_t group, int groups) {
+      for (int r = 0; r < rows; ++r) {
+        float* to = row(first + r) + group * kGroup;
+        for (int i = 0; i < groups * kGroup; ++i) to[i] += c[r * ldc + i];
+        if (bias != nullptr)
+          for (int i = 0; i < groups * kGroup; ++i) to[i] += bias[group * kGroup + i];
+      }
+    };
+    matmul(team, {a, k, tiled_}, shape_.tokens, pack, k, shape_.hidden / kGroup, add);
+    team.barrier();
+  }
+
+  const DecoderCall& call_;
+  const Shape shape_;
+  const bool few_;
+  const bool tiled_;  // the rows of products are in AMX tiles
+  AttentionPlan& plan_;
+  AttentionCall batch_;
+  Buffers buffers_;
+};
+
+int64_t scratch_bytes(const DecoderCall& call) {
+  Arena arena(nullptr);
+  take_buffers(arena, Shape(call), call.attention->threads);
+  return arena.used();
+}
+
+void run_decoder(const DecoderCall& call, AttentionPlan& plan) {
+  const Decoder decoder(call, plan);
+  auto body = [&](Team& team) { decoder.run(team); };
+  parallel(call.attention->threads, body);
+}
+
+}  // namespace
+
+const DecoderKernels BATON_DECODER = {scratch_bytes, run_decoder};
+
+}  // namespace baton

@@ -1,0 +1,31 @@
+// Exponentials of sixteen floats. Include vector_avx512.h or vector_avx2.h first.
+#pragma once
+
+namespace baton {
+namespace {
+
+// e^x, relative error about 1e-7; bounded to [-87, 88].
+inline Vec exp_vector(Vec x) {
+  const Vec bounded = min(max(x, splat(-87.0f)), splat(88.0f));
+  const Vec n = nearest(mul(bounded, splat(1.44269504f)));
+  Vec r = mul_add(n, splat(-0.693359375f), bounded);
+  r = mul_add(n, splat(2.12194440e-4f), r);
+  Vec p = splat(1.9875691500e-4f);
+  for (float coefficient : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    p = mul_add(p, r, splat(coefficient));
+  p = add(mul_add(mul(p, r), r, r), splat(1.0f));
+  return scale_by_power(p, n);
+}
+
+// 2^x for x <= 0, relative error 3e-6: the result is rounded to bfloat16.
+inline Vec power_of_two(Vec x) {
+  const Vec n = nearest(x);
+  const Vec f = sub(x, n);
+  Vec p = splat(1.33335581e-3f);
+  for (float coefficient : {9.61812911e-3f, 5.55041087e-2f, 2.40226507e-1f, 6.93147181e-1f, 1.0f})
+    p = mul_add(p, f, splat(coefficient));
+  return scale_by_power(p, n);
+}
+
+}  // namespace
+}  // namespace baton

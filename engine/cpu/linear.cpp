@@ -1,0 +1,66 @@
+// Packing, the choice of the kernel, and the entry point for a single product.
+#include "linear.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "isa.h"
+
+#if defined(__x86_64__)
+
+namespace baton {
+
+Gemm gemm_for() {
+  switch (current_isa()) {
+    case kAmx: return gemm_amx;
+    case kAvx512: return gemm_avx512;
+    default: return gemm_avx2;
+  }
+}
+
+}  // namespace baton
+
+using baton::bf16;
+using baton::kGroup;
+
+extern "C" {
+
+// Packs the outputs of a row-major [n, k] weight into group `group` of `pack` and every `step`-th group after it.
+// Missing outputs of the last group are zero.
+void baton_pack(const bf16* weight, int64_t n, int64_t k, bf16* pack, int64_t group, int64_t step, int threads) {
+  auto body = [&](baton::Team& team) {
+    int64_t first, last;
+    team.split((n + kGroup - 1) / kGroup, first, last);
+    for (int64_t g = first; g < last; ++g) {
+      bf16* to = pack + (group + g * step) * kGroup * k;
+      for (int64_t i = 0; i < k; i += 2)
+        for (int o = 0; o < kGroup; ++o, to += 2) {
+          const int64_t output = g * kGroup + o;
+          if (output < n) std::memcpy(to, weight + output * k + i, 2 * sizeof(bf16));
+          else std::memset(to, 0, 2 * sizeof(bf16));
+        }
+    }
+  };
+  baton::parallel(threads, body);
+}
+
+// out[m, n] (float32) = a[m, k] * pack + bias; bias may be null.
+void baton_linear(const bf16* a, int64_t lda, int64_t m, const bf16* pack, int64_t k, int64_t n, const float* bias,
+                  float* out, int threads) {
+  auto body = [&](baton::Team& team) {
+    auto store = [&](const float* c, int64_t ldc, int64_t row, int rows, int64_t group, int groups) {
+      const int64_t from = group * kGroup, count = std::min<int64_t>(groups * kGroup, n - from);
+      for (int r = 0; r < rows; ++r) {
+        float* to = out + (row + r) * n + from;
+        std::memcpy(to, c + r * ldc, count * sizeof(float));
+        if (bias != nullptr)
+          for (int64_t i = 0; i < count; ++i) to[i] += bias[from + i];
+      }
+    };
+    baton::matmul(team, {a, lda, false}, m, pack, k, (n + kGroup - 1) / kGroup, store);
+  };
+  baton::parallel(threads, body);
+}
+}
+
+#endif
