@@ -1,8 +1,8 @@
 """python -m tools.gpu_dry_run: the CUDA path of every family, without a GPU.
 
-A prompt in chunks, mixed batches and decode steps from recorded graphs run on fake CUDA tensors
-(tools/fake_cuda.py): runner, attention backends with stand-ins for FlashInfer's wrappers, sampler, transfer
-staging. It ends with 1 if any step would wait for the device, mix devices, copy through pageable memory, or
+Prompts in chunks, mixed batches and decode steps from recorded graphs run on fake CUDA tensors
+(tools/fake_cuda.py): runner, states, attention backends with stand-ins for FlashInfer's wrappers, sampler. It
+ends with 1 if any step would wait for the device, mix devices, copy through pageable memory, or
 capture what does not lie still. docs/gpu.md says what this proves and what it does not.
 """
 
