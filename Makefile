@@ -4,7 +4,7 @@ PY := .venv/bin/python
 # Two workers on one small machine share its cores: one compute thread each, unless a bench asks for more.
 TEST_ENV := OMP_NUM_THREADS=1 RAY_DISABLE_IMPORT_WARNING=1 RAY_USAGE_STATS_ENABLED=0
 
-.PHONY: help setup demo check lint types imports dead quick test oracle mutants two-hosts overload chaos-ray cluster fuzz fuzz-models invariants e2e chaos soak peers wheel demo-quality kv-quant
+.PHONY: help setup demo check lint types imports dead quick test oracle mutants two-hosts overload chaos-ray cluster fuzz fuzz-models invariants e2e chaos gpu soak peers wheel demo-quality kv-quant
 
 help:  ## list the targets and their variables
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -47,7 +47,7 @@ quick: lint types  ## style, types, and fast unit tests of the rooms that differ
 	@$(TEST_ENV) $(PY) -m tools.quick $(if $(ALL),--all)
 
 test: setup check  ## all that a change must pass: check, unit tests, an oracle subset, one Ray end-to-end
-	@$(TEST_ENV) $(PY) -m tools.run_tests "not oracle_full and not invariants and not e2e and not quality and not peers"
+	@$(TEST_ENV) $(PY) -m tools.run_tests "not oracle_full and not invariants and not e2e and not quality and not peers and not gpu"
 
 oracle: setup  ## the whole matrix against transformers.generate
 	@$(TEST_ENV) $(PY) -m tools.run_tests "oracle or oracle_full" tests/e2e tests/engine tests/prefill_node
@@ -82,6 +82,13 @@ e2e: setup  ## a real Ray cluster, 2 prefill and 2 decode replicas and more
 
 chaos: setup  ## faults in every state of a request, over real processes (SCENARIOS, SEED, ONLY)
 	@$(TEST_ENV) $(PY) -m tests.chaos --scenarios $(or $(SCENARIOS),600) --seed $(or $(SEED),1) --only "$(ONLY)"
+
+gpu: setup  ## all that concerns GPUs: dry run of every family, bench and tests on a GPU; without one they say so
+	@$(TEST_ENV) $(PY) -m tools.gpu_dry_run
+	@$(TEST_ENV) $(PY) -m bench.gpu --json
+	@$(TEST_ENV) $(PY) -m tools.run_tests "not oracle_full" --jobs 1 tests/gpu tests/tools/test_gpu_dry_run.py \
+		tests/worker/test_device.py tests/worker/test_gpu_build.py tests/engine/test_graphs.py \
+		tests/engine/test_flashinfer_limits.py tests/engine/test_flashinfer_signatures.py
 
 soak: setup  ## random faults at random times over a steady load (SECONDS, SEED)
 	@$(TEST_ENV) $(PY) -m tests.chaos.soak --seconds $(or $(SECONDS),600) --seed $(or $(SEED),1)

@@ -34,27 +34,29 @@ STATE_SLOTS = 32
 
 def open_pools(
     path: Path, page_size: int, num_pages: int, dtype: str = "float32", attention: str = "torch",
-    linear: str = "torch", overlap: bool = False,
+    linear: str = "torch", overlap: bool = False, device: str = "cpu",
 ) -> tuple[ModelRunner, dict[str, Any]]:  # fmt: skip
     """A runner of the model in `path` and its pools by name. What nobody wrote in them is garbage, not 0."""
-    config = EngineConfig(str(path), dtype=dtype, attention=attention, linear=linear, overlap=overlap)
+    config = EngineConfig(
+        str(path), dtype=dtype, attention=attention, linear=linear, overlap=overlap, device=device
+    )
     loaded = load_model(config)
-    pools = pools_of(loaded, page_size, num_pages)
+    pools = pools_of(loaded, page_size, num_pages, device)
     return ModelRunner(loaded, pools, config), pools
 
 
-def pools_of(loaded: LoadedModel, page_size: int, num_pages: int) -> dict[str, Any]:
+def pools_of(loaded: LoadedModel, page_size: int, num_pages: int, device: str = "cpu") -> dict[str, Any]:
     """Pools for each group of a model, by name, full of garbage."""
     pools: dict[str, Any] = {}
     for seed, spec in enumerate(loaded.spec.groups):
         if isinstance(spec, StateGroupSpec):
-            pools[spec.name] = MambaPool(spec, STATE_SLOTS)
+            pools[spec.name] = MambaPool(spec, STATE_SLOTS, device)
             pools[spec.name].bytes.fill_(255)  # NaN in every dtype
             continue
         assert isinstance(spec, KVGroupSpec | LatentGroupSpec)
         kind: Any = MHAKVCache if isinstance(spec, KVGroupSpec) else MLAKVCache
-        pools[spec.name] = pool = kind(spec, num_pages, page_size)
-        pool.data.normal_(0.0, 3.0, generator=torch.Generator().manual_seed(seed))
+        pools[spec.name] = pool = kind(spec, num_pages, page_size, device)
+        pool.data.normal_(0.0, 3.0, generator=torch.Generator(device).manual_seed(seed))
     return pools
 
 

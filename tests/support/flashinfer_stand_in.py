@@ -122,9 +122,9 @@ class StandInPrefill(_StandIn):
             of_sequence = pages[kv_starts[i] : kv_starts[i + 1]]
             length = (len(of_sequence) - 1) * page_size + last_len
             k, v = (side[of_sequence].transpose(1, 2).flatten(0, 1)[:length] for side in kv)
-            k, v = (side.repeat_interleave(group, dim=1) for side in (k, v))  # [length, heads, D]
+            k, v = (side.repeat_interleave(group, dim=1).float() for side in (k, v))  # [length, heads, D]
             start, end = q_starts[i], q_starts[i + 1]
-            scores = torch.einsum("qhd,khd->hqk", q[start:end], k) * plan["sm_scale"]
+            scores = torch.einsum("qhd,khd->hqk", q[start:end].float(), k) * plan["sm_scale"]
             if cap < torch.inf:
                 scores = cap * torch.tanh(scores / cap)
             places = torch.arange(length)
@@ -132,7 +132,8 @@ class StandInPrefill(_StandIn):
             left = plan["window_left"]
             scores = scores.masked_fill((behind < 0) | ((behind > left) & (left >= 0)), -torch.inf)
             joined = torch.cat((scores, column[:, None, None].expand(-1, end - start, 1)), dim=-1)
-            out[start:end] = torch.einsum("hqk,khd->qhd", joined.softmax(-1)[..., :-1], v)
+            values = torch.einsum("hqk,khd->qhd", joined.softmax(-1)[..., :-1], v)
+            out[start:end] = values.to(out.dtype)
 
 
 class StandInSinks(StandInPrefill):

@@ -1,0 +1,24 @@
+"""Tiny models with the head dimensions for which FlashInfer has kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.support.tiny_models import FAMILIES, MIXED, write_tiny
+
+WIDE = ("qwen3", "qwen3_moe", "mistral_window", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_next")
+
+
+def make_wide(family: str, directory: Path, seed: int) -> Path:
+    """The family's tiny model with heads of 64, or latents of 512 + 64."""
+    config: Any = {**FAMILIES, **MIXED}[family]()
+    if hasattr(config, "kv_lora_rank"):
+        config.kv_lora_rank, config.qk_rope_head_dim = 512, 64
+        config.qk_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+        config.head_dim = config.qk_rope_head_dim
+    else:
+        config.head_dim = 64
+    path = directory / f"{family}-wide"
+    write_tiny(config, path, seed)
+    return path
