@@ -25,6 +25,8 @@ class Attempt:
     computed: int = 0  # prompt tokens with KV on that worker
     first_token_sent: bool = False
     shipped: int = 0  # prompt tokens that were sent to D, or that D had
+    kv_bytes: int = 0  # that P wrote on D
+    kv_s: float = 0.0  # while it did so
     received: bool = False  # D has the KV of the whole prompt
     last_at: float = -1.0  # when its latest token was made, until it joins D's batch
     taken_over: bool = False  # its KV comes from the worker that decoded it before

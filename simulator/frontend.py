@@ -27,6 +27,8 @@ from simulator.worker import ModelledWorker
 from wire.messages import AssignedLoads, View
 from wire.records import WorkerRecord
 
+_BACKEND = ""  # modelled workers offer none by name
+
 
 class FrontendHost(Protocol):
     """What a router needs of its surroundings."""
@@ -160,6 +162,13 @@ class Frontend:
             request.first_at = self._clock.now
         if attempt.output == 1:
             self._end(attempt)
+
+    def transferred(self, attempt: Attempt) -> None:
+        """D says how long its KV took, which is the price of later transfers."""
+        prefill, decode = attempt.placement.prefill, attempt.placement.decode
+        if prefill is not None:
+            transfers = self.placer.policy.transfers
+            transfers.observe(prefill, decode, _BACKEND, attempt.kv_bytes, attempt.kv_s)
 
     def done(self, attempt: Attempt) -> None:
         """The last token of an attempt came."""

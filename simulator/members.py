@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from msgspec.structs import replace
 
 from router.directory.directory import Directory
@@ -99,12 +101,22 @@ class Members:
                 GroupLayout("full", "full", (1,), "bfloat16", "plain", model.page_tokens, page_bytes),
             ),
             max_context_tokens=model.kv_tokens, total_tokens=model.kv_tokens,
-            max_running_requests=model.max_running, pid=0, host=name, transfer_backends=(),
+            max_running_requests=model.max_running, pid=0, host=self._host(name), rack=self._rack(name),
+            transfer_backends=(),
         )  # fmt: skip
         worker = ModelledWorker(self._clock, record, model, self._listener, self._itl)
         self._lives[name, incarnation] = worker
         self.everyone.append(worker)
         return worker
+
+    def _host(self, name: str) -> str:
+        """Workers of both roles share it: p0 and d0, and with two of each role, p1 and d1, too."""
+        each = self._options.workers_per_host
+        return f"host{_number(name) // each}" if each else name
+
+    def _rack(self, name: str) -> str:
+        each = self._options.workers_per_host * self._options.hosts_per_rack
+        return f"rack{_number(name) // each}" if each else ""
 
     def _report(
         self, worker: ModelledWorker, reported: WorkerLoad | None = None, renew_at: float = 0.0
@@ -120,3 +132,8 @@ class Members:
             self._directory.announce(Announce(replace(worker.record, load=load)), now)
             renew_at = now + self._options.report_interval_s
         self._clock.after(self._options.report_gap_s, self._report, worker, load, renew_at)
+
+
+def _number(name: str) -> int:
+    """What a worker's name ends with."""
+    return int(re.split(r"\D", name)[-1])

@@ -86,7 +86,7 @@ class ModelledMoves:
             return
         tokens = move.old.prompt + move.old.output - move.target.memory.cached_tokens(new)
         size = tokens * self._options.worker.kv_bytes_per_token
-        end = move.source.link.send(move.target.link, size, self._clock.now)
+        end, _ = move.source.link.send(move.target.link, size, self._clock.now)
         self._clock.at(end, self._landed, move)
 
     def _begin_due(self) -> None:

@@ -34,6 +34,8 @@ class WorkerModel(Options):
     max_running: int = Field(256, ge=1, description="requests that may be reserved or running on D")
     kv_bytes_per_token: int = Field(327_680, ge=1, description="of all layers")
     link_bytes_per_s: float = Field(100e9, gt=0, description="of a worker's network, each way")
+    rack_bytes_per_s: float = Field(100e9, gt=0, description="the same, to a worker in the same rack")
+    host_bytes_per_s: float = Field(100e9, gt=0, description="between two workers of one host, each pair")
     page_tokens: int = Field(512, ge=1, description="tokens of a page: the size of blocks in traces")
     schedule: Schedule = Schedule.MIXED
 
@@ -79,6 +81,12 @@ class SimulationOptions(PlacementOptions, LeaseOptions):
     admission: AdmissionOptions = AdmissionOptions()
     prefill: int = Field(8, ge=0, description="prefill workers; 0: the decode workers do everything")
     decode: int = Field(8, ge=1, description="decode workers")
+    workers_per_host: int = Field(
+        0,
+        ge=0,
+        description="of each role; then transfers are measured, as by the router. 0: nobody shares one",
+    )
+    hosts_per_rack: int = Field(0, ge=0, description="0: there are no racks")
     routers: int = Field(1, ge=1, description="router replicas; requests arrive at them in turn")
     worker: WorkerModel = WorkerModel()
     scaling: ScalingOptions = ScalingOptions()
@@ -96,6 +104,12 @@ class SimulationOptions(PlacementOptions, LeaseOptions):
     )
     view_interval_s: float = Field(0.1, gt=0, description="between the directory's Views")
     message_s: float = Field(0.0005, ge=0, description="time that a message takes")
+
+    @model_validator(mode="after")
+    def _racks_of_hosts(self) -> SimulationOptions:
+        if self.hosts_per_rack and not self.workers_per_host:
+            raise ValueError("hosts_per_rack needs workers_per_host")
+        return self
 
     @model_validator(mode="after")
     def _leases_outlast_reports(self) -> SimulationOptions:

@@ -99,6 +99,10 @@ class Simulation:
             prefill, decode = self.worker(placement.prefill), self.worker(placement.decode)
             self.clock.after(self.options.message_s, prefill.target, attempt, decode)
 
+    def transferred(self, attempt: Attempt) -> None:
+        if self.options.workers_per_host:
+            self.clock.after(self.options.message_s, self._router(attempt).transferred, attempt)
+
     def done(self, attempt: Attempt) -> None:
         self.clock.after(self.options.message_s, self._router(attempt).done, attempt)
 

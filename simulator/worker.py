@@ -31,6 +31,9 @@ class WorkerListener(Protocol):
     def reserved(self, attempt: Attempt) -> None:
         """D has memory for it."""
 
+    def transferred(self, attempt: Attempt) -> None:
+        """All KV of its prompt has been written on D."""
+
     def done(self, attempt: Attempt) -> None:
         """Its last token is made."""
 
@@ -54,7 +57,7 @@ class ModelledWorker:
     ) -> None:
         self.record = record
         self.dead = False
-        self.link = Link(model.link_bytes_per_s)
+        self.link = Link(record, model)
         self.memory = WorkerMemory(
             model, lambda pages: listener.stored(self, pages), lambda pages: listener.removed(self, pages)
         )
@@ -227,8 +230,11 @@ class ModelledWorker:
         """Send what is computed and has not been sent."""
         decode = self._targets[attempt]
         tokens = max(0, attempt.computed - attempt.shipped)
-        end = self.link.send(decode.link, tokens * self._model.kv_bytes_per_token, self._clock.now)
+        size = tokens * self._model.kv_bytes_per_token
+        end, seconds = self.link.send(decode.link, size, self._clock.now)
         attempt.shipped += tokens
+        attempt.kv_bytes += size
+        attempt.kv_s += seconds
         attempt.request.moved_tokens += tokens
         if attempt.computed == attempt.prompt:
             self._clock.at(end, self._shipped, attempt, decode)
@@ -236,6 +242,7 @@ class ModelledWorker:
     def _shipped(self, attempt: Attempt, decode: ModelledWorker) -> None:
         if not self.dead:
             self._let_go(attempt)
+            self._listener.transferred(attempt)
             decode.received(attempt)
 
     # -- steps ---------------------------------------------------------------------------------------
