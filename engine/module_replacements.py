@@ -1,8 +1,8 @@
 """Replaces slow modules after loading with faster modules that compute the same.
 
 The table maps the class name of a transformers module to a function that returns its replacement, or None to
-keep this instance. engine/cpu fills the table. In float32 no replacement may change a greedy token. Each
-replacement has a test that compares it with the original module.
+keep this instance. engine/cpu and engine/cuda fill it. In float32 no replacement may change a greedy token.
+Each replacement has a test that compares it with the original module.
 """
 
 from __future__ import annotations
@@ -43,10 +43,15 @@ def _replace_children(
 
 
 def replacement_table(config: EngineConfig) -> ReplacementTable:
-    """The replacements for `config.device`: those of engine/cpu on a CPU, none on other devices."""
+    """The replacements for `config.device`: those of engine/cpu on a CPU, of engine/cuda on CUDA."""
     table: ReplacementTable = {}
-    if torch.device(config.device).type == "cpu":
+    kind = torch.device(config.device).type
+    if kind == "cpu":
         from engine.cpu.module_replacements import register
 
         register(table)
+    elif kind == "cuda":
+        from engine.cuda.module_replacements import register as register_cuda
+
+        register_cuda(table)
     return table

@@ -22,12 +22,14 @@ from engine.completion import HostCompletions
 from engine.config import EngineConfig
 from engine.graphs import DecodeLimits
 from engine.largest_batch import largest_batch, largest_lens
+from engine.module_replacements import apply_replacements, replacement_table
 from engine.runner import ModelRunner
 from kvcache.layout import StateGroupSpec
 from kvcache.pool import MambaPool, MHAKVCache, MLAKVCache
 from tests.support import flashinfer_stand_in as stand_in
 from tests.support.driver import Driver
 from tests.support.tiny_models import FAMILIES, MIXED, make_tiny
+from tests.support.wide_models import DENSE, make_wide
 from tools.fake_cuda import FakeCuda, FakeRecorder, GpuFault, on_fake_cuda
 from wire.request import SamplingParams
 
@@ -40,6 +42,15 @@ PARAMS = (
         temperature=0.7, repetition_penalty=1.1, presence_penalty=0.2, top_logprobs=3, max_new_tokens=64
     ),
 )
+
+NAMES = sorted({*FAMILIES, *MIXED} | {f"{family}-wide" for family in DENSE})
+"""Families, and with "-wide" their models with heads of 64, whose decoders are fused on CUDA."""
+
+
+def make_model(name: str, directory: Path) -> Path:
+    """Write the model of one of NAMES."""
+    family, is_wide, _ = name.partition("-wide")
+    return make_wide(family, directory, 0) if is_wide else make_tiny(family, directory, 0)
 
 
 def dry_run(directory: Path) -> dict[str, int]:
@@ -54,6 +65,7 @@ def dry_run(directory: Path) -> dict[str, int]:
             on_fake_cuda(loaded.model)
             pools = _pools(loaded)
             on_cuda = EngineConfig(str(directory), dtype="bfloat16", device="cuda", overlap=False)
+            apply_replacements(loaded.model, on_cuda, replacement_table(on_cuda))
             runner = ModelRunner(loaded, pools, on_cuda, HostCompletions())
             runner.attention = stand_in.flashinfer_layers(loaded, pools)
             recorder = FakeRecorder(device)
@@ -94,11 +106,11 @@ def _steps(runner: ModelRunner) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.gpu_dry_run", description=__doc__)
-    parser.add_argument("families", nargs="*", default=sorted({*FAMILIES, *MIXED}), help="default: all")
+    parser.add_argument("families", nargs="*", default=NAMES, help="default: all")
     faults = 0
     with tempfile.TemporaryDirectory() as directory:
         for family in parser.parse_args().families:
-            path = make_tiny(family, Path(directory), 0)
+            path = make_model(family, Path(directory))
             try:
                 seen = dry_run(path)
             except AssertionError as fault:  # GpuFault, or what a stand-in found

@@ -85,6 +85,7 @@ def build_on_gpu(
 
         @cache
         def budget() -> int:
+            gpu.give_back()  # what only loading needed
             needed = free - _least_free(gpu, options, config, chosen, loaded)
             gpu.give_back()
             log.info(

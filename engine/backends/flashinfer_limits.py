@@ -9,11 +9,10 @@ from __future__ import annotations
 import torch
 
 from engine.backends.pick import BackendUnavailable
+from engine.cuda.limits import DTYPES, HEAD_DIMS
 from kvcache.pool import MHAKVCache, MLAKVCache
 from kvcache.quant import KVFormat
 
-DTYPES = (torch.float16, torch.bfloat16)
-HEAD_DIMS = (64, 128, 256)
 LATENT_WIDTHS = (512, 64)
 """The kv_lora_rank and rope_dim for which FlashInfer has kernels. Every published DeepSeek model has them."""
 

@@ -14,7 +14,7 @@ from engine.batch import ForwardBatch, SamplingRows
 from engine.device_copies import upload
 from engine.sampler import Sampler
 from engine.sampling_state import SamplingState
-from kvtransfer.region import GroupRegion
+from kvtransfer.region import region_of
 from tests.support.driver import Driver, open_runner
 from tests.support.tiny_models import make_tiny
 from wire.request import SamplingParams
@@ -80,7 +80,7 @@ def test_pages_go_to_the_host_and_back(device: str) -> None:
     """In several batches of the stage, in any order of pages."""
     source = torch.randint(0, 256, (50, 1 << 20), dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
-    regions = [GroupRegion(tensor, staged=True) for tensor in (source, target)]
+    regions = [region_of(tensor) for tensor in (source, target)]
     pages = np.random.default_rng(0).permutation(50)[:37]
     batches = [
         np.asarray(batch.view()).reshape(-1, 1 << 20)[batch.pages] for batch in regions[0].to_host(pages)

@@ -16,9 +16,9 @@ from engine.graphs import DecodeLimits
 from engine.runner import ModelRunner
 from tests.engine.conftest import PROMPTS, Drawn
 from tests.engine.test_oracle_bfloat16 import LAW
-from tests.gpu.wide_models import WIDE, make_wide
 from tests.support.driver import Driver, open_pools
 from tests.support.oracle import EVERY
+from tests.support.wide_models import WIDE, make_wide
 
 PAGE, PAGES = 16, 40
 LIMITS = DecodeLimits(sequences=4, context_pages=10, rows=8)

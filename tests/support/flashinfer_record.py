@@ -19,6 +19,12 @@ SOURCES = {
     "BatchAttentionWithAttentionSinkWrapper": "attention/_core.py",
     "BatchMLAPagedAttentionWrapper": "mla/_batch_mla/_wrapper.py",
 }
+FUNCTIONS = {
+    "rmsnorm": "norm/__init__.py",
+    "fused_add_rmsnorm": "norm/__init__.py",
+    "silu_and_mul": "activation.py",
+    "apply_rope_with_cos_sin_cache_inplace": "rope.py",
+}
 PARENTS = {"BatchAttentionWithAttentionSinkWrapper": "BatchPrefillWithPagedKVCacheWrapper"}
 
 Parameters = list[tuple[str, str, bool]]  # name, kind, whether it must be given
@@ -33,7 +39,16 @@ def recorded_version() -> str:
 def signature(wrapper: str, method: str) -> inspect.Signature:
     """The parameters of one method, `self` left out."""
     record = json.loads((RECORDS / f"{recorded_version()}.json").read_text())
-    parameters = record[wrapper].get(method) or record[PARENTS[wrapper]][method]
+    return _signature(record[wrapper].get(method) or record[PARENTS[wrapper]][method])
+
+
+@cache
+def function_signature(name: str) -> inspect.Signature:
+    """The parameters of a function."""
+    return _signature(json.loads((RECORDS / f"{recorded_version()}.json").read_text())["functions"][name])
+
+
+def _signature(parameters: Parameters) -> inspect.Signature:
     return inspect.Signature(
         [
             inspect.Parameter(
@@ -47,11 +62,20 @@ def signature(wrapper: str, method: str) -> inspect.Signature:
 
 
 def read(root: Path) -> dict[str, dict[str, Parameters]]:
-    """The parameters of the wrappers in an unpacked wheel or a site-packages directory."""
-    return {
+    """The parameters of the wrappers and functions in an unpacked wheel or a site-packages directory."""
+    functions = {
+        name: _function((root / "flashinfer" / file).read_text(), name) for name, file in FUNCTIONS.items()
+    }
+    wrappers = {
         wrapper: _methods((root / "flashinfer" / file).read_text(), wrapper)
         for wrapper, file in SOURCES.items()
     }
+    return {**wrappers, "functions": functions}
+
+
+def _function(source: str, name: str) -> Parameters:
+    [node] = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef) and n.name == name]
+    return _parameters(node.args, bound=False)
 
 
 def _methods(source: str, wrapper: str) -> dict[str, Parameters]:
@@ -64,8 +88,9 @@ def _methods(source: str, wrapper: str) -> dict[str, Parameters]:
     }
 
 
-def _parameters(args: ast.arguments) -> Parameters:
-    plain = [arg.arg for arg in (*args.posonlyargs, *args.args)][1:]
+def _parameters(args: ast.arguments, bound: bool = True) -> Parameters:
+    """Without `self` if they are those of a method."""
+    plain = [arg.arg for arg in (*args.posonlyargs, *args.args)][1 if bound else 0 :]
     required = len(plain) - len(args.defaults)
     found = [(name, "POSITIONAL_OR_KEYWORD", i < required) for i, name in enumerate(plain)]
     if args.vararg is not None:

@@ -22,7 +22,7 @@ from engine.loader import LoadedModel, load_model
 from engine.paged_layers import PagedLayers
 from engine.runner import ModelRunner
 from tests.support.driver import pools_of
-from tests.support.flashinfer_record import signature
+from tests.support.flashinfer_record import function_signature, signature
 
 Bound = dict[str, Any]
 
@@ -196,6 +196,56 @@ class StandInLatent(_StandIn):
                 out[token] = (scores * plan["sm_scale"]).softmax(-1) @ latents[:seen]
 
 
+def _bound(name: str, args: tuple[Any, ...], kwargs: Bound) -> Bound:
+    return dict(function_signature(name).bind(*args, **kwargs).arguments)
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.float()
+    return (wide * (wide.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weight.float()).to(x.dtype)
+
+
+def rmsnorm(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """[T, hidden], or [T, heads, head_dim] whose last dimension is contiguous."""
+    given = _bound("rmsnorm", args, kwargs)
+    assert given["input"].stride(-1) == 1
+    out: torch.Tensor = given.get("out", torch.empty_like(given["input"]))
+    return out.copy_(_normed(given["input"], given["weight"], given["eps"]))
+
+
+def fused_add_rmsnorm(*args: Any, **kwargs: Any) -> None:
+    """In place: the residual gets the sum, the input its norm."""
+    given = _bound("fused_add_rmsnorm", args, kwargs)
+    x, residual = given["input"], given["residual"]
+    assert x.ndim == residual.ndim == 2
+    assert x.is_contiguous()
+    total = x.float() + residual.float()
+    residual.copy_(total.to(residual.dtype))
+    x.copy_(_normed(total, given["weight"], given["eps"]).to(x.dtype))
+
+
+def silu_and_mul(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """[..., 2 x width] -> [..., width]."""
+    given = _bound("silu_and_mul", args, kwargs)
+    gate, up = given["input"].float().chunk(2, dim=-1)
+    result: torch.Tensor = (torch.nn.functional.silu(gate) * up).to(given["input"].dtype)
+    return result
+
+
+def apply_rope(*args: Any, **kwargs: Any) -> None:
+    """In place; the two halves of a head are rotated together."""
+    given = _bound("apply_rope_with_cos_sin_cache_inplace", args, kwargs)
+    assert given["cos_sin_cache"].dtype == torch.float32
+    assert given["positions"].dtype in (torch.int32, torch.int64)
+    assert given["positions"].is_contiguous()
+    cos, sin = given["cos_sin_cache"][given["positions"]][:, None].chunk(2, dim=-1)
+    for packed in (given["query"], given["key"]):
+        heads = packed.view(len(packed), -1, given["head_size"])
+        first, second = heads.float().chunk(2, dim=-1)
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        heads.copy_(turned.to(heads.dtype))
+
+
 def _touch(out: torch.Tensor, *inputs: torch.Tensor) -> None:
     """Operators over all of them: a dry run then sees where each one is."""
     for one in inputs:
@@ -212,6 +262,8 @@ def flashinfer_module() -> tuple[Any, Any]:
     package: Any = types.ModuleType("flashinfer")
     package.BatchPrefillWithPagedKVCacheWrapper = StandInPrefill
     package.BatchAttentionWithAttentionSinkWrapper = StandInSinks
+    package.rmsnorm, package.fused_add_rmsnorm = rmsnorm, fused_add_rmsnorm
+    package.silu_and_mul, package.apply_rope_with_cos_sin_cache_inplace = silu_and_mul, apply_rope
     package.mla = types.ModuleType("flashinfer.mla")
     package.mla.BatchMLAPagedAttentionWrapper = StandInLatent
     return package, package.mla

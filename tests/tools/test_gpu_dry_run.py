@@ -15,29 +15,28 @@ from engine.backends.flashinfer import FlashInferAttention
 from engine.device_copies import Fetched, upload
 from engine.last_tokens import LastTokens
 from engine.sampler import Sampler
-from tests.support.tiny_models import FAMILIES, MIXED, make_tiny
-from tools.gpu_dry_run import dry_run
+from tools.gpu_dry_run import NAMES, dry_run, make_model
 
-FAST = ("gpt_oss", "deepseek_v3", "qwen3_next")
+FAST = ("gpt_oss", "deepseek_v3", "qwen3_next", "qwen3-wide")
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     directory = tmp_path_factory.mktemp("tiny")
-    return lambda family: make_tiny(family, directory, 0)
+    return lambda name: make_model(name, directory)
 
 
 @pytest.mark.parametrize(
     "family",
     [
         *FAST,
-        *(pytest.param(name, marks=pytest.mark.slow) for name in sorted({*FAMILIES, *MIXED} - set(FAST))),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in sorted({*NAMES} - set(FAST))),
     ],
 )
 def test_no_step_of_a_family_would_wait_or_break_on_a_gpu(family: str, tiny: Callable[[str], Path]) -> None:
     seen = dry_run(tiny(family))
     assert seen["replays"] >= 4
-    assert seen["captured operators"] > 1000
+    assert seen["captured operators"] > 500
     assert seen["copies"] > 100
 
 

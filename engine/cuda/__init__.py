@@ -1,0 +1,1 @@
+"""The CUDA backend: fused layers over FlashInfer's operators."""

@@ -1,0 +1,124 @@
+"""A dense Llama-shaped decoder over FlashInfer's fused operators, for CUDA.
+
+transformers' layers compute norms, rotary embeddings and residuals in small operators: some 120 a layer,
+views included. A recorded step does not issue them one by one, but each is a kernel all the same. Here a
+layer is four products, attention, rotary embedding, activation and two sums with norms, and two norms more
+where q and k have them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from engine.cuda.limits import HEAD_DIMS
+from engine.paged_layers import PagedLayers
+
+MODELS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
+"""The transformers classes that FlashInferDecoder computes."""
+
+
+def fusible(model: Any) -> bool:
+    """Whether FlashInferDecoder computes the same as this transformers decoder."""
+    config = model.config
+    return (
+        type(model).__name__ in MODELS
+        and config.hidden_act == "silu"
+        and not getattr(config, "mlp_bias", False)
+        and _head_dim(config) in HEAD_DIMS
+    )
+
+
+class FlashInferDecoder(nn.Module):
+    """Replaces a `fusible` model. Keeps its embedding, and its weights, those of one input joined.
+
+    FlashInfer's rotary cosines and sines, norms and sums are float32 inside, where transformers rounds
+    between them: its results differ from transformers' by no more than transformers' own rounding.
+    """
+
+    def __init__(self, model: Any) -> None:
+        """Raises ImportError if FlashInfer is not installed."""
+        super().__init__()
+        import flashinfer
+
+        self._ops: Any = flashinfer
+        self.embed_tokens = model.embed_tokens
+        self._layers: list[_Layer] = []
+        for i in range(len(model.layers)):
+            self._layers.append(_Layer(model.layers[i], model.config))
+            model.layers[i] = nn.Identity()  # frees the original weights, which are joined now
+        self.norm = model.norm.weight
+        self._eps = float(model.norm.variance_epsilon)
+        self._rotary = _rotary_table(model)
+
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, paged: PagedLayers, **_: Any
+    ) -> BaseModelOutputWithPast:
+        """input_ids, position_ids [1, T] -> last_hidden_state [1, T, hidden], normalised."""
+        residual = self.embed_tokens(input_ids[0])
+        norms = [layer.input_norm for layer in self._layers] + [self.norm]
+        x = self._ops.rmsnorm(residual, norms[0], self._eps)
+        for number, layer in enumerate(self._layers):
+            x = self._attend(number, layer, x, position_ids[0], paged)
+            self._ops.fused_add_rmsnorm(x, residual, layer.mlp_norm, self._eps)
+            x = linear(self._ops.silu_and_mul(linear(x, layer.gate_up)), layer.down)
+            self._ops.fused_add_rmsnorm(x, residual, norms[number + 1], self._eps)
+        return BaseModelOutputWithPast(last_hidden_state=x[None])
+
+    def _attend(
+        self, number: int, layer: _Layer, x: torch.Tensor, positions: torch.Tensor, paged: PagedLayers
+    ) -> torch.Tensor:
+        """What the attention of one layer adds: [T, hidden]."""
+        dim = layer.head_dim
+        q, k, v = torch.split(linear(x, layer.qkv, layer.qkv_bias), layer.widths, dim=-1)
+        q_heads, k_heads, v_heads = (part.view(len(part), -1, dim) for part in (q, k, v))  # views
+        if layer.q_norm is not None:
+            self._ops.rmsnorm(q_heads, layer.q_norm, self._eps, out=q_heads)
+            self._ops.rmsnorm(k_heads, layer.k_norm, self._eps, out=k_heads)
+        self._ops.apply_rope_with_cos_sin_cache_inplace(positions, q, k, dim, self._rotary)
+        out = torch.empty(q_heads.shape, dtype=x.dtype, device=x.device)
+        backend, place = paged.of_layer[number]
+        backend.forward(place, q_heads, k_heads, v_heads, out, None)
+        return linear(out.flatten(1), layer.out, layer.out_bias)
+
+
+class _Layer:
+    """The weights of one layer."""
+
+    def __init__(self, layer: Any, config: Any) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+        self.head_dim = _head_dim(config)
+        self.widths = [len(part.weight) for part in parts]
+        self.qkv = _joined([part.weight for part in parts])
+        self.qkv_bias = None if parts[0].bias is None else _joined([part.bias for part in parts])
+        self.out, self.out_bias = attention.o_proj.weight, attention.o_proj.bias
+        self.gate_up = _joined([mlp.gate_proj.weight, mlp.up_proj.weight])
+        self.down = mlp.down_proj.weight
+        self.input_norm = layer.input_layernorm.weight
+        self.mlp_norm = layer.post_attention_layernorm.weight
+        self.q_norm = attention.q_norm.weight if hasattr(attention, "q_norm") else None
+        self.k_norm = attention.k_norm.weight if hasattr(attention, "k_norm") else None
+
+
+def _head_dim(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([part.detach() for part in parts])
+
+
+def _rotary_table(model: Any) -> torch.Tensor:
+    """float32 [positions, head_dim]: cosines, then sines, of each position."""
+    frequencies = model.rotary_emb.inv_freq.float()
+    positions = torch.arange(
+        model.config.max_position_embeddings, dtype=torch.float32, device=frequencies.device
+    )
+    angles = positions[:, None] * frequencies
+    table: torch.Tensor = torch.cat((angles.cos(), angles.sin()), dim=-1) * model.rotary_emb.attention_scaling
+    return table
