@@ -139,7 +139,7 @@ class TokenKVCache(KVCache, Generic[Spec]):
             self._rows = QuantisedRows(codes, spec.stored, self.data.shape[-2], spec.row_dim)
         self._layer_index = {layer: index for index, layer in enumerate(spec.layer_ids)}
 
-    def _write(self, index: tuple[Any, ...], values: torch.Tensor) -> None:
+    def _put(self, index: tuple[Any, ...], values: torch.Tensor) -> None:
         """`values` are in the model's dtype: a conversion here would hide a wrong dtype elsewhere."""
         assert values.dtype == self.spec.dtype, f"{values.dtype} into a pool of {self.spec.dtype}"
         if self._rows is None:
@@ -157,9 +157,14 @@ class MHAKVCache(TokenKVCache[KVGroupSpec]):
 
     def set_kv_buffer(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write `k`, `v` `[tokens, head, head_dim]` of model layer `layer` at `slots` (int64 `[tokens]`)."""
-        pages, offsets, place = slots // self.page_size, slots % self.page_size, self._layer_index[layer]
+        self.write(self._layer_index[layer], slots // self.page_size, slots % self.page_size, k, v)
+
+    def write(
+        self, place: int, pages: torch.Tensor, offsets: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        """The same at `offsets` in `pages` (int64 `[tokens]`) of the layer at `place` in a page."""
         for side, values in enumerate((k, v)):
-            self._write((pages, place, side, slice(None), offsets), values)
+            self._put((pages, place, side, slice(None), offsets), values)
 
     def read_pages(self, place: int, pages: torch.Tensor) -> torch.Tensor:
         """`[pages, K or V, head, page_size, head_dim]` of the layer at `place` in a page, copied."""
@@ -173,9 +178,14 @@ class MLAKVCache(TokenKVCache[LatentGroupSpec]):
         self, layer: int, slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor
     ) -> None:
         """Write `latent` `[tokens, kv_lora_rank]` and `rope` `[tokens, rope_dim]` of a model layer."""
-        index = (slots // self.page_size, self._layer_index[layer], slots % self.page_size)
+        self.write(self._layer_index[layer], slots // self.page_size, slots % self.page_size, latent, rope)
+
+    def write(
+        self, place: int, pages: torch.Tensor, offsets: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor
+    ) -> None:
+        """The same at `offsets` in `pages` (int64 `[tokens]`) of the layer at `place` in a page."""
         assert latent.dtype == rope.dtype, f"a latent in {latent.dtype} with its rope part in {rope.dtype}"
-        self._write(index, torch.cat((latent, rope), dim=-1))
+        self._put((pages, place, offsets), torch.cat((latent, rope), dim=-1))
 
     def get_rows(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         """`[tokens, kv_lora_rank + rope_dim]` of a model layer in the model's dtype, copied."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from engine.backends.new_slots import NewSlots
 from engine.backends.page_indices import FixedIndices, page_indices
 from engine.backends.workspace import WORKSPACE_BYTES, Workspace
 from engine.batch import ForwardBatch
@@ -55,11 +56,8 @@ class FlashInferAttention:
         self._shared = workspace
         self._planned = Workspace(self._device)
         self._wrapper: Any = _wrapper(pool, workspace, self._window_left, sinks, buffers)
-        self._fixed_slots: torch.Tensor | None = None
-        if buffers is not None:
-            rows = len(buffers.lengths)
-            self._fixed_slots = torch.zeros(rows, dtype=torch.int64, device=self._device)
-        self._slots = torch.empty(0, dtype=torch.int64)
+        fixed = None if buffers is None else len(buffers.lengths)
+        self._slots = NewSlots(pool.page_size, self._device, fixed)
 
     def fixed(self, sequences: int, context_pages: int) -> FlashInferAttention:
         """This backend for decode steps of `sequences` rows with at most `context_pages` pages each, which
@@ -71,11 +69,7 @@ class FlashInferAttention:
 
     def prepare(self, batch: ForwardBatch) -> None:
         indices = page_indices(batch, self._pool.page_size, self._window)
-        if self._fixed_slots is None:
-            self._slots = upload(batch.out_slots, self._device)
-        else:
-            self._slots = self._fixed_slots
-            self._slots.copy_(pinned(batch.out_slots, self._device), non_blocking=True)
+        self._slots.fill(batch.out_slots)
         with self._planned.in_use():
             self._wrapper.plan(
                 pinned(indices.q_starts, self._device),
@@ -105,7 +99,7 @@ class FlashInferAttention:
         sinks: torch.Tensor | None = None,
     ) -> None:
         assert (sinks is not None) == self._sinks, "a layer's sinks differ from what the loader found"
-        self._pool.set_kv_buffer(self._pool.spec.layer_ids[place], self._slots, k_new, v_new)
+        self._pool.write(place, self._slots.pages, self._slots.offsets, k_new, v_new)
         of_layer = self._pool.data[:, place]  # [page, 2, head, page_size, head_dim], page-strided
         with_sinks = () if sinks is None else (sinks.float(), self._scale)
         self._wrapper.run(q.contiguous(), (of_layer[:, 0], of_layer[:, 1]), *with_sinks, out=out)

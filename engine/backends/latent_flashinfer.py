@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from engine.backends.flashinfer import BACKEND
+from engine.backends.new_slots import NewSlots
 from engine.backends.page_indices import FixedIndices, page_indices
 from engine.backends.workspace import WORKSPACE_BYTES, Workspace
 from engine.batch import ForwardBatch
@@ -47,10 +48,9 @@ class FlashInferLatentAttention:
                 "kv_len_arr": buffers.lengths,
             }
         self._wrapper: Any = flashinfer.mla.BatchMLAPagedAttentionWrapper(workspace, backend=BACKEND, **fixed)
-        self._fixed_slots: torch.Tensor | None = None
-        if buffers is not None:
-            self._fixed_slots = torch.zeros(len(buffers.lengths), dtype=torch.int64, device=self._device)
-        self._slots = torch.empty(0, dtype=torch.int64)
+        self._slots = NewSlots(
+            pool.page_size, self._device, None if buffers is None else len(buffers.lengths)
+        )
 
     def fixed(self, sequences: int, context_pages: int) -> FlashInferLatentAttention:
         """This backend for recorded decode steps, as in FlashInferAttention."""
@@ -59,11 +59,7 @@ class FlashInferLatentAttention:
 
     def prepare(self, batch: ForwardBatch) -> None:
         indices = page_indices(batch, self._pool.page_size)
-        if self._fixed_slots is None:
-            self._slots = upload(batch.out_slots, self._device)
-        else:
-            self._slots = self._fixed_slots
-            self._slots.copy_(pinned(batch.out_slots, self._device), non_blocking=True)
+        self._slots.fill(batch.out_slots)
         with self._planned.in_use():
             self._wrapper.plan(
                 qo_indptr=pinned(indices.q_starts, self._device),
@@ -90,7 +86,7 @@ class FlashInferLatentAttention:
         out: torch.Tensor,
     ) -> None:
         spec = self._pool.spec
-        self._pool.set_mla_kv_buffer(spec.layer_ids[place], self._slots, latent_new, rope_new)
+        self._pool.write(place, self._slots.pages, self._slots.offsets, latent_new, rope_new)
         of_layer = self._pool.data[:, place]  # [page, offset, rank + rope_dim], page-strided
         latents, ropes = of_layer[..., : spec.kv_lora_rank], of_layer[..., spec.kv_lora_rank :]
         self._wrapper.run(

@@ -64,7 +64,7 @@ def new_slots_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def prepared(self: FlashInferAttention, batch: Any) -> None:
         prepare(self, batch)
-        self._slots = self._slots.clone()
+        self._slots.pages = self._slots.pages.clone()
 
     monkeypatch.setattr(FlashInferAttention, "prepare", prepared)
 
