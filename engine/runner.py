@@ -7,6 +7,7 @@ result is read.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 
@@ -18,6 +19,7 @@ from engine.backends.choose import build_layers
 from engine.batch import BatchResult, ForwardBatch
 from engine.completion import Completions, completions_of
 from engine.config import EngineConfig
+from engine.cuda.experts import experts_wait
 from engine.device_copies import Fetched, upload
 from engine.graphs import CudaRecorder, DecodeGraphs, DecodeLimits, Outputs, Recorder, StepInputs
 from engine.last_tokens import LastTokens
@@ -28,6 +30,8 @@ from engine.paged_layers import PagedLayers
 from engine.sampler import Sampler
 from engine.states import PackedStates
 from kvcache.pool import KVCache, MambaPool
+
+log = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -48,6 +52,7 @@ class ModelRunner:
         self._decoder = getattr(loaded.model, loaded.model.base_model_prefix)
         self._lm_head = loaded.model.lm_head
         self._device = torch.device(config.device)
+        self._experts_wait = experts_wait(loaded.model.config, loaded.spec.dtype, self._device)
         states = pools.get("state")
         self._states = PackedStates(states) if isinstance(states, MambaPool) else None
         self._last_tokens = LastTokens(self._device)
@@ -61,6 +66,10 @@ class ModelRunner:
         """From now on run decode steps within `limits` from recorded graphs, if every layer can be recorded.
         By default they are CUDA graphs, all recorded now. Call it before the first launch."""
         if not self.attention.recordable:
+            log.info("decode steps are not recorded: an attention backend reads the batch on the host")
+            return
+        if self._experts_wait:
+            log.warning("decode steps are not recorded: the host waits for the products of experts")
             return
         self._last_tokens = LastTokens(self._device, limits.rows + 1)
         self._graphs = DecodeGraphs(
