@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from engine.checkpoint.formats import stored_format
 from engine.errors import UnsupportedModel
 from engine.families import dense, hybrid, latent, windowed
 from engine.families.base import Family
@@ -34,7 +35,6 @@ _MUST_BE_OFF = {
     "kv_lora_rank": "latent attention (MLA) needs a page layout of its own",
     "index_topk": "sparse attention keeps a second cache for its indexer",
     "cross_attention_layers": "cross attention needs an encoder's KV",
-    "quantization_config": "packed and absorbed layers read weights as they are stored",
 }
 """config.json key -> why any value other than null, false, 0 or an empty list is refused."""
 
@@ -53,6 +53,7 @@ def check_model(config: Any) -> Family:
         value = getattr(config, key, None)
         if value and key not in family.allows:
             raise UnsupportedModel(f"{key} is {value!r} in config.json: {why}", "use a model without it")
+    stored_format(config)  # raises for a format that is not read
     _check_masks(config, family)
     _check_rope(config)
     family.check(config)

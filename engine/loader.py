@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import hashlib
 import json
 import re
@@ -12,11 +14,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConfig
+from transformers.utils import is_accelerate_available
 from transformers.utils import logging as transformers_logging
 
 from common.errors import ConfigError
+from common.freed_memory import return_freed_memory
 from engine.attention import ATTENTION_NAME
+from engine.checkpoint.formats import stored_format
+from engine.checkpoint.reader import read_weights
 from engine.config import EngineConfig
 from engine.errors import UnsupportedModel
 from engine.families.base import Dtypes
@@ -89,18 +95,30 @@ def load_model(config: EngineConfig) -> LoadedModel:
 
 
 def _read(config: EngineConfig, hf_config: Any, dtype: torch.dtype, local: bool) -> Any:
+    """The model with its weights, dequantised, on `config.device`.
+
+    With accelerate each weight goes to another device when it is read; without it all are in the host's
+    memory first.
+    """
+    plain = copy.deepcopy(hf_config)
+    if hasattr(plain, "quantization_config"):
+        del plain.quantization_config  # transformers would replace modules, and needs a GPU for some formats
+    direct = torch.device(config.device).type != "cpu" and is_accelerate_available()
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            config.model,
-            config=hf_config,
+        model, report = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)].from_pretrained(
+            None,
+            config=plain,
+            state_dict=read_weights(config.model, stored_format(hf_config), dtype, local),
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,
-            local_files_only=local,
-            use_safetensors=True,
+            device_map={"": config.device} if direct else None,
             output_loading_info=True,
         )
-    except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: a weight has another shape
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:  # RuntimeError: another shape
         raise _unreadable(config.model, error) from error
+    return_freed_memory()  # of what was dequantised or merged
+    with contextlib.suppress(OSError):  # a checkpoint may have none
+        model.generation_config = GenerationConfig.from_pretrained(config.model, local_files_only=local)
     if report["missing_keys"]:  # transformers initialises them at random
         missing = ", ".join(sorted(report["missing_keys"])[:3])
         raise _unreadable(config.model, ValueError(f"no weights for {missing}"))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from common.freed_memory import return_freed_memory
 from engine.config import EngineConfig
 
 Replace = Callable[[nn.Module, EngineConfig], nn.Module | None]
@@ -31,7 +32,8 @@ def apply_replacements(model: nn.Module, config: EngineConfig, table: Replacemen
 def _replace_children(
     module: nn.Module, config: EngineConfig, table: ReplacementTable, done: dict[str, int]
 ) -> None:
-    for name, child in list(module.named_children()):
+    for name in [name for name, _ in module.named_children()]:
+        child = module.get_submodule(name)
         kind = type(child).__name__
         replace = table.get(kind)
         replacement = replace(child, config) if replace else None
@@ -39,6 +41,8 @@ def _replace_children(
             _replace_children(child, config, table, done)
             continue
         setattr(module, name, replacement)
+        del child  # its weights are freed before the next module is replaced
+        return_freed_memory()
         done[kind] = done.get(kind, 0) + 1
 
 

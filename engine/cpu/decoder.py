@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from common.freed_memory import return_freed_memory
 from engine.cpu.attention import MAX_HEAD_DIM, CpuAttention
 from engine.cpu.linear import Pack
 from engine.cpu.op import AttentionCall, kernels
@@ -82,15 +83,15 @@ class FusedDecoder(nn.Module):
         self._library = kernels()
         assert self._library.baton_decoder_call_bytes() == ctypes.sizeof(DecoderCall)
         assert self._library.baton_layer_weights_bytes() == ctypes.sizeof(LayerWeights)
-        layers = list(model.layers)
-        self._layers = (LayerWeights * len(layers))()
-        for i, layer in enumerate(layers):
-            self._fill(self._layers[i], layer)
+        self._layers = (LayerWeights * len(model.layers))()
+        for i in range(len(model.layers)):
+            self._fill(self._layers[i], model.layers[i])
             model.layers[i] = nn.Identity()  # frees the original weights, which are packed now
+            return_freed_memory()
         self._call = DecoderCall(
             layers=ctypes.addressof(self._layers),
             final_norm=self._vector(model.norm.weight),
-            layer_count=len(layers),
+            layer_count=len(self._layers),
             hidden=model.config.hidden_size,
             intermediate=model.config.intermediate_size,
             eps=model.norm.variance_epsilon,

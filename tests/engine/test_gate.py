@@ -59,7 +59,6 @@ def test_every_tested_family_passes(family: str) -> None:
             "rope_type 'longrope'",
         ),
         (JambaConfig(), "model_type 'jamba' in config.json: transformers' scan"),
-        (GptOssConfig(quantization_config={"quant_method": "mxfp4"}), "quantization_config is"),
         (LlamaConfig(architectures=["LlamaForSequenceClassification"]), "no causal LM head"),
         (LlamaConfig(architectures=["Llama4ForCausalLM"]), "not LlamaForCausalLM"),
         (with_field(LlamaConfig(), sliding_window=128), "sliding_window is 128"),

@@ -233,7 +233,7 @@ def test_packed_experts_that_no_token_chose_are_not_read(family: str, tmp_path: 
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (DeepseekV3Config(quantization_config={"quant_method": "fp8"}), "quantization_config is"),
+        (DeepseekV3Config(quantization_config={"quant_method": "fp8"}), "weight_block_size is None"),
         (DeepseekV2Config(topk_method="noaux_tc"), "topk_method is 'noaux_tc'"),
         (DeepseekV3Config(kv_lora_rank=0), "kv_lora_rank is 0"),
         (DeepseekV3Config(index_topk=2048), "index_topk is 2048"),

@@ -1,0 +1,1 @@
+"""Reads the tensors of a checkpoint, quantised or not, one at a time."""

@@ -1,0 +1,113 @@
+"""The format of a checkpoint's weights by `quantization_config` in its config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from engine.checkpoint.base import Format
+from engine.checkpoint.int4 import awq_format, gptq_format, packed_format
+from engine.checkpoint.mxfp4 import MXFP4
+from engine.checkpoint.scaled import Block, scaled_format
+from engine.errors import UnsupportedModel
+
+Settings = Mapping[str, Any]
+
+
+def stored_format(config: Any) -> Format | None:
+    """The format of a transformers config's checkpoint; None: weights are not quantised.
+
+    Raises UnsupportedModel for a format that is not read, by the setting that says so.
+    """
+    settings = getattr(config, "quantization_config", None)
+    if not settings:
+        return None
+    method = str(settings.get("quant_method"))
+    if method not in _METHODS:
+        raise _refused("quant_method", method, _METHODS)
+    return _METHODS[method](settings)
+
+
+def _fp8(settings: Settings) -> Format:
+    _one_of(settings, "fmt", ("e4m3",), default="e4m3")
+    block = _block(settings.get("weight_block_size"))
+    if block is None:
+        raise _refused("weight_block_size", settings.get("weight_block_size"), ("two sizes",))
+    return scaled_format(".weight_scale_inv", block)
+
+
+def _mxfp4(settings: Settings) -> Format:
+    del settings  # the format has no options
+    return MXFP4
+
+
+def _awq(settings: Settings) -> Format:
+    _one_of(settings, "bits", (4,), default=4)
+    _one_of(settings, "zero_point", (True,), default=True)
+    _one_of(settings, "version", ("gemm", "GEMM"), default="gemm")
+    return awq_format(int(settings.get("group_size", 128)))
+
+
+def _gptq(settings: Settings) -> Format:
+    bits = _one_of(settings, "bits", (4, 8), default=4)
+    checkpoint = _one_of(settings, "checkpoint_format", ("gptq", "gptq_v2"), default="gptq")
+    return gptq_format(bits, int(settings.get("group_size", 128)), int(checkpoint == "gptq"))
+
+
+def _compressed_tensors(settings: Settings) -> Format:
+    """All groups of modules must be stored alike. What is done to activations is not computed."""
+    stored = _one_of(settings, "format", ("pack-quantized", "float-quantized", "int-quantized"))
+    _one_of(settings.get("sparsity_config") or {}, "format", ("dense",), default="dense")
+    schemes = [group.get("weights") or {} for group in settings.get("config_groups", {}).values()]
+    wanted = "float" if stored == "float-quantized" else "int"
+    widths = (4, 8) if stored == "pack-quantized" else (8,)
+    layouts = {
+        (
+            _one_of(scheme, "type", (wanted,)),
+            _one_of(scheme, "num_bits", widths),
+            _block(scheme.get("block_structure")),
+        )
+        for scheme in schemes
+    }
+    if len(layouts) != 1:
+        raise _refused("config_groups", f"{len(layouts)} layouts", ("one layout",))
+    _, bits, block = layouts.pop()
+    if stored == "pack-quantized":
+        return packed_format(bits)
+    for scheme in schemes:
+        _one_of(scheme, "symmetric", (True,), default=True)
+        _one_of(scheme, "strategy", ("tensor", "channel", "block") if block else ("tensor", "channel"))
+    return scaled_format(".weight_scale", block)
+
+
+_METHODS: dict[str, Callable[[Settings], Format]] = {
+    "fp8": _fp8,
+    "mxfp4": _mxfp4,
+    "awq": _awq,
+    "gptq": _gptq,
+    "compressed-tensors": _compressed_tensors,
+}
+
+
+def _one_of(settings: Settings, key: str, allowed: tuple[Any, ...], default: Any = None) -> Any:
+    value = settings.get(key, default)
+    if value not in allowed:
+        raise _refused(key, value, allowed)
+    return value
+
+
+def _block(sizes: Any) -> Block | None:
+    if (
+        isinstance(sizes, list | tuple)
+        and len(sizes) == 2
+        and all(isinstance(n, int) and n > 0 for n in sizes)
+    ):
+        return sizes[0], sizes[1]
+    return None
+
+
+def _refused(key: str, value: Any, supported: Any) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"{key} is {value!r} in quantization_config of config.json: weights stored so are not read",
+        f"use a checkpoint without quantization_config, or with {key} {' or '.join(map(str, supported))}",
+    )

@@ -1,0 +1,99 @@
+"""The tensors of a checkpoint's safetensors files, each read when transformers asks for it.
+
+Files are read with `pread`, not mapped: a mapped file counts as the process's memory once it was read, which
+doubles that of a model whose weights are converted or rearranged after loading.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+
+from engine.checkpoint.base import Format
+
+_PLAIN = ("F64", "F32", "F16", "BF16")
+
+
+class Stored(Protocol):
+    """A tensor that is read by `stored[...]`, as safetensors' slices are; transformers reads it so."""
+
+    def get_dtype(self) -> str:
+        """safetensors' name of the dtype."""
+        ...
+
+    def get_shape(self) -> list[int]: ...
+
+    def __getitem__(self, index: Any) -> torch.Tensor: ...
+
+
+class QuantisedWeight:
+    """A weight that is dequantised when it is read."""
+
+    def __init__(self, name: str, form: Format, parts: Mapping[str, Stored], dtype: torch.dtype) -> None:
+        self._name = name
+        self._format = form
+        self._parts = parts
+        self._dtype = dtype
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """Raises ValueError if the stored tensors do not fit together."""
+        parts = {suffix: stored[...] for suffix, stored in self._parts.items()}
+        try:
+            weight: torch.Tensor = self._format.dequantise(parts, self._dtype)[index]
+        except ValueError as error:
+            raise ValueError(f"{self._name}: {error}") from error
+        return weight
+
+
+def read_weights(
+    model: str, form: Format | None, dtype: torch.dtype, local: bool
+) -> dict[str, Stored | QuantisedWeight]:
+    """All weights of `model`, a directory or a hub id, by the names they have when they are not quantised.
+
+    Only headers are read. `local`: nothing is downloaded. Quantised weights are given in `dtype`, others as
+    they are stored. Raises OSError or SafetensorError for files that are missing or damaged, and ValueError
+    if a quantised weight is incomplete.
+    """
+    stored: dict[str, Stored] = {}
+    for path in _files(model, local):
+        file: Any = safe_open(path, framework="pt", backend="pread")
+        stored |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  not a mapping
+    weights: dict[str, Stored | QuantisedWeight] = dict(stored)
+    if form is None:
+        return weights
+    for name in stored:
+        if name.endswith(form.parts[0]):
+            stem = name.removesuffix(form.parts[0])
+            parts = {suffix: weights.pop(stem + suffix, None) for suffix in (*form.parts, *form.optional)}
+            missing = [stem + suffix for suffix in form.parts if parts[suffix] is None]
+            if missing:
+                raise ValueError(f"{name} is there, but not {', '.join(missing)}")
+            found: Any = {suffix: part for suffix, part in parts.items() if part is not None}
+            weights[stem + form.result] = QuantisedWeight(stem + form.result, form, found, dtype)
+    for name, weight in weights.items():
+        if (
+            name.endswith(".weight")
+            and not isinstance(weight, QuantisedWeight)
+            and weight.get_dtype() not in _PLAIN
+        ):
+            raise ValueError(f"{name} is stored as {weight.get_dtype()}, without {form.parts[0]}")
+    return weights
+
+
+def _files(model: str, local: bool) -> list[str]:
+    """The paths of the checkpoint's files, downloaded if they must be."""
+    try:
+        index = cached_file(model, "model.safetensors.index.json", local_files_only=local)
+    except OSError:  # not in shards
+        return [str(cached_file(model, "model.safetensors", local_files_only=local))]
+    assert index is not None
+    if local:
+        names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
+        return [str(Path(index).parent / name) for name in names]
+    return list(get_checkpoint_shard_files(model, index, local_files_only=local)[0])

@@ -1,0 +1,188 @@
+"""Quantised checkpoints: their weights are exactly what their format defines, and so are the tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig
+
+from common.errors import ConfigError
+from engine.checkpoint import base
+from engine.config import EngineConfig
+from engine.errors import UnsupportedModel
+from engine.gate import check_model
+from engine.loader import load_model
+from tests.engine.conftest import PROMPTS
+from tests.support.hand_off import pair
+from tests.support.quantised_checkpoints import FORMATS, write
+from tests.support.reference import MIN_MARGIN, reference_generate
+
+CASES = [
+    ("deepseek_v3", "fp8"),
+    ("qwen3_moe", "fp8"),
+    ("gpt_oss", "mxfp4"),
+    ("llama", "awq"),
+    ("mixtral", "awq"),
+    ("qwen2", "gptq"),
+    ("qwen3", "gptq_desc_act"),
+    ("phi3", "gptq_v2"),
+    ("llama_bias", "ct_int4"),
+    ("gemma2", "ct_int4_zeros"),
+    ("mistral_window", "ct_int8"),
+    ("qwen2_moe", "ct_fp8"),
+]
+ANSWER = 24
+both_ways = pytest.mark.parametrize(("family", "form"), CASES, ids=map("-".join, CASES))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("quantised")
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight is dequantised in several blocks of rows."""
+    monkeypatch.setattr(base, "_ELEMENTS_AT_ONCE", 1500)
+
+
+def loaded_weights(path: Path, dtype: str) -> dict[str, torch.Tensor]:
+    model = load_model(EngineConfig(str(path), dtype=dtype, linear="torch")).model
+    weights: dict[str, torch.Tensor] = model.state_dict()
+    return weights
+
+
+def test_every_format_has_a_case() -> None:
+    assert {form for _, form in CASES} == set(FORMATS)
+
+
+@both_ways
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_are_what_the_format_defines(family: str, form: str, dtype: str, directory: Path) -> None:
+    """In float32 exactly, in bfloat16 that rounded once; and quantised they are others than before."""
+    stored, exact = write(family, directory, 0, form)
+    ours, theirs = loaded_weights(stored, dtype), loaded_weights(exact, dtype)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert ours[name].dtype == theirs[name].dtype
+        assert ours[name].equal(theirs[name]), name
+    before = loaded_weights(directory / "plain" / f"{family}-0", dtype)
+    changed = [name for name in ours if not ours[name].equal(before[name])]
+    assert len(changed) > 3
+    for name in changed:
+        error = (ours[name].float() - before[name].float()).norm() / before[name].float().norm()
+        assert error < 0.25, name
+
+
+@pytest.mark.oracle
+@both_ways
+def test_tokens_equal_generate_of_the_dequantised_model(family: str, form: str, directory: Path) -> None:
+    """Colocated, with prefill and decode apart, in chunks, and from the cache."""
+    for seed in range(30):
+        stored, exact = write(family, directory, seed, form)
+        answers = [reference_generate(exact, prompt, ANSWER) for prompt in PROMPTS]
+        if min(margin for _, margin in answers) >= MIN_MARGIN:
+            break
+    expected = [tokens for tokens, _ in answers]
+    options = {"model": str(stored), "dtype": "float32", "threads": 1, "page_size": 16}
+    with pair(
+        **options,
+        engine="transformers",
+        chunked_prefill_size=32,
+        max_total_tokens=2048,
+        max_context_tokens=512,
+    ) as both:
+        for first, split in ((1, False), (11, True), (21, True)):
+            for room, prompt in enumerate(PROMPTS, first):
+                both.ask(room, prompt, ANSWER, split)
+            both.run_dry()
+            assert [both.outputs[first + i].tokens for i in range(len(PROMPTS))] == expected
+        both.settle(60.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes'"),
+        ({"quant_method": "fp8"}, "weight_block_size is None"),
+        ({"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [128, 128]}, "fmt is 'e5m2'"),
+        ({"quant_method": "awq", "bits": 3}, "bits is 3"),
+        ({"quant_method": "awq", "zero_point": False}, "zero_point is False"),
+        ({"quant_method": "awq", "version": "gemv"}, "version is 'gemv'"),
+        ({"quant_method": "gptq", "bits": 3}, "bits is 3"),
+        ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "format is 'nvfp4"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "config_groups is '0 layouts'"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "int-quantized",
+                "config_groups": {"0": {"weights": {"type": "int", "num_bits": 8, "symmetric": False}}},
+            },
+            "symmetric is False",
+        ),
+    ],
+)
+def test_a_format_that_is_not_read_is_refused_by_name(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedModel) as refused:
+        check_model(LlamaConfig(quantization_config=settings))
+    message = str(refused.value)
+    assert named in message
+    assert "; use a checkpoint without quantization_config, or with " in message
+    assert "\n" not in message
+
+
+def test_a_format_that_is_read_passes_the_gate() -> None:
+    check_model(GptOssConfig(quantization_config={"quant_method": "mxfp4"}))
+
+
+def replaced(path: Path, suffix: str, new: torch.Tensor | None) -> None:
+    """Change (None: remove) the first tensor with `suffix`."""
+    for file in sorted(path.glob("*.safetensors")):
+        tensors = load_file(file)
+        if names := sorted(name for name in tensors if name.endswith(suffix)):
+            del tensors[names[0]]
+            if new is not None:
+                tensors[names[0]] = new
+            save_file(tensors, file, metadata={"format": "pt"})
+            return
+    raise AssertionError(suffix)
+
+
+@pytest.mark.parametrize(
+    ("form", "suffix", "new", "problem"),
+    [
+        ("fp8", ".weight_scale_inv", None, "stored as F8_E4M3, without .weight_scale_inv"),
+        ("fp8", ".weight_scale_inv", torch.ones(1, 1), r"scales are \(1, 1\) for a weight"),
+        ("fp8", "proj.weight", None, "is there, but not model"),
+        ("awq", ".scales", None, "is there, but not model"),
+        ("awq", ".scales", torch.ones(2, 8), r"scales are \(2, 8\)"),
+        ("awq", ".qzeros", torch.ones(2, 8), "packed integers are torch.float32"),
+        ("gptq_desc_act", ".g_idx", torch.full((64,), 9), "inputs are in groups 9 to 9 of 2"),
+        ("ct_int4", ".weight_g_idx", torch.full((64,), -1), "inputs are in groups -1 to -1"),
+    ],
+)
+def test_an_incomplete_weight_is_a_config_error(
+    form: str, suffix: str, new: torch.Tensor | None, problem: str, tmp_path: Path
+) -> None:
+    stored, _ = write("llama", tmp_path, 0, form)
+    replaced(stored, suffix, new)
+    with pytest.raises(ConfigError, match=problem) as refused:
+        load_model(EngineConfig(str(stored)))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_model_that_says_quantised_and_is_not_is_loaded(tmp_path: Path) -> None:
+    """A fine-tune may leave quantization_config behind: what counts is how its weights are stored."""
+    _, exact = write("llama", tmp_path, 0, "fp8")
+    config = json.loads((exact / "config.json").read_text())
+    (exact / "config.json").write_text(json.dumps({**config, "quantization_config": FORMATS["fp8"][0]}))
+    ours = loaded_weights(exact, "float32")
+    (exact / "config.json").write_text(json.dumps(config))
+    theirs = AutoModelForCausalLM.from_pretrained(exact, dtype=torch.float32).state_dict()
+    assert all(ours[name].equal(theirs[name]) for name in theirs)

@@ -1,0 +1,110 @@
+"""The memory of a loading process: never much more than the weights that it ends with."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from engine.checkpoint.base import _ELEMENTS_AT_ONCE
+from tests.support.quantised_checkpoints import FORMATS, scaled
+
+SHARD_MIB = 48
+SLACK_MIB = 24  # of what PyTorch, transformers and the allocator keep
+SHAPE: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 8192,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 256,
+}
+_LOAD = """
+import json, sys
+import torch
+from engine.config import EngineConfig
+from engine.loader import load_model
+
+torch.set_num_threads(1)
+def mib(name):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name)) / 1024
+
+load_model(EngineConfig(sys.argv[2], linear="torch"))  # whatever is imported and compiled at a first load
+with open("/proc/self/clear_refs", "w") as peaks:
+    peaks.write("5")
+before = mib("VmRSS")
+loaded = load_model(EngineConfig(sys.argv[1], linear=sys.argv[3]))
+print(json.dumps({"peak": mib("VmHWM") - before, "after": mib("VmRSS") - before}))
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    """A bfloat16 model in shards, and the MiB of its weights."""
+    path = tmp_path_factory.mktemp("sharded") / "model"
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE), dtype=torch.bfloat16)
+    made.save_pretrained(path, max_shard_size=SHARD_MIB * 2**20)
+    assert len(list(path.glob("*.safetensors"))) > 5
+    return path, sum(p.numel() * 2 for p in made.parameters()) / 2**20
+
+
+def memory_of_loading(path: Path, linear: str, tmp_path: Path) -> dict[str, float]:
+    """MiB beyond what a process has that has already loaded a tiny model."""
+    tiny = tmp_path / "tiny"
+    AutoModelForCausalLM.from_config(LlamaConfig(**{**SHAPE, "hidden_size": 64, "num_hidden_layers": 1})).to(
+        torch.bfloat16
+    ).save_pretrained(tiny)
+    command = [sys.executable, "-c", _LOAD, str(path), str(tiny), linear]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    measured: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return measured
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("linear", ["torch", "auto"])
+def test_loading_takes_less_than_weights_and_one_shard(
+    linear: str, model: tuple[Path, float], tmp_path: Path
+) -> None:
+    """With `auto`, weights are rearranged where the CPU can use that."""
+    path, weights = model
+    measured = memory_of_loading(path, linear, tmp_path)
+    assert measured["after"] > 0.9 * weights
+    assert measured["peak"] < weights + SHARD_MIB + SLACK_MIB, measured
+
+
+@pytest.mark.slow
+def test_dequantising_takes_less_than_weights_and_what_is_being_dequantised(
+    model: tuple[Path, float], tmp_path: Path
+) -> None:
+    """Four threads read at once. Each has a stored weight of 4 MiB, the result of 8 MiB, and a block of rows
+    in float32 in a few steps; the allocator keeps some of what each thread has freed."""
+    path, weights = model
+    quantised = tmp_path / "fp8"
+    quantised.mkdir()
+    _, quantise = FORMATS["fp8"][0], scaled(".weight_scale_inv", (128, 128))
+    source = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    tensors = {}
+    for name, weight in source.state_dict().items():
+        if name.endswith("proj.weight"):
+            parts, _ = quantise(weight.float().numpy())
+            tensors |= {name.removesuffix(".weight") + suffix: part for suffix, part in parts.items()}
+        else:
+            tensors[name] = weight
+    save_file(tensors, quantised / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (quantised / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    measured = memory_of_loading(quantised, "torch", tmp_path)
+    at_once = 4 * ((4 + 8) * 2**20 + 4 * 4 * _ELEMENTS_AT_ONCE) / 2**20
+    assert measured["after"] > 0.9 * weights
+    assert measured["peak"] < weights + at_once + 2 * SLACK_MIB, measured
