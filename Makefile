@@ -102,5 +102,5 @@ wheel: setup  ## build a wheel, install it in a clean environment, and run it ou
 demo-quality: setup  ## 50 questions the demo model was trained on, in words it never saw
 	@$(TEST_ENV) $(PY) -m tools.demo_quality --serve
 
-kv-quant: setup  ## what quantised KV costs: perplexity and right answers for each kv_cache_dtype
+kv-quant: setup  ## what quantised KV and int8 weights cost: perplexity, and right answers for each kv_cache_dtype
 	@$(TEST_ENV) $(PY) -m tools.kv_quant

@@ -66,6 +66,7 @@ _WORKER_FLAGS = (
     "chunked_prefill_size",
     "device",
     "dtype",
+    "weight_dtype",
     "kv_cache_dtype",
     "eviction_policy",
     "threads",

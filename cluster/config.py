@@ -34,7 +34,7 @@ from wire.options import ServedModel, SocketOptions
 from wire.records import Role
 from worker.options import GPU_MEMORY_UTILIZATION, WorkerOptions, WorkerSettings
 
-AGREED_OPTIONS = ("page_size", "dtype", "kv_cache_dtype")
+AGREED_OPTIONS = ("page_size", "dtype", "weight_dtype", "kv_cache_dtype")
 """Options whose difference between P and D makes every hand-off impossible."""
 
 

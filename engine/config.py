@@ -11,6 +11,7 @@ CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "attention": ("auto", "cpu", "torch", "flashinfer"),
     "linear": ("auto", "torch", "packed"),
+    "weight_dtype": ("auto", "int8"),
     "kv_cache_dtype": tuple(KVFormat),
 }
 
@@ -21,6 +22,7 @@ class EngineConfig:
 
     model: str  # a directory with config.json and safetensors, or a hub id
     dtype: str = "auto"  # of weights and KV; "auto": the dtype in config.json
+    weight_dtype: str = "auto"  # of linear layers on a CPU; "int8": rounded at load, a factor per output
     kv_cache_dtype: str = "auto"  # storage format of KV (kvcache.quant); "auto": `dtype`
     device: str = "cpu"  # a torch device
     attention: str = "auto"  # "auto": flashinfer on CUDA, the C++ op on CPU, else the torch reference

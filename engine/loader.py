@@ -27,7 +27,7 @@ from engine.config import EngineConfig
 from engine.errors import UnsupportedModel
 from engine.families.base import Dtypes
 from engine.gate import check_model
-from engine.module_replacements import apply_replacements, replacement_table
+from engine.module_replacements import apply_replacements, check_weight_dtype, replacement_table
 from engine.spec import ModelSpec
 from kvcache.layout import GroupSpec, stored_as
 from kvcache.quant import KVFormat
@@ -73,6 +73,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         raise _unreadable(config.model, error) from error
     family = check_model(hf_config)
     dtype = _dtype(config, hf_config)
+    check_weight_dtype(config, dtype)
     model = _read(config, hf_config, dtype, local)
     model = model.to(config.device).eval().requires_grad_(False)
     family.prepare(model)
@@ -86,7 +87,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         vocab_size=hf_config.vocab_size,
         max_position=hf_config.max_position_embeddings,
         eos_token_ids=_eos_token_ids(model, hf_config),
-        fingerprint=_fingerprint(model, hf_config, dtype),
+        fingerprint=_fingerprint(model, hf_config, _weights_name(config, dtype)),
         model_type=hf_config.model_type,
         dtype=dtype,
     )
@@ -204,7 +205,12 @@ def _eos_token_ids(model: nn.Module, hf_config: Any) -> tuple[int, ...]:
     return (eos,) if isinstance(eos, int) else tuple(eos)
 
 
-def _fingerprint(model: nn.Module, hf_config: Any, dtype: torch.dtype) -> str:
+def _weights_name(config: EngineConfig, dtype: torch.dtype) -> str:
+    """What the weights are in. Workers with int8 weights and workers without them serve different models."""
+    return str(dtype) if config.weight_dtype == "auto" else f"{dtype} {config.weight_dtype}"
+
+
+def _fingerprint(model: nn.Module, hf_config: Any, weights: str) -> str:
     """Digest of the configuration and of evenly spaced values of every weight.
 
     It includes values because two fine-tunes of one model have equal shapes and must not exchange KV. It does
@@ -213,7 +219,7 @@ def _fingerprint(model: nn.Module, hf_config: Any, dtype: torch.dtype) -> str:
     settings = hf_config.to_diff_dict()
     for incidental in ("_name_or_path", "transformers_version", "dtype", "attn_implementation"):
         settings.pop(incidental, None)
-    digest = hashlib.sha256(json.dumps([settings, str(dtype)], sort_keys=True, default=str).encode())
+    digest = hashlib.sha256(json.dumps([settings, weights], sort_keys=True, default=str).encode())
     for name, weight in sorted(model.state_dict().items()):
         flat = weight.flatten()
         values = flat[:: max(1, len(flat) // _FINGERPRINT_VALUES)].float().cpu().numpy()

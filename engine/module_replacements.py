@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from common.errors import ConfigError
 from common.freed_memory import return_freed_memory
 from engine.config import EngineConfig
 
@@ -44,6 +45,18 @@ def _replace_children(
         del child  # its weights are freed before the next module is replaced
         return_freed_memory()
         done[kind] = done.get(kind, 0) + 1
+
+
+def check_weight_dtype(config: EngineConfig, dtype: torch.dtype) -> None:
+    """Raises ConfigError if weights that are loaded in `dtype` cannot become `config.weight_dtype`."""
+    if config.weight_dtype == "auto":
+        return
+    if torch.device(config.device).type != "cpu":
+        problem = f"{config.weight_dtype} is for device cpu, not {config.device}"
+        raise ConfigError("engine.weight_dtype", problem, "use auto")
+    from engine.cpu.module_replacements import check_int8
+
+    check_int8(config, dtype)
 
 
 def replacement_table(config: EngineConfig) -> ReplacementTable:

@@ -5,7 +5,8 @@ Perplexity, teacher-forced through the paged path as it is served (chunks, and o
     answers      the sentences that the model was trained to say, after one of the trained phrasings
     docstrings   whole docstrings of modules held out from training (tools/kv_quant_text.py)
 
-and `make demo-quality` over a stack whose prefill and decode workers store their KV in that format. Exit
+and `make demo-quality` over a stack whose prefill and decode workers store their KV in that format. Then the
+perplexities with int8 weights (`weight_dtype`) and KV in the model's dtype, where this CPU has them. Exit
 code 1 when fp8_e4m3 changes either perplexity by more than 1 % or loses more than 2 of the 50 answers; 2
 when the measurement fails.
 """
@@ -17,6 +18,7 @@ import math
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +26,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from common.errors import ConfigError
 from engine.batch import ForwardBatch, SamplingRows
 from engine.config import EngineConfig
 from engine.loader import load_model
@@ -106,9 +109,9 @@ class Measured:
 class PagedScorer:
     """Teacher-forced losses of a model over a pool stored as `form`."""
 
-    def __init__(self, model: Path, form: KVFormat, longest: int) -> None:
+    def __init__(self, model: Path, form: KVFormat, longest: int, weight_dtype: str = "auto") -> None:
         """`longest`: tokens of the longest text."""
-        config = EngineConfig(str(model), kv_cache_dtype=form, overlap=False)
+        config = EngineConfig(str(model), weight_dtype=weight_dtype, kv_cache_dtype=form, overlap=False)
         loaded = load_model(config)
         spec = loaded.spec.groups[0]
         assert isinstance(spec, KVGroupSpec), "the demo model attends fully"
@@ -195,10 +198,12 @@ def texts_of(tokenizer: PreTrainedTokenizerFast, pairs: Sequence[tuple[str, str]
     return texts
 
 
-def measure(form: KVFormat, answers: Sequence[Text], docstrings: Sequence[Text]) -> Measured:
+def measure(
+    form: KVFormat, answers: Sequence[Text], docstrings: Sequence[Text], weight_dtype: str = "auto"
+) -> Measured:
     """Perplexities of one format."""
     longest = max(len(text.ids) for text in (*answers, *docstrings))
-    scorer = PagedScorer(MODEL, form, longest)
+    scorer = PagedScorer(MODEL, form, longest, weight_dtype)
     cut, tokens = 0, 0
     while tokens < ONE_AT_A_TIME:
         tokens += docstrings[cut].counted
@@ -212,6 +217,15 @@ def measure(form: KVFormat, answers: Sequence[Text], docstrings: Sequence[Text])
         )
     finally:
         scorer.close()
+
+
+def perplexities(result: Measured) -> str:
+    """Of answers and docstrings."""
+    return (
+        f"perplexity: answers {result.answers.perplexity:.5f}, docstrings {result.docstrings.perplexity:.3f}"
+        f" (chunks {result.chunked.perplexity:.3f} of {result.chunked.tokens} tokens,"
+        f" one at a time {result.stepped.perplexity:.3f} of {result.stepped.tokens})"
+    )
 
 
 def ask(form: KVFormat, measured: Measured) -> None:
@@ -270,14 +284,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results[form] = result = measure(form, answers, docstrings)
             if not options.no_quality:
                 ask(form, result)
-            print(
-                f"{form:9s} perplexity: answers {result.answers.perplexity:.5f},"
-                f" docstrings {result.docstrings.perplexity:.3f}"
-                f" (chunks {result.chunked.perplexity:.3f} of {result.chunked.tokens} tokens,"
-                f" one at a time {result.stepped.perplexity:.3f} of {result.stepped.tokens});"
-                f" right {result.right} of {result.asked}; {result.bytes_per_token:g} bytes a token",
-                flush=True,
-            )
+            asked = f"; right {result.right} of {result.asked}; {result.bytes_per_token:g} bytes a token"
+            print(f"{form:9s} {perplexities(result)}{asked}", flush=True)
+        with suppress(ConfigError):  # no AVX2, or a model that is not in bfloat16
+            rounded = measure(KVFormat.AUTO, answers, docstrings, "int8")
+            cost = rounded.cost(results[KVFormat.AUTO])
+            print(f"int8 weights {perplexities(rounded)}; {cost:+.2%} at most", flush=True)
     except CheckError as error:
         print(f"kv-quant: {error}", file=sys.stderr)
         return 2

@@ -39,6 +39,7 @@ def build_engine(options: WorkerOptions, shared_pool: bool) -> tuple[Engine, Mem
     config = EngineConfig(
         model=options.model,
         dtype=options.dtype,
+        weight_dtype=options.weight_dtype,
         kv_cache_dtype=options.kv_cache_dtype,
         device=str(choose_device(options.device)),
         attention=options.attention_backend,

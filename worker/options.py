@@ -32,6 +32,9 @@ class EngineOptions(Options):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto (the model's), float32, bfloat16 or float16"
     )
+    weight_dtype: Literal["auto", "int8"] = Field(
+        "auto", description="auto (dtype), or int8: bfloat16 weights of linear layers are rounded, on a CPU"
+    )
     device: str = Field(
         "auto",
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",

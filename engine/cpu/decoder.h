@@ -3,15 +3,16 @@
 #include <cstdint>
 
 #include "attention.h"
+#include "linear.h"
 #include "numeric.h"
 
 namespace baton {
 
 struct LayerWeights {
-  const bf16* qkv;      // this and the next three are packs; q, k and v are one pack
-  const bf16* out;
-  const bf16* gate_up;  // groups of 16 gate and 16 up outputs alternate
-  const bf16* down;
+  Weights qkv;      // q, k and v are one pack
+  Weights out;
+  Weights gate_up;  // groups of 16 gate and 16 up outputs alternate
+  Weights down;
   const float* input_norm;  // [hidden]
   const float* mlp_norm;
   const float* q_norm;  // [head_dim], or null

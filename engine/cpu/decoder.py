@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from common.freed_memory import return_freed_memory
 from engine.cpu.attention import MAX_HEAD_DIM, CpuAttention
-from engine.cpu.linear import Pack
+from engine.cpu.linear import Pack, Weights
 from engine.cpu.op import AttentionCall, kernels
 from engine.paged_layers import PagedLayers
 
@@ -30,7 +30,7 @@ class LayerWeights(ctypes.Structure):
     """`baton::LayerWeights` in decoder.h."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, Weights) for name in ("qkv", "out", "gate_up", "down")),
         *((name, ctypes.c_void_p) for name in ("input_norm", "mlp_norm", "q_norm", "k_norm")),
         *((name, ctypes.c_void_p) for name in ("qkv_bias", "out_bias")),
     )
@@ -74,8 +74,9 @@ def fusible(model: nn.Module) -> bool:
 class FusedDecoder(nn.Module):
     """Replaces a `fusible` model. Keeps its embedding and rotary frequencies, and packs its other weights."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, weight_dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
+        self._weight_dtype = weight_dtype
         self.embed_tokens = model.embed_tokens
         self._frequencies = model.rotary_emb.inv_freq.float()
         self._rotary_scale = float(model.rotary_emb.attention_scaling)
@@ -154,18 +155,18 @@ class FusedDecoder(nn.Module):
         self._kept.append(kept)
         return kept.data_ptr()
 
-    def _pack_rows(self, weights: list[torch.Tensor]) -> int:
-        pack = Pack(sum(len(weight) for weight in weights), weights[0].shape[1])
+    def _pack_rows(self, weights: list[torch.Tensor]) -> Weights:
+        pack = Pack(sum(len(weight) for weight in weights), weights[0].shape[1], self._weight_dtype)
         group = 0
         for weight in weights:
             pack.put(weight, group)
             group += len(weight) // 16
         self._kept.append(pack)
-        return pack.address
+        return pack.weights()
 
-    def _pack_alternating(self, gate: torch.Tensor, up: torch.Tensor) -> int:
-        pack = Pack(len(gate) + len(up), gate.shape[1])
+    def _pack_alternating(self, gate: torch.Tensor, up: torch.Tensor) -> Weights:
+        pack = Pack(len(gate) + len(up), gate.shape[1], self._weight_dtype)
         pack.put(gate, 0, 2)
         pack.put(up, 1, 2)
         self._kept.append(pack)
-        return pack.address
+        return pack.weights()

@@ -243,7 +243,7 @@ class Decoder {
   }
 
   // residual += a * pack + bias, then a barrier.
-  void add_product(Team& team, const bf16* a, int64_t k, const bf16* pack, const float* bias) const {
+  void add_product(Team& team, const bf16* a, int64_t k, Weights pack, const float* bias) const {
     auto add = [&](const float* c, int64_t ldc, int64_t first, int rows, int64_t group, int groups) {
       for (int r = 0; r < rows; ++r) {
         float* to = row(first + r) + group * kGroup;

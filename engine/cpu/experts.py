@@ -39,11 +39,11 @@ def fusible(experts: Any) -> bool:
 class PackedExperts(nn.Module):
     """All experts in two packs, one expert after the other. Sums are float32 up to the final result."""
 
-    def __init__(self, experts: Any) -> None:
+    def __init__(self, experts: Any, weight_dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
         gate_up, down = _weights(experts)
         count, self._width, self._hidden = gate_up.shape
-        self._gate_up, self._down = _pack(gate_up), _pack(down)
+        self._gate_up, self._down = _pack(gate_up, weight_dtype), _pack(down, weight_dtype)
         self._gate_up_bias: list[torch.Tensor | None] = [None] * count
         self._down_bias: list[torch.Tensor | None] = [None] * count
         self._gated: Callable[[torch.Tensor], torch.Tensor] = _swiglu
@@ -74,9 +74,9 @@ def _weights(experts: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return (gate_up.transpose(1, 2), down.transpose(1, 2)) if experts.is_transposed else (gate_up, down)
 
 
-def _pack(weights: torch.Tensor) -> Pack:
+def _pack(weights: torch.Tensor, dtype: torch.dtype) -> Pack:
     count, outputs, inputs = weights.shape
-    pack = Pack(count * outputs, inputs)
+    pack = Pack(count * outputs, inputs, dtype)
     for expert, weight in enumerate(weights):
         pack.put(weight, expert * outputs // GROUP)
     return pack

@@ -1,6 +1,8 @@
-"""Linear layers whose bfloat16 weights are packed once for the CPU. linear.h describes the format."""
+"""Linear layers whose weights are packed once, as bfloat16 or int8. linear.h describes the format."""
 
 from __future__ import annotations
+
+import ctypes
 
 import torch
 from torch import nn
@@ -23,28 +25,47 @@ def packable(weight: torch.Tensor) -> bool:
     return weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.shape[1] % 32 == 0
 
 
-class Pack:
-    """A packed weight with `rows` outputs and `inputs` inputs, in huge pages of its own."""
+class Weights(ctypes.Structure):
+    """`baton::Weights` in linear.h."""
 
-    def __init__(self, rows: int, inputs: int) -> None:
+    _fields_ = (("pack", ctypes.c_void_p), ("scales", ctypes.c_void_p))
+
+
+class Pack:
+    """A packed weight with `rows` outputs and `inputs` inputs, in huge pages of its own.
+
+    `dtype` is torch.bfloat16, or torch.int8 with a float32 factor for each output (symmetric, no zero point).
+    """
+
+    def __init__(self, rows: int, inputs: int, dtype: torch.dtype = torch.bfloat16) -> None:
         self.rows = rows
         self.inputs = inputs
+        self.dtype = dtype
         groups = -(-rows // GROUP)
-        self._buffer = allocate_private(groups * GROUP * inputs * 2)
+        self._buffer = allocate_private(groups * GROUP * inputs * dtype.itemsize)
+        self._scales = torch.empty(groups * GROUP) if dtype == torch.int8 else None
 
     @property
     def address(self) -> int:
         """The address of the first line."""
         return self._buffer.tensor.data_ptr()
 
+    def weights(self, first: int = 0) -> Weights:
+        """The address of output `first`, a multiple of GROUP, and of its factor."""
+        assert first % GROUP == 0
+        scales = None if self._scales is None else self._scales.data_ptr() + 4 * first
+        return Weights(self.address + first * self.inputs * self.dtype.itemsize, scales)
+
     def put(self, weight: torch.Tensor, group: int = 0, step: int = 1) -> None:
         """Pack `weight` [outputs, inputs] into group `group` and every `step`-th group after it."""
         source = weight.detach().contiguous()
         assert packable(source)
         assert source.shape[1] == self.inputs
-        kernels().baton_pack(
-            source.data_ptr(), len(source), self.inputs, self.address, group, step, torch.get_num_threads()
-        )
+        shape, to = (source.data_ptr(), len(source), self.inputs), (group, step, torch.get_num_threads())
+        if self._scales is None:
+            kernels().baton_pack(*shape, self.address, *to)
+        else:
+            kernels().baton_pack_int8(*shape, self.address, self._scales.data_ptr(), *to)
 
     def product(
         self, x: torch.Tensor, first: int, count: int, bias: torch.Tensor | None = None
@@ -53,15 +74,16 @@ class Pack:
 
         `first` is a multiple of GROUP; `bias` is float32 [count].
         """
-        assert first % GROUP == 0
         if x.stride(1) != 1:
             x = x.contiguous()
         out = torch.empty(len(x), count)
+        weights = self.weights(first)
         kernels().baton_linear(
             x.data_ptr(),
             x.stride(0),
             len(x),
-            self.address + 2 * first * self.inputs,
+            weights.pack,
+            weights.scales,
             self.inputs,
             count,
             None if bias is None else bias.data_ptr(),
@@ -72,14 +94,22 @@ class Pack:
 
 
 class PackedLinear(nn.Module):
-    """Replaces an nn.Linear. Weights and input are bfloat16; sums are float32 and rounded to `out_dtype`."""
+    """Replaces an nn.Linear with bfloat16 weights, which are kept in `weight_dtype` (a Pack's).
 
-    def __init__(self, linear: nn.Linear, out_dtype: torch.dtype = torch.bfloat16) -> None:
+    The input is bfloat16; sums are float32 and are rounded to `out_dtype`.
+    """
+
+    def __init__(
+        self,
+        linear: nn.Linear,
+        out_dtype: torch.dtype = torch.bfloat16,
+        weight_dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self._out_dtype = out_dtype
-        self._pack = Pack(linear.out_features, linear.in_features)
+        self._pack = Pack(linear.out_features, linear.in_features, weight_dtype)
         self._pack.put(linear.weight)
         self._bias = None if linear.bias is None else linear.bias.detach().float()
 

@@ -32,6 +32,24 @@ def register(table: dict[str, Callable[[nn.Module, EngineConfig], nn.Module | No
     table["Linear"] = replacements.linear
 
 
+def check_int8(config: EngineConfig, dtype: torch.dtype) -> None:
+    """Raises ConfigError if weights in `dtype` cannot be packed as int8 here. Loading without them instead
+    would serve a model of twice the size that was asked for."""
+    if dtype != torch.bfloat16:
+        name = str(dtype).removeprefix("torch.")
+        raise ConfigError(
+            "engine.weight_dtype", f"int8 is made of bfloat16, not of {name}", "use dtype bfloat16"
+        )
+    if config.linear == "torch":
+        raise ConfigError(
+            "engine.weight_dtype", "torch's linear layers have no int8", "use linear auto or packed"
+        )
+    try:
+        check_packable()
+    except KernelsUnavailable as error:
+        raise ConfigError("engine.weight_dtype", f"int8 cannot run: {error}", "use auto") from error
+
+
 class CpuReplacements:
     """The replacements of one model. apply_replacements calls the methods for outer modules first."""
 
@@ -43,13 +61,13 @@ class CpuReplacements:
         if not _packs(config) or config.attention not in ("auto", "cpu") or not fusible(model):
             return None
         self._fused = True
-        return FusedDecoder(model)
+        return FusedDecoder(model, _weight_dtype(config))
 
     def experts(self, module: nn.Module, config: EngineConfig) -> nn.Module | None:
         """Replace the experts of one mixture."""
         if not _packs(config) or not experts.fusible(module):
             return None
-        return experts.PackedExperts(module)
+        return experts.PackedExperts(module, _weight_dtype(config))
 
     def linear(self, linear: nn.Module, config: EngineConfig) -> nn.Module | None:
         """Replace a linear layer outside a fused decoder.
@@ -60,7 +78,12 @@ class CpuReplacements:
         assert isinstance(linear, nn.Linear)
         if not packable(linear.weight) or not _packs(config):
             return None
-        return PackedLinear(linear, torch.float32 if self._fused else torch.bfloat16)
+        out_dtype = torch.float32 if self._fused else torch.bfloat16
+        return PackedLinear(linear, out_dtype, _weight_dtype(config))
+
+
+def _weight_dtype(config: EngineConfig) -> torch.dtype:
+    return torch.int8 if config.weight_dtype == "int8" else torch.bfloat16
 
 
 def _packs(config: EngineConfig) -> bool:

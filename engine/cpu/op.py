@@ -77,7 +77,11 @@ def _declare_packed(library: ctypes.CDLL) -> None:
     address, size, count = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     library.baton_pack.argtypes = [address, size, size, address, size, size, count]
     library.baton_pack.restype = None
-    library.baton_linear.argtypes = [address, size, size, address, size, size, address, address, count]
+    library.baton_pack_int8.argtypes = [address, size, size, address, address, size, size, count]
+    library.baton_pack_int8.restype = None
+    library.baton_linear.argtypes = [
+        *(address, size, size, address, address, size, size, address, address, count)
+    ]
     library.baton_linear.restype = None
     library.baton_decoder_scratch_bytes.argtypes = [address]
     library.baton_decoder_scratch_bytes.restype = size

@@ -77,6 +77,8 @@ def test_a_refusal_ends_the_process_with_exit_code_2(model: str) -> None:
             ("--set", "prefill.options.kv_cache_dtype=fp8_e4m3"),
             ("decode.options.kv_cache_dtype: prefill has fp8_e4m3 and decode has auto", "under worker"),
         ),
+        (("--weight-dtype", "int3"), ("worker.weight_dtype", "'auto' or 'int8'")),
+        (("--set", "prefill.options.weight_dtype=int8"), ("decode.options.weight_dtype", "under worker")),
         (("--eviction-policy", "oldest"), ("eviction_policy: 'oldest' is unknown", "lfu", "slru")),
         (("--dtype", "float8"), ("worker.dtype", "'auto', 'float32', 'bfloat16' or 'float16'")),
         (("--kv-transfer-backend", "smoke"), ("kv_transfer_backend", "'auto', 'shm', 'tcp' or 'mooncake'")),

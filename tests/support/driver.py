@@ -34,11 +34,17 @@ STATE_SLOTS = 32
 
 def open_pools(
     path: Path, page_size: int, num_pages: int, dtype: str = "float32", attention: str = "torch",
-    linear: str = "torch", overlap: bool = False, device: str = "cpu",
+    linear: str = "torch", overlap: bool = False, device: str = "cpu", weight_dtype: str = "auto",
 ) -> tuple[ModelRunner, dict[str, Any]]:  # fmt: skip
     """A runner of the model in `path` and its pools by name. What nobody wrote in them is garbage, not 0."""
     config = EngineConfig(
-        str(path), dtype=dtype, attention=attention, linear=linear, overlap=overlap, device=device
+        str(path),
+        dtype=dtype,
+        attention=attention,
+        linear=linear,
+        overlap=overlap,
+        device=device,
+        weight_dtype=weight_dtype,
     )
     loaded = load_model(config)
     pools = pools_of(loaded, page_size, num_pages, device)
