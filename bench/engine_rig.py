@@ -25,7 +25,7 @@ from wire.request import GenerateRequest, OutputDelta, SamplingParams
 
 Prompt = npt.NDArray[np.int32]
 
-MAX_BATCH = 8
+MAX_BATCH = 16
 MAX_CONTEXT = 1024
 
 
@@ -46,13 +46,15 @@ class CountingPolicy(DecodeHere):
 class EngineRig:
     """Scheduler, memory and ModelRunner over one model; a context manager."""
 
-    def __init__(self, model: str, threads: int, prefix_cache: str = "none") -> None:
-        config = EngineConfig(model=model, threads=threads, overlap=False)
+    def __init__(
+        self, model: str, threads: int, prefix_cache: str = "none", weight_dtype: str = "auto"
+    ) -> None:
+        config = EngineConfig(model=model, threads=threads, overlap=False, weight_dtype=weight_dtype)
         loaded = load_model(config)
         self.hf_config: Any = loaded.model.config
         self._spec = loaded.spec
         sizes = CacheConfig(
-            total_tokens=2 * MAX_BATCH * MAX_CONTEXT,
+            total_tokens=MAX_BATCH * MAX_CONTEXT,
             max_context_len=MAX_CONTEXT,
             max_running_requests=MAX_BATCH,
             prefix_cache=prefix_cache,
@@ -116,6 +118,21 @@ class EngineRig:
         while not self._policy.finished.issuperset(rooms):
             self._scheduler.step()
         return times
+
+    def mixed_step(self, context: int, chunk: int) -> float:
+        """Seconds of one step with a decode row of `context` tokens and a new prompt of `chunk` tokens."""
+        decoding = self._add(self.draw(context), 4)
+        self._run_until([decoding], 2)
+        prompt = self._add(self.draw(chunk), 1)
+        before = self._policy.tokens[decoding]
+        started = time.perf_counter()
+        self._scheduler.step()
+        spent = time.perf_counter() - started
+        assert self._policy.tokens[decoding] == before + 1, "the step did not decode"
+        assert prompt in self._policy.finished, "the step did not prefill"
+        while decoding not in self._policy.finished:
+            self._scheduler.step()
+        return spent
 
     def profile(self, context: int) -> str:
         """A table: milliseconds a step of each part, for decode at batch 1 and 8 and for a prefill."""

@@ -1,14 +1,18 @@
 """How close decode and prefill come to what the machine can do: `python -m bench.floor --json`.
 
-Shape M, bfloat16, context 512, real scheduler steps, sampler included.
+Shape M, bfloat16, context 512, real scheduler steps, sampler included, on each instruction set
+of this machine.
 
 decode floor    (all weight bytes once + KV bytes of the batch) / best read bandwidth of the same threads over
                 1 GiB of huge pages
 prefill floor   (2 x non-embedding parameters x 512 + attention FLOPs + one row of logits) / best bfloat16
-                GEMM rate at M=512 of any kernel here
+                GEMM rate at M=512: of our kernel with that instruction set; for the best one, of torch too
+mixed floor     the sum of the floors of decode_b1 and prefill_512, for one step that does both
+int8_decode_b1  not of a floor: time with bfloat16 weights / time with int8 weights (`weight_dtype`)
 
-`ratios`: floor time / our time, both medians of alternate measurements. `--profile` prints the time of each
-part of the decoder in a step, on stderr.
+`values.<isa>`: floor time / our time, both medians of alternate measurements, and tokens per second.
+`ratios`: those of the machine's best instruction set, and `avx2_decode_b1`, ...: time with AVX2 / time with
+AVX512-BF16. `--profile` prints the time of each part of the decoder in a step, on stderr.
 """
 
 from __future__ import annotations
@@ -16,8 +20,8 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,10 +32,12 @@ from bench.common import alternate, argument_parser, medians, print_result, seco
 from bench.engine_rig import EngineRig
 from bench.make_model import make_model
 from engine.cpu.linear import PackedLinear, check_packable
-from engine.cpu.op import KernelsUnavailable, kernels
+from engine.cpu.op import KernelsUnavailable, kernels, machine_isas, set_isa
 from kvcache.buffers import allocate_private
 
 CONTEXT = 512
+BATCHES = (1, 8, 16)
+RATIOS = ("decode_b1", "decode_b8", "prefill_512", "mixed", "int8_decode_b1")
 DECODE_STEPS = 24
 READ_BYTES = 1 << 30
 GEMM_SHAPES = ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072))  # shape M's (outputs, inputs)
@@ -58,13 +64,16 @@ class ReadBandwidth:
 
 
 class GemmRate:
-    """FLOP/s of the fastest bfloat16 product at M=512 over shape M's four products of a layer."""
+    """FLOP/s of the fastest bfloat16 product at M=512 over shape M's four products of a layer.
 
-    def __init__(self) -> None:
+    torch chooses its instruction set itself: its products count only `with_torch`.
+    """
+
+    def __init__(self, with_torch: bool) -> None:
         self._products: list[tuple[list[Any], torch.Tensor]] = []
         for outputs, inputs in GEMM_SHAPES:
             linear = torch.nn.Linear(inputs, outputs, bias=False).bfloat16()
-            kinds: list[Any] = [linear]
+            kinds: list[Any] = [linear] if with_torch else []
             with suppress(KernelsUnavailable):  # torch alone sets the floor then
                 check_packable()
                 kinds.append(PackedLinear(linear))
@@ -113,6 +122,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="shape M's directory; written there if it is missing")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--isa", action="append", help="only this instruction set; may be repeated")
     parser.add_argument(
         "--profile", action="store_true", help="print the time of each part of a step, on stderr"
     )
@@ -121,37 +131,89 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         directory = options.model or Path(scratch)
         make_model(directory)
-        with EngineRig(str(directory), options.threads) as rig:
-            run(rig, options.rounds, options.profile, options.json)
+        isas = options.isa or instruction_sets()
+        with ExitStack() as rigs:
+            rig = rigs.enter_context(EngineRig(str(directory), options.threads))
+            rounded = None
+            if isas != ["torch"]:
+                rounded = rigs.enter_context(EngineRig(str(directory), options.threads, weight_dtype="int8"))
+            run(rig, rounded, isas, options.rounds, options.json)
+            if options.profile:
+                sys.stderr.write(rig.profile(CONTEXT))
 
 
-def run(rig: EngineRig, rounds: int, profile: bool, as_json: bool) -> None:
-    """Measure, and print the result."""
+def instruction_sets() -> list[str]:
+    """Those of this machine that compute packed products, the best first. Without kernels: `torch`."""
+    try:
+        return [name for name in reversed(machine_isas()) if name != "base"]
+    except KernelsUnavailable:
+        return ["torch"]
+
+
+def on(isa: str, measure: Callable[[], float]) -> Callable[[], float]:
+    """The same measurement, with one instruction set."""
+
+    def measured() -> float:
+        if isa != "torch":
+            set_isa(isa)
+        return measure()
+
+    return measured
+
+
+def sides_of(
+    rig: EngineRig, rounded: EngineRig | None, isa: str, with_torch: bool
+) -> dict[str, Callable[[], float]]:
+    """What is measured of one instruction set."""
+
+    def decode(batch: int, rig: EngineRig = rig) -> float:
+        return statistics.median(rig.decode_steps(batch, CONTEXT, DECODE_STEPS))
+
     sides: dict[str, Callable[[], float]] = {
-        "read": ReadBandwidth(),
-        "gemm": GemmRate(),
-        "decode_b1": lambda: statistics.median(rig.decode_steps(1, CONTEXT, DECODE_STEPS)),
-        "decode_b8": lambda: statistics.median(rig.decode_steps(8, CONTEXT, DECODE_STEPS)),
-        "prefill_512": lambda: rig.prefill(CONTEXT),
+        "gemm": GemmRate(with_torch),
+        **{f"decode_b{batch}": partial(decode, batch) for batch in BATCHES},
+        "prefill_512": partial(rig.prefill, CONTEXT),
+        "mixed": partial(rig.mixed_step, CONTEXT, CONTEXT),
     }
+    if rounded is not None:
+        sides["int8_decode_b1"] = partial(decode, 1, rounded)
+    return {f"{isa} {name}": on(isa, side) for name, side in sides.items()}
+
+
+def summary(config: Any, read: float, side: Mapping[str, float]) -> dict[str, float]:
+    """Floor time / our time of one instruction set, and its tokens per second."""
+    floors = {f"decode_b{batch}": decode_bytes(config, batch) / read for batch in BATCHES}
+    floors["prefill_512"] = prefill_flops(config) / side["gemm"]
+    floors["mixed"] = floors["decode_b1"] + floors["prefill_512"]
+    int8 = {"int8_decode_b1": side["decode_b1"] / side["int8_decode_b1"]} if "int8_decode_b1" in side else {}
+    return {
+        **{name: round(floor / side[name], 3) for name, floor in floors.items()},
+        **{name: round(ratio, 3) for name, ratio in int8.items()},
+        "gemm_gflops": round(side["gemm"] / 1e9),
+        **{f"decode_b{batch}_tok_s": round(batch / side[f"decode_b{batch}"], 2) for batch in BATCHES},
+        "prefill_512_ms": round(side["prefill_512"] * 1e3, 1),
+    }
+
+
+def run(rig: EngineRig, rounded: EngineRig | None, isas: list[str], rounds: int, as_json: bool) -> None:
+    """Measure, and print the result. `rounded`: the model with int8 weights."""
+    sides: dict[str, Callable[[], float]] = {"read": ReadBandwidth()}
+    for isa in isas:
+        sides |= sides_of(rig, rounded, isa, with_torch=isa == isas[0])
     alternate(sides, 1)  # warm-up
     measured = medians(alternate(sides, rounds))
-    config = rig.hf_config
-    floors = {
-        "decode_b1": decode_bytes(config, 1) / measured["read"],
-        "decode_b8": decode_bytes(config, 8) / measured["read"],
-        "prefill_512": prefill_flops(config) / measured["gemm"],
-    }
-    ratios = {name: round(floor / measured[name], 3) for name, floor in floors.items()}
-    values = {
-        "read_gb_s": round(measured["read"] / 1e9, 1),
-        "gemm_gflops": round(measured["gemm"] / 1e9),
-        "decode_b1_tok_s": round(1 / measured["decode_b1"], 2),
-        "decode_b8_tok_s": round(8 / measured["decode_b8"], 2),
-        "prefill_512_ms": round(measured["prefill_512"] * 1e3, 1),
-    }
-    if profile:
-        sys.stderr.write(rig.profile(CONTEXT))
+    values: dict[str, Any] = {"read_gb_s": round(measured["read"] / 1e9, 1)}
+    for isa in isas:
+        own = {
+            name.removeprefix(f"{isa} "): value
+            for name, value in measured.items()
+            if name.startswith(f"{isa} ")
+        }
+        values[isa] = summary(rig.hf_config, measured["read"], own)
+    ratios = {name: values[isas[0]][name] for name in RATIOS if name in values[isas[0]]}
+    if {"avx2", "avx512_bf16"} <= set(isas):
+        for name in ("decode_b1", "decode_b8", "prefill_512", "mixed"):
+            ratios[f"avx2_{name}"] = round(measured[f"avx2 {name}"] / measured[f"avx512_bf16 {name}"], 3)
     print_result("floor", ratios, values, as_json)
 
 
