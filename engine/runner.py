@@ -133,7 +133,8 @@ class ModelRunner:
         No other token goes through lm_head. Call it on the thread that runs forwards, or while nothing is
         launched.
         """
-        logits: torch.Tensor = self._lm_head(self._hidden(batch)[upload(places, self._device)])
+        with self._current_device():
+            logits: torch.Tensor = self._lm_head(self._hidden(batch)[upload(places, self._device)])
         return logits
 
     def _hidden(self, batch: ForwardBatch) -> torch.Tensor:

@@ -82,6 +82,8 @@ def build_on_gpu(
         free = gpu.free()
         share = min(int(gpu.total * options.gpu_memory_utilization), free)
         loaded = load_model(config)
+        if loaded.spec.dtype == torch.float32:
+            torch.backends.cudnn.allow_tf32 = False  # it is True by default, unlike that of products
 
         @cache
         def budget() -> int:

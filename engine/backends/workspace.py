@@ -7,8 +7,9 @@ from contextlib import contextmanager
 
 import torch
 
-WORKSPACE_BYTES = 256 << 20
-"""Of device memory, for partial results. Wrappers that run one after the other share it."""
+WORKSPACE_BYTES = 394 << 20
+"""Of device memory, for partial results: as much as vLLM gives it. A plan that needs more fails. Wrappers
+that run one after the other share it."""
 
 
 class Workspace:

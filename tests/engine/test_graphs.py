@@ -16,6 +16,7 @@ from tests.engine.conftest import PROMPTS, Drawn
 from tests.support.driver import Driver, open_pools
 from tests.support.eager_recorder import EagerRecorder
 from tests.support.flashinfer_stand_in import flashinfer_module, open_flashinfer
+from tests.support.reference import reference_generate
 
 LIMITS = DecodeLimits(sequences=3, context_pages=10, rows=8)
 FAMILIES = ["qwen3", "mistral_window", "gpt_oss", "gemma2", "deepseek_v3", "qwen3_moe", "qwen3_next", "lfm2"]
@@ -61,6 +62,17 @@ def test_steps_that_are_launched_ahead_take_their_tokens_from_the_device(drawn: 
     driver.engine.close()
     assert tokens.tolist() == [answer[:21] for answer in expected]
     assert recorder.steps[0].replays == 20
+
+
+def test_a_hybrids_prompt_of_one_token_starts_without_a_state(drawn: Drawn) -> None:
+    """It looks like a decode row, but a graph would read some state."""
+    path, _ = drawn("qwen3_next")
+    driver, recorder = open_recorded(path)
+    lane = driver.add([77])
+    driver.generate([lane], 6, chunk=8)
+    driver.engine.close()
+    assert lane.outputs == reference_generate(path, [77], 6)[0]
+    assert sum(step.replays for step in recorder.steps) == 5
 
 
 def test_a_model_whose_backend_reads_the_batch_on_the_host_is_not_recorded(drawn: Drawn) -> None:
