@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.support.tiny_models import FAMILIES, MIXED, write_tiny
 
-DENSE = ("llama", "mistral", "qwen2", "qwen3")
+DENSE = ("llama", "llama_yarn", "mistral", "qwen2", "qwen3")
 """Families whose whole decoder is replaced on CUDA."""
 
 WIDE = (*DENSE, "qwen3_moe", "mistral_window", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_next")
