@@ -72,7 +72,8 @@ class Mailbox:
         self._outbox: deque[tuple[str, AnyMessage | None]] = deque()
         self._inbox: queue.SimpleQueue[Mail | None] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._wake_fd)  # not in `close`: another thread may just be sending
+        # Not in `close`: another thread may just be sending. Not at exit: the I/O thread may still run.
+        weakref.finalize(self, os.close, self._wake_fd).atexit = False
         self._wake_pending = False
         self._closing = False
         self.beats = 0  # rounds of the I/O thread, several a second

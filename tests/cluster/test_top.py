@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from io import StringIO
 
 import hypothesis.strategies as st
@@ -48,6 +49,10 @@ def test_a_quantile_is_in_the_bucket_of_its_value(values: list[float], share: fl
     lower = max((bound for bound in (0.0, *BOUNDS) if bound < upper), default=0.0)
     assert found is not None
     assert lower <= found <= upper
+
+
+def test_a_quantile_is_interpolated_among_the_values_of_its_bucket() -> None:
+    assert observed([0.05] * 5 + [0.5] * 5).quantile("seen", 0.75) == pytest.approx(0.55)
 
 
 def test_quantiles_of_nothing_and_beyond_the_last_bucket() -> None:
@@ -178,7 +183,8 @@ def test_what_was_not_counted_is_not_shown_as_zero() -> None:
 
 def test_the_frame_shows_every_worker_in_order() -> None:
     now = snapshot(samples(metrics()[0]))
-    assert [one.id for one in in_order(now.workers)] == ["p1", "d1"]
+    now = dataclasses.replace(now, workers=[*now.workers, record("d0", role=Role.DECODE)])
+    assert [one.id for one in in_order(now.workers)] == ["p1", "d0", "d1"]
     file = StringIO()
     Console(file=file, width=140).print(frame(now, None))
     lines = [line.split() for line in file.getvalue().splitlines()]
@@ -187,11 +193,11 @@ def test_the_frame_shows_every_worker_in_order() -> None:
     assert prefill[1:3] == ["prefill", "(drains)"]
     assert decode == ["d1", "decode", "h", "r7", "1,234", "3/1", "0", "75%", "-", "20.0ms"]
     assert ["routers", "1", "answer,", "1", "silent"] in lines
-    assert ["workers", "1", "prefill,", "1", "decode"] in lines
+    assert ["workers", "1", "prefill,", "2", "decode"] in lines
 
 
 def test_kv_use_is_a_share() -> None:
     one = record("d")
     assert [
-        kv_use(replace(one, load=WorkerLoad(free_tokens=free))) for free in (100, 40, -5)
-    ] == pytest.approx([0.0, 0.6, 1.05])
+        kv_use(replace(one, load=WorkerLoad(free_tokens=free))) for free in (100, 120, 40, -5)
+    ] == pytest.approx([0.0, 0.0, 0.6, 1.05])

@@ -260,6 +260,19 @@ def test_ties_at_a_border_are_broken_alike(params: SamplingParams) -> None:
         assert sample(logits[None], row).tokens[0] == sample_row(logits, row)[0]
 
 
+def test_a_sequence_is_not_penalised_for_what_its_predecessor_said() -> None:
+    """It takes the slot of one that has left the batch."""
+    params = SamplingParams(temperature=0.0, repetition_penalty=2.0)
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 5], logits[0, 20], logits[0, 21] = 2.0, 1.9, 1.8
+    sampler = Sampler(VOCAB, CPU)
+    chosen = [
+        sample_states(sampler, logits, [SamplingState(params, np.array(prompt), EOS, 0, [])]).tokens.tolist()
+        for prompt in ([5], [6])
+    ]
+    assert chosen == [[20], [5]]
+
+
 def test_what_is_kept_on_a_gpu_is_what_is_kept_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """There no token is left out of the tensors, because their shapes must not depend on the data."""
     params = [SamplingParams(top_p=0.9, top_k=k, min_p=m, seed=k) for k in (0, 5, 30) for m in (0.0, 0.02)]

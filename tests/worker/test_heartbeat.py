@@ -53,7 +53,10 @@ def test_a_load_that_moved_is_announced_long_before_the_renewal() -> None:
             assert isinstance(told, Announce)
             assert told.record.load == load
         heartbeat.stop()
-        assert isinstance(heard.get(timeout=10), Withdraw)
+        heartbeat.stop()
+        worker.send(directory.address, Withdraw("the last message", 1))
+        left = [heard.get(timeout=10), heard.get(timeout=10)]
+        assert left == [Withdraw("p0", 1), Withdraw("the last message", 1)], "it leaves once"
         wanted.set()
         thread.join(timeout=10)
 
