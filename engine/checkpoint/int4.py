@@ -21,7 +21,7 @@ def awq_format(group_size: int) -> Format:
 
 
 def gptq_format(bits: int, group_size: int, zero_offset: int) -> Format:
-    """AutoGPTQ's layout: inputs are packed. A zero point is what is stored plus `zero_offset`.
+    """AutoGPTQ's layout: inputs are packed. A zero point is what is stored plus `zero_offset`, modulo 2^bits.
 
     With desc_act the inputs of a group are not neighbours; `.g_idx` then says each input's group.
     """
@@ -55,7 +55,7 @@ def _gptq(parts: Parts, dtype: torch.dtype, bits: int, group_size: int, zero_off
     n = 32 / bits.
     """
     packed, scales = parts[".qweight"], parts[".scales"].float()
-    zeros = unpack(parts[".qzeros"], bits) + zero_offset
+    zeros = (unpack(parts[".qzeros"], bits) + zero_offset) & (2**bits - 1)
     in_word = 32 // bits
     inputs, outputs = len(packed) * in_word, packed.shape[1]
     groups = parts[".g_idx"].long() if ".g_idx" in parts else _neighbours(inputs, group_size)

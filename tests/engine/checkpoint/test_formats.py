@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,13 +14,14 @@ from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig
 
 from common.errors import ConfigError
 from engine.checkpoint import base
+from engine.checkpoint.int4 import gptq_format
 from engine.config import EngineConfig
 from engine.errors import UnsupportedModel
 from engine.gate import check_model
 from engine.loader import load_model
 from tests.engine.conftest import PROMPTS
 from tests.support.hand_off import pair
-from tests.support.quantised_checkpoints import FORMATS, write
+from tests.support.quantised_checkpoints import FORMATS, pack, write
 from tests.support.reference import MIN_MARGIN, reference_generate
 
 CASES = [
@@ -175,6 +177,20 @@ def test_an_incomplete_weight_is_a_config_error(
     with pytest.raises(ConfigError, match=problem) as refused:
         load_model(EngineConfig(str(stored)))
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_gptq_zero_point_of_0_is_stored_as_the_largest_number(bits: int) -> None:
+    """The first version stores zero points less one, modulo 2^bits. With 0 a weight is number times scale."""
+    in_word, largest = 32 // bits, 2**bits - 1
+    numbers = np.arange(in_word * in_word).reshape(in_word, in_word) % 2**bits
+    parts = {
+        ".qweight": pack(numbers, bits).T.contiguous(),
+        ".qzeros": pack(np.full((1, in_word), largest), bits),
+        ".scales": torch.full((1, in_word), 0.5).half(),
+    }
+    weight = gptq_format(bits, -1, 1).dequantise(parts, torch.float32)
+    assert weight.equal(torch.from_numpy(numbers) * 0.5)
 
 
 def test_a_model_that_says_quantised_and_is_not_is_loaded(tmp_path: Path) -> None:
