@@ -41,14 +41,15 @@ class Child:
         self.module = module
         self.log = file.with_suffix(".log")
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
-        given = ["--options", str(file), *arguments]
+        command = [*runner, module, "--options", str(file), *arguments]
         self.process: ForkedProgram | subprocess.Popen[bytes]
-        if module in FORKED and not runner:
-            self.process = ForkedProgram(module, given, environment, self.log)
+        if module in FORKED:
+            self.process = ForkedProgram(command[0], command[1:], environment, self.log)
         else:
             with self.log.open("w") as log:
-                command = [sys.executable, "-m", *runner, module, *given]
-                self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=environment)
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", *command], stdout=subprocess.PIPE, stderr=log, env=environment
+                )
         self.ready: dict[str, Any] = {}
 
     def wait_ready(self, timeout_s: float = READY_S) -> dict[str, Any]:
