@@ -67,7 +67,7 @@ def test_with_a_gpu_torch_flashinfer_and_mooncake_are_those_for_cuda(checkout: P
     assert "pip uninstall -q -y mooncake-transfer-engine-non-cuda" in calls
     wanted = (checkout / packages.split()[-1]).read_text().splitlines()
     pins = {line.partition("==")[0] for line in wanted}
-    assert {"flashinfer-python", "mooncake-transfer-engine-cuda13", "torch"} <= pins
+    assert {"accelerate", "flashinfer-python", "mooncake-transfer-engine-cuda13", "torch"} <= pins
     assert "mooncake-transfer-engine-non-cuda" not in pins
     assert len(wanted) == len(pins)
 
