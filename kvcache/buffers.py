@@ -16,6 +16,7 @@ import errno
 import fcntl
 import mmap
 import os
+from typing import Self
 
 import torch
 
@@ -23,32 +24,46 @@ HUGE_PAGE_BYTES = 2 << 20
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-class HostBuffer:
-    """`nbytes` of zeroed host memory as `.tensor` (uint8, 1-D). Usable as a context manager."""
+class PoolBuffer:
+    """Zeroed memory as `.tensor` (uint8, 1-D). `fd` is what another process can map, None when there is
+    nothing. Usable as a context manager."""
 
-    def __init__(self, mapping: mmap.mmap, nbytes: int) -> None:
-        """Own `mapping`. The tensor starts at the first huge page border if the mapping is large enough."""
-        _advise_huge_pages(mapping)
-        whole = torch.frombuffer(mapping, dtype=torch.uint8)
-        start = -whole.data_ptr() % HUGE_PAGE_BYTES if len(mapping) >= nbytes + HUGE_PAGE_BYTES else 0
-        self.nbytes = nbytes
-        self._tensor: torch.Tensor | None = whole[start : start + nbytes]
+    def __init__(self, tensor: torch.Tensor, fd: int | None = None) -> None:
+        """Own `fd`."""
+        self.fd = fd
+        self._tensor: torch.Tensor | None = tensor
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The memory, uint8 `[nbytes]`. Not after `close`."""
+        """The memory, uint8. Not after `close`."""
         assert self._tensor is not None, "the buffer is closed"
         return self._tensor
 
     def close(self) -> None:
-        """Drop the tensor. Idempotent."""
+        """Drop the tensor and close the descriptor. Idempotent."""
         self._tensor = None
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
 
-    def __enter__(self) -> HostBuffer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class HostBuffer(PoolBuffer):
+    """`nbytes` of host memory."""
+
+    def __init__(self, mapping: mmap.mmap, nbytes: int, fd: int | None = None) -> None:
+        """Own `mapping` and `fd`. The tensor starts at the first huge page border if the mapping is large
+        enough."""
+        _advise_huge_pages(mapping)
+        whole = torch.frombuffer(mapping, dtype=torch.uint8)
+        start = -whole.data_ptr() % HUGE_PAGE_BYTES if len(mapping) >= nbytes + HUGE_PAGE_BYTES else 0
+        super().__init__(whole[start : start + nbytes], fd)
+        self.nbytes = nbytes
 
 
 class SharedBuffer(HostBuffer):
@@ -57,15 +72,7 @@ class SharedBuffer(HostBuffer):
     def __init__(self, fd: int, nbytes: int) -> None:
         """Map `nbytes` of `fd` and own both. The creator and the receiver of the descriptor both call
         this."""
-        self.fd = fd
-        super().__init__(mmap.mmap(fd, nbytes, mmap.MAP_SHARED), nbytes)
-
-    def close(self) -> None:
-        """Drop the tensor and close the descriptor. Idempotent."""
-        super().close()
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        super().__init__(mmap.mmap(fd, nbytes, mmap.MAP_SHARED), nbytes, fd)
 
 
 def allocate_private(nbytes: int) -> HostBuffer:

@@ -39,7 +39,7 @@ class CacheConfig:
     page_size: int = 16  # tokens, a power of two
     pre_alloc_size: int = 0  # additional rows, for requests whose KV is still arriving (decode)
     device: str = "cpu"
-    shared: bool = False  # pools are memfds that other processes can map
+    shared: bool = False  # other processes can map the pools: memfds; on a GPU, if its memory can be shared
     prefix_cache: str = "radix"
     eviction_policy: str = "lru"
     need_sort: bool = False  # hand out freed pages in ascending order: longer runs for transfers
@@ -62,8 +62,6 @@ class CacheConfig:
         eviction_policy(self.eviction_policy)
         if self.max_running_requests < 1 or self.pre_alloc_size < 0:
             raise ConfigError("max_running_requests", "is not positive", "give at least 1")
-        if self.shared and self.device != "cpu":
-            raise ConfigError("device", f"a pool on {self.device} cannot be a memfd", "set shared to false")
         if not 1 <= self.max_context_len <= self.num_pages * self.page_size:
             raise ConfigError(
                 "max_context_tokens",

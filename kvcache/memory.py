@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from common.errors import ConfigError
 from kvcache.allocator import (
@@ -19,8 +20,9 @@ from kvcache.allocator import (
     make_allocator,
 )
 from kvcache.balance import Balance, run_through
-from kvcache.buffers import allocate_private, allocate_shared
+from kvcache.buffers import PoolBuffer, allocate_private, allocate_shared
 from kvcache.config import CacheConfig
+from kvcache.device_memory import allocate_exported
 from kvcache.events import EventRecorder
 from kvcache.factory import CacheParts, build_prefix_cache
 from kvcache.layout import GroupSpec, KVGroupSpec, LatentGroupSpec, StateGroupSpec
@@ -288,13 +290,18 @@ def _allocator(config: CacheConfig, spec: GroupSpec) -> BaseTokenToKVPoolAllocat
 
 
 def _pool(config: CacheConfig, spec: GroupSpec, pages: int) -> KVCache:
-    buffer = None
     nbytes = KVCache.bytes_needed(spec, pages, config.page_size)
-    if config.device == "cpu" and nbytes:
-        buffer = allocate_shared(nbytes) if config.shared else allocate_private(nbytes)
+    buffer = _buffer(config, nbytes) if nbytes else None
     if isinstance(spec, StateGroupSpec):
         return MambaPool(spec, pages, config.device, buffer)
     if isinstance(spec, LatentGroupSpec):
         return MLAKVCache(spec, pages, config.page_size, config.device, buffer)
     assert isinstance(spec, KVGroupSpec), f"a {spec.kind} group"
     return MHAKVCache(spec, pages, config.page_size, config.device, buffer)
+
+
+def _buffer(config: CacheConfig, nbytes: int) -> PoolBuffer | None:
+    """The memory of a pool. None: torch's allocator has it on the device."""
+    if config.device == "cpu":
+        return allocate_shared(nbytes) if config.shared else allocate_private(nbytes)
+    return allocate_exported(torch.device(config.device), nbytes) if config.shared else None

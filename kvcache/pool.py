@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvcache.buffers import HostBuffer, SharedBuffer, allocate_private
+from kvcache.buffers import PoolBuffer, allocate_private
 from kvcache.layout import GroupSpec, KVGroupSpec, LatentGroupSpec, StateGroupSpec, TokenGroupSpec
 from kvcache.quant import KVFormat, QuantisedRows
 
@@ -77,8 +77,9 @@ class ReqToTokenPool:
 class KVCache:
     """The pages of one KV group: page-major, so that one page is one contiguous blob of `page_bytes`.
 
-    `bytes` is the storage as uint8 `[num_pages + 1, page_bytes]`. `fd` is the memfd that holds it, from
-    offset 0; None when the pool is private, on a device, or has no bytes.
+    `bytes` is the storage as uint8 `[num_pages + 1, page_bytes]`. `fd` is what another process
+    can map of it, a memfd or a GPU's exported memory, from offset 0; None when the pool is private or has no
+    bytes.
     """
 
     def __init__(
@@ -87,23 +88,23 @@ class KVCache:
         num_pages: int,
         page_size: int,
         device: str | torch.device = "cpu",
-        buffer: HostBuffer | None = None,
+        buffer: PoolBuffer | None = None,
     ) -> None:
         """Pages 1..num_pages plus the scratch page 0, in `buffer` if there is one; `close` closes it."""
         self.num_pages = num_pages
         self.page_size = page_size
         self.page_bytes = spec.page_bytes(page_size)
         self.device = torch.device(device)
-        self.fd: int | None = buffer.fd if isinstance(buffer, SharedBuffer) else None
+        self.fd = buffer.fd if buffer is not None else None
         self._buffer = buffer
         nbytes = self.bytes_needed(spec, num_pages, page_size)
-        if self.device.type != "cpu":
-            assert buffer is None, "a host buffer cannot hold a device pool"
+        if buffer is not None:
+            assert buffer.tensor.device.type == self.device.type, "the buffer is on another device"
+            self._storage = buffer.tensor[:nbytes]
+        elif self.device.type == "cpu" and nbytes:
+            self._storage = allocate_private(nbytes).tensor[:nbytes]
+        else:  # a full group of no layers has no bytes
             self._storage = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
-        elif nbytes == 0:  # a full group of no layers
-            self._storage = torch.empty(0, dtype=torch.uint8)
-        else:
-            self._storage = (buffer or allocate_private(nbytes)).tensor[:nbytes]
         self.bytes = self._storage.view(num_pages + 1, self.page_bytes)
 
     def close(self) -> None:
@@ -128,7 +129,7 @@ class TokenKVCache(KVCache, Generic[Spec]):
         num_pages: int,
         page_size: int,
         device: str | torch.device = "cpu",
-        buffer: HostBuffer | None = None,
+        buffer: PoolBuffer | None = None,
     ) -> None:
         super().__init__(spec, num_pages, page_size, device, buffer)
         self.spec = spec
@@ -203,7 +204,7 @@ class MambaPool(KVCache):
         spec: StateGroupSpec,
         num_slots: int,
         device: str | torch.device = "cpu",
-        buffer: HostBuffer | None = None,
+        buffer: PoolBuffer | None = None,
     ) -> None:
         super().__init__(spec, num_slots, 1, device, buffer)
         self.spec = spec

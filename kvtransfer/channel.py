@@ -122,6 +122,14 @@ class Peer:
         self.users = 0
         self.leaving = False
 
+    def put_back(self, channel: Channel) -> None:
+        """It can be used for another write. The caller holds the sender's lock."""
+        channel.used = True
+        if self.leaving:
+            channel.close()
+        else:
+            self.idle.append(channel)
+
 
 class GrantedWrite(NamedTuple):
     """A write that has its grant."""
@@ -160,10 +168,15 @@ class PeerSender(ABC):
         """Move the bytes and return when all have been handed over. Raises TransferError; Uncertain if some
         may land later."""
 
-    def _attach(self, peer: Peer, channel: Channel) -> None:  # noqa: B027 - only shm has something to do
+    def obstacle(self, endpoint: TransferEndpoint) -> str:  # noqa: ARG002 - for overriders
+        """Why nothing can be written to this endpoint of the same backend; "" when nothing is known. Does not
+        wait."""
+        return ""
+
+    def _attach(self, peer: Peer, channel: Channel) -> None:  # noqa: B027 - for backends that map pools
         """A channel has been opened: take over the descriptors that came with it."""
 
-    def _detach(self, peer: Peer) -> None:  # noqa: B027 - only shm has something to do
+    def _detach(self, peer: Peer) -> None:  # noqa: B027 - for backends that map pools
         """No write to the peer is in progress, and none will be."""
 
     def write(self, endpoint: TransferEndpoint, write: PageWrite) -> int:
@@ -244,7 +257,8 @@ class PeerSender(ABC):
             try:
                 return channel, channel.begin(write, region.page_bytes)
             except Refusal:
-                self._put_back(peer, channel)
+                with self._lock:
+                    peer.put_back(channel)
                 raise
             except TransferError as error:
                 self._give_up(channel, certain=True)  # the receiver may have granted it all the same
@@ -289,7 +303,8 @@ class PeerSender(ABC):
         except TransferError:
             channel.close()
             raise
-        self._put_back(granted.peer, channel)
+        with self._lock:
+            granted.peer.put_back(channel)
 
     def _give_up(self, channel: Channel, certain: bool) -> None:
         """The write failed: send what is known about it and close. The receiver reads that End first."""
@@ -299,11 +314,3 @@ class PeerSender(ABC):
             pass  # a receiver that does not get it finds out by itself: the fences allow for that
         finally:
             channel.close()
-
-    def _put_back(self, peer: Peer, channel: Channel) -> None:
-        channel.used = True
-        with self._lock:
-            if peer.leaving:
-                channel.close()
-            else:
-                peer.idle.append(channel)

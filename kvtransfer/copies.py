@@ -38,12 +38,21 @@ class CopyQueue(Protocol):
         """New uint8 host memory for copies."""
         ...
 
+    @property
+    def stream(self) -> int:
+        """The raw handle of the stream, for what `put` queues past torch."""
+        ...
+
 
 class CudaCopies:
     """A CUDA stream. Any thread may use it; copies of several threads take turns."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @property
+    def stream(self) -> int:
+        return int(self._stream.cuda_stream)
 
     def put(self, copy: Callable[[], object]) -> Copied:
         with torch.cuda.stream(self._stream):

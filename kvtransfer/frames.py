@@ -46,8 +46,8 @@ class PoolInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Pools(msgspec.Struct, frozen=True, tag="pools"):
-    """The receiver's pools by group. shm sends their descriptors with it, in this order. `session` is the
-    receiver's address in the backend, for a backend that has its own."""
+    """The receiver's pools by group. Backends of one host send their descriptors with it, in this order.
+    `session` is the receiver's address in the backend, for a backend that has its own."""
 
     groups: dict[str, PoolInfo]
     session: str = ""

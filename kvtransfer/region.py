@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from kvcache.device_memory import DeviceMemory, device_memory
 from kvcache.memory import Memory
 from kvtransfer.copies import Copied, CopyQueue, CudaCopies
 from kvtransfer.pages import PageIds
@@ -42,13 +43,15 @@ class HostPages(NamedTuple):
 class GroupRegion:
     """One KV group's pool: `num_pages` pages (the scratch page 0 included) of `page_bytes` from `ptr` on.
 
-    `tensor` is the same memory as uint8 `[num_pages, page_bytes]` and keeps it alive. `fd` is the memfd that
-    holds it, from offset 0, when there is one. `copies` are there when the CPU cannot address it.
+    `tensor` is the same memory as uint8 `[num_pages, page_bytes]` and keeps it alive. `fd` is what another
+    process can map of it, from offset 0, when there is such a thing: a memfd, or what `memory` has exported.
+    `copies` are there when the CPU cannot address it, `memory` when its device can share memory.
     """
 
     tensor: torch.Tensor
     fd: int | None = None
     copies: CopyQueue | None = None
+    memory: DeviceMemory | None = None
 
     def __post_init__(self) -> None:
         assert self.tensor.dtype == torch.uint8, "a region is bytes"
@@ -166,7 +169,9 @@ PoolRegion = Mapping[str, GroupRegion]
 
 def region_of(pool: torch.Tensor, fd: int | None = None) -> GroupRegion:
     """The region of a pool's bytes `[num_pages, page_bytes]`, on the host or a CUDA device."""
-    return GroupRegion(pool, fd, CudaCopies(pool.device) if pool.device.type == "cuda" else None)
+    if pool.device.type == "cpu":
+        return GroupRegion(pool, fd)
+    return GroupRegion(pool, fd, CudaCopies(pool.device), device_memory(pool.device))
 
 
 def pool_regions(memory: Memory) -> dict[str, GroupRegion]:

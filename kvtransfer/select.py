@@ -1,27 +1,32 @@
 """Which backends a worker offers or can use, and which of them a pair of workers takes.
 
-Decode opens every backend that its machine has and lists the endpoints in every KVTarget, best first: shared
-memory, then RDMA, then plain TCP. Prefill takes the first that works for it. `kv_transfer_backend` limits a
-worker to one backend. Mooncake over TCP is taken only when it is named, because the plain tcp backend is
-faster.
+Decode opens every backend that its machine has and lists the endpoints in every KVTarget, best first: from
+GPU to GPU of one host, shared memory, RDMA, plain TCP. Prefill takes the first that works for it.
+`kv_transfer_backend` limits a worker to one backend. Mooncake over TCP is taken only when it is named,
+because the plain tcp backend is faster.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 from common.errors import ConfigError, TransferError
 from common.ports import ANY_PORT, Ports
-from kvtransfer import mooncake, mooncake_engine, shm, tcp
+from kvtransfer import cuda_ipc, mooncake, mooncake_engine, shm, tcp
+from kvtransfer.channel import PeerSender
 from kvtransfer.pages import PageWrite
 from kvtransfer.receiver import PoolReceiver
 from kvtransfer.region import PoolRegion
 from kvtransfer.rooms import RoomTable
-from kvtransfer.transport import Bounds, ReceiverTransport, SenderTransport
+from kvtransfer.transport import Bounds, ReceiverTransport
 from wire.messages import KVTarget, TransferEndpoint
 
+log = logging.getLogger(__name__)
+
 AUTO = "auto"
-BACKENDS = (shm.BACKEND, mooncake.BACKEND, tcp.BACKEND)  # best first
+BACKENDS = (cuda_ipc.BACKEND, shm.BACKEND, mooncake.BACKEND, tcp.BACKEND)  # best first
+_OF_ONE_HOST = (cuda_ipc.BACKEND, shm.BACKEND)
 
 
 def check_backend(name: str) -> str:
@@ -49,6 +54,8 @@ def open_receiver(
     rooms = RoomTable()
     transports: list[ReceiverTransport] = []
     try:
+        if _takes_cuda_ipc(backend, regions, cuda_ipc.obstacle_to_receive(regions)):
+            transports.append(cuda_ipc.CudaIpcReceiver(regions, rooms, bounds))
         if backend == shm.BACKEND or (backend == AUTO and shm.possible(regions)):
             transports.append(shm.ShmReceiver(regions, rooms, bounds))
         if backend == mooncake.BACKEND or (backend == AUTO and mooncake.has_rdma()):
@@ -62,10 +69,17 @@ def open_receiver(
     return PoolReceiver(regions, rooms, transports)
 
 
+def _takes_cuda_ipc(backend: str, regions: PoolRegion, obstacle: str) -> bool:
+    """Whether it is named, or nothing is in its way. What is in the way of pools on a GPU is logged."""
+    if backend == AUTO and obstacle and any(region.copies is not None for region in regions.values()):
+        log.warning("no cuda_ipc between the workers of this host: %s", obstacle)
+    return backend == cuda_ipc.BACKEND or (backend == AUTO and not obstacle)
+
+
 class PoolSender:
     """SenderTransport over every backend that this worker can use; an endpoint names its backend."""
 
-    def __init__(self, transports: Mapping[str, SenderTransport], host: str) -> None:
+    def __init__(self, transports: Mapping[str, PeerSender], host: str) -> None:
         """Owns the transports. `host` is `common.host.host_identity()`."""
         self._transports = transports
         self._host = host
@@ -78,11 +92,11 @@ class PoolSender:
     def choose(self, target: KVTarget) -> TransferEndpoint:
         """The first of the target's endpoints that works from here. Raises TransferError when none does."""
         for endpoint in target.endpoints:
-            if endpoint.backend not in self._transports:
+            if endpoint.backend in _OF_ONE_HOST and target.host != self._host:
                 continue
-            if endpoint.backend == shm.BACKEND and target.host != self._host:
-                continue
-            return endpoint
+            transport = self._transports.get(endpoint.backend)
+            if transport is not None and not transport.obstacle(endpoint):
+                return endpoint
         offered = ", ".join(endpoint.backend for endpoint in target.endpoints) or "nothing"
         where = "on this host" if target.host == self._host else "on another host"
         raise TransferError(
@@ -122,7 +136,9 @@ def open_sender(
     check_backend(backend)
     bounds = bounds or Bounds()
     mooncake_engine.choose_ports(mooncake_ports)
-    transports: dict[str, SenderTransport] = {}
+    transports: dict[str, PeerSender] = {}
+    if _takes_cuda_ipc(backend, regions, cuda_ipc.obstacle_to_send(regions)):
+        transports[cuda_ipc.BACKEND] = cuda_ipc.CudaIpcSender(regions, bounds)
     if backend in (shm.BACKEND, AUTO):
         transports[shm.BACKEND] = shm.ShmSender(regions, bounds)
     if backend == mooncake.BACKEND or (backend == AUTO and mooncake.has_rdma()):

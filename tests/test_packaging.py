@@ -15,6 +15,7 @@ PACKAGES: list[str] = PROJECT["tool"]["setuptools"]["packages"]
 NOT_SHIPPED = {"bench", "tools", "tests"}
 UNIMPORTED = {"httptools"}  # uvicorn imports it by name
 OPTIONAL = {
+    "cuda": "cuda-bindings",
     "flashinfer": "flashinfer-python",
     "mooncake": "mooncake-transfer-engine-cuda13",
 }  # not on every machine

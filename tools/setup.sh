@@ -55,7 +55,7 @@ say "packages"
 requirements=requirements.lock
 if [ -n "$gpu" ]; then
     requirements=.venv/requirements-gpu.txt
-    { grep -v '^mooncake-' requirements.lock; grep -E '^(accelerate|psutil|flashinfer-python|mooncake-)' "$gpu_lock"; } > "$requirements"
+    { grep -v '^mooncake-' requirements.lock; grep -E '^(accelerate|cuda-bindings|psutil|flashinfer-python|mooncake-)' "$gpu_lock"; } > "$requirements"
     # Both builds of Mooncake own the package `mooncake`.
     .venv/bin/pip uninstall -q -y mooncake-transfer-engine-non-cuda
 fi

@@ -216,7 +216,7 @@ class GroupTarget(msgspec.Struct, frozen=True):
 class TransferEndpoint(msgspec.Struct, frozen=True):
     """One way to write into a decode worker's pool. `params` are the backend's own."""
 
-    backend: str  # "shm", "tcp" or "mooncake"
+    backend: str  # "cuda_ipc", "shm", "tcp" or "mooncake"
     address: str
     params: dict[str, str] = {}
 

@@ -42,7 +42,7 @@ def chosen_config(options: WorkerOptions, shared_pool: bool, device: str) -> Cac
         page_size=options.page_size,
         pre_alloc_size=2 * options.max_running_requests if shared_pool else 0,
         device=device,
-        shared=shared_pool and device == "cpu",
+        shared=shared_pool and (device == "cpu" or options.kv_transfer_backend in ("auto", "cuda_ipc")),
         prefix_cache=options.prefix_cache,
         eviction_policy=options.eviction_policy,
         need_sort=True,

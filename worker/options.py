@@ -150,8 +150,8 @@ class SchedulingOptions(Options):
 class HandOffOptions(Options):
     """KV from prefill to decode."""
 
-    kv_transfer_backend: Literal["auto", "shm", "tcp", "mooncake"] = Field(
-        "auto", description="auto, shm, tcp or mooncake"
+    kv_transfer_backend: Literal["auto", "cuda_ipc", "shm", "tcp", "mooncake"] = Field(
+        "auto", description="auto, cuda_ipc, shm, tcp or mooncake"
     )
     kv_checksums: ChecksumMode = Field(
         ChecksumMode.SAMPLED,

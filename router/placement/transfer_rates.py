@@ -37,14 +37,14 @@ _HALF_LIFE_S = 300.0
 _REFRESH_S = 1.0  # between two versions of the prices
 _MOST_PAIRS = 4096  # whose own transfers are remembered
 _LEAST_TRANSFERS = 0.01  # below, a mean is forgotten
-_SHARED_MEMORY = "shm"  # the backend that needs one host
+_OF_ONE_HOST = ("cuda_ipc", "shm")  # backends that need one host
 _BOUNDED = ("window", "state")  # kinds of KV groups that do not grow with the prompt
 
 
 class Locality(IntEnum):
     """How near two workers are to each other, nearest first."""
 
-    HOST = 0  # shared memory works between them
+    HOST = 0  # shared memory works between them, and CUDA IPC where they have GPUs
     MACHINE = 1  # one machine, in different containers
     RACK = 2  # equal rack labels
     FAR = 3
@@ -101,7 +101,7 @@ def locality(one: WorkerRecord, other: WorkerRecord) -> Locality:
 def expected_backend(prefill: tuple[str, ...], decode: tuple[str, ...], near: Locality) -> str:
     """The backend that two workers will take (kvtransfer/select.py); "": they have none in common."""
     for backend in decode:
-        if backend in prefill and (backend != _SHARED_MEMORY or near is Locality.HOST):
+        if backend in prefill and (backend not in _OF_ONE_HOST or near is Locality.HOST):
             return backend
     return ""
 

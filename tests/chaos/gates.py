@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+import kvtransfer.cuda_ipc
 import kvtransfer.mooncake
 import kvtransfer.shm
 import kvtransfer.tcp
@@ -103,7 +104,12 @@ def put_gates(gates: Gates) -> None:
         return GatedEngine(engine, gates), memory
 
     vars(worker.parts)["build_engine"] = build_gated
-    for sender in (kvtransfer.shm.ShmSender, kvtransfer.tcp.TcpSender, kvtransfer.mooncake.MooncakeSender):
+    for sender in (
+        kvtransfer.cuda_ipc.CudaIpcSender,
+        kvtransfer.shm.ShmSender,
+        kvtransfer.tcp.TcpSender,
+        kvtransfer.mooncake.MooncakeSender,
+    ):
         _before(sender, "_move", lambda *_: gates.enter(frozenset({MOVE})))
 
     def stamped(req: Req, stage: RequestStage) -> None:

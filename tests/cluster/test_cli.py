@@ -81,7 +81,10 @@ def test_a_refusal_ends_the_process_with_exit_code_2(model: str) -> None:
         (("--set", "prefill.options.weight_dtype=int8"), ("decode.options.weight_dtype", "under worker")),
         (("--eviction-policy", "oldest"), ("eviction_policy: 'oldest' is unknown", "lfu", "slru")),
         (("--dtype", "float8"), ("worker.dtype", "'auto', 'float32', 'bfloat16' or 'float16'")),
-        (("--kv-transfer-backend", "smoke"), ("kv_transfer_backend", "'auto', 'shm', 'tcp' or 'mooncake'")),
+        (
+            ("--kv-transfer-backend", "smoke"),
+            ("kv_transfer_backend", "'auto', 'cuda_ipc', 'shm', 'tcp' or 'mooncake'"),
+        ),
         (("--set", "worker.evict=lru"), ("worker.evict: unknown key", "one of:", "eviction_policy")),
     ],
 )

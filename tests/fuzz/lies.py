@@ -29,6 +29,7 @@ _TEXTS = (
     "x",
     "full",
     "baton",
+    "cuda_ipc",
     "shm",
     "tcp",
     "mooncake",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
@@ -13,15 +14,17 @@ import torch
 
 from common.errors import TransferError
 from common.host import host_identity
-from kvcache.buffers import allocate_private, allocate_shared
+from kvcache.buffers import PoolBuffer, allocate_private, allocate_shared
+from kvcache.device_memory import DeviceMemory
 from kvtransfer.pages import PageIds, PageWrite
 from kvtransfer.receiver import PoolReceiver
-from kvtransfer.region import GroupRegion
+from kvtransfer.region import GroupRegion, region_of
 from kvtransfer.rooms import RoomTable
 from kvtransfer.select import open_receiver, open_sender
 from kvtransfer.transport import Bounds
 from tests.harness.fork import FORKSERVER
 from tests.kvtransfer.stand_in_copies import StandInCopies
+from tests.support.cuda_stand_in import stand_in_memory
 from wire.messages import TransferEndpoint
 
 SHORT = Bounds(connect_s=2.0, silence_s=2.0, write_s=20.0)
@@ -30,20 +33,34 @@ Shapes = Mapping[str, tuple[int, int]]
 """Group -> (pages, bytes of a page)."""
 
 
-def pool(num_pages: int, page_bytes: int, seed: int | None = None, staged: bool = False) -> GroupRegion:
-    """A private pool: numbered random pages by seed, or zeros without a seed."""
+def pool(
+    num_pages: int,
+    page_bytes: int,
+    seed: int | None = None,
+    staged: bool = False,
+    memory: DeviceMemory | None = None,
+) -> GroupRegion:
+    """A private pool: numbered random pages by seed, or zeros without a seed. On a GPU, if it has its
+    `memory`."""
     tensor = allocate_private(num_pages * page_bytes).tensor.view(num_pages, page_bytes)
     if seed is not None:
         page = np.random.default_rng(seed).integers(0, 256, page_bytes, np.uint8)
         pages = tensor.numpy()
         pages[:] = page  # random by the byte takes seconds for the large pools; numbered pages differ as well
         pages[:, :8] = np.arange(num_pages, dtype="<i8")[:, None].view(np.uint8)
-    return GroupRegion(tensor, copies=StandInCopies(late=True) if staged else None)
+    return GroupRegion(tensor, copies=StandInCopies(late=True) if staged or memory else None, memory=memory)
 
 
-def pools(shapes: Shapes, seed: int, staged: bool = False) -> dict[str, GroupRegion]:
+def pools(
+    shapes: Shapes, seed: int, staged: bool = False, memory: DeviceMemory | None = None
+) -> dict[str, GroupRegion]:
     """A `pool` for every group, each with different bytes."""
-    return {name: pool(*shape, seed + i, staged) for i, (name, shape) in enumerate(shapes.items())}
+    return {name: pool(*shape, seed + i, staged, memory) for i, (name, shape) in enumerate(shapes.items())}
+
+
+def gpu_for(backend: str) -> DeviceMemory | None:
+    """A stand-in for the GPU that the pools of this backend lie on; None: they lie on the host."""
+    return stand_in_memory() if backend == "cuda_ipc" else None
 
 
 @contextmanager
@@ -51,13 +68,16 @@ def receiving_groups(
     backend: str, shapes: Shapes, bounds: Bounds = SHORT, staged: bool = False, encrypted: bool = False
 ) -> Iterator[tuple[PoolReceiver, dict[str, torch.Tensor]]]:
     """A decode worker's open pools and their bytes."""
+    memory = gpu_for(backend)
     with ExitStack() as cleanup:
         regions = {}
         for name, (num_pages, page_bytes) in shapes.items():
-            buffer = cleanup.enter_context(allocate_shared(num_pages * page_bytes))
+            nbytes = num_pages * page_bytes
+            made: PoolBuffer = memory.allocate(nbytes) if memory else allocate_shared(nbytes)
+            buffer = cleanup.enter_context(made)
             tensor = buffer.tensor.view(num_pages, page_bytes)
-            copies = StandInCopies(late=True) if staged else None
-            regions[name] = GroupRegion(tensor, buffer.fd, copies)
+            copies = StandInCopies(late=True) if staged or memory else None
+            regions[name] = GroupRegion(tensor, buffer.fd, copies, memory)
         receiver = open_receiver(regions, backend, bounds=bounds, encrypted=encrypted)
         cleanup.callback(receiver.close)
         yield receiver, {name: region.tensor for name, region in regions.items()}
@@ -79,13 +99,15 @@ def receiving(
 
 
 class SenderProcess:
-    """A process with pools of random pages (by seed) that writes what it is told to."""
+    """A process with pools of random pages (by seed), here or on a GPU, that writes what it is told to."""
 
-    def __init__(self, backend: str, shapes: Shapes, seed: int) -> None:
+    def __init__(self, backend: str, shapes: Shapes, seed: int, gpu: str = "") -> None:
+        """`gpu`: the real one that has the pools."""
         self.pools = {name: region.tensor for name, region in pools(shapes, seed).items()}
         self._conn, theirs = FORKSERVER.Pipe()
-        self.process: BaseProcess = FORKSERVER.Process(
-            target=_sender_main, args=(theirs, backend, shapes, seed), daemon=True
+        context = multiprocessing.get_context("spawn") if gpu else FORKSERVER  # CUDA does not survive a fork
+        self.process: BaseProcess = context.Process(
+            target=_sender_main, args=(theirs, backend, shapes, seed, gpu), daemon=True
         )
         self.process.start()
         theirs.close()
@@ -122,8 +144,11 @@ class SenderProcess:
         self.close()
 
 
-def _sender_main(conn: Connection, backend: str, shapes: Shapes, seed: int) -> None:
-    sender = open_sender(pools(shapes, seed), host_identity(), backend, bounds=SHORT)
+def _sender_main(conn: Connection, backend: str, shapes: Shapes, seed: int, gpu: str) -> None:
+    regions = pools(shapes, seed, memory=None if gpu else gpu_for(backend))
+    if gpu:
+        regions = {name: region_of(region.tensor.to(gpu)) for name, region in regions.items()}
+    sender = open_sender(regions, host_identity(), backend, bounds=SHORT)
     while True:
         try:
             endpoint, write, times = conn.recv()

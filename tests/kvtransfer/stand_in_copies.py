@@ -23,6 +23,10 @@ class StandInCopies:
         self.most_queued = 0
         self.done = 0
 
+    @property
+    def stream(self) -> int:
+        return 0
+
     def put(self, copy: Callable[[], object]) -> _Copy:
         queued = _Copy(self, copy)
         with self._lock:

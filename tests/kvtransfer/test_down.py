@@ -22,14 +22,14 @@ from kvtransfer.select import PoolSender, open_sender
 from kvtransfer.sender import KVSender, SenderThreads, Sent
 from kvtransfer.transport import Bounds
 from tests.harness.fork import FORKSERVER
-from tests.kvtransfer.peers import pool, receiving
+from tests.kvtransfer.peers import gpu_for, pool, receiving
 from wire.messages import GroupTarget, TransferEndpoint
 
 PAGES, SIZE = 64, 1 << 20  # more than the kernel's buffers take
 ALL = np.arange(1, PAGES)
 LONG = Bounds(connect_s=60.0, silence_s=60.0, write_s=120.0)  # no bound helps
 PATIENCE_S = 30.0
-BACKENDS = ["shm", "tcp"]
+BACKENDS = ["cuda_ipc", "shm", "tcp"]
 
 
 class Receiver:
@@ -109,7 +109,9 @@ def test_writes_to_a_receiver_that_is_down_end_at_once_and_its_grants_when_it_go
     backend: str, met_before: bool
 ) -> None:
     with receivers(backend, 1) as (there,):
-        sender = open_sender({"full": pool(PAGES, SIZE, 1)}, host_identity(), backend, bounds=LONG)
+        sender = open_sender(
+            {"full": pool(PAGES, SIZE, 1, memory=gpu_for(backend))}, host_identity(), backend, bounds=LONG
+        )
         writes = Writes(sender)
         if met_before:
             writes.begin(there.endpoint, 9)
@@ -138,9 +140,11 @@ def test_writes_to_a_receiver_that_is_down_end_at_once_and_its_grants_when_it_go
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_stopped_receiver_does_not_hold_all_threads(backend: str) -> None:
     with receivers(backend, 2) as (stopped, other):
-        sender = open_sender({"full": pool(PAGES, SIZE, 1)}, host_identity(), backend, bounds=LONG)
+        sender = open_sender(
+            {"full": pool(PAGES, SIZE, 1, memory=gpu_for(backend))}, host_identity(), backend, bounds=LONG
+        )
         sent: queue.Queue[Sent] = queue.Queue()
-        regions = {"full": pool(PAGES, SIZE, 1)}
+        regions = {"full": pool(PAGES, SIZE, 1, memory=gpu_for(backend))}
         threads = SenderThreads(sender, regions, sent.put)
         stopped.signal(signal.SIGSTOP)
         target = {"full": GroupTarget(0, ALL.tolist())}

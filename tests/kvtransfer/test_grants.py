@@ -34,7 +34,7 @@ def granted(receiver: PoolReceiver) -> Channel:
     return channel
 
 
-@pytest.mark.parametrize("backend", ["shm", "tcp"])
+@pytest.mark.parametrize("backend", ["cuda_ipc", "shm", "tcp"])
 def test_a_write_that_failed_has_not_landed(backend: str) -> None:
     with receiving(backend, 4, 64) as (receiver, _):
         receiver.open(1, 0, {"full": PAGES})
@@ -59,11 +59,21 @@ def test_a_write_that_broke_off_has_not_landed() -> None:
         assert receiver.landed(1, 0).nbytes == {"full": 128}
 
 
-def test_a_broken_connection_is_no_fence_while_the_writer_lives() -> None:
-    with receiving("shm", 4, 64) as (receiver, _):
+@pytest.mark.parametrize("backend", ["cuda_ipc", "shm"])
+def test_a_broken_connection_is_no_fence_while_the_writer_lives(backend: str) -> None:
+    with receiving(backend, 4, 64) as (receiver, _):
         receiver.open(1, 0, {"full": PAGES})
         granted(receiver).close()
         assert not receiver.close_room(1, 0).wait(1.0)
+
+
+@pytest.mark.parametrize("backend", ["cuda_ipc", "shm"])
+def test_a_write_that_may_go_on_is_no_fence_while_the_writer_lives(backend: str) -> None:
+    with receiving(backend, 4, 64) as (receiver, _):
+        receiver.open(1, 0, {"full": PAGES})
+        with closing(granted(receiver)) as channel:
+            channel.stream.send(End(landed=False, certain=False))
+            assert not receiver.close_room(1, 0).wait(1.0)
 
 
 def test_over_tcp_the_fence_waits_for_nothing_that_a_silent_writer_does() -> None:

@@ -19,7 +19,7 @@ from kvtransfer.pages import PageIds, PageWrite, as_pages
 from kvtransfer.receiver import KVReceiver
 from kvtransfer.select import open_sender
 from kvtransfer.sender import KVSender, SenderThreads, Sent
-from tests.kvtransfer.peers import SHORT, permuted, pool, pools, receiving, receiving_groups
+from tests.kvtransfer.peers import SHORT, gpu_for, permuted, pool, pools, receiving, receiving_groups
 from wire.checksums import ChecksumMode, PageChecksums
 from wire.messages import GroupTarget, KVDone, TransferEndpoint
 
@@ -231,7 +231,7 @@ def test_rooms_take_turns() -> None:
 
 
 @pytest.mark.parametrize("staged", [False, True], ids=["in place", "staged"])
-@pytest.mark.parametrize("backend", ["shm", "tcp", "mooncake"])
+@pytest.mark.parametrize("backend", ["cuda_ipc", "shm", "tcp", "mooncake"])
 def test_a_hand_off_end_to_end(backend: str, staged: bool) -> None:
     """Two senders to one receiver; checksums; a new epoch on new pages."""
     tokens, page_bytes = 30, 4096
@@ -239,7 +239,7 @@ def test_a_hand_off_end_to_end(backend: str, staged: bool) -> None:
     with receiving(backend, 40, page_bytes, staged=staged and backend != "shm") as (receiver, data):
         outs = []
         for seed in (1, 2):
-            regions = {"full": pool(20, page_bytes, seed, staged=staged)}
+            regions = {"full": pool(20, page_bytes, seed, staged=staged, memory=gpu_for(backend))}
             sent: queue.SimpleQueue[Sent] = queue.SimpleQueue()
             transport = open_sender(regions, host_identity(), backend, bounds=SHORT)
             outs.append((regions, transport, SenderThreads(transport, regions, sent.put), sent))
@@ -281,12 +281,12 @@ SHAPES = {"full": (40, 4096), "window": (20, 192), "state": (5, (1 << 20) + 64)}
 
 
 @pytest.mark.parametrize("staged", [False, True], ids=["in place", "staged"])
-@pytest.mark.parametrize("backend", ["shm", "tcp", "mooncake"])
+@pytest.mark.parametrize("backend", ["cuda_ipc", "shm", "tcp", "mooncake"])
 def test_a_hand_off_of_three_groups(backend: str, staged: bool) -> None:
     """Primary pages chunk by chunk, the window and the state at the end; every group is checked."""
     tokens = 30
     with receiving_groups(backend, SHAPES, staged=staged and backend != "shm") as (receiver, theirs):
-        regions = pools(SHAPES, seed=3, staged=staged)
+        regions = pools(SHAPES, seed=3, staged=staged, memory=gpu_for(backend))
         sent: queue.SimpleQueue[Sent] = queue.SimpleQueue()
         transport = open_sender(regions, host_identity(), backend, bounds=SHORT)
         senders = SenderThreads(transport, regions, sent.put)

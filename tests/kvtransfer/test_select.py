@@ -57,7 +57,7 @@ def test_an_override_narrows_to_one() -> None:
     "opening", [lambda: open_receiver({}, "infiniband"), lambda: open_sender({}, "h", "nixl")]
 )
 def test_an_unknown_backend_is_answered_with_the_valid_ones(opening: Any) -> None:
-    with pytest.raises(ConfigError, match="auto, shm, mooncake, tcp") as caught:
+    with pytest.raises(ConfigError, match="auto, cuda_ipc, shm, mooncake, tcp") as caught:
         opening()
     assert caught.value.key == "kv_transfer_backend"
 

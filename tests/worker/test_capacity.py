@@ -1,0 +1,27 @@
+"""Which pools other processes can map."""
+
+from __future__ import annotations
+
+import pytest
+
+from worker.capacity import chosen_config
+from worker.options import WorkerOptions
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "shared"),
+    [
+        ("auto", "cpu", True),
+        ("tcp", "cpu", True),
+        ("auto", "cuda:0", True),
+        ("cuda_ipc", "cuda:0", True),
+        ("tcp", "cuda:0", False),
+        ("mooncake", "cuda:0", False),
+    ],
+)
+def test_a_pool_on_a_gpu_is_shared_where_cuda_ipc_may_be_used(
+    backend: str, device: str, shared: bool
+) -> None:
+    options = WorkerOptions(model="m", kv_transfer_backend=backend)
+    assert chosen_config(options, True, device).shared is shared
+    assert not chosen_config(options, False, device).shared
