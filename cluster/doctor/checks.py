@@ -17,6 +17,7 @@ _CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (
     agreement.check_secret,
     node_checks.check_model,
     node_checks.check_resources,
+    node_checks.check_gpus,
     node_checks.check_memory,
     node_checks.check_shared_memory,
     node_checks.check_rdma,

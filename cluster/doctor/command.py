@@ -18,9 +18,10 @@ from cluster.local import running_ray
 from common.errors import ConfigError
 
 HELP = (
-    "Check versions, clocks, addresses, ports, secret, model files, resources, memory and RDMA devices: of "
-    "this node, without Ray; with --cluster or --ray-address of every node of a Ray cluster, and that the "
-    "nodes reach each other. Exit code 0: nothing is wrong; 1: something is, and the table says what to do."
+    "Check versions, clocks, addresses, ports, secret, model files, resources, GPUs, memory and RDMA "
+    "devices: of this node, without Ray; with --cluster or --ray-address of every node of a Ray cluster, "
+    "and that the nodes reach each other. Exit code 0: nothing is wrong; 1: something is, and the table "
+    "says what to do."
 )
 
 

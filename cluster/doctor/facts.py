@@ -47,7 +47,7 @@ class NodeFacts:
     ports: dict[str, PortsFree] = field(default_factory=dict)  # by use: mailboxes, events, kv, mooncake
     secret_digests: tuple[str, ...] = ()  # of the accepted secrets, keyed with this run's challenge
     needs: dict[str, int] = field(default_factory=dict)  # role -> memory of one worker: weights and KV
-    unusable: dict[str, Problem] = field(default_factory=dict)  # config, interface, secret, model
+    unusable: dict[str, Problem] = field(default_factory=dict)  # config, interface, secret, gpu, model
 
 
 class Target(NamedTuple):

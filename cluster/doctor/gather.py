@@ -19,6 +19,7 @@ from typing import Any
 import common
 from cluster.config import ServeConfig, parse_config
 from cluster.doctor.facts import UNLIMITED, NodeFacts, PortsFree, Problem
+from cluster.doctor.gpu_probe import gpu_problem
 from cluster.doctor.model_check import present_files
 from cluster.local import OBJECT_STORE_BYTES
 from common.errors import ConfigError
@@ -67,6 +68,8 @@ def gather(node: str, raw: dict[str, Any] | None, challenge: bytes, address: str
     digests: tuple[str, ...] = ()
     with _noted("secret", unusable):
         digests = _digests(sockets.cluster_secret_file, challenge)
+    if gpus_found() and (problem := gpu_problem()) is not None:
+        unusable["gpu"] = problem
     needs: dict[str, int] = {}
     with _noted("model", unusable):
         needs = {} if config is None else _needs(config, unusable)

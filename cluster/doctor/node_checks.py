@@ -1,4 +1,4 @@
-"""Checks of each node by itself: its address, ports, model files, memory, resources and RDMA devices."""
+"""Checks of each node by itself: address, ports, model files, memory, resources, GPUs, RDMA devices."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from cluster.doctor.facts import UNLIMITED, Case, Finding, Grade, NodeFacts
 from wire.options import PortOptions, is_loopback
 
 _MIB, _GIB = 1 << 20, 1 << 30
+_LESS_KV = "lower max_total_tokens, store KV in fewer bits (kv_cache_dtype), or use a larger node"
 _SOCKETS = {"mailboxes": 1, "events": 2, "kv": 1, "mooncake": 2}  # of one process that needs any
 
 
@@ -74,6 +75,16 @@ def check_shared_memory(case: Case) -> Iterator[Finding]:
             yield Finding("shared memory", node.node, Grade.OK, said)
 
 
+def check_gpus(case: Case) -> Iterator[Finding]:
+    """Torch computes on a node's GPUs. Where no worker is to use one, it is a note that it cannot."""
+    for node in case.nodes:
+        if "gpu" in node.unusable:
+            grade = Grade.FAULT if _may_use_gpu(case.config, node) else Grade.NOTE
+            yield _refused("GPU", node, "gpu")._replace(grade=grade)
+        else:
+            yield Finding("GPU", node.node, Grade.OK, ", ".join(map(_size, node.gpu_memory)) or "none")
+
+
 def check_memory(case: Case) -> Iterator[Finding]:
     """A worker's weights and pool fit into the memory of each node, or GPU, where it may run."""
     if case.config is None:
@@ -83,11 +94,12 @@ def check_memory(case: Case) -> Iterator[Finding]:
             need = node.needs.get(str(role), 0)
             if not need or (len(case.nodes) > 1 and not _fits(section, node)):
                 continue
-            on_gpu = section.num_gpus > 0 and bool(node.gpu_memory)
-            there = max(node.gpu_memory) if on_gpu else node.memory
-            where = "of a GPU" if on_gpu else "free"
+            there, where, remedy = node.memory, "free", _LESS_KV
+            if section.num_gpus > 0 and node.gpu_memory:
+                share, largest = case.config.worker_options(role).gpu_memory_utilization, max(node.gpu_memory)
+                there, where = int(largest * share), f"of a GPU (its share, {share:g} of {_size(largest)})"
+                remedy = f"{_LESS_KV}; or raise gpu_memory_utilization"
             said = f"{role}: weights and KV take {_size(need)}, {_size(there)} {where}"
-            remedy = "lower max_total_tokens, store KV in fewer bits (kv_cache_dtype), or use a larger node"
             grade = Grade.FAULT if need > there else Grade.OK
             yield Finding("memory", node.node, grade, said, remedy if grade is Grade.FAULT else "")
 
@@ -156,6 +168,16 @@ def wants_mooncake(config: ServeConfig | None) -> bool:
 
 def _backends(config: ServeConfig) -> set[str]:
     return {config.worker_options(role).kv_transfer_backend for role in config.worker_sections()}
+
+
+def _may_use_gpu(config: ServeConfig | None, node: NodeFacts) -> bool:
+    """Whether a worker on this node takes its GPU. Without a configuration any may."""
+    if config is None:
+        return True
+    options = [
+        config.worker_options(key) for key, one in config.worker_sections().items() if _fits(one, node)
+    ]
+    return any(one.device != "cpu" and one.engine != "fake" for one in options)
 
 
 def _refused(check: str, node: NodeFacts, subject: str) -> Finding:

@@ -7,6 +7,7 @@ has a bound; a node that gives none is a finding.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -46,6 +47,9 @@ class Probe:
 
     def facts(self, raw: dict[str, Any] | None, challenge: bytes) -> NodeFacts:
         """What is known of this node, less what only Ray knows."""
+        os.environ.pop(
+            "CUDA_VISIBLE_DEVICES", None
+        )  # Ray hides all GPUs from an actor that has reserved none
         return gather(self._node, raw, challenge, ray.util.get_node_ip_address())
 
     def clock(self) -> float:

@@ -206,7 +206,56 @@ def test_the_memory_of_a_gpu_counts_for_workers_that_have_one() -> None:
         sound("a"), resources={"CPU": 8.0, "GPU": 1.0}, gpu_memory=(8 * GIB,), needs={"decode": 9 * GIB}
     )
     one = fault(judge(Case([facts], [], config(decode={"num_gpus": 1}))))
-    assert one.found == "decode: weights and KV take 9.0 GiB, 8.0 GiB of a GPU"
+    assert one.found == "decode: weights and KV take 9.0 GiB, 7.2 GiB of a GPU (its share, 0.9 of 8.0 GiB)"
+    assert "raise gpu_memory_utilization" in one.remedy
+
+
+@pytest.mark.parametrize(
+    ("worker", "decode", "share"),
+    [
+        ({}, {"num_gpus": 1}, 0.9),
+        ({}, {"num_gpus": 0.5}, 0.45),
+        ({"gpu_memory_utilization": 0.3}, {"num_gpus": 1}, 0.3),
+    ],
+)
+def test_a_worker_has_its_share_of_a_gpu(
+    worker: dict[str, Any], decode: dict[str, Any], share: float
+) -> None:
+    settings = config(worker={"max_total_tokens": 4096, **worker}, decode=decode)
+    for need, grade in ((int(share * 8 * GIB) - 1, Grade.OK), (int(share * 8 * GIB) + 1, Grade.FAULT)):
+        facts = replace(
+            sound("a"), resources={"CPU": 8.0, "GPU": 1.0}, gpu_memory=(8 * GIB,), needs={"decode": need}
+        )
+        (one,) = (one for one in judge(Case([facts], [], settings)) if one.check == "memory")
+        assert one.grade is grade
+
+
+UNUSABLE = Problem("torch 2.13.0+cpu is built without CUDA", "install torch for CUDA")
+
+
+@pytest.mark.parametrize(
+    ("worker", "grade"),
+    [
+        ({}, Grade.FAULT),
+        ({"device": "cuda:0"}, Grade.FAULT),
+        ({"device": "cpu"}, Grade.NOTE),
+        ({"engine": "fake"}, Grade.NOTE),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use(worker: dict[str, Any], grade: Grade) -> None:
+    found = findings({"unusable": {"gpu": UNUSABLE}}, worker={"max_total_tokens": 4096, **worker})
+    (one,) = (one for one in found if one.grade is not Grade.OK)
+    assert one == Finding("GPU", NAMES[1], grade, *UNUSABLE)
+
+
+def test_a_gpu_of_a_machine_that_torch_cannot_use() -> None:
+    facts = replace(sound("a"), unusable={"gpu": UNUSABLE}, gpu_memory=(8 * GIB,))
+    assert fault(judge(Case([facts], [], None))).check == "GPU"
+
+
+def test_a_gpu_that_no_worker_can_be_on_does_not_count() -> None:
+    found = findings({"unusable": {"gpu": UNUSABLE}, "resources": {"CPU": 0.0}})
+    assert {one.grade for one in found} == {Grade.OK, Grade.NOTE}
 
 
 def test_gpus_are_asked_for_where_there_are_none() -> None:
