@@ -15,8 +15,8 @@ from engine.cpu.decoder import PARTS, FusedDecoder
 from engine.loader import load_model
 from engine.runner import ModelRunner
 from kvcache.config import CacheConfig
+from kvcache.layout import StateGroupSpec
 from kvcache.memory import build_memory
-from kvcache.pool import MHAKVCache
 from scheduler.config import SchedulerConfig
 from scheduler.metrics import SchedulerMetrics
 from scheduler.req import Req, RequestLimits
@@ -51,6 +51,7 @@ class EngineRig:
     ) -> None:
         config = EngineConfig(model=model, threads=threads, overlap=False, weight_dtype=weight_dtype)
         loaded = load_model(config)
+        self.model: Any = loaded.model
         self.hf_config: Any = loaded.model.config
         self._spec = loaded.spec
         sizes = CacheConfig(
@@ -60,9 +61,8 @@ class EngineRig:
             prefix_cache=prefix_cache,
         )
         self._memory = build_memory(sizes, loaded.spec.groups)
-        pool = self._memory.kv_cache
-        assert isinstance(pool, MHAKVCache)
-        pool.data.fill_(0)  # touch every page before anything is timed
+        for pool in self._memory.kv_caches.values():
+            pool.bytes.fill_(0)  # touch every page before anything is timed
         self._runner = ModelRunner(loaded, self._memory.kv_caches, config)
         self._policy = CountingPolicy()
         scheduler_config = SchedulerConfig(
@@ -81,6 +81,18 @@ class EngineRig:
     def __exit__(self, *_: object) -> None:
         self._runner.close()
         self._memory.close()
+
+    def state_bytes(self, context: int) -> int:
+        """Bytes that a decode row of `context` tokens reads of its KV, and reads and writes of its states."""
+        total = 0
+        for spec in self._memory.specs:
+            size = self._memory.kv_caches[spec.name].page_bytes
+            if isinstance(spec, StateGroupSpec):
+                total += 2 * size
+            else:
+                window = getattr(spec, "window", None) or context
+                total += min(context, window) * size // self._memory.page_size
+        return total
 
     def prefill(self, tokens: int) -> float:
         """Seconds from adding a new random prompt to its first token."""

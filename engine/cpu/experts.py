@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+import ctypes
+import math
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.activations import SiLUActivation
 
-from engine.cpu.linear import GROUP, Pack, packable
+from engine.cpu.linear import GROUP, Pack, Weights, packable
+from engine.cpu.op import kernels
 
 CLAMPED = "GptOssExperts"
 MODELS = (
@@ -36,36 +37,74 @@ def fusible(experts: Any) -> bool:
     )
 
 
+class ExpertsCall(ctypes.Structure):
+    """`baton::experts::Call` in experts.h."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("x_stride", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("chosen", "factors", "out", "rows", "activated", "sums")),
+        *((name, Weights) for name in ("gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in ("gate_up_bias", "down_bias")),
+        ("tokens", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("chosen_count", "experts", "hidden", "inner")),
+        *((name, ctypes.c_float) for name in ("sharpness", "offset", "limit")),
+        ("threads", ctypes.c_int32),
+    )
+
+
 class PackedExperts(nn.Module):
-    """All experts in two packs, one expert after the other. Sums are float32 up to the final result."""
+    """All experts in two packs, computed by one C++ call. Sums are float32 up to the final result."""
 
     def __init__(self, experts: Any, weight_dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
+        clamped = type(experts).__name__ == CLAMPED
         gate_up, down = _weights(experts)
-        count, self._width, self._hidden = gate_up.shape
-        self._gate_up, self._down = _pack(gate_up, weight_dtype), _pack(down, weight_dtype)
-        self._gate_up_bias: list[torch.Tensor | None] = [None] * count
-        self._down_bias: list[torch.Tensor | None] = [None] * count
-        self._gated: Callable[[torch.Tensor], torch.Tensor] = _swiglu
-        if type(experts).__name__ == CLAMPED:
-            self._gate_up_bias = list(experts.gate_up_proj_bias.detach().float())
-            self._down_bias = list(experts.down_proj_bias.detach().float())
-            self._gated = partial(_clamped_swiglu, alpha=experts.alpha, limit=experts.limit)
+        count, width, hidden = gate_up.shape
+        self._gate_up = Pack(count * width, hidden, weight_dtype)
+        self._down = Pack(count * hidden, width // 2, weight_dtype)
+        for expert in range(count):
+            gates, ups = _halves(gate_up[expert], clamped)
+            self._gate_up.put(gates, expert * width // GROUP, 2)
+            self._gate_up.put(ups, expert * width // GROUP + 1, 2)
+            self._down.put(down[expert], expert * hidden // GROUP)
+        self._library = kernels()
+        assert self._library.baton_experts_call_bytes() == ctypes.sizeof(ExpertsCall)
+        self._call = ExpertsCall(
+            gate_up=self._gate_up.weights(),
+            down=self._down.weights(),
+            experts=count,
+            hidden=hidden,
+            inner=width // 2,
+            sharpness=experts.alpha if clamped else 1.0,
+            offset=1.0 if clamped else 0.0,
+            limit=experts.limit if clamped else math.inf,
+        )
+        if clamped:
+            self._biases = (
+                _alternating(experts.gate_up_proj_bias),
+                experts.down_proj_bias.float().contiguous(),
+            )
+            self._call.gate_up_bias, self._call.down_bias = (bias.data_ptr() for bias in self._biases)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """[T, hidden], [T, k] expert numbers, [T, k] weights -> [T, hidden] in bfloat16."""
-        out = torch.zeros(hidden_states.shape)
-        for expert in sorted(set(top_k_index.flatten().tolist())):
-            tokens, places = torch.where(top_k_index == expert)
-            both = self._gate_up.product(
-                hidden_states[tokens], expert * self._width, self._width, self._gate_up_bias[expert]
-            )
-            inner = self._gated(both).bfloat16()
-            result = self._down.product(inner, expert * self._hidden, self._hidden, self._down_bias[expert])
-            out.index_add_(0, tokens, result * top_k_weights[tokens, places, None].float())
-        return out.to(hidden_states.dtype)
+        """[T, hidden] bfloat16, [T, k] expert numbers, [T, k] weights -> [T, hidden] in bfloat16."""
+        call, (tokens, chosen) = self._call, top_k_index.shape
+        x = hidden_states if hidden_states.stride(1) == 1 else hidden_states.contiguous()
+        index, factors = top_k_index.contiguous(), top_k_weights.float().contiguous()
+        assert index.dtype == torch.int64
+        rows = torch.empty(tokens * chosen, call.hidden + call.inner, dtype=torch.bfloat16)
+        sums = torch.empty(tokens, call.hidden)
+        out = torch.empty(tokens, call.hidden, dtype=torch.bfloat16)
+        call.x, call.x_stride, call.tokens, call.chosen_count = x.data_ptr(), x.stride(0), tokens, chosen
+        call.chosen, call.factors, call.out = index.data_ptr(), factors.data_ptr(), out.data_ptr()
+        call.rows, call.sums = rows.data_ptr(), sums.data_ptr()
+        call.activated = rows.data_ptr() + rows.element_size() * tokens * chosen * call.hidden
+        call.threads = torch.get_num_threads()
+        self._library.baton_experts(ctypes.byref(call))
+        return out
 
 
 def _weights(experts: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,21 +113,12 @@ def _weights(experts: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return (gate_up.transpose(1, 2), down.transpose(1, 2)) if experts.is_transposed else (gate_up, down)
 
 
-def _pack(weights: torch.Tensor, dtype: torch.dtype) -> Pack:
-    count, outputs, inputs = weights.shape
-    pack = Pack(count * outputs, inputs, dtype)
-    for expert, weight in enumerate(weights):
-        pack.put(weight, expert * outputs // GROUP)
-    return pack
+def _halves(gate_up: torch.Tensor, alternate: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of gates and of ups. In gpt-oss they alternate; elsewhere all gates come first."""
+    return (gate_up[::2], gate_up[1::2]) if alternate else tuple(gate_up.chunk(2))  # type: ignore[return-value]
 
 
-def _swiglu(both: torch.Tensor) -> torch.Tensor:
-    """[T, 2 x inner], the gates before the ups -> [T, inner]."""
-    gate, up = both.chunk(2, dim=-1)
-    return nn.functional.silu(gate) * up
-
-
-def _clamped_swiglu(both: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-    """gpt-oss: gates and ups alternate, both are clamped, and 1 is added to an up."""
-    gate, up = both[:, ::2].clamp(max=limit), both[:, 1::2].clamp(-limit, limit)
-    return gate * torch.sigmoid(gate * alpha) * (up + 1)
+def _alternating(bias: torch.Tensor) -> torch.Tensor:
+    """[experts, 2 x inner], gates and ups alternating -> float32, groups of gates and of ups alternating."""
+    count = len(bias)
+    return bias.detach().float().view(count, -1, GROUP, 2).transpose(2, 3).contiguous()

@@ -1,5 +1,6 @@
 // Exponentials of sixteen floats. Include vector_avx512.h or vector_avx2.h first.
 #pragma once
+#include <initializer_list>
 
 namespace baton {
 namespace {

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from common.errors import ConfigError
-from engine.cpu import experts
+from engine.cpu import delta_net, experts
 from engine.cpu.decoder import MODELS, FusedDecoder, fusible
 from engine.cpu.linear import PackedLinear, check_packable, packable
 from engine.cpu.op import KernelsUnavailable
+from engine.module_replacements import apply_replacements
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
@@ -29,6 +30,8 @@ def register(table: dict[str, Callable[[nn.Module, EngineConfig], nn.Module | No
         table[name] = replacements.decoder
     for name in experts.MODELS:
         table[name] = replacements.experts
+    for name in delta_net.MODELS:
+        table[name] = replacements.delta_net
     table["Linear"] = replacements.linear
 
 
@@ -68,6 +71,13 @@ class CpuReplacements:
         if not _packs(config) or not experts.fusible(module):
             return None
         return experts.PackedExperts(module, _weight_dtype(config))
+
+    def delta_net(self, mixer: nn.Module, config: EngineConfig) -> nn.Module | None:
+        """Pack the projections of one gated delta net, and replace its decode steps."""
+        if not _packs(config) or not delta_net.fusible(mixer):
+            return None
+        apply_replacements(mixer, config, {"Linear": self.linear})
+        return delta_net.DeltaNet(mixer)
 
     def linear(self, linear: nn.Module, config: EngineConfig) -> nn.Module | None:
         """Replace a linear layer outside a fused decoder.

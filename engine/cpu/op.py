@@ -87,6 +87,10 @@ def _declare_packed(library: ctypes.CDLL) -> None:
     library.baton_decoder_scratch_bytes.restype = size
     library.baton_decoder.argtypes = [address]
     library.baton_decoder.restype = None
+    library.baton_experts.argtypes = [address]
+    library.baton_experts.restype = None
+    library.baton_delta_net.argtypes = [address]
+    library.baton_delta_net.restype = None
 
 
 def machine_isas() -> tuple[str, ...]:

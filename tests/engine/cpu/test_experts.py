@@ -12,7 +12,7 @@ from engine.config import EngineConfig
 from engine.cpu.experts import PackedExperts
 from engine.cpu.linear import check_packable
 from engine.cpu.module_replacements import CpuReplacements
-from engine.cpu.op import KernelsUnavailable
+from engine.cpu.op import KernelsUnavailable, current_isa, machine_isas, set_isa
 
 try:
     check_packable()
@@ -43,16 +43,48 @@ def make_experts(dtype, inner=32, family="qwen3_moe"):
     return experts.to(torch.bfloat16).to(dtype).requires_grad_(False)
 
 
+def drawn_tokens(count):
+    """Hidden states, the chosen experts and their weights."""
+    x = torch.randn(count, 64).bfloat16()
+    return x, torch.rand(count, 5).topk(2).indices, torch.rand(count, 2).bfloat16()
+
+
+@pytest.fixture(params=["avx2", "best"])
+def isa(request):
+    before = current_isa()
+    set_isa(machine_isas()[-1] if request.param == "best" else request.param)
+    yield
+    set_isa(before)
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("inner", [32, 160])  # one task of outputs for a thread, and several
 @pytest.mark.parametrize("tokens", [1, 3, 40])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_equals_transformers_experts(family, tokens):
-    x = torch.randn(tokens, 64).bfloat16()
-    chosen = torch.rand(tokens, 5).topk(2).indices
-    weights = torch.rand(tokens, 2).bfloat16()
-    want = make_experts(torch.float64, family=family)(x.double(), chosen, weights.double())
-    got = PackedExperts(make_experts(torch.bfloat16, family=family))(x, chosen, weights)
+def test_equals_transformers_experts(family, tokens, inner):
+    x, chosen, weights = drawn_tokens(tokens)
+    want = make_experts(torch.float64, inner, family)(x.double(), chosen, weights.double())
+    got = PackedExperts(make_experts(torch.bfloat16, inner, family))(x, chosen, weights)
     assert got.dtype == torch.bfloat16
-    torch.testing.assert_close(got.double(), want, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(got.double(), want, rtol=0.02, atol=0.02 * want.abs().max().item())
+
+
+def test_a_row_does_not_depend_on_the_batch():
+    experts = PackedExperts(make_experts(torch.bfloat16))
+    x, chosen, weights = drawn_tokens(9)
+    together = experts(x, chosen, weights)
+    for row in range(9):
+        only = slice(row, row + 1)
+        assert torch.equal(experts(x[only], chosen[only], weights[only])[0], together[row])
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_number_that_is_none_stays_one(family):
+    """The sampler must see it, and end that request alone."""
+    x, chosen, weights = drawn_tokens(3)
+    x[1, 5] = torch.nan
+    out = PackedExperts(make_experts(torch.bfloat16, family=family))(x, chosen, weights)
+    assert [bool(row.isnan().any()) for row in out] == [False, True, False]
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])

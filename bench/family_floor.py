@@ -1,0 +1,193 @@
+"""How close decode of mixtures and hybrids is to the memory bandwidth: `python -m bench.family_floor --json`.
+
+Four families in the widths of published models, with fewer layers and experts and a vocabulary of 32,768, so
+that each takes about 2 GB: seeded bfloat16 noise, context 512, real scheduler steps, sampler included.
+
+decode floor    (the bytes of all weights that a step needs, of a mixture those of the chosen experts, + the
+                rows' KV, + their states twice) / best read bandwidth of the same threads over 1 GiB
+
+`ratios`: `<family>_b1`, `<family>_b8`: floor time / our time, both medians of alternate measurements.
+`values`: milliseconds a step, experts read a layer, megabytes a step.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DeepseekV3Config, GptOssConfig, PretrainedConfig, Qwen3MoeConfig, Qwen3NextConfig
+
+from bench.common import alternate, argument_parser, medians, print_result
+from bench.engine_rig import EngineRig
+from bench.floor import CONTEXT, DECODE_STEPS, ReadBandwidth
+from bench.make_model import VOCAB_SIZE, make_model
+
+BATCHES = (1, 8)
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 40_960,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": 258,
+    "pad_token_id": 256,
+    "dtype": torch.bfloat16,
+}
+
+
+def shapes() -> dict[str, PretrainedConfig]:
+    """By family, a model with the widths of Qwen3-30B-A3B, gpt-oss-20b, DeepSeek-V2-Lite (with V3's router
+    and low-rank queries) and Qwen3-Next-80B-A3B."""
+    return {
+        "qwen3_moe": Qwen3MoeConfig(
+            **COMMON,
+            hidden_size=2048,
+            num_hidden_layers=6,
+            num_attention_heads=32,
+            num_key_value_heads=4,
+            head_dim=128,
+            moe_intermediate_size=768,
+            num_experts=32,
+            num_experts_per_tok=8,
+            norm_topk_prob=True,
+        ),
+        "gpt_oss": GptOssConfig(
+            **COMMON,
+            hidden_size=2880,
+            num_hidden_layers=4,
+            num_attention_heads=64,
+            num_key_value_heads=8,
+            head_dim=64,
+            intermediate_size=2880,
+            num_local_experts=8,
+            num_experts_per_tok=4,
+            sliding_window=128,
+        ),
+        "deepseek": DeepseekV3Config(
+            **COMMON,
+            hidden_size=2048,
+            num_hidden_layers=6,
+            first_k_dense_replace=1,
+            intermediate_size=10_944,
+            num_attention_heads=16,
+            num_key_value_heads=16,
+            q_lora_rank=768,
+            kv_lora_rank=512,
+            qk_nope_head_dim=128,
+            qk_rope_head_dim=64,
+            v_head_dim=128,
+            moe_intermediate_size=1408,
+            n_routed_experts=16,
+            num_experts_per_tok=6,
+            n_shared_experts=2,
+            n_group=1,
+            topk_group=1,
+        ),
+        "qwen3_next": Qwen3NextConfig(
+            **COMMON,
+            hidden_size=2048,
+            num_hidden_layers=8,
+            num_attention_heads=16,
+            num_key_value_heads=2,
+            head_dim=256,
+            linear_num_key_heads=16,
+            linear_num_value_heads=32,
+            linear_key_head_dim=128,
+            linear_value_head_dim=128,
+            moe_intermediate_size=512,
+            shared_expert_intermediate_size=512,
+            num_experts=32,
+            num_experts_per_tok=10,
+        ),
+    }
+
+
+class Weights:
+    """The bytes of a model's weights that every step reads, and of one expert."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        self.shared = self.expert = 0
+        for name, parameter in model.named_parameters():
+            if ".experts." in name:
+                self.expert = self.expert or 0
+                self.expert += parameter[0].numel() * 2
+            elif "embed_tokens" not in name:
+                self.shared += parameter.numel() * 2
+        self.mixtures = sum(name.endswith(".experts") for name, _ in model.named_modules())
+        self.expert //= self.mixtures
+
+
+def experts_read(rig: EngineRig, batch: int) -> float:
+    """The mean number of experts that a layer reads in a decode step of `batch` rows."""
+    counts: list[int] = []
+
+    def count(_: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
+        if len(arguments[0]) == batch:
+            counts.append(len(set(arguments[1].flatten().tolist())))
+
+    experts = [module for name, module in rig.model.named_modules() if name.endswith(".experts")]
+    hooks = [module.register_forward_pre_hook(count) for module in experts]
+    rig.decode_steps(batch, CONTEXT, DECODE_STEPS)
+    for hook in hooks:
+        hook.remove()
+    return statistics.mean(counts)
+
+
+def measure(config: PretrainedConfig, threads: int, rounds: int) -> tuple[dict[str, float], dict[str, float]]:
+    """(ratios, values) of one family, by batch."""
+    with tempfile.TemporaryDirectory() as directory:
+        make_model(Path(directory), config)
+        weights = Weights(config)
+        with EngineRig(directory, threads) as rig:
+            sides: dict[str, Callable[[], float]] = {"read": ReadBandwidth()}
+            for batch in BATCHES:
+                sides[f"b{batch}"] = partial(step_seconds, rig, batch)
+            alternate(sides, 1)  # warm-up
+            took = medians(alternate(sides, rounds))
+            ratios, values = {}, {"read_gb_s": round(took["read"] / 1e9, 1)}
+            for batch in BATCHES:
+                experts = experts_read(rig, batch)
+                read = weights.shared + weights.mixtures * weights.expert * experts
+                read += batch * rig.state_bytes(CONTEXT)
+                ratios[f"b{batch}"] = round(read / took["read"] / took[f"b{batch}"], 3)
+                values[f"b{batch}_ms"] = round(took[f"b{batch}"] * 1e3, 2)
+                values[f"b{batch}_experts"] = round(experts, 1)
+                values[f"b{batch}_mb"] = round(read / 1e6)
+            return ratios, values
+
+
+def step_seconds(rig: EngineRig, batch: int) -> float:
+    """The median time of a decode step."""
+    return statistics.median(rig.decode_steps(batch, CONTEXT, DECODE_STEPS))
+
+
+def main() -> None:
+    """Command line."""
+    parser = argument_parser(__doc__)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--family", action="append", choices=sorted(shapes()), help="may be repeated")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    ratios: dict[str, float] = {}
+    values: dict[str, float] = {}
+    for family, config in shapes().items():
+        if options.family and family not in options.family:
+            continue
+        of_family = measure(config, options.threads, options.rounds)
+        ratios |= {f"{family}_{name}": value for name, value in of_family[0].items()}
+        values |= {f"{family}_{name}": value for name, value in of_family[1].items()}
+    print_result("family_floor", ratios, values, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,3 @@
+#include "vector_avx512.h"
+#define BATON_EXPERTS experts_avx512
+#include "experts_item.h"

@@ -1,0 +1,111 @@
+"""Fused steps of gated delta nets against transformers' modules in float64."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import Qwen3_5TextConfig, Qwen3NextConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+from engine.config import EngineConfig
+from engine.cpu.delta_net import DeltaNet
+from engine.cpu.linear import check_packable
+from engine.cpu.module_replacements import CpuReplacements
+from engine.cpu.op import KernelsUnavailable, current_isa, machine_isas, set_isa
+from engine.states import CONV, RECURRENT, SequenceStates
+
+try:
+    check_packable()
+except KernelsUnavailable as error:
+    pytest.skip(f"no packed products: {error}", allow_module_level=True)
+
+KINDS = {
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextGatedDeltaNet),
+    "qwen3_5": (Qwen3_5TextConfig, Qwen3_5GatedDeltaNet),
+}
+HIDDEN, SLOTS = 64, 7
+
+
+def make_mixer(kind="qwen3_next", key_heads=2, value_heads=6, key_dim=32, value_dim=144, act="silu"):
+    torch.manual_seed(0)
+    config_class, mixer_class = KINDS[kind]
+    config = config_class(
+        hidden_size=HIDDEN,
+        hidden_act=act,
+        num_hidden_layers=1,
+        layer_types=["linear_attention"],
+        linear_num_key_heads=key_heads,
+        linear_num_value_heads=value_heads,
+        linear_key_head_dim=key_dim,
+        linear_value_head_dim=value_dim,
+    )
+    mixer = mixer_class(config, 0)
+    for name, parameter in mixer.named_parameters():
+        if name != "A_log":
+            torch.nn.init.normal_(parameter, std=0.3)
+    return mixer.bfloat16().requires_grad_(False)
+
+
+def replaced(mixer):
+    return CpuReplacements().delta_net(mixer, EngineConfig("m"))
+
+
+@pytest.mark.parametrize("isa", ["avx2", "best"])
+@pytest.mark.parametrize(
+    ("kind", "heads", "dims"),
+    [("qwen3_next", (2, 6), (32, 144)), ("qwen3_5", (2, 2), (64, 128)), ("qwen3_5", (1, 4), (16, 16))],
+)
+def test_a_step_equals_transformers_and_writes_only_its_slots(kind, heads, dims, isa):
+    mixer = make_mixer(kind, *heads, *dims)
+    want_mixer = copy.deepcopy(mixer).double()
+    got_mixer = replaced(mixer)
+    assert isinstance(got_mixer, DeltaNet)
+    reads, writes = torch.tensor([1, 3, 4]), torch.tensor([2, 3, 6])
+    states = {
+        CONV: torch.randn(SLOTS, mixer.conv_dim, 4).bfloat16(),
+        RECURRENT: torch.randn(SLOTS, heads[1], *dims),
+    }
+    before = {name: tensor.clone() for name, tensor in states.items()}
+    x = torch.randn(3, HIDDEN).bfloat16()
+    cache = SequenceStates(4, {name: tensor[reads].double() for name, tensor in before.items()})
+    want = want_mixer(hidden_states=x.double()[:, None], cache_params=cache)[:, 0]
+    best = current_isa()
+    set_isa(machine_isas()[-1] if isa == "best" else isa)
+    try:
+        got = got_mixer.step(x, states, reads, writes)
+    finally:
+        set_isa(best)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.double(), want, rtol=0.03, atol=0.03 * want.abs().max().item())
+    for name, after in cache.tensors.items():
+        spread = 0.02 * after.abs().max().item()
+        torch.testing.assert_close(states[name][writes].double(), after.double(), rtol=0.02, atol=spread)
+        untouched = [slot for slot in range(SLOTS) if slot not in writes]
+        assert torch.equal(states[name][untouched], before[name][untouched])
+
+
+def test_a_row_does_not_depend_on_the_batch():
+    mixer = replaced(make_mixer())
+    states = {CONV: torch.randn(5, 992, 4).bfloat16(), RECURRENT: torch.randn(5, 6, 32, 144)}
+    x = torch.randn(4, HIDDEN).bfloat16()
+
+    def run(rows):
+        own = {name: tensor.clone() for name, tensor in states.items()}
+        slots = torch.tensor(rows) + 1
+        return mixer.step(x[rows], own, slots, slots), own
+
+    together, after = run([0, 1, 2, 3])
+    for row in range(4):
+        alone, own = run([row])
+        assert torch.equal(alone[0], together[row])
+        assert torch.equal(own[RECURRENT][row + 1], after[RECURRENT][row + 1])
+
+
+def test_what_cannot_be_fused_is_left_alone():
+    assert replaced(make_mixer().float()) is None
+    assert replaced(make_mixer(value_dim=24)) is None
+    assert replaced(make_mixer(act="gelu")) is None
+    assert CpuReplacements().delta_net(make_mixer(), EngineConfig("m", linear="torch")) is None
