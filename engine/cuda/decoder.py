@@ -1,9 +1,9 @@
-"""A dense Llama-shaped decoder over FlashInfer's fused operators, for CUDA.
+"""A Llama-shaped decoder, dense or a mixture of experts, over FlashInfer's fused operators, for CUDA.
 
 transformers' layers compute norms, rotary embeddings and residuals in small operators: some 120 a layer,
 views included. A recorded step does not issue them one by one, but each is a kernel all the same. Here a
 layer is four products, attention, rotary embedding, activation and two sums with norms, and two norms more
-where q and k have them.
+where q and k have them. The block of a mixture, router and experts, stays transformers'.
 """
 
 from __future__ import annotations
@@ -15,10 +15,14 @@ from torch import nn
 from torch.nn.functional import linear
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from engine.cuda.layers import FlashInferMLP, fusible_mlp
 from engine.cuda.limits import HEAD_DIMS
 from engine.paged_layers import PagedLayers
 
-MODELS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
+MODELS = (
+    *("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"),
+    *("MixtralModel", "Qwen2MoeModel", "Qwen3MoeModel"),
+)
 """The transformers classes that FlashInferDecoder computes."""
 
 
@@ -27,8 +31,7 @@ def fusible(model: Any) -> bool:
     config = model.config
     return (
         type(model).__name__ in MODELS
-        and config.hidden_act == "silu"
-        and not getattr(config, "mlp_bias", False)
+        and all(hasattr(layer.mlp, "experts") or fusible_mlp(layer.mlp) for layer in model.layers)
         and _head_dim(config) in HEAD_DIMS
     )
 
@@ -65,7 +68,7 @@ class FlashInferDecoder(nn.Module):
         for number, layer in enumerate(self._layers):
             x = self._attend(number, layer, x, position_ids[0], paged)
             self._ops.fused_add_rmsnorm(x, residual, layer.mlp_norm, self._eps)
-            x = linear(self._ops.silu_and_mul(linear(x, layer.gate_up)), layer.down)
+            x = layer.mlp(x[None])[0]
             self._ops.fused_add_rmsnorm(x, residual, norms[number + 1], self._eps)
         return BaseModelOutputWithPast(last_hidden_state=x[None])
 
@@ -90,19 +93,28 @@ class _Layer:
     """The weights of one layer."""
 
     def __init__(self, layer: Any, config: Any) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = layer.self_attn
         parts = (attention.q_proj, attention.k_proj, attention.v_proj)
         self.head_dim = _head_dim(config)
         self.widths = [len(part.weight) for part in parts]
         self.qkv = _joined([part.weight for part in parts])
         self.qkv_bias = None if parts[0].bias is None else _joined([part.bias for part in parts])
         self.out, self.out_bias = attention.o_proj.weight, attention.o_proj.bias
-        self.gate_up = _joined([mlp.gate_proj.weight, mlp.up_proj.weight])
-        self.down = mlp.down_proj.weight
+        self.mlp = _mlp(layer.mlp)
         self.input_norm = layer.input_layernorm.weight
         self.mlp_norm = layer.post_attention_layernorm.weight
         self.q_norm = attention.q_norm.weight if hasattr(attention, "q_norm") else None
         self.k_norm = attention.k_norm.weight if hasattr(attention, "k_norm") else None
+
+
+def _mlp(mlp: Any) -> nn.Module:
+    """A gated MLP in its fused form, or a mixture whose shared expert, if it has one, is such an MLP."""
+    if not hasattr(mlp, "experts"):
+        return FlashInferMLP(mlp)
+    if hasattr(mlp, "shared_expert") and fusible_mlp(mlp.shared_expert):
+        mlp.shared_expert = FlashInferMLP(mlp.shared_expert)
+    mixture: nn.Module = mlp
+    return mixture
 
 
 def _head_dim(config: Any) -> int:

@@ -213,6 +213,14 @@ def rmsnorm(*args: Any, **kwargs: Any) -> torch.Tensor:
     return out.copy_(_normed(given["input"], given["weight"], given["eps"]))
 
 
+def gemma_rmsnorm(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """[T, hidden]; the weight counts from 1."""
+    given = _bound("gemma_rmsnorm", args, kwargs)
+    assert given["input"].ndim == 2
+    assert given["input"].stride(-1) == 1
+    return _normed(given["input"], given["weight"].float() + 1, given["eps"])
+
+
 def fused_add_rmsnorm(*args: Any, **kwargs: Any) -> None:
     """In place: the residual gets the sum, the input its norm."""
     given = _bound("fused_add_rmsnorm", args, kwargs)
@@ -229,6 +237,14 @@ def silu_and_mul(*args: Any, **kwargs: Any) -> torch.Tensor:
     given = _bound("silu_and_mul", args, kwargs)
     gate, up = given["input"].float().chunk(2, dim=-1)
     result: torch.Tensor = (torch.nn.functional.silu(gate) * up).to(given["input"].dtype)
+    return result
+
+
+def gelu_tanh_and_mul(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """[..., 2 x width] -> [..., width]."""
+    given = _bound("gelu_tanh_and_mul", args, kwargs)
+    gate, up = given["input"].float().chunk(2, dim=-1)
+    result: torch.Tensor = (torch.nn.functional.gelu(gate, approximate="tanh") * up).to(given["input"].dtype)
     return result
 
 
@@ -263,6 +279,7 @@ def flashinfer_module() -> tuple[Any, Any]:
     package.BatchPrefillWithPagedKVCacheWrapper = StandInPrefill
     package.BatchAttentionWithAttentionSinkWrapper = StandInSinks
     package.rmsnorm, package.fused_add_rmsnorm = rmsnorm, fused_add_rmsnorm
+    package.gemma_rmsnorm, package.gelu_tanh_and_mul = gemma_rmsnorm, gelu_tanh_and_mul
     package.silu_and_mul, package.apply_rope_with_cos_sin_cache_inplace = silu_and_mul, apply_rope
     package.mla = types.ModuleType("flashinfer.mla")
     package.mla.BatchMLAPagedAttentionWrapper = StandInLatent

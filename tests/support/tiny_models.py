@@ -141,7 +141,7 @@ def _delta_net(**more: Any) -> dict[str, Any]:
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 16,
-        "linear_value_head_dim": 12,
+        "linear_value_head_dim": 32,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
         **more,
     }

@@ -8,7 +8,8 @@ from typing import Any
 from tests.support.tiny_models import FAMILIES, MIXED, write_tiny
 
 DENSE = ("llama", "llama_yarn", "mistral", "qwen2", "qwen3")
-"""Families whose whole decoder is replaced on CUDA."""
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
+"""Families whose whole decoder is replaced on CUDA; of mixtures all but routers and experts."""
 
 WIDE = (*DENSE, "qwen3_moe", "mistral_window", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_next")
 

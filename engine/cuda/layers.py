@@ -1,0 +1,83 @@
+"""Norms and gated MLPs over FlashInfer's operators, for the layers that engine/cuda/decoder.py does not
+compute whole: latent attention, Gemma, gpt-oss, hybrids.
+
+transformers' norm is six operators, and its MLP is two products and two operators where one product and one
+operator do. Rotary embeddings and the projections of attention stay transformers' there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+NORMS = (
+    "DeepseekV2RMSNorm",
+    "DeepseekV3RMSNorm",
+    "FalconH1RMSNorm",
+    "GptOssRMSNorm",
+    "Lfm2RMSNorm",
+    "Phi3RMSNorm",
+)
+"""transformers' norms that multiply by their weight."""
+
+NORMS_PLUS_ONE = ("Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3NextRMSNorm", "Qwen3_5RMSNorm")
+"""transformers' norms that multiply by their weight plus one."""
+
+MLPS = (
+    "DeepseekV2MLP",
+    "DeepseekV3MLP",
+    "Gemma2MLP",
+    "Gemma3MLP",
+    "Qwen2MoeMLP",
+    "Qwen3NextMLP",
+    "Qwen3_5MLP",
+)
+"""transformers' modules down(act(gate(x)) * up(x)) without biases."""
+
+_GATES = {"SiLUActivation": "silu_and_mul", "SiLU": "silu_and_mul", "GELUTanh": "gelu_tanh_and_mul"}
+
+
+class FlashInferNorm(nn.Module):
+    """Replaces one of NORMS or NORMS_PLUS_ONE. Its sums and its product with the weight are float32."""
+
+    def __init__(self, norm: Any) -> None:
+        """Raises ImportError if FlashInfer is not installed."""
+        super().__init__()
+        import flashinfer
+
+        plus_one = type(norm).__name__ in NORMS_PLUS_ONE
+        self._operator: Any = flashinfer.gemma_rmsnorm if plus_one else flashinfer.rmsnorm
+        self.weight = norm.weight
+        self._eps = float(norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., width] -> the same shape."""
+        rows = x.reshape(-1, x.shape[-1])
+        result: torch.Tensor = self._operator(rows, self.weight, self._eps)
+        return result.view(x.shape)
+
+
+class FlashInferMLP(nn.Module):
+    """Replaces a gated MLP without biases. The weights of gate and up are joined."""
+
+    def __init__(self, mlp: Any) -> None:
+        """Raises ImportError if FlashInfer is not installed."""
+        super().__init__()
+        import flashinfer
+
+        self._gate: Any = getattr(flashinfer, _GATES[type(mlp.act_fn).__name__])
+        self.gate_up = torch.cat((mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()))
+        self.down = mlp.down_proj.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., hidden] -> the same shape."""
+        return linear(self._gate(linear(x, self.gate_up)), self.down)
+
+
+def fusible_mlp(mlp: Any) -> bool:
+    """Whether FlashInferMLP computes the same as this module."""
+    projections = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    return type(mlp.act_fn).__name__ in _GATES and all(part.bias is None for part in projections)
