@@ -17,7 +17,6 @@ from engine.cpu import delta_net, experts
 from engine.cpu.decoder import MODELS, FusedDecoder, fusible
 from engine.cpu.linear import PackedLinear, check_packable, packable
 from engine.cpu.op import KernelsUnavailable
-from engine.module_replacements import apply_replacements
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
@@ -76,7 +75,9 @@ class CpuReplacements:
         """Pack the projections of one gated delta net, and replace its decode steps."""
         if not _packs(config) or not delta_net.fusible(mixer):
             return None
-        apply_replacements(mixer, config, {"Linear": self.linear})
+        for name, child in list(mixer.named_children()):
+            if isinstance(child, nn.Linear) and (packed := self.linear(child, config)) is not None:
+                setattr(mixer, name, packed)
         return delta_net.DeltaNet(mixer)
 
     def linear(self, linear: nn.Module, config: EngineConfig) -> nn.Module | None:
