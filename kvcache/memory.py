@@ -100,11 +100,6 @@ class Memory:
         self._quarantine: dict[Hashable, list[GroupPages]] = {}
         self._quarantined_at: dict[Hashable, float] = {}
 
-    @property
-    def kv_cache(self) -> KVCache:
-        """The pool of the primary group."""
-        return self.kv_caches[self.specs[0].name]
-
     def layouts(self) -> tuple[GroupLayout, ...]:
         """For the worker's record."""
         return tuple(spec.to_layout(self.page_size) for spec in self.specs)

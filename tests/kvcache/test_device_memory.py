@@ -218,8 +218,8 @@ def test_only_a_pool_that_is_to_be_shared_is_exported(shared: bool, monkeypatch:
 
     monkeypatch.setattr("kvcache.memory.allocate_exported", exported)
     with build_memory(CacheConfig(64, 32, 2, device="meta", shared=shared), [SPEC]) as memory:
-        assert memory.kv_cache.fd is None
-        assert made == ([memory.kv_cache.bytes.numel()] if shared else [])
+        assert memory.kv_caches[memory.specs[0].name].fd is None
+        assert made == ([memory.kv_caches[memory.specs[0].name].bytes.numel()] if shared else [])
 
 
 def test_a_pool_lies_in_the_buffer_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +229,7 @@ def test_a_pool_lies_in_the_buffer_it_is_given(monkeypatch: pytest.MonkeyPatch) 
         "kvcache.memory.allocate_shared", memory.allocate
     )  # tensors of the stand-in are the CPU's
     with build_memory(CacheConfig(64, 32, 2, shared=True), [SPEC]) as built:
-        pool = built.kv_cache
+        pool = built.kv_caches[built.specs[0].name]
         assert pool.fd is not None
         mapping = stand_in_memory().open(pool.fd, pool.bytes.numel())
         pool.bytes[2].fill_(9)

@@ -160,7 +160,7 @@ def config(**options: Any) -> CacheConfig:
 def test_pools_are_sized_by_group() -> None:
     latent = LatentGroupSpec((0,), kv_lora_rank=8, rope_dim=4, dtype=SPEC.dtype)
     built = build_memory(config(shared=True), [latent, *groups("window", "state", window=32)[1:]])
-    assert isinstance(built.kv_cache, MLAKVCache)
+    assert isinstance(built.kv_caches[built.specs[0].name], MLAKVCache)
     assert isinstance(built.kv_caches["state"], MambaPool)
     assert {name: a.num_pages for name, a in built.allocators.items()} == {
         "latent": 40, "window": 32, "state": 16,
@@ -177,9 +177,9 @@ def test_pools_are_sized_by_group() -> None:
 def test_a_full_group_without_layers_has_no_bytes_and_no_descriptor() -> None:
     specs: list[GroupSpec] = [KVGroupSpec((), 2, 4, SPEC.dtype), *groups("window")[1:]]
     built = build_memory(config(shared=True), specs)
-    assert built.kv_cache.fd is None
+    assert built.kv_caches[built.specs[0].name].fd is None
     assert built.kv_caches["window"].fd is not None
-    assert built.kv_cache.bytes.numel() == 0
+    assert built.kv_caches[built.specs[0].name].bytes.numel() == 0
     assert built.allocator.available_pages() == 40
     built.close()
 

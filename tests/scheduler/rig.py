@@ -167,7 +167,7 @@ class Rig:
             ),
             spec.groups,
         )
-        self.pool = self.memory.kv_cache
+        self.pool = self.memory.kv_caches[self.memory.specs[0].name]
         overlap = self.engine_overlap and self.device is None
         engine = FakeEngine(spec, self.memory.kv_caches, self.timing, overlap)
         queued = engine if self.device is None else LateEngine(engine, self.device, self.engine_overlap)
