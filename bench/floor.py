@@ -8,7 +8,8 @@ decode floor    (all weight bytes once + KV bytes of the batch) / best read band
 prefill floor   (2 x non-embedding parameters x 512 + attention FLOPs + one row of logits) / best bfloat16
                 GEMM rate at M=512: of our kernel with that instruction set; for the best one, of torch too
 mixed floor     the sum of the floors of decode_b1 and prefill_512, for one step that does both
-int8_decode_b1  not of a floor: time with bfloat16 weights / time with int8 weights (`weight_dtype`)
+int8_decode_b1, int8_decode_b8, int8_prefill_512
+                not of a floor: time with bfloat16 weights / time with int8 weights (`weight_dtype`)
 
 `values.<isa>`: floor time / our time, both medians of alternate measurements, and tokens per second.
 `ratios`: those of the machine's best instruction set, and `avx2_decode_b1`, ...: time with AVX2 / time with
@@ -37,7 +38,8 @@ from kvcache.buffers import allocate_private
 
 CONTEXT = 512
 BATCHES = (1, 8, 16)
-RATIOS = ("decode_b1", "decode_b8", "prefill_512", "mixed", "int8_decode_b1")
+INT8 = ("decode_b1", "decode_b8", "prefill_512")
+RATIOS = ("decode_b1", "decode_b8", "prefill_512", "mixed", *(f"int8_{name}" for name in INT8))
 DECODE_STEPS = 24
 READ_BYTES = 1 << 30
 GEMM_SHAPES = ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072))  # shape M's (outputs, inputs)
@@ -177,6 +179,8 @@ def sides_of(
     }
     if rounded is not None:
         sides["int8_decode_b1"] = partial(decode, 1, rounded)
+        sides["int8_decode_b8"] = partial(decode, 8, rounded)
+        sides["int8_prefill_512"] = partial(rounded.prefill, CONTEXT)
     return {f"{isa} {name}": on(isa, side) for name, side in sides.items()}
 
 
@@ -185,7 +189,7 @@ def summary(config: Any, read: float, side: Mapping[str, float]) -> dict[str, fl
     floors = {f"decode_b{batch}": decode_bytes(config, batch) / read for batch in BATCHES}
     floors["prefill_512"] = prefill_flops(config) / side["gemm"]
     floors["mixed"] = floors["decode_b1"] + floors["prefill_512"]
-    int8 = {"int8_decode_b1": side["decode_b1"] / side["int8_decode_b1"]} if "int8_decode_b1" in side else {}
+    int8 = {f"int8_{name}": side[name] / side[f"int8_{name}"] for name in INT8 if f"int8_{name}" in side}
     return {
         **{name: round(floor / side[name], 3) for name, floor in floors.items()},
         **{name: round(ratio, 3) for name, ratio in int8.items()},

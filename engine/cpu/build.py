@@ -28,10 +28,16 @@ COMMON_FLAGS = [
     "-pthread",
     "-Wall",
 ]
-AVX512 = ["-march=x86-64-v4", "-ffp-contract=fast", "-mavx512bf16", "-mprefer-vector-width=512"]
+AVX512 = [
+    "-march=x86-64-v4",
+    "-ffp-contract=fast",
+    "-mavx512bf16",
+    "-mavx512vnni",
+    "-mprefer-vector-width=512",
+]
 ISA_FLAGS: dict[str, list[str]] = {"avx2": ["-march=x86-64-v3", "-ffp-contract=fast"], "avx512": AVX512}
 """Flags by the last word of a source file's name. Other files get the compiler's default target."""
-ISA_FLAGS["amx"] = [*AVX512, "-mamx-tile", "-mamx-bf16"]
+ISA_FLAGS["amx"] = [*AVX512, "-mamx-tile", "-mamx-bf16", "-mamx-int8"]
 
 
 def _units() -> list[Path]:

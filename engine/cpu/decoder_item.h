@@ -52,6 +52,7 @@ struct Buffers {
   bf16* attended;   // [tokens, q]
   bf16* retiled;    // attended in tiles, when rows are in tiles
   bf16* activated;  // [tokens, intermediate]
+  char* rounded;    // for int8 weights: rows of the left side, shared by the threads
 };
 
 Buffers take_buffers(Arena& arena, const Shape& shape, int threads) {
@@ -59,7 +60,8 @@ Buffers take_buffers(Arena& arena, const Shape& shape, int threads) {
   const int64_t rows = (shape.tokens + 15) / 16 * 16;  // whole tiles
   return {arena.take<bf16>(copies * rows * shape.hidden), arena.take<float>(shape.tokens * shape.qkv),
           arena.take<bf16>(shape.tokens * shape.qkv), arena.take<bf16>(shape.tokens * shape.q),
-          arena.take<bf16>(rows * shape.q), arena.take<bf16>(rows * shape.intermediate)};
+          arena.take<bf16>(rows * shape.q), arena.take<bf16>(rows * shape.intermediate),
+          arena.take<char>(Int8Rows::bytes(shape.tokens, std::max({shape.hidden, shape.q, shape.intermediate})))};
 }
 
 float mean_square(const float* x, int64_t n) {
@@ -117,7 +119,8 @@ class Clock {
 class Decoder {
  public:
   Decoder(const DecoderCall& call, AttentionPlan& plan)
-      : call_(call), shape_(call), few_(call.tokens <= kFewRows), tiled_(!few_ && current_isa() >= kAmx), plan_(plan), batch_(*call.attention) {
+      : call_(call), shape_(call), few_(call.tokens <= kFewRows), int8_(call.layers->qkv.scales != nullptr),
+        tiled_(!few_ && !int8_ && current_isa() >= kAmx), plan_(plan), batch_(*call.attention) {
     Arena arena(call.scratch);
     buffers_ = take_buffers(arena, shape_, batch_.threads);
     const int64_t head = batch_.head_dim;
@@ -159,6 +162,13 @@ class Decoder {
     return (t / 16 * (k / 32) + column / 32) * 512 + t % 16 * 32 + column % 32;
   }
 
+  // A left side. Many rows are rounded for int8 weights together; every product ends at a barrier, so its rows are free then.
+  Input input(Team& team, const bf16* rows, int64_t k) const {
+    Input a{rows, k, tiled_};
+    if (int8_ && !few_) a.rounded = rounded_together(team, a, shape_.tokens, k, buffers_.rounded);
+    return a;
+  }
+
   // Returns attention's result in the format that the next product reads.
   const bf16* retile(Team& team) const {
     if (!tiled_) return buffers_.attended;
@@ -193,7 +203,7 @@ class Decoder {
         std::memcpy(buffers_.projected + (first + r) * shape_.qkv + group * kGroup, c + r * ldc,
                     groups * kGroup * sizeof(float));
     };
-    matmul(team, {normed, shape_.hidden, tiled_}, shape_.tokens, weights.qkv, shape_.hidden, shape_.qkv / kGroup, store);
+    matmul(team, input(team, normed, shape_.hidden), shape_.tokens, weights.qkv, shape_.hidden, shape_.qkv / kGroup, store);
     team.barrier();
     clock.mark(kQkv);
     finish_heads(team, weights);
@@ -234,7 +244,7 @@ class Decoder {
               divide(mul(gate, up), add(splat(1.0f), decay)));
       }
     };
-    matmul(team, {normed, shape_.hidden, tiled_}, shape_.tokens, weights.gate_up, shape_.hidden,
+    matmul(team, input(team, normed, shape_.hidden), shape_.tokens, weights.gate_up, shape_.hidden,
            2 * shape_.intermediate / kGroup, activate);
     team.barrier();
     clock.mark(kGateUp);
@@ -252,13 +262,14 @@ class Decoder {
           for (int i = 0; i < groups * kGroup; ++i) to[i] += bias[group * kGroup + i];
       }
     };
-    matmul(team, {a, k, tiled_}, shape_.tokens, pack, k, shape_.hidden / kGroup, add);
+    matmul(team, input(team, a, k), shape_.tokens, pack, k, shape_.hidden / kGroup, add);
     team.barrier();
   }
 
   const DecoderCall& call_;
   const Shape shape_;
   const bool few_;
+  const bool int8_;
   const bool tiled_;  // the rows of products are in AMX tiles
   AttentionPlan& plan_;
   AttentionCall batch_;

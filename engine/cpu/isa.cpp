@@ -12,22 +12,23 @@ namespace baton {
 namespace {
 
 #if defined(__x86_64__)
-// Whether the CPU has AMX-BF16 and the kernel permits this process to use tile data. The permission is requested once;
+// Whether the CPU has AMX with BF16 and INT8, and the kernel permits this process to use tile data. The permission is requested once;
 // threads inherit it.
 bool amx_allowed() {
   unsigned a, b, c, d;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-  const bool tile = d & (1u << 24), amx_bf16 = d & (1u << 22);
+  const bool tile = d & (1u << 24), amx_bf16 = d & (1u << 22), amx_int8 = d & (1u << 25);
   constexpr int kRequestPermission = 0x1023, kTileData = 18;
-  return tile && amx_bf16 && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return tile && amx_bf16 && amx_int8 && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 #endif
 
 Isa detect() {
 #if defined(__x86_64__)
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return kBase;
-  const bool avx512 = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vl") &&
-                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
+  const bool avx512 = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq");
   if (!avx512) return kAvx2;
   return amx_allowed() ? kAmx : kAvx512;
 #else

@@ -3,7 +3,8 @@
 
 namespace baton {
 
-enum Isa : int { kBase = 0, kAvx2 = 1, kAvx512 = 2, kAmx = 3 };  // kAvx512: with BF16 and VL/BW/DQ; kAmx: and AMX-BF16
+// kAvx512: with BF16, VNNI and VL/BW/DQ; kAmx: and AMX with BF16 and INT8.
+enum Isa : int { kBase = 0, kAvx2 = 1, kAvx512 = 2, kAmx = 3 };
 
 Isa detected_isa();        // of this CPU and operating system
 Isa current_isa();         // at most detected_isa()

@@ -2,10 +2,7 @@
 #include "linear.h"
 
 #include <algorithm>
-#include <cmath>
-#include <cstdlib>
 #include <cstring>
-#include <memory>
 
 #include "isa.h"
 
@@ -21,26 +18,44 @@ Gemm gemm_for() {
   }
 }
 
-const bf16* bfloat16_of(Weights weights, int64_t count) {
-  if (weights.scales == nullptr) return static_cast<const bf16*>(weights.pack);
-  struct Freed {
-    void operator()(bf16* memory) const { std::free(memory); }
-  };
-  static thread_local std::unique_ptr<bf16, Freed> memory;
-  static thread_local int64_t room = 0;
-  if (room < count) {
-    room = (count + 31) / 32 * 32;
-    memory.reset(static_cast<bf16*>(std::aligned_alloc(64, room * sizeof(bf16))));
+namespace {
+
+// A single product, outside a fused decoder.
+struct Product {
+  const bf16* a;
+  int64_t lda, m;
+  Weights weights;
+  int64_t k, n;
+  const float* bias;
+  int threads;
+
+  template <typename T>
+  void into(T* out) const {
+    const bool shared = weights.scales != nullptr && m > kFewRows;
+    char* memory = shared ? working_memory(Int8Rows::bytes(m, k)) : nullptr;
+    auto body = [&](Team& team) {
+      auto store = [&](const float* c, int64_t ldc, int64_t row, int rows, int64_t group, int groups) {
+        const int64_t from = group * kGroup, count = std::min<int64_t>(groups * kGroup, n - from);
+        for (int r = 0; r < rows; ++r) store_row(c + r * ldc, from, count, out + (row + r) * n + from);
+      };
+      Input input{a, lda, false};
+      if (shared) input.rounded = rounded_together(team, input, m, k, memory);
+      matmul(team, input, m, weights, k, (n + kGroup - 1) / kGroup, store);
+    };
+    parallel(threads, body);
   }
-  (current_isa() >= kAvx512 ? widen_avx512 : widen_avx2)(static_cast<const int8_t*>(weights.pack), count, memory.get());
-  return memory.get();
-}
 
-void scale_columns(float* c, int64_t ldc, int rows, int64_t columns, const float* scales) {
-  for (int r = 0; r < rows; ++r)
-    for (int64_t i = 0; i < columns; ++i) c[r * ldc + i] *= scales[i];
-}
+ private:
+  template <typename T>
+  void store_row(const float* c, int64_t from, int64_t count, T* to) const {
+    if (bias == nullptr)
+      for (int64_t i = 0; i < count; ++i) store_float(to[i], c[i]);
+    else
+      for (int64_t i = 0; i < count; ++i) store_float(to[i], c[i] + bias[from + i]);
+  }
+};
 
+}  // namespace
 }  // namespace baton
 
 using baton::bf16;
@@ -67,48 +82,13 @@ void baton_pack(const bf16* weight, int64_t n, int64_t k, bf16* pack, int64_t gr
   baton::parallel(threads, body);
 }
 
-// The same, rounded to int8: each output of the weight is at most 127 times its factor in `scales`, [outputs].
-void baton_pack_int8(const bf16* weight, int64_t n, int64_t k, int8_t* pack, float* scales, int64_t group, int64_t step,
-                     int threads) {
-  auto body = [&](baton::Team& team) {
-    int64_t first, last;
-    team.split((n + kGroup - 1) / kGroup, first, last);
-    for (int64_t g = first; g < last; ++g) {
-      const int64_t at = group + g * step;
-      int8_t* to = pack + at * kGroup * k;
-      for (int o = 0; o < kGroup; ++o) {
-        const int64_t output = g * kGroup + o;
-        float most = 0;
-        for (int64_t i = 0; output < n && i < k; ++i)
-          most = std::max(most, std::fabs(baton::to_float(weight[output * k + i])));
-        float scale = most / 127.0f;
-        if (!(scale > 0)) scale = 1.0f;  // all zero, or so small that the factor would be
-        scales[at * kGroup + o] = scale;
-        for (int64_t i = 0; i < k; ++i)
-          to[i / 2 * 32 + o * 2 + i % 2] =
-              output < n ? static_cast<int8_t>(std::lrint(baton::to_float(weight[output * k + i]) / scale)) : 0;
-      }
-    }
-  };
-  baton::parallel(threads, body);
-}
-
-// out[m, n] (float32) = a[m, k] * pack + bias. `scales`: of a pack of int8, or null; bias may be null.
+// out[m, n] = a[m, k] * pack + bias, in float32 or, if `rounded`, in bfloat16. `scales`: of a pack of int8, or null; bias
+// may be null.
 void baton_linear(const bf16* a, int64_t lda, int64_t m, const void* pack, const float* scales, int64_t k, int64_t n,
-                  const float* bias, float* out, int threads) {
-  auto body = [&](baton::Team& team) {
-    auto store = [&](const float* c, int64_t ldc, int64_t row, int rows, int64_t group, int groups) {
-      const int64_t from = group * kGroup, count = std::min<int64_t>(groups * kGroup, n - from);
-      for (int r = 0; r < rows; ++r) {
-        float* to = out + (row + r) * n + from;
-        std::memcpy(to, c + r * ldc, count * sizeof(float));
-        if (bias != nullptr)
-          for (int64_t i = 0; i < count; ++i) to[i] += bias[from + i];
-      }
-    };
-    baton::matmul(team, {a, lda, false}, m, {pack, scales}, k, (n + kGroup - 1) / kGroup, store);
-  };
-  baton::parallel(threads, body);
+                  const float* bias, void* out, int rounded, int threads) {
+  const baton::Product product{a, lda, m, {pack, scales}, k, n, bias, threads};
+  if (rounded) product.into(static_cast<bf16*>(out));
+  else product.into(static_cast<float*>(out));
 }
 }
 

@@ -1,13 +1,15 @@
-// Matrix products with weights packed once at load, as bfloat16 or as int8 with a factor for each output.
+// Matrix products with weights packed once at load, as bfloat16 or as int8 with a scale for each output
+// (linear_int8.h).
 //
 // The pack of a [n, k] weight is [n / 16][k / 2][16][2]. A 64-byte line holds two neighbouring k of 16 outputs and is
 // the operand of one AVX512-BF16 dot product, and two shifts make floats of it for AVX2;
-// 16 consecutive lines are one AMX tile. An int8 line is the same in 32 bytes. A thread that computes some
+// 16 consecutive lines are one AMX tile. A thread that computes some
 // outputs reads ONE linear stream, so one copy of the weights serves decode, which is bound by memory bandwidth, and
 // prefill, which is bound by arithmetic.
 #pragma once
 #include <cstdint>
 
+#include "linear_int8.h"
 #include "numeric.h"
 #include "pool.h"
 
@@ -15,7 +17,6 @@ namespace baton {
 
 constexpr int kGroup = 16;   // outputs in a line
 constexpr int kUnit = 2;     // groups that a large product computes together
-constexpr int kRowBlock = 32;  // rows of one kernel call in a large product
 constexpr int kFewRows = 8;    // up to this many rows, a product is bound by reading the weights
 
 // c[m, groups * 16] = a[m, k] * the first k inputs of a pack of `depth` inputs; m <= kRowBlock, k a multiple of 32.
@@ -33,25 +34,17 @@ void gemm_amx_tiled(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t
                     float* c, int64_t ldc);
 Gemm gemm_for();  // of current_isa(), which is at least AVX2. AMX for any number of rows if it is available, so that a row's sums do not depend on the batch
 
-// The right side of a product: a pack of bfloat16, or of int8 with a factor for each output.
+// The right side of a product: a pack of bfloat16, or of int8 with a scale for each output.
 struct Weights {
   const void* pack;
   const float* scales;  // [outputs], or null for bfloat16
 
   Weights from_group(int64_t group, int64_t k) const {
-    const int64_t bytes = group * kGroup * k * (scales == nullptr ? 2 : 1);
+    const int64_t bytes = group * kGroup * (scales == nullptr ? 2 * k : padded_inputs(k));
     return {static_cast<const char*>(pack) + bytes, scales == nullptr ? nullptr : scales + group * kGroup};
   }
 };
 
-// to[i] = from[i] for `count` weights, a multiple of 32. Every int8 is a bfloat16.
-using Widen = void (*)(const int8_t* from, int64_t count, bf16* to);
-void widen_avx2(const int8_t* from, int64_t count, bf16* to);
-void widen_avx512(const int8_t* from, int64_t count, bf16* to);
-
-// The first `count` weights in bfloat16, valid until the next call on this thread. Int8 becomes bfloat16 in memory that
-// stays in the cache: the weights are read from memory once, at half the bytes, and the kernels for bfloat16 serve both.
-const bf16* bfloat16_of(Weights weights, int64_t count);
 void scale_columns(float* c, int64_t ldc, int rows, int64_t columns, const float* scales);
 
 // The left side of a product.
@@ -59,13 +52,23 @@ struct Input {
   const bf16* data;
   int64_t stride;  // elements from one row to the next; in tiles, k
   bool tiled;
+  Int8Rows rounded = {};  // the same for a pack of int8; if there are none, each thread rounds all rows for itself
 };
+
+// Rounds rows, which are not in tiles. `here`: by this thread, in its working_memory(). `together`: by the team, which
+// waits for the end, in shared memory of Int8Rows::bytes(m, k).
+Int8Rows rounded_here(Input a, int64_t m, int64_t k);
+Int8Rows rounded_together(Team& team, Input a, int64_t m, int64_t k, char* memory);
+char* working_memory(int64_t bytes);  // of this thread, aligned to 64, valid until the next call
 
 // Computes this thread's part of a product with n = 16 * groups outputs. `done(c, ldc, row, rows, group, groups)` gets
 // each finished block of float32 sums while it is in the cache. There is no barrier.
 template <typename Done>
 void matmul(const Team& team, Input a, int64_t m, Weights weights, int64_t k, int64_t groups, Done done) {
   alignas(64) float c[kRowBlock * kUnit * kGroup];
+  const bool int8 = weights.scales != nullptr;
+  const Int8Rows rounded = !int8 || a.rounded ? a.rounded : rounded_here(a, m, k);
+  const GemmInt8 gemm_int8 = gemm_int8_for(m);
   const Gemm gemm = a.tiled ? gemm_amx_tiled : gemm_for();
   int64_t first, last;
   team.split((groups + kUnit - 1) / kUnit, first, last);
@@ -73,11 +76,16 @@ void matmul(const Team& team, Input a, int64_t m, Weights weights, int64_t k, in
     const int64_t group = unit * kUnit;
     const int count = static_cast<int>(groups - group < kUnit ? groups - group : kUnit);
     const Weights unit_weights = weights.from_group(group, k);
-    const bf16* pack = bfloat16_of(unit_weights, count * kGroup * k);
     for (int64_t row = 0; row < m; row += kRowBlock) {
       const int rows = static_cast<int>(m - row < kRowBlock ? m - row : kRowBlock);
-      gemm(a.data + row * a.stride, a.stride, rows, pack, k, k, count, c, kUnit * kGroup);
-      if (weights.scales != nullptr) scale_columns(c, kUnit * kGroup, rows, count * kGroup, unit_weights.scales);
+      if (int8) {
+        gemm_int8(rounded.block(row), static_cast<const uint8_t*>(unit_weights.pack), padded_inputs(k), count, c,
+                  kUnit * kGroup);
+        scale_columns(c, kUnit * kGroup, rows, count * kGroup, unit_weights.scales);
+      } else {
+        gemm(a.data + row * a.stride, a.stride, rows, static_cast<const bf16*>(unit_weights.pack), k, k, count, c,
+             kUnit * kGroup);
+      }
       done(c, kUnit * kGroup, row, rows, group, count);
     }
   }

@@ -34,7 +34,8 @@ class Weights(ctypes.Structure):
 class Pack:
     """A packed weight with `rows` outputs and `inputs` inputs, in huge pages of its own.
 
-    `dtype` is torch.bfloat16, or torch.int8 with a float32 factor for each output (symmetric, no zero point).
+    `dtype` is torch.bfloat16, or torch.int8 with a float32 scale for each output (symmetric). Products with a
+    pack of int8 round their left side, too (linear_int8.h).
     """
 
     def __init__(self, rows: int, inputs: int, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -42,7 +43,10 @@ class Pack:
         self.inputs = inputs
         self.dtype = dtype
         groups = -(-rows // GROUP)
-        self._buffer = allocate_private(groups * GROUP * inputs * dtype.itemsize)
+        self._output_bytes = 2 * inputs
+        if dtype == torch.int8:
+            self._output_bytes = kernels().baton_int8_padded_inputs(inputs)
+        self._buffer = allocate_private(groups * GROUP * self._output_bytes)
         self._scales = torch.empty(groups * GROUP) if dtype == torch.int8 else None
 
     @property
@@ -51,10 +55,10 @@ class Pack:
         return self._buffer.tensor.data_ptr()
 
     def weights(self, first: int = 0) -> Weights:
-        """The address of output `first`, a multiple of GROUP, and of its factor."""
+        """The address of output `first`, a multiple of GROUP, and of its scale."""
         assert first % GROUP == 0
         scales = None if self._scales is None else self._scales.data_ptr() + 4 * first
-        return Weights(self.address + first * self.inputs * self.dtype.itemsize, scales)
+        return Weights(self.address + first * self._output_bytes, scales)
 
     def put(self, weight: torch.Tensor, group: int = 0, step: int = 1) -> None:
         """Pack `weight` [outputs, inputs] into group `group` and every `step`-th group after it."""
@@ -68,15 +72,22 @@ class Pack:
             kernels().baton_pack_int8(*shape, self.address, self._scales.data_ptr(), *to)
 
     def product(
-        self, x: torch.Tensor, first: int, count: int, bias: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        first: int,
+        count: int,
+        bias: torch.Tensor | None = None,
+        out_dtype: torch.dtype = torch.float32,
     ) -> torch.Tensor:
-        """x [rows, inputs] bfloat16 times outputs [first, first + count) -> float32 [rows, count].
+        """x [rows, inputs] bfloat16 times outputs [first, first + count) -> [rows, count].
 
-        `first` is a multiple of GROUP; `bias` is float32 [count].
+        `first` is a multiple of GROUP; `bias` is float32 [count]. Sums are float32 and are rounded once, to
+        `out_dtype`: float32 or bfloat16.
         """
+        assert out_dtype in (torch.float32, torch.bfloat16)
         if x.stride(1) != 1:
             x = x.contiguous()
-        out = torch.empty(len(x), count)
+        out = torch.empty(len(x), count, dtype=out_dtype)
         weights = self.weights(first)
         kernels().baton_linear(
             x.data_ptr(),
@@ -88,6 +99,7 @@ class Pack:
             count,
             None if bias is None else bias.data_ptr(),
             out.data_ptr(),
+            out_dtype == torch.bfloat16,
             torch.get_num_threads(),
         )
         return out
@@ -116,5 +128,5 @@ class PackedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., inputs] -> [..., outputs]."""
         rows = x.reshape(-1, self.in_features)
-        out = self._pack.product(rows, 0, self.out_features, self._bias)
-        return out.to(self._out_dtype).reshape(*x.shape[:-1], self.out_features)
+        out = self._pack.product(rows, 0, self.out_features, self._bias, self._out_dtype)
+        return out.reshape(*x.shape[:-1], self.out_features)

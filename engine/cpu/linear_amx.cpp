@@ -3,25 +3,10 @@
 
 #include <immintrin.h>
 
+#include "linear_tiles.h"
+
 namespace baton {
 namespace {
-
-struct alignas(64) TileConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {};
-  uint8_t rows[16] = {};
-};
-
-// Tiles 0-3: sums [2 row halves][2 groups]; 4, 5: rows of a; 6, 7: lines of the pack.
-void configure(int upper, int lower) {
-  TileConfig config;
-  const int rows[8] = {upper, upper, lower, lower, upper, lower, 16, 16};
-  for (int t = 0; t < 8; ++t) {
-    config.row_bytes[t] = rows[t] ? 64 : 0;
-    config.rows[t] = static_cast<uint8_t>(rows[t]);
-  }
-  _tile_loadconfig(&config);
-}
 
 template <bool Tiled, bool Lower, bool Second>
 void tiles(const bf16* a, int64_t lda, const bf16* pack, int64_t depth, int64_t k, float* c, int64_t ldc) {
@@ -55,8 +40,7 @@ void tiles(const bf16* a, int64_t lda, const bf16* pack, int64_t depth, int64_t 
 template <bool Tiled>
 void gemm(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t depth, int64_t k, int groups, float* c,
           int64_t ldc) {
-  // The tiles are configured in each call, because other code on this thread (oneDNN) configures them too.
-  configure(m < 16 ? m : 16, m > 16 ? m - 16 : 0);
+  configure_tiles(m < 16 ? m : 16, m > 16 ? m - 16 : 0);
   for (int g = 0; g < groups; g += 2) {
     const bf16* lines = pack + g * depth * kGroup;
     float* to = c + g * kGroup;

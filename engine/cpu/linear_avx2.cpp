@@ -73,18 +73,6 @@ void rows_of(const float* a, int m, const bf16* pack, int64_t k, bool add, float
 
 }  // namespace
 
-void widen_avx2(const int8_t* from, int64_t count, bf16* to) {
-  const auto upper_halves = [](const int8_t* eight) {
-    const __m256i wide = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(eight)));
-    return _mm256_srli_epi32(_mm256_castps_si256(_mm256_cvtepi32_ps(wide)), 16);
-  };
-  for (int64_t i = 0; i < count; i += 16) {
-    _mm_prefetch(reinterpret_cast<const char*>(from + i) + kAhead, _MM_HINT_T0);
-    const __m256i both = _mm256_packus_epi32(upper_halves(from + i), upper_halves(from + i + 8));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), _mm256_permute4x64_epi64(both, 0xd8));
-  }
-}
-
 void gemm_avx2(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t depth, int64_t k, int groups, float* c,
                int64_t ldc) {
   alignas(64) static thread_local float panel[kRowBlock * kDepth];

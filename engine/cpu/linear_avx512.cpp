@@ -66,21 +66,6 @@ void rows_of(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t depth,
 
 }  // namespace
 
-void widen_avx512(const int8_t* from, int64_t count, bf16* to) {
-  alignas(64) static constexpr uint16_t kUpperHalves[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21,
-                                                            23, 25, 27, 29, 31, 33, 35, 37, 39, 41, 43,
-                                                            45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
-  const __m512i upper = _mm512_load_si512(kUpperHalves);
-  for (int64_t i = 0; i < count; i += 32) {
-    _mm_prefetch(reinterpret_cast<const char*>(from + i) + kAhead, _MM_HINT_T0);
-    const __m128i* bytes = reinterpret_cast<const __m128i*>(from + i);
-    const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(bytes)));
-    const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(bytes + 1)));
-    // The lower halves of such floats are zero: nothing is rounded.
-    _mm512_storeu_si512(to + i, _mm512_permutex2var_epi16(_mm512_castps_si512(low), upper, _mm512_castps_si512(high)));
-  }
-}
-
 void gemm_avx512(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t depth, int64_t k, int groups, float* c,
                  int64_t ldc) {
   int g = 0;

@@ -79,8 +79,10 @@ def _declare_packed(library: ctypes.CDLL) -> None:
     library.baton_pack.restype = None
     library.baton_pack_int8.argtypes = [address, size, size, address, address, size, size, count]
     library.baton_pack_int8.restype = None
+    library.baton_int8_padded_inputs.argtypes = [size]
+    library.baton_int8_padded_inputs.restype = size
     library.baton_linear.argtypes = [
-        *(address, size, size, address, address, size, size, address, address, count)
+        *(address, size, size, address, address, size, size, address, address, count, count)
     ]
     library.baton_linear.restype = None
     library.baton_decoder_scratch_bytes.argtypes = [address]

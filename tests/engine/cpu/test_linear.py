@@ -38,8 +38,9 @@ def test_equals_the_product_in_float64(rows, outputs, inputs, bias, isa):
     want = nn.functional.linear(
         x.double(), linear.weight.double(), linear.bias.double() if linear.bias is not None else None
     )
-    torch.testing.assert_close(PackedLinear(linear, torch.float32)(x).double(), want, rtol=0, atol=1e-5)
-    assert PackedLinear(linear)(x).dtype == torch.bfloat16
+    got = PackedLinear(linear, torch.float32)(x)
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5)
+    assert torch.equal(PackedLinear(linear)(x), got.bfloat16())
 
 
 def test_strided_input():
