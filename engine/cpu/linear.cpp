@@ -82,6 +82,26 @@ void baton_pack(const bf16* weight, int64_t n, int64_t k, bf16* pack, int64_t gr
   baton::parallel(threads, body);
 }
 
+// Copies outputs of a pack, [count, k]. `scales`: of a pack of int8, whose weights are rounded to bfloat16, or null.
+void baton_unpack(const void* pack, const float* scales, int64_t k, const int64_t* outputs, int64_t count, bf16* out,
+                  int threads) {
+  auto body = [&](baton::Team& team) {
+    int64_t first, last;
+    team.split(count, first, last);
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t group = outputs[i] / kGroup, o = outputs[i] % kGroup;
+      const baton::Weights weights = baton::Weights{pack, scales}.from_group(group, k);
+      if (scales != nullptr) {
+        baton::unpack_int8(static_cast<const uint8_t*>(weights.pack), k, o, weights.scales[o], out + i * k);
+        continue;
+      }
+      const bf16* pairs = static_cast<const bf16*>(weights.pack) + 2 * o;
+      for (int64_t d = 0; d < k; d += 2) std::memcpy(out + i * k + d, pairs + d * kGroup, 2 * sizeof(bf16));
+    }
+  };
+  baton::parallel(threads, body);
+}
+
 // out[m, n] = a[m, k] * pack + bias, in float32 or, if `rounded`, in bfloat16. `scales`: of a pack of int8, or null; bias
 // may be null.
 void baton_linear(const bf16* a, int64_t lda, int64_t m, const void* pack, const float* scales, int64_t k, int64_t n,

@@ -71,6 +71,19 @@ class Pack:
         else:
             kernels().baton_pack_int8(*shape, self.address, self._scales.data_ptr(), *to)
 
+    def unpacked(self, outputs: torch.Tensor) -> torch.Tensor:
+        """The weights of outputs [n], int64, as bfloat16 [n, inputs]. Raises IndexError."""
+        if any(not 0 <= output < self.rows for output in outputs.tolist()):
+            raise IndexError(f"the outputs are 0 to {self.rows - 1}")
+        outputs = outputs.contiguous()
+        out = torch.empty(len(outputs), self.inputs, dtype=torch.bfloat16)
+        weights = self.weights()
+        kernels().baton_unpack(
+            *(weights.pack, weights.scales, self.inputs, outputs.data_ptr(), len(outputs), out.data_ptr()),
+            torch.get_num_threads(),
+        )
+        return out
+
     def product(
         self,
         x: torch.Tensor,
@@ -121,12 +134,24 @@ class PackedLinear(nn.Module):
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self._out_dtype = out_dtype
-        self._pack = Pack(linear.out_features, linear.in_features, weight_dtype)
-        self._pack.put(linear.weight)
+        self.pack = Pack(linear.out_features, linear.in_features, weight_dtype)
+        self.pack.put(linear.weight)
         self._bias = None if linear.bias is None else linear.bias.detach().float()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., inputs] -> [..., outputs]."""
         rows = x.reshape(-1, self.in_features)
-        out = self._pack.product(rows, 0, self.out_features, self._bias, self._out_dtype)
+        out = self.pack.product(rows, 0, self.out_features, self._bias, self._out_dtype)
         return out.reshape(*x.shape[:-1], self.out_features)
+
+
+class PackedEmbedding(nn.Module):
+    """Replaces an nn.Embedding that is tied to a packed layer, whose pack holds the only copy."""
+
+    def __init__(self, pack: Pack) -> None:
+        super().__init__()
+        self._pack = pack
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """[...] -> bfloat16 [..., inputs]. Raises IndexError."""
+        return self._pack.unpacked(ids.flatten()).reshape(*ids.shape, self._pack.inputs)

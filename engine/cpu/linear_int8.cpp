@@ -70,12 +70,22 @@ void scale_columns(float* c, int64_t ldc, int rows, int64_t columns, const float
     for (int64_t i = 0; i < columns; ++i) c[r * ldc + i] *= scales[i];
 }
 
+void unpack_int8(const uint8_t* group, int64_t k, int64_t o, float scale, bf16* to) {
+  for (int64_t i = 0; i < k; ++i) store_float(to[i], (group[i / 4 * 64 + o * 4 + i % 4] - 128) * scale);
+}
+
 namespace {
 
-// Packs an output [k] as column `o` of a group, and returns its scale; the output is at most 127 times that.
+// Packs an output [k] as column `o` of a group, and returns its scale; the output is at most 127 times that. If it is not
+// finite, neither is the scale.
 float pack_output(const bf16* output, int64_t k, int o, uint8_t* group) {
-  float most = 0;
-  for (int64_t i = 0; i < k; ++i) most = std::max(most, std::fabs(to_float(output[i])));
+  float most = 0, zero = 0;
+  for (int64_t i = 0; i < k; ++i) {
+    const float size = std::fabs(to_float(output[i]));
+    most = std::max(most, size);
+    zero += size * 0.0f;
+  }
+  if (zero != 0) return zero;
   float scale = most / 127.0f;
   if (!(scale > 0)) scale = 1.0f;  // all zero, or so small that the scale would be
   for (int64_t i = 0; i < k; ++i)

@@ -70,6 +70,9 @@ using Round = float (*)(const bf16* from, int64_t count, int8_t* values, int64_t
 float round_avx2(const bf16* from, int64_t count, int8_t* values, int64_t step, int32_t& sum);
 float round_avx512(const bf16* from, int64_t count, int8_t* values, int64_t step, int32_t& sum);
 
+// Output o of a group of 16, [k], rounded to bfloat16.
+void unpack_int8(const uint8_t* group, int64_t k, int64_t o, float scale, bf16* to);
+
 // c[rows, groups * 16] = a * pack; without the scales of outputs. depth: padded inputs.
 using GemmInt8 = void (*)(const Int8Block& a, const uint8_t* pack, int64_t depth, int groups, float* c, int64_t ldc);
 void gemm_int8_avx2(const Int8Block& a, const uint8_t* pack, int64_t depth, int groups, float* c, int64_t ldc);

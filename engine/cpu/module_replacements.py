@@ -15,7 +15,7 @@ from torch import nn
 from common.errors import ConfigError
 from engine.cpu import delta_net, experts
 from engine.cpu.decoder import MODELS, FusedDecoder, fusible
-from engine.cpu.linear import PackedLinear, check_packable, packable
+from engine.cpu.linear import PackedEmbedding, PackedLinear, check_packable, packable
 from engine.cpu.op import KernelsUnavailable
 
 if TYPE_CHECKING:
@@ -56,14 +56,14 @@ class CpuReplacements:
     """The replacements of one model. apply_replacements calls the methods for outer modules first."""
 
     def __init__(self) -> None:
-        self._fused = False
+        self._fused: FusedDecoder | None = None
 
     def decoder(self, model: nn.Module, config: EngineConfig) -> nn.Module | None:
         """Replace the whole decoder, if the C++ attention op can serve it."""
         if not _packs(config) or config.attention not in ("auto", "cpu") or not fusible(model):
             return None
-        self._fused = True
-        return FusedDecoder(model, _weight_dtype(config))
+        self._fused = FusedDecoder(model, _weight_dtype(config))
+        return self._fused
 
     def experts(self, module: nn.Module, config: EngineConfig) -> nn.Module | None:
         """Replace the experts of one mixture."""
@@ -84,13 +84,17 @@ class CpuReplacements:
         """Replace a linear layer outside a fused decoder.
 
         After a fused decoder this is the projection onto the vocabulary. Its sums stay float32, because
-        rounding logits to bfloat16 makes ties.
+        rounding logits to bfloat16 makes ties. If its weights are the embedding's, they are held once.
         """
         assert isinstance(linear, nn.Linear)
         if not packable(linear.weight) or not _packs(config):
             return None
-        out_dtype = torch.float32 if self._fused else torch.bfloat16
-        return PackedLinear(linear, out_dtype, _weight_dtype(config))
+        if self._fused is None:
+            return PackedLinear(linear, torch.bfloat16, _weight_dtype(config))
+        packed = PackedLinear(linear, torch.float32, _weight_dtype(config))
+        if self._fused.embed_tokens.weight is linear.weight:
+            self._fused.embed_tokens = PackedEmbedding(packed.pack)
+        return packed
 
 
 def _weight_dtype(config: EngineConfig) -> torch.dtype:

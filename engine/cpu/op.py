@@ -79,6 +79,8 @@ def _declare_packed(library: ctypes.CDLL) -> None:
     library.baton_pack.restype = None
     library.baton_pack_int8.argtypes = [address, size, size, address, address, size, size, count]
     library.baton_pack_int8.restype = None
+    library.baton_unpack.argtypes = [address, address, size, address, size, address, count]
+    library.baton_unpack.restype = None
     library.baton_int8_padded_inputs.argtypes = [size]
     library.baton_int8_padded_inputs.restype = size
     library.baton_linear.argtypes = [

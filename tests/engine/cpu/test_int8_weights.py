@@ -121,6 +121,11 @@ def test_a_row_has_the_same_bits_in_every_batch_and_on_every_instruction_set():
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite_stays_so(rows, value, isa):
     linear = nn.Linear(416, 48, bias=False).bfloat16()
+    linear.weight.data[7, 9] = value
+    assert (
+        PackedLinear(linear, torch.float32, torch.int8)(torch.ones(rows, 416).bfloat16())[:, 7].isnan().all()
+    )
+    linear.weight.data[7, 9] = 1
     x = torch.randn(rows, 416).bfloat16()
     x[-1, 200] = value
     got = PackedLinear(linear, torch.float32, torch.int8)(x)
@@ -159,7 +164,7 @@ def transformers_logits(path: Path, ids: list[int]) -> torch.Tensor:
     """Float32 [len(ids), vocab], computed in float32 with the rounded weights."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     for layer in [m for m in model.modules() if isinstance(m, nn.Linear)]:
-        layer.weight = nn.Parameter(rounded(layer.weight.bfloat16()).float())  # a tied embedding stays
+        layer.weight.data = rounded(layer.weight.bfloat16()).float()  # of a tied embedding, too
     with torch.inference_mode():
         return model(torch.tensor([ids])).logits[0].float()
 

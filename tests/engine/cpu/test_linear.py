@@ -9,9 +9,11 @@ from torch import nn
 from common.errors import ConfigError
 from engine.config import EngineConfig
 from engine.cpu import op
-from engine.cpu.linear import PackedLinear, check_packable
+from engine.cpu.linear import PackedEmbedding, PackedLinear, check_packable
 from engine.cpu.module_replacements import CpuReplacements
 from engine.cpu.op import KernelsUnavailable, current_isa, machine_isas, set_isa
+from engine.loader import load_model
+from tests.support.tiny_models import FAMILIES, write_tiny
 
 try:
     check_packable()
@@ -50,6 +52,31 @@ def test_strided_input():
     torch.testing.assert_close(
         PackedLinear(linear, torch.float32)(x), nn.functional.linear(x.float(), linear.weight.float())
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_an_embedding_reads_outputs_of_a_pack(dtype):
+    linear = nn.Linear(96, 50, bias=False).bfloat16()
+    linear.weight.data = torch.randint(-127, 128, (50, 96)).bfloat16()
+    linear.weight.data[:, 0] = 127  # the scales of int8 are 1
+    embedding = PackedEmbedding(PackedLinear(linear, weight_dtype=dtype).pack)
+    ids = torch.arange(50).flip(0).reshape(5, 10).T
+    assert torch.equal(embedding(ids), nn.functional.embedding(ids, linear.weight))
+    for wrong in (-1, 50):
+        with pytest.raises(IndexError, match="0 to 49"):
+            embedding(torch.tensor([3, wrong]))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_embedding_is_held_once(tied, tmp_path):
+    config = FAMILIES["llama"]()
+    config.tie_word_embeddings = tied
+    write_tiny(config, tmp_path, 0)
+    exact = load_model(EngineConfig(str(tmp_path), "bfloat16", linear="torch")).model.model.embed_tokens
+    model = load_model(EngineConfig(str(tmp_path), "bfloat16")).model
+    ids = torch.arange(config.vocab_size)
+    assert torch.equal(model.model.embed_tokens(ids), exact(ids))
+    assert len(list(model.model.embed_tokens.parameters())) == (0 if tied else 1)
 
 
 def test_what_cannot_be_packed_is_left_alone():
