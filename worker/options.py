@@ -33,7 +33,7 @@ class EngineOptions(Options):
         "auto", description="auto (the model's), float32, bfloat16 or float16"
     )
     weight_dtype: Literal["auto", "int8"] = Field(
-        "auto", description="auto (dtype), or int8: bfloat16 weights of linear layers are rounded, on a CPU"
+        "auto", description="auto (dtype), or int8: weights and inputs of linear layers are rounded, on a CPU"
     )
     device: str = Field(
         "auto",
