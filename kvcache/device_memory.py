@@ -115,9 +115,14 @@ class DeviceMemory:
             log.warning("%d bytes of %s stay mapped: %s", whole, self._torch_device, error)
 
     def tensor_at(self, mapping: DeviceMapping) -> torch.Tensor:
-        """The mapped bytes as uint8 `[nbytes]`. It keeps the mapping."""
-        tensor = torch.as_tensor(mapping, device=self._torch_device)
-        assert tensor.data_ptr() == mapping.ptr, "torch has copied the pool"
+        """The mapped bytes as uint8 `[nbytes]`. It keeps the mapping. Raises DeviceError when torch does not
+        take them."""
+        try:
+            tensor = torch.as_tensor(mapping, device=self._torch_device)
+        except RuntimeError as error:
+            raise DeviceError(f"torch makes no tensor of it: {error}") from None
+        if tensor.data_ptr() != mapping.ptr:
+            raise DeviceError("torch has copied it")
         return tensor
 
     def _map(self, handle: Any, nbytes: int) -> DeviceMapping:

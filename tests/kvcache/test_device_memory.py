@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kvcache.config import CacheConfig
-from kvcache.device_memory import DeviceError, allocate_exported, device_memory
+from kvcache.device_memory import DeviceError, DeviceMemory, allocate_exported, device_memory
 from kvcache.memory import build_memory
 from tests.kvcache.support import SPEC
 from tests.support.cuda_record import read, recorded, recorded_version
@@ -38,9 +38,9 @@ def test_what_one_process_writes_the_other_reads() -> None:
         assert buffer.fd is not None
         assert not os.get_inheritable(buffer.fd)
         mapping = peer.open(buffer.fd, SIZE)
-        source = torch.arange(100, dtype=torch.uint8)
+        source = torch.arange(1, 101, dtype=torch.uint8)
         peer.copy([(mapping.ptr + SIZE - 100, source.data_ptr(), 100)], stream=0)
-        assert torch.equal(buffer.tensor[-100:], source)
+        assert buffer.tensor[-100:].tolist() == list(range(1, 101))
         mapping.close()
         mapping.close()
 
@@ -196,6 +196,20 @@ def test_without_the_driver_pools_are_torchs_and_the_log_says_why(caplog: pytest
         "memory of cuda:0 cannot be shared with other processes: No module named 'cuda'"
     ]
     device_memory.cache_clear()
+
+
+def test_memory_that_torch_does_not_take_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(torch, "as_tensor", refuse)
+    driver = StandInDriver()
+    memory, before = DeviceMemory(driver, GPU), len(os.listdir("/proc/self/fd"))
+    with pytest.raises(DeviceError, match="torch makes no tensor of it"):
+        memory.allocate(SIZE)
+    gc.collect()
+    assert driver.leftovers == 0
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_memory_that_cannot_be_had_to_be_shared_is_torchs(

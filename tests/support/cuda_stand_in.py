@@ -145,7 +145,9 @@ class StandInDriver:
 
     def cuMemExportToShareableHandle(self, handle: int, handleType: Any, flags: int) -> int:
         self._check(flags == 0 and handleType.name == "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR")
-        return os.dup(self._handles[handle])
+        fd = os.dup(self._handles[handle])
+        os.set_inheritable(fd, True)  # CUDA does not say that it is not
+        return fd
 
     def cuMemImportFromShareableHandle(self, osHandle: int, shHandleType: Any) -> int:
         self._check(shHandleType.name == "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR")

@@ -1,4 +1,4 @@
-"""A writer over shared memory that stays in the middle of a write for as long as a test wants."""
+"""A writer over memory of one host that stays in the middle of a write for as long as a test wants."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from wire.messages import KVTarget
 class GrantedWriter:
     """A writer in this process that decode has granted a write to a KVTarget's pages, not ended yet."""
 
-    def __init__(self, target: KVTarget, group: str = "full") -> None:
+    def __init__(self, target: KVTarget, group: str = "full", backend: str = "shm") -> None:
         """Raises Refusal when decode does not let these pages be written."""
-        (endpoint,) = (endpoint for endpoint in target.endpoints if endpoint.backend == "shm")
+        (endpoint,) = (endpoint for endpoint in target.endpoints if endpoint.backend == backend)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.connect("\0" + endpoint.address.removeprefix("@"))
         self._channel = Channel(Line(sock), endpoint, Bounds())
