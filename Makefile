@@ -86,9 +86,11 @@ chaos: setup  ## faults in every state of a request, over real processes (SCENAR
 gpu: setup  ## all that concerns GPUs: dry run of every family, bench and tests on a GPU; without one they say so
 	@$(TEST_ENV) $(PY) -m tools.gpu_dry_run
 	@$(TEST_ENV) $(PY) -m bench.gpu --json
+	@$(TEST_ENV) $(PY) -m bench.gpu_transfer --json
 	@$(TEST_ENV) $(PY) -m tools.run_tests "not oracle_full" --jobs 1 tests/gpu tests/tools/test_gpu_dry_run.py \
 		tests/worker/test_device.py tests/worker/test_gpu_build.py tests/engine/test_graphs.py \
-		tests/engine/test_flashinfer_limits.py tests/engine/test_flashinfer_signatures.py
+		tests/engine/test_flashinfer_limits.py tests/engine/test_flashinfer_signatures.py \
+		tests/kvcache/test_device_memory.py tests/kvtransfer/test_cuda_ipc.py
 
 soak: setup  ## random faults at random times over a steady load (SECONDS, SEED)
 	@$(TEST_ENV) $(PY) -m tests.chaos.soak --seconds $(or $(SECONDS),600) --seed $(or $(SEED),1)

@@ -1,9 +1,10 @@
 """python -m tools.gpu_dry_run: the CUDA path of every family, without a GPU.
 
 Prompts in chunks, mixed batches and decode steps from recorded graphs run on fake CUDA tensors
-(tools/fake_cuda.py): runner, states, attention backends with stand-ins for FlashInfer's wrappers, sampler. It
-ends with 1 if any step would wait for the device, mix devices, copy through pageable memory, or
-capture what does not lie still. docs/gpu.md says what this proves and what it does not.
+(tools/fake_cuda.py): runner, states, attention backends with stand-ins for FlashInfer's wrappers, sampler.
+Then pages go to the host and back as in a transfer to another host. It ends with 1 if any step would wait for
+the device, mix devices, copy through pageable memory, or capture what does not lie still. docs/gpu.md says
+what this proves and what it does not.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from unittest.mock import patch
 
 import torch
 
+import kvtransfer.region
 from engine import loader
 from engine.completion import HostCompletions
 from engine.config import EngineConfig
@@ -25,7 +27,10 @@ from engine.largest_batch import largest_batch, largest_lens
 from engine.module_replacements import apply_replacements, replacement_table
 from engine.runner import ModelRunner
 from kvcache.layout import StateGroupSpec
-from kvcache.pool import MambaPool, MHAKVCache, MLAKVCache
+from kvcache.pool import KVCache, MambaPool, MHAKVCache, MLAKVCache
+from kvtransfer.copies import CudaCopies
+from kvtransfer.pages import as_pages
+from kvtransfer.region import GroupRegion
 from tests.support import flashinfer_stand_in as stand_in
 from tests.support.driver import Driver
 from tests.support.tiny_models import FAMILIES, MIXED, make_tiny
@@ -73,7 +78,8 @@ def dry_run(directory: Path) -> dict[str, int]:
             _steps(runner)
             if not recorder.replays:
                 raise GpuFault("no decode step was replayed from a graph")
-            return {**device.seen, "replays": recorder.replays}
+            batches = sum(_staged_batches(pool) for pool in pools.values())
+            return {**device.seen, "replays": recorder.replays, "staged batches": batches}
 
 
 def _pools(loaded: loader.LoadedModel) -> dict[str, Any]:
@@ -85,6 +91,15 @@ def _pools(loaded: loader.LoadedModel) -> dict[str, Any]:
             kind: Any = MLAKVCache if spec.kind == "latent" else MHAKVCache
             pools[spec.name] = kind(spec, PAGES, PAGE, device="cuda")
     return pools
+
+
+def _staged_batches(pool: KVCache) -> int:
+    """Batches in which all pages of a pool go to the host and back. What is cuda_ipc's cannot be run here: it
+    copies between addresses, which fake tensors do not have."""
+    region = GroupRegion(pool.bytes, copies=CudaCopies(pool.bytes.device))
+    with patch.object(kvtransfer.region, "_staged", lambda stage, _: stage):
+        ways = region.to_host(as_pages(range(PAGES))), region.from_host(as_pages(range(PAGES)))
+        return sum(len(list(batches)) for batches in ways)
 
 
 def _steps(runner: ModelRunner) -> None:

@@ -15,6 +15,7 @@ from engine.backends.flashinfer import FlashInferAttention
 from engine.device_copies import Fetched, upload
 from engine.last_tokens import LastTokens
 from engine.sampler import Sampler
+from kvtransfer.copies import CudaCopies
 from tools.gpu_dry_run import NAMES, dry_run, make_model
 
 FAST = ("gpt_oss", "deepseek_v3", "qwen3_next", "qwen3-wide")
@@ -38,6 +39,7 @@ def test_no_step_of_a_family_would_wait_or_break_on_a_gpu(family: str, tiny: Cal
     assert seen["replays"] >= 4
     assert seen["captured operators"] > 500
     assert seen["copies"] > 100
+    assert seen["staged batches"] >= 2
 
 
 def pageable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,10 +95,15 @@ def a_tensor_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LastTokens, "fill", fill)
 
 
+def pageable_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CudaCopies, "pinned", lambda _, *shape: torch.empty(shape, dtype=torch.uint8))
+
+
 @pytest.mark.parametrize(
     ("seed", "found"),
     [
         (pageable, "pageable: a copy to the device"),
+        (pageable_stages, "pageable: a copy"),
         (blocking, "wait: a copy to the host"),
         (offsets_on_the_device, "waits for the device to read qo_indptr"),
         (new_slots_each_step, "address: what was captured"),
