@@ -19,6 +19,7 @@ from engine.backends.choose import build_layers
 from engine.batch import BatchResult, ForwardBatch
 from engine.completion import Completions, completions_of
 from engine.config import EngineConfig
+from engine.cpu.threads import few_tokens
 from engine.cuda.experts import experts_wait
 from engine.device_copies import Fetched, upload
 from engine.graphs import CudaRecorder, DecodeGraphs, DecodeLimits, Outputs, Recorder, StepInputs
@@ -117,9 +118,10 @@ class ModelRunner:
 
     def _computed(self, batch: ForwardBatch) -> Outputs:
         """hidden is [T, hidden] here, and logits are those of the sampled sequences."""
-        hidden = self._hidden(batch)
-        ends = batch.starts()[1:][batch.sampled] - 1
-        return Outputs(hidden, self._lm_head(hidden[upload(ends, self._device)]))
+        with few_tokens(len(batch.positions)) if self._device.type == "cpu" else nullcontext():
+            hidden = self._hidden(batch)
+            ends = batch.starts()[1:][batch.sampled] - 1
+            return Outputs(hidden, self._lm_head(hidden[upload(ends, self._device)]))
 
     def _step(self, inputs: StepInputs, layers: PagedLayers, states: PackedStates | None) -> Outputs:
         """A decode step over fixed addresses; recorded."""

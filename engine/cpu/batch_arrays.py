@@ -6,7 +6,8 @@ import ctypes
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
+
+from engine.cpu.threads import kernel_threads
 
 if TYPE_CHECKING:
     from engine.batch import ForwardBatch
@@ -28,4 +29,4 @@ class BatchArrays:
         call.page_table, call.table_stride = table.ctypes.data, table.shape[1]
         call.starts, call.seq_lens, call.slots = starts.ctypes.data, lens.ctypes.data, slots.ctypes.data
         call.seqs = len(lens)
-        call.threads = torch.get_num_threads()
+        call.threads = kernel_threads()

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from engine.cpu.op import kernels
+from engine.cpu.threads import kernel_threads
 from engine.states import CONV, RECURRENT, SequenceStates
 
 MODELS = ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet")
@@ -124,7 +125,7 @@ class DeltaNet(nn.Module):
         )
         call.reads, call.writes, call.rows = reads.data_ptr(), writes.data_ptr(), len(hidden)
         out = torch.empty(len(hidden), self.mixer.value_dim, dtype=torch.bfloat16)
-        call.out, call.threads = out.data_ptr(), torch.get_num_threads()
+        call.out, call.threads = out.data_ptr(), kernel_threads()
         self._library.baton_delta_net(ctypes.byref(call))
         result: torch.Tensor = self.mixer.out_proj(out)
         return result

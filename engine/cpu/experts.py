@@ -12,6 +12,7 @@ from transformers.activations import SiLUActivation
 
 from engine.cpu.linear import GROUP, Pack, Weights, packable
 from engine.cpu.op import kernels
+from engine.cpu.threads import kernel_threads
 
 CLAMPED = "GptOssExperts"
 MODELS = (
@@ -102,7 +103,7 @@ class PackedExperts(nn.Module):
         call.chosen, call.factors, call.out = index.data_ptr(), factors.data_ptr(), out.data_ptr()
         call.rows, call.sums = rows.data_ptr(), sums.data_ptr()
         call.activated = rows.data_ptr() + rows.element_size() * tokens * chosen * call.hidden
-        call.threads = torch.get_num_threads()
+        call.threads = kernel_threads()
         self._library.baton_experts(ctypes.byref(call))
         return out
 

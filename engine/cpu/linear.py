@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from engine.cpu.op import KernelsUnavailable, current_isa, kernels
+from engine.cpu.threads import kernel_threads
 from kvcache.buffers import allocate_private
 
 GROUP = 16
@@ -65,7 +66,7 @@ class Pack:
         source = weight.detach().contiguous()
         assert packable(source)
         assert source.shape[1] == self.inputs
-        shape, to = (source.data_ptr(), len(source), self.inputs), (group, step, torch.get_num_threads())
+        shape, to = (source.data_ptr(), len(source), self.inputs), (group, step, kernel_threads())
         if self._scales is None:
             kernels().baton_pack(*shape, self.address, *to)
         else:
@@ -80,7 +81,7 @@ class Pack:
         weights = self.weights()
         kernels().baton_unpack(
             *(weights.pack, weights.scales, self.inputs, outputs.data_ptr(), len(outputs), out.data_ptr()),
-            torch.get_num_threads(),
+            kernel_threads(),
         )
         return out
 
@@ -113,7 +114,7 @@ class Pack:
             None if bias is None else bias.data_ptr(),
             out.data_ptr(),
             out_dtype == torch.bfloat16,
-            torch.get_num_threads(),
+            kernel_threads(),
         )
         return out
 
