@@ -221,6 +221,7 @@ def allocate_exported(device: torch.device, nbytes: int) -> ExportedBuffer | Non
     memory = device_memory(device)
     if memory is None:
         return None
+    torch.cuda.empty_cache()  # what torch's allocator keeps for later is not free to the driver
     try:
         return memory.allocate(nbytes)
     except DeviceError as error:

@@ -223,6 +223,17 @@ def test_memory_that_cannot_be_had_to_be_shared_is_torchs(
     assert "CUDA_ERROR_OUT_OF_MEMORY" in caplog.text
 
 
+def test_torch_gives_back_what_it_keeps_before_the_driver_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = StandInDriver()
+    memory = stand_in_memory(driver)
+    monkeypatch.setattr("kvcache.device_memory.device_memory", lambda _: memory)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: driver.calls.append("empty_cache"))
+    buffer = allocate_exported(GPU, SIZE)
+    assert buffer is not None
+    buffer.close()
+    assert driver.calls.index("empty_cache") < driver.calls.index("cuMemCreate")
+
+
 @pytest.mark.parametrize("shared", [True, False])
 def test_only_a_pool_that_is_to_be_shared_is_exported(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
