@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "decoder.h"
+#include "decoder_rows.h"
 #include "exponential.h"
 #include "isa.h"
 #include "linear.h"
@@ -17,15 +18,18 @@
 namespace baton {
 namespace {
 
+constexpr int64_t kRowsOfTask = 128;  // rows of one head that a thread projects and finishes in its cache
+
 struct Shape {
-  int64_t tokens, hidden, intermediate, qkv, q;
+  int64_t tokens, hidden, intermediate, qkv, q, head_dim;
 
   explicit Shape(const DecoderCall& call)
       : tokens(call.tokens),
         hidden(call.hidden),
         intermediate(call.intermediate),
         qkv((call.attention->heads + 2 * call.attention->kv_heads) * int64_t{call.attention->head_dim}),
-        q(int64_t{call.attention->heads} * call.attention->head_dim) {}
+        q(int64_t{call.attention->heads} * call.attention->head_dim),
+        head_dim(call.attention->head_dim) {}
 };
 
 // Hands out scratch memory. If the base is null, it only counts the bytes.
@@ -47,7 +51,7 @@ class Arena {
 
 struct Buffers {
   bf16* normed;     // [tokens, hidden], one per thread when there are few tokens
-  float* projected;  // [tokens, qkv]
+  float* projected;  // [tokens, qkv]; if there are many tokens, [kRowsOfTask, head_dim] per thread
   bf16* qkv;        // [tokens, qkv]
   bf16* attended;   // [tokens, q]
   bf16* retiled;    // attended in tiles, when rows are in tiles
@@ -56,45 +60,14 @@ struct Buffers {
 };
 
 Buffers take_buffers(Arena& arena, const Shape& shape, int threads) {
-  const int64_t copies = shape.tokens <= kFewRows ? threads : 1;
+  const bool few = shape.tokens <= kFewRows;
+  const int64_t copies = few ? threads : 1;
   const int64_t rows = (shape.tokens + 15) / 16 * 16;  // whole tiles
-  return {arena.take<bf16>(copies * rows * shape.hidden), arena.take<float>(shape.tokens * shape.qkv),
+  const int64_t projected = few ? shape.tokens * shape.qkv : threads * kRowsOfTask * shape.head_dim;
+  return {arena.take<bf16>(copies * rows * shape.hidden), arena.take<float>(projected),
           arena.take<bf16>(shape.tokens * shape.qkv), arena.take<bf16>(shape.tokens * shape.q),
           arena.take<bf16>(rows * shape.q), arena.take<bf16>(rows * shape.intermediate),
           arena.take<char>(Int8Rows::bytes(shape.tokens, std::max({shape.hidden, shape.q, shape.intermediate})))};
-}
-
-float mean_square(const float* x, int64_t n) {
-  Vec sum = splat(0);
-  for (int64_t i = 0; i < n; i += 16) sum = mul_add(load(x + i), load(x + i), sum);
-  return sum_of(sum) / static_cast<float>(n);
-}
-
-// `step`: elements from 32 outputs to the next 32; 32, unless the outputs go into tiles.
-void norm_row(const float* x, const float* weight, int64_t n, float eps, bf16* to, int64_t step = 32) {
-  const Vec scale = splat(1.0f / std::sqrt(mean_square(x, n) + eps));
-  for (int64_t i = 0; i < n; i += 16)
-    store(to + i / 32 * step + i % 32, mul(mul(load(x + i), scale), load(weight + i)));
-}
-
-// Applies bias, norm (each may be null) and rotation to one head in place, and rounds the result to `to`.
-void finish_head(float* x, const float* bias, const float* norm, const float* cos, const float* sin, int dim, float eps,
-                 bf16* to) {
-  if (bias != nullptr)
-    for (int d = 0; d < dim; ++d) x[d] += bias[d];
-  if (norm != nullptr) {
-    const float scale = 1.0f / std::sqrt(mean_square(x, dim) + eps);
-    for (int d = 0; d < dim; ++d) x[d] *= scale * norm[d];
-  }
-  if (cos != nullptr) {
-    const int half = dim / 2;
-    for (int d = 0; d < half; ++d) {
-      const float low = x[d], high = x[half + d];
-      x[d] = low * cos[d] - high * sin[d];
-      x[half + d] = high * cos[d] + low * sin[d];
-    }
-  }
-  for (int d = 0; d < dim; d += 16) store(to + d, load(x + d));
 }
 
 // Adds the time since the last mark to a part, on the first thread only.
@@ -198,17 +171,15 @@ class Decoder {
   void attention_block(Team& team, const LayerWeights& weights, int layer, Clock& clock) const {
     const bf16* normed = norm(team, weights.input_norm);
     if (!few_) clock.mark(kNorm);
-    auto store = [&](const float* c, int64_t ldc, int64_t first, int rows, int64_t group, int groups) {
-      for (int r = 0; r < rows; ++r)
-        std::memcpy(buffers_.projected + (first + r) * shape_.qkv + group * kGroup, c + r * ldc,
-                    groups * kGroup * sizeof(float));
-    };
-    matmul(team, input(team, normed, shape_.hidden), shape_.tokens, weights.qkv, shape_.hidden, shape_.qkv / kGroup, store);
+    if (few_) {
+      project(team, weights, normed);
+      clock.mark(kQkv);
+      finish_heads(team, weights);
+    } else {
+      project_heads(team, weights, input(team, normed, shape_.hidden));
+    }
     team.barrier();
-    clock.mark(kQkv);
-    finish_heads(team, weights);
-    team.barrier();
-    clock.mark(kRope);
+    clock.mark(few_ ? kRope : kQkv);
     AttentionCall attention = batch_;
     attention.k = call_.tiles + layer * call_.layer_bytes;
     attention.v = call_.tiles + layer * call_.layer_bytes + call_.v_bytes;
@@ -218,19 +189,53 @@ class Decoder {
     clock.mark(kOut);
   }
 
+  void project(Team& team, const LayerWeights& weights, const bf16* normed) const {
+    auto store = [&](const float* c, int64_t ldc, int64_t first, int rows, int64_t group, int groups) {
+      for (int r = 0; r < rows; ++r)
+        std::memcpy(buffers_.projected + (first + r) * shape_.qkv + group * kGroup, c + r * ldc,
+                    groups * kGroup * sizeof(float));
+    };
+    matmul(team, input(team, normed, shape_.hidden), shape_.tokens, weights.qkv, shape_.hidden, shape_.qkv / kGroup, store);
+    team.barrier();
+  }
+
   void finish_heads(const Team& team, const LayerWeights& weights) const {
-    const int dim = batch_.head_dim, rotated = batch_.heads + batch_.kv_heads, all = rotated + batch_.kv_heads;
+    const int all = batch_.heads + 2 * batch_.kv_heads;
     int64_t first, last;
     team.split(shape_.tokens * all, first, last);
-    for (int64_t i = first; i < last; ++i) {
-      const int64_t t = i / all, head = i % all;
-      const int64_t at = t * shape_.qkv + head * dim;
-      const bool rotate = head < rotated;
-      finish_head(buffers_.projected + at, weights.qkv_bias ? weights.qkv_bias + head * dim : nullptr,
-                  head < batch_.heads ? weights.q_norm : (rotate ? weights.k_norm : nullptr),
-                  rotate ? call_.cos + t * (dim / 2) : nullptr, call_.sin + t * (dim / 2), dim, call_.eps,
-                  buffers_.qkv + at);
+    for (int64_t i = first; i < last; ++i)
+      finish(weights, i / all, i % all, buffers_.projected + i / all * shape_.qkv + i % all * shape_.head_dim);
+  }
+
+  // Many rows: `projected` would not stay in the cache, so each thread projects some rows of one head and finishes them.
+  void project_heads(Team& team, const LayerWeights& weights, const Input& a) const {
+    const int64_t dim = shape_.head_dim, all = batch_.heads + 2 * batch_.kv_heads;
+    const int64_t parts = (shape_.tokens + kRowsOfTask - 1) / kRowsOfTask;
+    float* mine = buffers_.projected + team.index * kRowsOfTask * dim;
+    Team alone(0, 1);
+    int64_t first, last;
+    team.split(all * parts, first, last);
+    for (int64_t task = first; task < last; ++task) {
+      const int64_t head = task / parts, from = task % parts * kRowsOfTask;
+      const int64_t count = std::min(kRowsOfTask, shape_.tokens - from);
+      auto store = [&](const float* c, int64_t ldc, int64_t row, int rows, int64_t group, int groups) {
+        for (int r = 0; r < rows; ++r)
+          std::memcpy(mine + (row + r) * dim + group * kGroup, c + r * ldc, groups * kGroup * sizeof(float));
+      };
+      matmul(alone, a.from_row(from), count, weights.qkv.from_group(head * dim / kGroup, shape_.hidden), shape_.hidden,
+             dim / kGroup, store);
+      for (int64_t t = 0; t < count; ++t) finish(weights, from + t, head, mine + t * dim);
     }
+  }
+
+  // One projected head of one token, [head_dim], to the left side of attention.
+  void finish(const LayerWeights& weights, int64_t t, int64_t head, float* projected) const {
+    const int dim = batch_.head_dim, rotated = batch_.heads + batch_.kv_heads;
+    const bool rotate = head < rotated;
+    finish_head(projected, weights.qkv_bias ? weights.qkv_bias + head * dim : nullptr,
+                head < batch_.heads ? weights.q_norm : (rotate ? weights.k_norm : nullptr),
+                rotate ? call_.cos + t * (dim / 2) : nullptr, call_.sin + t * (dim / 2), dim, call_.eps,
+                buffers_.qkv + t * shape_.qkv + head * dim);
   }
 
   void mlp_block(Team& team, const LayerWeights& weights, Clock& clock) const {

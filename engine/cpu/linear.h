@@ -53,6 +53,10 @@ struct Input {
   int64_t stride;  // elements from one row to the next; in tiles, k
   bool tiled;
   Int8Rows rounded = {};  // the same for a pack of int8; if there are none, each thread rounds all rows for itself
+
+  Input from_row(int64_t row) const {  // a multiple of kRowBlock
+    return {data + row * stride, stride, tiled, rounded ? rounded.from_row(row) : rounded};
+  }
 };
 
 // Rounds rows, which are not in tiles. `here`: by this thread, in its working_memory(). `together`: by the team, which

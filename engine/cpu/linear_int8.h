@@ -38,7 +38,14 @@ class Int8Rows {
 
   explicit operator bool() const { return memory_ != nullptr; }
 
+  Int8Rows from_row(int64_t row) const {  // a multiple of kRowBlock
+    Int8Rows rest = *this;
+    rest.first_ += row;
+    return rest;
+  }
+
   Int8Block block(int64_t row) const {  // of rows row, row + 1, ..; `row` is a multiple of kRowBlock
+    row += first_;
     const int64_t all = rows_ * padded_inputs(k_), scale = all + 4 * row * blocks(k_);
     return {reinterpret_cast<const int8_t*>(memory_) + row * padded_inputs(k_),
             reinterpret_cast<const float*>(memory_ + scale),
@@ -53,7 +60,7 @@ class Int8Rows {
   static int64_t blocks(int64_t k) { return (k + kScaleInputs - 1) / kScaleInputs; }
 
   char* memory_ = nullptr;
-  int64_t rows_ = 0, k_ = 0;
+  int64_t rows_ = 0, k_ = 0, first_ = 0;
 };
 
 // The scale of a block whose largest size has these bits, and what its inputs are multiplied by before they are rounded.

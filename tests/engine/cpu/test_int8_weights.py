@@ -33,7 +33,7 @@ FROM_BFLOAT16, FROM_ROUNDED_WEIGHTS, DEMO_BOUND = 0.1, 0.08, 0.02
 """Of logits: the length of the difference, as a share of the length of the logits that they are compared
 with. Of tiny random models: ours with int8 weights from ours with bfloat16 weights, and from transformers in
 float32 with the same rounded weights; of the demo model: from ours with bfloat16 weights. They were set after
-measuring at most 0.079, 0.064 and 0.009. On the tiny models bfloat16 alone makes 0.023 to 0.036."""
+measuring at most 0.082, 0.067 and 0.009. On the tiny models bfloat16 alone makes 0.023 to 0.040."""
 DEMO = Path(__file__).parents[3] / "deploy" / "demo_model"
 PAGE = 16
 
@@ -171,8 +171,8 @@ def transformers_logits(path: Path, ids: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("chunk", [1000, 7])  # many rows, which threads round together, and few
 @pytest.mark.parametrize("family", DENSE)
-def test_logits_are_within_the_bounds(family, chunk, tmp_path):
-    ids = np.random.default_rng(2).integers(0, 256, 120).tolist()
+def test_logits_are_within_the_bounds(family, chunk, isa, tmp_path):
+    ids = np.random.default_rng(2).integers(0, 256, 200).tolist()
     path = make_tiny(family, tmp_path, 1)
     got = logits(path, ids, "int8", chunk)
     assert share(got, transformers_logits(path, ids)) <= FROM_ROUNDED_WEIGHTS

@@ -1,0 +1,45 @@
+// What the fused decoder does to a row or to a head of it. Include vector_avx512.h or vector_avx2.h first; everything has
+// internal linkage, because it is compiled once per instruction set.
+#pragma once
+#include <cmath>
+
+#include "numeric.h"
+
+namespace baton {
+namespace {
+
+float mean_square(const float* x, int64_t n) {
+  Vec sum = splat(0);
+  for (int64_t i = 0; i < n; i += 16) sum = mul_add(load(x + i), load(x + i), sum);
+  return sum_of(sum) / static_cast<float>(n);
+}
+
+// `step`: elements from 32 outputs to the next 32; 32, unless the outputs go into tiles.
+void norm_row(const float* x, const float* weight, int64_t n, float eps, bf16* to, int64_t step = 32) {
+  const Vec scale = splat(1.0f / std::sqrt(mean_square(x, n) + eps));
+  for (int64_t i = 0; i < n; i += 16)
+    store(to + i / 32 * step + i % 32, mul(mul(load(x + i), scale), load(weight + i)));
+}
+
+// Applies bias, norm (each may be null) and rotation to one head in place, and rounds the result to `to`.
+void finish_head(float* x, const float* bias, const float* norm, const float* cos, const float* sin, int dim, float eps,
+                 bf16* to) {
+  if (bias != nullptr)
+    for (int d = 0; d < dim; ++d) x[d] += bias[d];
+  if (norm != nullptr) {
+    const float scale = 1.0f / std::sqrt(mean_square(x, dim) + eps);
+    for (int d = 0; d < dim; ++d) x[d] *= scale * norm[d];
+  }
+  if (cos != nullptr) {
+    const int half = dim / 2;
+    for (int d = 0; d < half; ++d) {
+      const float low = x[d], high = x[half + d];
+      x[d] = low * cos[d] - high * sin[d];
+      x[half + d] = high * cos[d] + low * sin[d];
+    }
+  }
+  for (int d = 0; d < dim; d += 16) store(to + d, load(x + d));
+}
+
+}  // namespace
+}  // namespace baton
