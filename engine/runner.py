@@ -88,7 +88,8 @@ class ModelRunner:
     def issue(self, batch: ForwardBatch) -> Read:
         """Put the forward on the device, on the thread that runs forwards. Nothing waits for the device."""
         recording = self._last_tokens.placeholders_on_failure(batch)
-        with torch.inference_mode(), self._current_device(), recording:
+        few = few_tokens(len(batch.positions)) if self._device.type == "cpu" else nullcontext()
+        with torch.inference_mode(), self._current_device(), few, recording:
             hidden, logits = self._replayed(batch) or self._computed(batch)
             finite = Fetched(hidden.sum(-1, dtype=torch.float32).isfinite())
             positions = upload(batch.sampling.positions, self._device)
@@ -118,10 +119,9 @@ class ModelRunner:
 
     def _computed(self, batch: ForwardBatch) -> Outputs:
         """hidden is [T, hidden] here, and logits are those of the sampled sequences."""
-        with few_tokens(len(batch.positions)) if self._device.type == "cpu" else nullcontext():
-            hidden = self._hidden(batch)
-            ends = batch.starts()[1:][batch.sampled] - 1
-            return Outputs(hidden, self._lm_head(hidden[upload(ends, self._device)]))
+        hidden = self._hidden(batch)
+        ends = batch.starts()[1:][batch.sampled] - 1
+        return Outputs(hidden, self._lm_head(hidden[upload(ends, self._device)]))
 
     def _step(self, inputs: StepInputs, layers: PagedLayers, states: PackedStates | None) -> Outputs:
         """A decode step over fixed addresses; recorded."""
