@@ -8,6 +8,8 @@
 namespace baton {
 namespace {
 
+constexpr int kAhead = 4096;  // bytes to prefetch ahead: four tiles
+
 // Adds the integer sums of one block of inputs, [16][16], to `rows` rows of 16 outputs.
 void add_block(const int32_t* sums, const int32_t* starts, const float* scales, int rows, bool first, float* c,
                int64_t ldc) {
@@ -16,6 +18,12 @@ void add_block(const int32_t* sums, const int32_t* starts, const float* scales, 
     const __m512 before = first ? _mm512_setzero_ps() : _mm512_loadu_ps(c + r * ldc);
     _mm512_storeu_ps(c + r * ldc, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(scales[r]), before));
   }
+}
+
+// Few rows wait for the weights.
+inline void prefetch(const uint8_t* tile) {
+  for (int line = 0; line < 16; ++line)
+    _mm_prefetch(reinterpret_cast<const char*>(tile) + kAhead + 64 * line, _MM_HINT_T0);
 }
 
 template <bool Lower, bool Second>
@@ -34,6 +42,8 @@ void tiles(const Int8Block& a, const uint8_t* pack, int64_t depth, float* c, int
     if (Lower && Second) _tile_zero(3);
     for (const int64_t end = std::min(depth, k + kScaleInputs); k < end;
          k += kTileInputs, values += a.rows * kTileInputs) {
+      if (!Lower) prefetch(pack + k * kGroup);
+      if (!Lower && Second) prefetch(second + k * kGroup);
       _tile_loadd(6, pack + k * kGroup, 64);
       _tile_loadd(4, values, 64);
       _tile_dpbsud(0, 4, 6);
