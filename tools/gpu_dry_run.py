@@ -34,7 +34,7 @@ from kvtransfer.region import GroupRegion
 from tests.support import flashinfer_stand_in as stand_in
 from tests.support.driver import Driver
 from tests.support.tiny_models import FAMILIES, MIXED, make_tiny
-from tests.support.wide_models import DENSE, make_wide
+from tests.support.wide_models import WIDE, make_wide
 from tools.fake_cuda import FakeCuda, FakeRecorder, GpuFault, on_fake_cuda
 from wire.request import SamplingParams
 
@@ -48,8 +48,8 @@ PARAMS = (
     ),
 )
 
-NAMES = sorted({*FAMILIES, *MIXED} | {f"{family}-wide" for family in DENSE})
-"""Families, and with "-wide" their models with heads of 64, whose decoders are fused on CUDA."""
+NAMES = sorted({*FAMILIES, *MIXED} | {f"{family}-wide" for family in WIDE})
+"""Families, and with "-wide" models of them whose heads FlashInfer has kernels for."""
 
 
 def make_model(name: str, directory: Path) -> Path:
@@ -78,7 +78,7 @@ def dry_run(directory: Path) -> dict[str, int]:
             _steps(runner)
             if not recorder.replays:
                 raise GpuFault("no decode step was replayed from a graph")
-            batches = sum(_staged_batches(pool) for pool in pools.values())
+            batches = sum(_staged_batches(pool) for pool in pools.values() if pool.page_bytes)
             return {**device.seen, "replays": recorder.replays, "staged batches": batches}
 
 

@@ -16,9 +16,10 @@ from engine.device_copies import Fetched, upload
 from engine.last_tokens import LastTokens
 from engine.sampler import Sampler
 from kvtransfer.copies import CudaCopies
-from tools.gpu_dry_run import NAMES, dry_run, make_model
+from tools.gpu_dry_run import dry_run, make_model
 
-FAST = ("gpt_oss", "deepseek_v3", "qwen3_next", "qwen3-wide")
+FAMILIES = ("gpt_oss", "deepseek_v3", "qwen3_next", "qwen3-wide", "qwen3_moe-wide", "gemma2-wide")
+"""One of each kind of layer. `make gpu` runs all families."""
 
 
 @pytest.fixture(scope="module")
@@ -27,13 +28,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return lambda name: make_model(name, directory)
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        *FAST,
-        *(pytest.param(name, marks=pytest.mark.slow) for name in sorted({*NAMES} - set(FAST))),
-    ],
-)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_no_step_of_a_family_would_wait_or_break_on_a_gpu(family: str, tiny: Callable[[str], Path]) -> None:
     seen = dry_run(tiny(family))
     assert seen["replays"] >= 4
