@@ -8,6 +8,14 @@
 namespace baton {
 namespace {
 
+constexpr int kAhead = 4096;  // bytes to prefetch ahead: four tiles
+
+// Few rows wait for the weights, and loads of tiles alone do not keep enough of them under way.
+inline void prefetch(const bf16* tile) {
+  for (int line = 0; line < 16; ++line)
+    _mm_prefetch(reinterpret_cast<const char*>(tile) + kAhead + 64 * line, _MM_HINT_T0);
+}
+
 template <bool Tiled, bool Lower, bool Second>
 void tiles(const bf16* a, int64_t lda, const bf16* pack, int64_t depth, int64_t k, float* c, int64_t ldc) {
   const bf16* below = a + 16 * lda;  // 16 rows further; for rows in tiles too, where lda is k
@@ -18,6 +26,8 @@ void tiles(const bf16* a, int64_t lda, const bf16* pack, int64_t depth, int64_t 
   if (Lower) _tile_zero(2);
   if (Lower && Second) _tile_zero(3);
   for (int64_t i = 0; i < k; i += 32) {
+    if (!Lower) prefetch(pack + i * kGroup);
+    if (!Lower && Second) prefetch(second + i * kGroup);
     _tile_loadd(6, pack + i * kGroup, 64);
     _tile_loadd(4, a + i * a_step, a_stride);
     _tile_dpbf16ps(0, 4, 6);
