@@ -405,7 +405,6 @@ def test_all_pages_names_every_cached_page() -> None:
         ({"page_size": 12}, "page_size"),
         ({"max_context_len": 65}, "max_context_tokens"),
         ({"prefix_cache": "magic"}, "prefix_cache"),
-        ({"device": "cuda", "shared": True}, "device"),
     ],
 )
 def test_a_configuration_that_cannot_work_names_its_key(change: dict[str, object], named: str) -> None:
