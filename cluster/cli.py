@@ -50,6 +50,7 @@ from common.host import HTTP_PORT, LOOPBACK
 from common.options import exit_on_config_error
 from common.secrets import SECRET_VARIABLE, open_secret
 from common.settings import assign, parse_value, put
+from wire.options import ServedModel
 from worker.options import WorkerSettings
 
 DISTRIBUTION = "baton-serve"
@@ -93,6 +94,7 @@ def make_config(arguments: argparse.Namespace) -> dict[str, Any]:
         "roles": None if arguments.num_workers is None else DYNAMIC,
         "dynamic.num_replicas": arguments.num_workers,
         "served_model_name": arguments.served_model_name,
+        "generation_config": arguments.generation_config,
         "prefill.num_replicas": arguments.num_prefill,
         "decode.num_replicas": arguments.num_decode,
     }
@@ -273,6 +275,9 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--host", default=LOOPBACK, help="where HTTP listens (default %(default)s)")
     serve.add_argument("--port", type=int, default=HTTP_PORT, help="where HTTP listens (default %(default)s)")
     serve.add_argument("--served-model-name", metavar="NAME", help="name in the API (default: from MODEL)")
+    serve.add_argument(
+        "--generation-config", metavar="X", help=ServedModel.model_fields["generation_config"].description
+    )
     for key in _WORKER_FLAGS:
         description = WorkerSettings.model_fields[key].description
         serve.add_argument(_flag(key), metavar="X", help=f"{description} (both roles)")

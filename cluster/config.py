@@ -127,6 +127,7 @@ class ServeConfig(ServedModel, SocketOptions):
             **self._sockets(),
             model=one.model,
             served_model_name=one.model_name,
+            generation_config=one.generation_config,
             model_version=one.model_version,
         )
 
@@ -136,7 +137,11 @@ class ServeConfig(ServedModel, SocketOptions):
         for one in self.served:
             sections.setdefault(one.model_name, []).append(one)
         models = tuple(
-            RoutedModel(model=Path(versions[0].model), served_model_name=name)
+            RoutedModel(
+                model=Path(versions[0].model),
+                served_model_name=name,
+                generation_config=versions[0].generation_config,
+            )
             for name, versions in sections.items()
         )
         return RouterOptions(**self.router.options.given(), **self._sockets(), models=models)

@@ -24,6 +24,7 @@ class EngineConfig:
     dtype: str = "auto"  # of weights and KV; "auto": the dtype in config.json
     weight_dtype: str = "auto"  # of linear layers on a CPU; "int8": rounded at load, a factor per output
     kv_cache_dtype: str = "auto"  # storage format of KV (kvcache.quant); "auto": `dtype`
+    generation_config: str = "auto"  # a folder that lists the end tokens; "auto", "vllm": `model` does
     device: str = "cpu"  # a torch device
     attention: str = "auto"  # "auto": flashinfer on CUDA, the C++ op on CPU, else the torch reference
     linear: str = "auto"  # "packed": weights rearranged once for the CPU; "auto": packed in bfloat16 on CPU

@@ -118,8 +118,10 @@ def _read(config: EngineConfig, hf_config: Any, dtype: torch.dtype, local: bool)
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:  # RuntimeError: another shape
         raise _unreadable(config.model, error) from error
     return_freed_memory()  # of what was dequantised or merged
-    with contextlib.suppress(OSError):  # a checkpoint may have none
-        model.generation_config = GenerationConfig.from_pretrained(config.model, local_files_only=local)
+    own = config.generation_config in ("auto", "vllm")
+    source = config.model if own else config.generation_config
+    with contextlib.suppress(OSError):  # a checkpoint may have none; the router refuses other folders
+        model.generation_config = GenerationConfig.from_pretrained(source, local_files_only=local or not own)
     if report["missing_keys"]:  # transformers initialises them at random
         missing = ", ".join(sorted(report["missing_keys"])[:3])
         raise _unreadable(config.model, ValueError(f"no weights for {missing}"))

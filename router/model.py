@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from common.errors import ContextTooLong, InvalidRequest, Unavailable
 from router.placement.models import ModelVersions
 from router.streams.room_requests import RoomRequests
+from router.text.sampling_defaults import SamplingDefaults
 from router.text.tokenization import Tokenization
 
 
@@ -16,6 +17,7 @@ class Model:
 
     name: str
     tokenization: Tokenization
+    sampling_defaults: SamplingDefaults
     requests: RoomRequests
     versions: ModelVersions
 

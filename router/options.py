@@ -229,6 +229,11 @@ class RoutedModel(Options):
         description="directory with tokenizer.json, tokenizer_config.json, chat_template.jinja"
     )
     served_model_name: str = Field(min_length=1)
+    generation_config: str = Field(
+        "auto", min_length=1,
+        description="where requests get what they leave out: auto, the model's generation_config.json; vllm, "
+        "neutral values; or a folder with such a file",
+    )  # fmt: skip
     version_weights: VersionWeights = Field(
         {}, description="share of new streams by model_version; {}: by decode capacity (docs/routing.md)"
     )
@@ -240,6 +245,9 @@ class RouterOptions(RouterSettings, ConnectionOptions, SocketOptions):
 
     model: Path | None = Field(None, description=RoutedModel.model_fields["model"].description)
     served_model_name: str | None = Field(None, min_length=1)
+    generation_config: str = Field(
+        "auto", min_length=1, description=RoutedModel.model_fields["generation_config"].description
+    )
     version_weights: VersionWeights = Field(
         {}, description=RoutedModel.model_fields["version_weights"].description
     )
@@ -274,6 +282,7 @@ class RouterOptions(RouterSettings, ConnectionOptions, SocketOptions):
             RoutedModel(
                 model=self.model,
                 served_model_name=self.served_model_name,
+                generation_config=self.generation_config,
                 version_weights=self.version_weights,
             ),
         )

@@ -46,6 +46,7 @@ from router.streams.resume import ResumeTokens, Resumption
 from router.streams.resumed_output import Resumed, ResumedOutput
 from router.streams.room_requests import RoomNumbers, RoomRequests
 from router.streams.stream import RoomSink, RoomStream
+from router.text.sampling_defaults import read_defaults
 from router.text.tokenization import Tokenization
 from router.trace import TraceStore
 from router.unanswered import Unanswered
@@ -86,7 +87,13 @@ class Router:
         weights = {one.served_model_name: one.version_weights for one in options.served}
         self._versions = Models(weights, make_version)
         self.models = {
-            name: Model(name, Tokenization(one.model), RoomRequests(name), self._versions.by_name[name])
+            name: Model(
+                name,
+                Tokenization(one.model),
+                read_defaults(one.model, one.generation_config),
+                RoomRequests(name),
+                self._versions.by_name[name],
+            )
             for name, one in ((one.served_model_name, one) for one in options.served)
         }
         self.resume_tokens = ResumeTokens(options, secret)

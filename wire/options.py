@@ -78,6 +78,12 @@ class ServedModel(Options):
         None, description="name in the API; default: the model's last path part"
     )
 
+    generation_config: str = Field(
+        "auto", min_length=1,
+        description="where requests get what they leave out (temperature, top_p, ...), and where the tokens "
+        "that end an answer are listed: auto, the model's generation_config.json; vllm, neutral values and "
+        "the model's end tokens; or a folder with such a file",
+    )  # fmt: skip
     model_version: str = Field(
         "", max_length=64, description="name of this version of the model, for weights; not in the API"
     )

@@ -38,6 +38,7 @@ def build_engine(options: WorkerOptions, shared_pool: bool) -> tuple[Engine, Mem
         return FakeEngine(spec, memory.kv_caches, FakeTiming(options.fake_step_s), overlap), memory
     config = EngineConfig(
         model=options.model,
+        generation_config=options.generation_config,
         dtype=options.dtype,
         weight_dtype=options.weight_dtype,
         kv_cache_dtype=options.kv_cache_dtype,

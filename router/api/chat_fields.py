@@ -8,6 +8,7 @@ from pydantic import BaseModel, Field
 
 from common.errors import InvalidRequest
 from router.text.chat import Chat
+from router.text.messages import with_parsed_arguments
 
 MOST_MESSAGES = 8192
 MOST_TOOLS = 1024
@@ -31,6 +32,7 @@ class ChatFields(BaseModel):
 def _plain_message(message: dict[str, Any], position: int) -> dict[str, Any]:
     if not isinstance(message.get("role"), str):
         raise InvalidRequest(f"messages.{position}.role: a string is needed", "messages")
+    message = with_parsed_arguments(message, f"messages.{position}")
     content = message.get("content")
     if content is None or isinstance(content, str):
         return message

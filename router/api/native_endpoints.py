@@ -93,7 +93,7 @@ async def generate(router: Router, request: HttpRequest) -> None:
     for prompt in prompts:
         model.room_for(prompt, params.max_new_tokens, param)
     top = body.top_logprobs_num if body.return_logprob else None
-    sampling = params.sampling(params.max_new_tokens, top, model.tokenization.vocab_size)
+    sampling = params.sampling(params.max_new_tokens, top, model)
     submission = make_submission(router, model, request, body, params, prompts, sampling)
     if body.stream:
         await stream(router, request, submission, "generate", NativeEvents)

@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from common.errors import InvalidRequest
+from router.model import Model
 from router.text.chat import MOST_TEXT
 from wire.request import SamplingParams
 from wire.sampling_ranges import (
@@ -53,7 +54,7 @@ def _few_biases(value: Any) -> Any:
     return value
 
 
-def _within(allowed: ParamRange, default: float) -> Any:
+def _within(allowed: ParamRange, default: float | None) -> Any:
     return Field(default, ge=allowed.low, le=allowed.high)
 
 
@@ -75,14 +76,15 @@ class SamplingBody(BaseModel):
     # Empty collections come from factories: pydantic deep-copies a default, which took half of the parsing.
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    temperature: float = _within(TEMPERATURE, 1.0)
-    top_p: float = Field(1.0, gt=PROBABILITY.low, le=PROBABILITY.high)
-    top_k: int = Field(0, ge=-1, lt=2**31, description="0 or -1: off")
-    min_p: float = _within(PROBABILITY, 0.0)
+    # None: as the model's generation_config.json says (SamplingDefaults).
+    temperature: float | None = _within(TEMPERATURE, None)
+    top_p: float | None = Field(None, gt=PROBABILITY.low, le=PROBABILITY.high)
+    top_k: int | None = Field(None, ge=-1, lt=2**31, description="0 or -1: off")
+    min_p: float | None = _within(PROBABILITY, None)
     seed: int | None = None
     presence_penalty: float = _within(PENALTY, 0.0)
     frequency_penalty: float = _within(PENALTY, 0.0)
-    repetition_penalty: float = _within(REPETITION_PENALTY, 1.0)
+    repetition_penalty: float | None = _within(REPETITION_PENALTY, None)
     logit_bias: Annotated[dict[TokenId, Bias], BeforeValidator(_few_biases)] = Field(default_factory=dict)
     min_tokens: int = Field(0, ge=0)
     stop: str | Annotated[list[str], Field(fail_fast=True)] = Field(default_factory=list)
@@ -101,8 +103,9 @@ class SamplingBody(BaseModel):
             )  # fmt: skip
         return stops
 
-    def sampling(self, max_new_tokens: int, top_logprobs: int | None, vocab_size: int) -> SamplingParams:
+    def sampling(self, max_new_tokens: int, top_logprobs: int | None, model: Model) -> SamplingParams:
         """For the workers, with a seed. Raises InvalidRequest for tokens outside the vocabulary."""
+        vocab_size, default = model.tokenization.vocab_size, model.sampling_defaults
         for name, tokens in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
             for token in tokens:
                 if token >= vocab_size:
@@ -113,12 +116,14 @@ class SamplingBody(BaseModel):
             )
         return SamplingParams(
             max_new_tokens=max_new_tokens,
-            temperature=self.temperature,
-            top_k=max(0, self.top_k),
-            top_p=self.top_p,
-            min_p=self.min_p,
+            temperature=default.temperature if self.temperature is None else self.temperature,
+            top_k=default.top_k if self.top_k is None else max(0, self.top_k),
+            top_p=default.top_p if self.top_p is None else self.top_p,
+            min_p=default.min_p if self.min_p is None else self.min_p,
             seed=random.getrandbits(63) if self.seed is None else self.seed % (1 << 63),
-            repetition_penalty=self.repetition_penalty,
+            repetition_penalty=(
+                default.repetition_penalty if self.repetition_penalty is None else self.repetition_penalty
+            ),
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             logit_bias=self.logit_bias,

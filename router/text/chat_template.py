@@ -21,9 +21,9 @@ import jinja2.utils
 
 from common.errors import ConfigError, InvalidRequest
 from router.text.chat import Chat
+from router.text.messages import as_templates_expect
 from router.text.template_marks import TemplateMarks
 
-_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 # What a template is given under these names is not the request's to replace. (A template of the request's own
 # is refused, too: templates come from the operator.)
 _RESERVED = ("messages", "tools", "add_generation_prompt", "strftime_now", "chat_template")
@@ -58,13 +58,15 @@ class ChatTemplate:
 
     def render(self, chat: Chat) -> str:
         """The chat as text. Raises InvalidRequest, with the template's message, if it refuses the chat."""
-        return self._render(self._choose(chat).usual, chat, self._special_tokens)
+        template = self._choose(chat)
+        return self._render(template, template.usual, chat, self._special_tokens)
 
     def separate(self, chat: Chat, rendered: str) -> list[str] | None:
         """A rendered chat: in turn a text and a control token that the template wrote. None if the template
         does something else when its texts are marked."""
+        template = self._choose(chat)
         try:
-            marked = self._render(self._choose(chat).marked, chat, self._marked_tokens)
+            marked = self._render(template, template.marked, chat, self._marked_tokens)
         except InvalidRequest:
             return None
         parts = self._marks.split(marked)
@@ -76,16 +78,19 @@ class ChatTemplate:
             raise InvalidRequest(f"this model has no default chat template, only {sorted(self._templates)}")
         return self._templates[name]
 
-    def _render(self, template: jinja2.Template, chat: Chat, special_tokens: dict[str, str]) -> str:
+    def _render(
+        self, chosen: _Compiled, template: jinja2.Template, chat: Chat, special_tokens: dict[str, str]
+    ) -> str:
         for name in chat.template_kwargs:
             if name in self._reserved:
                 raise InvalidRequest(f"{name!r} is not the request's to set", "chat_template_kwargs")
+        messages = as_templates_expect(chat.messages, chosen.words, chosen.asks_for_none)
         try:
             return template.render(
                 **{
                     **special_tokens,
                     **chat.template_kwargs,
-                    "messages": [_as_templates_expect(message) for message in chat.messages],
+                    "messages": messages,
                     "tools": chat.tools,
                     "documents": chat.template_kwargs.get("documents"),
                     "add_generation_prompt": chat.add_generation_prompt,
@@ -105,12 +110,39 @@ class _Compiled:
     usual: jinja2.Template
     marked: jinja2.Template
     plain: bool
+    words: frozenset[str]  # constants of the template, among them the roles that it names
+    asks_for_none: bool  # it tests whether a content is none
 
     @classmethod
     def make(cls, environment: jinja2.Environment, source: str, marks: TemplateMarks) -> _Compiled:
         parsed = environment.parse(source)
         plain = marks.is_plain(parsed)
-        return cls(environment.from_string(source), environment.from_string(marks.mark(parsed)), plain)
+        constants = (node.value for node in parsed.find_all(jinja2.nodes.Const))
+        words = frozenset(value for value in constants if isinstance(value, str) and value.isidentifier())
+        tests = parsed.find_all((jinja2.nodes.Test, jinja2.nodes.Compare))
+        asks_for_none = any(_asks_for_none(test) for test in tests)
+        usual, marked = environment.from_string(source), environment.from_string(marks.mark(parsed))
+        return cls(usual, marked, plain, words, asks_for_none)
+
+
+def _asks_for_none(test: jinja2.nodes.Expr) -> bool:
+    """`message.content is none`, `message['content'] != None`, and the same for a variable named content."""
+    match test:
+        case jinja2.nodes.Test(name="none", node=subject):
+            pass
+        case jinja2.nodes.Compare(
+            expr=subject, ops=[jinja2.nodes.Operand(expr=jinja2.nodes.Const(value=None))]
+        ):
+            pass
+        case _:
+            return False
+    match subject:
+        case jinja2.nodes.Getattr(attr="content") | jinja2.nodes.Name(name="content"):
+            return True
+        case jinja2.nodes.Getitem(arg=jinja2.nodes.Const(value="content")):
+            return True
+        case _:
+            return False
 
 
 def load_templates(model: Path, config: dict[str, Any]) -> dict[str, str]:
@@ -127,15 +159,6 @@ def load_templates(model: Path, config: dict[str, Any]) -> dict[str, str]:
         for extra in sorted((model / "additional_chat_templates").glob("*.jinja")):
             sources[extra.stem] = extra.read_text(encoding="utf-8")
     return sources
-
-
-def _as_templates_expect(message: dict[str, Any]) -> dict[str, Any]:
-    """The message without nulls (templates test `is defined`), and with its reasoning under two names."""
-    present = {key: value for key, value in message.items() if value is not None}
-    for name in _REASONING_NAMES:
-        if name in present:
-            return {"thinking": present[name], **present, "reasoning_content": present[name]}
-    return present
 
 
 class _Generation(jinja2.ext.Extension):

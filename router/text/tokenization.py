@@ -5,7 +5,6 @@ transformers itself is not imported: its Auto classes load torch, which costs a 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from router.text.chat import Chat
 from router.text.chat_template import ChatTemplate, load_templates
 from router.text.control_tokens import ControlTokens
 from router.text.detokenize import DetokenizerFactory
+from router.text.json_files import read_json
 from router.text.tiktoken_encoder import TiktokenEncoder
 from router.text.tokenizer_classes import rebuild, special_defaults
 
@@ -32,7 +32,7 @@ class Tokenization:
             raise ConfigError(
                 "model", f"{model} has no tokenizer.json", "name a model directory that has one"
             )
-        config = _read_json(model / "tokenizer_config.json")
+        config = read_json(model / "tokenizer_config.json")
         try:
             self.tokenizer: Tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # noqa: BLE001  the library raises bare Exception for a bad file
@@ -43,7 +43,7 @@ class Tokenization:
         rebuild(self.tokenizer, declared, config)
         self.special_tokens = {
             **special_defaults(declared),
-            **_named_tokens(config, _read_json(model / "special_tokens_map.json")),
+            **_named_tokens(config, read_json(model / "special_tokens_map.json")),
         }
         _add_missing_tokens(self.tokenizer, config, self.special_tokens)
         self.vocab_size: int = self.tokenizer.get_vocab_size(with_added_tokens=True)
@@ -95,18 +95,6 @@ class Tokenization:
         if parts is None or control.are_all_in(parts):
             return self.encode(rendered, add_special_tokens=False)
         return control.encode(parts)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError("model", f"{path} is not JSON ({error})", "repair it") from None
-    if not isinstance(loaded, dict):
-        raise ConfigError("model", f"{path} is not a JSON object", "repair it")
-    return loaded
 
 
 def _content(token: Any) -> str | None:

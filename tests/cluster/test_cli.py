@@ -58,6 +58,13 @@ def test_a_refusal_ends_the_process_with_exit_code_2(model: str) -> None:
     assert "worker.page_size" in done.stderr
 
 
+def test_the_generation_config_reaches_router_and_workers(model: str) -> None:
+    arguments = _parser().parse_args(["serve", model, "--generation-config", "vllm"])
+    config = parse_config(make_config(arguments))
+    assert [one.generation_config for one in config.router_options().served] == ["vllm"]
+    assert {config.worker_options(key).generation_config for key in ("prefill", "decode")} == {"vllm"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -24,7 +24,7 @@ async def chat_completions(router: Router, request: HttpRequest) -> None:
     prompt = await encode_chat(model, chat)
     length = model.room_for(prompt, body.wanted, "messages")
     top = (body.top_logprobs or 0) if body.logprobs else None
-    sampling = body.sampling(length, top, model.tokenization.vocab_size)
+    sampling = body.sampling(length, top, model)
     style = ChatStyle(model.tokenization.detokenizers, body.logprobs)
     submission = make_submission(
         router, model, request, body, body, [prompt], sampling, body.prompt_cache_key,
@@ -40,7 +40,7 @@ async def completions(router: Router, request: HttpRequest) -> None:
     prompts = await encode_prompts(model, body.prompt, "prompt", body.n, body.add_special_tokens)
     for prompt in prompts:
         model.room_for(prompt, body.max_tokens, "prompt")
-    sampling = body.sampling(body.max_tokens, body.logprobs, model.tokenization.vocab_size)
+    sampling = body.sampling(body.max_tokens, body.logprobs, model)
     style = CompletionStyle(model.tokenization.detokenizers, body.logprobs is not None)
     submission = make_submission(router, model, request, body, body, prompts, sampling, body.prompt_cache_key)
     await _answer(router, request, body, submission, style)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from router.text.tokenization import Tokenization
 from tests.router.conftest import RouterProcess, start_router, wait_until
 from tests.support.fake_worker import FakeWorker, expected_tokens
 from tests.support.sse import DONE, sse_events
+from tests.support.tokenizers import byte_level
 from wire.codec import pack_tokens
 from wire.messages import Abort, Decode, Prefill
 from wire.records import Role
@@ -234,6 +236,28 @@ def test_what_is_sent_to_the_workers(service: Service) -> None:
     assert len(seeds) == 2
 
 
+def test_the_models_generation_config_is_what_requests_leave_out(tmp_path: Path) -> None:
+    path = byte_level(tmp_path / "model")
+    written = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1, "repetition_penalty": 1.05}
+    (path / "generation_config.json").write_text(json.dumps(written))
+    router = start_router(tmp_path, path)
+    d = FakeWorker(Role.DECODE, router.mailbox, max_context=512)
+    router.wait_for_workers(1)
+    native = {"text": "a", "sampling_params": {"top_k": -1, "max_new_tokens": 2}}
+    for name, url, body in (
+        ("none", "/v1/completions", {"prompt": "a", "max_tokens": 2, "temperature": None}),
+        ("some", "/v1/chat/completions", {"messages": CHAT, "max_tokens": 2, "temperature": 0, "min_p": 0}),
+        ("native", "/generate", native),
+    ):
+        assert router.http.post(url, json=body, headers={"X-Request-Id": name}).status_code == 200
+    sent = {m.request.request_id: m.request.sampling for m in d.seen if isinstance(m, Decode)}
+    assert {name: getattr(sent["none"], name) for name in written} == written
+    assert (sent["some"].temperature, sent["some"].min_p, sent["some"].top_p) == (0, 0, 0.95)
+    assert (sent["native"].top_k, sent["native"].temperature) == (0, 0.6)
+    d.close()
+    assert router.stop() == 0
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param", "words"),
     [
@@ -274,7 +298,7 @@ def test_what_is_sent_to_the_workers(service: Service) -> None:
         ("/v1/completions", {"prompt": [1] * 500, "max_tokens": 100}, "prompt", "600 .* 512"),
         ("/v1/completions", {"prompt": "a", "n": 2000}, "n", "128"),
         ("/v1/chat/completions", {"messages": []}, "messages", "at least 1"),
-        ("/v1/chat/completions", {"messages": [{"role": "x", "content": "a"}]}, "messages", "unknown role"),
+        ("/v1/chat/completions", {"messages": [{"role": "x", "content": "a"}]}, "messages", "none of system"),
         ("/v1/chat/completions", {"messages": CHAT, "top_logprobs": 2}, "top_logprobs", "logprobs=true"),
         (
             "/v1/chat/completions",

@@ -96,7 +96,7 @@ def test_tools_reasoning_and_template_arguments(tmp_path: Path) -> None:
 def test_a_template_may_refuse_in_its_own_words(tmp_path: Path, family: str) -> None:
     ours = Tokenization(FAMILIES[family](tmp_path))
     with pytest.raises(InvalidRequest, match=r"unknown role|roles must alternate"):
-        ours.render_chat(Chat([{"role": "stranger", "content": "x"}]))
+        ours.render_chat(Chat([{"role": "function", "content": "x"}]))
 
 
 def rewritten(tmp_path: Path, template: str) -> Tokenization:

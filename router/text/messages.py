@@ -1,0 +1,89 @@
+"""Messages of a chat as chat templates expect them.
+
+Templates are written for what transformers gives them, which is not quite what OpenAI's API takes: there the
+arguments of a tool call are a text, and any field may be null.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+import msgspec
+
+from common.errors import InvalidRequest
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""OpenAI's. A template may name others."""
+
+_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+
+
+def with_parsed_arguments(message: dict[str, Any], place: str) -> dict[str, Any]:
+    """The message with the arguments of its tool calls as objects, as templates expect them.
+
+    Arguments that are not the JSON of an object stay the text that they are: the model wrote them, and a
+    conversation in which it once did so has to go on. (vLLM replaces them by {}.) No arguments are {}.
+    Raises InvalidRequest for calls without a function; `place` is what the error names.
+    """
+    calls = message.get("tool_calls")
+    if calls is None:
+        return message
+    if not isinstance(calls, list):
+        raise InvalidRequest(f"{place}.tool_calls: a list is needed", "messages")
+    parsed = [_parsed_call(call, f"{place}.tool_calls.{number}") for number, call in enumerate(calls)]
+    return {**message, "tool_calls": parsed or None}  # templates take an empty list for a call
+
+
+def _parsed_call(call: Any, place: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise InvalidRequest(f"{place}: only calls of a function, with its name, are supported", "messages")
+    return {**call, "function": {**function, "arguments": _parsed_arguments(function.get("arguments"))}}
+
+
+def _parsed_arguments(arguments: Any) -> Any:
+    if arguments is None or arguments == "":
+        return {}
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        parsed = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments
+
+
+def as_templates_expect(
+    messages: list[dict[str, Any]], named: Container[str], asks_for_none: bool
+) -> list[dict[str, Any]]:
+    """The messages for a template with the roles in `named`.
+
+    Many templates leave out a message whose role they do not know. So a role must be OpenAI's or the
+    template's, and a developer's message is a system's for a template that does not name developers.
+    A content of null is always there: as None for a template that `asks_for_none` (DeepSeek's renders tool
+    calls only then), else as "" (others would print "None"). Raises InvalidRequest.
+    """
+    expected = []
+    for number, message in enumerate(messages):
+        role = message["role"]
+        if role not in ROLES and role not in named:
+            raise InvalidRequest(
+                f"messages.{number}.role: {role[:64]!r} is none of {', '.join(ROLES)}", "messages"
+            )
+        if role == "developer" and role not in named:
+            message = {**message, "role": "system"}
+        expected.append(_with_usual_fields(message, None if asks_for_none else ""))
+    return expected
+
+
+def _with_usual_fields(message: dict[str, Any], no_content: str | None) -> dict[str, Any]:
+    """The message with its reasoning under two names, and without nulls: templates test whether fields are
+    defined. A call's content may be left out, which is the same as null."""
+    present = {key: value for key, value in message.items() if value is not None}
+    if "content" in message or "tool_calls" in present:
+        present.setdefault("content", no_content)
+    for name in _REASONING_NAMES:
+        if name in present:
+            return {"thinking": present[name], **present, "reasoning_content": present[name]}
+    return present

@@ -1,0 +1,21 @@
+"""Which tokens end an answer: those of the model's generation_config.json, or of a named folder's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from engine.config import EngineConfig
+from engine.loader import load_model
+from tests.support.tiny_models import make_tiny
+
+
+def test_a_folder_that_was_named_lists_the_end_tokens(tmp_path: Path) -> None:
+    model = make_tiny("llama", tmp_path / "model", seed=1)
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+    named = tmp_path / "named"
+    named.mkdir()
+    (named / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
+    for source, want in (("auto", (5, 6)), ("vllm", (5, 6)), (str(named), (7,))):
+        loaded = load_model(EngineConfig(str(model), generation_config=source, overlap=False))
+        assert loaded.spec.eos_token_ids == want

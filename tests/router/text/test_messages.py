@@ -1,0 +1,121 @@
+"""What chat templates get of a request: the chat that transformers renders for the same objects."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from common.errors import InvalidRequest
+from router.api.chat_fields import ChatFields
+from router.text.tokenization import Tokenization
+from tests.support.tokenizers import byte_level
+
+# As templates of Hermes, Qwen and Mistral ask: is there a content, what are the arguments.
+TEMPLATE = """{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.content is not none %}{{ message.content }}{% else %}(none){% endif %}
+{%- if message.tool_calls is defined %}
+{%- for call in message.tool_calls %}
+{{- '\\n<call>' + call.function.name }}
+{%- if call.function.arguments is mapping %}
+{%- for name, value in call.function.arguments.items() %}{{ ' ' + name + '=' + (value | tojson) }}{% endfor %}
+{%- else %}{{ ' as written: ' + call.function.arguments }}{% endif %}
+{%- endfor %}{% endif %}
+{%- if message.name is defined %}{{ ' by ' + message.name }}{% endif %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}"""
+
+
+def model(tmp_path: Path, template: str = TEMPLATE) -> Path:
+    path = byte_level(tmp_path)
+    (path / "chat_template.jinja").write_text(template)
+    return path
+
+
+def call(arguments: Any) -> dict[str, Any]:
+    function = {"name": "add", "arguments": arguments}
+    return {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": function}]}
+
+
+def rendered(path: Path, messages: list[dict[str, Any]]) -> str:
+    return Tokenization(path).render_chat(ChatFields().make_chat(messages))
+
+
+def test_arguments_of_tool_calls_are_objects_for_templates(tmp_path: Path) -> None:
+    path = model(tmp_path)
+    given = {"a": 1, "b": [1.5, None, True], "c": {"é": "東 <"}}
+    as_object = [{"role": "user", "content": "x"}, call(given)]
+    as_text = [{"role": "user", "content": "x"}, call(json.dumps(given))]
+    want = AutoTokenizer.from_pretrained(path).apply_chat_template(as_object, tokenize=False)
+    want = want.replace("assistant\n", "assistant\n(none)")  # transformers leaves out what is None
+    before = copy.deepcopy(as_text)
+    assert rendered(path, as_text) == rendered(path, as_object) == want
+    assert ' a=1 b=[1.5, null, true] c={"é": "東 <"}' in want
+    assert as_text == before  # what a request brings is not changed
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"a": ', "[1]", "3", "nonsense", "NaN", "[" * 100_000, '{"a": "\ud800"}']
+)
+def test_arguments_that_are_no_object_stay_what_the_model_wrote(arguments: str) -> None:
+    chat = ChatFields().make_chat([call(arguments)])
+    assert chat.messages[0]["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+@pytest.mark.parametrize("arguments", ["", None])
+def test_no_arguments_are_an_empty_object(arguments: str | None) -> None:
+    chat = ChatFields().make_chat([call(arguments)])
+    assert chat.messages[0]["tool_calls"][0]["function"]["arguments"] == {}
+
+
+@pytest.mark.parametrize(
+    "calls",
+    ["x", {"a": 1}, ["x"], [{}], [{"function": {"arguments": "{}"}}], [{"type": "custom", "custom": {}}]],
+)
+def test_calls_without_a_function_are_refused(calls: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"messages\.0\.tool_calls"):
+        ChatFields().make_chat([{"role": "assistant", "content": None, "tool_calls": calls}])
+
+
+def test_a_content_of_null_is_there_and_other_nulls_are_not(tmp_path: Path) -> None:
+    path = model(tmp_path)
+    message = {"role": "assistant", "content": None, "name": None, "tool_calls": None, "refusal": None}
+    assert rendered(path, [message]) == "<|im_start|>assistant\n(none)<|im_end|>\n"
+    assert rendered(path, [{**message, "tool_calls": []}]) == "<|im_start|>assistant\n(none)<|im_end|>\n"
+    calls = call("")["tool_calls"]
+    assert "(none)" in rendered(path, [{"role": "assistant", "tool_calls": calls}])
+
+
+@pytest.mark.parametrize(
+    ("asks", "want"),
+    [
+        ("{{ message.content is none }}", "True"),
+        ("{{ message['content'] is not none }}", "False"),
+        ("{% set content = message.content %}{{ content == none }}", "True"),
+        ("{{ message.content }}{{ tools is none }}", "True"),  # and no "None"
+        ("{{ 'x' + message.content }}{{ message.content is defined }}", "xTrue"),
+    ],
+)
+def test_null_is_none_for_templates_that_ask_for_it(tmp_path: Path, asks: str, want: str) -> None:
+    path = model(tmp_path, "{% for message in messages %}" + asks + "{% endfor %}")
+    assert rendered(path, [call("{}")]) == want
+
+
+def test_a_role_is_openais_or_the_templates(tmp_path: Path) -> None:
+    path = model(tmp_path / "usual")
+    with pytest.raises(InvalidRequest, match=r"messages\.1\.role: 'assistent' is none of system"):
+        rendered(path, [{"role": "user", "content": "x"}, {"role": "assistent", "content": "y"}])
+    named = model(tmp_path / "named", TEMPLATE + "{% if messages[0].role == 'ipython' %}!{% endif %}")
+    assert rendered(named, [{"role": "ipython", "content": "x"}]).endswith("!")
+
+
+def test_a_developer_is_the_system_for_templates_that_do_not_know_developers(tmp_path: Path) -> None:
+    messages = [{"role": "developer", "content": "x"}]
+    assert "<|im_start|>system\nx" in rendered(model(tmp_path / "usual"), messages)
+    knows = model(tmp_path / "knows", TEMPLATE + "{% if messages[0].role == 'developer' %}!{% endif %}")
+    assert "<|im_start|>developer\nx" in rendered(knows, messages)
