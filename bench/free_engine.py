@@ -20,6 +20,8 @@ class FreeEngine:
     copy, and the result.
     """
 
+    grammars = None
+
     def __init__(self, spec: ModelSpec, most_rows: int) -> None:
         self.spec = spec
         self._logits = torch.randn(most_rows, _VOCAB, generator=torch.Generator().manual_seed(0))

@@ -45,6 +45,8 @@ class _Done:
 class InstantEngine:
     """An Engine that samples token 7 everywhere."""
 
+    grammars = None
+
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
 

@@ -13,6 +13,7 @@ from engine.spec import ModelSpec
 from wire.request import TokenLogprobs
 
 if TYPE_CHECKING:
+    from engine.grammar import GrammarCompiler
     from engine.sampling_state import SamplingState
 
 UNKNOWN_TOKEN = -1
@@ -88,11 +89,13 @@ class BatchResult:
 
     `failures`: sequence of the batch (an index into S) -> why that sequence has no result. What the forward
     wrote for it is not valid KV, and its entry in `tokens` is not used. The other sequences are valid.
+    `refusals`: the same for sequences that would fail everywhere, because of what their requests ask for.
     """
 
     tokens: npt.NDArray[np.int64]  # [N]
     logprobs: list[TokenLogprobs | None]  # [N], None where the request asked for none
     failures: Mapping[int, str] = field(default_factory=dict)
+    refusals: Mapping[int, str] = field(default_factory=dict)
 
 
 class Pending(Protocol):
@@ -109,6 +112,11 @@ class Engine(Protocol):
     """Runs forwards in the order in which they are launched."""
 
     spec: ModelSpec
+
+    @property
+    def grammars(self) -> GrammarCompiler | None:
+        """None: requests with a grammar cannot be computed."""
+        ...
 
     def launch(self, batch: ForwardBatch) -> Pending:
         """Queue one forward behind those launched before. Never waits for a result."""

@@ -137,6 +137,8 @@ class FakeEngine:
     deterministic.
     """
 
+    grammars = None
+
     def __init__(
         self,
         spec: ModelSpec,

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConfig
-from transformers.utils import is_accelerate_available
+from transformers.utils import cached_file, is_accelerate_available
 from transformers.utils import logging as transformers_logging
 
 from common.errors import ConfigError
@@ -93,6 +93,13 @@ def load_model(config: EngineConfig) -> LoadedModel:
     )
     replaced = apply_replacements(model, config, replacement_table(config))
     return LoadedModel(model, spec, attention, replaced)
+
+
+def read_tokenizer(model: str) -> str:
+    """The contents of a model's tokenizer.json. Raises OSError if it has none."""
+    return Path(str(cached_file(model, "tokenizer.json", local_files_only=_is_directory(model)))).read_text(
+        "utf-8"
+    )
 
 
 def _read(config: EngineConfig, hf_config: Any, dtype: torch.dtype, local: bool) -> Any:

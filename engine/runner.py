@@ -22,10 +22,11 @@ from engine.config import EngineConfig
 from engine.cpu.threads import few_tokens
 from engine.cuda.experts import experts_wait
 from engine.device_copies import Fetched, upload
+from engine.grammar import GrammarCompiler
 from engine.graphs import CudaRecorder, DecodeGraphs, DecodeLimits, Outputs, Recorder, StepInputs
 from engine.last_tokens import LastTokens
 from engine.launch import Launched, LaunchQueue, Read
-from engine.loader import LoadedModel
+from engine.loader import LoadedModel, read_tokenizer
 from engine.paged_cache import PagedCache
 from engine.paged_layers import PagedLayers
 from engine.sampler import Sampler
@@ -57,11 +58,15 @@ class ModelRunner:
         states = pools.get("state")
         self._states = PackedStates(states) if isinstance(states, MambaPool) else None
         self._last_tokens = LastTokens(self._device)
+        completions = completions or completions_of(self._device)
         self._sampler = Sampler(
-            loaded.spec.vocab_size, self._device, lambda array: upload(array, self._device)
+            loaded.spec.vocab_size, self._device, lambda array: upload(array, self._device), completions
         )
         self._graphs: DecodeGraphs | None = None
-        self._queue = LaunchQueue(config.overlap, completions=completions or completions_of(self._device))
+        self._queue = LaunchQueue(config.overlap, completions=completions)
+        self.grammars = GrammarCompiler(
+            lambda: read_tokenizer(config.model), loaded.spec.vocab_size, loaded.spec.eos_token_ids
+        )
 
     def record_decode(self, limits: DecodeLimits, recorder: Recorder | None = None) -> None:
         """From now on run decode steps within `limits` from recorded graphs, if every layer can be recorded.
@@ -83,6 +88,7 @@ class ModelRunner:
         return self._queue.launch(lambda: self.issue(batch))
 
     def close(self) -> None:
+        self.grammars.close()
         self._queue.close()
 
     def issue(self, batch: ForwardBatch) -> Read:
@@ -102,7 +108,8 @@ class ModelRunner:
             failures = failed_sequences(finite.numpy(), batch)
             for i, problem in sampled.failures.items():
                 failures.setdefault(int(batch.sampled[i]), problem)
-            return BatchResult(sampled.tokens, sampled.logprobs, failures)
+            refusals = {int(batch.sampled[i]): problem for i, problem in sampled.refusals.items()}
+            return BatchResult(sampled.tokens, sampled.logprobs, failures, refusals)
 
         return read
 

@@ -3,7 +3,8 @@
 Rows that take the argmax of their logits need nothing else. The others are in blocks
 (engine/sampling_block.py) and those that ask for log-probabilities in reports (engine/reported_logprobs.py),
 which hold the parameters as tensors. Both are built when the batch's membership changes. A step then runs no
-Python per row, moves nothing to the device but the positions, and makes one copy to the host.
+Python per row, moves nothing to the device but the positions, and makes one copy to the host. Only rows with
+a grammar (engine/token_masks.py) need the host in every step.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import numpy.typing as npt
 import torch
 
 from engine.batch import SamplingRows
+from engine.completion import Completions, HostCompletions
 from engine.reported_logprobs import ReportedLogprobs
 from engine.sampling_block import SamplingBlock
 from engine.sampling_state import SamplingState
 from engine.token_counts import ToDevice, TokenCounts
+from engine.token_masks import TokenMasks
 from wire.request import TokenLogprobs
 
 _CACHED_SCORES = 1 << 18
@@ -43,6 +46,7 @@ class Sampled(NamedTuple):
     tokens: npt.NDArray[np.int64]
     logprobs: list[TokenLogprobs | None]
     failures: dict[int, str]
+    refusals: dict[int, str]  # the same, where what the request asks for allows no token
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,7 @@ class LaunchedSample:
     packed: torch.Tensor  # int32: all that the host wants to know, to be copied at once
     reports: Sequence[ReportedLogprobs]
     broken: dict[int, str]  # rows whose parameters cannot be used
+    refusals: dict[int, str]
 
     def read(self, packed: npt.NDArray[np.int32]) -> Sampled:
         """What `self.packed` says, once it is on the host."""
@@ -62,7 +67,7 @@ class LaunchedSample:
         failures = {int(i): _WHY[int(status[i])] for i in np.flatnonzero(status)}
         for report in self.reports:
             rest = report.read(rest, logprobs)
-        return Sampled(packed[:n].astype(np.int64), logprobs, self.broken | failures)
+        return Sampled(packed[:n].astype(np.int64), logprobs, self.broken | failures, self.refusals)
 
     def wait(self) -> Sampled:
         """Copy it to the host and read it."""
@@ -72,12 +77,20 @@ class LaunchedSample:
 class Sampler:
     """Samples batch after batch of one model. Used by the thread that runs forwards."""
 
-    def __init__(self, vocab_size: int, device: torch.device, to_device: ToDevice | None = None) -> None:
-        """`to_device` moves parameters to the device; it is called when a batch's membership changes."""
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device,
+        to_device: ToDevice | None = None,
+        completions: Completions | None = None,
+    ) -> None:
+        """`to_device` moves parameters to the device when a batch's membership changes, and masks of grammars
+        in every step. `completions` are those of the device, by default the CPU's."""
         self._vocab_size = vocab_size
         self._to_device = to_device or (lambda array: torch.from_numpy(array).to(device))
         self._most_rows = max(_CACHED_SCORES // vocab_size, 1) if device.type == "cpu" else 1 << 30
         self._counts = TokenCounts(vocab_size, device, self._to_device)
+        self._masks = TokenMasks(vocab_size, self._to_device, (completions or HostCompletions()).record)
         self._states: tuple[SamplingState, ...] = ()
         self._blocks: list[SamplingBlock] = []
         self._reports: list[ReportedLogprobs] = []
@@ -91,6 +104,7 @@ class Sampler:
         if rows.states != self._states:
             self._join(rows.states)
         self._counts.follow(rows.positions)
+        self._masks.follow(rows.positions)
         tokens = logits.argmax(-1)
         # The sum of a row is finite only if all of its logits are. It takes a tenth of the time of argmax,
         # and aminmax takes four times as long as argmax.
@@ -102,20 +116,29 @@ class Sampler:
             status.index_copy_(0, block.rows, torch.where(is_valid, _FINE, _BAD_SCORES).to(torch.int32))
         status.masked_fill_(~is_finite, _BAD_LOGITS)
         self._counts.add(tokens)
+        self._masks.add(tokens, rows.positions)
         packed = [tokens.to(torch.int32), status]
         for report in self._reports:
             packed += report.compute(logits, tokens)
-        return LaunchedSample(tokens, torch.cat(packed), self._reports, self._broken)
+        return LaunchedSample(tokens, torch.cat(packed), self._reports, self._broken, self._masks.refusals)
 
     def _join(self, states: tuple[SamplingState, ...]) -> None:
         """Other sequences are sampled from now on, or in another order."""
         self._states = states
         self._counts.join(states)
+        self._masks.join(states)
         self._broken = {i: why for i, state in enumerate(states) if (why := self._unusable(state))}
         chosen = [i for i, state in enumerate(states) if not (state.takes_argmax or i in self._broken)]
         chosen.sort(key=lambda i: _kind(states[i]))  # so that few blocks have every step
         self._blocks = [
-            SamplingBlock(part, [states[i] for i in part], self._counts, self._vocab_size, self._to_device)
+            SamplingBlock(
+                part,
+                [states[i] for i in part],
+                self._counts,
+                self._masks,
+                self._vocab_size,
+                self._to_device,
+            )
             for part in self._split(chosen)
         ]
         reported = [i for i, state in enumerate(states) if state.params.top_logprobs is not None]
@@ -134,6 +157,12 @@ class Sampler:
         return (rows[i : i + self._most_rows] for i in range(0, len(rows), self._most_rows))
 
 
-def _kind(state: SamplingState) -> tuple[bool, bool, bool, bool]:
+def _kind(state: SamplingState) -> tuple[bool, ...]:
     params = state.params
-    return params.temperature > 0, params.top_k > 0, params.top_p < 1, state.is_penalised
+    return (
+        params.temperature > 0,
+        params.top_k > 0,
+        params.top_p < 1,
+        state.is_penalised,
+        state.grammar is not None,
+    )

@@ -2,7 +2,8 @@
 
 The steps have the order of transformers: logit bias, repetition penalty (prompt and output tokens), frequency
 and presence penalties (output tokens only; transformers lacks them, OpenAI's definition applies), suppression
-of ids that would stop a request before `min_tokens`, temperature, top-k, top-p, min-p.
+of ids that would stop a request before `min_tokens`, or of all that a grammar does not allow, temperature,
+top-k, top-p, min-p.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from engine.noise import gumbel, noise_keys
 from engine.sampling_state import SamplingState
 from engine.token_counts import ToDevice, TokenCounts
+from engine.token_masks import TokenMasks
 from engine.truncation import Truncation
 
 LOWEST_TEMPERATURE = 1e-6
@@ -33,6 +35,7 @@ class SamplingBlock:
         rows: Sequence[int],
         states: Sequence[SamplingState],
         counts: TokenCounts,
+        masks: TokenMasks,
         vocab_size: int,
         to_device: ToDevice,
     ) -> None:
@@ -45,6 +48,8 @@ class SamplingBlock:
             self._steps.append(_penalties(states, counts, to_device))
         if any(state.banned for state in states):
             self._steps.append(_bans(states, to_device))
+        if any(state.grammar is not None for state in states):
+            self._steps.append(_grammars(states, masks, to_device))
         params = [state.params for state in states]
         self._draws = any(each.temperature for each in params)
         temperatures = [
@@ -101,6 +106,17 @@ def _bans(states: Sequence[SamplingState], to_device: ToDevice) -> Step:
         scores.scatter_(1, places, scores.gather(1, places).masked_fill_(is_banning, -math.inf))
 
     return ban
+
+
+def _grammars(states: Sequence[SamplingState], masks: TokenMasks, to_device: ToDevice) -> Step:
+    slots = to_device(masks.slots(states))
+    places = to_device(1 << np.arange(8, dtype=np.uint8))  # of tokens in a byte of bits
+
+    def mask(scores: torch.Tensor, _: torch.Tensor) -> None:
+        bits = masks.bits.index_select(0, slots)[:, :, None].bitwise_and(places)
+        scores.masked_fill_(bits.view(len(slots), -1)[:, : scores.shape[1]] == 0, -math.inf)
+
+    return mask
 
 
 def _penalties(states: Sequence[SamplingState], counts: TokenCounts, to_device: ToDevice) -> Step:

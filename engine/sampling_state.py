@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from engine.grammar import GrammarState
 from engine.noise import stream_key
 from wire.request import SamplingParams
 
@@ -19,7 +20,17 @@ class SamplingState:
     it samples afterwards.
     """
 
-    __slots__ = ("banned", "ends", "is_penalised", "outputs", "params", "prompt_ids", "stream")
+    __slots__ = (
+        "_final",
+        "banned",
+        "ends",
+        "grammar",
+        "is_penalised",
+        "outputs",
+        "params",
+        "prompt_ids",
+        "stream",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -28,14 +39,20 @@ class SamplingState:
         eos_token_ids: Sequence[int],
         choice: int = 0,
         outputs: list[int] | None = None,
+        grammar: GrammarState | None = None,
     ) -> None:
+        """`grammar` is at the beginning of the outputs, if `params` have one."""
         self.params = params
         self.prompt_ids = prompt_ids
         self.outputs = [] if outputs is None else outputs
         self.stream = stream_key(params.seed, choice)
         ends = (*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids)
         self.ends = frozenset(ends)  # the request stops with one of them
-        self.banned = ends if params.min_tokens else ()  # before `min_tokens` outputs they are not sampled
+        self.grammar = grammar
+        # A grammar lets an end-of-sequence token pass only where the output may end, or must.
+        self._final = frozenset(eos_token_ids if grammar is not None else ())
+        # Before `min_tokens` outputs they are not sampled. A grammar bans them itself.
+        self.banned = ends if params.min_tokens and grammar is None else ()
         self.is_penalised = (
             params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         )
@@ -44,4 +61,9 @@ class SamplingState:
     def takes_argmax(self) -> bool:
         """Whether every next token is the argmax of the raw logits."""
         params = self.params
-        return params.temperature == 0 and not (self.is_penalised or params.logit_bias or self.banned)
+        changed = self.is_penalised or params.logit_bias or self.banned or self.grammar is not None
+        return params.temperature == 0 and not changed
+
+    def is_last(self, token: int, position: int) -> bool:
+        """Whether `token`, the output at `position`, ends the sequence."""
+        return token in self._final or (token in self.ends and position >= self.params.min_tokens)

@@ -11,10 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from common.errors import ContextTooLong, InvalidRequest, WireError
+from engine.grammar import GrammarCompiler, GrammarState
 from engine.sampling_state import SamplingState
 from kvcache.radix_key import Namespace
 from kvcache.request import StateHold
 from wire.codec import unpack_tokens
+from wire.grammars import LONGEST_GRAMMAR
 from wire.request import GenerateRequest
 from wire.sampling_ranges import check_sampling
 from wire.stages import RequestStage, Stamp, stamp
@@ -59,6 +61,7 @@ class RequestLimits:
     max_context_tokens: int  # prompt + output
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    grammars: GrammarCompiler | None = None  # None: outputs with a grammar cannot be computed
 
 
 class ReservedPages(NamedTuple):
@@ -101,8 +104,10 @@ class Req:
         namespace: Namespace,
         prompt: npt.NDArray[np.int32],
         eos_token_ids: tuple[int, ...] = (),
+        grammar: GrammarState | None = None,
     ) -> None:
-        """`prompt` is `request.prompt` decoded, `namespace` what decides which cached KV it may share."""
+        """`prompt` is `request.prompt` decoded, `namespace` what decides which cached KV it may share.
+        `grammar` is at its beginning."""
         self.request = request
         self.namespace = namespace
         # Its order in queues: the greater priority first, then the earlier arrival at any router.
@@ -116,7 +121,7 @@ class Req:
         self.output_ids: list[int] = list(request.forced)
         self.emitted_len = len(self.output_ids)  # outputs that on_tokens has reported, or that were forced
         self.sampling = SamplingState(
-            request.sampling, prompt, eos_token_ids, request.choice, self.output_ids
+            request.sampling, prompt, eos_token_ids, request.choice, self.output_ids, grammar
         )
         self.limit_len = len(prompt) + request.sampling.max_new_tokens  # longest context; a worker lowers it
         self._tokens: npt.NDArray[np.int32] = np.empty(len(prompt) + 64, dtype=np.int32)  # see fill_ids
@@ -157,7 +162,14 @@ class Req:
             if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < limits.vocab_size:
                 raise InvalidRequest(f"{name} has token ids outside [0, {limits.vocab_size})", name)
         namespace = Namespace(model, request.extra_key, request.cache_salt)
-        req = cls(request, namespace, prompt, limits.eos_token_ids)
+        grammar = None
+        if sampling.grammar is not None:
+            if limits.grammars is None:
+                raise InvalidRequest("this worker's engine takes no grammars", "grammar")
+            if len(sampling.grammar.text) > LONGEST_GRAMMAR:
+                raise InvalidRequest(f"the grammar has more than {LONGEST_GRAMMAR} characters", "grammar")
+            grammar = limits.grammars.begin(sampling)
+        req = cls(request, namespace, prompt, limits.eos_token_ids, grammar)
         req.limit_len = min(req.limit_len, limits.max_context_tokens)
         return req
 

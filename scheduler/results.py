@@ -30,7 +30,7 @@ class LaunchedStep:
 def finish_reason(req: Req, token: int) -> FinishReason | None:
     """Why `token`, the request's latest output, is its last; None when it is not."""
     outputs = len(req.output_ids)
-    if token in req.sampling.ends and outputs > req.request.sampling.min_tokens:
+    if req.sampling.is_last(token, outputs - 1):
         return FinishReason.STOP
     if req.prompt_len + outputs >= req.limit_len:
         return FinishReason.LENGTH
@@ -74,20 +74,21 @@ class Results:
             return
         self._requests.pages.deferred.landed(step.number)
         tokens, logprobs = result.tokens.tolist(), result.logprobs
-        failures = result.failures
+        failed = {i: (RejectKind.FAILED_ALONE, why) for i, why in result.failures.items()}
+        failed |= {i: (RejectKind.INVALID, why) for i, why in result.refusals.items()}
         for i, req in enumerate(step.decode):
             if not self._requests.landed(req):
                 self._metrics.surplus_tokens += 1
-            elif i in failures:
-                self._fail_alone(req, failures[i])
+            elif i in failed:
+                self._fail_alone(req, *failed[i])
             else:
                 req.kv_committed_len += 1
                 self._output(req, tokens[i], logprobs[i])
         sample = len(step.decode)
         for i, chunk in enumerate(step.chunks, start=sample):
-            if i in failures:
+            if i in failed:
                 if self._requests.landed(chunk.req):
-                    self._fail_alone(chunk.req, failures[i])
+                    self._fail_alone(chunk.req, *failed[i])
                 sample += chunk.samples
             elif not chunk.is_last:
                 self._chunk(chunk)
@@ -166,10 +167,10 @@ class Results:
             if self._requests.landed(req):
                 self.fail(req, RejectKind.FAILED, message)
 
-    def _fail_alone(self, req: Req, problem: str) -> None:
+    def _fail_alone(self, req: Req, why: RejectKind, problem: str) -> None:
         """Fail one request of a forward whose other results are valid."""
         where = f"after {req.prompt_len + len(req.output_ids)} tokens"
-        self.fail(req, RejectKind.FAILED_ALONE, f"room {req.room} failed {where}: {problem}")
+        self.fail(req, why, f"room {req.room} failed {where}: {problem}")
 
     def fail(self, req: Req, why: RejectKind, message: str) -> None:
         """End the request without a result."""

@@ -9,6 +9,21 @@ import msgspec
 from wire.numbers import Natural, Signed
 
 
+class GrammarKind(StrEnum):
+    """The language in which a grammar is written."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"  # of the whole output; the syntax of Rust's regex crate
+    LARK = "lark"  # llguidance's variant of Lark
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """What an output must match as a whole. See wire/grammars.py."""
+
+    kind: GrammarKind
+    text: str
+
+
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """How the next token is chosen. Stop strings are the router's: workers never see text."""
 
@@ -26,6 +41,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_token_ids: tuple[Natural, ...] = ()
     ignore_eos: bool = False
     top_logprobs: Natural | None = None  # None: no logprobs; k: the chosen token's and the k best
+    grammar: Grammar | None = None
 
 
 class RequestCore(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):

@@ -74,6 +74,7 @@ class Worker:
             self._services.memory.config.max_context_len,
             self.parts.engine.spec.vocab_size,
             self.parts.engine.spec.eos_token_ids,
+            self.parts.engine.grammars,
         )
         self._drain = Drain()
         self._heartbeat = self._open_heartbeat(resolve_directory)

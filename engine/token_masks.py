@@ -1,0 +1,110 @@
+"""TokenMasks: which tokens the grammars of a batch's sequences allow next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.completion import Completion
+from engine.device_copies import Fetched
+from engine.errors import NothingAllowed
+from engine.grammar import mask_words
+from engine.sampling_state import SamplingState
+from engine.token_counts import ToDevice
+
+_WAIT_S = 120.0  # for the forward before this one; its own result is waited for as long
+_ALL = 0  # the slot in which every token is allowed
+
+
+class TokenMasks:
+    """A slot of bits [vocab] for each sequence of the batch that has a grammar, filled anew in every step.
+
+    A step is launched before the host knows the tokens of the one before. Those were copied to the host
+    without waiting for them, and are read here after this step's forward is queued: the device computes it
+    while the host fills the masks.
+    """
+
+    def __init__(self, vocab_size: int, to_device: ToDevice, completion: Callable[[], Completion]) -> None:
+        """`completion` marks the end of what is queued on the device."""
+        self._words = mask_words(vocab_size)
+        self._to_device = to_device
+        self._completion = completion
+        self._rows = np.full((1, self._words), -1, dtype=np.int32)
+        self._order: list[SamplingState] = []
+        self._places: list[int] = []  # of `_order` in the batch
+        self._newest: _Sampled | None = None  # what the last step sampled in sequences with grammars
+        self.bits = torch.empty(0, dtype=torch.uint8)  # [1 + sequences with grammars, 4 * words]
+        self.refusals: dict[int, str] = {}  # place in the batch -> why no token may be sampled there
+
+    def join(self, states: Sequence[SamplingState]) -> None:
+        """These sequences are sampled from now on."""
+        self._places = [i for i, state in enumerate(states) if state.grammar is not None]
+        self._order = [states[i] for i in self._places]
+        if len(self._rows) <= len(self._order):
+            self._rows = np.full((2 * len(self._order) + 1, self._words), -1, dtype=np.int32)
+
+    def slots(self, states: Sequence[SamplingState]) -> npt.NDArray[np.int64]:
+        """int64 [n]: the slots of sequences of the batch; of those without a grammar one that allows all."""
+        slot_of = {state: slot for slot, state in enumerate(self._order, start=1)}
+        return np.array([slot_of.get(state, _ALL) for state in states], dtype=np.int64)
+
+    def follow(self, positions: npt.NDArray[np.int64]) -> None:
+        """The sequences are about to be sampled at these output positions [N]."""
+        self.refusals = {}
+        if not self._order:
+            return
+        for slot, (place, state) in enumerate(zip(self._places, self._order, strict=True), start=1):
+            why = self._fill(state, int(positions[place]), self._rows[slot])
+            if why:
+                self._rows[slot] = -1  # some token is sampled, and not used
+                self.refusals[place] = why
+        used = self._rows[: len(self._order) + 1].view(np.uint8)
+        self.bits = self._to_device(used)
+
+    def add(self, tokens: torch.Tensor, positions: npt.NDArray[np.int64]) -> None:
+        """The batch's sequences sample these tokens, int64 [N], at these positions [N]."""
+        self._newest = None
+        if self._order:
+            places = {state: place for place, state in zip(self._places, self._order, strict=True)}
+            self._newest = _Sampled(places, positions, Fetched(tokens), self._completion())
+
+    def _fill(self, state: SamplingState, position: int, row: npt.NDArray[np.int32]) -> str:
+        """Fill a sequence's row. Returns why it cannot be."""
+        grammar, outputs = state.grammar, state.outputs
+        assert grammar is not None
+        try:
+            newest = None
+            if len(outputs) < position and self._newest is not None:
+                newest = self._newest.token(state, position - 1)
+            grammar.follow(outputs, position, newest)
+            grammar.fill(row)
+        except NothingAllowed as error:
+            return str(error)
+        return ""
+
+
+class _Sampled:
+    """The tokens of one step, on their way to the host."""
+
+    def __init__(
+        self,
+        places: dict[SamplingState, int],
+        positions: npt.NDArray[np.int64],
+        tokens: Fetched,
+        completion: Completion,
+    ) -> None:
+        self._places = places
+        self._positions = positions
+        self._tokens = tokens
+        self._completion = completion
+
+    def token(self, state: SamplingState, position: int) -> int | None:
+        """What was sampled for a sequence, if it was sampled at this position. Waits for the step."""
+        place = self._places.get(state)
+        if place is None or self._positions[place] != position:
+            return None
+        self._completion.wait(_WAIT_S)
+        return int(self._tokens.numpy()[place])
