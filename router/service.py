@@ -223,7 +223,7 @@ class Router:
         submission = generation.submission
         detokenizers = self.models[submission.model].tokenization.detokenizers
         detokenizer = detokenizers.make(submission.skip_special_tokens)
-        output = ChoiceOutput(counts, generation, detokenizer, submission.stop)
+        output = ChoiceOutput(counts, generation, detokenizer, submission.stop, submission.keep_stop)
         return output if resumed is None else ResumedOutput(output, counts, generation, resumed)
 
     async def claim(self, resumption: Resumption) -> dict[int, FoundRoom]:

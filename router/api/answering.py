@@ -139,6 +139,7 @@ def make_submission(
         n=params.n,
         stop=params.stops(),
         skip_special_tokens=params.skip_special_tokens,
+        keep_stop=params.include_stop_str_in_output or params.no_stop_trim,
         extra_key=body.extra_key,
         cache_salt=body.cache_salt,
         tenant=_tenant(router, request),

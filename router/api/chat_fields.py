@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
@@ -12,6 +12,7 @@ from router.text.messages import with_parsed_arguments
 
 MOST_MESSAGES = 8192
 MOST_TOOLS = 1024
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Messages = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
 
 
@@ -19,14 +20,35 @@ class ChatFields(BaseModel):
     """A chat but for its messages, which one body needs and another may have."""
 
     tools: list[dict[str, Any]] | None = Field(None, max_length=MOST_TOOLS, fail_fast=True)
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = Field(None, description="default: unless continue_final_message")
+    continue_final_message: bool = Field(False, description="the answer goes on with the last message's text")
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    documents: list[dict[str, Any]] | None = Field(None, max_length=MOST_TOOLS, fail_fast=True)
+    reasoning_effort: ReasoningEffort | None = Field(
+        None, description="for templates that know it, or whether to think; others have no use for it"
+    )
 
     def make_chat(self, messages: list[dict[str, Any]], with_tools: bool = True) -> Chat:
         """The chat, with lists of text parts joined. Raises InvalidRequest for other parts."""
         plain = [_plain_message(message, position) for position, message in enumerate(messages)]
         tools = self.tools if with_tools else None
-        return Chat(plain, tools, self.add_generation_prompt, self.chat_template_kwargs)
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequest(
+                "an answer goes on with the last message, or begins a new one: not both with "
+                "add_generation_prompt", "continue_final_message",
+            )  # fmt: skip
+        prompted = not self.continue_final_message and self.add_generation_prompt is not False
+        return Chat(plain, tools, prompted, self._template_kwargs(), self.continue_final_message)
+
+    def _template_kwargs(self) -> dict[str, Any]:
+        """With what has fields of its own. An effort says whether to think, by vLLM's and SGLang's names."""
+        own: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            thinks = self.reasoning_effort != "none"
+            own = {"reasoning_effort": self.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
+        if self.documents is not None:
+            own["documents"] = self.documents
+        return {**own, **self.chat_template_kwargs}
 
 
 def _plain_message(message: dict[str, Any], position: int) -> dict[str, Any]:

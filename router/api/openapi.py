@@ -11,11 +11,14 @@ from functools import cache
 from typing import Any
 
 import msgspec
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from router.api.asgi import JSON, HttpRequest
 from router.api.native_endpoints import DetokenizeBody, GenerateBody, NativeSampling, TokenizeBody
 from router.api.openai.schema import ChatBody, CompletionBody
+from router.api.other_fields import OTHER_FIELDS
+from router.api.request_body import RequestBody, SamplingBody
 from router.service import Router
 
 Schema = dict[str, Any]
@@ -120,12 +123,24 @@ def _request_schemas(model_names: Sequence[str]) -> Schema:
         "messages": {**schemas["ChatBody"]["properties"]["messages"], "items": _MESSAGE},
         "sampling_params": {"$ref": _REF.format(model="NativeSampling")},
     }
+    for body in _BODIES:
+        if issubclass(body, RequestBody | SamplingBody):
+            schemas[body.__name__]["properties"] |= _others(body)
     for schema in schemas.values():
         for name, field in schema.get("properties", {}).items():
             said = narrower.get(name, field)
             optional = name not in schema.get("required", ())  # null counts as absent
             schema["properties"][name] = {"anyOf": [said, {"type": "null"}]} if optional else said
     return schemas
+
+
+def _others(body: type[BaseModel]) -> Schema:
+    """What requests to other servers have, and a body here takes where it asks for nothing."""
+    return {
+        name: {"description": other.why, **({} if other.harmless is None else {"enum": list(other.harmless)})}
+        for name, other in OTHER_FIELDS.items()
+        if name not in body.model_fields and (other.harmless is None or other.harmless)
+    }
 
 
 def _examples(model_name: str) -> Schema:

@@ -6,11 +6,12 @@ An unknown field is refused by name: the answer to a request of which a part is 
 from __future__ import annotations
 
 import random
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from common.errors import InvalidRequest
+from router.api.other_fields import OTHER_FIELDS, take_other_fields
 from router.model import Model
 from router.text.chat import MOST_TEXT
 from wire.request import SamplingParams
@@ -91,6 +92,8 @@ class SamplingBody(BaseModel):
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=_MOST_STOP_TOKENS, fail_fast=True)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    no_stop_trim: bool = Field(False, description="include_stop_str_in_output, as SGLang calls it")
     n: int = Field(1, ge=1, le=128)
 
     def stops(self) -> tuple[str, ...]:
@@ -135,17 +138,38 @@ class SamplingBody(BaseModel):
 
 
 def parse(kind: type[Body], raw: dict[str, Any]) -> Body:
-    """A body of that kind; null counts as absent. Raises InvalidRequest with the name of the wrong field."""
+    """A body of that kind; null counts as absent. Raises InvalidRequest with the name of the wrong field.
+
+    What other servers' bodies have and this one has not: other_fields.py.
+    """
     if len(raw) > _MOST_FIELDS:
         raise InvalidRequest(f"the body has {len(raw)} fields; at most {_MOST_FIELDS} are possible")
+    given = {key: value for key, value in raw.items() if value is not None}
+    if not OTHER_FIELDS.keys().isdisjoint(given):
+        take_other_fields(given, kind.model_fields)
     try:
-        return kind.model_validate({key: value for key, value in raw.items() if value is not None})
+        return kind.model_validate(given)
     except ValidationError as error:
         errors = error.errors(include_url=False, include_context=False, include_input=False)
         # Of a value that may be of several types: what is wrong with it as the type that it is.
         first = next((one for one in errors if not one["type"].endswith("_type")), errors[0])
-        param = str(first["loc"][0])[:_LONGEST_TOLD] if first["loc"] else None
+        param = _name(kind, first["loc"])
         if first["type"] == "extra_forbidden":
             raise InvalidRequest(f"the field {param!r} is not supported", param) from None
         where = ".".join(str(part) for part in first["loc"])[:_LONGEST_TOLD]
         raise InvalidRequest(f"{where}: {first['msg']}", param) from None
+
+
+def _name(kind: type[BaseModel], place: tuple[int | str, ...]) -> str | None:
+    """The field that is wrong: `stop`, or one of an object of fields, `stream_options.include_usage`."""
+    if not place:
+        return None
+    name, field = str(place[0]), kind.model_fields.get(str(place[0]))
+    inner = [one for one in get_args(field.annotation) if _is_model(one)] if field is not None else []
+    if inner and len(place) > 1:
+        name = f"{name}.{_name(inner[0], place[1:])}"
+    return name[:_LONGEST_TOLD]
+
+
+def _is_model(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)

@@ -36,6 +36,7 @@ class Submission(RequestCore, frozen=True, kw_only=True):
     n: int = 1
     stop: tuple[str, ...] = ()
     skip_special_tokens: bool = True
+    keep_stop: bool = False  # the text has the stop string, or the token, that ended it
     session: str = ""
     opening: str = ""  # what the requests of one conversation have in common; "": the prompt's beginning
     arrived_ns: int = 0  # Unix clock
@@ -92,13 +93,19 @@ class ChoiceOutput:
     """One room's tokens turned into text. Implements RoomSink."""
 
     def __init__(
-        self, counts: ChoiceCounts, generation: Generation, detokenizer: Detokenizer, stop: tuple[str, ...]
+        self,
+        counts: ChoiceCounts,
+        generation: Generation,
+        detokenizer: Detokenizer,
+        stop: tuple[str, ...],
+        keep_stop: bool = False,
     ) -> None:
         self._counts = counts
         self._generation = generation
         self._push = detokenizer.push
         self._flush = detokenizer.flush
         self._stops = StopStrings(stop) if stop else None
+        self._keep_stop = keep_stop
 
     def on_tokens(self, delta: OutputDelta, cached_tokens: int) -> bool:
         """Add tokens to the answer. Returns True when a stop string ended it."""
@@ -113,9 +120,10 @@ class ChoiceOutput:
         """The text of the choice's next tokens, those of them that belong to the answer, and whether a stop
         string ended it."""
         tokens, finish, text, stopped = delta.tokens, delta.finish, "", False
-        if finish is FinishReason.STOP and tokens:  # the token that stops is not part of the text
+        if finish is FinishReason.STOP and tokens:
             delta = OutputDelta(tokens, delta.logprobs, finish, tokens[-1])
-            tokens = tokens[:-1]
+            if not self._keep_stop:
+                tokens = tokens[:-1]
         for position, token in enumerate(tokens):
             piece = self._push(token)
             if self._stops is None:
@@ -124,6 +132,7 @@ class ChoiceOutput:
             shown, hit = self._stops.push(piece)
             text += shown
             if hit is not None:
+                text += hit if self._keep_stop else ""
                 delta, stopped = _cut(delta, position + 1, hit), True
                 break
         if finish is not None and not stopped:
@@ -150,8 +159,8 @@ class ChoiceOutput:
             return rest
         shown, hit = self._stops.push(rest)
         if hit is None:
-            shown += self._stops.flush()
-        return shown
+            return shown + self._stops.flush()
+        return shown + hit if self._keep_stop else shown
 
 
 def _cut(delta: OutputDelta, count: int, matched: str) -> OutputDelta:

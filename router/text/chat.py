@@ -20,12 +20,17 @@ class Chat:
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         template_kwargs: dict[str, Any] | None = None,
+        continues: bool = False,
     ) -> None:
-        """Raises InvalidRequest, with the name of the field, for too much text or too deep nesting."""
+        """`continues`: the answer goes on with the last message's text. Raises InvalidRequest, with the name
+        of the field, for too much text or too deep nesting, and for no text to go on with."""
         self.messages = messages
         self.tools = tools
         self.add_generation_prompt = add_generation_prompt
         self.template_kwargs = template_kwargs or {}
+        self.continues = continues
+        if continues and not (messages and isinstance(messages[-1].get("content"), str)):
+            raise InvalidRequest("the last message has no text to go on with", "continue_final_message")
         self.arrived = datetime.now()  # local time: what a template calls now
         self.strings: list[str] = []  # every text, names of fields included
         self.size = 0  # their characters, and one for each value

@@ -21,7 +21,7 @@ import jinja2.utils
 
 from common.errors import ConfigError, InvalidRequest
 from router.text.chat import Chat
-from router.text.messages import as_templates_expect
+from router.text.messages import END_OF_CONTENT, as_templates_expect, up_to_content
 from router.text.template_marks import TemplateMarks
 
 # What a template is given under these names is not the request's to replace. (A template of the request's own
@@ -85,8 +85,10 @@ class ChatTemplate:
             if name in self._reserved:
                 raise InvalidRequest(f"{name!r} is not the request's to set", "chat_template_kwargs")
         messages = as_templates_expect(chat.messages, chosen.words, chosen.asks_for_none)
+        if chat.continues:
+            messages[-1] = {**messages[-1], "content": messages[-1]["content"] + END_OF_CONTENT}
         try:
-            return template.render(
+            rendered = template.render(
                 **{
                     **special_tokens,
                     **chat.template_kwargs,
@@ -101,6 +103,7 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"the chat template refused these messages: {str(error)[:_LONGEST_REASON]}", "messages"
             ) from None
+        return up_to_content(rendered) if chat.continues else rendered
 
 
 @dataclass(frozen=True, slots=True)

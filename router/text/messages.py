@@ -16,6 +16,9 @@ from common.errors import InvalidRequest
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """OpenAI's. A template may name others."""
 
+END_OF_CONTENT = "END_OF_CONTENT_TO_GO_ON_WITH "
+"""Put behind a content with which the answer goes on. Its last character shows whether a template trims."""
+
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -75,6 +78,18 @@ def as_templates_expect(
             message = {**message, "role": "system"}
         expected.append(_with_usual_fields(message, None if asks_for_none else ""))
     return expected
+
+
+def up_to_content(rendered: str) -> str:
+    """A rendered chat up to where its last message's content ends, as transformers' continue_final_message.
+
+    Raises InvalidRequest if the template left the content out.
+    """
+    end = rendered.rfind(END_OF_CONTENT.strip())
+    if end < 0:
+        raise InvalidRequest("the chat template leaves out the last message's text", "continue_final_message")
+    kept = rendered[:end]
+    return kept if rendered.startswith(END_OF_CONTENT, end) else kept.rstrip()
 
 
 def _with_usual_fields(message: dict[str, Any], no_content: str | None) -> dict[str, Any]:

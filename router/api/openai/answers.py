@@ -8,20 +8,24 @@ from router.api.answering import DONE
 from router.api.collection import CollectedChoice
 from router.api.event_ids import EventIds
 from router.api.event_json import encode_event
-from router.api.openai.logprobs import chat_logprobs, completion_logprobs
-from router.streams.generation import ChoiceCounts, Generation
+from router.api.openai.logprobs import TokenNames, chat_logprobs, completion_logprobs
+from router.api.openai.shown import Shown
+from router.streams.generation import ChoiceCounts, Generation, Submission
 from router.text.detokenize import DetokenizerFactory
 from wire.request import OutputDelta, TokenLogprobs
 
 
 def usage(generation: Generation) -> dict[str, Any]:
     """OpenAI's usage object."""
-    prompt, completion = generation.prompt_tokens(), generation.output_tokens()
+    return _usage(generation.prompt_tokens(), generation.output_tokens(), generation.cached_tokens())
+
+
+def _usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": generation.cached_tokens()},
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
 
 
@@ -35,14 +39,26 @@ class Style:
     before: bytes  # and of those that follow
     after: bytes  # between the text and the value of "logprobs"
 
-    def __init__(self, detokenizers: DetokenizerFactory, with_logprobs: bool) -> None:
-        self._detokenizers = detokenizers
-        self.with_logprobs = with_logprobs
+    def __init__(self, detokenizers: DetokenizerFactory, shown: Shown) -> None:
+        self._names = TokenNames(detokenizers, shown.ids_as_names)
+        self.shown = shown
         self._offsets: dict[int, int] = {}  # choice -> characters streamed so far
 
-    def choice(self, index: int, collected: CollectedChoice) -> dict[str, Any]:
+    def choice(self, index: int, collected: CollectedChoice, submission: Submission) -> dict[str, Any]:
         """A whole choice."""
         raise NotImplementedError
+
+    def prompt_ids(self, index: int, submission: Submission) -> dict[str, Any]:
+        """What a choice has of its prompt, if it was asked for."""
+        raise NotImplementedError
+
+    def beside_choices(self, submission: Submission) -> dict[str, Any]:
+        """What the answer has of the prompt beside its choices, if it was asked for."""
+        raise NotImplementedError
+
+    def token_ids(self, tokens: list[int]) -> dict[str, Any]:
+        """The ids of an output, if they were asked for."""
+        return {"token_ids": tokens} if self.shown.token_ids else {}
 
     def logprobs(self, index: int, text: str, tokens: list[int], logprobs: list[TokenLogprobs]) -> Any:
         """The log-probabilities of a chunk."""
@@ -63,19 +79,26 @@ class ChatStyle(Style):
     before = b',"delta":{"content":'
     after = b'},"logprobs":'
 
-    def choice(self, index: int, collected: CollectedChoice) -> dict[str, Any]:
+    def choice(self, index: int, collected: CollectedChoice, submission: Submission) -> dict[str, Any]:  # noqa: ARG002
         logprobs = None
-        if self.with_logprobs:
-            logprobs = chat_logprobs(self._detokenizers, collected.tokens, collected.logprobs)
+        if self.shown.logprobs:
+            logprobs = chat_logprobs(self._names, collected.tokens, collected.logprobs)
         return {
             "index": index,
             "message": {"role": "assistant", "content": collected.text, "refusal": None},
             "logprobs": logprobs,
             "finish_reason": collected.finish,
+            **self.token_ids(collected.tokens),
         }
 
+    def prompt_ids(self, index: int, submission: Submission) -> dict[str, Any]:  # noqa: ARG002
+        return {}
+
+    def beside_choices(self, submission: Submission) -> dict[str, Any]:
+        return {"prompt_token_ids": submission.prompts[0]} if self.shown.token_ids else {}
+
     def logprobs(self, index: int, text: str, tokens: list[int], logprobs: list[TokenLogprobs]) -> Any:  # noqa: ARG002
-        return chat_logprobs(self._detokenizers, tokens, logprobs)
+        return chat_logprobs(self._names, tokens, logprobs)
 
 
 class CompletionStyle(Style):
@@ -88,39 +111,48 @@ class CompletionStyle(Style):
     before = b',"text":'
     after = b',"logprobs":'
 
-    def choice(self, index: int, collected: CollectedChoice) -> dict[str, Any]:
+    def choice(self, index: int, collected: CollectedChoice, submission: Submission) -> dict[str, Any]:
         logprobs = None
-        if self.with_logprobs:
-            logprobs = completion_logprobs(self._detokenizers, collected.tokens, collected.logprobs, 0)
+        if self.shown.logprobs:
+            logprobs = completion_logprobs(self._names, collected.tokens, collected.logprobs, 0)
         return {
             "index": index,
             "text": collected.text,
             "logprobs": logprobs,
             "finish_reason": collected.finish,
+            **self.token_ids(collected.tokens),
+            **self.prompt_ids(index, submission),
         }
+
+    def prompt_ids(self, index: int, submission: Submission) -> dict[str, Any]:
+        prompt = submission.prompts[index // submission.n]
+        return {"prompt_token_ids": prompt} if self.shown.token_ids else {}
+
+    def beside_choices(self, submission: Submission) -> dict[str, Any]:  # noqa: ARG002
+        return {}
 
     def logprobs(self, index: int, text: str, tokens: list[int], logprobs: list[TokenLogprobs]) -> Any:
         offset = self._offsets.get(index, 0)
         self._offsets[index] = offset + len(text)
-        return completion_logprobs(self._detokenizers, tokens, logprobs, offset)
+        return completion_logprobs(self._names, tokens, logprobs, offset)
 
 
 class SseWriter:
     """One request's events, in order. Implements StreamedAnswer. All but text and finish is encoded once."""
 
-    def __init__(
-        self, style: Style, request_id: str, created: int, model: str, include_usage: bool, ids: EventIds
-    ) -> None:
+    def __init__(self, style: Style, submission: Submission, created: int, ids: EventIds) -> None:
         head = {
-            "id": style.id_prefix + request_id,
+            "id": style.id_prefix + submission.request_id,
             "object": style.chunk_name,
             "created": created,
-            "model": model,
+            "model": submission.model,
         }
+        shown = style.shown
         self._head = b"data: " + encode_event(head)[:-1]
-        self._include_usage = include_usage
-        self._end = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
+        self._end = b'}],"usage":null}\n\n' if shown.usage else b"}]}\n\n"
         self._running = style.after + b'null,"finish_reason":null' + self._end
+        self._is_plain = not (shown.running_usage or shown.token_ids)  # most events differ in their text only
+        self._submission = submission
         self._style = style
         self._ids = ids
         self._before: dict[int, bytes] = {}  # choice -> what its events begin with, after the first
@@ -130,11 +162,18 @@ class SseWriter:
     def add(self, choice: ChoiceCounts, text: str, delta: OutputDelta) -> None:
         """Add one event."""
         event_id = self._ids.after(choice, delta.finish is not None)
-        before = self._before.get(choice.index) or self._first(choice.index)
-        if delta.finish is None and (delta.logprobs is None or not self._style.with_logprobs):
+        before = self._before.get(choice.index)
+        is_first = before is None
+        if before is None:
+            before = self._first(choice.index)
+        if (
+            self._is_plain
+            and delta.finish is None
+            and (delta.logprobs is None or not self._style.shown.logprobs)
+        ):
             event = event_id + before + encode_event(text) + self._running
         else:
-            event = event_id + before + encode_event(text) + self._rest(choice.index, text, delta)
+            event = event_id + before + encode_event(text) + self._rest(choice, text, delta, is_first)
         self.events.append(event)
         self.unread += len(event)
 
@@ -151,7 +190,7 @@ class SseWriter:
 
     def end(self, generation: Generation) -> bytes:
         """The end of the stream: a chunk with the usage, if asked for, and [DONE]."""
-        if not self._include_usage:
+        if not self._style.shown.usage:
             return DONE
         return self._head + b',"choices":[],"usage":' + encode_event(usage(generation)) + b"}\n\n" + DONE
 
@@ -160,14 +199,29 @@ class SseWriter:
         self._before[index] = start + self._style.before
         return start + self._style.before_first
 
-    def _rest(self, index: int, text: str, delta: OutputDelta) -> bytes:
+    def _rest(self, choice: ChoiceCounts, text: str, delta: OutputDelta, is_first: bool) -> bytes:
+        """What follows the text of an event."""
+        style, index = self._style, choice.index
         told = None
-        if delta.logprobs is not None and self._style.with_logprobs:
-            told = self._style.logprobs(index, text, delta.tokens, delta.logprobs)
-        return (
-            self._style.after
-            + encode_event(told)
-            + b',"finish_reason":'
-            + encode_event(delta.finish)
-            + self._end
-        )
+        if delta.logprobs is not None and style.shown.logprobs:
+            told = style.logprobs(index, text, delta.tokens, delta.logprobs)
+        rest = style.after + encode_event(told) + b',"finish_reason":' + encode_event(delta.finish)
+        if self._is_plain:
+            return rest + self._end
+        inside = style.token_ids(delta.tokens)
+        outside: dict[str, Any] = {}
+        if is_first:
+            inside |= style.prompt_ids(index, self._submission)
+            outside |= style.beside_choices(self._submission)
+        if style.shown.usage:
+            outside["usage"] = self._usage_so_far(choice) if style.shown.running_usage else None
+        return rest + _further(inside) + b"}]" + _further(outside) + b"}\n\n"
+
+    def _usage_so_far(self, choice: ChoiceCounts) -> dict[str, Any]:
+        prompt = self._submission.prompts[choice.index // self._submission.n]
+        return _usage(len(prompt), choice.output_tokens, choice.cached_tokens)
+
+
+def _further(fields: dict[str, Any]) -> bytes:
+    """Fields that follow others of a JSON object."""
+    return b"," + encode_event(fields)[1:-1] if fields else b""

@@ -21,13 +21,13 @@ async def chat_completions(router: Router, request: HttpRequest) -> None:
     body = parse(ChatBody, await request.json())
     model = router.model(body.model)
     chat = body.make_chat(body.messages, body.tool_choice != "none")
-    prompt = await encode_chat(model, chat)
+    prompt = body.cut(await encode_chat(model, chat), model.versions.context_limit, body.wanted or 1)
     length = model.room_for(prompt, body.wanted, "messages")
     top = (body.top_logprobs or 0) if body.logprobs else None
     sampling = body.sampling(length, top, model)
-    style = ChatStyle(model.tokenization.detokenizers, body.logprobs)
+    style = ChatStyle(model.tokenization.detokenizers, body.shown(body.logprobs))
     submission = make_submission(
-        router, model, request, body, body, [prompt], sampling, body.prompt_cache_key,
+        router, model, request, body, body, [prompt], sampling, body.session,
         body.wanted is not None, chat.opening,
     )  # fmt: skip
     await _answer(router, request, body, submission, style)
@@ -38,11 +38,12 @@ async def completions(router: Router, request: HttpRequest) -> None:
     body = parse(CompletionBody, await request.json())
     model = router.model(body.model)
     prompts = await encode_prompts(model, body.prompt, "prompt", body.n, body.add_special_tokens)
+    prompts = [body.cut(prompt, model.versions.context_limit, body.max_tokens) for prompt in prompts]
     for prompt in prompts:
         model.room_for(prompt, body.max_tokens, "prompt")
     sampling = body.sampling(body.max_tokens, body.logprobs, model)
-    style = CompletionStyle(model.tokenization.detokenizers, body.logprobs is not None)
-    submission = make_submission(router, model, request, body, body, prompts, sampling, body.prompt_cache_key)
+    style = CompletionStyle(model.tokenization.detokenizers, body.shown(body.logprobs is not None))
+    submission = make_submission(router, model, request, body, body, prompts, sampling, body.session)
     await _answer(router, request, body, submission, style)
 
 
@@ -74,10 +75,9 @@ async def _answer(
 
     def writer(submission: Submission, ids: EventIds) -> SseWriter:
         created = int(time.time())
-        return SseWriter(style, submission.request_id, created, submission.model, body.include_usage, ids)
+        return SseWriter(style, submission, created, ids)
 
-    form = f"{style.chunk_name}+usage" if body.include_usage else style.chunk_name
-    await stream(router, request, submission, form, writer)
+    await stream(router, request, submission, style.chunk_name + style.shown.form, writer)
 
 
 async def _whole(router: Router, request: HttpRequest, submission: Submission, style: Style) -> None:
@@ -87,13 +87,15 @@ async def _whole(router: Router, request: HttpRequest, submission: Submission, s
             pass
         if generation.abandoned:
             return
+        choices = [style.choice(index, one, submission) for index, one in enumerate(collection.choices)]
         await request.respond_json(
             {
                 "id": style.id_prefix + request.request_id,
                 "object": style.object_name,
                 "created": int(time.time()),
                 "model": submission.model,
-                "choices": [style.choice(index, one) for index, one in enumerate(collection.choices)],
+                "choices": choices,
                 "usage": usage(generation),
+                **style.beside_choices(submission),
             }
         )

@@ -8,15 +8,38 @@ from router.text.detokenize import DetokenizerFactory
 from wire.request import TokenLogprobs
 
 
-def chat_logprobs(
-    detokenizers: DetokenizerFactory, tokens: list[int], logprobs: list[TokenLogprobs]
-) -> dict[str, Any]:
+class TokenNames:
+    """How log-probabilities name tokens."""
+
+    def __init__(self, detokenizers: DetokenizerFactory, as_ids: bool) -> None:
+        """`as_ids`: "token_id:5", as vLLM's return_tokens_as_token_ids; else by the token's text."""
+        self.bytes_of = detokenizers.token_bytes
+        self.as_ids = as_ids
+
+    def of_chat(self, token: int, logprob: float) -> dict[str, Any]:
+        """An entry of a chat's log-probabilities."""
+        raw = self.bytes_of(token)
+        name = f"token_id:{token}" if self.as_ids else raw.decode("utf-8", "replace")
+        return {"token": name, "logprob": logprob, "bytes": list(raw)}
+
+    def of_completion(self, token: int) -> str:
+        """A token's text; the bytes of one that is no text by itself, as OpenAI writes: "bytes:\\xe2"."""
+        if self.as_ids:
+            return f"token_id:{token}"
+        raw = self.bytes_of(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def chat_logprobs(names: TokenNames, tokens: list[int], logprobs: list[TokenLogprobs]) -> dict[str, Any]:
     """For chat: one entry per token with its bytes and alternatives."""
     return {
         "content": [
             {
-                **_named(detokenizers, token, entry.logprob),
-                "top_logprobs": [_named(detokenizers, other, logprob) for other, logprob in entry.top],
+                **names.of_chat(token, entry.logprob),
+                "top_logprobs": [names.of_chat(other, logprob) for other, logprob in entry.top],
             }
             for token, entry in zip(tokens, logprobs, strict=True)
         ],
@@ -25,32 +48,18 @@ def chat_logprobs(
 
 
 def completion_logprobs(
-    detokenizers: DetokenizerFactory, tokens: list[int], logprobs: list[TokenLogprobs], offset: int
+    names: TokenNames, tokens: list[int], logprobs: list[TokenLogprobs], offset: int
 ) -> dict[str, Any]:
     """For completions: parallel lists. `offset` is where in the text the first of these tokens begins."""
     offsets = []
     for token in tokens:
         offsets.append(offset)
-        offset += len(detokenizers.token_bytes(token).decode("utf-8", "replace"))
+        offset += len(names.bytes_of(token).decode("utf-8", "replace"))
     return {
-        "tokens": [_name(detokenizers, token) for token in tokens],
+        "tokens": [names.of_completion(token) for token in tokens],
         "token_logprobs": [entry.logprob for entry in logprobs],
         "top_logprobs": [
-            {_name(detokenizers, other): logprob for other, logprob in entry.top} for entry in logprobs
+            {names.of_completion(other): logprob for other, logprob in entry.top} for entry in logprobs
         ],
         "text_offset": offsets,
     }
-
-
-def _named(detokenizers: DetokenizerFactory, token: int, logprob: float) -> dict[str, Any]:
-    raw = detokenizers.token_bytes(token)
-    return {"token": raw.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(raw)}
-
-
-def _name(detokenizers: DetokenizerFactory, token: int) -> str:
-    """A token's text; the bytes of one that is no text by itself, as OpenAI writes them ("bytes:\\xe2")."""
-    raw = detokenizers.token_bytes(token)
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)

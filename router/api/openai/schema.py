@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from common.errors import InvalidRequest
 from router.api.chat_fields import ChatFields, Messages
+from router.api.openai.shown import Shown
 from router.api.request_body import Label, OutputLength, Prompts, RequestBody, SamplingBody
 from wire.sampling_ranges import MOST_TOP_LOGPROBS
 
@@ -18,6 +19,9 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     include_usage: bool = False
+    continuous_usage_stats: bool = Field(
+        False, description="every chunk has the usage so far, if include_usage"
+    )
 
 
 class OpenAIBody(RequestBody, SamplingBody):
@@ -26,6 +30,14 @@ class OpenAIBody(RequestBody, SamplingBody):
     model: Label | None = None
     stream_options: StreamOptions | None = None
     prompt_cache_key: Label = ""  # a session: its requests have much in common
+    session_id: Label = Field("", description="prompt_cache_key, as vLLM and SGLang call it")
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, lt=2**31,
+        description="at most so many tokens of the prompt are used; -1: as many as the context leaves",
+    )  # fmt: skip
+    truncation_side: Literal["left", "right"] = Field("left", description="left: the last ones are used")
+    return_token_ids: bool = Field(False, description="token ids of prompt and output beside the text")
+    return_tokens_as_token_ids: bool = Field(False, description="logprobs name a token token_id:N")
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> Self:
@@ -34,9 +46,25 @@ class OpenAIBody(RequestBody, SamplingBody):
         return self
 
     @property
-    def include_usage(self) -> bool:
-        """Whether the stream ends with a usage chunk."""
-        return self.stream_options is not None and self.stream_options.include_usage
+    def session(self) -> str:
+        """What requests share that have much in common."""
+        return self.prompt_cache_key or self.session_id
+
+    def shown(self, logprobs: bool) -> Shown:
+        """What the answer tells beside its text."""
+        options = self.stream_options or StreamOptions()
+        usage = options.include_usage
+        running = usage and options.continuous_usage_stats
+        return Shown(logprobs, usage, running, self.return_token_ids, self.return_tokens_as_token_ids)
+
+    def cut(self, prompt: list[int], context: int | None, wanted: int) -> list[int]:
+        """What truncate_prompt_tokens leaves of a prompt, with `wanted` output tokens in the context."""
+        most = self.truncate_prompt_tokens
+        if most == -1:
+            most = None if context is None else max(context - wanted, 0)
+        if most is None or len(prompt) <= most:
+            return prompt
+        return prompt[:most] if self.truncation_side == "right" else prompt[len(prompt) - most :]
 
 
 class CompletionBody(OpenAIBody):
@@ -67,12 +95,18 @@ class ChatBody(OpenAIBody, ChatFields):
     top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
     tool_choice: Literal["auto", "none"] = "auto"
     response_format: dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.response_format not in (None, {"type": "text"}):
             raise InvalidRequest("only response_format {'type': 'text'} is supported", "response_format")
-        if self.top_logprobs is not None and not self.logprobs:
+        if not self.parallel_tool_calls and self.tools and self.tool_choice != "none":
+            raise InvalidRequest(
+                "calls are part of the text, and may be several: only true is supported with tools",
+                "parallel_tool_calls",
+            )
+        if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs=true", "top_logprobs")
         return self
 

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from router.api.event_ids import NoIds
 from router.api.event_json import encode_event
 from router.api.openai.answers import ChatStyle, CompletionStyle, SseWriter, Style
-from router.streams.generation import ChoiceCounts
+from router.api.openai.shown import Shown
+from router.streams.generation import ChoiceCounts, Submission
 from router.text.tokenization import Tokenization
-from wire.request import FinishReason, OutputDelta
+from wire.request import FinishReason, OutputDelta, SamplingParams
 
 LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 
@@ -29,7 +30,8 @@ def test_one_line_and_the_same_value(text: str) -> None:
 
 @pytest.mark.parametrize("style", [ChatStyle, CompletionStyle])
 def test_events_are_whole_lines(style: type[Style], model: Path) -> None:
-    writer = SseWriter(style(Tokenization(model).detokenizers, False), "1", 0, "m", False, NoIds())
+    submission = Submission(request_id="1", prompts=[[1]], sampling=SamplingParams())
+    writer = SseWriter(style(Tokenization(model).detokenizers, Shown()), submission, 0, NoIds())
     for finish in (None, FinishReason.STOP):
         writer.add(ChoiceCounts(0), LINE_ENDS, OutputDelta([1], finish=finish))
         data, end = writer.take().decode().splitlines()

@@ -12,6 +12,7 @@ import pytest
 from common.errors import Interrupted, SlowClient, Unavailable
 from router.api.event_ids import NoIds
 from router.api.openai.answers import CompletionStyle, SseWriter
+from router.api.openai.shown import Shown
 from router.streams.generation import MOST_UNREAD, ChoiceOutput, Generation, Submission
 from router.text.tokenization import Tokenization
 from wire.request import FinishReason, OutputDelta, SamplingParams, TokenLogprobs
@@ -26,7 +27,7 @@ class Request:
         self.stopped: list[str] = []  # reasons given for stopping all rooms
         self.left = False
         submission = Submission(request_id="r", prompts=[[1]], sampling=SamplingParams(), n=n)
-        self.writer = SseWriter(CompletionStyle(detokenizers, False), "r", 1, "m", False, NoIds())
+        self.writer = SseWriter(CompletionStyle(detokenizers, Shown()), submission, 1, NoIds())
         self.generation = Generation(submission, self.writer, self, self)
         self.outputs = [
             ChoiceOutput(counts, self.generation, detokenizers.make(), stop)
@@ -210,3 +211,15 @@ def test_a_stop_string_cuts_logprobs_with_their_tokens(model: Path) -> None:
         assert seen.delta.logprobs == [TokenLogprobs(-0.0), TokenLogprobs(-1.0)]
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_token_that_ends_an_answer_is_in_the_text_if_it_is_kept(model: Path, keep: bool) -> None:
+    tokenization = Tokenization(model)
+    tokens = tokenization.encode("a b c")
+    request = Request(model)
+    detokenizer = tokenization.detokenizers.make()
+    output = ChoiceOutput(request.generation.choices[0], request.generation, detokenizer, (), keep)
+    text, delta, stopped = output.read(OutputDelta(tokens, finish=FinishReason.STOP))
+    assert text == tokenization.decode(tokens if keep else tokens[:-1])
+    assert (delta.tokens, delta.matched, stopped) == (tokens, tokens[-1], False)

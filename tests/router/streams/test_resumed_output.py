@@ -10,6 +10,7 @@ import pytest
 
 from router.api.event_ids import NoIds
 from router.api.openai.answers import CompletionStyle, SseWriter
+from router.api.openai.shown import Shown
 from router.streams.generation import ChoiceOutput, Generation, Submission
 from router.streams.resume import ChoicePosition
 from router.streams.resumed_output import Resumed, ResumedOutput
@@ -35,8 +36,8 @@ class Stream:
     def __init__(self, tokenization: Tokenization, stop: tuple[str, ...], known: int | None = None) -> None:
         """`known`: the tokens that the client has; None: the stream is not a resumed one."""
         detokenizers = tokenization.detokenizers
-        self.writer = SseWriter(CompletionStyle(detokenizers, False), "r", 1, "m", False, NoIds())
         submission = Submission(request_id="r", prompts=[[1]], sampling=SamplingParams())
+        self.writer = SseWriter(CompletionStyle(detokenizers, Shown()), submission, 1, NoIds())
         self.generation = Generation(submission, self.writer, Observer(), Observer())
         (self.counts,) = self.generation.choices
         output = ChoiceOutput(self.counts, self.generation, detokenizers.make(), stop)

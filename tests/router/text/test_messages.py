@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from common.errors import InvalidRequest
 from router.api.chat_fields import ChatFields
 from router.text.tokenization import Tokenization
-from tests.support.tokenizers import byte_level
+from tests.support.tokenizers import byte_fallback, byte_level
 
 # As templates of Hermes, Qwen and Mistral ask: is there a content, what are the arguments.
 TEMPLATE = """{%- for message in messages %}
@@ -119,3 +119,26 @@ def test_a_developer_is_the_system_for_templates_that_do_not_know_developers(tmp
     assert "<|im_start|>system\nx" in rendered(model(tmp_path / "usual"), messages)
     knows = model(tmp_path / "knows", TEMPLATE + "{% if messages[0].role == 'developer' %}!{% endif %}")
     assert "<|im_start|>developer\nx" in rendered(knows, messages)
+
+
+@pytest.mark.parametrize("content", ["It is", "It is ", " a\n", "<|im_end|>"])
+@pytest.mark.parametrize("family", ["qwen", "llama2"])
+def test_an_answer_may_go_on_with_the_last_message(tmp_path: Path, content: str, family: str) -> None:
+    make = byte_level if family == "qwen" else byte_fallback
+    path = make(tmp_path)
+    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": content}]
+    want = AutoTokenizer.from_pretrained(path).apply_chat_template(
+        chat, tokenize=False, continue_final_message=True
+    )
+    tokenization = Tokenization(path)
+    ours = ChatFields(continue_final_message=True).make_chat(chat)
+    assert tokenization.render_chat(ours) == want
+    if family == "qwen":  # the other decoder adds spaces
+        assert tokenization.decode(tokenization.encode_chat(ours)) == want
+
+
+def test_a_template_that_leaves_the_last_message_out_cannot_go_on_with_it(tmp_path: Path) -> None:
+    tokenization = Tokenization(model(tmp_path, "{{ messages[0].content }}"))
+    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    with pytest.raises(InvalidRequest, match="leaves out"):
+        tokenization.render_chat(ChatFields(continue_final_message=True).make_chat(chat))

@@ -1,0 +1,27 @@
+"""What an answer tells beside its text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """Wishes of a request."""
+
+    logprobs: bool = False
+    usage: bool = False  # a stream ends with it
+    running_usage: bool = False  # each event of a stream has it
+    token_ids: bool = False  # of prompt and output
+    ids_as_names: bool = False  # log-probabilities name a token "token_id:5"
+
+    @property
+    def form(self) -> str:
+        """What makes the events of one stream differ from another's, as part of a name."""
+        wishes = {
+            "+usage": self.usage,
+            "+running": self.running_usage,
+            "+ids": self.token_ids,
+            "+names": self.ids_as_names,
+        }
+        return "".join(name for name, wished in wishes.items() if wished)

@@ -1,0 +1,144 @@
+"""Fields that clients of other servers send: they change the answer as there, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.text.chat import Chat
+from router.text.tokenization import Tokenization
+from tests.router.conftest import RouterProcess, start_router
+from tests.support.fake_worker import FakeWorker, expected_tokens
+from tests.support.sse import sse_events
+from wire.codec import pack_tokens
+from wire.records import Role
+
+CHAT: list[Any] = [{"role": "user", "content": "Hello there"}]
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def router(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[RouterProcess]:
+    """With a worker for both phases."""
+    router = start_router(tmp_path_factory.mktemp("fields"), model)
+    d = FakeWorker(Role.DECODE, router.mailbox, max_context=512, step_s=0.001)
+    router.wait_for_workers(1)
+    yield router
+    d.close()
+    assert router.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def tokenization(model: Path) -> Tokenization:
+    return Tokenization(model)
+
+
+def post(router: RouterProcess, path: str, **body: Any) -> dict[str, Any]:
+    answer = router.http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def events(router: RouterProcess, path: str, **body: Any) -> list[dict[str, Any]]:
+    with router.http.stream("POST", path, json={**body, "stream": True}) as response:
+        assert response.status_code == 200
+        return [event.json for event in list(sse_events(response.iter_lines()))[:-1]]
+
+
+def test_what_changes_nothing_is_accepted(router: RouterProcess) -> None:
+    usual = post(router, CHATS, messages=CHAT, max_tokens=4)["choices"]
+    harmless = {
+        "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "safety_identifier": "x", "user": "u",
+        "prompt_cache_key": "k", "session_id": "s", "parallel_tool_calls": False, "top_logprobs": 0,
+        "reasoning_effort": "low", "include_reasoning": True, "prediction": {"type": "content"},
+        "modalities": ["text"], "verbosity": "medium", "spaces_between_special_tokens": False,
+        "use_beam_search": False, "separate_reasoning": True, "best_effort": None,
+    }  # fmt: skip
+    assert post(router, CHATS, messages=CHAT, max_tokens=4, **harmless)["choices"] == usual
+
+
+def test_a_chunk_has_the_usage_so_far(router: RouterProcess, tokenization: Tokenization) -> None:
+    prompt = len(tokenization.encode_chat(Chat(CHAT)))
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = events(router, CHATS, messages=CHAT, max_tokens=5, stream_options=options)
+    counts = [(chunk["usage"]["prompt_tokens"], chunk["usage"]["completion_tokens"]) for chunk in chunks]
+    assert counts == [(prompt, count) for count in range(1, 6)]
+    assert last["choices"] == []
+    assert last["usage"] == chunks[-1]["usage"]
+    # Without include_usage there is none, as in vLLM.
+    alone = events(
+        router, CHATS, messages=CHAT, max_tokens=2, stream_options={"continuous_usage_stats": True}
+    )
+    assert all("usage" not in chunk for chunk in alone)
+
+
+def test_token_ids_beside_the_text(router: RouterProcess, tokenization: Tokenization) -> None:
+    prompts = [tokenization.encode(text) for text in ("Hello", "The quick")]
+    asked = {"prompt": ["Hello", "The quick"], "max_tokens": 3, "return_token_ids": True}
+    whole = post(router, COMPLETIONS, **asked)["choices"]
+    want = [expected_tokens(pack_tokens(prompt), 3) for prompt in prompts]
+    assert [choice["token_ids"] for choice in whole] == want
+    assert [choice["prompt_token_ids"] for choice in whole] == prompts
+    streamed: dict[int, list[int]] = {0: [], 1: []}
+    told = []
+    for event in events(router, COMPLETIONS, **asked):
+        (choice,) = event["choices"]
+        streamed[choice["index"]] += choice["token_ids"]
+        told += [(choice["index"], choice["prompt_token_ids"])] if "prompt_token_ids" in choice else []
+    assert list(streamed.values()) == want
+    assert sorted(told) == list(enumerate(prompts))
+    chat = {"messages": CHAT, "max_tokens": 3, "return_token_ids": True}
+    ids = tokenization.encode_chat(Chat(CHAT))
+    answer, (first, *rest) = post(router, CHATS, **chat), events(router, CHATS, **chat)
+    assert answer["prompt_token_ids"] == first["prompt_token_ids"] == ids
+    assert answer["choices"][0]["token_ids"] == expected_tokens(pack_tokens(ids), 3)
+    assert all("prompt_token_ids" not in event for event in rest)
+
+
+def test_tokens_named_by_their_ids(router: RouterProcess) -> None:
+    asked = {"prompt": "Hello", "max_tokens": 2, "return_token_ids": True, "return_tokens_as_token_ids": True}
+    (choice,) = post(router, COMPLETIONS, **asked, logprobs=1)["choices"]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
+    assert all(name.startswith("token_id:") for top in choice["logprobs"]["top_logprobs"] for name in top)
+
+
+@pytest.mark.parametrize("name", ["include_stop_str_in_output", "no_stop_trim"])
+def test_a_stop_string_may_stay(router: RouterProcess, tokenization: Tokenization, name: str) -> None:
+    tokens = expected_tokens(pack_tokens(tokenization.encode("Hello")), 64)
+    detokenizer = tokenization.detokenizers.make()
+    text = "".join(map(detokenizer.push, tokens))
+    stop = text[20:26]
+    want = text[: text.index(stop)]
+    asked = {"prompt": "Hello", "max_tokens": 64, "stop": stop}
+    assert post(router, COMPLETIONS, **asked)["choices"][0]["text"] == want
+    assert post(router, COMPLETIONS, **asked, **{name: True})["choices"][0]["text"] == want + stop
+    chunks = events(router, COMPLETIONS, **asked, **{name: True})
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == want + stop
+
+
+def test_a_prompt_is_cut(router: RouterProcess) -> None:
+    prompt = list(range(1, 100))
+    for wish, want in (
+        ({"truncate_prompt_tokens": 5}, prompt[-5:]),
+        ({"truncate_prompt_tokens": 5, "truncation_side": "right"}, prompt[:5]),
+        ({"truncate_prompt_tokens": 100}, prompt),
+    ):
+        asked = {"prompt": prompt, "max_tokens": 2, "return_token_ids": True, **wish}
+        assert post(router, COMPLETIONS, **asked)["choices"][0]["prompt_token_ids"] == want
+    asked = {"prompt": [1] * 600, "max_tokens": 12, "truncate_prompt_tokens": -1, "return_token_ids": True}
+    assert len(post(router, COMPLETIONS, **asked)["choices"][0]["prompt_token_ids"]) == 500
+
+
+def test_an_effort_is_the_templates_and_documents_too(router: RouterProcess) -> None:
+    def prompt(**wish: Any) -> Any:
+        return router.http.post("/tokenize", json={"messages": CHAT, **wish}).json()["tokens"]
+
+    off = prompt(chat_template_kwargs={"enable_thinking": False})
+    assert prompt(reasoning_effort="none") == off != prompt()
+    assert prompt(reasoning_effort="high") == prompt()
+    assert prompt(reasoning_effort="high", chat_template_kwargs={"enable_thinking": False}) == off
+    assert prompt(documents=[{"title": "a"}]) == prompt()  # which this template does not know
