@@ -46,6 +46,7 @@ from router.streams.resume import ResumeTokens, Resumption
 from router.streams.resumed_output import Resumed, ResumedOutput
 from router.streams.room_requests import RoomNumbers, RoomRequests
 from router.streams.stream import RoomSink, RoomStream
+from router.text.grammars import GrammarChecks
 from router.text.sampling_defaults import read_defaults
 from router.text.tokenization import Tokenization
 from router.trace import TraceStore
@@ -96,6 +97,7 @@ class Router:
             )
             for name, one in ((one.served_model_name, one) for one in options.served)
         }
+        self.grammars = GrammarChecks()
         self.resume_tokens = ResumeTokens(options, secret)
         self._mailbox = LoopMailbox(
             options.interface, curve, self._on_mail, self._on_peer, options.ports.of("mailboxes")
@@ -135,6 +137,7 @@ class Router:
         """End what runs, free ports and threads. Closing twice changes nothing."""
         self._timer.cancel()
         self.interrupt()
+        self.grammars.close()
         self._dispatcher.close()
         self.membership.close()
         self._processes.close()

@@ -32,3 +32,12 @@ def matcher_grammar(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_regex(grammar.text)
         case GrammarKind.LARK:
             return LLMatcher.grammar_from_lark(grammar.text)
+
+
+def grammar_problem(grammar: Grammar) -> str:
+    """What is wrong with a grammar; "" if nothing is. Releases the GIL."""
+    try:
+        text = matcher_grammar(grammar)
+    except ValueError as error:  # the schema is no JSON object
+        return str(error)
+    return LLMatcher.validate_grammar(text, limits=LIMITS).strip()

@@ -89,11 +89,12 @@ async def generate(router: Router, request: HttpRequest) -> None:
         raise InvalidRequest("give either text or input_ids", "text")
     param, given = ("text", body.text) if body.text is not None else ("input_ids", body.input_ids)
     model = router.model(body.model)
+    grammar = await router.grammars.checked(params.wanted_grammar())
     prompts = await encode_prompts(model, given, param, params.n, add_special_tokens=True)
     for prompt in prompts:
         model.room_for(prompt, params.max_new_tokens, param)
     top = body.top_logprobs_num if body.return_logprob else None
-    sampling = params.sampling(params.max_new_tokens, top, model)
+    sampling = params.sampling(params.max_new_tokens, top, model, grammar)
     submission = make_submission(router, model, request, body, params, prompts, sampling)
     if body.stream:
         await stream(router, request, submission, "generate", NativeEvents)

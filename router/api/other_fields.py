@@ -96,12 +96,7 @@ OTHER_FIELDS: dict[str, OtherField] = {
         "kv_transfer_params", "ec_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room",
         "routed_dp_rank", "disagg_prefill_dp_rank", "data_parallel_rank",
     ),
-    **_all(
-        "outputs are not constrained", (),
-        "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "regex",
-        "ebnf", "json_schema", "structural_tag",
-    ),
-    **_all("outputs are not constrained", ({"type": "text"},), "response_format"),
+    **_all("an output follows a schema, an expression, choices or a grammar", (), "structural_tag"),
     **_all("it is read at the end of a prompt only", (-1,), "logprob_start_len"),
     **_all("tokens are named by their ids", (False,), "return_text_in_logprobs"),
     **_all("a request has a client that waits", (False,), "background"),

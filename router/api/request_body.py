@@ -12,9 +12,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from common.errors import InvalidRequest
 from router.api.other_fields import OTHER_FIELDS, take_other_fields
+from router.api.structure_fields import StructureFields
 from router.model import Model
 from router.text.chat import MOST_TEXT
-from wire.request import SamplingParams
+from wire.request import Grammar, SamplingParams
 from wire.sampling_ranges import (
     LOGIT_BIAS,
     PENALTY,
@@ -71,7 +72,7 @@ class RequestBody(BaseModel):
     extra_key: Label = ""
 
 
-class SamplingBody(BaseModel):
+class SamplingBody(StructureFields):
     """How tokens are sampled, and where an output ends."""
 
     # Empty collections come from factories: pydantic deep-copies a default, which took half of the parsing.
@@ -106,7 +107,9 @@ class SamplingBody(BaseModel):
             )  # fmt: skip
         return stops
 
-    def sampling(self, max_new_tokens: int, top_logprobs: int | None, model: Model) -> SamplingParams:
+    def sampling(
+        self, max_new_tokens: int, top_logprobs: int | None, model: Model, grammar: Grammar | None
+    ) -> SamplingParams:
         """For the workers, with a seed. Raises InvalidRequest for tokens outside the vocabulary."""
         vocab_size, default = model.tokenization.vocab_size, model.sampling_defaults
         for name, tokens in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
@@ -134,6 +137,7 @@ class SamplingBody(BaseModel):
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
             top_logprobs=top_logprobs,
+            grammar=grammar,
         )
 
 

@@ -20,11 +20,12 @@ async def chat_completions(router: Router, request: HttpRequest) -> None:
     """POST /v1/chat/completions."""
     body = parse(ChatBody, await request.json())
     model = router.model(body.model)
+    grammar = await router.grammars.checked(body.wanted_grammar())
     chat = body.make_chat(body.messages, body.tool_choice != "none")
     prompt = body.cut(await encode_chat(model, chat), model.versions.context_limit, body.wanted or 1)
     length = model.room_for(prompt, body.wanted, "messages")
     top = (body.top_logprobs or 0) if body.logprobs else None
-    sampling = body.sampling(length, top, model)
+    sampling = body.sampling(length, top, model, grammar)
     style = ChatStyle(model.tokenization.detokenizers, body.shown(body.logprobs))
     submission = make_submission(
         router, model, request, body, body, [prompt], sampling, body.session,
@@ -37,11 +38,12 @@ async def completions(router: Router, request: HttpRequest) -> None:
     """POST /v1/completions."""
     body = parse(CompletionBody, await request.json())
     model = router.model(body.model)
+    grammar = await router.grammars.checked(body.wanted_grammar())
     prompts = await encode_prompts(model, body.prompt, "prompt", body.n, body.add_special_tokens)
     prompts = [body.cut(prompt, model.versions.context_limit, body.max_tokens) for prompt in prompts]
     for prompt in prompts:
         model.room_for(prompt, body.max_tokens, "prompt")
-    sampling = body.sampling(body.max_tokens, body.logprobs, model)
+    sampling = body.sampling(body.max_tokens, body.logprobs, model, grammar)
     style = CompletionStyle(model.tokenization.detokenizers, body.shown(body.logprobs is not None))
     submission = make_submission(router, model, request, body, body, prompts, sampling, body.session)
     await _answer(router, request, body, submission, style)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -94,13 +94,10 @@ class ChatBody(OpenAIBody, ChatFields):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
     tool_choice: Literal["auto", "none"] = "auto"
-    response_format: dict[str, Any] | None = None
     parallel_tool_calls: bool = True
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.response_format not in (None, {"type": "text"}):
-            raise InvalidRequest("only response_format {'type': 'text'} is supported", "response_format")
         if not self.parallel_tool_calls and self.tools and self.tool_choice != "none":
             raise InvalidRequest(
                 "calls are part of the text, and may be several: only true is supported with tools",

@@ -346,9 +346,9 @@ def test_the_models_generation_config_is_what_requests_leave_out(tmp_path: Path)
         ("/v1/chat/completions", {"messages": CHAT, "top_logprobs": 2}, "top_logprobs", "logprobs=true"),
         (
             "/v1/chat/completions",
-            {"messages": CHAT, "response_format": {"type": "json_object"}},
-            "response_format",
-            "text",
+            {"messages": CHAT, "response_format": {"type": "xml"}},
+            "response_format.type",
+            "json_schema",
         ),
         (
             "/v1/chat/completions",
