@@ -7,6 +7,7 @@ BatonError
 │   ├── Unauthorized        401  no key, or one that does not hold
 │   ├── ModelNotFound       404  no worker serves that model
 │   ├── BodyTooLarge        413  its body has more bytes than the router takes
+│   ├── UnsupportedMedia    415  its body is not JSON, or packed otherwise than with gzip
 │   ├── LateBody            408  the rest of its body did not come in time
 │   ├── SlowClient          400  its stream waits unread; sent in the stream, after status 200
 │   └── Overloaded          429  try again after `retry_after_s`
@@ -63,6 +64,10 @@ class ModelNotFound(UserError):
 
 class BodyTooLarge(UserError):
     """The body of a request has more bytes than are taken."""
+
+
+class UnsupportedMedia(UserError):
+    """The body of a request is of a type, or packed in a way, that is not taken."""
 
 
 class LateBody(UserError):

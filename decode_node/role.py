@@ -259,7 +259,7 @@ class DecodeRole(WorkerRole[DecodeRoom]):
                 self.scheduler.abort(room.room, room.epoch)
 
     def timeline(self, room: DecodeRoom) -> Timeline:
-        told = Timeline(room.room, room.epoch, self.worker_id, room.req.stamps)
+        told = super().timeline(room)
         if not room.kv_bytes or room.receiver is None:
             return told
         landed = room.receiver.landed

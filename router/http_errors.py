@@ -17,6 +17,7 @@ from common.errors import (
     Overloaded,
     RequestFailed,
     Unauthorized,
+    UnsupportedMedia,
     UserError,
 )
 
@@ -37,6 +38,7 @@ _KINDS: tuple[tuple[type[BatonError], int, str, str | None], ...] = (
     (Unauthorized, 401, "invalid_request_error", "invalid_api_key"),
     (ModelNotFound, 404, "invalid_request_error", "model_not_found"),
     (BodyTooLarge, 413, "invalid_request_error", None),
+    (UnsupportedMedia, 415, "invalid_request_error", None),
     (LateBody, 408, "invalid_request_error", None),
     (Overloaded, 429, "rate_limit_error", "overloaded"),
     (UserError, 400, "invalid_request_error", None),

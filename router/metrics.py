@@ -105,11 +105,13 @@ class RoomMetrics:
         self._found_tokens.inc(found)
         self._cached_tokens_error.observe(said - found)
 
-    def observe_stages(self, stamps: list[Stamp]) -> None:
-        """One worker's stamps of one room: each stage lasted until the next."""
+    def observe_stages(self, stamps: list[Stamp], ended_ns: int) -> None:
+        """One worker's stamps of one room: each stage lasted until the next, the last until `ended_ns`."""
         ordered = sorted(stamps, key=lambda stamp: stamp.at_ns)
         for stamp, following in pairwise(ordered):
             self._stages.observe((following.at_ns - stamp.at_ns) / 1e9, stamp.stage)
+        if ordered and ended_ns:
+            self._stages.observe(max(ended_ns - ordered[-1].at_ns, 0) / 1e9, ordered[-1].stage)
 
 
 class EventMetrics(Collector):

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from common.errors import ContextTooLong, InvalidRequest, Unavailable
 from router.placement.models import ModelVersions
 from router.streams.room_requests import RoomRequests
+from router.text.chat import Chat
+from router.text.long_texts import LONG, LongTexts
 from router.text.sampling_defaults import SamplingDefaults
 from router.text.tokenization import Tokenization
 
@@ -20,6 +22,40 @@ class Model:
     sampling_defaults: SamplingDefaults
     requests: RoomRequests
     versions: ModelVersions
+    long_texts: LongTexts
+
+    async def encode(
+        self, text: str, add_special_tokens: bool, param: str, any_length: bool = False
+    ) -> list[int]:
+        """Token ids of a text, of any length or else of one that may fit.
+
+        Raises ContextTooLong, and Overloaded for a long one.
+        """
+        if len(text) <= LONG:
+            return self.tokenization.encode(text, add_special_tokens)
+        if not any_length:
+            self._check_length(text, param)
+        return await self.long_texts.run(
+            len(text), lambda: self.tokenization.encode(text, add_special_tokens)
+        )
+
+    async def encode_chat(self, chat: Chat, any_length: bool = False) -> list[int]:
+        """The same for a chat."""
+        if chat.size <= LONG:
+            return self.tokenization.encode_chat(chat)
+
+        def check(rendered: str) -> None:
+            if not any_length:
+                self._check_length(rendered, "messages")
+
+        return await self.long_texts.run(chat.size, lambda: self.tokenization.encode_chat(chat, check))
+
+    def _check_length(self, text: str, param: str) -> None:
+        """Refuse a text that is longer than the context whatever its tokens are, before they are known."""
+        limit = self.versions.context_limit
+        tokens = len(text.encode()) // self.tokenization.longest_token_bytes
+        if limit is not None and tokens > limit:
+            raise ContextTooLong(tokens, limit, param)
 
     def room_for(self, prompt: list[int], wanted: int | None, param: str) -> int:
         """How many output tokens a prompt may have: `wanted`, or what the context leaves.

@@ -135,7 +135,13 @@ class ResumeOptions(Options):
 
 
 class HttpOptions(Options):
-    """Bounds on what a client may send and keep waiting."""
+    """Bounds on what a client may send and keep waiting, and whose pages may ask."""
+
+    cors_origins: tuple[str, ...] = Field(
+        (),
+        description="sites whose pages may read answers in a browser, as https://example.org; *: all; none: "
+        "no page of another site",
+    )
 
     max_body_bytes: int = Field(64 << 20, ge=1024, description="of a request; beyond: 413")
     body_timeout_s: float = Field(

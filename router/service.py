@@ -47,6 +47,7 @@ from router.streams.resumed_output import Resumed, ResumedOutput
 from router.streams.room_requests import RoomNumbers, RoomRequests
 from router.streams.stream import RoomSink, RoomStream
 from router.text.grammars import GrammarChecks
+from router.text.long_texts import LongTexts
 from router.text.sampling_defaults import read_defaults
 from router.text.tokenization import Tokenization
 from router.trace import TraceStore
@@ -87,6 +88,7 @@ class Router:
 
         weights = {one.served_model_name: one.version_weights for one in options.served}
         self._versions = Models(weights, make_version)
+        self._long_texts = LongTexts()
         self.models = {
             name: Model(
                 name,
@@ -94,6 +96,7 @@ class Router:
                 read_defaults(one.model, one.generation_config),
                 RoomRequests(name),
                 self._versions.by_name[name],
+                self._long_texts,
             )
             for name, one in ((one.served_model_name, one) for one in options.served)
         }
@@ -136,6 +139,7 @@ class Router:
     def close(self) -> None:
         """End what runs, free ports and threads. Closing twice changes nothing."""
         self._timer.cancel()
+        self._long_texts.close()
         self.interrupt()
         self.grammars.close()
         self._dispatcher.close()

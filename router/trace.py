@@ -43,17 +43,18 @@ class RequestTrace:
     def chrome(self) -> dict[str, Any]:
         """Chrome trace format: a process per worker, a thread per choice; `ts` and `dur` in microseconds."""
         events: list[dict[str, Any]] = []
-        lanes = [("router", 0, 0, self.router_stamps)]
+        lanes = [("router", 0, 0, self.router_stamps, self.finished_ns)]
         for (room, epoch, worker), timeline in self.timelines.items():
-            lanes.append((worker, room, epoch, sorted(timeline.stamps, key=lambda stamp: stamp.at_ns)))
+            ordered = sorted(timeline.stamps, key=lambda stamp: stamp.at_ns)
+            lanes.append((worker, room, epoch, ordered, timeline.ended_ns or self.finished_ns))
         processes = {name: number for number, name in enumerate(dict.fromkeys(name for name, *_ in lanes))}
         for name, number in processes.items():
             events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}})
-        for name, room, epoch, stages in lanes:
+        for name, room, epoch, stages, ended_ns in lanes:
             lane = self.rooms.index(room) if room in self.rooms else 0
             for i, stamp in enumerate(stages):
                 at_ns = stamp.at_ns
-                end_ns = stages[i + 1].at_ns if i + 1 < len(stages) else max(self.finished_ns, at_ns)
+                end_ns = stages[i + 1].at_ns if i + 1 < len(stages) else max(ended_ns, at_ns)
                 events.append(
                     {
                         "ph": "X", "name": str(stamp.stage), "pid": processes[name], "tid": lane,

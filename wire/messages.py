@@ -151,8 +151,9 @@ class Tokens(Message, frozen=True, tag="tokens"):
 
 
 class Timeline(RoomMessage, frozen=True, tag="timeline", omit_defaults=True):
-    """A worker has ended its part in a room: its stamps, and the KV that it received (decode): how many
-    bytes, over which backend, from the worker at which mailbox, and how long some of it was being written.
+    """A worker has ended its part in a room: its stamps, when the last of these stages ended (nanoseconds of
+    the Unix clock), and the KV that it received (decode): how many bytes, over which backend, from the worker
+    at which mailbox, and how long some of it was being written.
 
     Repeated until a Receipt, like Reserved and Rejected.
     """
@@ -163,6 +164,7 @@ class Timeline(RoomMessage, frozen=True, tag="timeline", omit_defaults=True):
     kv_backend: str = ""
     kv_from: str = ""
     kv_seconds: Quantity = 0.0
+    ended_ns: Natural = 0  # 0: from a worker that does not say it
 
 
 class RoomStatus(RoomMessage, frozen=True, tag="room_status", omit_defaults=True):

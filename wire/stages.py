@@ -35,6 +35,11 @@ class Stamp(msgspec.Struct, frozen=True, array_like=True, gc=False):
     at_ns: Natural
 
 
+def now_ns() -> int:
+    """The clock of stamps."""
+    return time.time_ns()
+
+
 def stamp(stage: RequestStage) -> Stamp:
     """The stage, entered now."""
-    return Stamp(stage, time.time_ns())
+    return Stamp(stage, now_ns())

@@ -33,6 +33,7 @@ from wire.peer_monitors import PeerState
 from wire.records import Role
 from wire.request import OutputDelta
 from wire.retransmitter import RetransmitKey, Retransmitter
+from wire.stages import now_ns
 from worker.options import WorkerOptions
 from worker.orphans import Orphans, Pausing
 from worker.outbox import Outbox, OutputKey
@@ -198,7 +199,7 @@ class WorkerRole(ABC, Generic[RoomType]):
 
     def timeline(self, room: RoomType) -> Timeline:
         """The stages of the room on this worker, for the router's trace."""
-        return Timeline(room.room, room.epoch, self.worker_id, room.req.stamps)
+        return Timeline(room.room, room.epoch, self.worker_id, room.req.stamps, ended_ns=now_ns())
 
     def status(self, room: RoomType) -> RoomStatus:
         """Where a room is of which the router has heard nothing for a while."""

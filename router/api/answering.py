@@ -23,15 +23,12 @@ from router.streams.claims import FoundRoom
 from router.streams.generation import Answer, ChoiceCounts, Generation, Submission
 from router.streams.resume import HEADER, MOST_CHOICES, ChoicePosition, Resumption
 from router.streams.resumed_output import Resumed
-from router.text.chat import Chat
 from wire.request import OutputDelta, SamplingParams
 
 _WAITING = b": waiting\n\n"
 _QUIET_S = 2.5  # a stream to which nothing is sent for this long, or twice as long, is sent a comment
 DONE = b"data: [DONE]\n\n"
 _LAST_EVENT_ID = HEADER.lower().encode()
-# Longer texts are tokenised on another thread (the tokenizer releases the GIL), so that other streams go on.
-_LONG_TEXT = 16_384
 
 
 class StreamedAnswer(Answer, Protocol):
@@ -51,30 +48,16 @@ class StreamedAnswer(Answer, Protocol):
         """The events that follow the last token."""
 
 
-async def encode(model: Model, text: str, add_special_tokens: bool) -> list[int]:
-    """Token ids of a text."""
-    if len(text) > _LONG_TEXT:
-        return await asyncio.to_thread(model.tokenization.encode, text, add_special_tokens)
-    return model.tokenization.encode(text, add_special_tokens)
-
-
-async def encode_chat(model: Model, chat: Chat) -> list[int]:
-    """Token ids of a chat."""
-    if chat.size > _LONG_TEXT:
-        return await asyncio.to_thread(model.tokenization.encode_chat, chat)
-    return model.tokenization.encode_chat(chat)
-
-
 def is_batch(given: Any) -> bool:
     """Whether several prompts were given: a list of texts or of lists of token ids."""
     return not (isinstance(given, str) or (given and isinstance(given[0], int)))
 
 
 async def encode_prompts(
-    model: Model, given: Any, param: str, n: int, add_special_tokens: bool
+    model: Model, given: Any, param: str, n: int, add_special_tokens: bool, any_length: bool = False
 ) -> list[list[int]]:
     """Token ids of each prompt, or of the only one. Raises InvalidRequest for ids outside the vocabulary, and
-    for no choice or too many (`n` of each prompt)."""
+    for no choice or too many (`n` of each prompt); and what Model.encode raises."""
     prompts: list[list[int]] = []
     batch = given if is_batch(given) else [given]
     if not batch:
@@ -83,7 +66,7 @@ async def encode_prompts(
         raise InvalidRequest(f"{len(batch)} prompts with n={n} are more than {MOST_ROOMS} choices", "n")
     for prompt in batch:
         if isinstance(prompt, str):
-            prompts.append(await encode(model, prompt, add_special_tokens))
+            prompts.append(await model.encode(prompt, add_special_tokens, param, any_length))
         else:
             prompts.append(_known_tokens(model, prompt, param))
     return prompts

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
+import msgspec
+
 from common.errors import BatonError, Unauthorized
 from router.api import health, native_endpoints, openapi
-from router.api.asgi import App, ClientLeft, HttpRequest, Receive, Scope, Send
+from router.api.asgi import JSON, App, ClientLeft, HttpRequest, Receive, Scope, Send
+from router.api.cors import Cors
 from router.api.openai import endpoints
 from router.http_errors import error_body, to_http
 from router.keys import Key
@@ -23,32 +26,57 @@ _ROUTES: dict[tuple[str, str], Handler] = {
     ("POST", "/detokenize"): native_endpoints.detokenize,
     ("GET", "/health"): health.health,
     ("GET", "/ready"): health.ready,
+    ("GET", "/ping"): health.health,
+    ("GET", "/health_generate"): native_endpoints.health_generate,
+    ("GET", "/get_model_info"): native_endpoints.get_model_info,
     ("GET", "/version"): health.version,
     ("GET", "/openapi.json"): openapi.openapi,
 }
-_FOR_ALL = frozenset({"/health", "/ready", "/version"})  # also without a key
+_FOR_ALL = frozenset({"/health", "/ready", "/ping", "/version"})  # also without a key
+_CLIENT_LEFT = 499  # as nginx counts it: no answer was begun
+_FAILED = 500
+_NO_WEBSOCKET = "there are no websockets here: streams are server-sent events (stream=true)"
 _PATHS = {path for _, path in _ROUTES}
 
 
 def build_app(router: Router) -> App:
     """The application that serves a router. It does not close the router."""
 
+    cors = Cors(router.options.cors_origins)
+
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
         elif scope["type"] == "http":
             limit = router.options.max_body_bytes
-            await _serve(router, HttpRequest(scope, receive, send, router.clients, limit))
+            await _serve(router, HttpRequest(scope, receive, send, router.clients, limit), cors)
         elif scope["type"] == "websocket":
-            await send({"type": "websocket.close"})
+            await _refuse_websocket(scope, receive, send)
 
     return app
 
 
-async def _serve(router: Router, request: HttpRequest) -> None:
-    handler = _ROUTES.get((request.method, request.path))
+async def _serve(router: Router, request: HttpRequest, cors: Cors) -> None:
+    """Answer, and count the answer, whatever becomes of it: its client may leave at any time, upon which
+    Serve's proxy cancels this task."""
     try:
-        if handler is not None:
+        request.further_headers = cors.headers(request)
+        await _answer(router, request, cors)
+    except ClientLeft:
+        pass
+    except Exception:
+        request.status = request.status or _FAILED
+        raise
+    finally:
+        router.metrics.requests.inc(of=str(request.status or _CLIENT_LEFT))
+
+
+async def _answer(router: Router, request: HttpRequest, cors: Cors) -> None:
+    handler = _handler(request)
+    try:
+        if cors.is_preflight(request):
+            await cors.answer_preflight(request)
+        elif handler is not None:
             if request.path not in _FOR_ALL and router.keys.required:
                 request.key = _checked(router.keys.find(request.header(b"authorization")))
             await handler(router, request)
@@ -57,9 +85,12 @@ async def _serve(router: Router, request: HttpRequest) -> None:
     except BatonError as error:
         told = to_http(error)
         await request.respond_json(told.body, told.status, told.headers)
-    except ClientLeft:
-        return
-    router.metrics.requests.inc(of=str(request.status))
+
+
+def _handler(request: HttpRequest) -> Handler | None:
+    if request.method == "GET" and request.path.startswith(endpoints.MODEL_PATH):
+        return endpoints.model
+    return _ROUTES.get((request.method, request.path))
 
 
 def _checked(key: Key | None) -> Key:
@@ -69,12 +100,25 @@ def _checked(key: Key | None) -> Key:
 
 
 async def _no_route(request: HttpRequest) -> None:
-    if request.path in _PATHS:
+    if (request.header(b"upgrade") or "").lower() == "websocket":
+        await request.respond_json(error_body(_NO_WEBSOCKET, "invalid_request_error"), 400)
+    elif request.path in _PATHS:
         body = error_body(f"{request.path} does not take {request.method}", "invalid_request_error")
         await request.respond_json(body, 405)
     else:
         body = error_body(f"{request.path} does not exist", "invalid_request_error")
         await request.respond_json(body, 404)
+
+
+async def _refuse_websocket(scope: Scope, receive: Receive, send: Send) -> None:
+    """With the reason, where the server can send one; else it answers 403."""
+    await receive()  # websocket.connect
+    if "websocket.http.response" not in (scope.get("extensions") or {}):
+        await send({"type": "websocket.close", "reason": _NO_WEBSOCKET})
+        return
+    body = msgspec.json.encode(error_body(_NO_WEBSOCKET, "invalid_request_error"))
+    await send({"type": "websocket.http.response.start", "status": 400, "headers": [JSON]})
+    await send({"type": "websocket.http.response.body", "body": body})
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

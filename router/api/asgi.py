@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -15,6 +16,7 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from common.errors import BodyTooLarge, InvalidRequest
+from router.api.content import Content, check_type
 from router.keys import Key
 from router.streams.client_holds import ClientHolds
 from router.streams.generation import Generation
@@ -32,6 +34,7 @@ _SSE: Headers = [
     (b"x-accel-buffering", b"no"),
 ]
 _LONGEST_ID = 128
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class ClientLeft(Exception):
@@ -57,6 +60,7 @@ class HttpRequest:
         self.request_id = self._request_id()
         self.key: Key | None = None  # that the client has shown, if this door has keys
         self.status = 0  # of the answer, once it has begun
+        self.further_headers: Headers = []  # of any answer
 
     def header(self, name: bytes) -> str | None:
         """A header's value, or None. `name` is in lower case."""
@@ -70,16 +74,20 @@ class HttpRequest:
         return dict(parse_qsl(self._scope.get("query_string", b"").decode("latin-1")))
 
     async def json(self) -> dict[str, Any]:
-        """The body, a JSON object. Raises InvalidRequest, BodyTooLarge, LateBody, or ClientLeft."""
+        """The body, a JSON object. Raises InvalidRequest, UnsupportedMedia, BodyTooLarge, LateBody, or
+        ClientLeft."""
+        check_type(self.header(b"content-type"))
+        content = Content(self.header(b"content-encoding"), self._max_body_bytes)
         announced = self.header(b"content-length")
-        if announced is not None and announced.isdecimal():
-            self._check_size(int(announced))
+        if announced is not None and announced.isdecimal() and int(announced) > self._max_body_bytes:
+            raise BodyTooLarge(f"the body has more than {self._max_body_bytes} bytes")
         async with self._clients.reading(self.request_id):
-            raw = await self._body()
+            raw = await self._read(content)
         try:
             decoded = msgspec.json.decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise InvalidRequest(f"the body is not JSON: {error}") from None
+            half = "; it has a lone surrogate, half of a character" if _SURROGATE.search(raw) else ""
+            raise InvalidRequest(f"the body is not JSON: {error}{half}") from None
         except RecursionError:
             raise InvalidRequest("the body nests too deep") from None
         if not isinstance(decoded, dict):
@@ -89,7 +97,8 @@ class HttpRequest:
     async def respond(self, status: int, body: bytes, headers: Headers) -> None:
         """Send the whole answer."""
         self.status = status
-        headers = [*headers, (b"content-length", str(len(body)).encode()), self._id_header()]
+        own = [(b"content-length", str(len(body)).encode()), self._id_header()]
+        headers = [*headers, *self.further_headers, *own]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body})
 
@@ -101,7 +110,11 @@ class HttpRequest:
         """Send the head of a stream."""
         self.status = 200
         await self._send(
-            {"type": "http.response.start", "status": 200, "headers": [*_SSE, self._id_header()]}
+            {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": [*_SSE, *self.further_headers, self._id_header()],
+            }
         )
 
     async def send_sse(self, events: bytes, more: bool = True) -> None:
@@ -117,23 +130,14 @@ class HttpRequest:
             pass
         generation.cancel()
 
-    async def _body(self) -> bytes:
-        parts: list[bytes] = []
-        size = 0
+    async def _read(self, content: Content) -> bytes:
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 raise ClientLeft
-            part = message.get("body", b"")
-            size += len(part)
-            self._check_size(size)
-            parts.append(part)
+            content.add(message.get("body", b""))
             if not message.get("more_body", False):
-                return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def _check_size(self, size: int) -> None:
-        if size > self._max_body_bytes:
-            raise BodyTooLarge(f"the body has more than {self._max_body_bytes} bytes")
+                return content.whole()
 
     def _request_id(self) -> str:
         given = self.header(b"x-request-id")

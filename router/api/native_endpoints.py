@@ -10,8 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from common.errors import InvalidRequest
 from router.api.answering import (
     DONE,
-    encode,
-    encode_chat,
     encode_prompts,
     generating,
     is_batch,
@@ -175,6 +173,33 @@ def _finish(choice: CollectedChoice) -> dict[str, Any] | None:
     return {"type": "stop", "matched": choice.matched}
 
 
+async def health_generate(router: Router, request: HttpRequest) -> None:
+    """GET /health_generate: 200 when a worker has computed a token of the only model, or of the first."""
+    model = next(iter(router.models.values()))
+    prompt = [0]
+    body = GenerateBody(input_ids=prompt)
+    params = NativeSampling(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+    sampling = params.sampling(1, None, model, None)
+    submission = make_submission(router, model, request, body, params, [prompt], sampling)
+    with generating(router, request, submission, router.assign(submission), Collection(1)) as generation:
+        while await generation.more():
+            pass
+    await request.respond_json({"status": "ok"})
+
+
+async def get_model_info(router: Router, request: HttpRequest) -> None:
+    """GET /get_model_info, as SGLang's: of the only model, or of the first. No path on this host is told."""
+    model = next(iter(router.models.values()))
+    await request.respond_json(
+        {
+            "model_path": model.name,
+            "tokenizer_path": model.name,
+            "is_generation": True,
+            "max_model_len": model.versions.context_limit,
+        }
+    )
+
+
 async def tokenize(router: Router, request: HttpRequest) -> None:
     """POST /tokenize."""
     body = parse(TokenizeBody, await request.json())
@@ -182,9 +207,9 @@ async def tokenize(router: Router, request: HttpRequest) -> None:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("give either prompt or messages", "prompt")
     if body.prompt is not None:
-        tokens = await encode(model, body.prompt, body.add_special_tokens)
+        tokens = await model.encode(body.prompt, body.add_special_tokens, "prompt", any_length=True)
     else:
-        tokens = await encode_chat(model, body.make_chat(body.messages or []))
+        tokens = await model.encode_chat(body.make_chat(body.messages or []), any_length=True)
     await request.respond_json(
         {"tokens": tokens, "count": len(tokens), "max_model_len": model.versions.context_limit}
     )

@@ -32,6 +32,7 @@ _ERRORS = {
     405: "the path does not take this method",
     408: "the rest of the body did not come in time",
     413: "the body is too long",
+    415: "the body is not JSON, or packed otherwise than with gzip",
     429: "too much waits already: try again after Retry-After seconds",
     500: "the model has no usable output for this request",
     503: "no worker can take the request now: try again after Retry-After seconds",
@@ -73,11 +74,19 @@ def document(*model_names: str) -> Schema:
             "/v1/chat/completions": _post("a chat's next message", "ChatBody", answer, streamed),
             "/v1/completions": _post("texts that go on from prompts", "CompletionBody", answer, streamed),
             "/v1/models": _get("the models served here", _object(object=_TEXT, data=_array(model)), 401),
+            "/v1/models/{model}": _of_model(_get("a model", model, 401, 404)),
             "/generate": _post("tokens that go on from prompts", "GenerateBody", natives, streamed),
             "/tokenize": _post("the token ids of a text or of a chat", "TokenizeBody", tokens),
             "/detokenize": _post("the text of token ids", "DetokenizeBody", _object(prompt=_TEXT)),
             "/health": _get("200 as long as the event loop runs", _object(status=_TEXT)),
             "/ready": _get("503 until a decode worker is there", _object(status=_TEXT), 503),
+            "/ping": _get("as /health", _object(status=_TEXT)),
+            "/health_generate": _get(
+                "200 when a worker has computed a token", _object(status=_TEXT), 401, 429, 500, 503
+            ),
+            "/get_model_info": _get(
+                "the model", _object(model_path=_TEXT, is_generation={"type": "boolean"}), 401
+            ),
             "/version": _get("the version that is installed", _object(version=_TEXT)),
             "/openapi.json": _get("this document", {"type": "object"}, 401),
         },
@@ -162,6 +171,11 @@ def _error_schema() -> Schema:
 
 def _get(summary: str, answer: Schema, *errors: int) -> Schema:
     return {"get": {"summary": summary, "responses": _responses(answer, {}, *errors, 405)}}
+
+
+def _of_model(path: Schema) -> Schema:
+    named: Schema = {"name": "model", "in": "path", "required": True, "schema": _TEXT}
+    return {"get": {**path["get"], "parameters": [named]}}
 
 
 def _post(summary: str, body: str, answer: Schema, streamed: Schema | None = None) -> Schema:

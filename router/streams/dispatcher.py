@@ -289,7 +289,7 @@ class Dispatcher:
                 near = self._models.transferred(sender, message)
                 if near is not None:
                     self._metrics.observe_transfer(near.name.lower(), message.kv_bytes, message.kv_seconds)
-                self._metrics.observe_stages(message.stamps)
+                self._metrics.observe_stages(message.stamps, message.ended_ns)
             return
         room = self.rooms.get(message.room)
         if room is None:

@@ -53,6 +53,13 @@ class DetokenizerFactory:
         self._pieces = _piece_table(tokenizer) if _is_byte_fallback(decoder) else None
         self._strip = _STRIP in decoder.get("decoders", ())
 
+    @property
+    def longest_token_bytes(self) -> int:
+        """Bytes of the longest token of the vocabulary, or a few more."""
+        vocab = self._tokenizer.get_vocab(with_added_tokens=True)
+        named = self._bytes.values() if self._bytes is not None else (text.encode() for text in vocab)
+        return max(map(len, named))
+
     def make(self, skip_special_tokens: bool = True) -> Detokenizer:
         """A new detokenizer."""
         skipped = self.special_ids if skip_special_tokens else frozenset()

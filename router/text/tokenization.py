@@ -5,6 +5,7 @@ transformers itself is not imported: its Auto classes load torch, which costs a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from router.text.json_files import read_json
 from router.text.tiktoken_encoder import TiktokenEncoder
 from router.text.tokenizer_classes import rebuild, special_defaults
 
+_MOST_NORMALIZED = 4  # bytes of a text for each that is left of it
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -48,6 +50,9 @@ class Tokenization:
         _add_missing_tokens(self.tokenizer, config, self.special_tokens)
         self.vocab_size: int = self.tokenizer.get_vocab_size(with_added_tokens=True)
         self.detokenizers = DetokenizerFactory(self.tokenizer)
+        # A normalizer shortens a text: NFC makes one syllable of 3 bytes of Korean letters of 9.
+        shrinks = 1 if self.tokenizer.normalizer is None else _MOST_NORMALIZED
+        self.longest_token_bytes = shrinks * self.detokenizers.longest_token_bytes
         self._tiktoken = TiktokenEncoder.make(self.tokenizer)
         sources = load_templates(model, config)
         listed: list[str] | None = config.get("chat_control_tokens")
@@ -77,10 +82,13 @@ class Tokenization:
             raise InvalidRequest("this model has no chat template; use /v1/completions", "messages")
         return self._template.render(chat)
 
-    def encode_chat(self, chat: Chat) -> list[int]:
+    def encode_chat(self, chat: Chat, check: Callable[[str], None] | None = None) -> list[int]:
         """Token ids of the rendered chat. Control tokens are the template's only: where the request spells
-        one, it stays text. Any thread. Raises InvalidRequest."""
+        one, it stays text. Any thread. Raises InvalidRequest, and what `check` raises for the rendered
+        chat."""
         rendered = self.render_chat(chat)
+        if check is not None:
+            check(rendered)
         template, control = self._template, self._control_tokens
         assert template is not None
         spelled = control.may_be_in(chat.strings)

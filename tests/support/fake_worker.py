@@ -368,7 +368,7 @@ class FakeWorker:
             context = len(unpack_tokens(room.request.prompt)) + base
             done = KVDone(*key, context, self._next(room, base), 1024, cached_tokens=self._cached)
             self._send_until_answered(room.target_from, done)
-        self._send(room.router, Timeline(*key, self.record.id, room.stamps))
+        self._send(room.router, Timeline(*key, self.record.id, room.stamps, ended_ns=time.time_ns()))
 
     def _ready(self, key: tuple[int, int]) -> None:
         room = self._rooms.get(key)
@@ -387,7 +387,8 @@ class FakeWorker:
                 if run.finish is not None:
                     room.ready = False
                     key = (room.request.room, room.request.epoch)
-                    self._send(room.router, Timeline(*key, self.record.id, room.stamps, 1024, "shm"))
+                    told = Timeline(*key, self.record.id, room.stamps, 1024, "shm", ended_ns=time.time_ns())
+                    self._send(room.router, told)
         for router, runs in by_router.items():
             self._send_tokens(router, runs)
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from router.api.answering import encode_chat, encode_prompts, generating, make_submission, stream
+from router.api.answering import encode_prompts, generating, make_submission, stream
 from router.api.asgi import HttpRequest
 from router.api.collection import Collection
 from router.api.event_ids import EventIds
 from router.api.openai.answers import ChatStyle, CompletionStyle, SseWriter, Style, usage
 from router.api.openai.schema import ChatBody, CompletionBody, OpenAIBody
 from router.api.request_body import parse
+from router.model import Model
 from router.service import Router
 from router.streams.generation import Submission
+
+MODEL_PATH = "/v1/models/"
 
 
 async def chat_completions(router: Router, request: HttpRequest) -> None:
@@ -22,7 +25,8 @@ async def chat_completions(router: Router, request: HttpRequest) -> None:
     model = router.model(body.model)
     grammar = await router.grammars.checked(body.wanted_grammar())
     chat = body.make_chat(body.messages, body.tool_choice != "none")
-    prompt = body.cut(await encode_chat(model, chat), model.versions.context_limit, body.wanted or 1)
+    prompt = await model.encode_chat(chat, body.is_cut)
+    prompt = body.cut(prompt, model.versions.context_limit, body.wanted or 1)
     length = model.room_for(prompt, body.wanted, "messages")
     top = (body.top_logprobs or 0) if body.logprobs else None
     sampling = body.sampling(length, top, model, grammar)
@@ -39,7 +43,7 @@ async def completions(router: Router, request: HttpRequest) -> None:
     body = parse(CompletionBody, await request.json())
     model = router.model(body.model)
     grammar = await router.grammars.checked(body.wanted_grammar())
-    prompts = await encode_prompts(model, body.prompt, "prompt", body.n, body.add_special_tokens)
+    prompts = await encode_prompts(model, body.prompt, "prompt", body.n, body.add_special_tokens, body.is_cut)
     prompts = [body.cut(prompt, model.versions.context_limit, body.max_tokens) for prompt in prompts]
     for prompt in prompts:
         model.room_for(prompt, body.max_tokens, "prompt")
@@ -51,17 +55,23 @@ async def completions(router: Router, request: HttpRequest) -> None:
 
 async def models(router: Router, request: HttpRequest) -> None:
     """GET /v1/models."""
-    entries: list[dict[str, Any]] = [
-        {
-            "id": model.name,
-            "object": "model",
-            "created": router.started_at,
-            "owned_by": "baton",
-            "max_model_len": model.versions.context_limit,
-        }
-        for model in router.models.values()
-    ]
+    entries = [_entry(router, model) for model in router.models.values()]
     await request.respond_json({"object": "list", "data": entries})
+
+
+async def model(router: Router, request: HttpRequest) -> None:
+    """GET /v1/models/{model}."""
+    await request.respond_json(_entry(router, router.model(request.path.removeprefix(MODEL_PATH))))
+
+
+def _entry(router: Router, model: Model) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": router.started_at,
+        "owned_by": "baton",
+        "max_model_len": model.versions.context_limit,
+    }
 
 
 async def _answer(

@@ -57,6 +57,11 @@ class OpenAIBody(RequestBody, SamplingBody):
         running = usage and options.continuous_usage_stats
         return Shown(logprobs, usage, running, self.return_token_ids, self.return_tokens_as_token_ids)
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether a prompt may be longer than the context."""
+        return self.truncate_prompt_tokens is not None
+
     def cut(self, prompt: list[int], context: int | None, wanted: int) -> list[int]:
         """What truncate_prompt_tokens leaves of a prompt, with `wanted` output tokens in the context."""
         most = self.truncate_prompt_tokens

@@ -1,0 +1,50 @@
+"""LongTexts: long texts are tokenised beside the event loop, on few threads, and in bounded amounts.
+
+The tokenizer releases the GIL, so that streams go on meanwhile. Without a bound, a few clients could take all
+cores, and hold a text each while they wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from common.errors import Overloaded
+from common.freed_memory import return_freed_memory
+
+LONG = 16_384
+"""Characters. Shorter texts take less time than a change of threads, which other streams would wait for."""
+_THREADS = 2
+_MOST_WAITING = 64 << 20  # characters of texts that are being tokenised or wait
+_GIVES_BACK = 1 << 20  # after a text of so many characters the allocator keeps tens of megabytes
+
+
+class LongTexts:
+    """Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenise")
+        self._waiting = 0
+
+    async def run(self, size: int, encode: Callable[[], list[int]]) -> list[int]:
+        """The result of `encode`, whose text has `size` characters. Raises Overloaded."""
+        if self._waiting and self._waiting + size > _MOST_WAITING:
+            raise Overloaded(f"{self._waiting} characters of other prompts wait to be tokenised", 1.0)
+        self._waiting += size
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, _encoded, size, encode)
+        finally:
+            self._waiting -= size
+
+    def close(self) -> None:
+        """Begin nothing more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _encoded(size: int, encode: Callable[[], list[int]]) -> list[int]:
+    try:
+        return encode()
+    finally:
+        if size > _GIVES_BACK:
+            return_freed_memory()
