@@ -12,15 +12,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from common.arguments import ExactParser
+
 Sides = Mapping[str, Callable[[], float]]
 """By name, a function that measures once and returns the measurement (seconds, bytes/s, ...)."""
 
 
 def argument_parser(description: str | None) -> argparse.ArgumentParser:
     """A parser of a bench's options, with `--json`."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ExactParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print the result as one line of JSON")
     return parser
 

@@ -42,6 +42,7 @@ from bench.common import alternate, medians, print_result
 from bench.index_dynamo import DynamoService, DynamoTree, dynamo
 from bench.index_load import Form, Load, Shape
 from bench.index_publisher import Remote, publisher
+from common.arguments import ExactParser
 
 FINDS = 10_000
 SELECTS = 2_000
@@ -154,9 +155,7 @@ def weigh(core: ModuleType | None) -> dict[str, float]:
 
 def main() -> None:
     """Measure everything, and print the result."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ExactParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="the result as one line")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(

@@ -6,12 +6,13 @@ Qwen3-0.6B's shape with a vocabulary of 32,768 and tied embeddings: 474 M parame
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast, Qwen3Config
+
+from common.arguments import ExactParser
 
 VOCAB_SIZE = 32_768
 SEED = 20_260_101
@@ -79,7 +80,7 @@ def make_model(directory: Path, config: PretrainedConfig | None = None) -> None:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description="Write the bench model into a directory.")
+    parser = ExactParser(description="Write the bench model into a directory.")
     parser.add_argument("directory", type=Path)
     directory = parser.parse_args().directory
     make_model(directory)

@@ -11,12 +11,13 @@ is imported, so this process sets them first.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import socket
 from pathlib import Path
 from typing import Any
+
+from common.arguments import ExactParser
 
 INGRESSES = ("haproxy", "proxy")
 
@@ -81,7 +82,7 @@ def _serve(options: dict[str, Any]) -> None:
 
 def main() -> None:
     """The process."""
-    parser = argparse.ArgumentParser(description="The router under Ray Serve, for bench.router.")
+    parser = ExactParser(description="The router under Ray Serve, for bench.router.")
     parser.add_argument("--options", type=Path, required=True, help="JSON file")
     options = json.loads(parser.parse_args().options.read_text())
     scratch = Path(options["scratch"])

@@ -44,6 +44,7 @@ from cluster.roles_command import add_roles
 from cluster.top import HELP as TOP_HELP
 from cluster.top import add_top
 from cluster.tree import ADDRESS, TreeSource
+from common.arguments import ExactParser
 from common.errors import ConfigError, WorkerLost
 from common.gpus import gpus_found
 from common.host import HTTP_PORT, LOOPBACK
@@ -126,6 +127,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     if address is None:  # a Ray is started on this machine: what can be checked is checked before
         check_port_free(arguments.host, arguments.port)
         config = share_machine(with_files(config))
+        _check_models(config)
     options = LocalOptions(
         host=arguments.host,
         port=arguments.port,
@@ -149,6 +151,12 @@ def _serve(arguments: argparse.Namespace) -> int:
         print("draining and shutting down ...", flush=True)
     print("stopped")
     return 0
+
+
+def _check_models(config: ServeConfig) -> None:
+    from cluster.served_models import check_models  # loads transformers, which other commands do not need
+
+    check_models(config)
 
 
 def with_files(config: ServeConfig) -> ServeConfig:
@@ -227,7 +235,7 @@ def _version() -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = ExactParser(
         prog="baton", description="Serve a language model with prefill and decode on separate workers."
     )
     parser.add_argument("--version", action="version", version=f"baton {_version()}")

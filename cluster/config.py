@@ -29,7 +29,8 @@ from cluster.router_config import RouterConfig
 from common.errors import ConfigError
 from common.host import LOOPBACK
 from common.options import parse_options
-from router.options import RoutedModel, RouterOptions
+from router.options import PolicyWeights, RoutedModel, RouterOptions
+from router.placement.policies import make_policy
 from wire.options import ServedModel, SocketOptions
 from wire.records import Role
 from worker.options import GPU_MEMORY_UTILIZATION, WorkerOptions, WorkerSettings
@@ -189,6 +190,7 @@ def parse_config(raw: dict[str, Any]) -> ServeConfig:
     config = parse_options(ServeConfig, raw)
     _check_sections(config)
     _check_models(config)
+    _check_policy(config)
     options = {key: config.worker_options(key) for key in config.worker_sections()}
     for key, found in options.items():
         _check_context(found, key)
@@ -250,6 +252,13 @@ def _check_models(config: ServeConfig) -> None:
                 f"another version of {one.model_name} has one, so this gets no streams",
                 "give all of them a weight, or none",
             )
+
+
+def _check_policy(config: ServeConfig) -> None:
+    try:
+        make_policy(config.router.options.policy, PolicyWeights(), 0)
+    except ConfigError as error:
+        raise ConfigError(f"router.options.{error.key}", error.problem, error.remedy) from None
 
 
 def _check_sections(config: ServeConfig) -> None:

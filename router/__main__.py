@@ -21,6 +21,7 @@ from typing import TextIO
 
 import uvloop
 
+from common.arguments import ExactParser
 from common.errors import ConfigError
 from common.garbage import freeze_gc
 from common.options import CONFIG_ERROR_EXIT, exit_on_config_error, read_options
@@ -66,7 +67,7 @@ class _Server(HttpServer):
 
 def main() -> None:
     """Run the process."""
-    parser = argparse.ArgumentParser(prog="python -m router", description="Baton's router")
+    parser = ExactParser(prog="python -m router", description="Baton's router")
     parser.add_argument("--options", type=Path, required=True, help="a JSON file (router/options.py)")
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="processes that share the port")
     parser.add_argument(

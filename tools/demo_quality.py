@@ -12,7 +12,6 @@ standard library only.
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import random
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from common.arguments import ExactParser
 from tools.demo_text import check_held_out, draw_functions, first_sentence
 
 SEED = 4711
@@ -158,7 +158,7 @@ def served(model: Path) -> Iterator[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    parser = argparse.ArgumentParser(description="Counts the served demo model's right answers.")
+    parser = ExactParser(description="Counts the served demo model's right answers.")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--url", help="where the model is served: http://HOST:PORT")
     where.add_argument("--serve", action="store_true", help="serve the demo model for the check")

@@ -9,7 +9,6 @@ what this proves and what it does not.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
@@ -19,6 +18,7 @@ from unittest.mock import patch
 import torch
 
 import kvtransfer.region
+from common.arguments import ExactParser
 from engine import loader
 from engine.completion import HostCompletions
 from engine.config import EngineConfig
@@ -120,7 +120,7 @@ def _steps(runner: ModelRunner) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.gpu_dry_run", description=__doc__)
+    parser = ExactParser(prog="python -m tools.gpu_dry_run", description=__doc__)
     parser.add_argument("families", nargs="*", default=NAMES, help="default: all")
     faults = 0
     with tempfile.TemporaryDirectory() as directory:

@@ -13,7 +13,6 @@ when the measurement fails.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 import tempfile
@@ -26,6 +25,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from common.arguments import ExactParser
 from common.errors import ConfigError
 from engine.batch import ForwardBatch, SamplingRows
 from engine.config import EngineConfig
@@ -259,7 +259,7 @@ def verdict(results: dict[KVFormat, Measured]) -> tuple[int, str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    parser = argparse.ArgumentParser(description="What quantised KV costs the demo model.")
+    parser = ExactParser(description="What quantised KV costs the demo model.")
     parser.add_argument("--no-quality", action="store_true", help="perplexities only; ask nothing")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

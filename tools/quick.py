@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from common.arguments import ExactParser
 from tools import run_tests
 from tools.shipped import ROOT, shipped_packages
 
@@ -31,9 +32,7 @@ _NO_UNITS = ("tests/e2e", "tests/peers")
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code of the tests."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ExactParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="every room, whatever has changed")
     options, rest = parser.parse_known_args(argv)
     folders = everything() if options.all else folders_for(changed_files())

@@ -15,6 +15,8 @@ from collections import Counter
 
 import pytest
 
+from common.arguments import ExactParser
+
 _MOST_JOBS = 4  # the processes of a job may take 2 GiB
 
 
@@ -43,9 +45,7 @@ class _Tally:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0 only when something passed and nothing failed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ExactParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("markers", help="a pytest -m expression")
     parser.add_argument("paths", nargs="*", default=[])
     parser.add_argument("--jobs", type=int, default=min(_MOST_JOBS, os.cpu_count() or 1), help="at once")

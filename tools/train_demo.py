@@ -8,7 +8,6 @@ CHECKPOINT_EPOCHS the folder holds a complete, usable model; `quality.json` is w
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
@@ -22,6 +21,7 @@ import torch
 from torch.nn import functional
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from common.arguments import ExactParser
 from tools.demo_functions import Function, trained_functions
 from tools.demo_questions import Message, QuestionMaker, docstring_corpus
 from tools.demo_text import (
@@ -227,7 +227,7 @@ def quality_of(out: Path, functions: list[Function], seed: int, count: int = 50)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = ExactParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=Path("deploy/demo_model"))
     parser.add_argument("--epochs", type=int, default=50)
     parser.add_argument("--batch-size", type=int, default=16)

@@ -7,7 +7,6 @@ loop or another of its threads has died or is stuck, or another process has take
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
@@ -19,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from common.arguments import ExactParser
 from common.errors import WorkerLost
 from common.garbage import freeze_gc
 from common.options import exit_on_config_error, read_options
@@ -36,7 +36,7 @@ def run_worker(
     arguments: Sequence[str] | None = None,
 ) -> int:
     """Run a worker until it is told to stop. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog=program, description=make.__doc__)
+    parser = ExactParser(prog=program, description=make.__doc__)
     parser.add_argument("--options", type=Path, required=True, help="JSON file of WorkerOptions")
     options_file: Path = parser.parse_args(arguments).options
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -7,13 +7,13 @@ is one line on stderr, and exit code 2. Ends on SIGTERM and SIGINT.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import signal
 import sys
 from pathlib import Path
 
+from common.arguments import ExactParser
 from common.options import exit_on_config_error, read_options
 from router.directory.options import DirectoryOptions
 from router.directory.server import DirectoryHost
@@ -21,7 +21,7 @@ from router.directory.server import DirectoryHost
 
 def main() -> None:
     """Run the process."""
-    parser = argparse.ArgumentParser(prog="python -m router.directory", description="Baton's directory")
+    parser = ExactParser(prog="python -m router.directory", description="Baton's directory")
     parser.add_argument(
         "--options", type=Path, required=True, help="a JSON file (router/directory/options.py)"
     )

@@ -14,6 +14,7 @@ import pytest
 from cluster.cli import _parser, main, make_config, share_machine
 from cluster.config import parse_config
 from common.errors import ConfigError
+from tools.demo import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,6 +70,8 @@ def test_the_generation_config_reaches_router_and_workers(model: str) -> None:
     ("arguments", "words"),
     [
         (("--page-size", "12"), ("worker.page_size", "power of two")),
+        (("--set", "worker.foo=1"), ("baton: worker.foo: unknown key", "page_size")),
+        (("--set", "router.options.policy=kv2"), ("router.options.policy: 'kv2' is unknown", "round-robin")),
         (("--max-context-tokens", "4096", "--max-total-tokens", "64"), ("max_context_tokens", "raise")),
         (("--set", "decode.options.page_size=32"), ("decode.options.page_size", "under worker")),
         (("--set", "decode.options.dtype=float32"), ("decode.options.dtype", "under worker")),
@@ -126,6 +129,40 @@ def test_a_port_must_be_a_number_that_can_be_told(
 ) -> None:
     line = _refused(capsys, "serve", model, "--port", port)
     assert line.startswith(f"baton: port: {port} is not a TCP port")
+
+
+def test_an_option_has_its_whole_name(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (("serve", model, "--num-prefil", "0"), ("tree", "--js"), ("--versio",)):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 2
+        assert "--" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_ray")
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "no causal LM head"),
+        ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "'mamba' in config.json: it is not"),
+        ({"model_type": "no_such_type"}, "no_such_type"),
+    ],
+)
+def test_a_model_that_is_not_computed_is_refused_before_ray_starts(
+    tmp_path: Path, written: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    line = _refused(capsys, "serve", str(tmp_path), "--port", str(free_port()))
+    assert line.startswith("baton: model: ")
+    assert words in line
+
+
+@pytest.mark.usefixtures("no_ray")
+def test_a_generation_config_that_is_not_there_is_refused_before_ray_starts(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = _refused(capsys, "serve", model, "--port", str(free_port()), "--generation-config", "/nowhere")
+    assert line.startswith("baton: generation_config: /nowhere has no generation_config.json")
 
 
 def test_serve_refuses_a_broken_config_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,30 @@
+"""Whether the models of a configuration can be served, before Ray is started for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import AutoConfig
+
+from cluster.config import ServeConfig
+from common.errors import ConfigError
+from engine.gate import check_model
+from router.text.sampling_defaults import read_defaults
+
+
+def check_models(config: ServeConfig) -> None:
+    """Raises ConfigError for a model that the engine does not compute, or whose files are unusable.
+
+    Its models are directories of this machine.
+    """
+    for one in config.served:
+        directory = Path(one.model)
+        read_defaults(directory, one.generation_config)
+        fake = {config.worker_options(key).engine for key in config.worker_sections()} == {"fake"}
+        if fake:
+            continue
+        try:
+            found = AutoConfig.from_pretrained(directory, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise ConfigError("model", f"{directory}: {error}", "give a checkpoint of a causal LM") from None
+        check_model(found)
