@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from common.errors import BodyTooLarge, InvalidRequest
+from common.errors import InvalidRequest
 from router.api.content import Content, check_type
 from router.keys import Key
 from router.streams.client_holds import ClientHolds
@@ -79,8 +79,8 @@ class HttpRequest:
         check_type(self.header(b"content-type"))
         content = Content(self.header(b"content-encoding"), self._max_body_bytes)
         announced = self.header(b"content-length")
-        if announced is not None and announced.isdecimal() and int(announced) > self._max_body_bytes:
-            raise BodyTooLarge(f"the body has more than {self._max_body_bytes} bytes")
+        if announced is not None and announced.isdecimal():
+            content.expect(int(announced))
         async with self._clients.reading(self.request_id):
             raw = await self._read(content)
         try:

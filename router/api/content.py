@@ -41,9 +41,13 @@ class Content:
             except zlib.error as error:
                 raise InvalidRequest(f"the body is not gzip: {error}") from None
         self._size += len(part)
-        if self._size > self._most:
-            raise BodyTooLarge(f"the body has more than {self._most} bytes")
+        self.expect(self._size)
         self._parts.append(part)
+
+    def expect(self, size: int) -> None:
+        """Raises BodyTooLarge for a body of so many bytes, packed or not."""
+        if size > self._most:
+            raise BodyTooLarge(f"the body has more than {self._most} bytes")
 
     def whole(self) -> bytes:
         """All bytes. Raises InvalidRequest if they break off."""
