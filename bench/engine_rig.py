@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,8 @@ from scheduler.config import SchedulerConfig
 from scheduler.metrics import SchedulerMetrics
 from scheduler.req import Req, RequestLimits
 from scheduler.scheduler import Scheduler
-from wire.request import GenerateRequest, OutputDelta, SamplingParams
+from wire.messages import RejectKind
+from wire.request import GenerateRequest, Grammar, OutputDelta, SamplingParams
 
 Prompt = npt.NDArray[np.int32]
 
@@ -41,6 +43,10 @@ class CountingPolicy(DecodeHere):
         self.tokens[req.room] = start + len(delta.tokens)
         if delta.finish is not None:
             self.finished.add(req.room)
+
+    def on_failed(self, req: Req, why: RejectKind, message: str) -> None:
+        """No request of a bench can fail."""
+        raise AssertionError(f"room {req.room} failed ({why}): {message}")
 
 
 class EngineRig:
@@ -114,9 +120,11 @@ class EngineRig:
         self._run_until([room], 1)
         return time.perf_counter() - started
 
-    def decode_steps(self, batch: int, context: int, steps: int) -> list[float]:
+    def decode_steps(
+        self, batch: int, context: int, steps: int, grammar: Grammar | None = None
+    ) -> list[float]:
         """Seconds of each of `steps` decode steps whose contexts are `context` tokens long in the middle."""
-        rooms = [self._add(self.draw(context - steps // 2), steps + 2) for _ in range(batch)]
+        rooms = [self._add(self.draw(context - steps // 2), steps + 2, grammar) for _ in range(batch)]
         self._run_until(rooms, 2)
         times = []
         if self._decoder is not None:
@@ -127,6 +135,21 @@ class EngineRig:
             times.append(time.perf_counter() - started)
         if self._decoder is not None:
             self._parts = self._decoder.take_profile()
+        while not self._policy.finished.issuperset(rooms):
+            self._scheduler.step()
+        return times
+
+    def steps_beside(self, context: int, arriving: Sequence[Grammar | None]) -> list[float]:
+        """Seconds of steps with four decode rows. Before each of them a request with a prompt of a page and
+        one output comes, with this grammar."""
+        rooms = [self._add(self.draw(context), len(arriving) + 2) for _ in range(4)]
+        self._run_until(rooms, 2)
+        times = []
+        for grammar in arriving:
+            rooms.append(self._add(self.draw(16), 1, grammar))
+            started = time.perf_counter()
+            self._scheduler.step()
+            times.append(time.perf_counter() - started)
         while not self._policy.finished.issuperset(rooms):
             self._scheduler.step()
         return times
@@ -164,16 +187,20 @@ class EngineRig:
             lines.append(f"{name:>12} {step * 1e3:8.2f} {(step - sum(parts)) * 1e3:8.2f} {cells}")
         return "\n".join(lines) + "\n"
 
-    def _add(self, prompt: Prompt, output_tokens: int) -> int:
+    def _add(self, prompt: Prompt, output_tokens: int, grammar: Grammar | None = None) -> int:
         room = next(self._rooms)
         request = GenerateRequest(
             request_id=f"bench-{room}",
             room=room,
             epoch=0,
             prompt=prompt.tobytes(),
-            sampling=SamplingParams(max_new_tokens=output_tokens, temperature=0.0, ignore_eos=True),
+            sampling=SamplingParams(
+                max_new_tokens=output_tokens, temperature=0.0, ignore_eos=True, grammar=grammar
+            ),
         )
-        limits = RequestLimits(MAX_CONTEXT, self._spec.vocab_size, self._spec.eos_token_ids)
+        limits = RequestLimits(
+            MAX_CONTEXT, self._spec.vocab_size, self._spec.eos_token_ids, self._runner.grammars
+        )
         self._scheduler.add(Req.from_request(request, "bench", limits))
         return room
 

@@ -64,6 +64,11 @@ class SamplingState:
         changed = self.is_penalised or params.logit_bias or self.banned or self.grammar is not None
         return params.temperature == 0 and not changed
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can be sampled without waiting for its grammar."""
+        return self.grammar is None or self.grammar.is_compiled
+
     def is_last(self, token: int, position: int) -> bool:
         """Whether `token`, the output at `position`, ends the sequence."""
         return token in self._final or (token in self.ends and position >= self.params.min_tokens)

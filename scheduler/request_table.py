@@ -31,6 +31,7 @@ class RequestTable:
         self.reservations = Reservations(pages)
         self.running = running
         self.waiting = WaitingQueue()
+        self.compiling: list[Req] = []  # their grammars are not compiled yet; they are queued after that
         self.transferred: deque[Req] = deque()  # their KV is here; they wait for the decode batch
         self.chunked: Req | None = None  # the one request whose prefill has begun and has chunks left
         self.live: dict[tuple[int, int], Req] = {}  # (room, epoch) -> a request that is not DONE
@@ -104,6 +105,12 @@ class RequestTable:
         assert key not in self.live, f"room {req.room}.{req.epoch} is live already"
         self.live[key] = req
 
+    def queue_compiled(self) -> None:
+        """Queue those of `compiling` that need wait no longer."""
+        for req in [req for req in self.compiling if req.sampling.is_ready]:
+            self.compiling.remove(req)
+            self.wait(req)
+
     def wait(self, req: Req, kv_only: bool = False) -> None:
         """Queue a live request, to be prefilled as far as its tokens are known (see Req.aim_prefill)."""
         req.aim_prefill(kv_only)
@@ -114,6 +121,8 @@ class RequestTable:
         """Remove the request from the queue or batch that it is in."""
         if req.running_index >= 0:
             self.running.leave(req)
+        if req in self.compiling:
+            self.compiling.remove(req)
         if req.state is ReqState.WAITING:
             self.waiting.remove(req)
         elif req.state is ReqState.TRANSFERRED and req in self.transferred:

@@ -75,7 +75,9 @@ class Scheduler:
         req.stamp(RequestStage.PREFILL_WAITING)
         self._admission.lower_limit(req)
         self._requests.enrol(req)
-        self._requests.wait(req)
+        req.aim_prefill()
+        self._requests.compiling.append(req)
+        self._requests.queue_compiled()
         all_forced = bool(req.output_ids) and req.prompt_len + len(req.output_ids) >= req.limit_len
         if self._admission.why_never(req) or all_forced:
             self._ended_early.append(req)
@@ -116,6 +118,7 @@ class Scheduler:
         Raises DeviceLost when a forward is stuck. The scheduler is unusable after that (see Results.take).
         """
         answered = self._answer_early()
+        self._requests.queue_compiled()
         self._join_transferred()
         self._grow_decode()
         chunks, complete = self._admission.next_chunks()
@@ -128,10 +131,12 @@ class Scheduler:
         return launched or taken or answered or bool(complete) or self._unblock()
 
     def _join_transferred(self) -> None:
-        queue = self._requests.transferred
-        busy = self._requests.chunked is not None
-        while queue and len(self._running) + busy < self.config.max_running_requests:
-            req = queue.popleft()
+        queue, busy = self._requests.transferred, self._requests.chunked is not None
+        while len(self._running) + busy < self.config.max_running_requests:
+            req = next((req for req in queue if req.sampling.is_ready), None)
+            if req is None:
+                break
+            queue.remove(req)
             req.state = ReqState.RUNNING
             req.stamp(RequestStage.DECODE_LOOP)
             self._running.join(req, self._pages.slots(req, req.scheduled_len))
@@ -233,7 +238,7 @@ class Scheduler:
         return WorkerLoad(
             queued_prefill_tokens=self._rates.to_compute(len(waiting), waiting.tokens()) + left,
             running_requests=requests.count(ReqState.PREFILL, ReqState.RUNNING),
-            waiting_requests=len(waiting) + len(requests.transferred),
+            waiting_requests=len(waiting) + len(requests.transferred) + len(requests.compiling),
             free_tokens=self._pages.free_tokens(),
             headroom_tokens=self._admission.headroom(),
             headroom_rows=self.hand_off.headroom_rows(),

@@ -146,6 +146,8 @@ class MailHandler:
             services.rooms.end(room, epoch, time.monotonic())
             services.mailbox.send(router, req)
             return
+        if req.sampling.grammar is not None:
+            req.sampling.grammar.when_compiled(services.mailbox.nudge)
         started = self._role.make_room(router, req, message)
         services.rooms.start(started)
         self._role.begin(started)
