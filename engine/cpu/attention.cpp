@@ -37,7 +37,7 @@ bool by_products(const AttentionCall& call, int tokens) {
 int item_tokens(const AttentionCall& call, int tokens) {
   if (!by_products(call, tokens)) return kQueryBlock;
   const int group = call.heads / call.kv_heads, rows = tokens * group;
-  const int parts = std::max(1, kFairItems / call.kv_heads);
+  const int parts = std::max(1, kFairItems * call.threads / call.kv_heads);
   const int fair = std::clamp(rows / parts, kMinProductRows, kProductRows);
   return std::max(1, fair / group);
 }

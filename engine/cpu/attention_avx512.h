@@ -16,9 +16,15 @@ inline __m512 sum_each(__m512* v) {
   return _mm512_add_ps(_mm512_shuffle_f32x4(v[0], v[1], 0x88), _mm512_shuffle_f32x4(v[0], v[1], 0xdd));
 }
 
-// Prefetches a row that is read next. The hardware prefetcher does not follow scattered pages.
-inline void prefetch_row(const bf16* row, int dim) {
-  for (int d = 0; d < dim; d += 32) _mm_prefetch(reinterpret_cast<const char*>(row + d), _MM_HINT_T0);
+constexpr int kNear = 8;  // rows
+
+// The hardware prefetcher does not follow scattered pages. Rows of the next tile go to the second-level cache, because
+// three tiles fill the first one; the row that is read kNear rows later goes to the first one.
+inline void prefetch_rows(const bf16* next, const bf16* near, int dim) {
+  for (int d = 0; d < dim; d += 32) {
+    _mm_prefetch(reinterpret_cast<const char*>(next + d), _MM_HINT_T1);
+    _mm_prefetch(reinterpret_cast<const char*>(near + d), _MM_HINT_T0);
+  }
 }
 
 // Dot products of R query rows with 16 keys. Four keys at a time: 4 R independent sums, K read once for all rows.
@@ -31,7 +37,7 @@ void score_keys(Rows<bf16>& rows, const bf16* const* keys, const bf16* const* ah
     for (int i = 0; i < 4; ++i) {
       const int at = std::min(j0 + j + i, n - 1);
       k[i] = keys[at];
-      prefetch_row(ahead[at], dim);
+      prefetch_rows(ahead[at], keys[std::min(at + kNear, n - 1)], dim);
     }
     __m512 acc[R][4];
     for (auto& row : acc)
@@ -78,7 +84,7 @@ void add_block(Rows<bf16>& rows, const bf16* const* values, const bf16* const* a
   for (int j = 0; j < n; ++j) {
     __m512 p[R];
     for (int r = 0; r < R; ++r) p[r] = _mm512_set1_ps(rows.scores[r0 + r][j]);
-    if (r0 == 0) prefetch_row(ahead[j] + d0, 16 * C);
+    if (r0 == 0) prefetch_rows(ahead[j] + d0, values[std::min(j + kNear, n - 1)] + d0, 16 * C);
     for (int c = 0; c < C; ++c) {
       const __m512 v = load_bf16(values[j] + d0 + 16 * c);
       for (int r = 0; r < R; ++r) acc[r][c] = _mm512_fmadd_ps(p[r], v, acc[r][c]);

@@ -204,6 +204,7 @@ void BATON_PRODUCTS(const AttentionCall& call, const AttentionItem& item) {
     }
     products.finish();
   }
+  release_tiles();
 }
 
 }  // namespace baton

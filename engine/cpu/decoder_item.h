@@ -50,7 +50,7 @@ class Arena {
 };
 
 struct Buffers {
-  bf16* normed;     // [tokens, hidden], one per thread when there are few tokens
+  bf16* normed;     // [tokens, hidden], one per thread if there are few tokens
   float* projected;  // [tokens, qkv]; if there are many tokens, [kRowsOfTask, head_dim] per thread
   bf16* qkv;        // [tokens, qkv]
   bf16* attended;   // [tokens, q]
@@ -62,11 +62,10 @@ struct Buffers {
 Buffers take_buffers(Arena& arena, const Shape& shape, int threads) {
   const bool few = shape.tokens <= kFewRows;
   const int64_t copies = few ? threads : 1;
-  const int64_t rows = (shape.tokens + 15) / 16 * 16;  // whole tiles
   const int64_t projected = few ? shape.tokens * shape.qkv : threads * kRowsOfTask * shape.head_dim;
-  return {arena.take<bf16>(copies * rows * shape.hidden), arena.take<float>(projected),
+  return {arena.take<bf16>(copies * shape.tokens * shape.hidden), arena.take<float>(projected),
           arena.take<bf16>(shape.tokens * shape.qkv), arena.take<bf16>(shape.tokens * shape.q),
-          arena.take<bf16>(rows * shape.q), arena.take<bf16>(rows * shape.intermediate),
+          arena.take<bf16>(shape.tokens * shape.q), arena.take<bf16>(shape.tokens * shape.intermediate),
           arena.take<char>(Int8Rows::bytes(shape.tokens, std::max({shape.hidden, shape.q, shape.intermediate})))};
 }
 
@@ -93,7 +92,7 @@ class Decoder {
  public:
   Decoder(const DecoderCall& call, AttentionPlan& plan)
       : call_(call), shape_(call), few_(call.tokens <= kFewRows), int8_(call.layers->qkv.scales != nullptr),
-        tiled_(!few_ && !int8_ && current_isa() >= kAmx), plan_(plan), batch_(*call.attention) {
+        tiled_(!int8_ && current_isa() >= kAmx), plan_(plan), batch_(*call.attention) {
     Arena arena(call.scratch);
     buffers_ = take_buffers(arena, shape_, batch_.threads);
     const int64_t head = batch_.head_dim;
@@ -114,7 +113,7 @@ class Decoder {
       mlp_block(team, weights, clock);
     }
     each_row(team, [&](int64_t t) {
-      norm_row(row(t), call_.final_norm, shape_.hidden, call_.eps, call_.result + t * shape_.hidden);
+      baton::norm_row(row(t), call_.final_norm, shape_.hidden, call_.eps, call_.result + t * shape_.hidden);
     });
     clock.mark(kNorm);
   }
@@ -131,8 +130,7 @@ class Decoder {
 
   // The index of column `column` of row `t` in the left side [tokens, k] of a product.
   int64_t place(int64_t t, int64_t column, int64_t k) const {
-    if (!tiled_) return t * k + column;
-    return (t / 16 * (k / 32) + column / 32) * 512 + t % 16 * 32 + column % 32;
+    return tiled_ ? Tiling{shape_.tokens, k}.place(t, column) : t * k + column;
   }
 
   // A left side. Many rows are rounded for int8 weights together; every product ends at a barrier, so its rows are free then.
@@ -144,12 +142,8 @@ class Decoder {
 
   // Returns attention's result in the format that the next product reads.
   const bf16* retile(Team& team) const {
-    if (!tiled_) return buffers_.attended;
-    each_row(team, [&](int64_t t) {
-      for (int64_t column = 0; column < shape_.q; column += 32)
-        std::memcpy(buffers_.retiled + place(t, column, shape_.q), buffers_.attended + t * shape_.q + column, 64);
-    });
-    team.barrier();
+    if (!tiled_ || shape_.tokens == 1) return buffers_.attended;
+    tiled_together(team, {buffers_.attended, shape_.q, false}, shape_.tokens, shape_.q, buffers_.retiled);
     return buffers_.retiled;
   }
 
@@ -158,14 +152,18 @@ class Decoder {
     const int64_t n = shape_.hidden;
     if (few_) {
       bf16* mine = buffers_.normed + team.index * shape_.tokens * n;
-      for (int64_t t = 0; t < shape_.tokens; ++t) norm_row(row(t), weight, n, call_.eps, mine + t * n);
+      for (int64_t t = 0; t < shape_.tokens; ++t) norm_row(t, weight, mine);
       return mine;
     }
-    each_row(team, [&](int64_t t) {
-      norm_row(row(t), weight, n, call_.eps, buffers_.normed + place(t, 0, n), tiled_ ? 512 : 32);
-    });
+    each_row(team, [&](int64_t t) { norm_row(t, weight, buffers_.normed); });
     team.barrier();
     return buffers_.normed;
+  }
+
+  void norm_row(int64_t t, const float* weight, bf16* left_side) const {
+    const int64_t n = shape_.hidden;
+    baton::norm_row(row(t), weight, n, call_.eps, left_side + place(t, 0, n),
+                    tiled_ ? Tiling{shape_.tokens, n}.tile(t) : 32);
   }
 
   void attention_block(Team& team, const LayerWeights& weights, int layer, Clock& clock) const {

@@ -18,6 +18,17 @@ Gemm gemm_for() {
   }
 }
 
+Input tiled_together(Team& team, Input a, int64_t m, int64_t k, bf16* memory) {
+  const Tiling tiling{m, k};
+  int64_t first, last;
+  team.split(m, first, last);
+  for (int64_t r = first; r < last; ++r)
+    for (int64_t input = 0; input < k; input += 32)
+      std::memcpy(memory + tiling.place(r, input), a.data + r * a.stride + input, 32 * sizeof(bf16));
+  team.barrier();
+  return {memory, k, true};
+}
+
 namespace {
 
 // A single product, outside a fused decoder.
@@ -31,15 +42,17 @@ struct Product {
 
   template <typename T>
   void into(T* out) const {
-    const bool shared = weights.scales != nullptr && m > kFewRows;
-    char* memory = shared ? working_memory(Int8Rows::bytes(m, k)) : nullptr;
+    const bool many = m > kFewRows, round = many && weights.scales != nullptr;
+    const bool tile = many && weights.scales == nullptr && current_isa() >= kAmx;
+    char* memory = round ? working_memory(Int8Rows::bytes(m, k)) : tile ? working_memory(m * k * sizeof(bf16)) : nullptr;
     auto body = [&](Team& team) {
       auto store = [&](const float* c, int64_t ldc, int64_t row, int rows, int64_t group, int groups) {
         const int64_t from = group * kGroup, count = std::min<int64_t>(groups * kGroup, n - from);
         for (int r = 0; r < rows; ++r) store_row(c + r * ldc, from, count, out + (row + r) * n + from);
       };
       Input input{a, lda, false};
-      if (shared) input.rounded = rounded_together(team, input, m, k, memory);
+      if (round) input.rounded = rounded_together(team, input, m, k, memory);
+      if (tile) input = tiled_together(team, input, m, k, reinterpret_cast<bf16*>(memory));
       matmul(team, input, m, weights, k, (n + kGroup - 1) / kGroup, store);
     };
     parallel(threads, body);

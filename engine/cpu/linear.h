@@ -7,6 +7,7 @@
 // outputs reads ONE linear stream, so one copy of the weights serves decode, which is bound by memory bandwidth, and
 // prefill, which is bound by arithmetic.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 
 #include "linear_int8.h"
@@ -18,6 +19,9 @@ namespace baton {
 constexpr int kGroup = 16;   // outputs in a line
 constexpr int kUnit = 2;     // groups that a large product computes together
 constexpr int kFewRows = 8;    // up to this many rows, a product is bound by reading the weights
+constexpr int64_t kAheadBytes = 1024;       // that few rows prefetch of the weights while they are multiplied
+constexpr int64_t kPanelBytes = 1 << 20;     // of rows that stay in the second-level cache while the weights pass by
+constexpr int64_t kPanelRows = 512;         // at most
 
 // c[m, groups * 16] = a[m, k] * the first k inputs of a pack of `depth` inputs; m <= kRowBlock, k a multiple of 32.
 using Gemm = void (*)(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t depth, int64_t k, int groups, float* c,
@@ -29,9 +33,32 @@ void gemm_avx512(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t de
                  int64_t ldc);
 void gemm_amx(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t depth, int64_t k, int groups, float* c,
                  int64_t ldc);
-// The same for rows in tiles, [rows / 16][k / 32][16][32], the format that AMX loads.
-void gemm_amx_tiled(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t depth, int64_t k, int groups,
-                    float* c, int64_t ldc);
+// Memory to prefetch into the second-level cache during a product: some lines at each step.
+struct Ahead {
+  const char *next, *end;
+  int64_t lines_of_step;
+
+  void step() {
+    if (next >= end) return;
+    for (int64_t line = 0; line < lines_of_step; ++line) __builtin_prefetch(next + 64 * line, 0, 2);
+    next += 64 * lines_of_step;
+  }
+};
+
+// The place of a left side's elements [m, k] in tiles: [m / 16][k / 32][16][32], where the last tiles have only as many
+// rows as are left.
+struct Tiling {
+  int64_t m, k;
+
+  // The elements of a tile that has row `r`: from 32 of its inputs to the next.
+  int64_t tile(int64_t r) const { return 32 * std::min<int64_t>(16, m - r / 16 * 16); }
+  int64_t place(int64_t r, int64_t input) const {
+    return r / 16 * 16 * k + input / 32 * tile(r) + r % 16 * 32 + input % 32;
+  }
+};
+
+// c[m, kUnit * kGroup] = a[m, k] * a pack of k inputs and up to kUnit groups, for any number of rows, in tiles.
+void gemm_amx_panel(const bf16* a, int64_t m, const bf16* pack, int64_t k, int groups, float* c, Ahead ahead);
 Gemm gemm_for();  // of current_isa(), which is at least AVX2. AMX for any number of rows if it is available, so that a row's sums do not depend on the batch
 
 // The right side of a product: a pack of bfloat16, or of int8 with a scale for each output.
@@ -45,13 +72,22 @@ struct Weights {
   }
 };
 
+// Ends the use of AMX tiles by this thread's products, because other code on the thread (oneDNN) uses them, too.
+void release_tiles();
+
+// Rows of a panel, a multiple of kRowBlock. The panels of a product have the same size.
+inline int64_t panel_rows(int64_t m, int64_t row_bytes) {
+  const int64_t panels = (m * row_bytes + kPanelBytes - 1) / kPanelBytes;
+  return std::min(kPanelRows, ((m + panels - 1) / panels + kRowBlock - 1) / kRowBlock * kRowBlock);
+}
+
 void scale_columns(float* c, int64_t ldc, int rows, int64_t columns, const float* scales);
 
 // The left side of a product.
 struct Input {
   const bf16* data;
   int64_t stride;  // elements from one row to the next; in tiles, k
-  bool tiled;
+  bool tiled;  // for AMX
   Int8Rows rounded = {};  // the same for a pack of int8; if there are none, each thread rounds all rows for itself
 
   Input from_row(int64_t row) const {  // a multiple of kRowBlock
@@ -63,36 +99,60 @@ struct Input {
 // waits for the end, in shared memory of Int8Rows::bytes(m, k).
 Int8Rows rounded_here(Input a, int64_t m, int64_t k);
 Int8Rows rounded_together(Team& team, Input a, int64_t m, int64_t k, char* memory);
+Input tiled_together(Team& team, Input a, int64_t m, int64_t k, bf16* memory);  // memory for m * k elements
 char* working_memory(int64_t bytes);  // of this thread, aligned to 64, valid until the next call
+
+// Few rows wait for the weights: those after the next lines are on their way while sums are finished.
+inline void prefetch_after(const Weights& weights) {
+  const char* lines = static_cast<const char*>(weights.pack) + kAheadBytes;
+  for (int line = 0; line < 32; ++line) __builtin_prefetch(lines + 64 * line, 0, 2);
+}
+
+// The weights of the next unit, for the steps of a panel's product with this one. The hardware prefetcher alone starts too
+// late: then a panel's first rows wait for the weights.
+inline Ahead next_unit(const Weights& weights, int64_t k, int groups, int64_t rows) {
+  const char* from = static_cast<const char*>(weights.pack);
+  return {from, from + 2 * groups * kGroup * k, std::max<int64_t>(1, groups * kGroup * kRowBlock / rows)};
+}
 
 // Computes this thread's part of a product with n = 16 * groups outputs. `done(c, ldc, row, rows, group, groups)` gets
 // each finished block of float32 sums while it is in the cache. There is no barrier.
 template <typename Done>
 void matmul(const Team& team, Input a, int64_t m, Weights weights, int64_t k, int64_t groups, Done done) {
-  alignas(64) float c[kRowBlock * kUnit * kGroup];
   const bool int8 = weights.scales != nullptr;
   const Int8Rows rounded = !int8 || a.rounded ? a.rounded : rounded_here(a, m, k);
   const GemmInt8 gemm_int8 = gemm_int8_for(m);
-  const Gemm gemm = a.tiled ? gemm_amx_tiled : gemm_for();
+  const Gemm gemm = gemm_for();
+  const int64_t panel = panel_rows(m, int8 ? k : 2 * k), ldc = kUnit * kGroup;
+  alignas(64) float c[kPanelRows * kUnit * kGroup];
   int64_t first, last;
   team.split((groups + kUnit - 1) / kUnit, first, last);
-  for (int64_t unit = first; unit < last; ++unit) {
-    const int64_t group = unit * kUnit;
-    const int count = static_cast<int>(groups - group < kUnit ? groups - group : kUnit);
-    const Weights unit_weights = weights.from_group(group, k);
-    for (int64_t row = 0; row < m; row += kRowBlock) {
-      const int rows = static_cast<int>(m - row < kRowBlock ? m - row : kRowBlock);
-      if (int8) {
-        gemm_int8(rounded.block(row), static_cast<const uint8_t*>(unit_weights.pack), padded_inputs(k), count, c,
-                  kUnit * kGroup);
-        scale_columns(c, kUnit * kGroup, rows, count * kGroup, unit_weights.scales);
-      } else {
-        gemm(a.data + row * a.stride, a.stride, rows, static_cast<const bf16*>(unit_weights.pack), k, k, count, c,
-             kUnit * kGroup);
+  for (int64_t start = 0; start < m; start += panel) {
+    const int64_t end = std::min(m, start + panel);
+    for (int64_t group = first * kUnit; group < std::min(groups, last * kUnit); group += kUnit) {
+      const int count = static_cast<int>(std::min<int64_t>(groups - group, kUnit));
+      const Weights unit = weights.from_group(group, k), next = weights.from_group(group + count, k);
+      if (a.tiled) {
+        gemm_amx_panel(a.data + start * a.stride, end - start, static_cast<const bf16*>(unit.pack), k, count, c,
+                       next_unit(next, k, count, end - start));
+        if (m <= kFewRows) prefetch_after(next);
+        done(c, ldc, start, static_cast<int>(end - start), group, count);
+        continue;
       }
-      done(c, kUnit * kGroup, row, rows, group, count);
+      for (int64_t row = start; row < end; row += kRowBlock) {
+        const int rows = static_cast<int>(std::min<int64_t>(end - row, kRowBlock));
+        if (int8) {
+          gemm_int8(rounded.block(row), static_cast<const uint8_t*>(unit.pack), padded_inputs(k), count, c, ldc);
+          scale_columns(c, ldc, rows, count * kGroup, unit.scales);
+        } else {
+          gemm(a.data + row * a.stride, a.stride, rows, static_cast<const bf16*>(unit.pack), k, k, count, c, ldc);
+        }
+        if (m <= kFewRows) prefetch_after(next);
+        done(c, ldc, row, rows, group, count);
+      }
     }
   }
+  release_tiles();
 }
 
 }  // namespace baton

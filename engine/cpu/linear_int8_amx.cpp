@@ -71,7 +71,7 @@ void tiles(const Int8Block& a, const uint8_t* pack, int64_t depth, float* c, int
 }  // namespace
 
 void gemm_int8_amx(const Int8Block& a, const uint8_t* pack, int64_t depth, int groups, float* c, int64_t ldc) {
-  configure_tiles(a.rows < 16 ? a.rows : 16, a.rows > 16 ? a.rows - 16 : 0);
+  configure_tiles(a.rows);
   for (int g = 0; g < groups; g += 2) {
     const uint8_t* lines = pack + g * depth * kGroup;
     float* to = c + g * kGroup;
@@ -81,7 +81,6 @@ void gemm_int8_amx(const Int8Block& a, const uint8_t* pack, int64_t depth, int g
     else if (second) tiles<false, true>(a, lines, depth, to, ldc);
     else tiles<false, false>(a, lines, depth, to, ldc);
   }
-  _tile_release();
 }
 
 }  // namespace baton

@@ -45,6 +45,26 @@ def test_equals_the_product_in_float64(rows, outputs, inputs, bias, isa):
     assert torch.equal(PackedLinear(linear)(x), got.bfloat16())
 
 
+@pytest.mark.parametrize("inputs", [288, 1056, 2048])
+def test_rows_in_several_panels(inputs, isa):
+    torch.manual_seed(inputs)
+    linear = nn.Linear(inputs, 80, bias=False).bfloat16()
+    x = torch.randn(1, 615, inputs).bfloat16()
+    want = nn.functional.linear(x.double(), linear.weight.double())
+    got = PackedLinear(linear, torch.float32)(x)
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-4)
+
+
+@pytest.mark.skipif("amx" not in ISAS, reason="this machine has no AMX")
+@pytest.mark.parametrize("rows", [2, 8, 9, 17, 40, 615])
+def test_with_amx_the_sums_of_a_row_do_not_depend_on_the_batch(rows):
+    linear = nn.Linear(1056, 80, bias=False).bfloat16()
+    x = torch.randn(1, rows, 1056).bfloat16()
+    packed = PackedLinear(linear, torch.float32)
+    alone = torch.cat([packed(x[:, i : i + 1]) for i in range(rows)], 1)
+    assert torch.equal(packed(x), alone)
+
+
 def test_strided_input():
     linear = nn.Linear(32, 16, bias=False).bfloat16()
     wide = torch.randn(5, 96).bfloat16()
