@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 LONGEST_GRAMMAR = 1 << 17
 """Characters. One of this length takes about a second to compile, most take a millisecond."""
 
-LIMITS = LLParserLimits(max_lexer_states=50_000)  # of 1 to 2 kB each
+LIMITS = LLParserLimits(
+    max_lexer_states=50_000,  # of 1 to 2 kB each
+    step_max_items=10_000,  # with more, a mask of an ambiguous grammar takes seconds (docs/decisions/0049)
+)
 _JSON: JsonCompileOptions = {"whitespace_pattern": r"( |\n[ \t]{0,64})"}
 """Between the parts of JSON, at most once: JSON itself allows white space without end, and so a model that
 prefers it to everything else would never come to one."""

@@ -12,10 +12,12 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import httpx
 import pytest
+from openai import OpenAI
+from pydantic import BaseModel, Field
 
 from tests.e2e.test_failures import take, wait_until_busy
 from tests.harness.local_stack import Stack, stack
@@ -171,13 +173,27 @@ def test_streams_say_the_same_and_neighbours_without_a_grammar_are_as_alone(spli
             assert is_valid(text)
 
 
-def test_chat_follows_response_format(split: Stack) -> None:
-    formats = [{"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}]
-    for one in formats:
-        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 200, "response_format": one}
-        answer = split.http.post("/v1/chat/completions", json=body).raise_for_status().json()
-        assert is_valid(answer["choices"][0]["message"]["content"])
-        assert answer["choices"][0]["finish_reason"] == "stop"
+class Insect(BaseModel):
+    """What the model is asked for, as clients write it."""
+
+    name: Literal["ant", "bee"]
+    legs: Annotated[int, Field(ge=0, le=99)]
+    size: Literal["small", "large"] | None
+    friends: Annotated[list[Insect], Field(max_length=1)]
+
+
+def test_openais_client_parses_what_it_asked_for(split: Stack) -> None:
+    with OpenAI(base_url=f"{split.url}/v1", api_key="none", max_retries=0) as client:
+        for seed in range(4):
+            answer = client.chat.completions.parse(
+                model="m",
+                messages=[{"role": "user", "content": "Name an insect."}],
+                response_format=Insect,
+                max_tokens=400,
+                seed=seed,
+            )
+            assert answer.choices[0].finish_reason == "stop"
+            assert isinstance(answer.choices[0].message.parsed, Insect)
 
 
 def test_a_row_that_may_sample_nothing_ends_by_name(split: Stack) -> None:

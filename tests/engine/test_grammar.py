@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
+from bench.grammar_vocabulary import make_tokenizer
 from engine.batch import SamplingRows
 from engine.errors import NothingAllowed
 from engine.grammar import GrammarCompiler, GrammarState, mask_words
@@ -175,6 +177,25 @@ def test_foreign_outputs_and_bad_grammars_are_refused(compiler: GrammarCompiler,
     with pytest.raises(NothingAllowed, match="tokenizer"):
         allowed(begun(unreadable, CHOICE), [])
     unreadable.close()
+
+
+def test_a_grammar_that_grows_more_ambiguous_with_every_token_is_stopped() -> None:
+    """Beyond the limit a mask would take seconds. Words make it so: each can be read in many ways."""
+    vocab = 8192
+    compiler = GrammarCompiler(make_tokenizer(vocab).to_str, vocab, [vocab - 1])
+    state = begun(compiler, Grammar(GrammarKind.LARK, 'start: a\na: a a | "x" | "y" | /[a-z]/ | " "'))
+    outputs: list[int] = []
+    row = np.zeros(mask_words(vocab), dtype=np.int32)
+
+    def go_on() -> None:
+        state.follow(outputs, len(outputs), None)
+        state.fill(row)
+        may = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
+        outputs.append(int(may[len(may) // 2]))
+
+    with pytest.raises(NothingAllowed, match="Too many items"):
+        deque(iter(go_on, "never"), maxlen=0)
+    compiler.close()
 
 
 # -- in the sampler --------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ _FIELDS = (
     "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "logit_bias",
     "logprobs", "top_logprobs", "tools", "chat_template_kwargs", "user", "priority", "cache_salt",
     "extra_key", "model", "min_tokens", "repetition_penalty", "response_format", "best_of", "echo", "suffix",
+    "guided_json", "regex", "ebnf", "structured_outputs",
 )  # fmt: skip
 
 paths = st.sampled_from((*_POSTS, *_GETS))
