@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from common.errors import InvalidRequest
-from router.text.grammars import Wanted, choice_grammar, lark_grammar
+from router.text.grammars import Wanted
 from wire.grammars import LONGEST_GRAMMAR
 from wire.request import GrammarKind
 
@@ -111,14 +111,14 @@ class StructureFields(BaseModel):
             ("guided_choice", self.guided_choice),
         ):
             if choices is not None:
-                yield Wanted(param, GrammarKind.LARK, choice_grammar(choices))
+                yield Wanted(param, GrammarKind.LARK, choices)
         for param, grammar in (
             ("structured_outputs.grammar", given.grammar),
             ("guided_grammar", self.guided_grammar),
             ("ebnf", self.ebnf),
         ):
             if grammar is not None:
-                yield Wanted(param, GrammarKind.LARK, lark_grammar(grammar, param))
+                yield Wanted(param, GrammarKind.LARK, grammar)
 
 
 _NONE = StructuredOutputs()

@@ -32,7 +32,7 @@ class Wanted(NamedTuple):
 
     param: str
     kind: GrammarKind
-    value: Any  # a schema: a dict or its JSON; else text
+    value: Any  # a schema: a dict or its JSON; a list of choices; else text
 
 
 class GrammarChecks:
@@ -40,7 +40,7 @@ class GrammarChecks:
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammar-checks")
-        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._known: OrderedDict[bytes, Grammar] = OrderedDict()
 
     def close(self) -> None:
         """End the threads."""
@@ -50,21 +50,23 @@ class GrammarChecks:
         """The grammar that a request wants. Raises InvalidRequest."""
         if wanted is None:
             return None
-        grammar = Grammar(wanted.kind, _text(wanted))
-        if len(grammar.text) > LONGEST_GRAMMAR:
+        source = _source(wanted)
+        if len(source) > LONGEST_GRAMMAR:
             problem = f"{wanted.param} has more than {LONGEST_GRAMMAR} characters"
             raise InvalidRequest(problem, wanted.param)
-        key = hashlib.sha256(f"{grammar.kind} {grammar.text}".encode()).digest()
+        try:
+            key = hashlib.sha256(f"{wanted.kind} {source}".encode()).digest()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"{wanted.param} is no Unicode text: {error.reason}", wanted.param) from None
         if key in self._known:
             self._known.move_to_end(key)
-            return grammar
-        check = asyncio.get_running_loop().run_in_executor(self._threads, _check, wanted, grammar)
+            return self._known[key]
+        check = asyncio.get_running_loop().run_in_executor(self._threads, _checked, wanted, source)
         try:
-            await asyncio.wait_for(check, _CHECK_S)
+            grammar = self._known[key] = await asyncio.wait_for(check, _CHECK_S)
         except TimeoutError:
             problem = f"{wanted.param} was not checked within {_CHECK_S:.0f} s: make it smaller"
             raise InvalidRequest(problem, wanted.param) from None
-        self._known[key] = None
         if len(self._known) > _KNOWN:
             self._known.popitem(last=False)
         return grammar
@@ -77,8 +79,6 @@ def choice_grammar(choices: Sequence[str]) -> str:
 
 def lark_grammar(text: str, param: str) -> str:
     """A grammar in GBNF (`root ::= ...`) or Lark (`start: ...`), in Lark. Raises InvalidRequest."""
-    if len(text) > LONGEST_GRAMMAR:
-        raise InvalidRequest(f"{param} has more than {LONGEST_GRAMMAR} characters", param)
     try:
         lark: str = any_to_lark(text)
     except RecursionError:
@@ -88,9 +88,11 @@ def lark_grammar(text: str, param: str) -> str:
     return lark
 
 
-def _text(wanted: Wanted) -> str:
-    """The grammar's text. A schema is written anew, so that equal ones are compiled once."""
+def _source(wanted: Wanted) -> str:
+    """The grammar as text. A schema is written anew, so that equal ones are compiled once."""
     value = wanted.value
+    if isinstance(value, list):
+        return choice_grammar(value)
     if wanted.kind is not GrammarKind.JSON_SCHEMA:
         return str(value)
     try:
@@ -104,11 +106,13 @@ def _text(wanted: Wanted) -> str:
         raise InvalidRequest(f"{wanted.param} is nested too deeply", wanted.param) from None
 
 
-def _check(wanted: Wanted, grammar: Grammar) -> None:
-    """Raises InvalidRequest that names the place."""
+def _checked(wanted: Wanted, source: str) -> Grammar:
+    """The grammar for the workers. Raises InvalidRequest that names the place."""
+    is_own = wanted.kind is GrammarKind.LARK and not isinstance(wanted.value, list)
+    grammar = Grammar(wanted.kind, lark_grammar(source, wanted.param) if is_own else source)
     problem = grammar_problem(grammar)
     if not problem:
-        return
+        return grammar
     where = wanted.param
     if grammar.kind is GrammarKind.JSON_SCHEMA:
         where += "".join(f".{step}" for step in _place(json.loads(grammar.text), problem))

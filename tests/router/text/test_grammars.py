@@ -78,6 +78,13 @@ def test_a_wrong_schema_names_the_place(checks: GrammarChecks, schema: Any, mess
         (GrammarKind.REGEX, "a(?=b)", "look-around"),
         (GrammarKind.REGEX, "a" * (LONGEST_GRAMMAR + 1), "more than"),
         (GrammarKind.LARK, "start: x", "unknown name"),
+        (GrammarKind.LARK, 'x ::= "a"', "No 'root' rule"),
+        (GrammarKind.LARK, "a" * (LONGEST_GRAMMAR + 1), "more than"),
+        (GrammarKind.LARK, ["a" * LONGEST_GRAMMAR], "more than"),
+        (GrammarKind.LARK, ["\ud800"], "hex escape"),
+        (GrammarKind.LARK, 'start: "\ud800"', "surrogates"),
+        (GrammarKind.REGEX, "\ud800", "surrogates"),
+        (GrammarKind.JSON_SCHEMA, {"const": "\ud800"}, "surrogates"),
     ],
 )
 def test_what_is_wrong_is_said(checks: GrammarChecks, kind: GrammarKind, value: Any, words: str) -> None:
@@ -89,6 +96,11 @@ def test_equal_schemas_have_equal_grammars(checks: GrammarChecks) -> None:
     one = checked(checks, GrammarKind.JSON_SCHEMA, schema)
     assert one == checked(checks, GrammarKind.JSON_SCHEMA, json.dumps(schema, indent=3))
     assert asyncio.run(checks.checked(None)) is None
+
+
+def test_choices_are_no_grammar(checks: GrammarChecks) -> None:
+    for choices in (["root ::= x", "b"], ["start: a"]):
+        assert checked(checks, GrammarKind.LARK, choices).text == choice_grammar(choices)
 
 
 def test_a_known_grammar_is_not_checked_again(checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +129,7 @@ def test_gbnf_becomes_lark_and_lark_stays() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ['foo ::= "a"', 'root ::= "a" (', "root ::= " + "(" * 50_000, "x" * (1 << 18)]
+    "text", ['foo ::= "a"', 'root ::= "a" (', "root ::= " + "(" * 50_000, "x" * (1 << 16)]
 )
 def test_wrong_gbnf_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequest, match="ebnf") as caught:
