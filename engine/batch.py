@@ -53,6 +53,15 @@ class StateSlots:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredPrompt:
+    """A chunk of a prompt whose tokens' log-probabilities are wanted."""
+
+    sequence: int  # index into S
+    targets: npt.NDArray[np.int64]  # [n] the tokens that follow the first n of its new tokens
+    best: int  # how many of the best tokens of each place are told, too
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """S sequences with T new tokens in total, packed one after the other. N of the sequences are sampled.
 
@@ -70,6 +79,7 @@ class ForwardBatch:
     sampling: SamplingRows  # N
     window: WindowPages | None = None  # set if the model has a window group
     state: StateSlots | None = None  # set if the model has a state group
+    scored: tuple[ScoredPrompt, ...] = ()
 
     def starts(self) -> npt.NDArray[np.int64]:
         """[S + 1]: the new tokens of sequence i are at [starts[i], starts[i + 1]) of the pack."""
@@ -90,12 +100,14 @@ class BatchResult:
     `failures`: sequence of the batch (an index into S) -> why that sequence has no result. What the forward
     wrote for it is not valid KV, and its entry in `tokens` is not used. The other sequences are valid.
     `refusals`: the same for sequences that would fail everywhere, because of what their requests ask for.
+    `scored`: sequence -> the log-probabilities of its ScoredPrompt's targets.
     """
 
     tokens: npt.NDArray[np.int64]  # [N]
     logprobs: list[TokenLogprobs | None]  # [N], None where the request asked for none
     failures: Mapping[int, str] = field(default_factory=dict)
     refusals: Mapping[int, str] = field(default_factory=dict)
+    scored: Mapping[int, list[TokenLogprobs]] = field(default_factory=dict)
 
 
 class Pending(Protocol):

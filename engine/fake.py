@@ -183,7 +183,11 @@ class FakeEngine:
         logprobs: list[TokenLogprobs | None] = []
         for state, token in zip(batch.sampling.states, tokens.tolist(), strict=True):
             logprobs.append(self._logprobs(state, token))
-        return BatchResult(tokens, logprobs)
+        scored = {
+            one.sequence: [self._score(token, one.best) for token in one.targets.tolist()]
+            for one in batch.scored
+        }
+        return BatchResult(tokens, logprobs, scored=scored)
 
     def _seen_positions(self, batch: ForwardBatch) -> npt.NDArray[np.int64]:
         """The positions to write. They are wrong for a chunk whose first token sees other tokens in the
@@ -234,6 +238,11 @@ class FakeEngine:
         seconds = self._timing.per_step_s + prefilled * self._timing.per_prefill_token_s
         if seconds:
             time.sleep(seconds)
+
+    def _score(self, token: int, best: int) -> TokenLogprobs:
+        """Of a token of a prompt."""
+        vocab = self.spec.vocab_size
+        return TokenLogprobs(-token / vocab, [((token + k) % vocab, -token / vocab - k) for k in range(best)])
 
     def _logprobs(self, state: SamplingState, token: int) -> TokenLogprobs | None:
         count = state.params.top_logprobs

@@ -30,6 +30,7 @@ from engine.loader import LoadedModel, read_tokenizer
 from engine.paged_cache import PagedCache
 from engine.paged_layers import PagedLayers
 from engine.sampler import Sampler
+from engine.scored_prompts import read_scores, score_prompts
 from engine.states import PackedStates
 from kvcache.pool import KVCache, MambaPool
 
@@ -102,6 +103,8 @@ class ModelRunner:
             sample = self._sampler.sample(logits, batch.sampling, positions)
             self._last_tokens.record(batch, sample.tokens)
             packed = Fetched(sample.packed)
+            scores = score_prompts(batch, hidden, self._lm_head, self._upload) if batch.scored else None
+            fetched = None if scores is None else Fetched(scores)
 
         def read() -> BatchResult:
             sampled = sample.read(packed.numpy())
@@ -109,9 +112,13 @@ class ModelRunner:
             for i, problem in sampled.failures.items():
                 failures.setdefault(int(batch.sampled[i]), problem)
             refusals = {int(batch.sampled[i]): problem for i, problem in sampled.refusals.items()}
-            return BatchResult(sampled.tokens, sampled.logprobs, failures, refusals)
+            scored = {} if fetched is None else read_scores(batch, fetched.numpy(), self.spec.vocab_size)
+            return BatchResult(sampled.tokens, sampled.logprobs, failures, refusals, scored)
 
         return read
+
+    def _upload(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
+        return upload(array, self._device)
 
     def _current_device(self) -> AbstractContextManager[object]:
         """Events, graphs and FlashInfer's plans are on the current device, which is a thread's own."""

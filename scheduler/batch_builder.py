@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from engine.batch import ForwardBatch, SamplingRows, StateSlots, WindowPages
+from engine.batch import ForwardBatch, SamplingRows, ScoredPrompt, StateSlots, WindowPages
 from scheduler.batch_states import BatchStates
 from scheduler.chunker import Chunk
 from scheduler.running import RunningBatch
@@ -69,6 +69,7 @@ def _prefill_part(
         pages = slots[::page_size] // page_size
         page_table[i, : len(pages)] = pages
     sampled = [i for i, chunk in enumerate(chunks) if chunk.samples]
+    scored = tuple(_scored(i, chunk) for i, chunk in enumerate(chunks) if chunk.req.scores_prompt)
     return ForwardBatch(
         input_ids=_packed([chunk.req.fill_ids[chunk.start : chunk.end] for chunk in chunks]),
         positions=_packed([np.arange(chunk.start, chunk.end) for chunk in chunks]),
@@ -82,7 +83,15 @@ def _prefill_part(
             tuple(chunks[i].req.sampling for i in sampled),
             np.array([chunks[i].end - chunks[i].req.prompt_len for i in sampled], dtype=np.int64),
         ),
+        scored=scored,
     )
+
+
+def _scored(sequence: int, chunk: Chunk) -> ScoredPrompt:
+    """Each token of a chunk is followed by one of the prompt, but the prompt's last."""
+    req = chunk.req
+    targets = req.origin_input_ids[chunk.start + 1 : chunk.end + 1].astype(np.int64)
+    return ScoredPrompt(sequence, targets, req.request.sampling.prompt_logprobs or 0)
 
 
 def _packed(parts: list[npt.NDArray[np.integer]]) -> npt.NDArray[np.int64]:
@@ -109,6 +118,7 @@ def _joined(first: ForwardBatch, second: ForwardBatch) -> ForwardBatch:
             first.sampling.states + second.sampling.states,
             np.concatenate([first.sampling.positions, second.sampling.positions]),
         ),
+        scored=tuple(replace(one, sequence=one.sequence + n) for one in second.scored),
     )
 
 

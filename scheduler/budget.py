@@ -164,6 +164,8 @@ class BatchAdmission:
             return False
         # The last token must be computed to sample the next, unless its successor is known.
         match_len = req.prefill_len if req.is_kv_only else req.prefill_len - 1
+        if req.scores_prompt:
+            match_len = 0
         if self._pages.take(req, match_len, self._spare(req)):
             self._blocked = None
             self._rates.admitted(req.prefill_len, req.prefill_len - req.scheduled_len)

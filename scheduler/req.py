@@ -17,7 +17,7 @@ from kvcache.radix_key import Namespace
 from kvcache.request import StateHold
 from wire.codec import unpack_tokens
 from wire.grammars import LONGEST_GRAMMAR
-from wire.request import GenerateRequest
+from wire.request import GenerateRequest, TokenLogprobs
 from wire.sampling_ranges import check_sampling
 from wire.stages import RequestStage, Stamp, stamp
 
@@ -93,8 +93,8 @@ class Req:
     __slots__ = (
         "_filled", "_tokens", "cache_protected_len", "cached_tokens", "closing", "emitted_len",
         "in_flight", "is_kv_only", "kv_allocated_len", "kv_committed_len", "last_node", "limit_len",
-        "namespace", "origin_input_ids", "output_ids", "prefill_len", "prefix_indices", "rank",
-        "req_pool_idx", "request", "reserved", "resumed", "retractions", "running_index", "sampling",
+        "namespace", "origin_input_ids", "output_ids", "prefill_len", "prefix_indices", "prompt_logprobs",
+        "rank", "req_pool_idx", "request", "reserved", "resumed", "retractions", "running_index", "sampling",
         "scheduled_len", "stages_seen", "stamps", "state", "state_hold",
     )  # fmt: skip
 
@@ -128,6 +128,7 @@ class Req:
         self._tokens[: len(prompt)] = prompt
         self._filled = len(prompt)
 
+        self.prompt_logprobs: list[TokenLogprobs] = []  # of the tokens after the first
         self.forget_memory()
         self.prefill_len = 0
         self.is_kv_only = False
@@ -241,7 +242,14 @@ class Req:
         it was handed off, and sample nothing.
         """
         self.is_kv_only = kv_only
+        self.prompt_logprobs = []
         self.prefill_len = self.prompt_len + len(self.output_ids) - (1 if kv_only else 0)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are wanted, and have not left with the first token. Then
+        all of the prompt is computed, cached or not."""
+        return self.request.sampling.prompt_logprobs is not None and not self.output_ids
 
     # -- stages ------------------------------------------------------------------------------------
 

@@ -86,6 +86,7 @@ class Results:
                 self._output(req, tokens[i], logprobs[i])
         sample = len(step.decode)
         for i, chunk in enumerate(step.chunks, start=sample):
+            chunk.req.prompt_logprobs += result.scored.get(i, ())
             if i in failed:
                 if self._requests.landed(chunk.req):
                     self._fail_alone(chunk.req, *failed[i])
@@ -156,7 +157,11 @@ class Results:
         finish = finish_reason(req, outputs[-1]) if outputs else None
         req.emitted_len = len(outputs)
         self._metrics.output_tokens += len(outputs) - start
-        self._policy.on_tokens(req, start, OutputDelta(outputs[start:], logprobs, finish))
+        scores = None
+        if start == 0 and req.request.sampling.prompt_logprobs is not None:
+            scores, req.prompt_logprobs = req.prompt_logprobs, []
+        delta = OutputDelta(outputs[start:], logprobs, finish, prompt_logprobs=scores)
+        self._policy.on_tokens(req, start, delta)
         if finish is not None and req.state is not ReqState.DONE:
             self._metrics.finished += 1
             self._requests.end(req)

@@ -41,6 +41,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_token_ids: tuple[Natural, ...] = ()
     ignore_eos: bool = False
     top_logprobs: Natural | None = None  # None: no logprobs; k: the chosen token's and the k best
+    prompt_logprobs: Natural | None = None  # the same for the prompt's tokens
     grammar: Grammar | None = None
 
 
@@ -90,7 +91,8 @@ class TokenRun(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Tokens of one room from output position `start` on.
 
     `logprobs`, when asked for, is as long as `tokens`. `cached_tokens` counts prompt tokens that were not
-    computed again anywhere.
+    computed again anywhere. `prompt_logprobs`, when asked for, come with position 0: those of all tokens of
+    the prompt but the first.
     """
 
     room: Natural
@@ -100,16 +102,19 @@ class TokenRun(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     logprobs: list[TokenLogprobs] | None = None
     finish: FinishReason | None = None
     cached_tokens: Natural = 0
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 class OutputDelta(msgspec.Struct, frozen=True, gc=False):
     """New output of a room, as it is passed within a process. Not a message.
 
     `logprobs`, when asked for, is as long as `tokens`. `finish` comes with the last tokens. `matched` is the
-    stop string or the stop token that ended the output, where one did and it is known.
+    stop string or the stop token that ended the output, where one did and it is known. `prompt_logprobs` are
+    as in TokenRun.
     """
 
     tokens: list[int]
     logprobs: list[TokenLogprobs] | None = None
     finish: FinishReason | None = None
     matched: str | int | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None

@@ -46,8 +46,10 @@ def check_sampling(params: SamplingParams) -> None:
         _check(name, getattr(params, name), allowed)
     for bias in params.logit_bias.values():
         _check("logit_bias", bias, LOGIT_BIAS)
-    if params.top_logprobs is not None:
-        _check("top_logprobs", params.top_logprobs, ParamRange(0, MOST_TOP_LOGPROBS))
+    for name in ("top_logprobs", "prompt_logprobs"):
+        count = getattr(params, name)
+        if count is not None:
+            _check(name, count, ParamRange(0, MOST_TOP_LOGPROBS))
 
 
 def _check(name: str, value: float, allowed: ParamRange) -> None:

@@ -15,6 +15,7 @@ class CollectedChoice:
     texts: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # empty unless asked for
+    prompt_logprobs: list[TokenLogprobs] | None = None  # of the prompt's tokens after the first
     finish: FinishReason | None = None
     matched: str | int | None = None
 
@@ -38,4 +39,6 @@ class Collection:
         collected.texts.append(text)
         collected.tokens += delta.tokens
         collected.logprobs += delta.logprobs or ()
+        if delta.prompt_logprobs is not None:
+            collected.prompt_logprobs = delta.prompt_logprobs
         collected.finish, collected.matched = delta.finish, delta.matched

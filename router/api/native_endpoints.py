@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from msgspec.structs import replace
 from pydantic import BaseModel, ConfigDict, Field
 
-from common.errors import InvalidRequest
+from common.errors import InvalidRequest, RequestFailed
 from router.api.answering import (
     DONE,
     encode_prompts,
@@ -34,7 +35,7 @@ from router.api.request_body import (
 )
 from router.service import Router
 from router.streams.generation import ChoiceCounts, Generation, Submission
-from wire.request import FinishReason, OutputDelta
+from wire.request import FinishReason, OutputDelta, TokenLogprobs
 from wire.sampling_ranges import MOST_TOP_LOGPROBS
 
 
@@ -54,6 +55,10 @@ class GenerateBody(RequestBody):
     sampling_params: dict[str, Any] = Field(default_factory=dict)
     return_logprob: bool = False
     top_logprobs_num: int = Field(0, ge=0, le=MOST_TOP_LOGPROBS)
+    logprob_start_len: int = Field(
+        -1, ge=-1, lt=2**31,
+        description="with return_logprob: those of the prompt's tokens from this one on, too; -1: none",
+    )  # fmt: skip
 
 
 class TokenizeBody(ChatFields):
@@ -93,21 +98,28 @@ async def generate(router: Router, request: HttpRequest) -> None:
         model.room_for(prompt, params.max_new_tokens, param)
     top = body.top_logprobs_num if body.return_logprob else None
     sampling = params.sampling(params.max_new_tokens, top, model, grammar)
+    if body.logprob_start_len >= 0:
+        sampling = replace(sampling, prompt_logprobs=top)
+    if body.stream and sampling.prompt_logprobs is not None:
+        raise InvalidRequest("a prompt's log-probabilities are not streamed", "logprob_start_len")
     submission = make_submission(router, model, request, body, params, prompts, sampling)
     if body.stream:
         await stream(router, request, submission, "generate", NativeEvents)
     else:
-        await _whole(router, request, submission, as_list=params.n > 1 or is_batch(given))
+        as_list = params.n > 1 or is_batch(given)
+        await _whole(router, request, submission, body.logprob_start_len, as_list)
 
 
-async def _whole(router: Router, request: HttpRequest, submission: Submission, as_list: bool) -> None:
+async def _whole(
+    router: Router, request: HttpRequest, submission: Submission, scored_from: int, as_list: bool
+) -> None:
     collection = Collection(submission.choice_count)
     with generating(router, request, submission, router.assign(submission), collection) as generation:
         while await generation.more():
             pass
         if not generation.abandoned:
             pairs = zip(generation.choices, collection.choices, strict=True)
-            answers = [_answer(submission, counts, collected) for counts, collected in pairs]
+            answers = [_answer(submission, counts, collected, scored_from) for counts, collected in pairs]
             await request.respond_json(answers if as_list else answers[0])
 
 
@@ -149,11 +161,14 @@ class NativeEvents:
         return DONE
 
 
-def _answer(submission: Submission, counts: ChoiceCounts, collected: CollectedChoice) -> dict[str, Any]:
+def _answer(
+    submission: Submission, counts: ChoiceCounts, collected: CollectedChoice, scored_from: int = -1
+) -> dict[str, Any]:
+    prompt = submission.prompts[counts.index // submission.n]
     meta: dict[str, Any] = {
         "id": submission.request_id,
         "finish_reason": _finish(collected),
-        "prompt_tokens": len(submission.prompts[counts.index // submission.n]),
+        "prompt_tokens": len(prompt),
         "completion_tokens": len(collected.tokens),
         "cached_tokens": counts.cached_tokens,
         "e2e_latency": (time.time_ns() - submission.arrived_ns) / 1e9,
@@ -162,7 +177,23 @@ def _answer(submission: Submission, counts: ChoiceCounts, collected: CollectedCh
         pairs = list(zip(collected.tokens, collected.logprobs, strict=True))
         meta["output_token_logprobs"] = [[entry.logprob, token, None] for token, entry in pairs]
         meta["output_top_logprobs"] = [[[lp, token, None] for token, lp in entry.top] for _, entry in pairs]
+    if submission.sampling.prompt_logprobs is not None:
+        meta |= _input_logprobs(prompt, collected.prompt_logprobs, scored_from)
     return {"text": collected.text, "output_ids": collected.tokens, "meta_info": meta}
+
+
+def _input_logprobs(prompt: list[int], scores: list[TokenLogprobs] | None, first: int) -> dict[str, Any]:
+    """Those of the prompt's tokens from place `first` on; the very first has none."""
+    if scores is None:
+        raise RequestFailed("the prompt's log-probabilities were lost with a worker: ask again")
+    entries: list[TokenLogprobs | None] = [None, *scores]
+    pairs = list(zip(prompt, entries, strict=True))[first:]
+    return {
+        "input_token_logprobs": [[entry and entry.logprob, token, None] for token, entry in pairs],
+        "input_top_logprobs": [
+            entry and [[logprob, other, None] for other, logprob in entry.top] for _, entry in pairs
+        ],
+    }
 
 
 def _finish(choice: CollectedChoice) -> dict[str, Any] | None:

@@ -58,7 +58,6 @@ OTHER_FIELDS: dict[str, OtherField] = {
     **_all("reasoning is part of the text", (True,), "include_reasoning"),
     **_all("answers are not judged", (), "moderation"),
     **_all("any token and any word may be said", ([],), "allowed_token_ids", "bad_words"),
-    **_all("the engine does not give them", (), "prompt_logprobs"),
     **_all("beams are not searched", (False,), "use_beam_search"),
     **_all("answers are not marked", (False,), "watermarking"),
     **_all("thoughts are not counted", (-1,), "thinking_token_budget"),
@@ -97,7 +96,6 @@ OTHER_FIELDS: dict[str, OtherField] = {
         "routed_dp_rank", "disagg_prefill_dp_rank", "data_parallel_rank",
     ),
     **_all("an output follows a schema, an expression, choices or a grammar", (), "structural_tag"),
-    **_all("it is read at the end of a prompt only", (-1,), "logprob_start_len"),
     **_all("tokens are named by their ids", (False,), "return_text_in_logprobs"),
     **_all("a request has a client that waits", (False,), "background"),
 }  # fmt: skip

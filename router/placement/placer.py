@@ -75,6 +75,8 @@ class Placer:
         prefill, decode = self.fleet.candidates(now, avoid)
         if len(decode) == 0:
             return None
+        if request.alone:
+            prefill = prefill.without(frozenset(prefill.names))
         matches = self._index.find(request.hashes)
         p, d = self._sessions.get(_session(request), (None, None)) if request.session else (None, None)
         on_decode = RoleCandidates(decode, matches, self.page_tokens, decode.row(d))

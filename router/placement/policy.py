@@ -32,6 +32,7 @@ class PlacementRequest(NamedTuple):
     session: str = ""  # a hint: requests of one session prefer the same workers
     tenant: str = ""
     priority: int = 0
+    alone: bool = False  # D computes the prompt, too
 
 
 class RoleCandidates(NamedTuple):

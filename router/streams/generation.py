@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from common.errors import BatonError, SlowClient
 from router.text.detokenize import Detokenizer
@@ -121,7 +122,7 @@ class ChoiceOutput:
         string ended it."""
         tokens, finish, text, stopped = delta.tokens, delta.finish, "", False
         if finish is FinishReason.STOP and tokens:
-            delta = OutputDelta(tokens, delta.logprobs, finish, tokens[-1])
+            delta = replace(delta, matched=tokens[-1])
             if not self._keep_stop:
                 tokens = tokens[:-1]
         for position, token in enumerate(tokens):
@@ -166,7 +167,7 @@ class ChoiceOutput:
 def _cut(delta: OutputDelta, count: int, matched: str) -> OutputDelta:
     """The first `count` tokens, with which a stop string was complete."""
     logprobs = delta.logprobs[:count] if delta.logprobs is not None else None
-    return OutputDelta(delta.tokens[:count], logprobs, FinishReason.STOP, matched)
+    return OutputDelta(delta.tokens[:count], logprobs, FinishReason.STOP, matched, delta.prompt_logprobs)
 
 
 class Generation:

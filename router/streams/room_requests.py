@@ -46,7 +46,11 @@ class RoomRequests:
             packed = pack_tokens(prompt)
             digests = page_digests(seed, packed, page_tokens) if page_tokens else []
             hashes = digest_hashes(owned_digests(digests, s.tenant))
-            to_place = PlacementRequest(len(prompt), hashes, output_tokens, s.session, s.tenant, s.priority)
+            # Log-probabilities of a prompt leave with the first token: one worker computes both.
+            alone = s.sampling.prompt_logprobs is not None
+            to_place = PlacementRequest(
+                len(prompt), hashes, output_tokens, s.session, s.tenant, s.priority, alone
+            )
             for choice in range(s.n):
                 request = GenerateRequest(
                     request_id=s.request_id, sampling=s.sampling, extra_key=s.extra_key,

@@ -181,7 +181,9 @@ class RoomStream:
             self.stop(None)
         else:
             self._check_at = epoch.progress(now)
-        if self._sink.on_tokens(OutputDelta(new, logprobs, run.finish), self.cached_tokens):
+        scores = run.prompt_logprobs if have == 0 else None
+        delta = OutputDelta(new, logprobs, run.finish, prompt_logprobs=scores)
+        if self._sink.on_tokens(delta, self.cached_tokens):
             self.stop("stop string")
         return have + len(new)
 

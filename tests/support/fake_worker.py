@@ -428,9 +428,11 @@ class FakeWorker:
                 for token in tokens
             ]
         finish = self._finish(room, start + count - 1)
-        return TokenRun(
-            request.room, request.epoch, start, tokens, logprobs, finish, cached_tokens=self._cached,
-        )  # fmt: skip
+        scores = None
+        if start == 0 and request.sampling.prompt_logprobs is not None:
+            prompt = unpack_tokens(request.prompt).tolist()
+            scores = [TokenLogprobs(-0.125, [(token, -0.125)]) for token in prompt[1:]]
+        return TokenRun(request.room, request.epoch, start, tokens, logprobs, finish, self._cached, scores)
 
     def _finish(self, room: _Room, position: int) -> FinishReason | None:
         if self._eos_at == position:

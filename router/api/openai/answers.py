@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from common.errors import RequestFailed
 from router.api.answering import DONE
 from router.api.collection import CollectedChoice
 from router.api.event_ids import EventIds
 from router.api.event_json import encode_event
-from router.api.openai.logprobs import TokenNames, chat_logprobs, completion_logprobs
+from router.api.openai.logprobs import TokenNames, chat_logprobs, completion_logprobs, prompt_logprobs
 from router.api.openai.shown import Shown
 from router.streams.generation import ChoiceCounts, Generation, Submission
 from router.text.detokenize import DetokenizerFactory
-from wire.request import OutputDelta, TokenLogprobs
+from wire.request import FinishReason, OutputDelta, TokenLogprobs
 
 
 def usage(generation: Generation) -> dict[str, Any]:
@@ -52,9 +53,17 @@ class Style:
         """What a choice has of its prompt, if it was asked for."""
         raise NotImplementedError
 
-    def beside_choices(self, submission: Submission) -> dict[str, Any]:
+    def beside_choices(self, submission: Submission, scores: list[TokenLogprobs] | None) -> dict[str, Any]:
         """What the answer has of the prompt beside its choices, if it was asked for."""
         raise NotImplementedError
+
+    def opening(self, index: int, submission: Submission) -> str:  # noqa: ARG002
+        """What the text of a choice begins with, before its output."""
+        return ""
+
+    def usage(self, generation: Generation) -> dict[str, Any]:
+        """OpenAI's usage object."""
+        return usage(generation)
 
     def token_ids(self, tokens: list[int]) -> dict[str, Any]:
         """The ids of an output, if they were asked for."""
@@ -67,6 +76,13 @@ class Style:
     def replayed(self, index: int, text: str) -> None:
         """The client has this text already."""
         self._offsets[index] = self._offsets.get(index, 0) + len(text)
+
+
+def _known(scores: list[TokenLogprobs] | None) -> list[TokenLogprobs]:
+    """Raises RequestFailed if the worker that computed them was lost before they came."""
+    if scores is None:
+        raise RequestFailed("the prompt's log-probabilities were lost with a worker: ask again")
+    return scores
 
 
 class ChatStyle(Style):
@@ -94,8 +110,12 @@ class ChatStyle(Style):
     def prompt_ids(self, index: int, submission: Submission) -> dict[str, Any]:  # noqa: ARG002
         return {}
 
-    def beside_choices(self, submission: Submission) -> dict[str, Any]:
-        return {"prompt_token_ids": submission.prompts[0]} if self.shown.token_ids else {}
+    def beside_choices(self, submission: Submission, scores: list[TokenLogprobs] | None) -> dict[str, Any]:
+        prompt = submission.prompts[0]
+        told: dict[str, Any] = {"prompt_token_ids": prompt} if self.shown.token_ids else {}
+        if self.shown.prompt_logprobs:
+            told["prompt_logprobs"] = prompt_logprobs(self._names, prompt, _known(scores))
+        return told
 
     def logprobs(self, index: int, text: str, tokens: list[int], logprobs: list[TokenLogprobs]) -> Any:  # noqa: ARG002
         return chat_logprobs(self._names, tokens, logprobs)
@@ -111,24 +131,56 @@ class CompletionStyle(Style):
     before = b',"text":'
     after = b',"logprobs":'
 
+    def __init__(
+        self,
+        detokenizers: DetokenizerFactory,
+        shown: Shown,
+        echoed: list[str] | None = None,
+        outputs: bool = True,
+    ) -> None:
+        """`echoed`: the texts of the prompts, with which those of their choices begin. Without `outputs` the
+        one token that a worker computes at least is left out."""
+        super().__init__(detokenizers, shown)
+        self._echoed = echoed
+        self._outputs = outputs
+
     def choice(self, index: int, collected: CollectedChoice, submission: Submission) -> dict[str, Any]:
-        logprobs = None
-        if self.shown.logprobs:
-            logprobs = completion_logprobs(self._names, collected.tokens, collected.logprobs, 0)
-        return {
+        prompt = submission.prompts[index // submission.n]
+        tokens = collected.tokens if self._outputs else []
+        told: dict[str, Any] = {
             "index": index,
-            "text": collected.text,
-            "logprobs": logprobs,
-            "finish_reason": collected.finish,
-            **self.token_ids(collected.tokens),
+            "text": self.opening(index, submission) + (collected.text if self._outputs else ""),
+            "logprobs": self._all_logprobs(prompt, tokens, collected) if self.shown.logprobs else None,
+            "finish_reason": collected.finish if self._outputs else FinishReason.LENGTH,
+            **self.token_ids(tokens),
             **self.prompt_ids(index, submission),
         }
+        if self.shown.prompt_logprobs:
+            scores = _known(collected.prompt_logprobs)
+            told["prompt_logprobs"] = prompt_logprobs(self._names, prompt, scores)
+        return told
+
+    def _all_logprobs(
+        self, prompt: list[int], tokens: list[int], collected: CollectedChoice
+    ) -> dict[str, Any]:
+        entries: list[TokenLogprobs | None] = [*collected.logprobs[: len(tokens)]]
+        if self._echoed is not None:
+            tokens, entries = prompt + tokens, [None, *_known(collected.prompt_logprobs), *entries]
+        return completion_logprobs(self._names, tokens, entries, 0)
+
+    def opening(self, index: int, submission: Submission) -> str:
+        return "" if self._echoed is None else self._echoed[index // submission.n]
+
+    def usage(self, generation: Generation) -> dict[str, Any]:
+        if self._outputs:
+            return usage(generation)
+        return _usage(generation.prompt_tokens(), 0, generation.cached_tokens())
 
     def prompt_ids(self, index: int, submission: Submission) -> dict[str, Any]:
         prompt = submission.prompts[index // submission.n]
         return {"prompt_token_ids": prompt} if self.shown.token_ids else {}
 
-    def beside_choices(self, submission: Submission) -> dict[str, Any]:  # noqa: ARG002
+    def beside_choices(self, submission: Submission, scores: list[TokenLogprobs] | None) -> dict[str, Any]:  # noqa: ARG002
         return {}
 
     def logprobs(self, index: int, text: str, tokens: list[int], logprobs: list[TokenLogprobs]) -> Any:
@@ -166,6 +218,7 @@ class SseWriter:
         is_first = before is None
         if before is None:
             before = self._first(choice.index)
+            text = self._style.opening(choice.index, self._submission) + text
         if (
             self._is_plain
             and delta.finish is None
@@ -212,7 +265,7 @@ class SseWriter:
         outside: dict[str, Any] = {}
         if is_first:
             inside |= style.prompt_ids(index, self._submission)
-            outside |= style.beside_choices(self._submission)
+            outside |= style.beside_choices(self._submission, None)
         if style.shown.usage:
             outside["usage"] = self._usage_so_far(choice) if style.shown.running_usage else None
         return rest + _further(inside) + b"}]" + _further(outside) + b"}\n\n"

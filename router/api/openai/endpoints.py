@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from router.api.answering import encode_prompts, generating, make_submission, stream
+from msgspec.structs import replace
+
+from router.api.answering import encode_prompts, generating, is_batch, make_submission, stream
 from router.api.asgi import HttpRequest
 from router.api.collection import Collection
 from router.api.event_ids import EventIds
-from router.api.openai.answers import ChatStyle, CompletionStyle, SseWriter, Style, usage
+from router.api.openai.answers import ChatStyle, CompletionStyle, SseWriter, Style
 from router.api.openai.schema import ChatBody, CompletionBody, OpenAIBody
 from router.api.request_body import parse
 from router.model import Model
@@ -30,6 +32,7 @@ async def chat_completions(router: Router, request: HttpRequest) -> None:
     length = model.room_for(prompt, body.wanted, "messages")
     top = (body.top_logprobs or 0) if body.logprobs else None
     sampling = body.sampling(length, top, model, grammar)
+    sampling = replace(sampling, prompt_logprobs=body.prompt_logprobs)
     style = ChatStyle(model.tokenization.detokenizers, body.shown(body.logprobs))
     submission = make_submission(
         router, model, request, body, body, [prompt], sampling, body.session,
@@ -44,13 +47,27 @@ async def completions(router: Router, request: HttpRequest) -> None:
     model = router.model(body.model)
     grammar = await router.grammars.checked(body.wanted_grammar())
     prompts = await encode_prompts(model, body.prompt, "prompt", body.n, body.add_special_tokens, body.is_cut)
-    prompts = [body.cut(prompt, model.versions.context_limit, body.max_tokens) for prompt in prompts]
+    length = body.max_tokens or 1  # workers compute one at least
+    prompts = [body.cut(prompt, model.versions.context_limit, length) for prompt in prompts]
     for prompt in prompts:
-        model.room_for(prompt, body.max_tokens, "prompt")
-    sampling = body.sampling(body.max_tokens, body.logprobs, model, grammar)
-    style = CompletionStyle(model.tokenization.detokenizers, body.shown(body.logprobs is not None))
+        model.room_for(prompt, length, "prompt")
+    sampling = body.sampling(length, body.logprobs, model, grammar)
+    sampling = replace(sampling, prompt_logprobs=body.scored)
+    echoed = _texts(model, body, prompts) if body.echo else None
+    shown = body.shown(body.logprobs is not None)
+    style = CompletionStyle(model.tokenization.detokenizers, shown, echoed, body.max_tokens > 0)
     submission = make_submission(router, model, request, body, body, prompts, sampling, body.session)
     await _answer(router, request, body, submission, style)
+
+
+def _texts(model: Model, body: CompletionBody, prompts: list[list[int]]) -> list[str]:
+    """The prompts as they were written, or else what their tokens say."""
+    given = body.prompt if is_batch(body.prompt) else [body.prompt]
+    decode = model.tokenization.decode
+    return [
+        text if isinstance(text, str) and not body.is_cut else decode(prompt, body.skip_special_tokens)
+        for text, prompt in zip(given, prompts, strict=True)
+    ]
 
 
 async def models(router: Router, request: HttpRequest) -> None:
@@ -107,7 +124,7 @@ async def _whole(router: Router, request: HttpRequest, submission: Submission, s
                 "created": int(time.time()),
                 "model": submission.model,
                 "choices": choices,
-                "usage": usage(generation),
-                **style.beside_choices(submission),
+                "usage": style.usage(generation),
+                **style.beside_choices(submission, collection.choices[0].prompt_logprobs),
             }
         )

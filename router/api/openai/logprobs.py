@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from router.text.detokenize import DetokenizerFactory
@@ -48,18 +49,42 @@ def chat_logprobs(names: TokenNames, tokens: list[int], logprobs: list[TokenLogp
 
 
 def completion_logprobs(
-    names: TokenNames, tokens: list[int], logprobs: list[TokenLogprobs], offset: int
+    names: TokenNames, tokens: list[int], logprobs: Sequence[TokenLogprobs | None], offset: int
 ) -> dict[str, Any]:
-    """For completions: parallel lists. `offset` is where in the text the first of these tokens begins."""
+    """For completions: parallel lists. `offset` is where in the text the first of these tokens begins. The
+    first token of a prompt has none."""
     offsets = []
     for token in tokens:
         offsets.append(offset)
         offset += len(names.bytes_of(token).decode("utf-8", "replace"))
     return {
         "tokens": [names.of_completion(token) for token in tokens],
-        "token_logprobs": [entry.logprob for entry in logprobs],
+        "token_logprobs": [None if entry is None else entry.logprob for entry in logprobs],
         "top_logprobs": [
-            {names.of_completion(other): logprob for other, logprob in entry.top} for entry in logprobs
+            None if entry is None else {names.of_completion(other): value for other, value in entry.top}
+            for entry in logprobs
         ],
         "text_offset": offsets,
     }
+
+
+def prompt_logprobs(
+    names: TokenNames, prompt: list[int], scores: list[TokenLogprobs]
+) -> list[dict[str, Any] | None]:
+    """vLLM's prompt_logprobs: for each token of a prompt itself and the best, by id; none for the first.
+
+    A token that is not among the best has no rank here.
+    """
+    told: list[dict[str, Any] | None] = [None]
+    for token, entry in zip(prompt[1:], scores, strict=True):
+        ranked: dict[int, tuple[float, int | None]] = {
+            other: (logprob, rank) for rank, (other, logprob) in enumerate(entry.top, 1)
+        }
+        ranked.setdefault(token, (entry.logprob, None))
+        told.append({str(other): _ranked(names, other, *found) for other, found in ranked.items()})
+    return told
+
+
+def _ranked(names: TokenNames, token: int, logprob: float, rank: int | None) -> dict[str, Any]:
+    text = names.bytes_of(token).decode("utf-8", "replace")
+    return {"logprob": logprob, "rank": rank, "decoded_token": text}

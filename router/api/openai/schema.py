@@ -36,6 +36,10 @@ class OpenAIBody(RequestBody, SamplingBody):
         description="at most so many tokens of the prompt are used; -1: as many as the context leaves",
     )  # fmt: skip
     truncation_side: Literal["left", "right"] = Field("left", description="left: the last ones are used")
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=MOST_TOP_LOGPROBS,
+        description="log-probabilities of the prompt's tokens, which are all computed, cached or not",
+    )  # fmt: skip
     return_token_ids: bool = Field(False, description="token ids of prompt and output beside the text")
     return_tokens_as_token_ids: bool = Field(False, description="logprobs name a token token_id:N")
 
@@ -55,7 +59,10 @@ class OpenAIBody(RequestBody, SamplingBody):
         options = self.stream_options or StreamOptions()
         usage = options.include_usage
         running = usage and options.continuous_usage_stats
-        return Shown(logprobs, usage, running, self.return_token_ids, self.return_tokens_as_token_ids)
+        return Shown(
+            logprobs, usage, running, self.return_token_ids, self.prompt_logprobs is not None,
+            self.return_tokens_as_token_ids,
+        )  # fmt: skip
 
     @property
     def is_cut(self) -> bool:
@@ -76,10 +83,10 @@ class CompletionBody(OpenAIBody):
     """POST /v1/completions."""
 
     prompt: Prompts
-    max_tokens: OutputLength = 16
+    max_tokens: int = Field(16, ge=0, lt=2**31, description="0: with echo, the prompt alone")
     logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
     best_of: int | None = None
-    echo: Literal[False] = False
+    echo: bool = Field(False, description="the text, and logprobs, begin with the prompt")
     suffix: Literal[""] = ""
     add_special_tokens: bool = True
 
@@ -87,7 +94,21 @@ class CompletionBody(OpenAIBody):
     def _best_of_is_n(self) -> Self:
         if self.best_of is not None and self.best_of != self.n:
             raise InvalidRequest("best_of other than n is not supported", "best_of")
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequest("max_tokens: 0 tokens are an answer with echo only", "max_tokens")
+        if self.stream and (self.scored is not None or not self.max_tokens):
+            raise InvalidRequest(
+                "a prompt's log-probabilities, and a prompt alone, are not streamed", "stream"
+            )
         return self
+
+    @property
+    def scored(self) -> int | None:
+        """How many of the best tokens at each place of the prompt are wanted; None: not even its own."""
+        echoed = self.logprobs if self.echo else None
+        if self.prompt_logprobs is None or echoed is None:
+            return echoed if self.prompt_logprobs is None else self.prompt_logprobs
+        return max(self.prompt_logprobs, echoed)
 
 
 class ChatBody(OpenAIBody, ChatFields):
@@ -103,6 +124,8 @@ class ChatBody(OpenAIBody, ChatFields):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest("a prompt's log-probabilities are not streamed", "prompt_logprobs")
         if not self.parallel_tool_calls and self.tools and self.tool_choice != "none":
             raise InvalidRequest(
                 "calls are part of the text, and may be several: only true is supported with tools",

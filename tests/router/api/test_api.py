@@ -262,7 +262,14 @@ def test_the_models_generation_config_is_what_requests_leave_out(tmp_path: Path)
     ("path", "body", "param", "words"),
     [
         ("/v1/completions", {"prompt": "a", "frobnicate": 1}, "frobnicate", "not supported"),
-        ("/v1/completions", {"prompt": "a", "echo": True}, "echo", "False"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 0}, "max_tokens", "echo"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "max_tokens": 0, "echo": True, "stream": True},
+            "stream",
+            "alone",
+        ),
+        ("/v1/completions", {"prompt": "a", "prompt_logprobs": 1, "stream": True}, "stream", "not streamed"),
         ("/v1/completions", {"prompt": "a", "best_of": 2}, "best_of", "not supported"),
         ("/v1/completions", {"prompt": "a", "temperature": -1}, "temperature", "greater"),
         ("/v1/completions", {"prompt": "a", "temperature": 101}, "temperature", "less"),

@@ -142,3 +142,48 @@ def test_an_effort_is_the_templates_and_documents_too(router: RouterProcess) -> 
     assert prompt(reasoning_effort="high") == prompt()
     assert prompt(reasoning_effort="high", chat_template_kwargs={"enable_thinking": False}) == off
     assert prompt(documents=[{"title": "a"}]) == prompt()  # which this template does not know
+
+
+def test_an_echo_begins_with_the_prompt(router: RouterProcess, tokenization: Tokenization) -> None:
+    texts = ["Hello there", "The quick brown"]
+    prompts = [tokenization.encode(text) for text in texts]
+    asked: dict[str, Any] = {"prompt": texts, "max_tokens": 3, "n": 2}
+    plain = post(router, COMPLETIONS, **asked)["choices"]
+    echoed = post(router, COMPLETIONS, **asked, echo=True)["choices"]
+    assert [one["text"] for one in echoed] == [texts[at // 2] + one["text"] for at, one in enumerate(plain)]
+    by_ids = post(router, COMPLETIONS, **{**asked, "prompt": prompts}, echo=True)["choices"]
+    assert [one["text"] for one in by_ids] == [one["text"] for one in echoed]
+    streamed = [""] * 4
+    for event in events(router, COMPLETIONS, **asked, echo=True):
+        streamed[event["choices"][0]["index"]] += event["choices"][0]["text"]
+    assert streamed == [one["text"] for one in echoed]
+
+
+def test_an_echo_has_log_probabilities_of_all_tokens(
+    router: RouterProcess, tokenization: Tokenization
+) -> None:
+    text = "Hello there"
+    tokens = tokenization.encode(text)
+    for outputs in (0, 2):
+        asked = {"prompt": text, "max_tokens": outputs, "echo": True, "logprobs": 1, "return_token_ids": True}
+        answer = post(router, COMPLETIONS, **asked)
+        (choice,) = answer["choices"]
+        told = choice["logprobs"]
+        assert told["token_logprobs"] == [None, *[-0.125] * (len(tokens) - 1), *[-0.25] * outputs]
+        assert "".join(told["tokens"][: len(tokens)]) == text
+        assert [text[at:][:1] for at in told["text_offset"][: len(tokens)]] == [
+            name[0] for name in told["tokens"][: len(tokens)]
+        ]
+        assert len(choice["token_ids"]) == answer["usage"]["completion_tokens"] == outputs
+        assert choice["finish_reason"] == "length"
+        if not outputs:
+            assert choice["text"] == text
+
+
+def test_log_probabilities_of_a_chats_prompt(router: RouterProcess, tokenization: Tokenization) -> None:
+    prompt = tokenization.encode_chat(Chat(CHAT))
+    told = post(router, CHATS, messages=CHAT, max_tokens=2, prompt_logprobs=0)["prompt_logprobs"]
+    assert told[0] is None
+    assert [
+        float(entry[str(token)]["logprob"]) for token, entry in zip(prompt[1:], told[1:], strict=True)
+    ] == [-0.125] * (len(prompt) - 1)
