@@ -148,7 +148,12 @@ class Sampler:
         ]
 
     def _unusable(self, state: SamplingState) -> str:
-        for name, ids in (("logit_bias", state.params.logit_bias), ("a stop token", state.banned)):
+        params = state.params
+        for name, ids in (
+            ("logit_bias", params.logit_bias),
+            ("allowed_token_ids", params.allowed_token_ids),
+            ("a stop token", state.banned),
+        ):
             if any(not 0 <= token < self._vocab_size for token in ids):
                 return f"{name} is outside the vocabulary"
         return ""
@@ -164,5 +169,6 @@ def _kind(state: SamplingState) -> tuple[bool, ...]:
         params.top_k > 0,
         params.top_p < 1,
         state.is_penalised,
+        bool(params.allowed_token_ids),
         state.grammar is not None,
     )

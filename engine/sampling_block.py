@@ -46,6 +46,8 @@ class SamplingBlock:
             self._steps.append(_bias(states, to_device))
         if any(state.is_penalised for state in states):
             self._steps.append(_penalties(states, counts, to_device))
+        if any(state.params.allowed_token_ids for state in states):
+            self._steps.append(_only_allowed(states, to_device))
         if any(state.banned for state in states):
             self._steps.append(_bans(states, to_device))
         if any(state.grammar is not None for state in states):
@@ -91,6 +93,22 @@ def _bias(states: Sequence[SamplingState], to_device: ToDevice) -> Step:
         ids[i, : len(bias)], values[i, : len(bias)] = list(bias), list(bias.values())
     places, addends = to_device(ids), to_device(values)
     return lambda scores, _: scores.scatter_add_(1, places, addends)
+
+
+def _only_allowed(states: Sequence[SamplingState], to_device: ToDevice) -> Step:
+    where = [i for i, state in enumerate(states) if state.params.allowed_token_ids]
+    allowed = [states[i].params.allowed_token_ids for i in where]
+    ids = np.zeros((len(where), max(map(len, allowed))), dtype=np.int64)
+    for i, tokens in enumerate(allowed):  # the rest repeats a row's first id: each place has one value
+        ids[i] = [*tokens, *[tokens[0]] * (ids.shape[1] - len(tokens))]
+    places, rows = to_device(ids), to_device(np.array(where, np.int64))
+
+    def allow(scores: torch.Tensor, _: torch.Tensor) -> None:
+        kept = scores.index_select(0, rows).gather(1, places)
+        only = scores.new_full((len(where), scores.shape[1]), -math.inf).scatter_(1, places, kept)
+        scores.index_copy_(0, rows, only)
+
+    return allow
 
 
 def _bans(states: Sequence[SamplingState], to_device: ToDevice) -> Step:

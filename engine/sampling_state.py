@@ -61,7 +61,8 @@ class SamplingState:
     def takes_argmax(self) -> bool:
         """Whether every next token is the argmax of the raw logits."""
         params = self.params
-        changed = self.is_penalised or params.logit_bias or self.banned or self.grammar is not None
+        asked = params.logit_bias or params.allowed_token_ids
+        changed = asked or self.is_penalised or self.banned or self.grammar is not None
         return params.temperature == 0 and not changed
 
     @property

@@ -158,6 +158,7 @@ class Req:
             ("forced", request.forced),
             ("logit_bias", list(sampling.logit_bias)),
             ("stop_token_ids", sampling.stop_token_ids),
+            ("allowed_token_ids", sampling.allowed_token_ids),
         ):
             ids = np.asarray(given)
             if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < limits.vocab_size:

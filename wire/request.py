@@ -37,6 +37,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[Natural, float] = {}
+    allowed_token_ids: tuple[Natural, ...] = ()  # (): all
     min_tokens: Natural = 0
     stop_token_ids: tuple[Natural, ...] = ()
     ignore_eos: bool = False

@@ -57,7 +57,7 @@ OTHER_FIELDS: dict[str, OtherField] = {
     # What would change the answer.
     **_all("reasoning is part of the text", (True,), "include_reasoning"),
     **_all("answers are not judged", (), "moderation"),
-    **_all("any token and any word may be said", ([],), "allowed_token_ids", "bad_words"),
+    **_all("any word may be said", ([],), "bad_words"),
     **_all("beams are not searched", (False,), "use_beam_search"),
     **_all("answers are not marked", (False,), "watermarking"),
     **_all("thoughts are not counted", (-1,), "thinking_token_budget"),

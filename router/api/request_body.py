@@ -32,6 +32,7 @@ MOST_TOKENS = 1 << 22  # of a prompt; what the model serves is less
 _MOST_FIELDS = 128
 _MOST_BIASES = 1024
 _MOST_STOPS = 16
+_MOST_ALLOWED = 65_536
 _MOST_STOP_TOKENS = 1024
 _LONGEST_STOP = 1024  # characters
 _LONGEST_TOLD = 200  # characters of a request in an error message
@@ -88,6 +89,9 @@ class SamplingBody(StructureFields):
     frequency_penalty: float = _within(PENALTY, 0.0)
     repetition_penalty: float | None = _within(REPETITION_PENALTY, None)
     logit_bias: Annotated[dict[TokenId, Bias], BeforeValidator(_few_biases)] = Field(default_factory=dict)
+    allowed_token_ids: list[TokenId] = Field(
+        default_factory=list, max_length=_MOST_ALLOWED, fail_fast=True, description="no others are sampled"
+    )
     min_tokens: int = Field(0, ge=0)
     stop: str | Annotated[list[str], Field(fail_fast=True)] = Field(default_factory=list)
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=_MOST_STOP_TOKENS, fail_fast=True)
@@ -112,7 +116,11 @@ class SamplingBody(StructureFields):
     ) -> SamplingParams:
         """For the workers, with a seed. Raises InvalidRequest for tokens outside the vocabulary."""
         vocab_size, default = model.tokenization.vocab_size, model.sampling_defaults
-        for name, tokens in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+        for name, tokens in (
+            ("logit_bias", self.logit_bias),
+            ("stop_token_ids", self.stop_token_ids),
+            ("allowed_token_ids", self.allowed_token_ids),
+        ):
             for token in tokens:
                 if token >= vocab_size:
                     raise InvalidRequest(f"token {token} is not in the vocabulary of {vocab_size}", name)
@@ -133,6 +141,7 @@ class SamplingBody(StructureFields):
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             logit_bias=self.logit_bias,
+            allowed_token_ids=tuple(self.allowed_token_ids),
             min_tokens=self.min_tokens,
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,

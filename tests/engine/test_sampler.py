@@ -185,6 +185,7 @@ def some_params(draw: st.DrawFn) -> SamplingParams:
         min_tokens=draw(st.sampled_from([0, 0, 2, 4])),
         stop_token_ids=tuple(draw(st.lists(st.integers(0, VOCAB - 1), max_size=3))),
         ignore_eos=draw(st.booleans()),
+        allowed_token_ids=draw(st.sampled_from([(), (), (), tuple(range(0, VOCAB, 3)), (5,), (90, 5, 3)])),
         top_logprobs=draw(st.sampled_from([None, None, 0, 3, 20])),
     )
 
@@ -405,3 +406,24 @@ def test_failures_name_what_the_single_row_says() -> None:
         with pytest.raises(RowFailed, match=sampled.failures[i]):
             sample_row(logits[i], rows[i])
     assert sampled.tokens[2] == sample_row(logits[2], rows[2])[0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_only_allowed_tokens_are_sampled(temperature: float) -> None:
+    allowed = (4, 70, 11)
+    params = SamplingParams(temperature=temperature, allowed_token_ids=allowed, top_k=2, ignore_eos=True)
+    logits = torch.stack([some_logits(seed) for seed in range(60)])
+    rows = [row_of(msgspec.structs.replace(params, seed=seed)) for seed in range(60)]
+    found = set(sample(logits, *rows).tokens.tolist())
+    assert found <= set(allowed)
+    assert len(found) > 1
+    if not temperature:
+        best = logits[:, list(allowed)].argmax(-1).tolist()
+        assert sample(logits, *rows).tokens.tolist() == [allowed[at] for at in best]
+
+
+def test_a_row_without_an_allowed_token_fails_alone() -> None:
+    none = row_of(SamplingParams(temperature=0.0, allowed_token_ids=(7,), min_tokens=3))  # an end, too early
+    fine = row_of(SamplingParams(temperature=0.0))
+    sampled = sample(torch.stack([some_logits(1), some_logits(2)]), none, fine)
+    assert set(sampled.failures) == {0}

@@ -80,6 +80,9 @@ def process(logits: torch.Tensor, row: Row) -> torch.Tensor:
         ids = torch.tensor(list(occurring))
         counts = torch.tensor(list(occurring.values()), dtype=torch.float32)
         scores[ids] -= params.frequency_penalty * counts + params.presence_penalty
+    if params.allowed_token_ids:
+        others = sorted(set(range(len(scores))) - set(params.allowed_token_ids))
+        scores[torch.tensor(others, dtype=torch.int64)] = -math.inf
     if row.suppressed:
         scores[torch.tensor(row.suppressed)] = -math.inf
     return scores

@@ -211,7 +211,7 @@ def test_what_is_sent_to_the_workers(service: Service) -> None:
         "prompt": [1, 2, 3], "max_tokens": 2, "temperature": 0.5, "top_p": 0.9, "top_k": -1, "min_p": 0.1,
         "presence_penalty": 1, "frequency_penalty": -1, "repetition_penalty": 1.1, "logit_bias": {"5": -100},
         "min_tokens": 1, "stop_token_ids": [7], "ignore_eos": True, "user": "bronze", "priority": 3,
-        "cache_salt": "salt", "extra_key": "lora", "seed": 11,
+        "cache_salt": "salt", "extra_key": "lora", "seed": 11, "allowed_token_ids": [5, 9],
     }  # fmt: skip
     response = router.http.post("/v1/completions", json=body, headers=headers)
     assert response.headers["x-request-id"] == "mine-1"
@@ -225,6 +225,7 @@ def test_what_is_sent_to_the_workers(service: Service) -> None:
     s = request.sampling
     assert (s.temperature, s.top_p, s.top_k, s.min_p, s.seed) == (0.5, 0.9, 0, 0.1, 11)
     assert (s.presence_penalty, s.frequency_penalty, s.repetition_penalty) == (1, -1, 1.1)
+    assert s.allowed_token_ids == (5, 9)
     assert (s.logit_bias, s.min_tokens, s.stop_token_ids, s.ignore_eos) == ({5: -100.0}, 1, (7,), True)
     assert next(m for m in p.seen if isinstance(m, Prefill) and m.request.request_id == "mine-1")
     seeds = set()
@@ -263,6 +264,13 @@ def test_the_models_generation_config_is_what_requests_leave_out(tmp_path: Path)
     [
         ("/v1/completions", {"prompt": "a", "frobnicate": 1}, "frobnicate", "not supported"),
         ("/v1/completions", {"prompt": "a", "max_tokens": 0}, "max_tokens", "echo"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "allowed_token_ids": [100000]},
+            "allowed_token_ids",
+            "vocabulary",
+        ),
+        ("/v1/completions", {"prompt": "a", "bad_words": ["x"]}, "bad_words", "any word"),
         (
             "/v1/completions",
             {"prompt": "a", "max_tokens": 0, "echo": True, "stream": True},
