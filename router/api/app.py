@@ -102,7 +102,7 @@ def _checked(key: Key | None) -> Key:
 async def _no_route(request: HttpRequest) -> None:
     if (request.header(b"upgrade") or "").lower() == "websocket":
         await request.respond_json(error_body(_NO_WEBSOCKET, "invalid_request_error"), 400)
-    elif request.path in _PATHS:
+    elif request.path in _PATHS or request.path.startswith(endpoints.MODEL_PATH):
         body = error_body(f"{request.path} does not take {request.method}", "invalid_request_error")
         await request.respond_json(body, 405)
     else:

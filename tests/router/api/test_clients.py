@@ -154,6 +154,7 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(
 def test_models_by_name_and_what_probes_ask(router: RouterProcess) -> None:
     assert router.openai().models.retrieve("tiny").id == "tiny"
     assert "'org/other' does not exist" in refusal(router.http.get("/v1/models/org/other"), 404)
+    assert "does not take DELETE" in refusal(router.http.delete("/v1/models/tiny"), 405)
     assert router.http.get("/ping").status_code == 200
     assert router.http.get("/health_generate").json() == {"status": "ok"}
     info = router.http.get("/get_model_info").json()
