@@ -119,6 +119,19 @@ def test_a_row_that_was_not_in_the_step_before_is_refused_alone(
     assert allowed(masks, 2) == digits
 
 
+def test_a_token_of_an_older_step_is_not_taken_for_the_newest(compiler: GrammarCompiler) -> None:
+    copies, digits = Copies(), digit_tokens()
+    masks, state = masks_of(copies), state_of(compiler)
+    masks.join([state])
+    masks.follow(np.array([0]))
+    masks.add(copies.token, np.array([0]))
+    state.outputs.append(digits[0])
+    masks.follow(np.array([2]))  # the step at position 1 has failed
+    assert list(masks.refusals) == [0]
+    assert len(allowed(masks)) == VOCAB_SIZE
+    assert copies.waited == 0
+
+
 def test_a_sequence_keeps_its_place_when_others_come_and_go(compiler: GrammarCompiler) -> None:
     copies, digits = Copies(), digit_tokens()
     masks = masks_of(copies)
