@@ -35,6 +35,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         self._freed = np.ones(num_pages + 1, np.int32)
         self._places = np.arange(1, num_pages + 1, dtype=np.int32)
         self._group: list[Pages] | None = None
+        self.evicted = 0  # pages, since the start
         self.clear()
 
     def clear(self) -> None:
@@ -91,10 +92,14 @@ class BaseTokenToKVPoolAllocator(ABC):
             self._mark_freed(pages)
             self._group.append(pages.astype(np.int32))
         else:
-            self.free_now(pages)
+            self._free_now(pages)
 
-    def free_now(self, pages: npt.NDArray[np.integer]) -> None:
-        """Give pages back even inside a free group: evicted ones, which no launched forward reads."""
+    def free_evicted(self, pages: npt.NDArray[np.integer]) -> None:
+        """Give cached pages back, even inside a free group: no launched forward reads them."""
+        self.evicted += len(pages)
+        self._free_now(pages)
+
+    def _free_now(self, pages: npt.NDArray[np.integer]) -> None:
         n = len(pages)
         if n == 0:
             return

@@ -18,9 +18,9 @@ _SAME_IN_EACH = frozenset(
         "baton_router_version_share",
         "baton_router_index_pages",
         "baton_router_peers",
-        "baton_worker_swept_holds",
     }
 )
+_OF_WORKERS = "baton_worker_"  # so are all that begin with it
 
 
 _Series = tuple[str, tuple[tuple[str, str], ...]]  # name, labels
@@ -51,7 +51,7 @@ class MergedMetrics:
         counted = [
             family
             for family in self._last.pop(process, [])
-            if family.kind != "gauge" and family.name not in _SAME_IN_EACH
+            if family.kind != "gauge" and not _is_same(family.name)
         ]
         self._ended = merge([self._ended, counted])
 
@@ -82,7 +82,7 @@ def merge(processes: Iterable[list[MetricFamily]]) -> list[MetricFamily]:
             series = name, tuple(labels.items())
             if series not in values:
                 values[series] = value
-            elif family.name in _SAME_IN_EACH:
+            elif _is_same(family.name):
                 values[series] = max(values[series], value)
             else:
                 values[series] += value
@@ -95,6 +95,10 @@ def merge(processes: Iterable[list[MetricFamily]]) -> list[MetricFamily]:
         )
         for first, values in merged.values()
     ]
+
+
+def _is_same(name: str) -> bool:
+    return name in _SAME_IN_EACH or name.startswith(_OF_WORKERS)
 
 
 def exposition(families: list[MetricFamily]) -> bytes:

@@ -182,25 +182,6 @@ class SuspicionMetrics(Collector):
         )
 
 
-class WorkerMetrics(Collector):
-    """What the workers' latest records say: no worker is asked when Prometheus asks."""
-
-    def __init__(self, registry: CollectorRegistry, workers: Callable[[], Iterable[WorkerRecord]]) -> None:
-        self._workers = workers
-        registry.register(self)
-
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        swept = CounterMetricFamily(
-            "baton_worker_swept_holds",
-            "What a worker held for others and gave up at its deadline",
-            labels=["worker", "kind"],
-        )
-        for record in self._workers():
-            for kind, count in record.swept.items():
-                swept.add_metric([record.id, kind], count)
-        yield swept
-
-
 class VersionMetrics(Collector):
     """The models' versions, read when Prometheus asks."""
 

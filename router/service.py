@@ -23,7 +23,6 @@ from router.metrics import (
     RoomMetrics,
     SuspicionMetrics,
     VersionMetrics,
-    WorkerMetrics,
 )
 from router.model import Model
 from router.options import RouterOptions
@@ -52,6 +51,7 @@ from router.text.sampling_defaults import read_defaults
 from router.text.tokenization import Tokenization
 from router.trace import TraceStore
 from router.unanswered import Unanswered
+from router.worker_metrics import WorkerMetrics
 from wire.holds import Hold
 from wire.loop_mailbox import LoopMailbox
 from wire.mailbox import Mail

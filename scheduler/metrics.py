@@ -26,6 +26,7 @@ class SchedulerMetrics:
     """Totals since the start, tokens and requests."""
 
     steps: int = 0
+    forward_s: float = 0.0  # seconds of forwards, from launch to result, without overlap
     prompts: int = 0  # admitted for prefill, once more after each retraction
     prefill_tokens: int = 0  # computed by prefill chunks
     decode_tokens: int = 0  # computed by decode rows

@@ -56,8 +56,8 @@ class Rates:
         expected_s = self._expect(decode_rows, prefill_tokens)
         self._in_flight.append(_Launch(self._clock(), decode_rows, prefill_tokens, expected_s))
 
-    def landed(self) -> None:
-        """The oldest forward in flight has its result."""
+    def landed(self) -> float:
+        """The oldest forward in flight has its result. Returns its seconds."""
         launch, now = self._in_flight.popleft(), self._clock()
         seconds = now - max(launch.at, self._landed_at)
         self._landed_at = now
@@ -65,6 +65,7 @@ class Rates:
             self._prefill.add(launch.prefill_tokens, seconds)
         if launch.decode_rows:
             self._decode.add(1, seconds)
+        return seconds
 
     def admitted(self, tokens: int, to_compute: int) -> None:
         """The prefill of a prompt of `tokens` tokens begins; all but `to_compute` of them are cached."""

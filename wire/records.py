@@ -57,6 +57,30 @@ class WorkerLoad(msgspec.Struct, frozen=True):
     since_turn_s: Quantity = 0.0  # since the engine loop's last turn: a long forward, or a stuck loop
 
 
+class GroupPages(msgspec.Struct, frozen=True):
+    """The pages of one KV group. Those that are neither free nor evictable are in use."""
+
+    total: Natural
+    free: Natural
+    evictable: Natural  # cached, and no live request needs them
+    evicted: Natural  # total since the start
+
+
+class WorkerFigures(msgspec.Struct, frozen=True):
+    """What a worker has counted since its role began, for operators. Routers do not choose by it."""
+
+    groups: dict[str, GroupPages] = {}
+    forwards: Natural = 0
+    forward_s: Quantity = 0.0  # seconds of them, from launch to result, without overlap
+    sequences: Natural = 0  # of all forwards together
+    cached_tokens: Natural = 0  # of prompts, found in the tree
+    output_tokens: Natural = 0
+    finished: Natural = 0
+    failed: Natural = 0
+    aborted: Natural = 0
+    retracted: Natural = 0
+
+
 PageHashes = Literal["baton", "foreign"]
 """What the block hashes in a worker's KV events are. "baton": the page hash chain of wire/page_hash.py, and
 events of the primary group alone. "foreign": hashes of another engine (vLLM, SGLang) behind an adapter; they
@@ -89,4 +113,5 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     page_hashes: PageHashes = "baton"  # which hashes name the pages in its KV events
     version: str = ""  # what the operator calls this version of the model
     swept: dict[str, Natural] = {}  # what it held for others and gave up at the deadline so far, by kind
+    figures: WorkerFigures = WorkerFigures()
     rack: str = ""  # workers with equal labels share a switch; "": not known

@@ -26,6 +26,7 @@ from wire.mailbox import Mail, Mailbox
 from wire.messages import Rejected, RejectKind
 from wire.records import Role, WorkerRecord
 from worker.drain import Drain
+from worker.figures import worker_figures
 from worker.heartbeat import Heartbeat
 from worker.holds import swept_holds
 from worker.idle_check import IdleCheck
@@ -69,6 +70,7 @@ class Worker:
         self._role = self.parts.role
         self._scheduler = self._role.scheduler
         self._load = self._scheduler.load()
+        self._figures = worker_figures(self._services.memory, self._scheduler.metrics)
         self._process_start = process_start(os.getpid())
         self._limits = RequestLimits(
             self._services.memory.config.max_context_len,
@@ -143,6 +145,7 @@ class Worker:
             rack=self.options.rack,
             transfer_backends=self._role.backends(),
             load=replace(self._load, since_turn_s=round(time.monotonic() - self._beat_at, 3)),
+            figures=self._figures,
             draining=self._drain.begun,
             swept=swept_holds(services),
         )
@@ -266,6 +269,7 @@ class Worker:
     def _update_load(self, now: float) -> None:
         self._load_at = now
         self._load = self._scheduler.load()
+        self._figures = worker_figures(self._services.memory, self._scheduler.metrics)
         if self._heartbeat is not None:
             self._heartbeat.on_load(self._load)
 

@@ -71,7 +71,7 @@ class FullComponent(TreeComponent):
         """Give the node's pages back to the allocator."""
         assert node.lock_ref == 0, "a locked node is never evicted"
         self.evictor.withdraw(node)
-        self._allocator.free_now(node.value)
+        self._allocator.free_evicted(node.value)
         self._evictable_tokens -= node.num_tokens
 
     def evictable(self) -> int:

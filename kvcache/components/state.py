@@ -140,7 +140,7 @@ class StateComponent(TreeComponent):
             self._drop(part)
 
     def _drop(self, part: SavedState) -> None:
-        self._allocator.free_now(np.array([part.slot], np.int32))
+        self._allocator.free_evicted(np.array([part.slot], np.int32))
         part.slot = 0
         self._kept -= 1
 

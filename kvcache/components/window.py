@@ -124,7 +124,7 @@ class WindowComponent(TreeComponent):
         pages = part[where]
         part[where] = 0
         self._locks.drop(pages)
-        self._allocator.free_now(pages)
+        self._allocator.free_evicted(pages)
 
     # -- looking -----------------------------------------------------------------------------------
 

@@ -80,7 +80,7 @@ def test_a_free_group_is_handed_over_at_its_end() -> None:
     allocator.free(ints(4))
     assert allocator.available_size() == 0
     assert allocator.pending_pages().tolist() == [2, 4]
-    allocator.free_now(ints(3))
+    allocator.free_evicted(ints(3))
     assert allocator.free_pages.tolist() == [3], "what is evicted does not wait"
     assert allocator.free_group_take().tolist() == [2, 4]
     assert allocator.pending_pages().tolist() == []

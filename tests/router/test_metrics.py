@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 from prometheus_client import CollectorRegistry
 
 from router.events.counters import EventCounters
 from router.merged_metrics import MergedMetrics, collect, exposition
-from router.metrics import EventMetrics, LevelMetrics, RequestMetrics, RoomMetrics, WorkerMetrics
+from router.metrics import EventMetrics, LevelMetrics, RequestMetrics, RoomMetrics
+from router.worker_metrics import WorkerMetrics
 from tests.router.directory.test_directory import record
+from wire.records import GroupPages, WorkerFigures, WorkerLoad
 from wire.stages import RequestStage, Stamp
 
 
@@ -114,7 +117,8 @@ def test_what_workers_have_swept_counts_once_however_many_processes_say_it() -> 
         merged.take(name, collect(registry))
     merged.end("third")
     seen = series(exposition(merged.with_own(collect(registries[0]))))
-    assert seen == {
+    swept = {name: value for name, value in seen.items() if "swept" in name}
+    assert swept == {
         'baton_worker_swept_holds_total{kind="output",worker="d0"}': 2,
         'baton_worker_swept_holds_total{kind="message",worker="d0"}': 0,
         'baton_worker_swept_holds_total{kind="output",worker="d1"}': 1,
@@ -123,6 +127,28 @@ def test_what_workers_have_swept_counts_once_however_many_processes_say_it() -> 
     merged.take("second", collect(registries[1]))
     seen = series(exposition(merged.with_own(collect(registries[0]))))
     assert seen['baton_worker_swept_holds_total{kind="output",worker="d0"}'] == 0
+
+
+def test_what_workers_say_of_themselves_has_a_series_for_each() -> None:
+    registry = CollectorRegistry()
+    groups = {"full": GroupPages(total=100, free=30, evictable=50, evicted=7)}
+    load = WorkerLoad(running_requests=3, free_tokens=320, since_turn_s=0.25, decoded_tokens=90)
+    busy = record(
+        "d0", load=load, total_tokens=400, figures=WorkerFigures(groups=groups, retracted=2, forward_s=1.5)
+    )
+    WorkerMetrics(registry, lambda: [busy, record("d1")])
+    seen = values(registry)
+    of = f'model="{busy.model}",role="{busy.role}",worker="d0"'
+    assert seen[f"baton_worker_running_requests{{{of}}}"] == 3
+    assert seen[f"baton_worker_kv_usage_ratio{{{of}}}"] == pytest.approx(0.2)
+    assert seen[f"baton_worker_decode_tokens_total{{{of}}}"] == 90
+    assert seen[f"baton_worker_retractions_total{{{of}}}"] == 2
+    assert seen[f"baton_worker_forward_seconds_total{{{of}}}"] == 1.5
+    paged = f'baton_worker_kv_pages{{group="full",model="{busy.model}",role="{busy.role}",'
+    pages = {state: seen[f'{paged}state="{state}",worker="d0"}}'] for state in ("used", "cached", "free")}
+    assert pages == {"used": 20, "cached": 50, "free": 30}
+    assert seen[f'baton_worker_evicted_pages_total{{group="full",{of}}}'] == 7
+    assert seen[f"baton_worker_running_requests{{{of.replace('d0', 'd1')}}}"] == 0
 
 
 def test_sums_do_not_fall_when_a_process_ends_or_is_slow() -> None:

@@ -1,0 +1,111 @@
+"""What the workers' latest records say, for Prometheus: no worker is asked when it asks.
+
+Counters are of one process of a worker. They begin anew with it, which `rate()` and `increase()` allow for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from wire.records import WorkerRecord
+
+Family = CounterMetricFamily | GaugeMetricFamily
+F = TypeVar("F", CounterMetricFamily, GaugeMetricFamily)
+Read = Callable[[WorkerRecord], float]
+
+_LEVELS: Sequence[tuple[str, str, Read]] = (
+    ("running_requests", "Requests in prefill or decode", lambda r: r.load.running_requests),
+    ("waiting_requests", "Requests that wait for their turn", lambda r: r.load.waiting_requests),
+    (
+        "queued_prefill_tokens",
+        "Tokens to compute of waiting prompts",
+        lambda r: r.load.queued_prefill_tokens,
+    ),
+    ("headroom_tokens", "What a new request can reserve at once", lambda r: r.load.headroom_tokens),
+    ("prefill_tokens_per_second", "Speed of prefill, lately", lambda r: r.load.prefill_tokens_per_s),
+    ("decode_step_seconds", "Time of a decode step, lately", lambda r: r.load.decode_step_s),
+    ("since_turn_seconds", "Since the engine loop's last turn", lambda r: r.load.since_turn_s),
+    ("kv_usage_ratio", "Part of the KV tokens that live requests use", lambda record: _usage(record)),
+    ("draining", "1: it takes no new requests", lambda r: r.draining),
+)
+_TOTALS: Sequence[tuple[str, str, Read]] = (
+    ("prompts", "Prompts whose prefill began", lambda r: r.load.prompts),
+    ("prefill_tokens", "Tokens computed by prefill", lambda r: r.load.prefilled_tokens),
+    ("decode_tokens", "Tokens computed by decode", lambda r: r.load.decoded_tokens),
+    ("cached_tokens", "Prompt tokens found in the worker's tree", lambda r: r.figures.cached_tokens),
+    ("output_tokens", "Tokens that requests got", lambda r: r.figures.output_tokens),
+    ("finished_requests", "Requests that came to their end", lambda r: r.figures.finished),
+    ("failed_requests", "Requests that failed", lambda r: r.figures.failed),
+    ("aborted_requests", "Requests that were given up", lambda r: r.figures.aborted),
+    ("retractions", "Requests put back into the queue for want of memory", lambda r: r.figures.retracted),
+    ("forwards", "Forwards", lambda r: r.figures.forwards),
+    ("forward_seconds", "Seconds of forwards", lambda r: r.figures.forward_s),
+    ("forward_sequences", "Sequences of all forwards together", lambda r: r.figures.sequences),
+)
+
+
+class WorkerMetrics(Collector):
+    """Every figure has the labels worker, role and model; pages have their group's name, too."""
+
+    def __init__(self, registry: CollectorRegistry, workers: Callable[[], Iterable[WorkerRecord]]) -> None:
+        self._workers = workers
+        registry.register(self)
+
+    def collect(self) -> Iterator[Family]:
+        workers = list(self._workers())
+        for name, about, read in _LEVELS:
+            yield _filled(GaugeMetricFamily(f"baton_worker_{name}", about, labels=_LABELS), workers, read)
+        for name, about, read in _TOTALS:
+            yield _filled(CounterMetricFamily(f"baton_worker_{name}", about, labels=_LABELS), workers, read)
+        yield from _pages(workers)
+        swept = CounterMetricFamily(
+            "baton_worker_swept_holds",
+            "What a worker held for others and gave up at its deadline",
+            labels=["worker", "kind"],
+        )
+        for record in workers:
+            for kind, count in record.swept.items():
+                swept.add_metric([record.id, kind], count)
+        yield swept
+
+
+_LABELS = ("worker", "role", "model")
+
+
+def _named(record: WorkerRecord) -> list[str]:
+    return [record.id, record.role, record.model]
+
+
+def _filled(family: F, workers: Iterable[WorkerRecord], read: Read) -> F:
+    for record in workers:
+        family.add_metric(_named(record), read(record))
+    return family
+
+
+def _usage(record: WorkerRecord) -> float:
+    """Cached tokens that no request needs are not in use: they give way to new ones."""
+    if not record.total_tokens:
+        return 0.0
+    return 1 - min(max(record.load.free_tokens, 0), record.total_tokens) / record.total_tokens
+
+
+def _pages(workers: Iterable[WorkerRecord]) -> Iterator[Family]:
+    pages = GaugeMetricFamily(
+        "baton_worker_kv_pages", "KV pages, by what they are", labels=(*_LABELS, "group", "state")
+    )
+    evicted = CounterMetricFamily(
+        "baton_worker_evicted_pages", "Cached KV pages that gave way", labels=(*_LABELS, "group")
+    )
+    for record in workers:
+        for group, of in record.figures.groups.items():
+            used = max(of.total - of.free - of.evictable, 0)
+            for state, count in (("used", used), ("cached", of.evictable), ("free", of.free)):
+                pages.add_metric([*_named(record), group, state], count)
+            evicted.add_metric([*_named(record), group], of.evicted)
+    yield pages
+    yield evicted
