@@ -16,7 +16,7 @@ switch roles with fixed ratios. docs/routing.md has the model, docs/scaling.md t
 _DEFAULTS = SimulationOptions()
 
 
-def add_replay(replay: argparse.ArgumentParser) -> None:
+def add_arguments(replay: argparse.ArgumentParser) -> None:
     """Add the flags of `baton replay`; a flag that is not given leaves the option at its default."""
     replay.add_argument("trace", metavar="TRACE", help="a file, or KIND:SEED of a generated one")
     replay.add_argument(

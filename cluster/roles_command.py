@@ -28,7 +28,7 @@ HELP = (
 _COLUMNS = ("worker", "role", "becomes", "running", "waiting", "queued tokens", "since")
 
 
-def add_roles(roles: argparse.ArgumentParser) -> None:
+def add_arguments(roles: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     roles.add_argument("workers", metavar="WORKER=ROLE", nargs="*", help="prefill or decode for this worker")
     roles.add_argument("--prefill", type=int, metavar="N", help="so many prefill workers (with --decode)")

@@ -68,7 +68,7 @@ class TopSource:
         return admin_page(url, path, self.admin_key)
 
 
-def add_top(top: argparse.ArgumentParser) -> None:
+def add_arguments(top: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     add_admin_arguments(top)
     top.add_argument(

@@ -9,6 +9,7 @@ from typing import Any
 import ray
 
 from cluster.config import parse_config
+from cluster.configuration_arguments import add_set, base_config
 from cluster.doctor.checks import judge
 from cluster.doctor.facts import Case, Grade
 from cluster.doctor.gather import node_name
@@ -16,6 +17,7 @@ from cluster.doctor.nodes import examine, examine_here
 from cluster.doctor.report import print_json, print_table
 from cluster.local import running_ray
 from common.errors import ConfigError
+from common.settings import assign
 
 HELP = (
     "Check versions, clocks, addresses, ports, secret, model files, resources, GPUs, memory and RDMA "
@@ -25,7 +27,7 @@ HELP = (
 )
 
 
-def add_doctor(doctor: argparse.ArgumentParser) -> None:
+def add_arguments(doctor: argparse.ArgumentParser) -> None:
     """Its arguments."""
     doctor.add_argument(
         "target",
@@ -36,6 +38,17 @@ def add_doctor(doctor: argparse.ArgumentParser) -> None:
     doctor.add_argument("--cluster", action="store_true", help="every node of the Ray that runs here")
     doctor.add_argument("--ray-address", metavar="ADDRESS", help="every node of the Ray there")
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
+    add_set(doctor)
+    doctor.set_defaults(run=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    raw = None if arguments.target is None else base_config(arguments.target)
+    for assignment in arguments.set:
+        if raw is None:
+            raise ConfigError("--set", "there is no configuration to change", "give CONFIG.yaml")
+        assign(raw, assignment)
+    return run_doctor(arguments, raw)
 
 
 def run_doctor(arguments: argparse.Namespace, raw: dict[str, Any] | None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import socket
 import subprocess
@@ -11,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from cluster.cli import _parser, main, make_config, share_machine
+from cluster.cli import main, parser_for
 from cluster.config import parse_config
+from cluster.serve_command import make_config, share_machine
 from common.errors import ConfigError
 from tools.demo import free_port
 
@@ -44,6 +46,27 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
+def parse(words: list[str]) -> argparse.Namespace:
+    return parser_for(words).parse_args(words)
+
+
+def test_help_loads_neither_ray_nor_torch() -> None:
+    said = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "cluster.cli", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+        timeout=60,
+    )
+    loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in said.stderr.splitlines()}
+    assert "argparse" in loaded
+    assert not loaded & {"ray", "torch", "transformers"}
+    assert all(
+        name in said.stdout for name in ("serve", "tree", "top", "replay", "roles", "doctor", "config")
+    )
+
+
 def test_a_refusal_ends_the_process_with_exit_code_2(model: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "cluster.cli", "serve", model, "--page-size", "12"],
@@ -60,7 +83,7 @@ def test_a_refusal_ends_the_process_with_exit_code_2(model: str) -> None:
 
 
 def test_the_generation_config_reaches_router_and_workers(model: str) -> None:
-    arguments = _parser().parse_args(["serve", model, "--generation-config", "vllm"])
+    arguments = parse(["serve", model, "--generation-config", "vllm"])
     config = parse_config(make_config(arguments))
     assert [one.generation_config for one in config.router_options().served] == ["vllm"]
     assert {config.worker_options(key).generation_config for key in ("prefill", "decode")} == {"vllm"}
@@ -186,7 +209,7 @@ def test_schema_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_flags_win_over_the_file() -> None:
-    arguments = _parser().parse_args(
+    arguments = parse(
         [
             *("serve", str(ROOT / "deploy" / "local.yaml"), "--num-prefill", "0", "--page-size", "32"),
             *("--set", "decode.drain_s=5", "--set", "worker.kv_events_config={enable: false}"),
@@ -201,7 +224,7 @@ def test_flags_win_over_the_file() -> None:
 
 
 def test_set_refuses_to_go_below_a_value(model: str) -> None:
-    arguments = _parser().parse_args(["serve", model, "--set", "model.x=1"])
+    arguments = parse(["serve", model, "--set", "model.x=1"])
     with pytest.raises(ConfigError, match="not a section"):
         make_config(arguments)
 
@@ -233,15 +256,15 @@ def test_every_refusal_is_one_line_and_exit_code_2(
 def test_workers_share_the_machine(
     raw: dict[str, Any], threads: int, gpus: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cluster.cli.os.cpu_count", lambda: 8)
-    monkeypatch.setattr("cluster.cli.gpus_found", lambda: ["gpu0", "gpu1"])
+    monkeypatch.setattr("cluster.serve_command.os.cpu_count", lambda: 8)
+    monkeypatch.setattr("cluster.serve_command.gpus_found", lambda: ["gpu0", "gpu1"])
     config = share_machine(parse_config({"model": "m", **raw}))
     assert config.worker.threads == threads
     assert list(config.worker_sections().values())[-1].num_gpus == gpus
 
 
 def test_a_number_of_workers_makes_the_roles_dynamic(model: str) -> None:
-    arguments = _parser().parse_args(["serve", model, "--num-workers", "4"])
+    arguments = parse(["serve", model, "--num-workers", "4"])
     assert make_config(arguments) == {"model": model, "roles": "dynamic", "dynamic": {"num_replicas": 4}}
 
 

@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from cluster.cli import _parser
+from cluster.cli import parser_for
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "deploy" / "docker"
@@ -98,7 +98,7 @@ def test_the_command_is_one_that_baton_knows(image: str) -> None:
     *_, final = stages(image)
     program, *arguments = json.loads(only(final, "CMD"))
     assert program == "baton"
-    target = Path(_parser().parse_args(arguments).target)
+    target = Path(parser_for(arguments).parse_args(arguments).target)
     assert (ROOT / target.relative_to("/opt/baton")).is_file()
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from cluster.role_keeper import RolePlan
 from cluster.roles import AutomaticRoles, RoleCounts, RoleRow, Roles, RoleTable, WorkerRoles
-from cluster.roles_command import add_roles, format_table, parse_wish
+from cluster.roles_command import add_arguments, format_table, parse_wish
 from common.errors import ConfigError
 from common.secrets import open_secret
 from decode_node.role import DecodeRole
@@ -178,7 +178,7 @@ def test_each_deployment_has_roles_of_its_own() -> None:
 
 def parsed(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    add_roles(parser)
+    add_arguments(parser)
     return parser.parse_args(arguments)
 
 

@@ -1,0 +1,183 @@
+"""The command `baton serve`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import Any
+
+from cluster.app import application
+from cluster.config import DYNAMIC, ServeConfig, most_replicas, parse_config
+from cluster.configuration_arguments import add_set, base_config
+from cluster.local import (
+    DeployFailed,
+    LocalOptions,
+    LocalServe,
+    check_port_free,
+    running_ray,
+    stop_on_signals,
+)
+from cluster.model_files import model_directory
+from common.gpus import gpus_found
+from common.host import HTTP_PORT, LOOPBACK
+from common.settings import assign, parse_value, put
+from wire.options import ServedModel
+from worker.options import WorkerSettings
+
+_READY_TIMEOUT_S = 1800.0  # large models load slowly
+_WORKER_FLAGS = (
+    "page_size",
+    "max_total_tokens",
+    "gpu_memory_utilization",
+    "swa_full_tokens_ratio",
+    "max_mamba_cache_size",
+    "mamba_track_interval",
+    "max_context_tokens",
+    "chunked_prefill_size",
+    "device",
+    "dtype",
+    "weight_dtype",
+    "kv_cache_dtype",
+    "eviction_policy",
+    "threads",
+    "kv_transfer_backend",
+    "kv_events_config",
+)
+"""Worker options that have a flag of their own; every other needs `--set worker.KEY=VALUE`."""
+
+
+HELP = (
+    "Start a local Ray if none is running, serve MODEL on it, and on Ctrl-C end what was started. "
+    "MODEL is a directory or a Hugging Face id; a YAML file can set every key (baton config --schema). "
+    "While all decode workers are full, requests wait up to 5 s and then get a 429: "
+    "--set router.options.max_queue_s=60 lets them wait longer."
+)
+
+
+def add_arguments(serve: argparse.ArgumentParser) -> None:
+    """Its arguments."""
+    serve.add_argument(
+        "target", metavar="MODEL|CONFIG.yaml", help="model directory, hub id, or configuration"
+    )
+    serve.add_argument(
+        "--num-prefill", type=int, metavar="N", help="prefill workers; 0: colocated (default 1)"
+    )
+    serve.add_argument("--num-decode", type=int, metavar="N", help="decode workers (default 1)")
+    serve.add_argument(
+        "--num-workers", type=int, metavar="N", help="N workers whose roles follow the load, instead of both"
+    )
+    serve.add_argument("--host", default=LOOPBACK, help="where HTTP listens (default %(default)s)")
+    serve.add_argument("--port", type=int, default=HTTP_PORT, help="where HTTP listens (default %(default)s)")
+    serve.add_argument("--served-model-name", metavar="NAME", help="name in the API (default: from MODEL)")
+    serve.add_argument(
+        "--generation-config", metavar="X", help=ServedModel.model_fields["generation_config"].description
+    )
+    for key in _WORKER_FLAGS:
+        description = WorkerSettings.model_fields[key].description
+        serve.add_argument(_flag(key), metavar="X", help=f"{description} (both roles)")
+    add_set(serve)
+    serve.add_argument(
+        "--ray-address",
+        metavar="ADDRESS",
+        help="a Ray on this machine to run on (default: RAY_ADDRESS, or what runs)",
+    )
+    serve.add_argument("--worker-logs", action="store_true", help="show the logs of all replicas")
+    serve.set_defaults(run=_serve)
+
+
+def make_config(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The configuration that MODEL or CONFIG.yaml and the flags describe; flags win."""
+    raw = base_config(arguments.target)
+    flags = {
+        "roles": None if arguments.num_workers is None else DYNAMIC,
+        "dynamic.num_replicas": arguments.num_workers,
+        "served_model_name": arguments.served_model_name,
+        "generation_config": arguments.generation_config,
+        "prefill.num_replicas": arguments.num_prefill,
+        "decode.num_replicas": arguments.num_decode,
+    }
+    for path, value in flags.items():
+        if value is not None:
+            put(raw, path, value)
+    for key in _WORKER_FLAGS:
+        text = getattr(arguments, key)
+        if text is not None:
+            put(raw, f"worker.{key}", parse_value(_flag(key), text))
+    for assignment in arguments.set:
+        assign(raw, assignment)
+    return raw
+
+
+def _flag(key: str) -> str:
+    return f"--{key.replace('_', '-')}"
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    config = parse_config(make_config(arguments))
+    address = arguments.ray_address or running_ray()
+    if address is None:  # a Ray is started on this machine: what can be checked is checked before
+        check_port_free(arguments.host, arguments.port)
+        config = share_machine(with_files(config))
+        _check_models(config)
+    options = LocalOptions(
+        host=arguments.host,
+        port=arguments.port,
+        ray_address=address,
+        cpus=config.cpus(),
+        shutdown_s=config.shutdown_s(),
+        worker_logs=arguments.worker_logs,
+    )
+    served = ", ".join(sorted({one.model_name for one in config.served}))
+    print(f"starting {served} on {'a local Ray' if address is None else f'Ray at {address}'} ...")
+    with LocalServe(options) as local:
+        stop = stop_on_signals()
+        try:
+            local.deploy(application(config), _READY_TIMEOUT_S, stop)
+        except DeployFailed as failure:
+            print(f"baton: {failure}", file=sys.stderr)
+            return 1
+        if not stop.is_set():
+            print(f"ready: {options.url}/v1  (model {served}; Ctrl-C to stop)", flush=True)
+            stop.wait()
+        print("draining and shutting down ...", flush=True)
+    print("stopped")
+    return 0
+
+
+def _check_models(config: ServeConfig) -> None:
+    from cluster.served_models import check_models  # loads transformers: not needed if a Ray runs
+
+    check_models(config)
+
+
+def with_files(config: ServeConfig) -> ServeConfig:
+    """The configuration with directories of this machine as its models. Raises ConfigError."""
+    if not config.models:
+        found = {"model": str(model_directory(config.model)), "served_model_name": config.model_name}
+        return config.model_copy(update=found)
+    models = [
+        one.model_copy(update={"model": str(model_directory(one.model)), "served_model_name": one.model_name})
+        for one in config.models
+    ]
+    return config.model_copy(update={"models": tuple(models)})
+
+
+def share_machine(config: ServeConfig) -> ServeConfig:
+    """The configuration, with this machine's cores and GPUs shared among its workers where it says nothing.
+
+    Ray hides the GPUs from a replica that has not asked for any.
+    """
+    sections = config.worker_sections()
+    workers = sum(most_replicas(section) for section in sections.values())
+    changes: dict[str, Any] = {}
+    said = [config.worker, *(one.worker for one in config.served)]
+    said += [section.options for section in sections.values()]
+    if not any("threads" in options.model_fields_set for options in said):
+        threads = max(1, (os.cpu_count() or 1) // workers)
+        changes["worker"] = config.worker.model_copy(update={"threads": threads})
+    gpus = len(gpus_found())
+    if gpus and not config.models and not any(section.num_gpus for section in sections.values()):
+        share = {"num_gpus": min(1.0, gpus / workers)}
+        changes |= {key: section.model_copy(update=share) for key, section in sections.items()}
+    return config.model_copy(update=changes)
