@@ -31,7 +31,7 @@ _LEVELS: Sequence[tuple[str, str, Read]] = (
     ("decode_step_seconds", "Time of a decode step, lately", lambda r: r.load.decode_step_s),
     ("since_turn_seconds", "Since the engine loop's last turn", lambda r: r.load.since_turn_s),
     ("kv_usage_ratio", "Part of the KV tokens that live requests use", lambda record: _usage(record)),
-    ("draining", "1: it takes no new requests", lambda r: r.draining),
+    ("draining", "1: it takes no new requests", lambda r: float(r.draining)),
 )
 _TOTALS: Sequence[tuple[str, str, Read]] = (
     ("prompts", "Prompts whose prefill began", lambda r: r.load.prompts),

@@ -77,7 +77,7 @@ void release_tiles();
 
 // Rows of a panel, a multiple of kRowBlock. The panels of a product have the same size.
 inline int64_t panel_rows(int64_t m, int64_t row_bytes) {
-  const int64_t panels = (m * row_bytes + kPanelBytes - 1) / kPanelBytes;
+  const int64_t panels = std::max<int64_t>(1, (m * row_bytes + kPanelBytes - 1) / kPanelBytes);  // m may be 0
   return std::min(kPanelRows, ((m + panels - 1) / panels + kRowBlock - 1) / kRowBlock * kRowBlock);
 }
 

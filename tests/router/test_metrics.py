@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
 from router.events.counters import EventCounters
-from router.merged_metrics import MergedMetrics, collect, exposition
+from router.merged_metrics import MergedMetrics, MetricFamily, collect, exposition
 from router.metrics import EventMetrics, LevelMetrics, RequestMetrics, RoomMetrics
 from router.worker_metrics import WorkerMetrics
 from tests.router.directory.test_directory import record
@@ -16,6 +17,11 @@ from wire.stages import RequestStage, Stamp
 
 def values(registry: CollectorRegistry) -> dict[str, float]:
     return series(exposition(collect(registry)))
+
+
+def packed(registry: CollectorRegistry) -> bytes:
+    """As a process tells another what it has measured."""
+    return msgspec.msgpack.encode(collect(registry))
 
 
 def series(text: bytes) -> dict[str, float]:
@@ -134,12 +140,17 @@ def test_what_workers_say_of_themselves_has_a_series_for_each() -> None:
     groups = {"full": GroupPages(total=100, free=30, evictable=50, evicted=7)}
     load = WorkerLoad(running_requests=3, free_tokens=320, since_turn_s=0.25, decoded_tokens=90)
     busy = record(
-        "d0", load=load, total_tokens=400, figures=WorkerFigures(groups=groups, retracted=2, forward_s=1.5)
+        "d0",
+        load=load,
+        total_tokens=400,
+        draining=True,
+        figures=WorkerFigures(groups=groups, retracted=2, forward_s=1.5),
     )
     WorkerMetrics(registry, lambda: [busy, record("d1")])
-    seen = values(registry)
+    seen = series(exposition(msgspec.msgpack.decode(packed(registry), type=list[MetricFamily])))
     of = f'model="{busy.model}",role="{busy.role}",worker="d0"'
     assert seen[f"baton_worker_running_requests{{{of}}}"] == 3
+    assert seen[f"baton_worker_draining{{{of}}}"] == 1
     assert seen[f"baton_worker_kv_usage_ratio{{{of}}}"] == pytest.approx(0.2)
     assert seen[f"baton_worker_decode_tokens_total{{{of}}}"] == 90
     assert seen[f"baton_worker_retractions_total{{{of}}}"] == 2

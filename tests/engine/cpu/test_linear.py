@@ -29,7 +29,7 @@ def isa(request):
     set_isa(ISAS[-1])
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 9, 16, 17, 32, 33, 70])
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 5, 8, 9, 16, 17, 32, 33, 70])
 @pytest.mark.parametrize(
     ("outputs", "inputs", "bias"), [(48, 64, True), (50, 96, False), (7, 32, True), (128, 160, False)]
 )
