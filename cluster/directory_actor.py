@@ -11,6 +11,7 @@ mailbox.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from cluster.node import node_interface
 from cluster.reaper import Reaper
 from cluster.role_keeper import RolePlan
 from cluster.roles import Roles, RoleTable, RoleWish
+from cluster.start_notes import StartNote, StartNotes
 from common.errors import Unavailable
 from common.ports import Ports
 from common.secrets import open_secret
@@ -71,6 +73,7 @@ class DirectoryActor:
             assign_roles=self._roles.assign,
         )
         self._resume_key = resume_key
+        self._start_notes = StartNotes()
 
     def address(self) -> str:
         """Mailbox address of this incarnation."""
@@ -103,6 +106,14 @@ class DirectoryActor:
     def set_roles(self, wish: RoleWish) -> str:
         """What an operator wants. Returns why not, or ""."""
         return self._roles.set(wish)
+
+    def add_start_note(self, worker: str, text: str) -> None:
+        """What a worker that starts says."""
+        self._start_notes.add(worker, text)
+
+    def start_notes(self, after: int) -> list[StartNote]:
+        """What workers that start have said after the note of this number."""
+        return self._start_notes.after(after)
 
 
 def patiently(ask: Callable[[], T], timeout_s: float) -> T:
@@ -183,6 +194,17 @@ class DirectoryFinder:
         """Ask for roles. Returns why not, or "". Raises Unavailable when the directory does not answer."""
         return cast("str", self._ask("set_roles", wish))
 
+    def add_start_note(self, worker: str, text: str) -> None:
+        """What a worker that starts says. Not waited for, and lost if there is no directory now: nothing
+        depends on it."""
+        with contextlib.suppress(ValueError):
+            self._actor().add_start_note.remote(worker, text)
+
+    def start_notes(self, after: int) -> list[StartNote]:
+        """What workers that start have said after the note of this number. Raises Unavailable when the
+        directory does not answer."""
+        return cast("list[StartNote]", self._ask("start_notes", after))
+
     def find(self) -> str:
         """The directory's address, asked anew. Raises Unavailable when there is none (yet)."""
         return cast("str", self._ask("address"))
@@ -193,7 +215,10 @@ class DirectoryFinder:
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         try:
-            actor: Any = ray.get_actor(self._name, namespace=NAMESPACE)
-            return ray.get(getattr(actor, method).remote(*arguments), timeout=_ANSWER_S)
+            return ray.get(getattr(self._actor(), method).remote(*arguments), timeout=_ANSWER_S)
         except (ValueError, RayActorError, GetTimeoutError) as error:
             raise Unavailable(f"the directory actor {self._name} does not answer: {error}") from error
+
+    def _actor(self) -> Any:
+        """Raises ValueError when there is none."""
+        return ray.get_actor(self._name, namespace=NAMESPACE)

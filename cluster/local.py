@@ -26,6 +26,7 @@ from ray.serve.schema import ApplicationStatus
 
 from cluster.directory_actor import DirectoryFinder
 from cluster.refusal import find_refusal
+from cluster.start_display import StartDisplay
 from common.errors import BatonError, ConfigError, Unavailable
 from common.host import HTTP_PORT, LOOPBACK
 from router.options import AdminOptions
@@ -67,6 +68,7 @@ class LocalServe:
     def __init__(self, options: LocalOptions) -> None:
         """Start, or connect to `ray_address`. Raises ConfigError for a port that Serve cannot listen on."""
         self.options = options
+        self._ready = False
         if options.ray_address is None:
             check_port_free(options.host, options.port)
         self._start_ray()
@@ -78,9 +80,14 @@ class LocalServe:
             raise
 
     def deploy(
-        self, application: serve.Application, timeout_s: float, stop: threading.Event | None = None
+        self,
+        application: serve.Application,
+        timeout_s: float,
+        stop: threading.Event | None = None,
+        display: StartDisplay | None = None,
     ) -> None:
-        """Run the application and wait until it answers, or until `stop` is set.
+        """Run the application and wait until it answers, or until `stop` is set. `display` prints what
+        workers say meanwhile.
 
         Raises ConfigError when a replica refuses its configuration, DeployFailed when Serve gives up or
         `timeout_s` passes.
@@ -92,23 +99,47 @@ class LocalServe:
             wait_for_ingress_deployment_creation=False,
             wait_for_applications_running=False,
         )
-        while not (self._running() and self._seen()):
+        finder = DirectoryFinder(APP_NAME)
+        while True:
+            ready = self._running() and self._seen()
+            if display is not None:
+                display.say_notes(finder)
+            if ready:
+                self._ready = True
+                return
             if time.monotonic() >= deadline:
                 raise DeployFailed(f"not ready after {timeout_s:.0f} s: {serve.status()}")
             if stop.wait(_POLL_S):
                 return
 
     def close(self) -> None:
-        """Let the application drain and end it; then disconnect from Ray, which ends a Ray started here."""
+        """Let the application drain and end it; then disconnect from Ray, which ends a Ray started here.
+
+        An application that has never answered has nothing to drain: it ends with the Ray that was started for
+        it.
+        """
         if not ray.is_initialized():
             return
         try:
-            serve.delete(APP_NAME, _blocking=False)  # blocking would give up after 60 s, however long a drain
+            if self.options.ray_address is None and not self._ready:
+                return
             deadline = time.monotonic() + self.options.shutdown_s
-            while APP_NAME in serve.status().applications and time.monotonic() < deadline:
-                time.sleep(_POLL_S)
+            # On another thread: calls of a Ray whose processes were killed return after a minute.
+            draining = threading.Thread(target=_drain, args=(deadline,), name="drain", daemon=True)
+            draining.start()
+            while draining.is_alive() and self.ray_answers() and time.monotonic() < deadline:
+                draining.join(_POLL_S)
         finally:
             ray.shutdown()
+
+    def ray_answers(self) -> bool:
+        """Whether Ray's control service still listens."""
+        host, _, port = str(ray.get_runtime_context().gcs_address).rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), _HTTP_TIMEOUT_S).close()
+        except OSError:
+            return False
+        return True
 
     def __enter__(self) -> LocalServe:
         return self
@@ -180,6 +211,18 @@ class LocalServe:
         except (Unavailable, urllib.error.URLError, ConnectionError, TimeoutError):
             return False
         return True
+
+
+def _drain(deadline: float) -> None:
+    """Delete the application, which drains it, and wait until it is gone, or until `deadline`."""
+    serve.delete(APP_NAME, _blocking=False)  # blocking would give up after 60 s, however long a drain
+    while APP_NAME in serve.status().applications and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+
+
+def stop_first() -> None:
+    """From now on SIGTERM ends this process as Ctrl-C does: what has been started is ended first."""
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
 
 
 def stop_on_signals() -> threading.Event:

@@ -10,15 +10,10 @@ from typing import Any
 from cluster.app import application
 from cluster.config import DYNAMIC, ServeConfig, most_replicas, parse_config
 from cluster.configuration_arguments import add_set, base_config
-from cluster.local import (
-    DeployFailed,
-    LocalOptions,
-    LocalServe,
-    check_port_free,
-    running_ray,
-    stop_on_signals,
-)
+from cluster.local import DeployFailed, LocalOptions, LocalServe, check_port_free, stop_first, stop_on_signals
 from cluster.model_files import model_directory
+from cluster.own_session import leave_session
+from cluster.start_display import StartDisplay
 from common.gpus import gpus_found
 from common.host import HTTP_PORT, LOOPBACK
 from common.settings import assign, parse_value, put
@@ -26,6 +21,7 @@ from wire.options import ServedModel
 from worker.options import WorkerSettings
 
 _READY_TIMEOUT_S = 1800.0  # large models load slowly
+_WATCH_S = 5.0  # between two looks at whether Ray still runs
 _WORKER_FLAGS = (
     "page_size",
     "max_total_tokens",
@@ -48,7 +44,7 @@ _WORKER_FLAGS = (
 
 
 HELP = (
-    "Start a local Ray if none is running, serve MODEL on it, and on Ctrl-C end what was started. "
+    "Start a Ray on this machine, serve MODEL on it, and on Ctrl-C or SIGTERM drain and end both. "
     "MODEL is a directory or a Hugging Face id; a YAML file can set every key (baton config --schema). "
     "While all decode workers are full, requests wait up to 5 s and then get a 429: "
     "--set router.options.max_queue_s=60 lets them wait longer."
@@ -80,7 +76,8 @@ def add_arguments(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--ray-address",
         metavar="ADDRESS",
-        help="a Ray on this machine to run on (default: RAY_ADDRESS, or what runs)",
+        help="run on this Ray instead, and leave it running; auto: the one that this machine runs (default: "
+        "RAY_ADDRESS)",
     )
     serve.add_argument("--worker-logs", action="store_true", help="show the logs of all replicas")
     serve.set_defaults(run=_serve)
@@ -115,8 +112,9 @@ def _flag(key: str) -> str:
 
 def _serve(arguments: argparse.Namespace) -> int:
     config = parse_config(make_config(arguments))
-    address = arguments.ray_address or running_ray()
-    if address is None:  # a Ray is started on this machine: what can be checked is checked before
+    address = arguments.ray_address or os.environ.get("RAY_ADDRESS")
+    if address in (None, "local"):  # what can be checked is checked before a Ray is started
+        address = None
         check_port_free(arguments.host, arguments.port)
         config = share_machine(with_files(config))
         _check_models(config)
@@ -128,20 +126,33 @@ def _serve(arguments: argparse.Namespace) -> int:
         shutdown_s=config.shutdown_s(),
         worker_logs=arguments.worker_logs,
     )
+    code = leave_session()
+    return _run(options, config) if code is None else code
+
+
+def _run(options: LocalOptions, config: ServeConfig) -> int:
     served = ", ".join(sorted({one.model_name for one in config.served}))
-    print(f"starting {served} on {'a local Ray' if address is None else f'Ray at {address}'} ...")
+    address = options.ray_address
+    where = "a Ray of its own" if address is None else f"Ray at {address}"
+    display = StartDisplay()
+    display.say(f"starting {served} on {where}")
+    stop_first()
     with LocalServe(options) as local:
         stop = stop_on_signals()
+        display.say("Ray and Serve run; the replicas are starting")
         try:
-            local.deploy(application(config), _READY_TIMEOUT_S, stop)
+            local.deploy(application(config), _READY_TIMEOUT_S, stop, display)
         except DeployFailed as failure:
             print(f"baton: {failure}", file=sys.stderr)
             return 1
         if not stop.is_set():
-            print(f"ready: {options.url}/v1  (model {served}; Ctrl-C to stop)", flush=True)
-            stop.wait()
-        print("draining and shutting down ...", flush=True)
-    print("stopped")
+            display.say(f"ready: {options.url}/v1  (model {served}; Ctrl-C to stop)")
+            while not stop.wait(_WATCH_S):
+                if not local.ray_answers():
+                    print("baton: Ray has ended", file=sys.stderr)
+                    return 1
+        display.say("draining and shutting down")
+    print("stopped", flush=True)
     return 0
 
 

@@ -18,8 +18,10 @@ from cluster.model_cache import ModelCache
 from cluster.model_files import model_directory
 from cluster.node import node_interface, node_rack
 from cluster.refusal import readable_refusal
+from cluster.start_notes import told
 from cluster.worker_ids import worker_id
 from common.garbage import freeze_gc
+from common.start_log import start_log
 from scaling.load import load_share, worker_sample
 from wire.records import Role
 from worker.options import WorkerOptions
@@ -46,16 +48,18 @@ class WorkerReplica:
         self._drain_s = drain_s
         context = serve.get_replica_context()
         finder = DirectoryFinder(context.app_name)
-        with readable_refusal():
+        name = worker_id(context.deployment, context.replica_tag)
+        with readable_refusal(), told(lambda text: finder.add_start_note(name, text)):
             self._options = options.model_copy(
                 update={
-                    "worker_id": worker_id(context.deployment, context.replica_tag),
+                    "worker_id": name,
                     "model": str(model_directory(options.model, cache=cache.directory if cache else None)),
                     "interface": node_interface(options.interface),
                     "rack": options.rack or node_rack(),
                     "directory": finder.wait(_DIRECTORY_WAIT_S),
                 }
             )
+            start_log.info("loading %s", self._options.model_name)
             self._worker = make_worker(role, self._options, finder, drain_s)
             self._worker.start()
         if cache is not None:

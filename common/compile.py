@@ -19,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.start_log import start_log
+
 
 class BuildError(RuntimeError):
     """A library could not be compiled; the message says why."""
@@ -54,6 +56,7 @@ def build(sources: Sources) -> Path:
         with open(target.parent / "build.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not target.exists():
+                start_log.info("compiling the library %s, once for this machine", sources.name)
                 _compile(sources, compiler, target)
     except OSError as error:
         raise BuildError(f"{target.parent} cannot be written: {error}") from error

@@ -120,6 +120,12 @@ class PagedLayers:
         backends = (self.full, self.window, self.latent)
         return all(backend is None or isinstance(backend, Recordable) for backend in backends)
 
+    @property
+    def backend_names(self) -> list[str]:
+        """The classes of the backends, for operators."""
+        backends = (self.full, self.window, self.latent)
+        return sorted({type(backend).__name__ for backend in backends if backend is not None})
+
     def fixed(self, sequences: int, context_pages: int) -> PagedLayers:
         """The same layers over backends for recorded steps; see Recordable."""
 

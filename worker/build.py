@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+from common.start_log import start_log
 from engine.batch import Engine
 from engine.config import EngineConfig
 from engine.fake import FakeEngine, FakeTiming, fake_spec
@@ -20,6 +21,7 @@ from worker.capacity import cache_config, chosen_config, host_budget
 from worker.device import choose_device
 from worker.gpu_build import build_on_gpu
 from worker.options import WorkerOptions
+from worker.start_report import start_report
 
 _FAKE_POOL_TOKENS = 1 << 16
 
@@ -50,11 +52,14 @@ def build_engine(options: WorkerOptions, shared_pool: bool) -> tuple[Engine, Mem
     )
     chosen = chosen_config(options, shared_pool, config.device)
     if config.device != "cpu":
-        return build_on_gpu(options, config, chosen)
-    loaded = load_model(config)
-    sizes = cache_config(options, loaded.spec, chosen, host_budget(options))
-    memory = build_memory(sizes, loaded.spec.groups)
-    return ModelRunner(loaded, memory.kv_caches, config), memory
+        runner, memory = build_on_gpu(options, config, chosen)
+    else:
+        loaded = load_model(config)
+        sizes = cache_config(options, loaded.spec, chosen, host_budget(options))
+        memory = build_memory(sizes, loaded.spec.groups)
+        runner = ModelRunner(loaded, memory.kv_caches, config)
+    start_log.info(start_report(config, runner, memory))
+    return runner, memory
 
 
 def build_scheduler(

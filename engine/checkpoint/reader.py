@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
+from common.start_log import StartProgress
 from engine.checkpoint.base import Format
 
 _PLAIN = ("F64", "F32", "F16", "BF16")
@@ -30,6 +31,27 @@ class Stored(Protocol):
     def get_shape(self) -> list[int]: ...
 
     def __getitem__(self, index: Any) -> torch.Tensor: ...
+
+
+class CountedTensor:
+    """A tensor of a file; what is read of it counts as progress."""
+
+    def __init__(self, stored: Stored, progress: StartProgress) -> None:
+        self._stored = stored
+        self._progress = progress
+
+    def get_dtype(self) -> str:
+        """safetensors' name of the dtype."""
+        return self._stored.get_dtype()
+
+    def get_shape(self) -> list[int]:
+        """Of the whole tensor."""
+        return self._stored.get_shape()
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        tensor = self._stored[index]
+        self._progress.add(tensor.nbytes)
+        return tensor
 
 
 class QuantisedWeight:
@@ -61,9 +83,12 @@ def read_weights(
     if a quantised weight is incomplete.
     """
     stored: dict[str, Stored] = {}
-    for path in _files(model, local):
+    paths = _files(model, local)
+    progress = StartProgress("weights read", sum(Path(path).stat().st_size for path in paths))
+    for path in paths:
         file: Any = safe_open(path, framework="pt", backend="pread")
-        stored |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  not a mapping
+        names = file.keys()
+        stored |= {name: CountedTensor(file.get_slice(name), progress) for name in names}
     weights: dict[str, Stored | QuantisedWeight] = dict(stored)
     if form is None:
         return weights

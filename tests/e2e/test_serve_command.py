@@ -1,8 +1,10 @@
-"""`baton serve` on a Ray of its own: one chat, the same again from the cache, Ctrl-C, and nothing is left."""
+"""`baton serve` on a Ray of its own: one chat, again from the cache, SIGTERM, and nothing is left."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import signal
 import subprocess
@@ -37,7 +39,8 @@ def _serve(target: str, port: int, temporary: Path, *flags: str, **streams: Any)
     return subprocess.Popen(
         [sys.executable, "-m", "cluster.cli", "serve", target, "--port", str(port), *flags],
         cwd=ROOT,
-        env={**ray_environment(temporary), "RAY_ADDRESS": "local"},
+        env=ray_environment(temporary),
+        start_new_session=True,
         **streams,
     )
 
@@ -61,7 +64,7 @@ def test_baton_serve_answers_and_leaves_nothing(tmp_path: Path) -> None:
                 client.settle()
             run.look()
         finally:
-            process.send_signal(signal.SIGINT)
+            os.killpg(process.pid, signal.SIGTERM)  # as `timeout` and process managers do
             code = process.wait(_END_S)
         said = Path(log.name).read_text()
     assert text
@@ -70,6 +73,11 @@ def test_baton_serve_answers_and_leaves_nothing(tmp_path: Path) -> None:
     (copied,) = (path for path in cache.iterdir() if not path.name.startswith("."))
     assert (copied / "config.json").is_file(), "both workers read one copy"
     assert (code, said.splitlines()[-1]) == (0, "stopped"), said
+    for role in ("prefill", "decode"):
+        assert re.search(rf"s  {role}-\w+: loading demo_model\n", said), said
+        assert re.search(
+            rf"s  {role}-\w+: cpu \(\w+ kernels\); .*; threads: \d+; KV for [\d,]+ tokens in ", said
+        )
     assert run.leftovers(10.0) == []
 
 

@@ -1,0 +1,41 @@
+"""What a worker computes with, in one line for operators."""
+
+from __future__ import annotations
+
+import torch
+
+from common.start_log import gigabytes
+from engine.config import EngineConfig
+from engine.cpu.op import KernelsUnavailable, current_isa
+from engine.runner import ModelRunner
+from kvcache.memory import Memory
+
+
+def start_report(config: EngineConfig, runner: ModelRunner, memory: Memory) -> str:
+    """Device, instruction set, dtypes, attention backends, threads, KV capacity."""
+    weights = str(runner.spec.dtype).removeprefix("torch.")
+    parts = [
+        _device(config),
+        f"{weights} weights" + (" as int8" if config.weight_dtype == "int8" else ""),
+        f"attention by {', '.join(runner.attention.backend_names) or 'no backend'}",
+    ]
+    if torch.device(config.device).type == "cpu":
+        parts.append(f"threads: {torch.get_num_threads()}")
+    sizes = memory.config
+    nbytes = sum(pool.bytes.nbytes for pool in memory.kv_caches.values())
+    kept = "as weights" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    parts.append(
+        f"KV for {sizes.total_tokens:,} tokens in {gigabytes(nbytes)} ({kept}; pages of {sizes.page_size}, "
+        f"{sizes.max_context_len:,} tokens a request at most)"
+    )
+    return "; ".join(parts)
+
+
+def _device(config: EngineConfig) -> str:
+    device = torch.device(config.device)
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    try:
+        return f"{device} ({current_isa()} kernels)"
+    except KernelsUnavailable as error:
+        return f"{device} (no kernels: {error})"
