@@ -83,12 +83,15 @@ class Keys:
         """Whether this door has keys at all."""
         return bool(self._keys)
 
-    def find(self, authorization: str | None) -> Key | None:
-        """The key that an Authorization header has as its bearer token; None: it has no key of this door."""
+    def find(self, authorization: str | None, bare: str | None = None) -> Key | None:
+        """The key that an Authorization header has as its bearer token, or else that a header is by itself;
+        None: it is no key of this door."""
         self._look()
-        if authorization is None or authorization[: len(_BEARER)].lower() != _BEARER:
+        if authorization is not None and authorization[: len(_BEARER)].lower() == _BEARER:
+            bare = authorization[len(_BEARER) :]
+        if bare is None:
             return None
-        digest = hashlib.sha256(authorization[len(_BEARER) :].strip().encode("latin-1")).digest()
+        digest = hashlib.sha256(bare.strip().encode("latin-1")).digest()
         found = [key for key in self._keys if hmac.compare_digest(key.digest, digest)]
         return found[0] if found else None
 

@@ -13,9 +13,7 @@ from msgspec.structs import replace
 from common.errors import BatonError, InvalidRequest
 from router.api.asgi import HttpRequest
 from router.api.event_ids import EventIds, NoIds
-from router.api.event_json import encode_event
 from router.api.request_body import LONGEST_LABEL, MOST_ROOMS, RequestBody, SamplingBody
-from router.http_errors import to_http
 from router.model import Model
 from router.service import Router
 from router.streams.assignments import Assignment
@@ -25,7 +23,6 @@ from router.streams.resume import HEADER, MOST_CHOICES, ChoicePosition, Resumpti
 from router.streams.resumed_output import Resumed
 from wire.request import OutputDelta, SamplingParams
 
-_WAITING = b": waiting\n\n"
 _QUIET_S = 2.5  # a stream to which nothing is sent for this long, or twice as long, is sent a comment
 DONE = b"data: [DONE]\n\n"
 _LAST_EVENT_ID = HEADER.lower().encode()
@@ -43,6 +40,13 @@ class StreamedAnswer(Answer, Protocol):
 
     def take(self) -> bytes:
         """The events that have not been taken yet."""
+
+    @property
+    def waiting(self) -> bytes:
+        """What is sent when nothing has come for a while."""
+
+    def failure(self, error: BatonError) -> bytes:
+        """The event that ends a stream which fails after its head."""
 
     def end(self, generation: Generation) -> bytes:
         """The events that follow the last token."""
@@ -218,7 +222,7 @@ async def _send_stream(request: HttpRequest, generation: Generation, answer: Str
     try:
         end = await _send_events(request, generation, answer) + answer.end(generation)
     except BatonError as error:
-        end = b"event: error\ndata: " + encode_event(to_http(error).body) + b"\n\n"
+        end = answer.failure(error)
     if not generation.abandoned:
         await request.send_sse(end, more=False)
 
@@ -229,7 +233,7 @@ async def _send_events(request: HttpRequest, generation: Generation, answer: Str
     Raises the BatonError that ended the request.
     """
     while True:
-        events = _WAITING if generation.quiet else answer.take()
+        events = answer.waiting if generation.quiet else answer.take()
         if generation.complete:
             return events
         await request.send_sse(events)

@@ -8,6 +8,8 @@ import msgspec
 
 from common.errors import BatonError, Unauthorized
 from router.api import health, native_endpoints, openapi
+from router.api.anthropic import endpoints as anthropic
+from router.api.anthropic.errors import anthropic_body, anthropic_error, is_anthropic
 from router.api.asgi import JSON, App, ClientLeft, HttpRequest, Receive, Scope, Send
 from router.api.cors import Cors
 from router.api.openai import endpoints
@@ -21,6 +23,8 @@ _ROUTES: dict[tuple[str, str], Handler] = {
     ("POST", "/v1/chat/completions"): endpoints.chat_completions,
     ("POST", "/v1/completions"): endpoints.completions,
     ("GET", "/v1/models"): endpoints.models,
+    ("POST", "/v1/messages"): anthropic.messages,
+    ("POST", "/v1/messages/count_tokens"): anthropic.count_tokens,
     ("POST", "/generate"): native_endpoints.generate,
     ("POST", "/tokenize"): native_endpoints.tokenize,
     ("POST", "/detokenize"): native_endpoints.detokenize,
@@ -78,13 +82,15 @@ async def _answer(router: Router, request: HttpRequest, cors: Cors) -> None:
             await cors.answer_preflight(request)
         elif handler is not None:
             if request.path not in _FOR_ALL and router.keys.required:
-                request.key = _checked(router.keys.find(request.header(b"authorization")))
+                shown = request.header(b"authorization"), request.header(b"x-api-key")
+                request.key = _checked(router.keys.find(*shown))
             await handler(router, request)
         else:
             await _no_route(request)
     except BatonError as error:
         told = to_http(error)
-        await request.respond_json(told.body, told.status, told.headers)
+        body = anthropic_error(error) if is_anthropic(request.path) else told.body
+        await request.respond_json(body, told.status, told.headers)
 
 
 def _handler(request: HttpRequest) -> Handler | None:
@@ -95,19 +101,21 @@ def _handler(request: HttpRequest) -> Handler | None:
 
 def _checked(key: Key | None) -> Key:
     if key is None:
-        raise Unauthorized("an API key is needed: Authorization: Bearer KEY")
+        raise Unauthorized("an API key is needed: Authorization: Bearer KEY, or x-api-key: KEY")
     return key
 
 
 async def _no_route(request: HttpRequest) -> None:
     if (request.header(b"upgrade") or "").lower() == "websocket":
-        await request.respond_json(error_body(_NO_WEBSOCKET, "invalid_request_error"), 400)
+        status, told = 400, _NO_WEBSOCKET
     elif request.path in _PATHS or request.path.startswith(endpoints.MODEL_PATH):
-        body = error_body(f"{request.path} does not take {request.method}", "invalid_request_error")
-        await request.respond_json(body, 405)
+        status, told = 405, f"{request.path} does not take {request.method}"
     else:
-        body = error_body(f"{request.path} does not exist", "invalid_request_error")
-        await request.respond_json(body, 404)
+        status, told = 404, f"{request.path} does not exist"
+    if is_anthropic(request.path):
+        await request.respond_json(anthropic_body(status, told), status)
+    else:
+        await request.respond_json(error_body(told, "invalid_request_error"), status)
 
 
 async def _refuse_websocket(scope: Scope, receive: Receive, send: Send) -> None:

@@ -22,6 +22,7 @@ from router.api.chat_fields import ChatFields, Messages
 from router.api.collection import CollectedChoice, Collection
 from router.api.event_ids import EventIds
 from router.api.event_json import encode_event
+from router.api.event_queue import EventQueue
 from router.api.request_body import (
     Label,
     OutputLength,
@@ -123,18 +124,17 @@ async def _whole(
             await request.respond_json(answers if as_list else answers[0])
 
 
-class NativeEvents:
+class NativeEvents(EventQueue):
     """Events that repeat the whole text so far, as SGLang's do. Implements StreamedAnswer.
 
     Each says by `index` to which choice it belongs.
     """
 
     def __init__(self, submission: Submission, ids: EventIds) -> None:
-        self.unread = 0
+        super().__init__()
         self._submission = submission
         self._ids = ids
         self._collection = Collection(submission.choice_count)
-        self.events: list[bytes] = []
 
     def add(self, choice: ChoiceCounts, text: str, delta: OutputDelta) -> None:
         """Add one event."""
@@ -142,19 +142,11 @@ class NativeEvents:
         collected = self._collection.choices[choice.index]
         answer = {**_answer(self._submission, choice, collected), "index": choice.index}
         event_id = self._ids.after(choice, delta.finish is not None)
-        event = event_id + b"data: " + encode_event(answer) + b"\n\n"
-        self.events.append(event)
-        self.unread += len(event)
+        self.put(event_id + b"data: " + encode_event(answer) + b"\n\n")
 
     def replay(self, choice: ChoiceCounts, text: str, delta: OutputDelta) -> None:
         """Events that follow repeat this part, too."""
         self._collection.add(choice, text, delta)
-
-    def take(self) -> bytes:
-        """The events that have not been taken yet."""
-        events, self.events = self.events, []
-        self.unread = 0
-        return b"".join(events)
 
     def end(self, _: Generation) -> bytes:
         """The last event: [DONE]."""

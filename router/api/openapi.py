@@ -14,6 +14,7 @@ import msgspec
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from router.api.anthropic.schema import CountTokensBody, MessagesBody
 from router.api.asgi import JSON, HttpRequest
 from router.api.native_endpoints import DetokenizeBody, GenerateBody, NativeSampling, TokenizeBody
 from router.api.openai.schema import ChatBody, CompletionBody
@@ -23,7 +24,10 @@ from router.service import Router
 
 Schema = dict[str, Any]
 
-_BODIES = (ChatBody, CompletionBody, GenerateBody, NativeSampling, TokenizeBody, DetokenizeBody)
+_BODIES = (
+    ChatBody, CompletionBody, MessagesBody, CountTokensBody, GenerateBody, NativeSampling, TokenizeBody,
+    DetokenizeBody,
+)  # fmt: skip
 _REF = "#/components/schemas/{model}"
 _ERRORS = {
     400: "the request is wrong: `param` names the field, if it is one",
@@ -75,6 +79,12 @@ def document(*model_names: str) -> Schema:
             "/v1/completions": _post("texts that go on from prompts", "CompletionBody", answer, streamed),
             "/v1/models": _get("the models served here", _object(object=_TEXT, data=_array(model)), 401),
             "/v1/models/{model}": _of_model(_get("a model", model, 401, 404)),
+            "/v1/messages": _post(
+                "a conversation's next message", "MessagesBody", _message(), streamed, "AnthropicError"
+            ),
+            "/v1/messages/count_tokens": _post(
+                "its tokens", "CountTokensBody", _object(input_tokens=_INT), None, "AnthropicError"
+            ),
             "/generate": _post("tokens that go on from prompts", "GenerateBody", natives, streamed),
             "/tokenize": _post("the token ids of a text or of a chat", "TokenizeBody", tokens),
             "/detokenize": _post("the text of token ids", "DetokenizeBody", _object(prompt=_TEXT)),
@@ -90,7 +100,7 @@ def document(*model_names: str) -> Schema:
             "/version": _get("the version that is installed", _object(version=_TEXT)),
             "/openapi.json": _get("this document", {"type": "object"}, 401),
         },
-        "components": {"schemas": {**_request_schemas(model_names), "Error": _error_schema()}},
+        "components": {"schemas": {**_request_schemas(model_names), **_error_schemas()}},
     }
 
 
@@ -127,11 +137,13 @@ def _request_schemas(model_names: Sequence[str]) -> Schema:
     for title, example in _examples(model_names[0]).items():
         schemas[title]["examples"] = [example]
     # What the models say more loosely: these are checked after them, so that an error names what is wrong.
+    messages = {**schemas["ChatBody"]["properties"]["messages"], "items": _MESSAGE}
     narrower: Schema = {
         "model": {"enum": list(model_names)},
-        "messages": {**schemas["ChatBody"]["properties"]["messages"], "items": _MESSAGE},
         "sampling_params": {"$ref": _REF.format(model="NativeSampling")},
     }
+    schemas["ChatBody"]["properties"]["messages"] = messages
+    schemas["TokenizeBody"]["properties"]["messages"] = messages
     for body in _BODIES:
         if issubclass(body, RequestBody | SamplingBody):
             schemas[body.__name__]["properties"] |= _others(body)
@@ -158,15 +170,30 @@ def _examples(model_name: str) -> Schema:
     return {
         "ChatBody": {"model": model_name, "messages": messages, "max_tokens": 16},
         "CompletionBody": {"model": model_name, "prompt": "Once upon a time", "max_tokens": 16},
+        "MessagesBody": {"model": model_name, "messages": messages, "max_tokens": 16},
+        "CountTokensBody": {"model": model_name, "messages": messages},
         "GenerateBody": {"text": "Once upon a time", "sampling_params": {"max_new_tokens": 16}},
         "TokenizeBody": {"messages": messages},
         "DetokenizeBody": {"tokens": [1, 2, 3]},
     }
 
 
-def _error_schema() -> Schema:
+def _error_schemas() -> Schema:
     text_or_null: Schema = {"type": ["string", "null"]}
-    return _object(error=_object(message=_TEXT, type=_TEXT, param=text_or_null, code=text_or_null))
+    error = _object(message=_TEXT, type=_TEXT, param=text_or_null, code=text_or_null)
+    return {
+        "Error": _object(error=error),
+        "AnthropicError": _object(type={"const": "error"}, error=_object(type=_TEXT, message=_TEXT)),
+    }
+
+
+def _message() -> Schema:
+    usage = _object(input_tokens=_INT, cache_read_input_tokens=_INT, output_tokens=_INT)
+    blocks = _array(_object(type=_TEXT))
+    return _object(
+        id=_TEXT, type={"const": "message"}, role={"const": "assistant"}, model=_TEXT, content=blocks,
+        stop_reason=_TEXT, usage=usage,
+    )  # fmt: skip
 
 
 def _get(summary: str, answer: Schema, *errors: int) -> Schema:
@@ -178,21 +205,23 @@ def _of_model(path: Schema) -> Schema:
     return {"get": {**path["get"], "parameters": [named]}}
 
 
-def _post(summary: str, body: str, answer: Schema, streamed: Schema | None = None) -> Schema:
+def _post(
+    summary: str, body: str, answer: Schema, streamed: Schema | None = None, error: str = "Error"
+) -> Schema:
     content = {"application/json": {"schema": {"$ref": _REF.format(model=body)}}}
     return {
         "post": {
             "summary": summary,
             "requestBody": {"required": True, "content": content},
-            "responses": _responses(answer, streamed or {}, *_ERRORS),
+            "responses": _responses(answer, streamed or {}, *_ERRORS, error=error),
         }
     }
 
 
-def _responses(answer: Schema, streamed: Schema, *errors: int) -> Schema:
-    error = {"application/json": {"schema": {"$ref": _REF.format(model="Error")}}}
+def _responses(answer: Schema, streamed: Schema, *errors: int, error: str = "Error") -> Schema:
+    told = {"application/json": {"schema": {"$ref": _REF.format(model=error)}}}
     ok = {"application/json": {"schema": answer}, **streamed}
     return {
         "200": {"description": "the answer", "content": ok},
-        **{str(status): {"description": _ERRORS[status], "content": error} for status in errors},
+        **{str(status): {"description": _ERRORS[status], "content": told} for status in errors},
     }

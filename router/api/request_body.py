@@ -167,9 +167,11 @@ def parse(kind: type[Body], raw: dict[str, Any]) -> Body:
         # Of a value that may be of several types: what is wrong with it as the type that it is.
         first = next((one for one in errors if not one["type"].endswith("_type")), errors[0])
         param = _name(kind, first["loc"])
+        # Without the names of types, list[...], which pydantic puts in where a value may be of several.
+        where = ".".join(part for part in map(str, first["loc"]) if "[" not in part)[:_LONGEST_TOLD]
         if first["type"] == "extra_forbidden":
-            raise InvalidRequest(f"the field {param!r} is not supported", param) from None
-        where = ".".join(str(part) for part in first["loc"])[:_LONGEST_TOLD]
+            named = where if param == first["loc"][0] else param
+            raise InvalidRequest(f"the field {named!r} is not supported", param) from None
         raise InvalidRequest(f"{where}: {first['msg']}", param) from None
 
 

@@ -9,6 +9,7 @@ from router.api.answering import DONE
 from router.api.collection import CollectedChoice
 from router.api.event_ids import EventIds
 from router.api.event_json import encode_event
+from router.api.event_queue import EventQueue
 from router.api.openai.logprobs import TokenNames, chat_logprobs, completion_logprobs, prompt_logprobs
 from router.api.openai.shown import Shown
 from router.streams.generation import ChoiceCounts, Generation, Submission
@@ -189,10 +190,11 @@ class CompletionStyle(Style):
         return completion_logprobs(self._names, tokens, logprobs, offset)
 
 
-class SseWriter:
+class SseWriter(EventQueue):
     """One request's events, in order. Implements StreamedAnswer. All but text and finish is encoded once."""
 
     def __init__(self, style: Style, submission: Submission, created: int, ids: EventIds) -> None:
+        super().__init__()
         head = {
             "id": style.id_prefix + submission.request_id,
             "object": style.chunk_name,
@@ -208,8 +210,6 @@ class SseWriter:
         self._style = style
         self._ids = ids
         self._before: dict[int, bytes] = {}  # choice -> what its events begin with, after the first
-        self.events: list[bytes] = []
-        self.unread = 0
 
     def add(self, choice: ChoiceCounts, text: str, delta: OutputDelta) -> None:
         """Add one event."""
@@ -227,19 +227,12 @@ class SseWriter:
             event = event_id + before + encode_event(text) + self._running
         else:
             event = event_id + before + encode_event(text) + self._rest(choice, text, delta, is_first)
-        self.events.append(event)
-        self.unread += len(event)
+        self.put(event)
 
     def replay(self, choice: ChoiceCounts, text: str, delta: OutputDelta) -> None:  # noqa: ARG002
         """What follows is no longer the choice's first event."""
         self._first(choice.index)
         self._style.replayed(choice.index, text)
-
-    def take(self) -> bytes:
-        """The events that have not been taken yet."""
-        events, self.events = self.events, []
-        self.unread = 0
-        return events[0] if len(events) == 1 else b"".join(events)
 
     def end(self, generation: Generation) -> bytes:
         """The end of the stream: a chunk with the usage, if asked for, and [DONE]."""
