@@ -6,6 +6,7 @@ BatonError
 │   ├── ContextTooLong      400  prompt (+ output) does not fit the model or the pool
 │   ├── Unauthorized        401  no key, or one that does not hold
 │   ├── ModelNotFound       404  no worker serves that model
+│   ├── ResponseNotFound    404  no answer of that id is kept for its tenant
 │   ├── BodyTooLarge        413  its body has more bytes than the router takes
 │   ├── UnsupportedMedia    415  its body is not JSON, or packed otherwise than with gzip
 │   ├── LateBody            408  the rest of its body did not come in time
@@ -60,6 +61,10 @@ class Unauthorized(UserError):
 
 class ModelNotFound(UserError):
     """No worker serves that model."""
+
+
+class ResponseNotFound(UserError):
+    """No answer of that id is kept for this tenant."""
 
 
 class BodyTooLarge(UserError):

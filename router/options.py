@@ -152,6 +152,14 @@ class HttpOptions(Options):
     )
 
 
+class ResponseOptions(Options):
+    """Answers of /v1/responses that are kept, in memory, for requests that go on from them (docs/api.md)."""
+
+    kept_responses: int = Field(10_000, ge=0, description="at most; 0: none is kept")
+    kept_responses_bytes: int = Field(64 << 20, ge=0, description="of all of them together")
+    kept_responses_s: float = Field(86_400.0, gt=0, description="for this long")
+
+
 class LeaseOptions(Options):
     """The directory that a router hosts."""
 
@@ -198,6 +206,7 @@ class RouterSettings(
     RoomOptions,
     ResumeOptions,
     HttpOptions,
+    ResponseOptions,
     AdminOptions,
     LeaseOptions,
 ):

@@ -13,6 +13,7 @@ from common.errors import Interrupted, InvalidRequest, ModelNotFound
 from router.admin_pages import AdminPages
 from router.events.event_plane import EventPlane
 from router.index.global_index import GlobalIndex
+from router.kept_responses import KeptResponses
 from router.keys import API_KEYS_ENV, Keys, described_keys
 from router.membership import Membership
 from router.metrics import (
@@ -119,6 +120,7 @@ class Router:
         self.membership = known = Membership(
             options, self._mailbox, self._versions, self._events, rooms, self._unanswered, admin_url
         )
+        self.responses = KeptResponses(options, self._mailbox.send, lambda: known.peers.others)
         SuspicionMetrics(registry, known.suspicions)
         WorkerMetrics(registry, lambda: known.workers)
         VersionMetrics(registry, self._versions)
@@ -297,7 +299,11 @@ class Router:
         now = time.monotonic()
         for mail in batch:
             self._unanswered.heard(mail.sender)
-            if self._dispatcher.take(mail, now) or self.membership.take(mail, now):
+            if (
+                self._dispatcher.take(mail, now)
+                or self.membership.take(mail, now)
+                or self.responses.take(mail)
+            ):
                 pass
             elif isinstance(mail.message, Claimed):
                 self._claims.take(mail.sender, mail.message)

@@ -422,9 +422,39 @@ class AssignedLoads(Message, frozen=True, tag="accounts"):
     rows: list[AssignedLoadRow]
 
 
+class KeepResponse(Message, frozen=True, tag="keep_response"):
+    """Keep a copy of an answer of /v1/responses (router/kept_responses.py). Never answered."""
+
+    tenant: str
+    response: str  # its id
+    content: bytes
+
+
+class FindResponse(Message, frozen=True, tag="find_response"):
+    """Ask for a response. Answered with FoundResponse; `token` is echoed."""
+
+    tenant: str
+    response: str
+    token: Natural
+
+
+class FoundResponse(Message, frozen=True, tag="found_response"):
+    """Its content; b"": the sender has no such response."""
+
+    token: Natural
+    content: bytes
+
+
+class DropResponse(Message, frozen=True, tag="drop_response"):
+    """Forget a response. Never answered."""
+
+    tenant: str
+    response: str
+
+
 AnyMessage = (
     Receipt | Prefill | Decode | Abort | Ack | Resend | Claim | Inspect | Inspected | Claimed | Tokens
     | Timeline | RoomStatus | Reserved | Rejected | KVTarget | KVReady | KVDone | KVFailed | Release | Join
     | Joined | Replaced | Announce | Announced | AnnounceRefused | Withdraw | Watch | View | SetRole | RoleSet
-    | AssignedLoads
+    | AssignedLoads | KeepResponse | FindResponse | FoundResponse | DropResponse
 )  # fmt: skip

@@ -91,7 +91,7 @@ def _label(request: HttpRequest, name: bytes) -> str | None:
     return value
 
 
-def _tenant(router: Router, request: HttpRequest) -> str:
+def tenant_of(router: Router, request: HttpRequest) -> str:
     """The key's tenant, or the one that a gateway names. A client cannot choose whose cache it shares."""
     key, header = request.key, router.options.trusted_tenant_header
     if header is not None and (key is None or key.gateway):
@@ -129,7 +129,7 @@ def make_submission(
         keep_stop=params.include_stop_str_in_output or params.no_stop_trim,
         extra_key=body.extra_key,
         cache_salt=body.cache_salt,
-        tenant=_tenant(router, request),
+        tenant=tenant_of(router, request),
         priority=body.priority if key is None else min(body.priority, key.max_priority),
         session=_label(request, b"x-baton-session") or session,
         opening=opening,

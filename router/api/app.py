@@ -13,6 +13,7 @@ from router.api.anthropic.errors import anthropic_body, anthropic_error, is_anth
 from router.api.asgi import JSON, App, ClientLeft, HttpRequest, Receive, Scope, Send
 from router.api.cors import Cors
 from router.api.openai import endpoints
+from router.api.openai.responses import endpoints as responses
 from router.http_errors import error_body, to_http
 from router.keys import Key
 from router.service import Router
@@ -23,6 +24,7 @@ _ROUTES: dict[tuple[str, str], Handler] = {
     ("POST", "/v1/chat/completions"): endpoints.chat_completions,
     ("POST", "/v1/completions"): endpoints.completions,
     ("GET", "/v1/models"): endpoints.models,
+    ("POST", "/v1/responses"): responses.create,
     ("POST", "/v1/messages"): anthropic.messages,
     ("POST", "/v1/messages/count_tokens"): anthropic.count_tokens,
     ("POST", "/generate"): native_endpoints.generate,
@@ -35,6 +37,11 @@ _ROUTES: dict[tuple[str, str], Handler] = {
     ("GET", "/get_model_info"): native_endpoints.get_model_info,
     ("GET", "/version"): health.version,
     ("GET", "/openapi.json"): openapi.openapi,
+}
+_BELOW: dict[tuple[str, str], Handler] = {  # paths that end with a name
+    ("GET", endpoints.MODEL_PATH): endpoints.model,
+    ("GET", responses.RESPONSE_PATH): responses.retrieve,
+    ("DELETE", responses.RESPONSE_PATH): responses.delete,
 }
 _FOR_ALL = frozenset({"/health", "/ready", "/ping", "/version"})  # also without a key
 _CLIENT_LEFT = 499  # as nginx counts it: no answer was begun
@@ -94,9 +101,11 @@ async def _answer(router: Router, request: HttpRequest, cors: Cors) -> None:
 
 
 def _handler(request: HttpRequest) -> Handler | None:
-    if request.method == "GET" and request.path.startswith(endpoints.MODEL_PATH):
-        return endpoints.model
-    return _ROUTES.get((request.method, request.path))
+    handler = _ROUTES.get((request.method, request.path))
+    for (method, path), below in _BELOW.items():
+        if handler is None and request.method == method and request.path.startswith(path):
+            handler = below
+    return handler
 
 
 def _checked(key: Key | None) -> Key:
@@ -108,7 +117,7 @@ def _checked(key: Key | None) -> Key:
 async def _no_route(request: HttpRequest) -> None:
     if (request.header(b"upgrade") or "").lower() == "websocket":
         status, told = 400, _NO_WEBSOCKET
-    elif request.path in _PATHS or request.path.startswith(endpoints.MODEL_PATH):
+    elif request.path in _PATHS or any(request.path.startswith(path) for _, path in _BELOW):
         status, told = 405, f"{request.path} does not take {request.method}"
     else:
         status, told = 404, f"{request.path} does not exist"

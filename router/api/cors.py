@@ -38,7 +38,7 @@ class Cors:
         """Any method and any header of the API; credentials are headers here, no cookies."""
         asked = (request.header(b"access-control-request-headers") or "").encode("latin-1")
         allowed: Headers = [
-            (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
+            (b"access-control-allow-methods", b"GET, POST, DELETE, OPTIONS"),
             (b"access-control-allow-headers", asked),
             (b"access-control-max-age", _PREFLIGHT_S),
         ]

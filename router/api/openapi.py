@@ -17,6 +17,7 @@ from pydantic.json_schema import models_json_schema
 from router.api.anthropic.schema import CountTokensBody, MessagesBody
 from router.api.asgi import JSON, HttpRequest
 from router.api.native_endpoints import DetokenizeBody, GenerateBody, NativeSampling, TokenizeBody
+from router.api.openai.responses.schema import ResponseBody
 from router.api.openai.schema import ChatBody, CompletionBody
 from router.api.other_fields import OTHER_FIELDS
 from router.api.request_body import RequestBody, SamplingBody
@@ -25,14 +26,14 @@ from router.service import Router
 Schema = dict[str, Any]
 
 _BODIES = (
-    ChatBody, CompletionBody, MessagesBody, CountTokensBody, GenerateBody, NativeSampling, TokenizeBody,
-    DetokenizeBody,
+    ChatBody, CompletionBody, ResponseBody, MessagesBody, CountTokensBody, GenerateBody, NativeSampling,
+    TokenizeBody, DetokenizeBody,
 )  # fmt: skip
 _REF = "#/components/schemas/{model}"
 _ERRORS = {
     400: "the request is wrong: `param` names the field, if it is one",
     401: "the router has API keys, and none of them was shown",
-    404: "the model is not served here",
+    404: "the model is not served here, or nothing of that id is kept",
     405: "the path does not take this method",
     408: "the rest of the body did not come in time",
     413: "the body is too long",
@@ -78,7 +79,22 @@ def document(*model_names: str) -> Schema:
             "/v1/chat/completions": _post("a chat's next message", "ChatBody", answer, streamed),
             "/v1/completions": _post("texts that go on from prompts", "CompletionBody", answer, streamed),
             "/v1/models": _get("the models served here", _object(object=_TEXT, data=_array(model)), 401),
-            "/v1/models/{model}": _of_model(_get("a model", model, 401, 404)),
+            "/v1/models/{model}": _named("model", _get("a model", model, 401, 404)),
+            "/v1/responses": _post("an answer, kept for later turns", "ResponseBody", _response(), streamed),
+            "/v1/responses/{id}": _named(
+                "id",
+                {
+                    **_get("an answer that is kept", _response(), 401, 404, 503),
+                    **_get(
+                        "forget it",
+                        _object(id=_TEXT, deleted={"const": True}),
+                        401,
+                        404,
+                        503,
+                        method="delete",
+                    ),
+                },
+            ),
             "/v1/messages": _post(
                 "a conversation's next message", "MessagesBody", _message(), streamed, "AnthropicError"
             ),
@@ -170,6 +186,7 @@ def _examples(model_name: str) -> Schema:
     return {
         "ChatBody": {"model": model_name, "messages": messages, "max_tokens": 16},
         "CompletionBody": {"model": model_name, "prompt": "Once upon a time", "max_tokens": 16},
+        "ResponseBody": {"model": model_name, "input": "Say something", "max_output_tokens": 16},
         "MessagesBody": {"model": model_name, "messages": messages, "max_tokens": 16},
         "CountTokensBody": {"model": model_name, "messages": messages},
         "GenerateBody": {"text": "Once upon a time", "sampling_params": {"max_new_tokens": 16}},
@@ -187,6 +204,15 @@ def _error_schemas() -> Schema:
     }
 
 
+def _response() -> Schema:
+    usage = _object(input_tokens=_INT, output_tokens=_INT, total_tokens=_INT)
+    items = _array(_object(type=_TEXT))
+    status = {"enum": ["completed", "incomplete"]}
+    return _object(
+        id=_TEXT, object=_TEXT, created_at=_INT, model=_TEXT, status=status, output=items, usage=usage
+    )
+
+
 def _message() -> Schema:
     usage = _object(input_tokens=_INT, cache_read_input_tokens=_INT, output_tokens=_INT)
     blocks = _array(_object(type=_TEXT))
@@ -196,13 +222,14 @@ def _message() -> Schema:
     )  # fmt: skip
 
 
-def _get(summary: str, answer: Schema, *errors: int) -> Schema:
-    return {"get": {"summary": summary, "responses": _responses(answer, {}, *errors, 405)}}
+def _get(summary: str, answer: Schema, *errors: int, method: str = "get") -> Schema:
+    return {method: {"summary": summary, "responses": _responses(answer, {}, *errors, 405)}}
 
 
-def _of_model(path: Schema) -> Schema:
-    named: Schema = {"name": "model", "in": "path", "required": True, "schema": _TEXT}
-    return {"get": {**path["get"], "parameters": [named]}}
+def _named(name: str, path: Schema) -> Schema:
+    """A path that ends with a name."""
+    named: Schema = {"name": name, "in": "path", "required": True, "schema": _TEXT}
+    return {method: {**said, "parameters": [named]} for method, said in path.items()}
 
 
 def _post(

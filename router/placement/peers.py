@@ -77,6 +77,11 @@ class RouterPeers:
         """The number of routers whose assigned load is counted."""
         return len(self._peers)
 
+    @property
+    def others(self) -> frozenset[str]:
+        """Mailboxes of the directory's other routers."""
+        return frozenset(self._others)
+
     def meet(self, routers: Iterable[str]) -> None:
         """Take a new View's routers. Its workers may be some that peers have told of already."""
         others = set(routers) - {self._address}

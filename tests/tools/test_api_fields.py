@@ -12,6 +12,7 @@ from tools.api_fields import BODIES, PAGE, PEERS, with_tables
 EXAMPLES = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
     "/v1/completions": {"prompt": "a"},
+    "/v1/responses": {"input": "a"},
     "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
     "/generate": {"text": "a"},
     "sampling_params of /generate": {},

@@ -1,0 +1,153 @@
+"""Responses as answers: whole ones, and streams of OpenAI's events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from common.errors import BatonError, UserError
+from router.api.event_json import encode_event
+from router.api.event_queue import EventQueue
+from router.api.openai.responses.output import Event, OutputItems
+from router.api.openai.responses.schema import ResponseBody
+from router.http_errors import to_http
+from router.streams.generation import ChoiceCounts, Generation, Submission
+from wire.request import FinishReason, OutputDelta
+
+Keep = Callable[[dict[str, Any]], None]
+"""Keeps a finished response for later turns."""
+
+
+class Draft:
+    """A response while it grows: what is true of it from the beginning, its items and its counts."""
+
+    def __init__(self, response_id: str, body: ResponseBody, submission: Submission) -> None:
+        self.output = OutputItems()
+        self._head = _head(response_id, body, submission)
+        self._prompt_tokens = len(submission.prompts[0])
+        self._counts = ChoiceCounts(0)
+        self._finish: FinishReason | None = None
+
+    def add(self, counts: ChoiceCounts, text: str, delta: OutputDelta) -> list[Event]:
+        """Add one delta."""
+        events = list(self.output.add(text))
+        self._counts, self._finish = counts, delta.finish
+        if delta.finish is not None:
+            events += self.output.close("completed" if delta.finish is FinishReason.STOP else "incomplete")
+        return events
+
+    def unfinished(self) -> dict[str, Any]:
+        """The response of the first events."""
+        return {**self._head, "status": "in_progress"}
+
+    def finished(self) -> dict[str, Any]:
+        """The response when its last token has come."""
+        told = {**self._head, "output": self.output.items, "usage": self._usage()}
+        if self._finish is FinishReason.LENGTH:
+            return {**told, "status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+        return {**told, "status": "completed", "completed_at": int(time.time())}
+
+    def failed(self, error: BatonError) -> dict[str, Any]:
+        """The response of a stream that fails."""
+        code = "invalid_prompt" if isinstance(error, UserError) else "server_error"
+        code = "rate_limit_exceeded" if to_http(error).status == 429 else code
+        told = {**self._head, "status": "failed", "output": self.output.items}
+        return {**told, "error": {"code": code, "message": str(error)}}
+
+    def _usage(self) -> dict[str, Any]:
+        prompt, output = self._prompt_tokens, self._counts.output_tokens
+        return {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": self._counts.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": output,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": prompt + output,
+        }
+
+
+class WholeResponse:
+    """Fills a draft. Implements Answer."""
+
+    unread = 0
+
+    def __init__(self, draft: Draft) -> None:
+        self._draft = draft
+
+    def add(self, choice: ChoiceCounts, text: str, delta: OutputDelta) -> None:
+        """Add one delta. Nobody is told."""
+        self._draft.add(choice, text, delta)
+
+
+class ResponseEvents(EventQueue):
+    """A response's events, numbered from 0. Implements StreamedAnswer."""
+
+    def __init__(self, draft: Draft, keep: Keep) -> None:
+        super().__init__()
+        self._draft = draft
+        self._keep = keep
+        self._number = -1  # of the last event
+
+    def add(self, choice: ChoiceCounts, text: str, delta: OutputDelta) -> None:
+        """Add the events of one delta."""
+        self._begin()
+        for event in self._draft.add(choice, text, delta):
+            self.put(self._numbered(event))
+
+    def replay(self, choice: ChoiceCounts, text: str, delta: OutputDelta) -> None:
+        """Never called: these events have no ids, so no client has a place to go on from."""
+        raise AssertionError((choice, text, delta))
+
+    def end(self, _: Generation) -> bytes:
+        """The last event has the whole response. It is kept before its client can ask for it."""
+        response = self._draft.finished()
+        self._keep(response)
+        self.put(self._numbered({"type": f"response.{response['status']}", "response": response}))
+        return self.take()
+
+    def failure(self, error: BatonError) -> bytes:
+        self._begin()
+        self.put(self._numbered({"type": "response.failed", "response": self._draft.failed(error)}))
+        return self.take()
+
+    def _begin(self) -> None:
+        if self._number < 0:
+            for kind in ("response.created", "response.in_progress"):
+                self.put(self._numbered({"type": kind, "response": self._draft.unfinished()}))
+
+    def _numbered(self, event: Event) -> bytes:
+        self._number += 1
+        data = encode_event({**event, "sequence_number": self._number})
+        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), data)
+
+
+def _head(response_id: str, body: ResponseBody, submission: Submission) -> dict[str, Any]:
+    sampling = submission.sampling
+    text = body.text.model_dump(exclude_none=True, by_alias=True) if body.text is not None else {}
+    reasoning = body.reasoning.model_dump(exclude_none=True) if body.reasoning is not None else {}
+    return {
+        "id": response_id,
+        "object": "response",
+        "created_at": int(submission.arrived_ns / 1e9),
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "model": submission.model,
+        "output": [],
+        "parallel_tool_calls": True,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": None, "summary": None, **reasoning},
+        "store": body.store,
+        "temperature": sampling.temperature,
+        "text": {"format": {"type": "text"}, **text},
+        "tool_choice": "auto",
+        "tools": [],
+        "top_p": sampling.top_p,
+        "truncation": body.truncation,
+        "usage": None,
+        "user": body.user or None,
+    }

@@ -1,0 +1,109 @@
+"""/v1/responses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from pydantic import TypeAdapter
+
+from common.errors import ResponseNotFound
+from router.api.answering import generating, make_submission, stream, tenant_of
+from router.api.asgi import HttpRequest
+from router.api.openai.responses.answers import Draft, ResponseEvents, WholeResponse
+from router.api.openai.responses.history import template_messages
+from router.api.openai.responses.items import Item
+from router.api.openai.responses.output import new_id
+from router.api.openai.responses.schema import ResponseBody
+from router.api.request_body import parse
+from router.kept_responses import ResponseKey
+from router.service import Router
+from router.streams.generation import Submission
+
+RESPONSE_PATH = "/v1/responses/"
+_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
+_Messages = list[dict[str, Any]]
+
+
+class _Turn(msgspec.Struct):
+    """What is kept: the response, and all messages of its conversation, the answer's too."""
+
+    response: dict[str, Any]
+    messages: _Messages
+
+
+async def create(router: Router, request: HttpRequest) -> None:
+    """POST /v1/responses."""
+    body = parse(ResponseBody, await request.json())
+    model = router.model(body.model)
+    tenant = tenant_of(router, request)
+    before: _Messages = []
+    if body.previous_response_id is not None:
+        key = ResponseKey(tenant, body.previous_response_id)
+        before = (await _find(router, key, "previous_response_id")).messages
+    grammar = await router.grammars.checked(body.wanted_grammar())
+    chat = body.make_chat(before)
+    prompt = await model.encode_chat(chat)
+    length = model.room_for(prompt, body.max_output_tokens, "input")
+    sampling = body.sampling(length, None, model, grammar)
+    submission = make_submission(
+        router, model, request, body, body, [prompt], sampling, body.prompt_cache_key,
+        body.max_output_tokens is not None, chat.opening,
+    )  # fmt: skip
+    response_id = new_id("resp_")
+    key = ResponseKey(tenant, response_id)
+
+    def keep(response: dict[str, Any]) -> None:
+        """With the conversation, unless the client does not want that, or it is too large."""
+        if body.store:
+            said = [*before, *template_messages(before, body.items)]
+            said += template_messages(said, _ITEMS.validate_python(response["output"]))
+            kept = router.responses.keep(key, msgspec.json.encode(_Turn(response, said)))
+            response["store"] = kept
+
+    if body.stream:
+        await stream(
+            router, request, submission, "response",
+            lambda final, _: ResponseEvents(Draft(response_id, body, final), keep),
+        )  # fmt: skip
+        return
+    draft = Draft(response_id, body, submission)
+    if await _fill(router, request, submission, draft):
+        response = draft.finished()
+        keep(response)
+        await request.respond_json(response)
+
+
+async def _fill(router: Router, request: HttpRequest, submission: Submission, draft: Draft) -> bool:
+    """Returns False when the client has left."""
+    answer, assignment = WholeResponse(draft), router.assign(submission)
+    with generating(router, request, submission, assignment, answer) as generation:
+        while await generation.more():
+            pass
+        return not generation.abandoned
+
+
+async def retrieve(router: Router, request: HttpRequest) -> None:
+    """GET /v1/responses/{id}."""
+    turn = await _find(router, _key(router, request), None)
+    await request.respond_json(turn.response)
+
+
+async def delete(router: Router, request: HttpRequest) -> None:
+    """DELETE /v1/responses/{id}."""
+    key = _key(router, request)
+    await _find(router, key, None)
+    router.responses.drop(key)
+    await request.respond_json({"id": key.id, "object": "response", "deleted": True})
+
+
+def _key(router: Router, request: HttpRequest) -> ResponseKey:
+    return ResponseKey(tenant_of(router, request), request.path.removeprefix(RESPONSE_PATH))
+
+
+async def _find(router: Router, key: ResponseKey, param: str | None) -> _Turn:
+    """Raises ResponseNotFound, also for a response of another tenant."""
+    kept = await router.responses.find(key)
+    if kept is None:
+        raise ResponseNotFound(f"no response {key.id[:64]!r} is kept", param)
+    return msgspec.json.decode(kept, type=_Turn)

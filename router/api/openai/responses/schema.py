@@ -1,0 +1,111 @@
+"""The body of a request to /v1/responses."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from common.errors import InvalidRequest
+from router.api.chat_fields import ChatFields, ReasoningEffort
+from router.api.openai.responses.history import template_messages
+from router.api.openai.responses.items import Items, MessageItem
+from router.api.request_body import Label, OutputLength, RequestBody, SamplingBody, Text
+from router.text.chat import Chat
+from router.text.grammars import Wanted
+from wire.request import GrammarKind
+
+_ANY_OBJECT = {"type": "object"}
+
+
+class TextFormat(BaseModel):
+    """What the text of an answer must match."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Label = ""
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None  # it is followed in either case
+
+
+class TextConfig(BaseModel):
+    """OpenAI's text."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ReasoningConfig(BaseModel):
+    """OpenAI's reasoning. There are no summaries: an answer has the reasoning itself."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    effort: ReasoningEffort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ResponseStreamOptions(BaseModel):
+    """OpenAI's stream_options. Without obfuscation, lengths of events say lengths of texts; so it is here."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    include_obfuscation: bool = False
+
+
+class ResponseBody(RequestBody, SamplingBody):
+    """POST /v1/responses."""
+
+    model: Label | None = None
+    input: Text | Items
+    instructions: Text | None = Field(None, description="a system message; not of later turns")
+    previous_response_id: Label | None = None
+    store: bool = Field(True, description="kept for later turns, within bounds")
+    max_output_tokens: OutputLength | None = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    metadata: dict[Label, str] | None = Field(None, max_length=16, description="told in the answer")
+    prompt_cache_key: Label = ""
+    truncation: Literal["disabled"] = "disabled"
+    include: list[Literal["reasoning.encrypted_content"]] = Field(
+        default_factory=list, max_length=16, description="reasoning is plain text in its items"
+    )
+    stream_options: ResponseStreamOptions | None = None
+
+    @model_validator(mode="after")
+    def _one_answer(self) -> Self:
+        if self.n != 1:
+            raise InvalidRequest("a response has one answer: only 1 is supported", "n")
+        return self
+
+    @property
+    def items(self) -> Items:
+        """What is said in this turn."""
+        if isinstance(self.input, str):
+            return [MessageItem(role="user", content=self.input)]
+        return self.input
+
+    def make_chat(self, before: list[dict[str, Any]]) -> Chat:
+        """For the chat template; `before` are the messages of earlier turns. Raises InvalidRequest."""
+        said = [*before, *template_messages(before, self.items)]
+        if self.instructions is not None:
+            said = [{"role": "system", "content": self.instructions}, *said]
+        effort = None if self.reasoning is None else self.reasoning.effort
+        return ChatFields(reasoning_effort=effort).make_chat(said)
+
+    def wanted_grammar(self) -> Wanted | None:
+        """What the answer must match. Raises InvalidRequest for more than one."""
+        other = super().wanted_grammar()
+        form = None if self.text is None else self.text.format
+        if form is None or form.type == "text":
+            return other
+        if other is not None:
+            raise InvalidRequest(f"{other.param} cannot be given together with text.format", other.param)
+        if (form.schema_ is None) != (form.type == "json_object"):
+            raise InvalidRequest("text.format.schema belongs to type 'json_schema'", "text.format")
+        schema = _ANY_OBJECT if form.schema_ is None else form.schema_
+        return Wanted("text.format.schema", GrammarKind.JSON_SCHEMA, schema)
