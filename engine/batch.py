@@ -62,6 +62,14 @@ class ScoredPrompt:
 
 
 @dataclass(frozen=True, slots=True)
+class PooledPrompt:
+    """A chunk of a prompt whose hidden states are wanted, as one sum."""
+
+    sequence: int  # index into S
+    skip: int  # the first of its new tokens that do not count
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """S sequences with T new tokens in total, packed one after the other. N of the sequences are sampled.
 
@@ -80,6 +88,7 @@ class ForwardBatch:
     window: WindowPages | None = None  # set if the model has a window group
     state: StateSlots | None = None  # set if the model has a state group
     scored: tuple[ScoredPrompt, ...] = ()
+    pooled: tuple[PooledPrompt, ...] = ()
 
     def starts(self) -> npt.NDArray[np.int64]:
         """[S + 1]: the new tokens of sequence i are at [starts[i], starts[i + 1]) of the pack."""
@@ -101,6 +110,8 @@ class BatchResult:
     wrote for it is not valid KV, and its entry in `tokens` is not used. The other sequences are valid.
     `refusals`: the same for sequences that would fail everywhere, because of what their requests ask for.
     `scored`: sequence -> the log-probabilities of its ScoredPrompt's targets.
+    `pooled`: sequence -> [hidden], the sum of what the last layer says, after its norm, of the tokens of its
+    PooledPrompt.
     """
 
     tokens: npt.NDArray[np.int64]  # [N]
@@ -108,6 +119,7 @@ class BatchResult:
     failures: Mapping[int, str] = field(default_factory=dict)
     refusals: Mapping[int, str] = field(default_factory=dict)
     scored: Mapping[int, list[TokenLogprobs]] = field(default_factory=dict)
+    pooled: Mapping[int, npt.NDArray[np.float32]] = field(default_factory=dict)
 
 
 class Pending(Protocol):

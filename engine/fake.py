@@ -187,7 +187,12 @@ class FakeEngine:
             one.sequence: [self._score(token, one.best) for token in one.targets.tolist()]
             for one in batch.scored
         }
-        return BatchResult(tokens, logprobs, scored=scored)
+        starts = batch.starts()
+        pooled = {
+            one.sequence: _hidden_sum(ids[starts[one.sequence] + one.skip : starts[one.sequence + 1]])
+            for one in batch.pooled
+        }
+        return BatchResult(tokens, logprobs, scored=scored, pooled=pooled)
 
     def _seen_positions(self, batch: ForwardBatch) -> npt.NDArray[np.int64]:
         """The positions to write. They are wrong for a chunk whose first token sees other tokens in the
@@ -250,6 +255,11 @@ class FakeEngine:
             return None
         vocab = self.spec.vocab_size
         return TokenLogprobs(-0.5, [((token + k) % vocab, -0.5 - k) for k in range(count)])
+
+
+def _hidden_sum(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """Of tokens whose hidden states are [id, 1]."""
+    return np.array([ids.sum(), len(ids)], dtype=np.float32)
 
 
 class _Layer:

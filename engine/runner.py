@@ -29,6 +29,7 @@ from engine.launch import Launched, LaunchQueue, Read
 from engine.loader import LoadedModel, read_tokenizer
 from engine.paged_cache import PagedCache
 from engine.paged_layers import PagedLayers
+from engine.pooled_prompts import by_sequence, pool_prompts
 from engine.sampler import Sampler
 from engine.scored_prompts import read_scores, score_prompts
 from engine.states import PackedStates
@@ -105,6 +106,7 @@ class ModelRunner:
             packed = Fetched(sample.packed)
             scores = score_prompts(batch, hidden, self._lm_head, self._upload) if batch.scored else None
             fetched = None if scores is None else Fetched(scores)
+            sums = Fetched(pool_prompts(batch, hidden)) if batch.pooled else None
 
         def read() -> BatchResult:
             sampled = sample.read(packed.numpy())
@@ -113,7 +115,8 @@ class ModelRunner:
                 failures.setdefault(int(batch.sampled[i]), problem)
             refusals = {int(batch.sampled[i]): problem for i, problem in sampled.refusals.items()}
             scored = {} if fetched is None else read_scores(batch, fetched.numpy(), self.spec.vocab_size)
-            return BatchResult(sampled.tokens, sampled.logprobs, failures, refusals, scored)
+            pooled = {} if sums is None else by_sequence(batch, sums.numpy())
+            return BatchResult(sampled.tokens, sampled.logprobs, failures, refusals, scored, pooled)
 
         return read
 

@@ -8,10 +8,11 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from engine.batch import ForwardBatch, SamplingRows, ScoredPrompt, StateSlots, WindowPages
+from engine.batch import ForwardBatch, PooledPrompt, SamplingRows, ScoredPrompt, StateSlots, WindowPages
 from scheduler.batch_states import BatchStates
 from scheduler.chunker import Chunk
 from scheduler.running import RunningBatch
+from wire.request import Pooling
 
 
 def build_batch(
@@ -84,6 +85,7 @@ def _prefill_part(
             np.array([chunks[i].end - chunks[i].req.prompt_len for i in sampled], dtype=np.int64),
         ),
         scored=scored,
+        pooled=tuple(_pooled(i, chunk) for i, chunk in enumerate(chunks) if chunk.is_pooled),
     )
 
 
@@ -92,6 +94,12 @@ def _scored(sequence: int, chunk: Chunk) -> ScoredPrompt:
     req = chunk.req
     targets = req.origin_input_ids[chunk.start + 1 : chunk.end + 1].astype(np.int64)
     return ScoredPrompt(sequence, targets, req.request.sampling.prompt_logprobs or 0)
+
+
+def _pooled(sequence: int, chunk: Chunk) -> PooledPrompt:
+    """All tokens of the chunk count, or the prompt's last one alone."""
+    every = chunk.req.pooling is Pooling.MEAN
+    return PooledPrompt(sequence, 0 if every else chunk.end - chunk.start - 1)
 
 
 def _packed(parts: list[npt.NDArray[np.integer]]) -> npt.NDArray[np.int64]:
@@ -119,6 +127,7 @@ def _joined(first: ForwardBatch, second: ForwardBatch) -> ForwardBatch:
             np.concatenate([first.sampling.positions, second.sampling.positions]),
         ),
         scored=tuple(replace(one, sequence=one.sequence + n) for one in second.scored),
+        pooled=tuple(replace(one, sequence=one.sequence + n) for one in second.pooled),
     )
 
 

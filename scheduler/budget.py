@@ -164,7 +164,7 @@ class BatchAdmission:
             return False
         # The last token must be computed to sample the next, unless its successor is known.
         match_len = req.prefill_len if req.is_kv_only else req.prefill_len - 1
-        if req.scores_prompt:
+        if req.needs_all:
             match_len = 0
         if self._pages.take(req, match_len, self._spare(req)):
             self._blocked = None

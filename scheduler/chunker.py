@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from scheduler.req import Req
+from wire.request import Pooling
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,12 @@ class Chunk:
     samples: bool  # it is the last, and the token that follows it is not known yet
     state_read: int = 0  # state group: slot of the state at `start`; 0 at the start of the prompt
     state_write: int = 0  # state group: slot that the state at `end` is written to
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether the prompt's vector has a part in this chunk: any for a mean, the last token otherwise."""
+        pooling = self.req.pooling
+        return pooling is Pooling.MEAN or (pooling is Pooling.LAST and self.samples)
 
 
 def page_floor(tokens: int, page_size: int) -> int:

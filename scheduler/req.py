@@ -17,7 +17,7 @@ from kvcache.radix_key import Namespace
 from kvcache.request import StateHold
 from wire.codec import unpack_tokens
 from wire.grammars import LONGEST_GRAMMAR
-from wire.request import GenerateRequest, TokenLogprobs
+from wire.request import GenerateRequest, Pooling, TokenLogprobs
 from wire.sampling_ranges import check_sampling
 from wire.stages import RequestStage, Stamp, stamp
 
@@ -92,10 +92,10 @@ class Req:
 
     __slots__ = (
         "_filled", "_tokens", "cache_protected_len", "cached_tokens", "closing", "emitted_len",
-        "in_flight", "is_kv_only", "kv_allocated_len", "kv_committed_len", "last_node", "limit_len",
-        "namespace", "origin_input_ids", "output_ids", "prefill_len", "prefix_indices", "prompt_logprobs",
-        "rank", "req_pool_idx", "request", "reserved", "resumed", "retractions", "running_index", "sampling",
-        "scheduled_len", "stages_seen", "stamps", "state", "state_hold",
+        "hidden_sum", "in_flight", "is_kv_only", "kv_allocated_len", "kv_committed_len", "last_node",
+        "limit_len", "namespace", "origin_input_ids", "output_ids", "prefill_len", "prefix_indices",
+        "prompt_logprobs", "rank", "req_pool_idx", "request", "reserved", "resumed", "retractions",
+        "running_index", "sampling", "scheduled_len", "stages_seen", "stamps", "state", "state_hold",
     )  # fmt: skip
 
     def __init__(
@@ -129,6 +129,7 @@ class Req:
         self._filled = len(prompt)
 
         self.prompt_logprobs: list[TokenLogprobs] = []  # of the tokens after the first
+        self.hidden_sum: npt.NDArray[np.float64] | None = None  # [hidden] of the prompt's vector
         self.forget_memory()
         self.prefill_len = 0
         self.is_kv_only = False
@@ -244,13 +245,36 @@ class Req:
         """
         self.is_kv_only = kv_only
         self.prompt_logprobs = []
+        self.hidden_sum = None
         self.prefill_len = self.prompt_len + len(self.output_ids) - (1 if kv_only else 0)
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether log-probabilities of the prompt are wanted, and have not left with the first token. Then
-        all of the prompt is computed, cached or not."""
+        """Whether log-probabilities of the prompt are wanted, and have not left with the first token."""
         return self.request.sampling.prompt_logprobs is not None and not self.output_ids
+
+    @property
+    def pooling(self) -> Pooling | None:
+        """How the prompt becomes a vector, if one is wanted and has not left with the first token."""
+        return None if self.output_ids else self.request.sampling.pooling
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether all of the prompt is computed, cached or not."""
+        return self.scores_prompt or self.pooling is Pooling.MEAN
+
+    def add_hidden(self, part: npt.NDArray[np.float32]) -> None:
+        """A chunk's part of the prompt's vector."""
+        before = 0.0 if self.hidden_sum is None else self.hidden_sum
+        self.hidden_sum = before + part.astype(np.float64)
+
+    def pooled(self) -> bytes | None:
+        """The prompt's vector, once it is complete. It is told once."""
+        if self.hidden_sum is None:
+            return None
+        tokens = self.prompt_len if self.request.sampling.pooling is Pooling.MEAN else 1
+        vector, self.hidden_sum = self.hidden_sum / tokens, None
+        return vector.astype("<f4").tobytes()
 
     # -- stages ------------------------------------------------------------------------------------
 

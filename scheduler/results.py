@@ -87,6 +87,8 @@ class Results:
         sample = len(step.decode)
         for i, chunk in enumerate(step.chunks, start=sample):
             chunk.req.prompt_logprobs += result.scored.get(i, ())
+            if i in result.pooled:
+                chunk.req.add_hidden(result.pooled[i])
             if i in failed:
                 if self._requests.landed(chunk.req):
                     self._fail_alone(chunk.req, *failed[i])
@@ -160,7 +162,8 @@ class Results:
         scores = None
         if start == 0 and req.request.sampling.prompt_logprobs is not None:
             scores, req.prompt_logprobs = req.prompt_logprobs, []
-        delta = OutputDelta(outputs[start:], logprobs, finish, prompt_logprobs=scores)
+        pooled = req.pooled() if start == 0 else None
+        delta = OutputDelta(outputs[start:], logprobs, finish, prompt_logprobs=scores, pooled=pooled)
         self._policy.on_tokens(req, start, delta)
         if finish is not None and req.state is not ReqState.DONE:
             self._metrics.finished += 1

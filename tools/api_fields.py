@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from router.api.anthropic.schema import MessagesBody
 from router.api.native_endpoints import GenerateBody, NativeSampling
+from router.api.openai.embeddings import EmbeddingBody
 from router.api.openai.responses.schema import ResponseBody
 from router.api.openai.schema import ChatBody, CompletionBody
 from router.api.other_fields import OTHER_FIELDS
@@ -25,6 +26,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
     "/v1/responses": ResponseBody,
+    "/v1/embeddings": EmbeddingBody,
     "/v1/messages": MessagesBody,
     "/generate": GenerateBody,
     "sampling_params of /generate": NativeSampling,

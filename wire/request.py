@@ -24,6 +24,13 @@ class Grammar(msgspec.Struct, frozen=True):
     text: str
 
 
+class Pooling(StrEnum):
+    """How a prompt becomes one vector: the hidden state of its last token, or the mean of all tokens'."""
+
+    LAST = "last"
+    MEAN = "mean"
+
+
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """How the next token is chosen. Stop strings are the router's: workers never see text."""
 
@@ -44,6 +51,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     top_logprobs: Natural | None = None  # None: no logprobs; k: the chosen token's and the k best
     prompt_logprobs: Natural | None = None  # the same for the prompt's tokens
     grammar: Grammar | None = None
+    pooling: Pooling | None = None  # None: no vector of the prompt is told
 
 
 class RequestCore(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -93,7 +101,7 @@ class TokenRun(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
     `logprobs`, when asked for, is as long as `tokens`. `cached_tokens` counts prompt tokens that were not
     computed again anywhere. `prompt_logprobs`, when asked for, come with position 0: those of all tokens of
-    the prompt but the first.
+    the prompt but the first. So does `pooled`: the prompt's vector, float32, little-endian.
     """
 
     room: Natural
@@ -104,14 +112,15 @@ class TokenRun(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     finish: FinishReason | None = None
     cached_tokens: Natural = 0
     prompt_logprobs: list[TokenLogprobs] | None = None
+    pooled: bytes | None = None
 
 
 class OutputDelta(msgspec.Struct, frozen=True, gc=False):
     """New output of a room, as it is passed within a process. Not a message.
 
     `logprobs`, when asked for, is as long as `tokens`. `finish` comes with the last tokens. `matched` is the
-    stop string or the stop token that ended the output, where one did and it is known. `prompt_logprobs` are
-    as in TokenRun.
+    stop string or the stop token that ended the output, where one did and it is known. `prompt_logprobs` and
+    `pooled` are as in TokenRun.
     """
 
     tokens: list[int]
@@ -119,3 +128,4 @@ class OutputDelta(msgspec.Struct, frozen=True, gc=False):
     finish: FinishReason | None = None
     matched: str | int | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    pooled: bytes | None = None

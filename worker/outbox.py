@@ -45,6 +45,7 @@ class _Output:
     finish: FinishReason | None = None
     expires_at: float | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None  # until position 0 is acknowledged
+    pooled: bytes | None = None  # so long, too
 
     def run(self, key: OutputKey, start: int) -> TokenRun:
         """Everything from position `start` on."""
@@ -52,13 +53,14 @@ class _Output:
         return TokenRun(
             key.room, key.epoch, start, self.tokens[start:], logprobs or None, self.finish,
             self.cached_tokens, self.prompt_logprobs if start == 0 else None,
+            self.pooled if start == 0 else None,
         )  # fmt: skip
 
     def ack(self, upto: int) -> None:
         """The router holds everything below position `upto`."""
         self.acked = max(self.acked, min(upto, len(self.tokens)))
         if self.acked:
-            self.prompt_logprobs = None
+            self.prompt_logprobs = self.pooled = None
         known = self.acked - (len(self.tokens) - len(self.logprobs))
         if known > 0:
             self.packed.append(_pack(self.logprobs[:known]))
@@ -107,12 +109,13 @@ class Outbox:
         logprobs = delta.logprobs or None
         output.tokens += delta.tokens
         output.logprobs += logprobs or ()
-        output.prompt_logprobs = delta.prompt_logprobs if start == 0 else output.prompt_logprobs
+        if start == 0:
+            output.prompt_logprobs, output.pooled = delta.prompt_logprobs, delta.pooled
         if delta.finish is not None:
             output.finish = delta.finish
         run = TokenRun(
             key.room, key.epoch, start, delta.tokens, logprobs, delta.finish, cached_tokens,
-            delta.prompt_logprobs,
+            delta.prompt_logprobs, delta.pooled,
         )  # fmt: skip
         self._unsent.setdefault(router, []).append(run)
 

@@ -12,7 +12,7 @@ from router.api.anthropic import endpoints as anthropic
 from router.api.anthropic.errors import anthropic_body, anthropic_error, is_anthropic
 from router.api.asgi import JSON, App, ClientLeft, HttpRequest, Receive, Scope, Send
 from router.api.cors import Cors
-from router.api.openai import endpoints
+from router.api.openai import embeddings, endpoints
 from router.api.openai.responses import endpoints as responses
 from router.http_errors import error_body, to_http
 from router.keys import Key
@@ -25,6 +25,7 @@ _ROUTES: dict[tuple[str, str], Handler] = {
     ("POST", "/v1/completions"): endpoints.completions,
     ("GET", "/v1/models"): endpoints.models,
     ("POST", "/v1/responses"): responses.create,
+    ("POST", "/v1/embeddings"): embeddings.embeddings,
     ("POST", "/v1/messages"): anthropic.messages,
     ("POST", "/v1/messages/count_tokens"): anthropic.count_tokens,
     ("POST", "/generate"): native_endpoints.generate,

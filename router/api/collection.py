@@ -16,6 +16,7 @@ class CollectedChoice:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # empty unless asked for
     prompt_logprobs: list[TokenLogprobs] | None = None  # of the prompt's tokens after the first
+    pooled: bytes | None = None  # the prompt's vector (wire/request.py: TokenRun)
     finish: FinishReason | None = None
     matched: str | int | None = None
 
@@ -41,4 +42,5 @@ class Collection:
         collected.logprobs += delta.logprobs or ()
         if delta.prompt_logprobs is not None:
             collected.prompt_logprobs = delta.prompt_logprobs
+        collected.pooled = delta.pooled or collected.pooled
         collected.finish, collected.matched = delta.finish, delta.matched

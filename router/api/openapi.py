@@ -17,6 +17,7 @@ from pydantic.json_schema import models_json_schema
 from router.api.anthropic.schema import CountTokensBody, MessagesBody
 from router.api.asgi import JSON, HttpRequest
 from router.api.native_endpoints import DetokenizeBody, GenerateBody, NativeSampling, TokenizeBody
+from router.api.openai.embeddings import EmbeddingBody
 from router.api.openai.responses.schema import ResponseBody
 from router.api.openai.schema import ChatBody, CompletionBody
 from router.api.other_fields import OTHER_FIELDS
@@ -26,8 +27,8 @@ from router.service import Router
 Schema = dict[str, Any]
 
 _BODIES = (
-    ChatBody, CompletionBody, ResponseBody, MessagesBody, CountTokensBody, GenerateBody, NativeSampling,
-    TokenizeBody, DetokenizeBody,
+    ChatBody, CompletionBody, ResponseBody, EmbeddingBody, MessagesBody, CountTokensBody, GenerateBody,
+    NativeSampling, TokenizeBody, DetokenizeBody,
 )  # fmt: skip
 _REF = "#/components/schemas/{model}"
 _ERRORS = {
@@ -95,6 +96,7 @@ def document(*model_names: str) -> Schema:
                     ),
                 },
             ),
+            "/v1/embeddings": _post("texts as vectors", "EmbeddingBody", _vectors()),
             "/v1/messages": _post(
                 "a conversation's next message", "MessagesBody", _message(), streamed, "AnthropicError"
             ),
@@ -187,6 +189,7 @@ def _examples(model_name: str) -> Schema:
         "ChatBody": {"model": model_name, "messages": messages, "max_tokens": 16},
         "CompletionBody": {"model": model_name, "prompt": "Once upon a time", "max_tokens": 16},
         "ResponseBody": {"model": model_name, "input": "Say something", "max_output_tokens": 16},
+        "EmbeddingBody": {"model": model_name, "input": "Once upon a time"},
         "MessagesBody": {"model": model_name, "messages": messages, "max_tokens": 16},
         "CountTokensBody": {"model": model_name, "messages": messages},
         "GenerateBody": {"text": "Once upon a time", "sampling_params": {"max_new_tokens": 16}},
@@ -211,6 +214,12 @@ def _response() -> Schema:
     return _object(
         id=_TEXT, object=_TEXT, created_at=_INT, model=_TEXT, status=status, output=items, usage=usage
     )
+
+
+def _vectors() -> Schema:
+    vector: Schema = {"anyOf": [_array({"type": "number"}), _TEXT]}
+    data = _array(_object(object=_TEXT, index=_INT, embedding=vector))
+    return _object(object=_TEXT, data=data, model=_TEXT, usage=_object(prompt_tokens=_INT, total_tokens=_INT))
 
 
 def _message() -> Schema:

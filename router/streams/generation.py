@@ -167,7 +167,9 @@ class ChoiceOutput:
 def _cut(delta: OutputDelta, count: int, matched: str) -> OutputDelta:
     """The first `count` tokens, with which a stop string was complete."""
     logprobs = delta.logprobs[:count] if delta.logprobs is not None else None
-    return OutputDelta(delta.tokens[:count], logprobs, FinishReason.STOP, matched, delta.prompt_logprobs)
+    return OutputDelta(
+        delta.tokens[:count], logprobs, FinishReason.STOP, matched, delta.prompt_logprobs, delta.pooled
+    )
 
 
 class Generation:

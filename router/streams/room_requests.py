@@ -46,8 +46,8 @@ class RoomRequests:
             packed = pack_tokens(prompt)
             digests = page_digests(seed, packed, page_tokens) if page_tokens else []
             hashes = digest_hashes(owned_digests(digests, s.tenant))
-            # Log-probabilities of a prompt leave with the first token: one worker computes both.
-            alone = s.sampling.prompt_logprobs is not None
+            # What is told of a prompt leaves with the first token: one worker computes both.
+            alone = s.sampling.prompt_logprobs is not None or s.sampling.pooling is not None
             to_place = PlacementRequest(
                 len(prompt), hashes, output_tokens, s.session, s.tenant, s.priority, alone
             )

@@ -181,8 +181,8 @@ class RoomStream:
             self.stop(None)
         else:
             self._check_at = epoch.progress(now)
-        scores = run.prompt_logprobs if have == 0 else None
-        delta = OutputDelta(new, logprobs, run.finish, prompt_logprobs=scores)
+        scores, pooled = (run.prompt_logprobs, run.pooled) if have == 0 else (None, None)
+        delta = OutputDelta(new, logprobs, run.finish, prompt_logprobs=scores, pooled=pooled)
         if self._sink.on_tokens(delta, self.cached_tokens):
             self.stop("stop string")
         return have + len(new)

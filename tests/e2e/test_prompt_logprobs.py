@@ -1,4 +1,5 @@
-"""Log-probabilities of a prompt's own tokens are transformers', through the whole stack in float32.
+"""What is told of a prompt, log-probabilities of its tokens and its vector, is transformers', through the
+whole stack in float32.
 
 However the prompt is cut into chunks, whatever of it is cached, and beside other requests in a batch.
 """
@@ -58,6 +59,15 @@ def logprobs_of(model: Path, prompt: tuple[int, ...]) -> torch.Tensor:
     with torch.inference_mode():
         logits: torch.Tensor = reference_model(model, 0)(torch.tensor([prompt])).logits[0]
     return logits.float().log_softmax(-1)
+
+
+@cache
+def states_of(model: Path, prompt: tuple[int, ...]) -> torch.Tensor:
+    """transformers' [tokens, hidden]: of the last layer, after its norm."""
+    with torch.inference_mode():
+        said = reference_model(model, 0)(torch.tensor([prompt]), output_hidden_states=True)
+    states: torch.Tensor = said.hidden_states[-1][0]
+    return states.float()
 
 
 def post(running: Stack, path: str, body: dict[str, Any]) -> Any:
@@ -132,3 +142,21 @@ def test_the_other_forms(served: tuple[Stack, Path]) -> None:
     found = [logprob for logprob, *_ in meta["input_token_logprobs"]]
     np.testing.assert_allclose(found, chosen[9:], atol=CLOSE)
     assert len(meta["input_top_logprobs"]) == 30
+
+
+def test_vectors_of_prompts(served: tuple[Stack, Path]) -> None:
+    running, model = served
+    prompts = [prompt_of(200 + tokens, tokens) for tokens in (1, 2, 33, 64, 150)]
+    states = [states_of(model, tuple(prompt)) for prompt in prompts]
+    for _ in range(2):  # again, with all of them cached
+        for pooling, want in (
+            ("last", [one[-1] for one in states]),
+            ("mean", [one.mean(0) for one in states]),
+        ):
+            body = {"input": prompts, "pooling": pooling, "normalize": False}
+            told = post(running, "/v1/embeddings", body)["data"]
+            for one, vector in zip(told, want, strict=True):
+                np.testing.assert_allclose(one["embedding"], vector.numpy(), atol=1e-4)
+    first = post(running, "/v1/embeddings", {"input": prompts[4]})["data"][0]["embedding"]
+    unit = states[4][-1] / states[4][-1].norm()
+    np.testing.assert_allclose(first, unit.numpy(), atol=1e-4)

@@ -10,6 +10,7 @@ import heapq
 import itertools
 import os
 import random
+import struct
 import threading
 import time
 import zlib
@@ -62,6 +63,7 @@ from wire.retransmitter import RetransmitKey, Retransmitter
 from wire.stages import RequestStage, Stamp, stamp
 
 VOCABULARY = 256
+VECTOR = struct.pack("<4f", 3.0, 4.0, 0.0, 12.0)  # of every prompt
 _ids = itertools.count(1)
 
 
@@ -432,7 +434,10 @@ class FakeWorker:
         if start == 0 and request.sampling.prompt_logprobs is not None:
             prompt = unpack_tokens(request.prompt).tolist()
             scores = [TokenLogprobs(-0.125, [(token, -0.125)]) for token in prompt[1:]]
-        return TokenRun(request.room, request.epoch, start, tokens, logprobs, finish, self._cached, scores)
+        pooled = VECTOR if start == 0 and request.sampling.pooling is not None else None
+        return TokenRun(
+            request.room, request.epoch, start, tokens, logprobs, finish, self._cached, scores, pooled
+        )
 
     def _finish(self, room: _Room, position: int) -> FinishReason | None:
         if self._eos_at == position:

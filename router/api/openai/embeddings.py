@@ -1,0 +1,81 @@
+"""/v1/embeddings: a text as one vector, pooled from what a decoder's last layer says of it."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from msgspec.structs import replace
+from pydantic import Field
+
+from common.errors import InvalidRequest, RequestFailed
+from router.api.answering import encode_prompts, generating, make_submission
+from router.api.asgi import HttpRequest
+from router.api.collection import Collection
+from router.api.request_body import Label, Prompts, RequestBody, SamplingBody, parse
+from router.service import Router
+from wire.request import Pooling
+
+
+class EmbeddingBody(RequestBody):
+    """POST /v1/embeddings."""
+
+    model: Label | None = None
+    input: Prompts
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(None, ge=1, description="of a vector: its first ones, of length 1 again")
+    pooling: Literal["last", "mean"] = Field(
+        "last", description="of the hidden states: the last token's, or the mean of all tokens'"
+    )
+    normalize: bool = Field(True, description="to length 1")
+    add_special_tokens: bool = True
+    stream: Literal[False] = False
+
+
+async def embeddings(router: Router, request: HttpRequest) -> None:
+    """POST /v1/embeddings."""
+    body = parse(EmbeddingBody, await request.json())
+    model = router.model(body.model)
+    prompts = await encode_prompts(model, body.input, "input", 1, body.add_special_tokens)
+    for prompt in prompts:
+        model.room_for(prompt, 1, "input")
+    params = SamplingBody(temperature=0.0)  # workers compute one token at least
+    sampling = replace(params.sampling(1, None, model, None), pooling=Pooling(body.pooling))
+    submission = make_submission(router, model, request, body, params, prompts, sampling)
+    collection = Collection(len(prompts))
+    with generating(router, request, submission, router.assign(submission), collection) as generation:
+        while await generation.more():
+            pass
+        if generation.abandoned:
+            return
+        data = [
+            {"object": "embedding", "index": index, "embedding": _embedding(body, choice.pooled)}
+            for index, choice in enumerate(collection.choices)
+        ]
+        tokens = generation.prompt_tokens()
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    await request.respond_json({"object": "list", "data": data, "model": model.name, "usage": usage})
+
+
+def _embedding(body: EmbeddingBody, pooled: bytes | None) -> Any:
+    """Raises InvalidRequest for more dimensions than there are, and RequestFailed if the worker was lost."""
+    if pooled is None:
+        raise RequestFailed("a vector was lost with its worker: ask again")
+    vector = np.frombuffer(pooled, dtype="<f4")
+    if body.dimensions is not None:
+        if body.dimensions > len(vector):
+            raise InvalidRequest(f"this model's vectors have {len(vector)} dimensions", "dimensions")
+        vector = vector[: body.dimensions]
+    if body.normalize:
+        vector = _normalized(vector)
+    if body.encoding_format == "base64":
+        return base64.b64encode(vector.tobytes()).decode()
+    return vector.tolist()
+
+
+def _normalized(vector: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """A vector of zeros stays one."""
+    wide = vector.astype(np.float64)
+    return (wide / max(float(np.linalg.norm(wide)), 1e-12)).astype("<f4")
