@@ -17,6 +17,7 @@ from cluster.start_display import StartDisplay
 from common.gpus import gpus_found
 from common.host import HTTP_PORT, LOOPBACK
 from common.settings import assign, parse_value, put
+from router.options import RouterSettings
 from wire.options import ServedModel
 from worker.options import WorkerSettings
 
@@ -69,6 +70,9 @@ def add_arguments(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--generation-config", metavar="X", help=ServedModel.model_fields["generation_config"].description
     )
+    serve.add_argument(
+        "--pooling", metavar="last|mean", help=RouterSettings.model_fields["pooling"].description
+    )
     for key in _WORKER_FLAGS:
         description = WorkerSettings.model_fields[key].description
         serve.add_argument(_flag(key), metavar="X", help=f"{description} (both roles)")
@@ -91,6 +95,7 @@ def make_config(arguments: argparse.Namespace) -> dict[str, Any]:
         "dynamic.num_replicas": arguments.num_workers,
         "served_model_name": arguments.served_model_name,
         "generation_config": arguments.generation_config,
+        "router.options.pooling": arguments.pooling,
         "prefill.num_replicas": arguments.num_prefill,
         "decode.num_replicas": arguments.num_decode,
     }

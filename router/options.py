@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -160,6 +160,16 @@ class ResponseOptions(Options):
     kept_responses_s: float = Field(86_400.0, gt=0, description="for this long")
 
 
+class EmbeddingOptions(Options):
+    """/v1/embeddings."""
+
+    pooling: Literal["last", "mean"] = Field(
+        "last",
+        description="what makes the vector of a text, unless its request says: the hidden state of the last "
+        "token, or the mean of all tokens'",
+    )
+
+
 class LeaseOptions(Options):
     """The directory that a router hosts."""
 
@@ -207,6 +217,7 @@ class RouterSettings(
     ResumeOptions,
     HttpOptions,
     ResponseOptions,
+    EmbeddingOptions,
     AdminOptions,
     LeaseOptions,
 ):

@@ -89,6 +89,11 @@ def test_the_generation_config_reaches_router_and_workers(model: str) -> None:
     assert {config.worker_options(key).generation_config for key in ("prefill", "decode")} == {"vllm"}
 
 
+def test_the_pooling_reaches_the_router(model: str) -> None:
+    config = parse_config(make_config(parse(["serve", model, "--pooling", "mean"])))
+    assert config.router_options().pooling == "mean"
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

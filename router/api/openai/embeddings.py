@@ -26,8 +26,8 @@ class EmbeddingBody(RequestBody):
     input: Prompts
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1, description="of a vector: its first ones, of length 1 again")
-    pooling: Literal["last", "mean"] = Field(
-        "last", description="of the hidden states: the last token's, or the mean of all tokens'"
+    pooling: Literal["last", "mean"] | None = Field(
+        None, description="the last token's hidden state, or the mean of all tokens'; default: `--pooling`"
     )
     normalize: bool = Field(True, description="to length 1")
     add_special_tokens: bool = True
@@ -41,8 +41,9 @@ async def embeddings(router: Router, request: HttpRequest) -> None:
     prompts = await encode_prompts(model, body.input, "input", 1, body.add_special_tokens)
     for prompt in prompts:
         model.room_for(prompt, 1, "input")
+    pooling = body.pooling or router.options.pooling
     params = SamplingBody(temperature=0.0)  # workers compute one token at least
-    sampling = replace(params.sampling(1, None, model, None), pooling=Pooling(body.pooling))
+    sampling = replace(params.sampling(1, None, model, None), pooling=Pooling(pooling))
     submission = make_submission(router, model, request, body, params, prompts, sampling)
     collection = Collection(len(prompts))
     with generating(router, request, submission, router.assign(submission), collection) as generation:

@@ -23,7 +23,7 @@ Service = tuple[RouterProcess, FakeWorker]
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Service]:
     """A prefill worker stands by, and is not asked."""
-    router = start_router(tmp_path_factory.mktemp("embeddings"), model)
+    router = start_router(tmp_path_factory.mktemp("embeddings"), model, pooling="mean")
     prefill = FakeWorker(Role.PREFILL, router.mailbox)
     decode = FakeWorker(Role.DECODE, router.mailbox, max_context=64)
     router.wait_for_workers(2)
@@ -43,7 +43,7 @@ def test_openais_client_gets_vectors_in_order(service: Service) -> None:
         np.testing.assert_allclose(one.embedding, RAW / 13, rtol=1e-6)
     assert answer.usage.prompt_tokens == answer.usage.total_tokens > 2
     starts = [message.request for message in worker.seen[before:] if isinstance(message, Decode)]
-    assert {start.sampling.pooling for start in starts} == {Pooling.LAST}
+    assert {start.sampling.pooling for start in starts} == {Pooling.MEAN}
     assert {start.sampling.max_new_tokens for start in starts} == {1}
 
 
@@ -53,7 +53,7 @@ def test_openais_client_gets_vectors_in_order(service: Service) -> None:
         ({}, RAW / 13),
         ({"dimensions": 2}, np.array([0.6, 0.8])),
         ({"dimensions": 2, "normalize": False}, np.array([3.0, 4.0])),
-        ({"input": [1, 2, 3], "pooling": "mean"}, RAW / 13),
+        ({"input": [1, 2, 3], "pooling": "last"}, RAW / 13),
         ({"input": [[1, 2, 3]], "dimensions": 4, "encoding_format": "float"}, RAW / 13),
     ],
 )
@@ -66,7 +66,7 @@ def test_forms_of_a_vector(service: Service, fields: dict[str, Any], want: Any) 
     raw = base64.b64decode(packed["data"][0]["embedding"])
     np.testing.assert_allclose(np.frombuffer(raw, dtype="<f4"), want, rtol=1e-6)
     last = [message for message in worker.seen if isinstance(message, Decode)][-1]
-    assert last.request.sampling.pooling == fields.get("pooling", "last")
+    assert last.request.sampling.pooling == fields.get("pooling", "mean")
 
 
 @pytest.mark.parametrize(
