@@ -55,9 +55,11 @@ class _Forward(logging.Handler):
 @contextmanager
 def told(tell: Callable[[str], None]) -> Iterator[None]:
     """What this process says of its start inside is given to `tell`, too."""
-    handler = _Forward(tell)
+    handler, level = _Forward(tell), start_log.level
     start_log.addHandler(handler)
+    start_log.setLevel(logging.INFO)
     try:
         yield
     finally:
+        start_log.setLevel(level)
         start_log.removeHandler(handler)

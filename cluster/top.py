@@ -20,9 +20,9 @@ from rich.live import Live
 
 from cluster.admin_page import add_admin_arguments, admin_page, read_admin_key
 from cluster.local import find_admin_listener, stop_on_signals
-from cluster.top_figures import Snapshot, added, parse_samples
 from cluster.top_table import frame
 from common.errors import ConfigError, WorkerLost
+from router.dashboard.figures import Snapshot, added, parse_samples
 from wire.records import WorkerRecord
 
 HELP = (

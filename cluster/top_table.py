@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Group
 from rich.table import Table
 
-from cluster.top_figures import FleetFigures, Snapshot, fleet_figures, in_order, kv_use
+from router.dashboard.figures import FleetFigures, Snapshot, fleet_figures, in_order, kv_use
 from router.placement.transfer_rates import machine
 from wire.records import Role, WorkerRecord
 

@@ -1,7 +1,7 @@
 """What a process says while it starts: where the time goes, and what it will compute with.
 
 Lines at INFO of one logger. `baton serve` shows those of its workers (cluster/start_notes.py); elsewhere they
-are shown where that logger is.
+are shown where logging shows INFO.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import logging
 import time
 
 start_log = logging.getLogger("baton.start")
-start_log.setLevel(logging.INFO)
 
 _STEP = 0.1  # share of the work between two lines
 _STEP_S = 1.0

@@ -12,6 +12,7 @@ from common.errors import ConfigError
 from common.host import LOOPBACK
 from router.api.admin_app import build_admin_app
 from router.connections import ConnectionLimits, HttpConfig, HttpServer
+from router.dashboard.live import LiveFeed
 from router.keys import ADMIN_KEY_ENV, Keys, plain_keys
 from router.listener import bind, url_of
 from router.options import AdminOptions
@@ -44,19 +45,22 @@ class AdminListener:
         self._tls = None if _is_loopback(host) else tls
         self.url = url_of(self._socket, self._tls is not None, reached_at if _is_any(host) else "")
         self._keys = keys
+        self._live: LiveFeed | None = None
         self._server: HttpServer | None = None
         self._serving: asyncio.Task[None] | None = None
 
     def start(self, open_page: Callable[[str], Awaitable[Page]]) -> None:
         """Serve these pages."""
         assert self._serving is None, "it has started already"
-        app = build_admin_app(open_page, self._keys)
+        self._live = LiveFeed(open_page, self.url)
+        app = build_admin_app(open_page, self._live, self._keys)
         self._server = HttpServer(HttpConfig(app, _LIMITS, self._tls))
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
 
     async def close(self) -> None:
         """Free the port. Closing twice changes nothing."""
-        if self._serving is not None and self._server is not None:
+        if self._serving is not None and self._server is not None and self._live is not None:
+            self._live.close()
             self._server.should_exit = True
             await asyncio.wait([self._serving], timeout=_CLOSE_S)
         self._socket.close()

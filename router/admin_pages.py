@@ -63,6 +63,7 @@ class AdminPages:
             "/admin/weights": self._weights,
             "/debug/suspicions": self._suspicions,
             "/debug/rooms": self._rooms,
+            "/debug/requests": self._requests,
             "/debug/route": self._route,
             "/debug/leases": self._leases,
             "/debug/inspect": self._inspect,
@@ -140,6 +141,10 @@ class AdminPages:
     async def _rooms(self, _: _Query) -> Page:
         """All rooms of this router, their workers, and what those said of silent rooms."""
         return json_page({"rooms": await self.processes.rooms()})
+
+    async def _requests(self, _: _Query) -> Page:
+        """The newest requests of this router, with their workers and times; /debug/trace/ID has the rest."""
+        return json_page({"requests": await self.processes.requests()})
 
     async def _route(self, query: _Query) -> Page:
         """?prompt=...: which workers the policy would choose now, and what each would cost.

@@ -12,7 +12,9 @@ from prometheus_client.registry import Collector
 from router.events.counters import EventCounters
 from router.keys import Keys
 from router.measures import Count, Distribution
+from router.pair_transfers import PairTransfers
 from router.placement.models import Models
+from router.placement.transfer_rates import TransferPair
 from router.suspicions import Suspicions
 from wire.loop_mailbox import LoopMailbox
 from wire.records import Role, WorkerRecord
@@ -70,6 +72,7 @@ class RoomMetrics:
         self._transfer_seconds = Count(
             registry, "baton_router_transfer_seconds", "Seconds in which those bytes were written", "locality"
         )
+        self.pair_transfers = PairTransfers(registry)
         self.placements = Count(
             registry, "baton_router_placements", "Epochs placed on a pair or on D alone", "kind"
         )
@@ -94,10 +97,12 @@ class RoomMetrics:
             "Prompt tokens cached as the index said, less what the worker found, by request", _TOKENS,
         )  # fmt: skip
 
-    def observe_transfer(self, locality: str, nbytes: int, seconds: float) -> None:
+    def observe_transfer(self, pair: TransferPair, nbytes: int, seconds: float) -> None:
         """A room's KV has come, in so many seconds with a write in progress."""
+        locality = pair.locality.name.lower()
         self._transfer_bytes.inc(nbytes, of=locality)
         self._transfer_seconds.inc(seconds, of=locality)
+        self.pair_transfers.observe(pair.prefill, pair.decode, nbytes, seconds)
 
     def observe_index(self, said: int, found: int) -> None:
         """A request's cached tokens: as the index said when it was placed, and as the worker found them."""

@@ -23,7 +23,7 @@ from router.page import Page, json_page
 from router.streams.inspections import Inspections
 from router.streams.room_report import RoomReport
 from router.suspicions import SuspicionReport
-from router.trace import TraceStore
+from router.trace import RequestSummary, TraceStore
 from wire.holds import Hold
 from wire.messages import AnyMessage, Inspect, Inspected
 
@@ -34,7 +34,9 @@ _TRACE = "trace "  # and a request id
 _ROOMS = "rooms"
 _HOLDS = "leases"
 _SUSPICIONS = "suspicions"
+_REQUESTS = "requests"
 _PAGE = "page "  # and its path and query
+_NEWEST_REQUESTS = 50  # of each process
 _PAGE_TIMEOUT_S = 15.0  # longer than a page waits for a worker
 _Families = list[MetricFamily]
 _Row = TypeVar("_Row")
@@ -124,6 +126,11 @@ class ProcessGroup:
         """The latest suspicions of every process. Raises Unavailable, see `metrics`."""
         return await self._listed(_SUSPICIONS, self._own.suspicions(), SuspicionReport)
 
+    async def requests(self) -> list[RequestSummary]:
+        """The newest requests of every process, the newest first. Raises Unavailable, see `metrics`."""
+        found = await self._listed(_REQUESTS, self._traces.newest(_NEWEST_REQUESTS), RequestSummary)
+        return sorted(found, key=lambda one: -one.arrived_ns)[:_NEWEST_REQUESTS]
+
     async def page(self, target: str) -> Page:
         """The admin page at a path with its query, as another process shows it. Each is asked in turn. One
         that makes a change tells the others, through the directory.
@@ -159,7 +166,7 @@ class ProcessGroup:
         elif question.what.startswith(_PAGE):
             page = await self._own.page(question.what.removeprefix(_PAGE))
             found = msgspec.json.encode(page)
-        elif question.what in (_ROOMS, _HOLDS, _SUSPICIONS):
+        elif question.what in (_ROOMS, _HOLDS, _SUSPICIONS, _REQUESTS):
             found = msgspec.json.encode(await self._list_of(question.what))
         elif self._first is not None:
             found = msgspec.json.encode(collect(self._registry))
@@ -174,6 +181,8 @@ class ProcessGroup:
             return self._own.rooms() if alone else await self.rooms()
         if what == _HOLDS:
             return self._own.holds() if alone else await self.holds()
+        if what == _REQUESTS:
+            return self._traces.newest(_NEWEST_REQUESTS) if alone else await self.requests()
         return self._own.suspicions() if alone else await self.suspicions()
 
     async def _listed(self, what: str, own: list[_Row], kind: type[_Row]) -> list[_Row]:

@@ -4,12 +4,28 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
+
+import msgspec
 
 from wire.messages import RoomStatus, Timeline
 from wire.stages import Stamp
 
 _KEPT = 2048
+
+
+class RequestSummary(msgspec.Struct, frozen=True):
+    """One request in a list. Milliseconds from its arrival; None: not yet."""
+
+    request_id: str
+    arrived_ns: int  # of the Unix clock
+    ttft_ms: float | None
+    total_ms: float | None
+    prefill: str | None
+    decode: str | None
+    placements: int  # more than one for each choice: some were started again, or moved
+    kv_bytes: int
 
 
 @dataclass(slots=True)
@@ -64,6 +80,18 @@ class RequestTrace:
                 )  # fmt: skip
         return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": self._summary()}
 
+    def summary(self) -> RequestSummary:
+        """The request in a list."""
+        last = self.placements[-1] if self.placements else {}
+        return RequestSummary(
+            self.request_id, self.arrived_ns, self._since_arrival(self.first_token_ns),
+            self._since_arrival(self.finished_ns), last.get("prefill"), last.get("decode"),
+            len(self.placements), self.kv_bytes,
+        )  # fmt: skip
+
+    def _since_arrival(self, at_ns: int) -> float | None:
+        return (at_ns - self.arrived_ns) / 1e6 if at_ns else None
+
     def _summary(self) -> dict[str, Any]:
         last = self.placements[-1] if self.placements else {}
         return {
@@ -75,8 +103,8 @@ class RequestTrace:
             "statuses": [{"worker": worker, "said": said} for (_, worker), said in self.statuses.items()],
             "kv_bytes": self.kv_bytes,
             "kv_backend": self.kv_backend,
-            "ttft_ms": (self.first_token_ns - self.arrived_ns) / 1e6 if self.first_token_ns else None,
-            "total_ms": (self.finished_ns - self.arrived_ns) / 1e6 if self.finished_ns else None,
+            "ttft_ms": self._since_arrival(self.first_token_ns),
+            "total_ms": self._since_arrival(self.finished_ns),
         }
 
 
@@ -101,6 +129,10 @@ class TraceStore:
     def get(self, request_id: str) -> RequestTrace | None:
         """A request's trace while it is kept."""
         return self._by_request.get(request_id)
+
+    def newest(self, most: int) -> list[RequestSummary]:
+        """The requests that came last, the newest first."""
+        return [trace.summary() for trace in islice(reversed(self._by_request.values()), most)]
 
     def add_timeline(self, timeline: Timeline) -> bool:
         """Add a worker's part of a room. It may come late, twice, and after the request has ended.

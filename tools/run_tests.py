@@ -18,6 +18,7 @@ import pytest
 from common.arguments import ExactParser
 
 _MOST_JOBS = 4  # the processes of a job may take 2 GiB
+_WAITING_JOBS = 1  # more than there are cores: two jobs keep two cores half busy
 
 
 class _Tally:
@@ -48,7 +49,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = ExactParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("markers", help="a pytest -m expression")
     parser.add_argument("paths", nargs="*", default=[])
-    parser.add_argument("--jobs", type=int, default=min(_MOST_JOBS, os.cpu_count() or 1), help="at once")
+    parser.add_argument(
+        "--jobs", type=int, default=min(_MOST_JOBS, (os.cpu_count() or 1) + _WAITING_JOBS), help="at once"
+    )
     options, rest = parser.parse_known_args(argv)
     tally = _Tally()
     arguments = ["-m", options.markers, "-rfEs", "--durations=5", *options.paths, *rest]

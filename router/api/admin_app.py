@@ -1,4 +1,5 @@
-"""The admin listener as an ASGI application: /metrics, /debug and /admin, behind a key of their own."""
+"""The admin listener as an ASGI application: /metrics, /debug and /admin, behind a key of their own, and the
+dashboard at /."""
 
 from __future__ import annotations
 
@@ -6,31 +7,47 @@ import ipaddress
 from collections.abc import Awaitable, Callable
 
 from common.errors import BatonError, Unauthorized
-from router.api.asgi import App, Receive, Scope, Send
+from router.api.asgi import App, Headers, Receive, Scope, Send
+from router.api.live_answer import answer_live
+from router.dashboard.assets import POLICY, find_asset
+from router.dashboard.live import LiveFeed
 from router.http_errors import error_body, to_http
 from router.keys import Keys
 from router.page import CHANGE, CHANGES, Page, json_page
 
+_LIVE = "/admin/live"
 
-def build_admin_app(open_page: Callable[[str], Awaitable[Page]], keys: Keys) -> App:
+
+def build_admin_app(open_page: Callable[[str], Awaitable[Page]], live: LiveFeed, keys: Keys) -> App:
     """The application. `open_page` is asked for the page at a path with its query string."""
 
-    async def app(scope: Scope, _: Receive, send: Send) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "the listener serves nothing else"
+        asset = find_asset(scope["path"]) if scope["method"] == "GET" else None
+        if asset is not None:
+            await _send_page(send, asset, [POLICY])
+            return
         headers = {bytes(name): bytes(value).decode("latin-1") for name, value in scope["headers"]}
         try:
             _check(headers, keys, scope["method"])
+            if scope["path"] == _LIVE and scope["method"] == "GET":
+                await answer_live(live, receive, send)
+                return
             page = await _page(scope, open_page)
             extra = []
         except BatonError as error:
             told = to_http(error)
             page, extra = json_page(told.body, told.status), told.headers
-        body = page.body.encode()
-        head = [(b"content-type", page.kind.encode()), (b"content-length", str(len(body)).encode()), *extra]
-        await send({"type": "http.response.start", "status": page.status, "headers": head})
-        await send({"type": "http.response.body", "body": body})
+        await _send_page(send, page, extra)
 
     return app
+
+
+async def _send_page(send: Send, page: Page, extra: Headers) -> None:
+    body = page.body.encode()
+    head = [(b"content-type", page.kind.encode()), (b"content-length", str(len(body)).encode()), *extra]
+    await send({"type": "http.response.start", "status": page.status, "headers": head})
+    await send({"type": "http.response.body", "body": body})
 
 
 async def _page(scope: Scope, open_page: Callable[[str], Awaitable[Page]]) -> Page:

@@ -54,7 +54,7 @@ _PATHS = {path for _, path in _ROUTES}
 def build_app(router: Router) -> App:
     """The application that serves a router. It does not close the router."""
 
-    cors = Cors(router.options.cors_origins)
+    cors = Cors(router.options.cors_origins, lambda: router.membership.admins)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

@@ -13,7 +13,7 @@ from router.placement.admission import Admission
 from router.placement.broken_pairs import BrokenPairs
 from router.placement.load_estimate import AssignedLoad, WorkerLoadEstimate
 from router.placement.placer import Placer
-from router.placement.transfer_rates import Locality
+from router.placement.transfer_rates import TransferPair
 from router.placement.version import ModelVersion, VersionHealth, chosen, shares
 from wire.messages import Timeline
 from wire.records import Role, WorkerRecord
@@ -175,10 +175,10 @@ class Models:
         for version in self.versions():
             version.placer.tick(now)
 
-    def transferred(self, to: str, told: Timeline) -> Locality | None:
+    def transferred(self, to: str, told: Timeline) -> TransferPair | None:
         """As `Placer.transferred`, of the worker's version."""
         found = (version.placer.transferred(to, told) for version in self.versions())
-        return next((near for near in found if near is not None), None)
+        return next((pair for pair in found if pair is not None), None)
 
     # -- LoadBook ------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from router.placement.fleet_table import Floats
 from router.placement.load_estimate import WorkerLoadEstimate
 from router.placement.placement import Placement
 from router.placement.policy import Choice, PlacementRequest, Policy, RoleCandidates
-from router.placement.transfer_rates import Locality, locality
+from router.placement.transfer_rates import TransferPair, locality
 from wire.messages import Timeline
 from wire.records import WorkerRecord
 
@@ -165,14 +165,14 @@ class Placer:
         placement.decode_load.decoded(placement.context_tokens, placement.report_number)
         self.fleet.own_changed(placement.decode_load)
 
-    def transferred(self, to: str, told: Timeline) -> Locality | None:
-        """The worker at a mailbox says how it received a room's KV. Returns how near the two workers are, or
-        None if one of them has left."""
+    def transferred(self, to: str, told: Timeline) -> TransferPair | None:
+        """The worker at a mailbox says how it received a room's KV. Returns both, or None if one of
+        them has left."""
         prefill, decode = self._mailboxes.get(told.kv_from), self._mailboxes.get(to)
         if prefill is None or decode is None:
             return None
         self.policy.transfers.observe(prefill, decode, told.kv_backend, told.kv_bytes, told.kv_seconds)
-        return locality(prefill, decode)
+        return TransferPair(prefill.id, decode.id, locality(prefill, decode))
 
     def answered(self, output_tokens: int) -> None:
         """A room ended by itself with this many output tokens. They count in the mean output."""

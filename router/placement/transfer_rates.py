@@ -50,6 +50,14 @@ class Locality(IntEnum):
     FAR = 3
 
 
+class TransferPair(NamedTuple):
+    """Two workers, by their ids, between which a room's KV has moved."""
+
+    prefill: str
+    decode: str
+    locality: Locality
+
+
 class Kind(NamedTuple):
     """Transfers that are expected to be alike."""
 

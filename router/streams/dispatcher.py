@@ -137,6 +137,7 @@ class Dispatcher:
         gets the worker again.
         """
         self.broken_pairs.gone(worker.id)
+        self._metrics.pair_transfers.gone(worker.id)
         self.moves.on_worker_gone(worker, now)
         for room in list(self.rooms.values()):
             room.on_worker_gone(worker, why, now)
@@ -286,9 +287,9 @@ class Dispatcher:
         if isinstance(message, Timeline):
             if self._traces.add_timeline(message):
                 self._metrics.kv_bytes.inc(message.kv_bytes)
-                near = self._models.transferred(sender, message)
-                if near is not None:
-                    self._metrics.observe_transfer(near.name.lower(), message.kv_bytes, message.kv_seconds)
+                pair = self._models.transferred(sender, message)
+                if pair is not None:
+                    self._metrics.observe_transfer(pair, message.kv_bytes, message.kv_seconds)
                 self._metrics.observe_stages(message.stamps, message.ended_ns)
             return
         room = self.rooms.get(message.room)

@@ -12,10 +12,11 @@ from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, generate_latest
 from rich.console import Console
 
-from cluster.top_figures import Samples, Snapshot, added, fleet_figures, in_order, kv_use, parse_samples
 from cluster.top_table import frame
+from router.dashboard.figures import Samples, Snapshot, added, fleet_figures, in_order, kv_use, parse_samples
 from router.measures import Count, Distribution
 from router.metrics import RequestMetrics, RoomMetrics
+from router.placement.transfer_rates import Locality, TransferPair
 from tests.router.directory.test_directory import record
 from wire.records import Role, WorkerLoad
 
@@ -100,7 +101,7 @@ def test_figures_are_of_the_time_between_two_snapshots() -> None:
     requests.ttft.observe(0.2)
     requests.itl.observe(0.02)
     rooms.kv_bytes.inc(4_000_000_000)
-    rooms.observe_transfer("rack", 4_000_000_000, 2.0)
+    rooms.observe_transfer(TransferPair("p", "d", Locality.RACK), 4_000_000_000, 2.0)
     fleet = fleet_figures(snapshot(samples(registry), at=14.0), before)
     assert (fleet.requests_s, fleet.output_tokens_s, fleet.hit_rate) == (2.0, 20.0, 0.25)
     assert fleet.statuses == {"429": 2.0}
@@ -165,7 +166,7 @@ def test_a_hit_rate_of_nothing_cached_is_zero() -> None:
 
 def test_the_frame_shows_the_fleet() -> None:
     registry, _, rooms = metrics()
-    rooms.observe_transfer("rack", 4_000_000_000, 2.0)
+    rooms.observe_transfer(TransferPair("p", "d", Locality.RACK), 4_000_000_000, 2.0)
     file = StringIO()
     now = snapshot(added([counted(1, 3), samples(registry)]))
     Console(file=file, width=140).print(frame(now, None))

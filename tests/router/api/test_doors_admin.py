@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import httpx
@@ -23,6 +24,7 @@ OTHER = "another admin key of that length"
 PATHS = [
     "/metrics", "/admin/routers", "/debug/workers", "/debug/route?prompt=Hello",
     "/debug/inspect?worker=WORKER", "/debug/rooms", "/debug/leases", "/debug/suspicions", "/debug/trace/one",
+    "/debug/requests",
 ]  # fmt: skip
 
 
@@ -65,6 +67,38 @@ def test_a_page_is_the_operators_alone(service: tuple[RouterProcess, str, bool],
         if has_key:
             assert answer.headers["www-authenticate"] == "Bearer"
             assert answer.json()["error"]["code"] == "invalid_api_key"
+
+
+def test_the_dashboard_is_open_and_what_it_reads_is_not(service: tuple[RouterProcess, str, bool]) -> None:
+    router, worker, has_key = service
+    for path, kind in (
+        ("/", "text/html"),
+        ("/dashboard.js", "text/javascript"),
+        ("/dashboard.css", "text/css"),
+    ):
+        answer = httpx.get(f"{router.admin.base_url}{path}")
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith(kind)
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+    if has_key:
+        assert httpx.get(f"{router.admin.base_url}/admin/live").status_code == 401
+    with router.admin.stream("GET", "/admin/live") as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        (event,) = islice((line for line in answer.iter_lines() if line.startswith("data: ")), 1)
+    view = json.loads(event.removeprefix("data: "))
+    assert [one["id"] for one in view["workers"]] == [worker]
+    assert [one["request_id"] for one in view["requests"]] == ["one"]
+    assert view["requests"][0]["decode"] == worker
+
+
+def test_the_playground_may_read_the_apis_answers(service: tuple[RouterProcess, str, bool]) -> None:
+    router, *_ = service
+    ours = str(router.admin.base_url).rstrip("/")
+    asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+    for origin, status in ((ours, 204), ("http://example.org", 405)):
+        answer = router.http.options("/v1/chat/completions", headers={"Origin": origin, **asks})
+        assert answer.status_code == status
+        assert answer.headers.get("access-control-allow-origin") == (ours if origin == ours else None)
 
 
 def test_the_api_is_not_at_the_admin_port(service: tuple[RouterProcess, str, bool]) -> None:

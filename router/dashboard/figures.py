@@ -1,4 +1,4 @@
-"""What `baton top` shows, computed from the routers' metrics and the workers' records. Pure."""
+"""What `baton top` and the dashboard show, computed from metrics and workers' records. Pure."""
 
 from __future__ import annotations
 
@@ -29,6 +29,16 @@ class Samples:
         for (of, own), value in self.values.items():
             if of == name and label in (labels := dict(own)):
                 sums[labels[label]] = sums.get(labels[label], 0.0) + value
+        return sums
+
+    def by_pair(self, name: str) -> dict[tuple[str, str], float]:
+        """The sums by the prefill and the decode worker."""
+        sums: dict[tuple[str, str], float] = {}
+        for (of, own), value in self.values.items():
+            labels = dict(own) if of == name else {}
+            if "prefill" in labels and "decode" in labels:
+                pair = labels["prefill"], labels["decode"]
+                sums[pair] = sums.get(pair, 0.0) + value
         return sums
 
     def quantile(self, histogram: str, share: float) -> float | None:
