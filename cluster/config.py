@@ -29,7 +29,7 @@ from cluster.router_config import RouterConfig
 from common.errors import ConfigError
 from common.host import LOOPBACK
 from common.options import parse_options
-from router.options import PolicyWeights, RoutedModel, RouterOptions
+from router.options import OutputOptions, PolicyWeights, RoutedModel, RouterOptions
 from router.placement.policies import make_policy
 from wire.options import ServedModel, SocketOptions
 from wire.records import Role
@@ -42,10 +42,10 @@ AGREED_OPTIONS = ("page_size", "dtype", "weight_dtype", "kv_cache_dtype")
 DYNAMIC = "dynamic"
 """Key of the section of workers whose roles change."""
 
-_OF_ONE_MODEL = ("prefill", "decode", DYNAMIC)
+_OF_ONE_MODEL = (*ServedModel.model_fields, *OutputOptions.model_fields, "prefill", "decode", DYNAMIC)
 
 
-class ServeConfig(ServedModel, SocketOptions):
+class ServeConfig(ServedModel, OutputOptions, SocketOptions):
     """One model, served by one router deployment, one of prefill workers and one of decode workers, or with
     `roles: dynamic` one of both. `models` names several instead, each with its own workers."""
 
@@ -86,7 +86,7 @@ class ServeConfig(ServedModel, SocketOptions):
         """The models and their versions, in either form."""
         if self.models:
             return self.models
-        one = {key: getattr(self, key) for key in (*ServedModel.model_fields, *_OF_ONE_MODEL)}
+        one = {key: getattr(self, key) for key in _OF_ONE_MODEL}
         return (ModelSection(**one),)
 
     def worker_sections(self) -> dict[str, WorkerDeployment]:
@@ -142,6 +142,8 @@ class ServeConfig(ServedModel, SocketOptions):
                 model=Path(versions[0].model),
                 served_model_name=name,
                 generation_config=versions[0].generation_config,
+                tool_call_parser=versions[0].tool_call_parser,
+                reasoning_parser=versions[0].reasoning_parser,
             )
             for name, versions in sections.items()
         )
@@ -234,8 +236,7 @@ def _check_models(config: ServeConfig) -> None:
         if not config.model:
             raise ConfigError("model", "no model is named", "give its directory or id, or several in models")
         return
-    of_one = {*ServedModel.model_fields, *_OF_ONE_MODEL}
-    for key in sorted(of_one & config.model_fields_set):
+    for key in sorted({*_OF_ONE_MODEL} & config.model_fields_set):
         raise ConfigError(key, "it is for one model, and models names several", "move it into models")
     suffixes = [one.suffix for one in config.models]
     for number, one in enumerate(config.models):

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from cluster.placement import NodeOptions
 from common.options import Options
-from router.options import MOST_WEIGHT, RouterSettings
+from router.options import MOST_WEIGHT, OutputOptions, RouterSettings
 from wire.options import ServedModel
 from worker.options import WorkerSettings
 
@@ -150,7 +150,7 @@ class DynamicDeployment(WorkerDeployment):
     period_s: float = Field(default=5.0, gt=0, description="between two decisions who has which role")
 
 
-class ModelSection(ServedModel):
+class ModelSection(ServedModel, OutputOptions):
     """One version of one model, with workers of its own: an entry of `models`."""
 
     weight: float | None = Field(

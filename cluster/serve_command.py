@@ -17,7 +17,7 @@ from cluster.start_display import StartDisplay
 from common.gpus import gpus_found
 from common.host import HTTP_PORT, LOOPBACK
 from common.settings import assign, parse_value, put
-from router.options import RouterSettings
+from router.options import OutputOptions, RouterSettings
 from wire.options import ServedModel
 from worker.options import WorkerSettings
 
@@ -73,6 +73,8 @@ def add_arguments(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--pooling", metavar="last|mean", help=RouterSettings.model_fields["pooling"].description
     )
+    for key, field in OutputOptions.model_fields.items():
+        serve.add_argument(_flag(key), metavar="X", help=field.description)
     for key in _WORKER_FLAGS:
         description = WorkerSettings.model_fields[key].description
         serve.add_argument(_flag(key), metavar="X", help=f"{description} (both roles)")
@@ -96,6 +98,7 @@ def make_config(arguments: argparse.Namespace) -> dict[str, Any]:
         "served_model_name": arguments.served_model_name,
         "generation_config": arguments.generation_config,
         "router.options.pooling": arguments.pooling,
+        **{key: getattr(arguments, key) for key in OutputOptions.model_fields},
         "prefill.num_replicas": arguments.num_prefill,
         "decode.num_replicas": arguments.num_decode,
     }

@@ -9,6 +9,7 @@ from transformers import AutoConfig
 from cluster.config import ServeConfig
 from common.errors import ConfigError
 from engine.gate import check_model
+from router.text.output_formats import check_parsers
 from router.text.sampling_defaults import read_defaults
 
 
@@ -20,6 +21,7 @@ def check_models(config: ServeConfig) -> None:
     for one in config.served:
         directory = Path(one.model)
         read_defaults(directory, one.generation_config)
+        check_parsers(one.tool_call_parser, one.reasoning_parser)
         fake = {config.worker_options(key).engine for key in config.worker_sections()} == {"fake"}
         if fake:
             continue

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
+from typing import Self
 
 from common.errors import ContextTooLong, InvalidRequest, Unavailable
+from router.options import RoutedModel
 from router.placement.models import ModelVersions
 from router.streams.room_requests import RoomRequests
 from router.text.chat import Chat
 from router.text.long_texts import LONG, LongTexts
-from router.text.sampling_defaults import SamplingDefaults
+from router.text.output_formats import PROMPT_END, OutputFormats, Parsing
+from router.text.sampling_defaults import SamplingDefaults, read_defaults
 from router.text.tokenization import Tokenization
 
 
@@ -23,6 +27,26 @@ class Model:
     requests: RoomRequests
     versions: ModelVersions
     long_texts: LongTexts
+    formats: OutputFormats
+
+    @classmethod
+    def load(
+        cls, one: RoutedModel, requests: RoomRequests, versions: ModelVersions, long_texts: LongTexts
+    ) -> Self:
+        """Read the text side of a model's directory. Raises ConfigError."""
+        tokenization = Tokenization(one.model)
+        defaults = read_defaults(one.model, one.generation_config)
+        formats = OutputFormats(
+            tokenization.templates, tokenization.special_ids(), one.tool_call_parser, one.reasoning_parser
+        )
+        return cls(one.served_model_name, tokenization, defaults, requests, versions, long_texts, formats)
+
+    def parsing(
+        self, prompt: list[int], names: Container[str] | None, with_reasoning: bool, shows_special: bool
+    ) -> Parsing | None:
+        """How the outputs of a chat's prompt are read (OutputFormats.parsing)."""
+        end = self.tokenization.decode(prompt[-PROMPT_END:])
+        return self.formats.parsing(end, names, with_reasoning, shows_special)
 
     async def encode(
         self, text: str, add_special_tokens: bool, param: str, any_length: bool = False

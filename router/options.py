@@ -248,7 +248,20 @@ class ConnectionOptions(Options):
         return self
 
 
-class RoutedModel(Options):
+class OutputOptions(Options):
+    """What is read in a model's output (docs/tools.md)."""
+
+    tool_call_parser: str = Field(
+        "auto",
+        description="how the model writes calls of functions: auto, by its chat template; none; or a name of "
+        "vLLM's or SGLang's, such as hermes",
+    )
+    reasoning_parser: str = Field(
+        "auto", description="how the model writes its reasoning: auto, none, or a name, such as qwen3"
+    )
+
+
+class RoutedModel(OutputOptions):
     """A model that a router serves: its text side, and how its versions share new streams."""
 
     model: Path = Field(
@@ -265,7 +278,7 @@ class RoutedModel(Options):
     )
 
 
-class RouterOptions(RouterSettings, ConnectionOptions, SocketOptions):
+class RouterOptions(RouterSettings, ConnectionOptions, OutputOptions, SocketOptions):
     """Options of one router process. `host`, `port` and the options of connections are for a router without
     Serve in front. One model is named by `model` and `served_model_name`, several by `models`."""
 
@@ -309,6 +322,8 @@ class RouterOptions(RouterSettings, ConnectionOptions, SocketOptions):
                 model=self.model,
                 served_model_name=self.served_model_name,
                 generation_config=self.generation_config,
+                tool_call_parser=self.tool_call_parser,
+                reasoning_parser=self.reasoning_parser,
                 version_weights=self.version_weights,
             ),
         )

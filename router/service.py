@@ -48,8 +48,6 @@ from router.streams.room_requests import RoomNumbers, RoomRequests
 from router.streams.stream import RoomSink, RoomStream
 from router.text.grammars import GrammarChecks
 from router.text.long_texts import LongTexts
-from router.text.sampling_defaults import read_defaults
-from router.text.tokenization import Tokenization
 from router.trace import TraceStore
 from router.unanswered import Unanswered
 from router.worker_metrics import WorkerMetrics
@@ -91,15 +89,10 @@ class Router:
         self._versions = Models(weights, make_version)
         self._long_texts = LongTexts()
         self.models = {
-            name: Model(
-                name,
-                Tokenization(one.model),
-                read_defaults(one.model, one.generation_config),
-                RoomRequests(name),
-                self._versions.by_name[name],
-                self._long_texts,
+            (name := one.served_model_name): Model.load(
+                one, RoomRequests(name), self._versions.by_name[name], self._long_texts
             )
-            for name, one in ((one.served_model_name, one) for one in options.served)
+            for one in options.served
         }
         self.grammars = GrammarChecks()
         self.resume_tokens = ResumeTokens(options, secret)
@@ -231,7 +224,7 @@ class Router:
     def _make_sink(self, counts: ChoiceCounts, generation: Generation, resumed: Resumed | None) -> RoomSink:
         submission = generation.submission
         detokenizers = self.models[submission.model].tokenization.detokenizers
-        detokenizer = detokenizers.make(submission.skip_special_tokens)
+        detokenizer = detokenizers.make(submission.skip_special_tokens, submission.kept_special)
         output = ChoiceOutput(counts, generation, detokenizer, submission.stop, submission.keep_stop)
         return output if resumed is None else ResumedOutput(output, counts, generation, resumed)
 

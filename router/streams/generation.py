@@ -37,6 +37,7 @@ class Submission(RequestCore, frozen=True, kw_only=True):
     n: int = 1
     stop: tuple[str, ...] = ()
     skip_special_tokens: bool = True
+    kept_special: frozenset[int] = frozenset()  # special tokens that the text has nevertheless
     keep_stop: bool = False  # the text has the stop string, or the token, that ended it
     session: str = ""
     opening: str = ""  # what the requests of one conversation have in common; "": the prompt's beginning

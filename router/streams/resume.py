@@ -131,7 +131,7 @@ class ResumeTokens:
         s = submission
         decides = (
             form, s.model, s.prompts, s.n, s.sampling, s.stop, s.skip_special_tokens, s.extra_key,
-            s.cache_salt, s.tenant, s.keep_stop,
+            s.cache_salt, s.tenant, s.keep_stop, sorted(s.kept_special),
         )  # fmt: skip
         return hashlib.sha256(msgspec.msgpack.encode(decides)).digest()
 

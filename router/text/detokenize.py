@@ -60,9 +60,11 @@ class DetokenizerFactory:
         named = self._bytes.values() if self._bytes is not None else (text.encode() for text in vocab)
         return max(map(len, named))
 
-    def make(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """A new detokenizer."""
+    def make(self, skip_special_tokens: bool = True, kept: frozenset[int] = frozenset()) -> Detokenizer:
+        """A new detokenizer. `kept`: special tokens that stay in the text."""
         skipped = self.special_ids if skip_special_tokens else frozenset()
+        if kept:
+            skipped -= kept
         if self._bytes is not None:
             return ByteLevelDetokenizer(self._bytes, skipped)
         if self._pieces is not None:

@@ -56,7 +56,8 @@ class Tokenization:
         self._tiktoken = TiktokenEncoder.make(self.tokenizer)
         sources = load_templates(model, config)
         listed: list[str] | None = config.get("chat_control_tokens")
-        named_in = "\0".join(sources.values()) if listed is None else listed
+        self.templates = "\0".join(sources.values())
+        named_in = self.templates if listed is None else listed
         self._control_tokens = control = ControlTokens(self.tokenizer, named_in)
         self._template = ChatTemplate(sources, self.special_tokens, control.marks) if sources else None
 
@@ -75,6 +76,11 @@ class Tokenization:
                 raise InvalidRequest(f"token {token} is not in the vocabulary of {self.vocab_size}", "tokens")
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
         return text
+
+    def special_ids(self) -> dict[str, int]:
+        """The tokens that texts of outputs leave out, by their own texts."""
+        tokens = self.tokenizer.get_added_tokens_decoder().items()
+        return {token.content: token_id for token_id, token in tokens if token.special}
 
     def render_chat(self, chat: Chat) -> str:
         """The chat as text. Raises InvalidRequest if the template refuses it, or if there is none."""

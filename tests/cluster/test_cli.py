@@ -82,6 +82,12 @@ def test_a_refusal_ends_the_process_with_exit_code_2(model: str) -> None:
     assert "worker.page_size" in done.stderr
 
 
+def test_the_parsers_of_outputs_reach_the_router(model: str) -> None:
+    arguments = parse(["serve", model, "--tool-call-parser", "hermes", "--reasoning-parser", "none"])
+    (one,) = parse_config(make_config(arguments)).router_options().served
+    assert (one.tool_call_parser, one.reasoning_parser) == ("hermes", "none")
+
+
 def test_the_generation_config_reaches_router_and_workers(model: str) -> None:
     arguments = parse(["serve", model, "--generation-config", "vllm"])
     config = parse_config(make_config(arguments))

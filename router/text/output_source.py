@@ -1,0 +1,159 @@
+"""Parsers of output as generators: they read a text as if it were there, and wait where it is not yet.
+
+A parser yields a part when it has one, and None where it needs more text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import TypeVar
+
+from router.text.output_parts import CallBroken, Content, Part, Reasoning
+
+Returned = TypeVar("Returned")
+Reading = Generator[Part | None, None, Returned]
+
+
+class Source:
+    """The text of one choice that has come and was not taken yet."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.ended = False  # nothing follows
+        self._recorded = ""
+
+    def take(self, count: int) -> str:
+        """The next characters."""
+        taken, self.text = self.text[:count], self.text[count:]
+        self._recorded += taken
+        return taken
+
+    def record(self, before: str = "") -> None:
+        """Record what is taken from here on, behind `before`."""
+        self._recorded = before
+
+    @property
+    def recorded(self) -> str:
+        """Everything that was taken since `record`."""
+        return self._recorded
+
+
+class ReadingParser:
+    """Drives a reading. Implements OutputParser."""
+
+    def __init__(self, source: Source, reading: Reading[None], hidden: Sequence[str] = ()) -> None:
+        """`hidden`: special tokens that are left out where they are not understood."""
+        self._source = source
+        self._reading = reading
+        self._hidden = hidden
+
+    def feed(self, text: str) -> list[Part]:
+        self._source.text += text
+        return self._read()
+
+    def end(self) -> list[Part]:
+        self._source.ended = True
+        return self._read()
+
+    def _read(self) -> list[Part]:
+        parts: list[Part] = []
+        for part in self._reading:
+            if part is None:
+                break
+            shown = self._without_hidden(part)
+            if shown is not None:
+                parts.append(shown)
+        return parts
+
+    def _without_hidden(self, part: Part) -> Part | None:
+        match part:
+            case Content(text) if self._hidden:
+                text = self._shown(text)
+                return Content(text) if text else None
+            case Reasoning(text) if self._hidden:
+                text = self._shown(text)
+                return Reasoning(text) if text else None
+            case CallBroken(index, text):
+                return CallBroken(index, self._shown(text))
+            case _:
+                return part
+
+    def _shown(self, text: str) -> str:
+        for token in self._hidden:
+            text = text.replace(token, "")
+        return text
+
+
+def until(source: Source, markers: Sequence[str], part: Callable[[str], Part]) -> Reading[tuple[str, str]]:
+    """Take the text before the first of the markers, as parts, and that marker.
+
+    Returns the white space before the marker, which is in no part, and the marker; ("", "") at the end of the
+    text.
+    """
+    while True:
+        at, marker = _first(source.text, markers)
+        if marker:
+            before = source.take(at)
+            shown = before.rstrip()
+            source.take(len(marker))
+            if shown:
+                yield part(shown)
+            return before[len(shown) :], marker
+        if source.ended:
+            if source.text:
+                yield part(source.take(len(source.text)))
+            return "", ""
+        held = _begun(source.text, markers)
+        shown = source.text[: len(source.text) - held].rstrip()
+        if shown:
+            yield part(source.take(len(shown)))
+        yield None
+
+
+def skip_space(source: Source, characters: str | None = None) -> Reading[str]:
+    """Take white space, or these characters. Returns the one after it, which is not taken; "" at the end of
+    the text."""
+    while True:
+        source.take(len(source.text) - len(source.text.lstrip(characters)))
+        if source.text or source.ended:
+            return source.text[:1]
+        yield None
+
+
+def accept(source: Source, *words: str) -> Reading[str]:
+    """Take one of these words, if the text goes on with it. Returns it, else ""."""
+    while True:
+        for word in words:
+            if source.text.startswith(word):
+                return source.take(len(word))
+        if source.ended or not any(word.startswith(source.text) for word in words):
+            return ""
+        yield None
+
+
+def rest(source: Source) -> Reading[None]:
+    """All that follows is content."""
+    while not source.ended or source.text:
+        if source.text:
+            yield Content(source.take(len(source.text)))
+        else:
+            yield None
+
+
+def _first(text: str, markers: Sequence[str]) -> tuple[int, str]:
+    """The place of the first marker, and that marker: the longer one of two at one place; (-1, "")."""
+    found = [(at, -len(marker), marker) for marker in markers if (at := text.find(marker)) >= 0]
+    if not found:
+        return -1, ""
+    at, _, marker = min(found)
+    return at, marker
+
+
+def _begun(text: str, markers: Sequence[str]) -> int:
+    """The length of the longest end of `text` that is the beginning of a marker."""
+    longest = min(len(text), max(map(len, markers), default=1) - 1)
+    for length in range(longest, 0, -1):
+        end = text[-length:]
+        if any(marker.startswith(end) for marker in markers):
+            return length
+    return 0

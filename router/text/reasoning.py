@@ -1,0 +1,53 @@
+"""Reasoning between two tags, with which an output begins: `<think>...</think>`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from router.text.output_parts import Reasoning
+from router.text.output_source import Reading, Source, skip_space, until
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningTags:
+    """The tags of a family of models."""
+
+    opening: str
+    closing: str
+    assumed: bool = False  # an output is reasoning from its first character on, unless the prompt closes it
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Both."""
+        return self.opening, self.closing
+
+    def are_open(self, prompt_end: str) -> bool:
+        """Whether the output of a prompt begins within reasoning: many templates write the opening tag."""
+        end = prompt_end.rstrip()
+        return end.endswith(self.opening) or (self.assumed and not end.endswith(self.closing))
+
+
+def read(
+    source: Source, tags: ReasoningTags, is_open: bool, then: Callable[[Source], Reading[None]]
+) -> Reading[None]:
+    """Reasoning, if the output begins with its tag or within it, and what `then` reads behind it."""
+    if is_open or (yield from _opens(source, tags.opening)):
+        yield from skip_space(source)
+        yield from _opens(source, tags.opening)  # some models write it once more
+        yield from skip_space(source)
+        yield from until(source, (tags.closing,), Reasoning)
+        yield from skip_space(source, "\n")
+    yield from then(source)
+
+
+def _opens(source: Source, tag: str) -> Reading[bool]:
+    """Take the tag, and white space before it, if the text begins with it."""
+    while True:
+        text = source.text.lstrip()
+        if text.startswith(tag):
+            source.take(len(source.text) - len(text) + len(tag))
+            return True
+        if source.ended or not tag.startswith(text):
+            return False
+        yield None

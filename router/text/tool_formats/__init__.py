@@ -1,0 +1,1 @@
+"""How models write calls of functions: one module for each format."""

@@ -1,0 +1,230 @@
+"""Texts of models, and the parts that parsers find in them, however the texts are cut into pieces."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from common.errors import ConfigError
+from router.text.json_scanner import JsonScanner
+from router.text.output_formats import REASONING_PARSERS, TOOL_PARSERS, OutputFormats
+from router.text.output_parts import CallArguments, CallStart, Content, Part, Reasoning, Said
+
+NAMES = {"f", "g", "get_weather"}
+Found = tuple[str, str, list[tuple[str, str]]]  # reasoning, content, calls
+
+
+def parts_of(
+    pieces: list[str], tools: str = "none", reasoning: str = "none", prompt_end: str = ""
+) -> list[Part]:
+    parsing = OutputFormats("", {}, tools, reasoning).parsing(prompt_end, NAMES)
+    assert parsing is not None
+    parser = parsing.parser(7)
+    parts = [part for piece in pieces for part in parser.feed(piece)] + parser.end()
+    return joined(parts)
+
+
+def joined(parts: list[Part]) -> list[Part]:
+    """With neighbours of one kind as one."""
+    whole: list[Part] = []
+    for part in parts:
+        match whole[-1:], part:
+            case [Reasoning(before)], Reasoning(text):
+                whole[-1] = Reasoning(before + text)
+            case [Content(before)], Content(text):
+                whole[-1] = Content(before + text)
+            case [CallArguments(index, before)], CallArguments(now, text) if index == now:
+                whole[-1] = CallArguments(index, before + text)
+            case _:
+                whole.append(part)
+    return whole
+
+
+def found(parts: list[Part]) -> Found:
+    said = Said()
+    said.add(parts)
+    return said.reasoning, said.content, [(call.name, call.arguments) for call in said.calls]
+
+
+F1 = ("f", '{"a": 1}')
+G = ("g", "{}")
+HERMES_F = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+CASES: list[tuple[str, str, Found]] = [
+    ("hermes", "Hello", ("", "Hello", [])),
+    ("hermes", "", ("", "", [])),
+    ("hermes", " \n", ("", " \n", [])),
+    ("hermes", HERMES_F, ("", "", [F1])),
+    ("hermes", f"Well.\n\n{HERMES_F}\n{HERMES_F}\n", ("", "Well.", [F1, F1])),
+    ("hermes", f"{HERMES_F}\nthen", ("", "then", [F1])),
+    ("hermes", HERMES_F.removesuffix("\n</tool_call>"), ("", "", [F1])),
+    ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', ("", "", [F1])),
+    ("hermes", '<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>', ("", "", [F1])),
+    ("hermes", '<tool_call>{"name": "g"}</tool_call>', ("", "", [G])),
+    ("hermes", '<tool_call>{"name": "g", "arguments": null, "id": 3}</tool_call>', ("", "", [G])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', ("", "", [F1])),
+    ("hermes", '<tool_call>{"name":"g"}\n{"name":"g"}</tool_call>', ("", "", [G, G])),
+    ("hermes", '<tool_call>{"name": "unknown"}</tool_call>', ("", "", [("unknown", "{}")])),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"a": "x\n\ty"}}</tool_call>',
+        ("", "", [("f", '{"a": "x\\u000a\\u0009y"}')]),
+    ),
+    # No calls.
+    *(
+        ("hermes", text, ("", text, []))
+        for text in (
+            "a <tool_cal",
+            "<tool_call>nothing</tool_call>",
+            "so <tool_call>",
+            'x\n<tool_call>{"name": 3, "arguments": {}}</tool_call>',
+            "<tool_call>{}</tool_call>",
+            '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+            '<tool_call>{"name": "f", "arguments": "[1]"}</tool_call>',
+            '<tool_call>{"name": "f", "arguments": {"a": 1}',
+            '<tool_call>{"name": "f", "arguments": {"a": tru}}</tool_call>',
+            '<tool_call>{"name": "f", "arguments": {"a": 01}}</tool_call>',
+            '<tool_call>{"name": "f" "arguments": {}}</tool_call>',
+            '<tool_call>{"name": "f", "arguments": {"a": {"b',
+            '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 100,
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("tools", "text", "want"), CASES)
+def test_calls_and_what_is_none(tools: str, text: str, want: Found) -> None:
+    assert found(parts_of([text], tools)) == want
+
+
+@pytest.mark.parametrize(("tools", "text", "want"), CASES)
+def test_however_a_text_is_cut(tools: str, text: str, want: Found) -> None:
+    assert parts_of(list(text), tools) == parts_of([text], tools)
+    parsing = OutputFormats("", {}, tools, "none").parsing("", NAMES)
+    assert parsing is not None
+    char_by_char = parsing.parser(7)
+    said: list[Part] = []
+    for end in range(len(text)):  # a stream that is resumed anywhere has said the same
+        said += char_by_char.feed(text[end])
+        assert joined(said) == joined(parsing.parser(7).feed(text[: end + 1]))
+
+
+THOUGHTS: list[tuple[str, str, str, Found]] = [
+    ("qwen3", "", "<think>\nHm.\n</think>\n\nYes.", ("Hm.", "Yes.", [])),
+    ("qwen3", "", "\n<think></think>Yes.", ("", "Yes.", [])),
+    ("qwen3", "", "Yes <think>no</think>", ("", "Yes <think>no</think>", [])),
+    ("qwen3", "", "<thin", ("", "<thin", [])),
+    ("qwen3", "", "  ", ("", "  ", [])),
+    ("qwen3", "", "<think>never ends", ("never ends", "", [])),
+    ("qwen3", "assistant\n<think>\n", "Hm.\n</think>\n\nYes.", ("Hm.", "Yes.", [])),
+    ("qwen3", "<think>\n\n</think>\n\n", "Yes.", ("", "Yes.", [])),
+    ("deepseek_r1", "assistant\n", "Hm.</think>Yes.", ("Hm.", "Yes.", [])),
+    ("deepseek_r1", "assistant\n", "<think>Hm.</think>Yes.", ("Hm.", "Yes.", [])),
+    ("deepseek_r1", "</think>", "Yes.", ("", "Yes.", [])),
+    ("magistral", "", "[THINK]Hm.[/THINK]Yes.", ("Hm.", "Yes.", [])),
+    ("seed_oss", "", "<seed:think>Hm.</seed:think>Yes.", ("Hm.", "Yes.", [])),
+    ("kimi", "", "◁think▷Hm.◁/think▷Yes.", ("Hm.", "Yes.", [])),
+    ("qwen3", "", f"<think>\nI call {HERMES_F}?</think>\n{HERMES_F}", (f"I call {HERMES_F}?", "", [F1])),
+]
+
+
+@pytest.mark.parametrize(("reasoning", "prompt_end", "text", "want"), THOUGHTS)
+def test_reasoning(reasoning: str, prompt_end: str, text: str, want: Found) -> None:
+    whole = parts_of([text], "hermes", reasoning, prompt_end)
+    assert found(whole) == want
+    assert parts_of(list(text), "hermes", reasoning, prompt_end) == whole
+
+
+PIECES = st.sampled_from(
+    [
+        "<tool_call>", "</tool_call>", "<think>", "</think>", '{"name": "f", "arguments": ',
+        "{}", '{"a": [1, "x"]}', "}",
+        "[", "]", "(", ")", '"', ",", "\\", "\n", " ", "f", "g", "a=1", "1", "<", "é", "name",
+    ]
+)  # fmt: skip
+
+
+@given(st.lists(PIECES), st.data())
+@example(["<think>", "</think>", "<tool_call>"], None)
+def test_no_text_fails_and_no_cut_matters(words: list[str], data: Any) -> None:
+    text = "".join(words)
+    cuts = [] if data is None else sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[start:end] for start, end in pairwise([0, *cuts, len(text)])]
+    for tools in dict.fromkeys(TOOL_PARSERS.values()):
+        name = next(name for name, one in TOOL_PARSERS.items() if one is tools)
+        parts = parts_of(pieces, name, "qwen3")
+        assert parts == parts_of([text], name, "qwen3")
+        for _, arguments in found(parts)[2]:
+            assert isinstance(json.loads(arguments), dict)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(JSON, st.sampled_from([None, 1]), st.integers(0, 60), st.sampled_from(list('{}[]",:x0 \\\n')))
+def test_the_scanner_agrees_with_the_json_module(value: Any, indent: int | None, at: int, char: str) -> None:
+    text = json.dumps([value], indent=indent, ensure_ascii=False)
+    scanner = JsonScanner()
+    assert scanner.take(text + "tail") == (len(text), text)
+    assert scanner.done
+    changed = text[:at] + char + text[at + 1 :]
+    scanner = JsonScanner()
+    count, valid = scanner.take(changed)
+    if scanner.done:
+        assert json.loads(valid) == json.loads(changed[:count], strict=False)
+    else:
+        with pytest.raises(json.JSONDecodeError):
+            json.loads(changed, strict=False)
+
+
+@pytest.mark.parametrize(
+    ("templates", "tools", "reasoning"),
+    [
+        ("{{ 'plain' }}", None, None),
+        ("<tool_call></tool_call> <think></think>", "hermes", "qwen3"),
+        ("[THINK] [/THINK]", None, "magistral"),
+    ],
+)
+def test_formats_are_chosen_from_the_template(
+    templates: str, tools: str | None, reasoning: str | None
+) -> None:
+    formats = OutputFormats(templates, {})
+    assert formats.tools == (tools and TOOL_PARSERS[tools])
+    assert formats.reasoning == (reasoning and REASONING_PARSERS[reasoning])
+    assert OutputFormats(templates, {}, "none", "none").parsing("", NAMES) is None
+
+
+def test_names_of_parsers_are_checked() -> None:
+    for names in (("hermess", "auto"), ("auto", "qwen")):
+        with pytest.raises(ConfigError, match="is unknown; give one of auto, none, "):
+            OutputFormats("", {}, *names)
+
+
+def test_ids_of_calls_are_the_room_s() -> None:
+    def ids(room: int) -> list[str]:
+        parsing = OutputFormats("", {}, "hermes", "none").parsing("", NAMES)
+        assert parsing is not None
+        parts = parsing.parser(room).feed(HERMES_F * 2)
+        return [part.id for part in parts if isinstance(part, CallStart)]
+
+    assert ids(1) == ids(1)
+    assert len({*ids(1), *ids(2)}) == 4
+
+
+def test_special_tokens_are_kept_for_the_parser_and_from_the_content() -> None:
+    formats = OutputFormats("", {"<tool_call>": 5, "<other>": 6}, "hermes", "none")
+    parsing = formats.parsing("", NAMES)
+    assert parsing is not None
+    assert parsing.kept == {5}
+    parser = parsing.parser(1)
+    assert found(parser.feed(f"<tool_call>x</tool_call> {HERMES_F}") + parser.end()) == (
+        "", "x</tool_call>", [F1],
+    )  # fmt: skip
