@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from common.errors import InvalidRequest
-from router.api.content import Content, check_type
+from router.api.content import UnpackedContent, check_type
 from router.keys import Key
 from router.streams.client_holds import ClientHolds
 from router.streams.generation import Generation
@@ -77,7 +77,7 @@ class HttpRequest:
         """The body, a JSON object. Raises InvalidRequest, UnsupportedMedia, BodyTooLarge, LateBody, or
         ClientLeft."""
         check_type(self.header(b"content-type"))
-        content = Content(self.header(b"content-encoding"), self._max_body_bytes)
+        content = UnpackedContent(self.header(b"content-encoding"), self._max_body_bytes)
         announced = self.header(b"content-length")
         if announced is not None and announced.isdecimal():
             content.expect(int(announced))
@@ -130,7 +130,7 @@ class HttpRequest:
             pass
         generation.cancel()
 
-    async def _read(self, content: Content) -> bytes:
+    async def _read(self, content: UnpackedContent) -> bytes:
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":

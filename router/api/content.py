@@ -20,7 +20,7 @@ def check_type(content_type: str | None) -> None:
         raise UnsupportedMedia(f"the body's type is {named[:64]!r}: application/json is needed")
 
 
-class Content:
+class UnpackedContent:
     """The bytes of one body, `most` of them at most."""
 
     def __init__(self, encoding: str | None, most: int) -> None:
