@@ -1,9 +1,10 @@
 """`baton`: serve a model on Ray Serve, check nodes for it, show its caches, show and set its workers' roles,
-replay a trace through its router, or print the schema of the configuration.
+replay a trace through its router, load or talk to a server, or print the schema of the configuration.
 
     baton serve MODEL|CONFIG.yaml [options]     baton tree [WORKER ...]
     baton replay TRACE [options]                baton roles [WORKER=ROLE ...]
     baton doctor [CONFIG.yaml] [--cluster]      baton config --schema
+    baton bench URL [options]                   baton chat [URL] [options]
     baton --version
 
 Exit codes: 0 done, or ended on request; 1 could not be started, does not answer, or the doctor found a fault;
@@ -31,6 +32,8 @@ _COMMANDS = {
     "replay": ("cluster.replay", "replay a trace in virtual time"),
     "roles": ("cluster.roles_command", "show and set who prefills and decodes"),
     "doctor": ("cluster.doctor.command", "check the nodes for a configuration"),
+    "bench": ("cluster.bench_command", "load a server and time its answers"),
+    "chat": ("cluster.chat_command", "talk to a server's model"),
     "config": ("cluster.config_command", "what a configuration may contain"),
 }
 """Module and summary of each command. A module has HELP and add_arguments. Only that of the given command is
