@@ -21,6 +21,7 @@ from router.streams.claims import FoundRoom
 from router.streams.generation import Answer, ChoiceCounts, Generation, Submission
 from router.streams.resume import HEADER, MOST_CHOICES, ChoicePosition, Resumption
 from router.streams.resumed_output import Resumed
+from router.text.output_formats import Parsing
 from wire.request import OutputDelta, SamplingParams
 
 _QUIET_S = 2.5  # a stream to which nothing is sent for this long, or twice as long, is sent a comment
@@ -110,6 +111,7 @@ def make_submission(
     session: str = "",
     length_given: bool = True,
     opening: str = "",
+    parsing: Parsing | None = None,
 ) -> Submission:
     """What the router is asked to do. The client's key decides its tenant, and how far its priority goes.
 
@@ -126,6 +128,7 @@ def make_submission(
         n=params.n,
         stop=params.stops(),
         skip_special_tokens=params.skip_special_tokens,
+        kept_special=frozenset() if parsing is None else parsing.kept,
         keep_stop=params.include_stop_str_in_output or params.no_stop_trim,
         extra_key=body.extra_key,
         cache_salt=body.cache_salt,

@@ -11,27 +11,25 @@ from router.text.chat import Chat
 from router.text.messages import with_parsed_arguments
 
 MOST_MESSAGES = 8192
-MOST_TOOLS = 1024
+MOST_DOCUMENTS = 1024
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Messages = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
 
 
 class ChatFields(BaseModel):
-    """A chat but for its messages, which one body needs and another may have."""
+    """A chat but for its messages and tools."""
 
-    tools: list[dict[str, Any]] | None = Field(None, max_length=MOST_TOOLS, fail_fast=True)
     add_generation_prompt: bool | None = Field(None, description="default: unless continue_final_message")
     continue_final_message: bool = Field(False, description="the answer goes on with the last message's text")
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    documents: list[dict[str, Any]] | None = Field(None, max_length=MOST_TOOLS, fail_fast=True)
+    documents: list[dict[str, Any]] | None = Field(None, max_length=MOST_DOCUMENTS, fail_fast=True)
     reasoning_effort: ReasoningEffort | None = Field(
         None, description="for templates that know it, or whether to think; others have no use for it"
     )
 
-    def make_chat(self, messages: list[dict[str, Any]], with_tools: bool = True) -> Chat:
+    def make_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> Chat:
         """The chat, with lists of text parts joined. Raises InvalidRequest for other parts."""
         plain = [_plain_message(message, position) for position, message in enumerate(messages)]
-        tools = self.tools if with_tools else None
         if self.continue_final_message and self.add_generation_prompt:
             raise InvalidRequest(
                 "an answer goes on with the last message, or begins a new one: not both with "

@@ -34,6 +34,7 @@ from router.api.request_body import (
     Tokens,
     parse,
 )
+from router.api.tool_fields import Tools
 from router.service import Router
 from router.streams.generation import ChoiceCounts, Generation, Submission
 from wire.request import FinishReason, OutputDelta, TokenLogprobs
@@ -70,6 +71,7 @@ class TokenizeBody(ChatFields):
     model: Label | None = None
     prompt: Text | None = None
     messages: Messages | None = None
+    tools: Tools | None = None
     add_special_tokens: bool = True
 
 
@@ -232,7 +234,7 @@ async def tokenize(router: Router, request: HttpRequest) -> None:
     if body.prompt is not None:
         tokens = await model.encode(body.prompt, body.add_special_tokens, "prompt", any_length=True)
     else:
-        tokens = await model.encode_chat(body.make_chat(body.messages or []), any_length=True)
+        tokens = await model.encode_chat(body.make_chat(body.messages or [], body.tools), any_length=True)
     await request.respond_json(
         {"tokens": tokens, "count": len(tokens), "max_model_len": model.versions.context_limit}
     )

@@ -181,7 +181,7 @@ def _name(kind: type[BaseModel], place: tuple[int | str, ...]) -> str | None:
         return None
     name, field = str(place[0]), kind.model_fields.get(str(place[0]))
     inner = [one for one in get_args(field.annotation) if _is_model(one)] if field is not None else []
-    if inner and len(place) > 1:
+    if len(inner) == 1 and len(place) > 1:
         name = f"{name}.{_name(inner[0], place[1:])}"
     return name[:_LONGEST_TOLD]
 

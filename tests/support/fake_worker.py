@@ -134,6 +134,7 @@ class FakeWorker:
         prefill_s: float = 0.0,
         token: Callable[[bytes, int, int], int] = token_at,
         eos_at: int | None = None,
+        eos_token: int | None = None,
         load: WorkerLoad | None = None,
         reject: RejectKind | None = None,
         max_context: int = 4096,
@@ -180,6 +181,7 @@ class FakeWorker:
         self._prefill_s = prefill_s
         self._token = token
         self._eos_at = eos_at
+        self._eos_token = eos_token
         self._cached = cached_tokens
         self._announce_s = announce_s
         self._rooms: dict[tuple[int, int], _Room] = {}
@@ -440,7 +442,7 @@ class FakeWorker:
         )
 
     def _finish(self, room: _Room, position: int) -> FinishReason | None:
-        if self._eos_at == position:
+        if self._eos_at == position or self._next(room, position) == self._eos_token:
             return FinishReason.STOP
         return FinishReason.LENGTH if position + 1 == room.request.sampling.max_new_tokens else None
 

@@ -58,6 +58,26 @@ class Style:
         """What the answer has of the prompt beside its choices, if it was asked for."""
         raise NotImplementedError
 
+    @property
+    def form(self) -> str:
+        """A name of the kind of the chunks."""
+        return self.chunk_name + self.shown.form
+
+    def told(
+        self,
+        index: int,
+        text: str,
+        finish: FinishReason | None,  # noqa: ARG002
+        is_first: bool,
+        submission: Submission,
+    ) -> str | dict[str, Any]:
+        """What a chunk says of the next piece of a choice's text."""
+        return self.opening(index, submission) + text if is_first else text
+
+    def finish(self, index: int, finish: FinishReason | None) -> str | None:  # noqa: ARG002
+        """Why a choice has ended, as a chunk says it."""
+        return finish
+
     def opening(self, index: int, submission: Submission) -> str:  # noqa: ARG002
         """What the text of a choice begins with, before its output."""
         return ""
@@ -74,7 +94,7 @@ class Style:
         """The log-probabilities of a chunk."""
         raise NotImplementedError
 
-    def replayed(self, index: int, text: str) -> None:
+    def replayed(self, index: int, text: str, submission: Submission) -> None:  # noqa: ARG002
         """The client has this text already."""
         self._offsets[index] = self._offsets.get(index, 0) + len(text)
 
@@ -218,21 +238,21 @@ class SseWriter(EventQueue):
         is_first = before is None
         if before is None:
             before = self._first(choice.index)
-            text = self._style.opening(choice.index, self._submission) + text
+        told = self._style.told(choice.index, text, delta.finish, is_first, self._submission)
         if (
             self._is_plain
             and delta.finish is None
             and (delta.logprobs is None or not self._style.shown.logprobs)
         ):
-            event = event_id + before + encode_event(text) + self._running
+            event = event_id + before + encode_event(told) + self._running
         else:
-            event = event_id + before + encode_event(text) + self._rest(choice, text, delta, is_first)
+            event = event_id + before + encode_event(told) + self._rest(choice, text, delta, is_first)
         self.put(event)
 
     def replay(self, choice: ChoiceCounts, text: str, delta: OutputDelta) -> None:  # noqa: ARG002
         """What follows is no longer the choice's first event."""
         self._first(choice.index)
-        self._style.replayed(choice.index, text)
+        self._style.replayed(choice.index, text, self._submission)
 
     def end(self, generation: Generation) -> bytes:
         """The end of the stream: a chunk with the usage, if asked for, and [DONE]."""
@@ -251,7 +271,8 @@ class SseWriter(EventQueue):
         told = None
         if delta.logprobs is not None and style.shown.logprobs:
             told = style.logprobs(index, text, delta.tokens, delta.logprobs)
-        rest = style.after + encode_event(told) + b',"finish_reason":' + encode_event(delta.finish)
+        finish = style.finish(index, delta.finish)
+        rest = style.after + encode_event(told) + b',"finish_reason":' + encode_event(finish)
         if self._is_plain:
             return rest + self._end
         inside = style.token_ids(delta.tokens)

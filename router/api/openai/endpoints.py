@@ -12,8 +12,10 @@ from router.api.asgi import HttpRequest
 from router.api.collection import Collection
 from router.api.event_ids import EventIds
 from router.api.openai.answers import ChatStyle, CompletionStyle, SseWriter, Style
+from router.api.openai.chat_parts import PartsStyle
 from router.api.openai.schema import ChatBody, CompletionBody, OpenAIBody
 from router.api.request_body import parse
+from router.api.tool_fields import tool_names
 from router.model import Model
 from router.service import Router
 from router.streams.generation import Submission
@@ -26,17 +28,22 @@ async def chat_completions(router: Router, request: HttpRequest) -> None:
     body = parse(ChatBody, await request.json())
     model = router.model(body.model)
     grammar = await router.grammars.checked(body.wanted_grammar())
-    chat = body.make_chat(body.messages, body.tool_choice != "none")
+    tools = body.callable_tools()
+    chat = body.make_chat(body.messages, tools)
     prompt = await model.encode_chat(chat, body.is_cut)
     prompt = body.cut(prompt, model.versions.context_limit, body.wanted or 1)
     length = model.room_for(prompt, body.wanted, "messages")
     top = (body.top_logprobs or 0) if body.logprobs else None
     sampling = body.sampling(length, top, model, grammar)
     sampling = replace(sampling, prompt_logprobs=body.prompt_logprobs)
+    names = None if tools is None else tool_names(tools)
+    parsing = model.parsing(prompt, names, body.separate_reasoning, not body.skip_special_tokens)
     style = ChatStyle(model.tokenization.detokenizers, body.shown(body.logprobs))
+    if parsing is not None:
+        style = PartsStyle(model.tokenization.detokenizers, style.shown, parsing, body.parts_wanted())
     submission = make_submission(
         router, model, request, body, body, [prompt], sampling, body.session,
-        body.wanted is not None, chat.opening,
+        body.wanted is not None, chat.opening, parsing,
     )  # fmt: skip
     await _answer(router, request, body, submission, style)
 
@@ -106,7 +113,7 @@ async def _answer(
         created = int(time.time())
         return SseWriter(style, submission, created, ids)
 
-    await stream(router, request, submission, style.chunk_name + style.shown.form, writer)
+    await stream(router, request, submission, style.form, writer)
 
 
 async def _whole(router: Router, request: HttpRequest, submission: Submission, style: Style) -> None:

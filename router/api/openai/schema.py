@@ -8,8 +8,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from common.errors import InvalidRequest
 from router.api.chat_fields import ChatFields, Messages
+from router.api.openai.chat_parts import PartsWanted
 from router.api.openai.shown import Shown
 from router.api.request_body import Label, OutputLength, Prompts, RequestBody, SamplingBody
+from router.api.tool_fields import ToolFields
 from wire.sampling_ranges import MOST_TOP_LOGPROBS
 
 
@@ -111,7 +113,7 @@ class CompletionBody(OpenAIBody):
         return max(self.prompt_logprobs, echoed)
 
 
-class ChatBody(OpenAIBody, ChatFields):
+class ChatBody(OpenAIBody, ToolFields, ChatFields):
     """POST /v1/chat/completions."""
 
     messages: Messages
@@ -119,21 +121,20 @@ class ChatBody(OpenAIBody, ChatFields):
     max_completion_tokens: OutputLength | None = None
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
-    tool_choice: Literal["auto", "none"] = "auto"
-    parallel_tool_calls: bool = True
+    include_reasoning: bool = Field(True, description="false: the answer leaves it out")
+    separate_reasoning: bool = Field(True, description="false: it is part of the content")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequest("a prompt's log-probabilities are not streamed", "prompt_logprobs")
-        if not self.parallel_tool_calls and self.tools and self.tool_choice != "none":
-            raise InvalidRequest(
-                "calls are part of the text, and may be several: only true is supported with tools",
-                "parallel_tool_calls",
-            )
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs=true", "top_logprobs")
         return self
+
+    def parts_wanted(self) -> PartsWanted:
+        """Which parts of its outputs the answer tells."""
+        return PartsWanted(self.include_reasoning, self.parallel_tool_calls)
 
     @property
     def wanted(self) -> int | None:

@@ -331,13 +331,7 @@ def test_the_models_generation_config_is_what_requests_leave_out(tmp_path: Path)
             "reasoning_effort",
             "minimal",
         ),
-        ("/v1/chat/completions", {"messages": CHAT, "include_reasoning": False}, "include_reasoning", "text"),
-        (
-            "/v1/chat/completions",
-            {"messages": CHAT, "tools": [{"type": "function"}], "parallel_tool_calls": False},
-            "parallel_tool_calls",
-            "several",
-        ),
+        ("/v1/completions", {"prompt": "a", "include_reasoning": False}, "include_reasoning", "text"),
         (
             "/v1/chat/completions",
             {"messages": CHAT, "continue_final_message": True, "add_generation_prompt": True},

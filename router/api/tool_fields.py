@@ -1,0 +1,106 @@
+"""What a chat says of its tools: which there are, and which of them may or must be called."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from common.errors import InvalidRequest
+
+MOST_TOOLS = 1024
+_LONGEST_NAME = 256  # characters
+Name = Annotated[str, Field(min_length=1, max_length=_LONGEST_NAME)]
+Tools = Annotated[list[dict[str, Any]], Field(max_length=MOST_TOOLS, fail_fast=True)]
+
+
+class FunctionName(BaseModel):
+    """A function by name."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: Name
+
+
+class NamedTool(BaseModel):
+    """OpenAI's {"type": "function", "function": {"name": ...}}."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["function"] = "function"
+    function: FunctionName
+
+
+class AllowedTools(BaseModel):
+    """Some of the tools."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MOST_TOOLS, fail_fast=True)]
+
+
+class AllowedToolsChoice(BaseModel):
+    """OpenAI's {"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice = Literal["auto", "none", "required"] | NamedTool | AllowedToolsChoice
+
+
+class ToolFields(BaseModel):
+    """Tools, and how they are chosen."""
+
+    tools: Tools | None = None
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = Field(True, description="false: an answer has one call at most")
+
+    def callable_tools(self) -> list[dict[str, Any]] | None:
+        """The tools that an answer may call; None: none. Raises InvalidRequest for tools that are no
+        functions with names, and for a choice of tools that are not there."""
+        tools, choice = self.tools or [], self.tool_choice
+        names = [_name(tool, f"tools.{number}") for number, tool in enumerate(tools)]
+        if choice == "none":
+            return None
+        if not tools and choice != "auto":
+            raise InvalidRequest("there are no tools to choose from", "tool_choice")
+        chosen = _chosen(choice)
+        for name in chosen:
+            if name not in names:
+                raise InvalidRequest(f"there is no tool named {name!r}", "tool_choice")
+        if isinstance(choice, AllowedToolsChoice):
+            return [tool for tool, name in zip(tools, names, strict=True) if name in chosen]
+        return tools or None
+
+
+def tool_names(tools: list[dict[str, Any]]) -> frozenset[str]:
+    """The names of tools that were checked."""
+    return frozenset(tool["function"]["name"] for tool in tools)
+
+
+def _chosen(choice: ToolChoice) -> list[str]:
+    match choice:
+        case NamedTool():
+            return [choice.function.name]
+        case AllowedToolsChoice():
+            return [one.function.name for one in choice.allowed_tools.tools]
+        case _:
+            return []
+
+
+def _name(tool: dict[str, Any], place: str) -> str:
+    if tool.get("type", "function") != "function":
+        raise InvalidRequest(f"{place}.type: only functions are supported", "tools")
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise InvalidRequest(f"{place}.function: an object is needed", "tools")
+    name = function.get("name")
+    if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME:
+        raise InvalidRequest(f"{place}.function.name: 1 to {_LONGEST_NAME} characters are needed", "tools")
+    if not isinstance(function.get("parameters") or {}, dict):
+        raise InvalidRequest(f"{place}.function.parameters: a JSON schema is an object", "tools")
+    return name
