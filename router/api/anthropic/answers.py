@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from common.errors import BatonError
+from router.api.answer_parts import AnswerParts
 from router.api.anthropic.errors import anthropic_error
-from router.api.collection import CollectedChoice
+from router.api.anthropic.output import Event, MessageBlocks
 from router.api.event_json import encode_event
 from router.api.event_queue import EventQueue
 from router.streams.generation import ChoiceCounts, Generation, Submission
@@ -15,12 +16,62 @@ from wire.request import FinishReason, OutputDelta
 _ID_PREFIX = "msg_"
 
 
-def whole_message(
-    submission: Submission, counts: ChoiceCounts, collected: CollectedChoice, cut: bool
-) -> dict[str, Any]:
-    """A whole message. `cut`: the context left fewer tokens than were asked for."""
-    content = [{"type": "text", "text": collected.text}] if collected.text else []
-    return _message(submission, counts, content, _ending(collected.finish, collected.matched, cut))
+class MessageDraft:
+    """A message while it grows: its blocks and counts, and why it ended."""
+
+    def __init__(self, submission: Submission, parts: AnswerParts, cut: bool) -> None:
+        """`cut`: the context left fewer tokens than were asked for."""
+        self._submission = submission
+        self._parts = parts
+        self._cut = cut
+        self._blocks = MessageBlocks()
+        self._counts = ChoiceCounts(0)
+        self._finish: FinishReason | None = None
+        self._matched: str | int | None = None
+
+    def add(self, counts: ChoiceCounts, text: str, delta: OutputDelta) -> list[Event]:
+        """Add one delta."""
+        parts = self._parts.take(text, delta.finish)
+        events = list(self._blocks.add(parts, delta.finish is FinishReason.LENGTH))
+        self._counts, self._finish, self._matched = counts, delta.finish, delta.matched
+        return events + (list(self._blocks.close()) if delta.finish is not None else [])
+
+    def message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        """The message with this content."""
+        return {
+            "id": _ID_PREFIX + self._submission.request_id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._submission.model,
+            "content": content,
+            **self.ending(),
+            "usage": self.usage(),
+        }
+
+    def whole(self) -> dict[str, Any]:
+        """The message, of which nobody was told before."""
+        return self.message(self._blocks.whole)
+
+    def usage(self) -> dict[str, Any]:
+        """Here input tokens are those that were computed; cached ones are counted beside them."""
+        cached = self._counts.cached_tokens
+        return {
+            "input_tokens": len(self._submission.prompts[0]) - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": self._counts.output_tokens,
+        }
+
+    def ending(self) -> dict[str, Any]:
+        """Why the message ended, if it has."""
+        sequence = self._matched if isinstance(self._matched, str) else None
+        reason = None
+        if self._finish is FinishReason.LENGTH:
+            reason = "model_context_window_exceeded" if self._cut else "max_tokens"
+        elif self._finish is FinishReason.STOP:
+            reason = "end_turn" if sequence is None else "stop_sequence"
+            reason = "tool_use" if self._blocks.calls else reason
+        return {"stop_reason": reason, "stop_sequence": sequence}
 
 
 class MessageEvents(EventQueue):
@@ -28,82 +79,33 @@ class MessageEvents(EventQueue):
 
     waiting = b'event: ping\ndata: {"type": "ping"}\n\n'
 
-    def __init__(self, submission: Submission, cut: bool) -> None:
+    def __init__(self, draft: MessageDraft) -> None:
         super().__init__()
-        self._submission = submission
-        self._cut = cut
+        self._draft = draft
         self._begun = False
-        self._block = -1  # that is open
-        self._finish: FinishReason | None = None
-        self._matched: str | int | None = None
 
     def add(self, choice: ChoiceCounts, text: str, delta: OutputDelta) -> None:
         """Add the events of one delta."""
+        events = self._draft.add(choice, text, delta)
         if not self._begun:
             self._begun = True
-            message = _message(self._submission, choice, [], _ending(None, None, self._cut))
-            self.put(_event("message_start", message=message))
-        if text:
-            if self._block < 0:
-                self._block = 0
-                empty = {"type": "text", "text": ""}
-                self.put(_event("content_block_start", index=self._block, content_block=empty))
-            told = {"type": "text_delta", "text": text}
-            self.put(_event("content_block_delta", index=self._block, delta=told))
-        self._finish, self._matched = delta.finish, delta.matched
+            unfinished = {"stop_reason": None, "stop_sequence": None}
+            self._put({"type": "message_start", "message": self._draft.message([]) | unfinished})
+        for event in events:
+            self._put(event)
 
     def replay(self, choice: ChoiceCounts, text: str, delta: OutputDelta) -> None:
         """Never called: these events have no ids, so no client has a place to go on from."""
         raise AssertionError((choice, text, delta))
 
-    def end(self, generation: Generation) -> bytes:
+    def end(self, _: Generation) -> bytes:
         """What follows the last token: why the message ended, and what it took."""
-        if self._block >= 0:
-            self.put(_event("content_block_stop", index=self._block))
-        ending = _ending(self._finish, self._matched, self._cut)
-        (choice,) = generation.choices
-        self.put(_event("message_delta", delta=ending, usage=_usage(self._submission, choice)))
-        self.put(_event("message_stop"))
+        self._put({"type": "message_delta", "delta": self._draft.ending(), "usage": self._draft.usage()})
+        self._put({"type": "message_stop"})
         return self.take()
 
     def failure(self, error: BatonError) -> bytes:
         return b"event: error\ndata: " + encode_event(anthropic_error(error)) + b"\n\n"
 
-
-def _event(kind: str, **fields: Any) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode_event({"type": kind, **fields}))
-
-
-def _message(
-    submission: Submission, counts: ChoiceCounts, content: list[dict[str, Any]], ending: dict[str, Any]
-) -> dict[str, Any]:
-    return {
-        "id": _ID_PREFIX + submission.request_id,
-        "type": "message",
-        "role": "assistant",
-        "model": submission.model,
-        "content": content,
-        **ending,
-        "usage": _usage(submission, counts),
-    }
-
-
-def _usage(submission: Submission, counts: ChoiceCounts) -> dict[str, Any]:
-    """Here input tokens are those that were computed; cached ones are counted beside them."""
-    return {
-        "input_tokens": len(submission.prompts[0]) - counts.cached_tokens,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": counts.cached_tokens,
-        "output_tokens": counts.output_tokens,
-    }
-
-
-def _ending(finish: FinishReason | None, matched: str | int | None, cut: bool) -> dict[str, Any]:
-    """`matched`: the stop string or the token that ended it."""
-    sequence = matched if isinstance(matched, str) else None
-    reason = None
-    if finish is FinishReason.LENGTH:
-        reason = "model_context_window_exceeded" if cut else "max_tokens"
-    elif finish is FinishReason.STOP:
-        reason = "end_turn" if sequence is None else "stop_sequence"
-    return {"stop_reason": reason, "stop_sequence": sequence}
+    def _put(self, event: Event) -> None:
+        self.put(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode_event(event)))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from router.api.answer_parts import AnswerParts, UnstreamedDraft, names_of
 from router.api.answering import generating, make_submission, stream
-from router.api.anthropic.answers import MessageEvents, whole_message
+from router.api.anthropic.answers import MessageDraft, MessageEvents
 from router.api.anthropic.schema import CountTokensBody, MessagesBody
 from router.api.asgi import HttpRequest
-from router.api.collection import Collection
 from router.api.request_body import parse
 from router.service import Router
 from router.streams.generation import Submission
@@ -25,23 +25,29 @@ async def messages(router: Router, request: HttpRequest) -> None:
     length = model.room_for(prompt, wanted, "messages")
     cut, params = length < body.max_tokens, body.sampling_fields()
     sampling = params.sampling(length, None, model, grammar)
+    tools = body.tool_fields()
+    parsing = model.parsing(prompt, names_of(chat.tools), True, False)
     submission = make_submission(
-        router, model, request, body, params, [prompt], sampling, "", not cut, chat.opening
+        router, model, request, body, params, [prompt], sampling, "", not cut, chat.opening, parsing
     )
+
+    def draft(final: Submission) -> MessageDraft:
+        parts = AnswerParts(parsing, final.first_room, tools.parallel_tool_calls)
+        return MessageDraft(final, parts, cut)
+
     if body.stream:
-        await stream(router, request, submission, "message", lambda final, _: MessageEvents(final, cut))
+        await stream(router, request, submission, "message", lambda final, _: MessageEvents(draft(final)))
     else:
-        await _whole(router, request, submission, cut)
+        await _whole(router, request, submission, draft(submission))
 
 
-async def _whole(router: Router, request: HttpRequest, submission: Submission, cut: bool) -> None:
-    collection = Collection(1)
-    with generating(router, request, submission, router.assign(submission), collection) as generation:
+async def _whole(router: Router, request: HttpRequest, submission: Submission, draft: MessageDraft) -> None:
+    answer, assignment = UnstreamedDraft(draft), router.assign(submission)
+    with generating(router, request, submission, assignment, answer) as generation:
         while await generation.more():
             pass
         if not generation.abandoned:
-            (counts,), (collected,) = generation.choices, collection.choices
-            await request.respond_json(whole_message(submission, counts, collected, cut))
+            await request.respond_json(draft.whole())
 
 
 async def count_tokens(router: Router, request: HttpRequest) -> None:

@@ -7,10 +7,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from common.errors import InvalidRequest
+from router.api.answer_parts import refuse_forced
 from router.api.anthropic.blocks import Messages, Texts
 from router.api.anthropic.history import template_messages
+from router.api.anthropic.tools import ClientToolChoice, ClientTools, tool_fields
 from router.api.chat_fields import ChatFields
 from router.api.request_body import Label, OutputLength, RequestBody, SamplingBody, Text
+from router.api.tool_fields import ToolFields
 from router.text.chat import Chat
 from router.text.grammars import Wanted
 from wire.request import GrammarKind
@@ -74,6 +77,12 @@ class MessagesChat(BaseModel):
     )
     output_config: OutputConfig | None = None
     cache_control: Any = Field(None, description="changes nothing: caching is automatic")
+    tools: ClientTools = Field(default_factory=list, description="those that the client calls")
+    tool_choice: ClientToolChoice = ClientToolChoice()
+
+    def tool_fields(self) -> ToolFields:
+        """The tools, as a chat has them. Raises InvalidRequest."""
+        return tool_fields(self.tools, self.tool_choice)
 
     def make_chat(self) -> Chat:
         """For the chat template. Raises InvalidRequest."""
@@ -81,12 +90,14 @@ class MessagesChat(BaseModel):
         goes_on = messages[-1]["role"] == "assistant"
         if goes_on and "tool_calls" in messages[-1]:
             raise InvalidRequest("the last message calls tools: their results are missing", "messages")
+        tools = self.tool_fields()
+        refuse_forced(tools.tool_choice)
         fields = ChatFields(
             continue_final_message=goes_on,
             chat_template_kwargs={} if self.thinking is None else self.thinking.template_kwargs(),
             reasoning_effort=None if self.output_config is None else self.output_config.effort,
         )
-        return fields.make_chat(messages)
+        return fields.make_chat(messages, tools.callable_tools())
 
 
 class CountTokensBody(MessagesChat):

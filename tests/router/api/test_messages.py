@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 
 from common.errors import InvalidRequest, Overloaded
-from router.api.anthropic.answers import MessageEvents
+from router.api.answer_parts import AnswerParts
+from router.api.anthropic.answers import MessageDraft, MessageEvents
+from router.api.anthropic.output import MessageBlocks
 from router.api.anthropic.schema import MessagesBody
 from router.api.request_body import parse
 from router.streams.generation import Submission
 from router.text.chat import Chat
+from router.text.output_parts import CallArguments, CallBroken, CallStart, Content, Reasoning
 from router.text.tokenization import Tokenization
 from tests.router.conftest import RouterProcess, start_router
 from tests.support.fake_worker import FakeWorker, expected_tokens
@@ -136,6 +139,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [USER, assistant(CALL)]}, "their results are missing"),
     ({"messages": [user({"type": "text", "text": "a", "more": 1})]}, r"content\.0\.text\.more"),
     ({"stop_sequences": [""]}, "stop_sequences"),
+    (
+        {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+        "'web_search_20250305' is not supported",
+    ),
+    ({"tools": [{"name": "f"}]}, "input_schema"),
+    ({"tool_choice": {"type": "any"}}, "cannot be forced"),
+    ({"tool_choice": {"type": "tool"}}, "belongs to type 'tool'"),
     ({"thinking": {"type": "enabled", "display": "omitted"}}, "display"),
     ({"output_config": {"format": {"type": "text"}}}, "json_schema"),
 ]
@@ -148,12 +158,51 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], words: str) -> None:
 
 
 def test_a_stream_that_fails_ends_with_anthropics_error() -> None:
-    events = MessageEvents(Submission(request_id="r", prompts=[[1]], sampling=SamplingParams()), cut=False)
+    submission = Submission(request_id="r", prompts=[[1]], sampling=SamplingParams())
+    events = MessageEvents(MessageDraft(submission, AnswerParts(None, 0), cut=False))
     (failed,) = sse_events(events.failure(Overloaded("full", 1.0)).decode().split("\n"))
     assert failed.kind == "error"
     assert failed.json == {"type": "error", "error": {"type": "rate_limit_error", "message": "full"}}
     (ping,) = sse_events(events.waiting.decode().split("\n"))
     assert (ping.kind, ping.json) == ("ping", {"type": "ping"})
+
+
+PARTS = [
+    [Reasoning("h"), Reasoning("m")], [Content("I "), Content("add")], [CallStart(0, "c1", "add")],
+    [CallArguments(0, '{"a"'), CallArguments(0, ":1}")], [CallStart(1, "c2", "sub")],
+    [CallBroken(1, "<call>")], [Content("!")],
+]  # fmt: skip
+ADD = {"type": "tool_use", "id": "c1", "name": "add", "input": {"a": 1}}
+
+
+def test_parts_become_blocks_and_events() -> None:
+    blocks = MessageBlocks()
+    events = [event for parts in PARTS for event in blocks.add(parts, False)] + list(blocks.close())
+    assert blocks.whole == [
+        {"type": "thinking", "thinking": "hm", "signature": ""}, {"type": "text", "text": "I add"}, ADD,
+        {"type": "text", "text": "<call>!"},
+    ]  # fmt: skip
+    started = [event["content_block"]["type"] for event in events if event["type"] == "content_block_start"]
+    assert started == ["thinking", "text", "tool_use", "tool_use", "text"]
+    stopped = [event["index"] for event in events if event["type"] == "content_block_stop"]
+    assert stopped == list(range(5))
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    assert deltas[:2] == [
+        {"type": "thinking_delta", "thinking": "h"},
+        {"type": "thinking_delta", "thinking": "m"},
+    ]
+    assert [delta["partial_json"] for delta in deltas if "partial_json" in delta] == ['{"a"', ":1}"]
+    assert blocks.calls
+
+
+def test_a_call_that_breaks_off_is_text_in_a_whole_message_only() -> None:
+    blocks = MessageBlocks()
+    events = list(
+        blocks.add([CallStart(0, "c1", "add"), CallArguments(0, '{"a'), CallBroken(0, "<x>")], True)
+    )
+    assert blocks.whole == [{"type": "text", "text": "<x>"}]
+    assert not blocks.calls
+    assert [event["type"] for event in events] == ["content_block_start", "content_block_delta"]
 
 
 # -- with a router ---------------------------------------------------------------------------------
@@ -269,7 +318,7 @@ def test_tokens_are_counted(service: Service, tokenization: Tokenization) -> Non
 @pytest.mark.parametrize(
     ("asked", "status", "kind", "words"),
     [
-        ({"json": {**BODY, "tools": [{}]}}, 400, "invalid_request_error", "tools"),
+        ({"json": {**BODY, "tools": [{"type": "bash_1"}]}}, 400, "invalid_request_error", "tools"),
         ({"json": {**BODY, "model": "other"}}, 404, "not_found_error", "other"),
         ({"json": {**BODY, "system": "x" * 2000}}, 400, "invalid_request_error", "prompt is too long: "),
         ({"json": BODY, "headers": {"x-api-key": KEY + "!"}}, 401, "authentication_error", "x-api-key"),

@@ -11,11 +11,14 @@ import openai
 import pytest
 
 from common.errors import InvalidRequest, Overloaded
-from router.api.openai.responses.answers import Draft, ResponseEvents, WholeResponse
+from router.api.answer_parts import AnswerParts, UnstreamedDraft
+from router.api.openai.responses.answers import ResponseDraft, ResponseEvents
+from router.api.openai.responses.output import OutputItems
 from router.api.openai.responses.schema import ResponseBody
 from router.api.request_body import parse
 from router.streams.generation import ChoiceCounts, Submission
 from router.text.chat import Chat
+from router.text.output_parts import CallArguments, CallBroken, CallStart, Content, Reasoning
 from router.text.tokenization import Tokenization
 from tests.router.conftest import RouterProcess, start_router, wait_until
 from tests.support.fake_worker import FakeWorker, expected_tokens
@@ -101,6 +104,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input_image"),
     ({"input": [{**USER, "more": 1}]}, "more"),
     ({"n": 2}, "one answer"),
+    ({"tools": [{"type": "web_search"}]}, r"tools\.0: 'web_search' is not supported"),
+    ({"tools": [{"type": "function"}]}, r"tools\.0\.name"),
+    ({"tool_choice": {"type": "function", "name": "f"}}, "cannot be forced"),
     ({"truncation": "auto"}, "truncation"),
     ({"background": True}, "background"),
     ({"conversation": "c"}, "conversation"),
@@ -122,13 +128,57 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], words: str) -> None:
         read()
 
 
-def draft() -> Draft:
+PARTS = [
+    [Reasoning("h"), Reasoning("m")], [Content("I "), Content("add")], [CallStart(0, "c1", "add")],
+    [CallArguments(0, '{"a"'), CallArguments(0, ":1}")], [CallStart(1, "c2", "sub")],
+    [CallBroken(1, "<call>")], [Content("!")],
+]  # fmt: skip
+
+
+def test_a_call_that_breaks_off_is_incomplete() -> None:
+    output = OutputItems()
+    list(output.add([CallStart(0, "c1", "add"), CallArguments(0, '{"a'), CallBroken(0, "<call>")], True))
+    assert [(item["type"], item["status"], item["arguments"]) for item in output.whole] == [
+        ("function_call", "incomplete", '{"a')
+    ]
+
+
+def test_parts_become_items_and_events() -> None:
+    output = OutputItems()
+    events = [event for parts in PARTS for event in output.add(parts, False)] + list(output.close())
+    kinds = [(item["type"], item["status"]) for item in output.items]
+    assert kinds == [
+        ("reasoning", "completed"), ("message", "completed"), ("function_call", "completed"),
+        ("function_call", "incomplete"), ("message", "completed"),
+    ]  # fmt: skip
+    assert [item["type"] for item in output.whole].count("function_call") == 1
+    thought, said, call, _, rest = output.items
+    assert thought["content"] == [{"type": "reasoning_text", "text": "hm"}]
+    assert [part["text"] for part in said["content"] + rest["content"]] == ["I add", "<call>!"]
+    assert (call["call_id"], call["name"], call["arguments"]) == ("c1", "add", '{"a":1}')
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    added = [event["item"] for event in events if event["type"] == "response.output_item.added"]
+    assert done == output.items
+    assert [item["id"] for item in added] == [item["id"] for item in output.items]
+    assert {item["status"] for item in added} == {"in_progress"}
+    assert [event["delta"] for event in events if event["type"].endswith("arguments.delta")] == [
+        '{"a"',
+        ":1}",
+    ]
+    assert all(
+        event["item_id"] == output.items[event["output_index"]]["id"]
+        for event in events
+        if "item_id" in event
+    )
+
+
+def draft() -> ResponseDraft:
     submission = Submission(request_id="r", prompts=[[1, 2]], sampling=SamplingParams(), model="tiny")
-    return Draft("resp_1", body(), submission)
+    return ResponseDraft("resp_1", body(), submission, AnswerParts(None, 0))
 
 
 def test_a_stream_that_fails_says_so() -> None:
-    events = ResponseEvents(draft(), lambda _: None)
+    events = ResponseEvents(draft(), lambda *_: None)
     told = [event.json for event in sse_events(events.failure(Overloaded("full", 1.0)).decode().split("\n"))]
     assert [event["type"] for event in told] == [
         "response.created",
@@ -145,8 +195,8 @@ def test_a_stream_that_fails_says_so() -> None:
 )
 def test_why_a_response_ended(finish: FinishReason, status: str) -> None:
     one = draft()
-    WholeResponse(one).add(ChoiceCounts(0, 3, 1), "Hi", OutputDelta([1, 2, 3], finish=finish))
-    response = one.finished()
+    UnstreamedDraft(one).add(ChoiceCounts(0, 3, 1), "Hi", OutputDelta([1, 2, 3], finish=finish))
+    response = one.whole()
     assert (response["status"], response["output"][0]["status"]) == (status, status)
     assert response["usage"] == {
         "input_tokens": 2, "input_tokens_details": {"cached_tokens": 1, "cache_write_tokens": 0},

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from common.errors import BatonError, UserError
+from router.api.answer_parts import AnswerParts
 from router.api.event_json import encode_event
 from router.api.event_queue import EventQueue
 from router.api.openai.responses.output import Event, OutputItems
@@ -15,27 +16,38 @@ from router.http_errors import to_http
 from router.streams.generation import ChoiceCounts, Generation, Submission
 from wire.request import FinishReason, OutputDelta
 
-Keep = Callable[[dict[str, Any]], None]
+Keep = Callable[[dict[str, Any], OutputItems], None]
 """Keeps a finished response for later turns."""
 
 
-class Draft:
+class ResponseDraft:
     """A response while it grows: what is true of it from the beginning, its items and its counts."""
 
-    def __init__(self, response_id: str, body: ResponseBody, submission: Submission) -> None:
+    def __init__(
+        self, response_id: str, body: ResponseBody, submission: Submission, parts: AnswerParts
+    ) -> None:
+        self._parts = parts
         self.output = OutputItems()
         self._head = _head(response_id, body, submission)
         self._prompt_tokens = len(submission.prompts[0])
         self._counts = ChoiceCounts(0)
+        self._reasoning_tokens = 0
         self._finish: FinishReason | None = None
 
     def add(self, counts: ChoiceCounts, text: str, delta: OutputDelta) -> list[Event]:
         """Add one delta."""
-        events = list(self.output.add(text))
+        parts = self._parts.take(text, delta.finish)
+        events = list(self.output.add(parts, delta.finish is FinishReason.LENGTH))
         self._counts, self._finish = counts, delta.finish
+        if self.output.is_reasoning:
+            self._reasoning_tokens = counts.output_tokens
         if delta.finish is not None:
             events += self.output.close("completed" if delta.finish is FinishReason.STOP else "incomplete")
         return events
+
+    def whole(self) -> dict[str, Any]:
+        """The finished response, of which nobody was told before."""
+        return {**self.finished(), "output": self.output.whole}
 
     def unfinished(self) -> dict[str, Any]:
         """The response of the first events."""
@@ -61,28 +73,15 @@ class Draft:
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": self._counts.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": output,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
             "total_tokens": prompt + output,
         }
-
-
-class WholeResponse:
-    """Fills a draft. Implements Answer."""
-
-    unread = 0
-
-    def __init__(self, draft: Draft) -> None:
-        self._draft = draft
-
-    def add(self, choice: ChoiceCounts, text: str, delta: OutputDelta) -> None:
-        """Add one delta. Nobody is told."""
-        self._draft.add(choice, text, delta)
 
 
 class ResponseEvents(EventQueue):
     """A response's events, numbered from 0. Implements StreamedAnswer."""
 
-    def __init__(self, draft: Draft, keep: Keep) -> None:
+    def __init__(self, draft: ResponseDraft, keep: Keep) -> None:
         super().__init__()
         self._draft = draft
         self._keep = keep
@@ -101,7 +100,7 @@ class ResponseEvents(EventQueue):
     def end(self, _: Generation) -> bytes:
         """The last event has the whole response. It is kept before its client can ask for it."""
         response = self._draft.finished()
-        self._keep(response)
+        self._keep(response, self._draft.output)
         self.put(self._numbered({"type": f"response.{response['status']}", "response": response}))
         return self.take()
 
@@ -138,14 +137,14 @@ def _head(response_id: str, body: ResponseBody, submission: Submission) -> dict[
         "metadata": body.metadata or {},
         "model": submission.model,
         "output": [],
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": body.parallel_tool_calls,
         "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": None, "summary": None, **reasoning},
         "store": body.store,
         "temperature": sampling.temperature,
         "text": {"format": {"type": "text"}, **text},
-        "tool_choice": "auto",
-        "tools": [],
+        "tool_choice": body.model_dump(include={"tool_choice"})["tool_choice"],
+        "tools": [tool.model_dump() for tool in body.tools],
         "top_p": sampling.top_p,
         "truncation": body.truncation,
         "usage": None,

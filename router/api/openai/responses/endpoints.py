@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import msgspec
 from pydantic import TypeAdapter
 
 from common.errors import ResponseNotFound
+from router.api.answer_parts import AnswerParts, UnstreamedDraft, names_of
 from router.api.answering import generating, make_submission, stream, tenant_of
 from router.api.asgi import HttpRequest
-from router.api.openai.responses.answers import Draft, ResponseEvents, WholeResponse
+from router.api.openai.responses.answers import ResponseDraft, ResponseEvents
 from router.api.openai.responses.history import template_messages
 from router.api.openai.responses.items import Item
-from router.api.openai.responses.output import new_id
+from router.api.openai.responses.output import OutputItems, new_id
 from router.api.openai.responses.schema import ResponseBody
 from router.api.request_body import parse
 from router.kept_responses import ResponseKey
@@ -46,37 +48,46 @@ async def create(router: Router, request: HttpRequest) -> None:
     prompt = await model.encode_chat(chat)
     length = model.room_for(prompt, body.max_output_tokens, "input")
     sampling = body.sampling(length, None, model, grammar)
+    parsing = model.parsing(prompt, names_of(chat.tools), True, not body.skip_special_tokens)
     submission = make_submission(
         router, model, request, body, body, [prompt], sampling, body.prompt_cache_key,
-        body.max_output_tokens is not None, chat.opening,
+        body.max_output_tokens is not None, chat.opening, parsing,
     )  # fmt: skip
     response_id = new_id("resp_")
     key = ResponseKey(tenant, response_id)
+    keep = partial(_keep, router, key, body, before)
 
-    def keep(response: dict[str, Any]) -> None:
-        """With the conversation, unless the client does not want that, or it is too large."""
-        if body.store:
-            said = [*before, *template_messages(before, body.items)]
-            said += template_messages(said, _ITEMS.validate_python(response["output"]))
-            kept = router.responses.keep(key, msgspec.json.encode(_Turn(response, said)))
-            response["store"] = kept
+    def draft(final: Submission) -> ResponseDraft:
+        parts = AnswerParts(parsing, final.first_room, body.parallel_tool_calls)
+        return ResponseDraft(response_id, body, final, parts)
 
     if body.stream:
         await stream(
             router, request, submission, "response",
-            lambda final, _: ResponseEvents(Draft(response_id, body, final), keep),
+            lambda final, _: ResponseEvents(draft(final), keep),
         )  # fmt: skip
         return
-    draft = Draft(response_id, body, submission)
-    if await _fill(router, request, submission, draft):
-        response = draft.finished()
-        keep(response)
+    filled = draft(submission)
+    if await _fill(router, request, submission, filled):
+        response = filled.whole()
+        keep(response, filled.output)
         await request.respond_json(response)
 
 
-async def _fill(router: Router, request: HttpRequest, submission: Submission, draft: Draft) -> bool:
+def _keep(
+    router: Router, key: ResponseKey, body: ResponseBody, before: _Messages, response: dict[str, Any],
+    output: OutputItems,
+) -> None:  # fmt: skip
+    """With the conversation, unless the client does not want that, or it is too large."""
+    if body.store:
+        said = [*before, *template_messages(before, body.items)]
+        said += template_messages(said, _ITEMS.validate_python(output.whole))
+        response["store"] = router.responses.keep(key, msgspec.json.encode(_Turn(response, said)))
+
+
+async def _fill(router: Router, request: HttpRequest, submission: Submission, draft: ResponseDraft) -> bool:
     """Returns False when the client has left."""
-    answer, assignment = WholeResponse(draft), router.assign(submission)
+    answer, assignment = UnstreamedDraft(draft), router.assign(submission)
     with generating(router, request, submission, assignment, answer) as generation:
         while await generation.more():
             pass

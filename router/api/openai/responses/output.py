@@ -1,10 +1,12 @@
-"""OutputItems: from the text of an answer to the items of a response, and the events that tell of them."""
+"""OutputItems: from the parts of an answer to the items of a response, and the events that tell of them."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
+
+from router.text.output_parts import CallArguments, CallBroken, CallStart, Content, Part, Reasoning
 
 Event = dict[str, Any]
 
@@ -19,7 +21,9 @@ class _Form(NamedTuple):
 
 _FORMS = {
     "message": _Form("msg_", "output_text", "response.output_text"),
+    "reasoning": _Form("rs_", "reasoning_text", "response.reasoning_text"),
 }
+_ARGUMENTS = "response.function_call_arguments"
 
 
 def new_id(prefix: str) -> str:
@@ -32,23 +36,59 @@ class OutputItems:
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []  # the last one may be unfinished
+        self._broken: list[dict[str, Any]] = []  # calls among them that are none
         self._growing = ""  # the type of the item that grows
         self._texts: list[str] = []  # that it consists of so far
 
-    def add(self, text: str) -> Iterator[Event]:
-        """Add what follows. Take all events: an item grows with them."""
-        if text:
-            yield from self._grow("message", text)
+    @property
+    def whole(self) -> list[dict[str, Any]]:
+        """The items without broken calls, which are part of the text that follows them. In a stream these
+        have been told of already."""
+        return [item for item in self.items if item not in self._broken]
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the model has thought, and said nothing else yet."""
+        return bool(self.items) and all(item["type"] == "reasoning" for item in self.items)
+
+    def add(self, parts: Iterable[Part], breaks_off: bool) -> Iterator[Event]:
+        """Add what follows. Take all events: an item grows with them. `breaks_off`: the output was too long,
+        so a call that breaks off is an incomplete one, and no text."""
+        for part in parts:
+            match part:
+                case Reasoning(text):
+                    yield from self._grow("reasoning", text)
+                case Content(text):
+                    yield from self._grow("message", text)
+                case CallStart(_, call_id, name):
+                    yield from self.close()
+                    call = {"call_id": call_id, "name": name, "arguments": ""}
+                    yield self._begin({"id": new_id("fc_"), "type": "function_call", **call})
+                case CallArguments(_, text):
+                    self._texts.append(text)
+                    yield self._event(f"{_ARGUMENTS}.delta", delta=text)
+                case CallBroken(_, text):
+                    broken = self.items[-1]
+                    yield from self.close("incomplete")
+                    if not breaks_off:
+                        self._broken.append(broken)
+                        yield from self._grow("message", text)
 
     def close(self, status: str = "completed") -> Iterator[Event]:
         """Nothing is added to the item that grows, if one does."""
         if not self._growing:
             return
-        item, text, form = self.items[-1], "".join(self._texts), _FORMS[self._growing]
-        part = _part(form, text)
-        item["status"], item["content"] = status, [part]
-        yield self._part_event(f"{form.events}.done", **_beside_text(form), text=text)
-        yield self._part_event("response.content_part.done", part=part)
+        item, text = self.items[-1], "".join(self._texts)
+        item["status"] = status
+        if self._growing == "function_call":
+            item["arguments"] = text
+            yield self._event(f"{_ARGUMENTS}.done", name=item["name"], arguments=text)
+        else:
+            form = _FORMS[self._growing]
+            part = _part(form, text)
+            item["content"] = [part]
+            yield self._part_event(f"{form.events}.done", **_beside_text(form), text=text)
+            yield self._part_event("response.content_part.done", part=part)
         self._growing, self._texts = "", []
         yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
 
@@ -56,8 +96,8 @@ class OutputItems:
         form = _FORMS[kind]
         if self._growing != kind:
             yield from self.close()
-            new = {"id": new_id(form.id_prefix), "type": kind, "role": "assistant", "content": []}
-            yield self._begin(new)
+            own: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
+            yield self._begin({"id": new_id(form.id_prefix), "type": kind, **own, "content": []})
             yield self._part_event("response.content_part.added", part=_part(form, ""))
         self._texts.append(text)
         yield self._part_event(f"{form.events}.delta", **_beside_text(form), delta=text)
@@ -76,7 +116,8 @@ class OutputItems:
 
 
 def _part(form: _Form, text: str) -> dict[str, Any]:
-    return {"type": form.part, "text": text, "annotations": [], **_beside_text(form)}
+    beside = {"annotations": [], **_beside_text(form)} if form.part == "output_text" else {}
+    return {"type": form.part, "text": text, **beside}
 
 
 def _beside_text(form: _Form) -> dict[str, Any]:

@@ -7,10 +7,13 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from common.errors import InvalidRequest
+from router.api.answer_parts import refuse_forced
 from router.api.chat_fields import ChatFields, ReasoningEffort
 from router.api.openai.responses.history import template_messages
 from router.api.openai.responses.items import Items, MessageItem
+from router.api.openai.responses.tools import FunctionChoice, FunctionTools, tool_fields
 from router.api.request_body import Label, OutputLength, RequestBody, SamplingBody, Text
+from router.api.tool_fields import ToolFields
 from router.text.chat import Chat
 from router.text.grammars import Wanted
 from wire.request import GrammarKind
@@ -67,6 +70,9 @@ class ResponseBody(RequestBody, SamplingBody):
     store: bool = Field(True, description="kept for later turns, within bounds")
     max_output_tokens: OutputLength | None = None
     text: TextConfig | None = None
+    tools: FunctionTools = Field(default_factory=list, description="functions, which the client calls")
+    tool_choice: FunctionChoice = "auto"
+    parallel_tool_calls: bool = Field(True, description="false: an answer has one call at most")
     reasoning: ReasoningConfig | None = None
     metadata: dict[Label, str] | None = Field(None, max_length=16, description="told in the answer")
     prompt_cache_key: Label = ""
@@ -89,13 +95,19 @@ class ResponseBody(RequestBody, SamplingBody):
             return [MessageItem(role="user", content=self.input)]
         return self.input
 
+    def tool_fields(self) -> ToolFields:
+        """The tools, as a chat has them."""
+        return tool_fields(self.tools, self.tool_choice, self.parallel_tool_calls)
+
     def make_chat(self, before: list[dict[str, Any]]) -> Chat:
         """For the chat template; `before` are the messages of earlier turns. Raises InvalidRequest."""
         said = [*before, *template_messages(before, self.items)]
         if self.instructions is not None:
             said = [{"role": "system", "content": self.instructions}, *said]
+        tools = self.tool_fields()
+        refuse_forced(tools.tool_choice)
         effort = None if self.reasoning is None else self.reasoning.effort
-        return ChatFields(reasoning_effort=effort).make_chat(said)
+        return ChatFields(reasoning_effort=effort).make_chat(said, tools.callable_tools())
 
     def wanted_grammar(self) -> Wanted | None:
         """What the answer must match. Raises InvalidRequest for more than one."""
