@@ -11,10 +11,13 @@ from router.options import RoutedModel
 from router.placement.models import ModelVersions
 from router.streams.room_requests import RoomRequests
 from router.text.chat import Chat
+from router.text.grammars import Wanted
 from router.text.long_texts import LONG, LongTexts
 from router.text.output_formats import PROMPT_END, OutputFormats, Parsing
+from router.text.output_grammars import CallsWanted
 from router.text.sampling_defaults import SamplingDefaults, read_defaults
 from router.text.tokenization import Tokenization
+from wire.request import GrammarKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +40,37 @@ class Model:
         tokenization = Tokenization(one.model)
         defaults = read_defaults(one.model, one.generation_config)
         formats = OutputFormats(
-            tokenization.templates, tokenization.special_ids(), one.tool_call_parser, one.reasoning_parser
-        )
+            tokenization.templates, tokenization.added_ids(), tokenization.detokenizers.special_ids,
+            one.tool_call_parser, one.reasoning_parser,
+        )  # fmt: skip
         return cls(one.served_model_name, tokenization, defaults, requests, versions, long_texts, formats)
 
     def parsing(
-        self, prompt: list[int], names: Container[str] | None, with_reasoning: bool, shows_special: bool
+        self,
+        prompt: list[int],
+        names: Container[str] | None,
+        with_reasoning: bool,
+        shows_special: bool,
+        required: bool = False,
     ) -> Parsing | None:
         """How the outputs of a chat's prompt are read (OutputFormats.parsing)."""
-        end = self.tokenization.decode(prompt[-PROMPT_END:])
-        return self.formats.parsing(end, names, with_reasoning, shows_special)
+        return self.formats.parsing(self._end(prompt), names, with_reasoning, shows_special, required)
+
+    def wanted_around(
+        self, prompt: list[int], wanted: Wanted | None, calls: CallsWanted | None
+    ) -> Wanted | None:
+        """What the outputs of a chat's prompt have to match: its content `wanted`, reasoning before it, and
+        calls."""
+        if wanted is None and calls is None:
+            return None
+        around = self.formats.grammar(self._end(prompt), calls, wanted is not None)
+        parts = () if calls is None else tuple((tool.place, tool.arguments()) for tool in calls.tools)
+        if wanted is not None and not (calls is not None and calls.required):
+            return wanted._replace(around=around, parts=parts)
+        return Wanted("tools", GrammarKind.LARK, around, is_ours=True, parts=parts) if around else None
+
+    def _end(self, prompt: list[int]) -> str:
+        return self.tokenization.decode(prompt[-PROMPT_END:])
 
     async def encode(
         self, text: str, add_special_tokens: bool, param: str, any_length: bool = False

@@ -5,6 +5,7 @@ llguidance needs no tokenizer to check a grammar, and neither torch nor transfor
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher, LLParserLimits
@@ -28,6 +29,17 @@ prefers it to everything else would never come to one."""
 
 def matcher_grammar(grammar: Grammar) -> str:
     """The grammar in the form that llguidance compiles."""
+    own = _own(grammar)
+    if not grammar.around:
+        return own
+    if grammar.kind is GrammarKind.LARK:
+        body = {"lark_grammar": own}
+    else:
+        (body,) = json.loads(own)["grammars"]
+    return json.dumps({"grammars": [{"lark_grammar": grammar.around}, {**body, "name": "body"}]})
+
+
+def _own(grammar: Grammar) -> str:
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
             return LLMatcher.grammar_from_json_schema(grammar.text, overrides=_JSON)

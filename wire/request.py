@@ -17,11 +17,12 @@ class GrammarKind(StrEnum):
     LARK = "lark"  # llguidance's variant of Lark
 
 
-class Grammar(msgspec.Struct, frozen=True):
+class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     """What an output must match as a whole. See wire/grammars.py."""
 
     kind: GrammarKind
     text: str
+    around: str = ""  # in Lark: what the output matches, with this grammar as @body; "": the grammar itself
 
 
 class Pooling(StrEnum):

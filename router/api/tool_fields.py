@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from common.errors import InvalidRequest
+from router.text.output_grammars import CallsWanted
+from router.text.tool_formats.syntax import CalledTool
 
 MOST_TOOLS = 1024
 _LONGEST_NAME = 256  # characters
@@ -58,6 +60,36 @@ class ToolFields(BaseModel):
     tools: Tools | None = None
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = Field(True, description="false: an answer has one call at most")
+
+    @property
+    def are_required(self) -> bool:
+        """Whether an answer has to have calls."""
+        match self.tool_choice:
+            case NamedTool():
+                return True
+            case AllowedToolsChoice(allowed_tools=allowed):
+                return allowed.mode == "required"
+            case choice:
+                return choice == "required"
+
+    def calls_wanted(self, tools: list[dict[str, Any]] | None, has_body: bool) -> CallsWanted | None:
+        """What grammars say of calls; None: nothing. `tools` are those of `callable_tools`; `has_body`: the
+        content has to match something."""
+        called = [
+            CalledTool(
+                f["name"],
+                f.get("parameters") or {},
+                f.get("strict") is True,
+                f"tools.{n}.function.parameters",
+            )
+            for n, f in enumerate(tool["function"] for tool in tools or ())
+        ]
+        if isinstance(self.tool_choice, NamedTool):
+            named = [tool for tool in called if tool.name == self.tool_choice.function.name]
+            return CallsWanted(named, required=True, several=False)
+        if called and (self.are_required or has_body or any(tool.follows for tool in called)):
+            return CallsWanted(called, self.are_required, self.parallel_tool_calls)
+        return None
 
     def callable_tools(self) -> list[dict[str, Any]] | None:
         """The tools that an answer may call; None: none. Raises InvalidRequest for tools that are no

@@ -25,6 +25,7 @@ _CHECK_S = 10.0
 _PLACE_S = 0.5  # for finding where in a schema the problem is
 _THREADS = 2
 _KNOWN = 1024
+_NEW_LINE = "\n"
 
 
 class Wanted(NamedTuple):
@@ -33,6 +34,11 @@ class Wanted(NamedTuple):
     param: str
     kind: GrammarKind
     value: Any  # a schema: a dict or its JSON; a list of choices; else text
+    is_ours: bool = False  # no client has written it
+    around: str = ""  # Grammar.around
+    parts: tuple[
+        tuple[str, str], ...
+    ] = ()  # of what is ours: places in the request, and the rules made of them
 
 
 class GrammarChecks:
@@ -51,11 +57,11 @@ class GrammarChecks:
         if wanted is None:
             return None
         source = _source(wanted)
-        if len(source) > LONGEST_GRAMMAR:
+        if len(source) + len(wanted.around) > LONGEST_GRAMMAR:
             problem = f"{wanted.param} has more than {LONGEST_GRAMMAR} characters"
             raise InvalidRequest(problem, wanted.param)
         try:
-            key = hashlib.sha256(f"{wanted.kind} {source}".encode()).digest()
+            key = hashlib.sha256(f"{wanted.kind} {source}\0{wanted.around}".encode()).digest()
         except UnicodeEncodeError as error:
             raise InvalidRequest(f"{wanted.param} is no Unicode text: {error.reason}", wanted.param) from None
         if key in self._known:
@@ -108,11 +114,15 @@ def _source(wanted: Wanted) -> str:
 
 def _checked(wanted: Wanted, source: str) -> Grammar:
     """The grammar for the workers. Raises InvalidRequest that names the place."""
-    is_own = wanted.kind is GrammarKind.LARK and not isinstance(wanted.value, list)
-    grammar = Grammar(wanted.kind, lark_grammar(source, wanted.param) if is_own else source)
+    is_written = wanted.kind is GrammarKind.LARK and not (isinstance(wanted.value, list) or wanted.is_ours)
+    text = lark_grammar(source, wanted.param) if is_written else source
+    grammar = Grammar(wanted.kind, text, wanted.around)
     problem = grammar_problem(grammar)
     if not problem:
         return grammar
+    for place, rule in wanted.parts:
+        if of_part := grammar_problem(Grammar(GrammarKind.LARK, f"start: {rule}")):
+            raise InvalidRequest(f"{place}: {of_part.partition(_NEW_LINE)[0]}", place.partition(".")[0])
     where = wanted.param
     if grammar.kind is GrammarKind.JSON_SCHEMA:
         where += "".join(f".{step}" for step in _place(json.loads(grammar.text), problem))

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from router.text.output_parts import Reasoning
 from router.text.output_source import Reading, Source, skip_space, until
+
+
+class ReasoningStart(Enum):
+    """Where the reasoning of an output begins."""
+
+    OPEN = auto()  # in the prompt
+    MAY = auto()  # with the output, if it writes the opening tag
+    NEVER = auto()  # the prompt has closed it
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,17 +31,21 @@ class ReasoningTags:
         """Both."""
         return self.opening, self.closing
 
-    def are_open(self, prompt_end: str) -> bool:
-        """Whether the output of a prompt begins within reasoning: many templates write the opening tag."""
+    def start(self, prompt_end: str) -> ReasoningStart:
+        """Of the output of a prompt: many templates end with one of the tags."""
         end = prompt_end.rstrip()
-        return end.endswith(self.opening) or (self.assumed and not end.endswith(self.closing))
+        if end.endswith(self.closing):
+            return ReasoningStart.NEVER
+        is_open = self.assumed or end.endswith(self.opening)
+        return ReasoningStart.OPEN if is_open else ReasoningStart.MAY
 
 
 def read(
-    source: Source, tags: ReasoningTags, is_open: bool, then: Callable[[Source], Reading[None]]
+    source: Source, tags: ReasoningTags, start: ReasoningStart, then: Callable[[Source], Reading[None]]
 ) -> Reading[None]:
     """Reasoning, if the output begins with its tag or within it, and what `then` reads behind it."""
-    if is_open or (yield from _opens(source, tags.opening)):
+    is_open = start is ReasoningStart.OPEN
+    if is_open or (start is ReasoningStart.MAY and (yield from _opens(source, tags.opening))):
         yield from skip_space(source)
         yield from _opens(source, tags.opening)  # some models write it once more
         yield from skip_space(source)

@@ -77,10 +77,10 @@ class Tokenization:
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
         return text
 
-    def special_ids(self) -> dict[str, int]:
-        """The tokens that texts of outputs leave out, by their own texts."""
+    def added_ids(self) -> dict[str, int]:
+        """The tokens that are taken out of a text before all others, by their texts."""
         tokens = self.tokenizer.get_added_tokens_decoder().items()
-        return {token.content: token_id for token_id, token in tokens if token.special}
+        return {token.content: token_id for token_id, token in tokens}
 
     def render_chat(self, chat: Chat) -> str:
         """The chat as text. Raises InvalidRequest if the template refuses it, or if there is none."""

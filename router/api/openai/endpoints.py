@@ -27,17 +27,20 @@ async def chat_completions(router: Router, request: HttpRequest) -> None:
     """POST /v1/chat/completions."""
     body = parse(ChatBody, await request.json())
     model = router.model(body.model)
-    grammar = await router.grammars.checked(body.wanted_grammar())
-    tools = body.callable_tools()
+    wanted, tools = body.wanted_grammar(), body.callable_tools()
     chat = body.make_chat(body.messages, tools)
     prompt = await model.encode_chat(chat, body.is_cut)
     prompt = body.cut(prompt, model.versions.context_limit, body.wanted or 1)
     length = model.room_for(prompt, body.wanted, "messages")
     top = (body.top_logprobs or 0) if body.logprobs else None
+    calls = body.calls_wanted(tools, wanted is not None)
+    grammar = await router.grammars.checked(model.wanted_around(prompt, wanted, calls))
     sampling = body.sampling(length, top, model, grammar)
     sampling = replace(sampling, prompt_logprobs=body.prompt_logprobs)
     names = None if tools is None else tool_names(tools)
-    parsing = model.parsing(prompt, names, body.separate_reasoning, not body.skip_special_tokens)
+    parsing = model.parsing(
+        prompt, names, body.separate_reasoning, not body.skip_special_tokens, body.are_required
+    )
     style = ChatStyle(model.tokenization.detokenizers, body.shown(body.logprobs))
     if parsing is not None:
         style = PartsStyle(model.tokenization.detokenizers, style.shown, parsing, body.parts_wanted())

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import json
+
 from router.text.output_parts import Content
 from router.text.output_source import Reading, Source, accept, skip_space, until
 from router.text.tool_formats.calls import Calls, json_call
+from router.text.tool_formats.syntax import CallSyntax
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MARKERS = (OPEN, CLOSE)
+
+
+def _call(name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    return (f'{{"name": {json.dumps(name)}, "arguments": ',), ("}",)
+
+
+SYNTAX = CallSyntax(
+    _call, trigger=OPEN, opening=("\n",), between=("\n", CLOSE, "\n", OPEN, "\n"), closing=("\n", CLOSE)
+)
 
 
 def read(source: Source, calls: Calls) -> Reading[None]:

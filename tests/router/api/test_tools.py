@@ -38,7 +38,7 @@ class Scripted:
         (path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
         tokenization = Tokenization(path)
         self._tokenization = tokenization
-        self._end = tokenization.special_ids()["<|im_end|>"]
+        self._end = tokenization.added_ids()["<|im_end|>"]
         self.output = ""
         self.router = start_router(directory, path)
         self.worker = FakeWorker(
@@ -183,6 +183,41 @@ def test_a_call_that_is_cut_has_no_finish_of_its_own(scripted: Scripted) -> None
     assert not any(chunk["delta"].get("content") for chunk in chunks)
 
 
+NAMED = {"type": "function", "function": {"name": "g"}}
+ONLY_G = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
+STRICT: list[Any] = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": True}}, TOOLS[1]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "there", "absent"),
+    [
+        ({"tools": TOOLS}, (), ("",)),
+        ({"tools": STRICT, "tool_choice": "none"}, (), ("",)),
+        ({"tools": TOOLS, "tool_choice": "required"}, ('\\"f\\"', '\\"g\\"', "call)*"), ("@body",)),
+        (
+            {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
+            ('\\"f\\"',),
+            ("call)*",),
+        ),
+        ({"tools": TOOLS, "tool_choice": NAMED}, ('\\"g\\"',), ('\\"f\\"', "call)*")),
+        ({"tools": TOOLS, "tool_choice": ONLY_G}, ('\\"g\\"',), ('\\"f\\"',)),
+        ({"tools": STRICT}, ('"lenient": false', '"lenient": true', "triggered"), ("@body",)),
+        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, ("@body", '\\"f\\"'), ()),
+    ],
+)
+def test_grammars_demand_calls(
+    scripted: Scripted, fields: dict[str, Any], there: tuple[str, ...], absent: tuple[str, ...]
+) -> None:
+    scripted.output = OUTPUT
+    before = len(scripted.worker.seen)
+    scripted.choice(**fields)
+    starts = [one for one in scripted.worker.seen[before:] if isinstance(one, Decode)]
+    grammar = starts[0].request.sampling.grammar
+    lark = "" if grammar is None else grammar.around or grammar.text
+    assert all(text in lark for text in there)
+    assert not any(text in lark for text in absent if text or lark)
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
@@ -191,6 +226,14 @@ def test_a_call_that_is_cut_has_no_finish_of_its_own(scripted: Scripted) -> None
         ({"tools": [{"function": {"name": ""}}]}, "tools", "tools.0.function.name"),
         ({"tools": [{"function": {"name": "f", "parameters": 3}}]}, "tools", "parameters"),
         ({"tool_choice": "required"}, "tool_choice", "no tools"),
+        (
+            {
+                "tools": [{"function": {"name": "f", "parameters": {"properties": {"a": {"type": "x"}}}}}],
+                "tool_choice": "required",
+            },
+            "tools",
+            "tools.0.function.parameters: ",
+        ),
         ({"tools": TOOLS, "tool_choice": "often"}, "tool_choice", "required"),
         (
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "h"}}},

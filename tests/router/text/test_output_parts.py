@@ -22,7 +22,7 @@ Found = tuple[str, str, list[tuple[str, str]]]  # reasoning, content, calls
 def parts_of(
     pieces: list[str], tools: str = "none", reasoning: str = "none", prompt_end: str = ""
 ) -> list[Part]:
-    parsing = OutputFormats("", {}, tools, reasoning).parsing(prompt_end, NAMES)
+    parsing = OutputFormats("", {}, (), tools, reasoning).parsing(prompt_end, NAMES)
     assert parsing is not None
     parser = parsing.parser(7)
     parts = [part for piece in pieces for part in parser.feed(piece)] + parser.end()
@@ -105,7 +105,7 @@ def test_calls_and_what_is_none(tools: str, text: str, want: Found) -> None:
 @pytest.mark.parametrize(("tools", "text", "want"), CASES)
 def test_however_a_text_is_cut(tools: str, text: str, want: Found) -> None:
     assert parts_of(list(text), tools) == parts_of([text], tools)
-    parsing = OutputFormats("", {}, tools, "none").parsing("", NAMES)
+    parsing = OutputFormats("", {}, (), tools, "none").parsing("", NAMES)
     assert parsing is not None
     char_by_char = parsing.parser(7)
     said: list[Part] = []
@@ -196,21 +196,21 @@ def test_the_scanner_agrees_with_the_json_module(value: Any, indent: int | None,
 def test_formats_are_chosen_from_the_template(
     templates: str, tools: str | None, reasoning: str | None
 ) -> None:
-    formats = OutputFormats(templates, {})
+    formats = OutputFormats(templates, {}, ())
     assert formats.tools == (tools and TOOL_PARSERS[tools])
     assert formats.reasoning == (reasoning and REASONING_PARSERS[reasoning])
-    assert OutputFormats(templates, {}, "none", "none").parsing("", NAMES) is None
+    assert OutputFormats(templates, {}, (), "none", "none").parsing("", NAMES) is None
 
 
 def test_names_of_parsers_are_checked() -> None:
     for names in (("hermess", "auto"), ("auto", "qwen")):
         with pytest.raises(ConfigError, match="is unknown; give one of auto, none, "):
-            OutputFormats("", {}, *names)
+            OutputFormats("", {}, (), *names)
 
 
 def test_ids_of_calls_are_the_room_s() -> None:
     def ids(room: int) -> list[str]:
-        parsing = OutputFormats("", {}, "hermes", "none").parsing("", NAMES)
+        parsing = OutputFormats("", {}, (), "hermes", "none").parsing("", NAMES)
         assert parsing is not None
         parts = parsing.parser(room).feed(HERMES_F * 2)
         return [part.id for part in parts if isinstance(part, CallStart)]
@@ -220,7 +220,7 @@ def test_ids_of_calls_are_the_room_s() -> None:
 
 
 def test_special_tokens_are_kept_for_the_parser_and_from_the_content() -> None:
-    formats = OutputFormats("", {"<tool_call>": 5, "<other>": 6}, "hermes", "none")
+    formats = OutputFormats("", {"<tool_call>": 5, "<other>": 6}, {5, 6}, "hermes", "none")
     parsing = formats.parsing("", NAMES)
     assert parsing is not None
     assert parsing.kept == {5}

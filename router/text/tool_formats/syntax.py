@@ -1,0 +1,60 @@
+"""How calls are written, for grammars that demand them: in Lark, as llguidance reads it (wire/grammars.py).
+
+What a token of its own stands for is that token there (`<[151657]>`), never its text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_WHITE_SPACE = r"( |\n[ \t]{0,64})"  # as wire/grammars.py has it for schemas
+
+
+@dataclass(frozen=True, slots=True)
+class CalledTool:
+    """A tool that may be called. `follows`: its arguments follow its schema, else as far as possible."""
+
+    name: str
+    schema: dict[str, Any]
+    follows: bool
+    place: str = ""  # of its schema in the request
+
+    def arguments(self) -> str:
+        """Their rule."""
+        options = {"whitespace_pattern": _WHITE_SPACE, "lenient": not self.follows}
+        return "%json " + json.dumps({"type": "object", **self.schema, "x-guidance": options})
+
+
+@dataclass(frozen=True, slots=True)
+class CallSyntax:
+    """One or more calls: `trigger`, `opening`, calls with `between`, `closing`. A part is a list of texts,
+    each a token of its own or not. The trigger is what text before calls never has."""
+
+    call: Callable[[str], tuple[tuple[str, ...], tuple[str, ...]]]  # by its name: before and behind arguments
+    trigger: str
+    opening: tuple[str, ...] = ()
+    between: tuple[str, ...] = ()
+    closing: tuple[str, ...] = ()
+
+
+class Markers:
+    """Texts as grammars have them."""
+
+    def __init__(self, tokens: Mapping[str, int]) -> None:
+        """`tokens`: those that tokenizers take out of a text before all else, by their text."""
+        self._tokens = tokens
+
+    def is_token(self, text: str) -> bool:
+        """Whether a text is a token of its own."""
+        return text in self._tokens
+
+    def lark(self, *texts: str) -> str:
+        """The texts behind one another."""
+        return " ".join(self._one(text) for text in texts if text)
+
+    def _one(self, text: str) -> str:
+        token = self._tokens.get(text)
+        return json.dumps(text, ensure_ascii=False) if token is None else f"<[{token}]>"

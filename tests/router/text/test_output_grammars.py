@@ -1,0 +1,180 @@
+"""Grammars that demand calls: outputs that they allow are drawn at random, and read by the parsers."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import AddedToken, Tokenizer
+
+from router.text.output_formats import TOOL_PARSERS, OutputFormats
+from router.text.output_grammars import CallsWanted
+from router.text.output_parts import Said
+from router.text.tokenization import Tokenization
+from router.text.tool_formats.syntax import CalledTool
+from tests.support.tokenizers import byte_level
+from wire.grammars import LIMITS, grammar_problem, matcher_grammar
+from wire.request import Grammar, GrammarKind
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"a": {"enum": ["x", 'y "z"']}, "b": {"type": "boolean"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    CalledTool("get_weather", SCHEMA, True),
+    CalledTool("now", {"properties": {}, "maxProperties": 0}, True),
+]
+# The families' own names of tokens: special, and not.
+SPECIAL: list[str] = []
+ADDED = ["<tool_call>", "</tool_call>"]
+ANSWER = Grammar(GrammarKind.REGEX, "yes|no")
+WITH_SYNTAX = list({one: name for name, one in TOOL_PARSERS.items() if one.syntax is not None}.values())
+
+
+@pytest.fixture(scope="module")
+def tokenization(tmp_path_factory: pytest.TempPathFactory) -> Tokenization:
+    path = byte_level(tmp_path_factory.mktemp("grammars"))
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in ADDED])
+    tokenizer.save(str(path / "tokenizer.json"))
+    return Tokenization(path)
+
+
+class Drawn:
+    """A model that writes at random what a grammar allows, and ends when it may."""
+
+    def __init__(self, tokenization: Tokenization) -> None:
+        self._tokenization = tokenization
+        self.tokens = tokenization.added_ids()
+        self.end = self.tokens["<|im_end|>"]
+        size = tokenization.vocab_size
+        self._llguidance = LLTokenizer(tokenization.tokenizer.to_str(), n_vocab=size, eos_token=[self.end])
+
+    def matcher(self, grammar: Grammar) -> LLMatcher:
+        assert grammar_problem(grammar) == ""
+        matcher = LLMatcher(self._llguidance, matcher_grammar(grammar), log_level=0, limits=LIMITS)
+        assert not matcher.is_error(), matcher.get_error()
+        return matcher
+
+    def text(self, grammar: Grammar, seed: int, most: int = 400) -> str:
+        matcher, draw, tokens = self.matcher(grammar), random.Random(seed), []
+        while not matcher.is_stopped() and len(tokens) < most:
+            mask = matcher.compute_bitmask()
+            allowed = [token for token in range(len(mask) * 8) if mask[token // 8] >> token % 8 & 1]
+            special = [token for token in allowed if token in self.tokens.values()]
+            token = draw.choice(special if special and draw.random() < 0.5 else allowed)
+            matcher.consume_token(token)
+            if token != self.end:
+                tokens.append(token)
+        return self._tokenization.decode(tokens)
+
+    def allows(self, grammar: Grammar, text: str) -> bool:
+        matcher = self.matcher(grammar)
+        tokens = self._tokenization.encode(text, add_special_tokens=False)
+        return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+@pytest.fixture(scope="module")
+def drawn(tokenization: Tokenization) -> Drawn:
+    return Drawn(tokenization)
+
+
+def said(formats: OutputFormats, text: str, prompt_end: str = "", required: bool = True) -> Said:
+    parsing = formats.parsing(prompt_end, {tool.name for tool in TOOLS}, required=required)
+    assert parsing is not None
+    parser, found = parsing.parser(1), Said()
+    found.add(parser.feed(text) + parser.end())
+    return found
+
+
+def is_right(name: str, arguments: str) -> bool:
+    given = json.loads(arguments)
+    if name == "now":
+        return bool(given == {})
+    return (
+        name == "get_weather"
+        and given.pop("a") in ("x", 'y "z"')
+        and given in ({}, {"b": True}, {"b": False})
+    )
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("prompt_end", ["", "<think>\n", "</think>\n\n"])
+@pytest.mark.parametrize("name", ["none", *WITH_SYNTAX])
+def test_what_is_demanded_is_read(drawn: Drawn, name: str, prompt_end: str, several: bool) -> None:
+    formats = OutputFormats("", drawn.tokens, (), name, "qwen3")
+    lark = formats.grammar(prompt_end, CallsWanted(TOOLS, True, several), False)
+    grammar = Grammar(GrammarKind.LARK, lark)
+    counts, ended = set(), 0
+    for seed in range(30):
+        found = said(formats, drawn.text(grammar, seed), prompt_end)
+        assert found.content == ""
+        assert all(is_right(call.name, call.arguments) for call in found.calls)
+        ended += bool(found.calls)
+        counts.add(len(found.calls))
+    assert ended > 10  # others still think
+    assert (max(counts) > 1) == several
+
+
+@pytest.mark.parametrize("name", WITH_SYNTAX)
+def test_text_may_end_with_calls(drawn: Drawn, name: str) -> None:
+    formats = OutputFormats("", drawn.tokens, (), name, "none")
+    grammar = Grammar(GrammarKind.LARK, formats.grammar("", CallsWanted(TOOLS, False, True), False))
+    assert drawn.allows(grammar, "It rains.\n")
+    assert drawn.allows(grammar, "")
+    called = 0
+    for seed in range(30):
+        found = said(formats, drawn.text(grammar, seed, 150), required=False)
+        called += any(is_right(call.name, call.arguments) for call in found.calls)
+    assert called > 5
+
+
+def test_content_matches_behind_reasoning(drawn: Drawn) -> None:
+    formats = OutputFormats("", drawn.tokens, (), "hermes", "qwen3")
+    may = Grammar(ANSWER.kind, ANSWER.text, formats.grammar("", None, True))
+    for text in ("yes", "<think>Hm.\n</think>\n\nno", "<think></think>no"):
+        assert drawn.allows(may, text)
+    for text in ("Hm.</think>no", "<think>yes", "<think>Hm.</think>maybe", "maybe"):
+        assert not drawn.allows(may, text)
+    is_open = Grammar(ANSWER.kind, ANSWER.text, formats.grammar("<think>\n", None, True))
+    assert drawn.allows(is_open, "Hm.</think>no")
+    assert not drawn.allows(is_open, "no")
+    assert formats.grammar("</think>\n\n", None, True) == ""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        ANSWER,
+        Grammar(GrammarKind.LARK, 'start: x\nx: "yes" | "no"'),
+        Grammar(GrammarKind.JSON_SCHEMA, '{"enum": ["yes"]}'),
+    ],
+)
+def test_content_matches_or_there_are_calls(drawn: Drawn, body: Grammar) -> None:
+    formats = OutputFormats("", drawn.tokens, (), "hermes", "none")
+    around = formats.grammar("", CallsWanted(TOOLS, False, True), True)
+    grammar = Grammar(body.kind, body.text, around)
+    assert drawn.allows(grammar, '"yes"' if body.kind is GrammarKind.JSON_SCHEMA else "yes")
+    assert drawn.allows(grammar, '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')
+    assert not drawn.allows(grammar, "text")
+
+
+def test_tags_that_are_no_tokens_end_reasoning_too(drawn: Drawn) -> None:
+    formats = OutputFormats("", {}, (), "hermes", "seed_oss")
+    grammar = Grammar(ANSWER.kind, ANSWER.text, formats.grammar("<seed:think>", None, True))
+    assert drawn.allows(grammar, "Hm.</seed:think>yes")
+    assert not drawn.allows(grammar, "Hm.</seed:think>maybe")
+
+
+def test_schemas_are_followed_as_far_as_they_say(drawn: Drawn) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    for follows in (True, False):
+        calls = CallsWanted([CalledTool("f", schema, follows)], True, False)
+        lark = OutputFormats("", drawn.tokens, (), "hermes").grammar("", calls, False)
+        assert bool(grammar_problem(Grammar(GrammarKind.LARK, lark))) == follows
