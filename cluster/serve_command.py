@@ -75,6 +75,9 @@ def add_arguments(serve: argparse.ArgumentParser) -> None:
     )
     for key, field in OutputOptions.model_fields.items():
         serve.add_argument(_flag(key), metavar="X", help=field.description)
+    serve.add_argument(
+        "--metrics-compat", metavar="X", help=RouterSettings.model_fields["metrics_compat"].description
+    )
     for key in _WORKER_FLAGS:
         description = WorkerSettings.model_fields[key].description
         serve.add_argument(_flag(key), metavar="X", help=f"{description} (both roles)")
@@ -99,6 +102,7 @@ def make_config(arguments: argparse.Namespace) -> dict[str, Any]:
         "generation_config": arguments.generation_config,
         "router.options.pooling": arguments.pooling,
         **{key: getattr(arguments, key) for key in OutputOptions.model_fields},
+        "router.options.metrics_compat": arguments.metrics_compat,
         "prefill.num_replicas": arguments.num_prefill,
         "decode.num_replicas": arguments.num_decode,
     }

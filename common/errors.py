@@ -84,11 +84,12 @@ class SlowClient(UserError):
 
 
 class Overloaded(UserError):
-    """Too much is queued already; try again after `retry_after_s` seconds."""
+    """Too much is queued already; try again after `retry_after_s` seconds. `cause` is for metrics."""
 
-    def __init__(self, message: str, retry_after_s: float) -> None:
+    def __init__(self, message: str, retry_after_s: float, cause: str = "queue") -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.cause = cause
 
 
 class Unavailable(BatonError):

@@ -16,46 +16,52 @@ from prometheus_client.utils import floatToGoString
 
 
 class Count(Collector):
-    """A counter; with `label`, one for each value of it."""
+    """A counter; with `labels`, one for each of their values."""
 
-    def __init__(self, registry: CollectorRegistry, name: str, about: str, label: str = "") -> None:
+    def __init__(self, registry: CollectorRegistry, name: str, about: str, *labels: str) -> None:
         """`name` is without the suffix `_total`."""
-        self._named = name, about, [label] if label else []
-        self._counts: dict[str, float] = {} if label else {"": 0.0}
+        self._named = name, about, labels
+        self._counts: dict[tuple[str, ...], float] = {} if labels else {(): 0.0}
         registry.register(self)
 
-    def inc(self, by: float = 1.0, of: str = "") -> None:
-        """Add `by`. `of` is the label's value."""
+    def inc(self, by: float, *of: str) -> None:
+        """Add `by`. `of` are the labels' values."""
         self._counts[of] = self._counts.get(of, 0.0) + by
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         name, about, labels = self._named
         family = CounterMetricFamily(name, about, labels=labels)
         for of, count in self._counts.items():
-            family.add_metric([of] if labels else [], count)
+            family.add_metric(of, count)
         yield family
 
 
 class Distribution(Collector):
-    """A histogram; with `label`, one for each value of it."""
+    """A histogram; with `labels`, one for each of their values."""
 
     def __init__(
-        self, registry: CollectorRegistry, name: str, about: str, bounds: Sequence[float], label: str = ""
+        self, registry: CollectorRegistry, name: str, about: str, bounds: Sequence[float], *labels: str
     ) -> None:
         """`bounds` are the buckets' upper bounds, inclusive and increasing; +Inf is added."""
-        self._named = name, about, [label] if label else []
+        self._named = name, about, labels
         self._bounds = list(bounds)
-        self._counts: dict[str, list[int]] = {}
-        self._sums: dict[str, float] = {}
-        if not label:
-            self._begin("")
+        self._counts: dict[tuple[str, ...], list[int]] = {}
+        self._sums: dict[tuple[str, ...], float] = {}
+        if not labels:
+            self.begin()
         registry.register(self)
 
-    def observe(self, value: float, of: str = "") -> None:
-        """Count one value. `of` is the label's value."""
-        counts = self._counts.get(of) or self._begin(of)
+    def observe(self, value: float, *of: str) -> None:
+        """Count one value. `of` are the labels' values."""
+        counts = self._counts.get(of) or self.begin(*of)
         counts[bisect_left(self._bounds, value)] += 1
         self._sums[of] += value
+
+    def begin(self, *of: str) -> list[int]:
+        """The counts of these labels' values, all 0: none was observed yet."""
+        counts = self._counts[of] = [0] * (len(self._bounds) + 1)
+        self._sums[of] = 0.0
+        return counts
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         name, about, labels = self._named
@@ -63,13 +69,7 @@ class Distribution(Collector):
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]
         for of, counts in self._counts.items():
             buckets = list(zip(bounds, accumulate(counts), strict=True))
-            values = [of] if labels else []
-            family.add_metric(values, buckets, self._sums[of])
+            family.add_metric(of, buckets, self._sums[of])
             if self._bounds[0] < 0:  # the family leaves out the sum, which may fall, and the count with it
-                family.add_sample(f"{name}_count", dict(zip(labels, values, strict=True)), buckets[-1][1])
+                family.add_sample(f"{name}_count", dict(zip(labels, of, strict=True)), buckets[-1][1])
         yield family
-
-    def _begin(self, of: str) -> list[int]:
-        counts = self._counts[of] = [0] * (len(self._bounds) + 1)
-        self._sums[of] = 0.0
-        return counts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sized
-from itertools import pairwise
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -15,40 +14,16 @@ from router.measures import Count, Distribution
 from router.pair_transfers import PairTransfers
 from router.placement.models import Models
 from router.placement.transfer_rates import TransferPair
+from router.request_metrics import SECONDS
 from router.suspicions import Suspicions
 from wire.loop_mailbox import LoopMailbox
+from wire.messages import Timeline
 from wire.records import Role, WorkerRecord
-from wire.stages import Stamp
+from wire.stages import RequestStage
 
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-_ERRORS = (*(-second for second in reversed(_SECONDS) if second <= 30), 0, *_SECONDS[:-2])
+_ERRORS = (*(-second for second in reversed(SECONDS) if second <= 30), 0, *SECONDS[:-2])
+_PREFILL = (RequestStage.PREFILL_CHUNKED_FORWARD, RequestStage.PREFILL_FORWARD)
 _TOKENS = (-16384, -4096, -1024, -256, -64, -1, 0, 63, 255, 1023, 4095, 16383)  # up to -1: the index lacked
-
-
-class RequestMetrics:
-    """Updated per request."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.requests = Count(registry, "baton_router_requests", "Requests by HTTP status", "status")
-        self.aborts = Count(registry, "baton_router_aborts", "Requests ended by their client")
-        self.resumes = Count(
-            registry, "baton_router_resumes", "Streams resumed, by what became of their rooms", "rooms"
-        )
-        self.prompt_tokens = Count(registry, "baton_router_prompt_tokens", "Prompt tokens")
-        self.cached_tokens = Count(
-            registry, "baton_router_cached_tokens", "Prompt tokens that were not computed"
-        )
-        self.output_tokens = Count(registry, "baton_router_output_tokens", "Output tokens")
-        self.ttft = Distribution(registry, "baton_router_ttft_seconds", "Arrival to first token", _SECONDS)
-        self.itl = Distribution(
-            registry,
-            "baton_router_itl_seconds",
-            "Mean time between a request's tokens, from the first to the last",
-            _SECONDS,
-        )
-        self.latency = Distribution(
-            registry, "baton_router_request_seconds", "Arrival to last token", _SECONDS
-        )
 
 
 class RoomMetrics:
@@ -82,9 +57,17 @@ class RoomMetrics:
         self.ttft_error = Distribution(
             registry, "baton_router_ttft_error_seconds", "Predicted minus actual time to first token", _ERRORS
         )
+        self.queued = Distribution(
+            registry, "baton_router_queue_seconds", "Arrival of a request until a choice of it has workers",
+            SECONDS, "model",
+        )  # fmt: skip
+        self._prefill = Distribution(
+            registry, "baton_router_prefill_seconds", "Forwards of a prompt on one worker, all its chunks",
+            SECONDS, "model",
+        )  # fmt: skip
         self._stages = Distribution(
-            registry, "baton_router_stage_seconds", "Time in each stage, as stamped by workers", _SECONDS,
-            "stage",
+            registry, "baton_router_stage_seconds", "Time in each stage, as stamped by workers", SECONDS,
+            "stage", "role", "model",
         )  # fmt: skip
         self._said_tokens = Count(
             registry, "baton_router_index_said_tokens", "Prompt tokens that the index said to be cached"
@@ -100,8 +83,8 @@ class RoomMetrics:
     def observe_transfer(self, pair: TransferPair, nbytes: int, seconds: float) -> None:
         """A room's KV has come, in so many seconds with a write in progress."""
         locality = pair.locality.name.lower()
-        self._transfer_bytes.inc(nbytes, of=locality)
-        self._transfer_seconds.inc(seconds, of=locality)
+        self._transfer_bytes.inc(nbytes, locality)
+        self._transfer_seconds.inc(seconds, locality)
         self.pair_transfers.observe(pair.prefill, pair.decode, nbytes, seconds)
 
     def observe_index(self, said: int, found: int) -> None:
@@ -110,13 +93,20 @@ class RoomMetrics:
         self._found_tokens.inc(found)
         self._cached_tokens_error.observe(said - found)
 
-    def observe_stages(self, stamps: list[Stamp], ended_ns: int) -> None:
-        """One worker's stamps of one room: each stage lasted until the next, the last until `ended_ns`."""
-        ordered = sorted(stamps, key=lambda stamp: stamp.at_ns)
-        for stamp, following in pairwise(ordered):
-            self._stages.observe((following.at_ns - stamp.at_ns) / 1e9, stamp.stage)
-        if ordered and ended_ns:
-            self._stages.observe(max(ended_ns - ordered[-1].at_ns, 0) / 1e9, ordered[-1].stage)
+    def observe_stages(self, told: Timeline, worker: WorkerRecord | None) -> None:
+        """One worker's stamps of one room: each stage lasted until the next, the last until `ended_ns`. The
+        worker is None when it has left meanwhile."""
+        role, model = ("", "") if worker is None else (worker.role, worker.model)
+        ordered = sorted(told.stamps, key=lambda stamp: stamp.at_ns)
+        ends = [stamp.at_ns for stamp in ordered[1:]] + ([told.ended_ns] if told.ended_ns else [])
+        prefill_s = 0.0
+        for stamp, end_ns in zip(ordered, ends, strict=False):
+            seconds = max(end_ns - stamp.at_ns, 0) / 1e9
+            self._stages.observe(seconds, stamp.stage, role, model)
+            if stamp.stage in _PREFILL:
+                prefill_s += seconds
+        if prefill_s:
+            self._prefill.observe(prefill_s, model)
 
 
 class EventMetrics(Collector):

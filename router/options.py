@@ -15,6 +15,7 @@ from common.used_ports import LONGEST_LEASE_S
 from wire.options import SocketOptions
 
 MOST_WEIGHT = 1e9
+MetricsCompat = Literal["vllm"]
 VersionWeights = dict[str, Annotated[float, Field(ge=0, le=MOST_WEIGHT)]]
 
 
@@ -201,6 +202,9 @@ class AdminOptions(Options):
     )
     admin_key_file: Path | None = Field(
         None, description="its key; several lines: several keys; null: BATON_ADMIN_KEY, or no key"
+    )
+    metrics_compat: MetricsCompat | None = Field(
+        None, description="vllm: /metrics has the figures under vLLM's names, too, for its dashboards"
     )
 
     @property

@@ -19,11 +19,13 @@ from prometheus_client import CollectorRegistry
 from common.errors import Unavailable
 from router.http_errors import error_body
 from router.merged_metrics import MergedMetrics, MetricFamily, collect, exposition
+from router.options import MetricsCompat
 from router.page import Page, json_page
 from router.streams.inspections import Inspections
 from router.streams.room_report import RoomReport
 from router.suspicions import SuspicionReport
 from router.trace import RequestSummary, TraceStore
+from router.vllm_metrics import vllm_aliases
 from wire.holds import Hold
 from wire.messages import AnyMessage, Inspect, Inspected
 
@@ -68,8 +70,10 @@ class ProcessGroup:
         first: str | None,
         member_timeout_s: float = 1.0,
         first_timeout_s: float = 4.0,
+        compat: MetricsCompat | None = None,
     ) -> None:
-        """`first` is the mailbox of the first process, None in the first itself.
+        """`first` is the mailbox of the first process, None in the first itself, which names metrics as
+        `compat`, too.
 
         The first waits `member_timeout_s` for the others, and they wait `first_timeout_s` for the first.
         """
@@ -81,6 +85,7 @@ class ProcessGroup:
         self._first = first
         self._member_timeout_s = member_timeout_s
         self._first_timeout_s = first_timeout_s
+        self._compat = compat
         self._members: set[str] = set()  # mailboxes of the other processes, in the first
         self._merged = MergedMetrics()
         self._answering: set[asyncio.Task[None]] = set()
@@ -101,7 +106,8 @@ class ProcessGroup:
             return (await self._ask_first(_METRICS)).encode()
         for member, said in await self._ask_members(_METRICS):
             self._merged.take(member, msgspec.json.decode(said, type=_Families))
-        return exposition(self._merged.with_own(collect(self._registry)))
+        families = self._merged.with_own(collect(self._registry))
+        return exposition(families + (list(vllm_aliases(families)) if self._compat == "vllm" else []))
 
     async def trace(self, request_id: str) -> bytes | None:
         """A request's timeline as JSON, of whichever process has it. Raises Unavailable, see `metrics`."""

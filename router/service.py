@@ -20,7 +20,6 @@ from router.metrics import (
     EventMetrics,
     LevelMetrics,
     OwnCounts,
-    RequestMetrics,
     RoomMetrics,
     SuspicionMetrics,
     VersionMetrics,
@@ -35,6 +34,7 @@ from router.placement.placer import Placer
 from router.placement.policies import make_policy
 from router.placement.version import ModelVersion
 from router.process_group import OwnLists, ProcessGroup
+from router.request_metrics import RequestMetrics
 from router.streams.assignments import Assignment, version_gone, version_key
 from router.streams.claims import Claims, FoundRoom
 from router.streams.client_holds import ClientHolds
@@ -73,7 +73,7 @@ class Router:
         """
         self.options = options
         registry = CollectorRegistry()
-        self.metrics = RequestMetrics(registry)
+        self.metrics = RequestMetrics(registry, [one.served_model_name for one in options.served])
         self.keys = Keys("api_keys_file", options.api_keys_file, API_KEYS_ENV, described_keys)
         self.started_at = int(time.time())
         traces, index, secret = TraceStore(), GlobalIndex(), options.secret()
@@ -124,7 +124,9 @@ class Router:
             lambda: known.suspicions.report(self.mailbox_address),
             lambda target: self.pages.open(target),
         )
-        self._processes = ProcessGroup(registry, traces, send, self._inspections, own, first_process)
+        self._processes = ProcessGroup(
+            registry, traces, send, self._inspections, own, first_process, compat=options.metrics_compat
+        )
         self.pages = AdminPages(
             options.policy, self.model, self._versions, known, self._processes, self._inspections
         )
@@ -254,7 +256,7 @@ class Router:
         ):
             self._claims.give_up(found)
             found = {}
-        self.metrics.resumes.inc(of="claimed" if found else "computed again")
+        self.metrics.resumes.inc(1, "claimed" if found else "computed again")
         return found
 
     def interrupt(self) -> None:

@@ -46,7 +46,10 @@ class Supervisor:
         send = self._mailbox.send
         self._inspections = Inspections(send)
         own = OwnLists(holds=self._holds)
-        self._group = ProcessGroup(CollectorRegistry(), TraceStore(), send, self._inspections, own, None)
+        self._group = ProcessGroup(
+            CollectorRegistry(), TraceStore(), send, self._inspections, own, None,
+            compat=options.metrics_compat,
+        )  # fmt: skip
         self._directory: DirectoryServer | None = None
         if options.directory is None:
             self._directory = DirectoryServer(Directory(options.lease_s), send)

@@ -6,15 +6,17 @@ Counters are of one process of a worker. They begin anew with it, which `rate()`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from wire.records import WorkerRecord
 
-Family = CounterMetricFamily | GaugeMetricFamily
+Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 F = TypeVar("F", CounterMetricFamily, GaugeMetricFamily)
 Read = Callable[[WorkerRecord], float]
 
@@ -37,20 +39,23 @@ _TOTALS: Sequence[tuple[str, str, Read]] = (
     ("prompts", "Prompts whose prefill began", lambda r: r.load.prompts),
     ("prefill_tokens", "Tokens computed by prefill", lambda r: r.load.prefilled_tokens),
     ("decode_tokens", "Tokens computed by decode", lambda r: r.load.decoded_tokens),
-    ("cached_tokens", "Prompt tokens found in the worker's tree", lambda r: r.figures.cached_tokens),
     ("output_tokens", "Tokens that requests got", lambda r: r.figures.output_tokens),
     ("finished_requests", "Requests that came to their end", lambda r: r.figures.finished),
     ("failed_requests", "Requests that failed", lambda r: r.figures.failed),
     ("aborted_requests", "Requests that were given up", lambda r: r.figures.aborted),
     ("retractions", "Requests put back into the queue for want of memory", lambda r: r.figures.retracted),
     ("forwards", "Forwards", lambda r: r.figures.forwards),
-    ("forward_seconds", "Seconds of forwards", lambda r: r.figures.forward_s),
-    ("forward_sequences", "Sequences of all forwards together", lambda r: r.figures.sequences),
+)
+_HISTOGRAMS = (
+    ("forward_seconds", "Seconds of forwards, from launch to result"),
+    ("batch_sequences", "Sequences of a forward"),
+    ("batch_tokens", "Tokens that a forward computes"),
 )
 
 
 class WorkerMetrics(Collector):
-    """Every figure has the labels worker, role and model; pages have their group's name, too."""
+    """Every figure has the labels worker, role and model; pages have their group's name and their
+    tier, too."""
 
     def __init__(self, registry: CollectorRegistry, workers: Callable[[], Iterable[WorkerRecord]]) -> None:
         self._workers = workers
@@ -62,7 +67,10 @@ class WorkerMetrics(Collector):
             yield _filled(GaugeMetricFamily(f"baton_worker_{name}", about, labels=_LABELS), workers, read)
         for name, about, read in _TOTALS:
             yield _filled(CounterMetricFamily(f"baton_worker_{name}", about, labels=_LABELS), workers, read)
+        for name, about in _HISTOGRAMS:
+            yield _histogram(name, about, workers)
         yield from _pages(workers)
+        yield _information(workers)
         swept = CounterMetricFamily(
             "baton_worker_swept_holds",
             "What a worker held for others and gave up at its deadline",
@@ -75,6 +83,7 @@ class WorkerMetrics(Collector):
 
 
 _LABELS = ("worker", "role", "model")
+_DEVICE = "device"  # the tier of all pages so far
 
 
 def _named(record: WorkerRecord) -> list[str]:
@@ -94,18 +103,46 @@ def _usage(record: WorkerRecord) -> float:
     return 1 - min(max(record.load.free_tokens, 0), record.total_tokens) / record.total_tokens
 
 
+def _histogram(name: str, about: str, workers: Iterable[WorkerRecord]) -> Family:
+    family = HistogramMetricFamily(f"baton_worker_{name}", about, labels=_LABELS)
+    for record in workers:
+        told = record.figures.histograms.get(name)
+        if told is not None and len(told.counts) == len(told.bounds) + 1:
+            bounds = [*map(floatToGoString, told.bounds), "+Inf"]
+            buckets = list(zip(bounds, accumulate(told.counts), strict=True))
+            family.add_metric(_named(record), buckets, told.total)
+    return family
+
+
+def _information(workers: Iterable[WorkerRecord]) -> Family:
+    family = GaugeMetricFamily(
+        "baton_worker_info", "1 for each worker, with what does not change in its labels",
+        labels=(*_LABELS, "version", "host", "page_tokens", "pages", "context_tokens"),
+    )  # fmt: skip
+    for record in workers:
+        page = record.groups[0].page_size if record.groups else 0
+        fixed = (page, record.total_tokens // page if page else 0, record.max_context_tokens)
+        family.add_metric([*_named(record), record.version, record.host, *map(str, fixed)], 1)
+    return family
+
+
 def _pages(workers: Iterable[WorkerRecord]) -> Iterator[Family]:
     pages = GaugeMetricFamily(
-        "baton_worker_kv_pages", "KV pages, by what they are", labels=(*_LABELS, "group", "state")
+        "baton_worker_kv_pages", "KV pages, by what they are", labels=(*_LABELS, "group", "tier", "state")
     )
     evicted = CounterMetricFamily(
-        "baton_worker_evicted_pages", "Cached KV pages that gave way", labels=(*_LABELS, "group")
+        "baton_worker_evicted_pages", "Cached KV pages that gave way", labels=(*_LABELS, "group", "tier")
+    )
+    cached = CounterMetricFamily(
+        "baton_worker_cached_tokens", "Prompt tokens found in the worker's tree", labels=(*_LABELS, "tier")
     )
     for record in workers:
+        cached.add_metric([*_named(record), _DEVICE], record.figures.cached_tokens)
         for group, of in record.figures.groups.items():
             used = max(of.total - of.free - of.evictable, 0)
             for state, count in (("used", used), ("cached", of.evictable), ("free", of.free)):
-                pages.add_metric([*_named(record), group, state], count)
-            evicted.add_metric([*_named(record), group], of.evicted)
+                pages.add_metric([*_named(record), group, _DEVICE, state], count)
+            evicted.add_metric([*_named(record), group, _DEVICE], of.evicted)
     yield pages
     yield evicted
+    yield cached

@@ -26,7 +26,6 @@ class SchedulerMetrics:
     """Totals since the start, tokens and requests."""
 
     steps: int = 0
-    forward_s: float = 0.0  # seconds of forwards, from launch to result, without overlap
     prompts: int = 0  # admitted for prefill, once more after each retraction
     prefill_tokens: int = 0  # computed by prefill chunks
     decode_tokens: int = 0  # computed by decode rows
@@ -40,6 +39,9 @@ class SchedulerMetrics:
     cut_forwards: int = 0  # chunks that ended early because the cache wants a state there
     bad_hand_offs: int = 0  # received with a page that differed from what was sent
     checkpoints: int = 0  # states that decoding requests set aside
+    forward_seconds: Histogram = field(  # from launch to result, without overlap
+        default_factory=lambda: Histogram((0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5))
+    )
     batch_sequences: Histogram = field(default_factory=lambda: Histogram((1, 2, 4, 8, 16, 32, 64, 128, 256)))
     batch_tokens: Histogram = field(
         default_factory=lambda: Histogram((1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192))

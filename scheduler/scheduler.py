@@ -197,7 +197,7 @@ class Scheduler:
         taken = False
         while self._results.in_flight > depth:
             self._results.take(self.config.result_timeout_s)
-            self.metrics.forward_s += self._rates.landed()
+            self.metrics.forward_seconds.add(self._rates.landed())
             taken = True
         return taken
 

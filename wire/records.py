@@ -66,13 +66,20 @@ class GroupPages(msgspec.Struct, frozen=True):
     evicted: Natural  # total since the start
 
 
+class Counts(msgspec.Struct, frozen=True, array_like=True):
+    """A histogram: `counts[i]` values in (bounds[i-1], bounds[i]]; the last count is of larger ones."""
+
+    bounds: tuple[Quantity, ...]
+    counts: tuple[Natural, ...]
+    total: Quantity  # of all values
+
+
 class WorkerFigures(msgspec.Struct, frozen=True):
     """What a worker has counted since its role began, for operators. Routers do not choose by it."""
 
     groups: dict[str, GroupPages] = {}
     forwards: Natural = 0
-    forward_s: Quantity = 0.0  # seconds of them, from launch to result, without overlap
-    sequences: Natural = 0  # of all forwards together
+    histograms: dict[str, Counts] = {}  # "forward_seconds"; of forwards: "batch_sequences", "batch_tokens"
     cached_tokens: Natural = 0  # of prompts, found in the tree
     output_tokens: Natural = 0
     finished: Natural = 0

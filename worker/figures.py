@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvcache.memory import Memory
 from scheduler.metrics import SchedulerMetrics
-from wire.records import GroupPages, WorkerFigures
+from wire.records import Counts, GroupPages, WorkerFigures
 
 
 def worker_figures(memory: Memory, metrics: SchedulerMetrics) -> WorkerFigures:
@@ -21,8 +21,14 @@ def worker_figures(memory: Memory, metrics: SchedulerMetrics) -> WorkerFigures:
             for name, allocator in memory.allocators.items()
         },
         forwards=metrics.steps,
-        forward_s=metrics.forward_s,
-        sequences=int(metrics.batch_sequences.total),
+        histograms={
+            name: Counts(histogram.bounds, tuple(histogram.counts), histogram.total)
+            for name, histogram in (
+                ("forward_seconds", metrics.forward_seconds),
+                ("batch_sequences", metrics.batch_sequences),
+                ("batch_tokens", metrics.batch_tokens),
+            )
+        },
         cached_tokens=metrics.cached_tokens,
         output_tokens=metrics.output_tokens,
         finished=metrics.finished,

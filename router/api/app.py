@@ -80,7 +80,7 @@ async def _serve(router: Router, request: HttpRequest, cors: Cors) -> None:
         request.status = request.status or _FAILED
         raise
     finally:
-        router.metrics.requests.inc(of=str(request.status or _CLIENT_LEFT))
+        router.metrics.requests.inc(1, str(request.status or _CLIENT_LEFT))
 
 
 async def _answer(router: Router, request: HttpRequest, cors: Cors) -> None:
@@ -96,6 +96,7 @@ async def _answer(router: Router, request: HttpRequest, cors: Cors) -> None:
         else:
             await _no_route(request)
     except BatonError as error:
+        router.metrics.rejected(error)
         told = to_http(error)
         body = anthropic_error(error) if is_anthropic(request.path) else told.body
         await request.respond_json(body, told.status, told.headers)

@@ -74,7 +74,9 @@ class Admission:
         if queued + rooms - min(rooms, at_once) > options.max_queued:
             where = f"and {queued} of {options.max_queued} in the queue " if options.max_queued else ""
             raise Overloaded(
-                f"{running} of {options.max_in_flight} places {where}are taken", self._until_served()
+                f"{running} of {options.max_in_flight} places {where}are taken",
+                self._until_served(),
+                "places",
             )
 
     def judge(self, request: PlacementRequest, now: float) -> tuple[Choice, Prediction] | None:
@@ -98,6 +100,7 @@ class Admission:
             raise Overloaded(
                 f"the first token is expected after {prediction.ttft_s:.1f} s, and {limit:g} s are allowed",
                 min(late_s, _LONGEST_RETRY_S),
+                "ttft",
             )
         return choice, prediction
 

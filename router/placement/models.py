@@ -175,6 +175,11 @@ class Models:
         for version in self.versions():
             version.placer.tick(now)
 
+    def worker_at(self, mailbox: str) -> WorkerRecord | None:
+        """The live worker at an address."""
+        found = (version.placer.worker_at(mailbox) for version in self.versions())
+        return next((record for record in found if record is not None), None)
+
     def transferred(self, to: str, told: Timeline) -> TransferPair | None:
         """As `Placer.transferred`, of the worker's version."""
         found = (version.placer.transferred(to, told) for version in self.versions())

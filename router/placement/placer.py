@@ -165,6 +165,10 @@ class Placer:
         placement.decode_load.decoded(placement.context_tokens, placement.report_number)
         self.fleet.own_changed(placement.decode_load)
 
+    def worker_at(self, mailbox: str) -> WorkerRecord | None:
+        """The version's live worker at an address."""
+        return self._mailboxes.get(mailbox)
+
     def transferred(self, to: str, told: Timeline) -> TransferPair | None:
         """The worker at a mailbox says how it received a room's KV. Returns both, or None if one of
         them has left."""

@@ -83,7 +83,7 @@ class ClientHolds:
             async with asyncio.timeout(self._body_timeout_s):
                 yield
         except TimeoutError:
-            self._swept.inc(of="half-read body")
+            self._swept.inc(1, "half-read body")
             raise LateBody(f"the body was not complete after {self._body_timeout_s:g} s") from None
         finally:
             del self._reading[id(body)]
@@ -98,7 +98,7 @@ class ClientHolds:
         except TimeoutError:
             if not bound.expired():
                 raise
-            self._swept.inc(of="unread answer")
+            self._swept.inc(1, "unread answer")
             log.warning("request %s: its client does not read", generation.submission.request_id)
         finally:
             self._streams.pop(generation, None)

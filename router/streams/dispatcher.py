@@ -117,7 +117,7 @@ class Dispatcher:
     def tick(self, now: float) -> None:
         """Repeat what is unanswered, wake rooms that are due, acknowledge."""
         for key in self.mail.tick(now):
-            self._metrics.swept.inc(of="message")
+            self._metrics.swept.inc(1, "message")
             room = self.rooms.get(key.room)
             if room is not None and not self.moves.on_given_up(key, now):
                 room.on_given_up(key, now)
@@ -174,11 +174,13 @@ class Dispatcher:
         number, epoch = room.number, room.request.epoch
         if epoch == 0:
             self._expect_first(number, choice, now)
+            waited_ns = max(time.time_ns() - room.request.arrived_ns, 0)
+            self._metrics.queued.observe(waited_ns / 1e9, assignment.model.name)
         placement = assignment.version.placer.place(choice, now)
         assignment.admission.placed(number, placement.prefill_tokens)
         prefill = placement.prefill.id if placement.prefill is not None else None
         self._traces.placed(number, epoch, prefill, placement.decode.id)
-        self._metrics.placements.inc(of="pair" if prefill is not None else "alone")
+        self._metrics.placements.inc(1, "pair" if prefill is not None else "alone")
         return placement
 
     def unplace(self, room: RoomStream, placement: Placement) -> None:
@@ -205,8 +207,8 @@ class Dispatcher:
         if cause in _FAULTS:
             assignment = self.assignments[room.number]
             assignment.model.failed(assignment.version)
-        self._metrics.restarts.inc()
-        self._metrics.restart_causes.inc(of=cause)
+        self._metrics.restarts.inc(1)
+        self._metrics.restart_causes.inc(1, cause)
 
     def closed(self, room: RoomStream) -> None:
         """Forget a room. The rooms that wait are given its place when the loop has run what is due now."""
@@ -276,7 +278,7 @@ class Dispatcher:
             if run.finish is None:
                 self.mail.dismiss(sender, run.room, run.epoch)
         elif not _is_served_by(room, self.moves, sender):
-            self._metrics.strays.inc()
+            self._metrics.strays.inc(1)
             return
         else:
             self.moves.on_run(run, now)
@@ -290,13 +292,13 @@ class Dispatcher:
                 pair = self._models.transferred(sender, message)
                 if pair is not None:
                     self._metrics.observe_transfer(pair, message.kv_bytes, message.kv_seconds)
-                self._metrics.observe_stages(message.stamps, message.ended_ns)
+                self._metrics.observe_stages(message, self._models.worker_at(sender))
             return
         room = self.rooms.get(message.room)
         if room is None:
             return
         if not _is_served_by(room, self.moves, sender):
-            self._metrics.strays.inc()
+            self._metrics.strays.inc(1)
         elif isinstance(message, Reserved):
             room.on_reserved(message.epoch)
         else:

@@ -58,6 +58,7 @@ class ChoiceCounts(msgspec.Struct, gc=False):
     index: int
     output_tokens: int = 0
     cached_tokens: int = 0  # of the prompt: not computed
+    grew_at: float = 0.0  # monotonic seconds: when its latest tokens came; 0: none came yet
 
 
 class Answer(Protocol):
@@ -76,6 +77,9 @@ class GenerationObserver(Protocol):
 
     def began(self, generation: Generation) -> None:
         """The first token of any choice has come. Called at most once."""
+
+    def grew(self, generation: Generation, choice: ChoiceCounts) -> None:
+        """Tokens of a choice have come."""
 
     def ended(self, generation: Generation) -> None:
         """No choice is running any more. Called once."""
@@ -193,6 +197,7 @@ class Generation:
         self._rooms = rooms
         self._observer = observer
         self._running = submission.choice_count - len(known)
+        self.ends: list[str] = []  # why choices ended, in the order in which they did
         self._begun = False
         self._fresh = False  # something was added since `more` last returned
         self._client_left = False
@@ -251,10 +256,11 @@ class Generation:
         if not self._begun:
             self._begun = True
             self._observer.began(self)
+        self._observer.grew(self, choice)
         self._answer.add(choice, text, delta)
         self._fresh = True
         if delta.finish is not None:
-            self._close_one()
+            self._close_one(delta.finish)
         elif self._answer.unread > MOST_UNREAD:
             self.fail(SlowClient(f"more than {MOST_UNREAD} bytes wait for this client to read"))
         self._wake()
@@ -263,7 +269,7 @@ class Generation:
         """One choice failed: so has the request, and the other choices are stopped."""
         if self._error is None and self._running:
             self._error = error
-            self._stop(f"another choice failed: {error}")
+            self._stop(f"another choice failed: {error}", "error")
             self._wake()
 
     def interrupt(self, error: BatonError) -> None:
@@ -271,15 +277,14 @@ class Generation:
         if self._running:
             self._error = error
             self._rooms.leave()
-            self._running = 0
-            self._observer.ended(self)
+            self._end_all("interrupted")
             self._wake()
 
     def cancel(self) -> None:
         """The client has gone: stop what still runs. Repeats change nothing."""
         if self._running:
             self._client_left = True
-            self._stop("the client has gone")
+            self._stop("the client has gone", "abort")
             self._wake()
 
     def close(self) -> None:
@@ -301,14 +306,19 @@ class Generation:
         """Over all choices."""
         return sum(choice.output_tokens for choice in self.choices)
 
-    def _stop(self, reason: str) -> None:
+    def _stop(self, reason: str, end: str) -> None:
         self._rooms.stop(reason)
+        self._end_all(end)
+
+    def _end_all(self, end: str) -> None:
+        self.ends += [end] * self._running
         self._running = 0
         self._observer.ended(self)
 
-    def _close_one(self) -> None:
+    def _close_one(self, end: str) -> None:
         if self._running:
             self._running -= 1
+            self.ends.append(end)
             if not self._running:
                 self._observer.ended(self)
 

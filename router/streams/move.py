@@ -159,14 +159,14 @@ class RoomMoves:
         epoch = RoomEpoch(request, placement, self._mail, self._options, now)
         epoch.begin(request, now, source)
         self._moves[number] = RoomMove(request, epoch, source, now + _TAKEN_S, placer)
-        self._metrics.moves.inc(of="begun")
+        self._metrics.moves.inc(1, "begun")
         return True
 
     def _taken_over(self, number: int, now: float) -> None:
         move = self._moves.pop(number)
         self._rooms[number].switch(move.request, move.epoch, now)
         self._decoding[number] = move.epoch.placement
-        self._metrics.moves.inc(of="done")
+        self._metrics.moves.inc(1, "done")
         self.tick(now)
 
     def _fail(self, number: int, reason: str, now: float) -> None:
@@ -176,7 +176,7 @@ class RoomMoves:
         self._drop(number, reason, now)
         self._mail.say(RetransmitKey(move.source.mailbox, number, message.epoch, kind_of(message)), message)
         self._again_at[number] = now + _AGAIN_S
-        self._metrics.moves.inc(of="failed")
+        self._metrics.moves.inc(1, "failed")
 
     def _drop(self, number: int, reason: str, now: float) -> None:
         """Tell the other worker that it takes nothing over."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
-from router.metrics import RequestMetrics
+from router.request_metrics import RequestMetrics
 from router.streams.assignments import Assignment
-from router.streams.generation import Generation, Submission
+from router.streams.generation import ChoiceCounts, Generation, Submission
 from router.trace import RequestTrace, TraceStore
 from wire.stages import RequestStage, Stamp
 
@@ -31,22 +31,46 @@ class RequestLog:
         """Observe the time to first token."""
         trace = self._traces.get(generation.submission.request_id)
         if trace is not None:
-            self._metrics.ttft.observe(trace.begin(time.time_ns()))
+            self._metrics.ttft.observe(trace.begin(time.time_ns()), generation.submission.model)
+
+    def grew(self, generation: Generation, choice: ChoiceCounts) -> None:
+        """Observe the time between two tokens."""
+        now = time.monotonic()
+        if choice.grew_at:
+            self._metrics.itl.observe(now - choice.grew_at, generation.submission.model)
+        choice.grew_at = now
 
     def ended(self, generation: Generation) -> None:
         """Observe the latency, and count tokens."""
-        metrics, trace = self._metrics, self._traces.get(generation.submission.request_id)
+        metrics, submission = self._metrics, generation.submission
+        model, trace = submission.model, self._traces.get(submission.request_id)
+        longest = max((choice.output_tokens for choice in generation.choices), default=0)
         if trace is not None:
-            metrics.latency.observe(trace.end(time.time_ns()))
-            gaps = max((choice.output_tokens for choice in generation.choices), default=0) - 1
-            if trace.first_token_ns and gaps > 0:
-                metrics.itl.observe((trace.finished_ns - trace.first_token_ns) / 1e9 / gaps)
+            metrics.latency.observe(trace.end(time.time_ns()), model)
+            if trace.first_token_ns:
+                decode_s = (trace.finished_ns - trace.first_token_ns) / 1e9
+                metrics.decode.observe(decode_s, model)
+                if longest > 1:
+                    metrics.tpot.observe(decode_s / (longest - 1), model)
         if generation.abandoned:
-            metrics.aborts.inc()
+            metrics.aborts.inc(1)
         else:
             for choice in generation.choices:
                 if choice.output_tokens:
                     self._assignment.version.placer.answered(choice.output_tokens)
-        metrics.prompt_tokens.inc(generation.prompt_tokens())
-        metrics.cached_tokens.inc(generation.cached_tokens())
-        metrics.output_tokens.inc(generation.output_tokens())
+        self._count(generation, longest)
+
+    def _count(self, generation: Generation, longest: int) -> None:
+        """Of which sizes the request was. `longest`: the output tokens of its longest choice."""
+        metrics, submission = self._metrics, generation.submission
+        model, prompt, output = submission.model, generation.prompt_tokens(), generation.output_tokens()
+        for end in generation.ends:
+            metrics.finished.inc(1, model, end)
+        metrics.prompt_tokens.inc(prompt, model)
+        metrics.cached_tokens.inc(generation.cached_tokens(), model)
+        metrics.output_tokens.inc(output, model)
+        metrics.prompt_length.observe(prompt, model)
+        metrics.output_length.observe(output, model)
+        metrics.longest_output.observe(longest, model)
+        metrics.choices.observe(submission.n, model)
+        metrics.max_tokens.observe(submission.sampling.max_new_tokens, model)

@@ -95,7 +95,7 @@ def rejection_error(worker: str, message: Rejected, retry_after_s: float) -> Bat
         case RejectKind.INVALID:
             return InvalidRequest(message.message)
         case RejectKind.OVERLOADED:
-            return Overloaded(message.message, message.retry_after_s or retry_after_s)
+            return Overloaded(message.message, message.retry_after_s or retry_after_s, "worker")
         case RejectKind.FAILED_ALONE:
             return RequestFailed(f"worker {worker}: {message.message}")
     return Unavailable(f"worker {worker}: {message.message}")

@@ -30,7 +30,8 @@ class LongTexts:
     async def run(self, size: int, encode: Callable[[], list[int]]) -> list[int]:
         """The result of `encode`, whose text has `size` characters. Raises Overloaded."""
         if self._waiting and self._waiting + size > _MOST_WAITING:
-            raise Overloaded(f"{self._waiting} characters of other prompts wait to be tokenised", 1.0)
+            waiting = f"{self._waiting} characters of other prompts wait to be tokenised"
+            raise Overloaded(waiting, 1.0, "tokenizer")
         self._waiting += size
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, _encoded, size, encode)

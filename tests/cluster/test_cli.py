@@ -88,6 +88,11 @@ def test_the_parsers_of_outputs_reach_the_router(model: str) -> None:
     assert (one.tool_call_parser, one.reasoning_parser) == ("hermes", "none")
 
 
+def test_names_of_metrics_for_vllms_dashboards_reach_the_router(model: str) -> None:
+    config = parse_config(make_config(parse(["serve", model, "--metrics-compat", "vllm"])))
+    assert config.router_options().metrics_compat == "vllm"
+
+
 def test_the_generation_config_reaches_router_and_workers(model: str) -> None:
     arguments = parse(["serve", model, "--generation-config", "vllm"])
     config = parse_config(make_config(arguments))

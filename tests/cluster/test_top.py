@@ -15,8 +15,9 @@ from rich.console import Console
 from cluster.top_table import frame
 from router.dashboard.figures import Samples, Snapshot, added, fleet_figures, in_order, kv_use, parse_samples
 from router.measures import Count, Distribution
-from router.metrics import RequestMetrics, RoomMetrics
+from router.metrics import RoomMetrics
 from router.placement.transfer_rates import Locality, TransferPair
+from router.request_metrics import RequestMetrics
 from tests.router.directory.test_directory import record
 from wire.records import Role, WorkerLoad
 
@@ -74,10 +75,10 @@ def test_routers_are_added(several: list[list[float]]) -> None:
 def test_a_router_that_began_anew_counts_from_zero() -> None:
     registry = CollectorRegistry()
     count = Count(registry, "n", "", "of")
-    count.inc(5, of="a")
+    count.inc(5, "a")
     before = samples(registry)
-    count.inc(2, of="a")
-    count.inc(1, of="b")
+    count.inc(2, "a")
+    count.inc(1, "b")
     grown = samples(registry).since(before)
     assert grown.by("n_total", "of") == {"a": 2.0, "b": 1.0}
     assert before.since(samples(registry)).by("n_total", "of") == {"a": 5.0}
@@ -90,16 +91,16 @@ def metrics() -> tuple[CollectorRegistry, RequestMetrics, RoomMetrics]:
 
 def test_figures_are_of_the_time_between_two_snapshots() -> None:
     registry, requests, rooms = metrics()
-    requests.prompt_tokens.inc(1000)
-    requests.ttft.observe(50.0)
+    requests.prompt_tokens.inc(1000, "m")
+    requests.ttft.observe(50.0, "m")
     before = snapshot(samples(registry), at=10.0)
-    requests.requests.inc(6, of="200")
-    requests.requests.inc(2, of="429")
-    requests.prompt_tokens.inc(400)
-    requests.cached_tokens.inc(100)
-    requests.output_tokens.inc(80)
-    requests.ttft.observe(0.2)
-    requests.itl.observe(0.02)
+    requests.requests.inc(6, "200")
+    requests.requests.inc(2, "429")
+    requests.prompt_tokens.inc(400, "m")
+    requests.cached_tokens.inc(100, "m")
+    requests.output_tokens.inc(80, "m")
+    requests.ttft.observe(0.2, "m")
+    requests.itl.observe(0.02, "m")
     rooms.kv_bytes.inc(4_000_000_000)
     rooms.observe_transfer(TransferPair("p", "d", Locality.RACK), 4_000_000_000, 2.0)
     fleet = fleet_figures(snapshot(samples(registry), at=14.0), before)
@@ -150,7 +151,7 @@ def test_what_is_now_is_no_difference_and_what_is_counted_is() -> None:
 def test_each_percentile_is_its_own() -> None:
     registry, requests, _ = metrics()
     for n in range(100):
-        requests.itl.observe(0.02 if n < 90 else 0.2 if n < 97 else 3.0)
+        requests.itl.observe(0.02 if n < 90 else 0.2 if n < 97 else 3.0, "m")
     p50, p95, p99 = fleet_figures(snapshot(samples(registry)), None).itl_s
     assert p50 is not None
     assert p95 is not None
@@ -160,7 +161,7 @@ def test_each_percentile_is_its_own() -> None:
 
 def test_a_hit_rate_of_nothing_cached_is_zero() -> None:
     registry, requests, _ = metrics()
-    requests.prompt_tokens.inc(10)
+    requests.prompt_tokens.inc(10, "m")
     assert fleet_figures(snapshot(samples(registry)), None).hit_rate == 0.0
 
 

@@ -6,12 +6,16 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
+from common.errors import BatonError, ModelNotFound, Overloaded
 from router.events.counters import EventCounters
 from router.merged_metrics import MergedMetrics, MetricFamily, collect, exposition
-from router.metrics import EventMetrics, LevelMetrics, RequestMetrics, RoomMetrics
+from router.metrics import EventMetrics, LevelMetrics, RoomMetrics
+from router.request_metrics import RequestMetrics, cause_of
+from router.vllm_metrics import vllm_aliases
 from router.worker_metrics import WorkerMetrics
 from tests.router.directory.test_directory import record
-from wire.records import GroupPages, WorkerFigures, WorkerLoad
+from wire.messages import Timeline
+from wire.records import Counts, GroupPages, WorkerFigures, WorkerLoad
 from wire.stages import RequestStage, Stamp
 
 
@@ -60,23 +64,24 @@ def test_the_event_planes_counters_are_read_when_asked() -> None:
 def test_stages_and_statuses_have_a_series_each() -> None:
     registry = CollectorRegistry()
     metrics, rooms = RequestMetrics(registry), RoomMetrics(registry)
-    metrics.requests.inc(of="200")
-    metrics.requests.inc(of="200")
-    metrics.requests.inc(of="429")
+    metrics.requests.inc(1, "200")
+    metrics.requests.inc(1, "200")
+    metrics.requests.inc(1, "429")
     stages = (RequestStage.DECODE_LOOP, RequestStage.PREFILL_WAITING, RequestStage.PREFILL_FORWARD)
     times = (3_000_000_000, 1_000_000_000, 1_500_000_000)
-    rooms.observe_stages([Stamp(stage, at) for stage, at in zip(stages, times, strict=True)], 3_250_000_000)
+    stamps = [Stamp(stage, at) for stage, at in zip(stages, times, strict=True)]
+    rooms.observe_stages(Timeline(1, 0, "p0", stamps, ended_ns=3_250_000_000), record("p0"))
     seen = values(registry)
     assert seen['baton_router_requests_total{status="200"}'] == 2
     assert seen['baton_router_requests_total{status="429"}'] == 1
     assert seen["baton_router_restarts_total"] == 0
-    name = "baton_router_stage_seconds"
-    assert seen[f'{name}_bucket{{le="0.5",stage="prefill_waiting"}}'] == 1  # a bound is in its bucket
-    assert seen[f'{name}_bucket{{le="0.25",stage="prefill_waiting"}}'] == 0
-    assert seen[f'{name}_sum{{stage="prefill_forward"}}'] == 1.5
-    assert seen[f'{name}_count{{stage="prefill_forward"}}'] == 1
-    assert seen[f'{name}_sum{{stage="decode_loop"}}'] == 0.25  # until the worker's part ended
-    assert seen["baton_router_ttft_seconds_count"] == 0
+    name, of = "baton_router_stage_seconds", 'model="m",role="prefill",stage='
+    assert seen[f'{name}_bucket{{le="0.5",{of}"prefill_waiting"}}'] == 1  # a bound is in its bucket
+    assert seen[f'{name}_bucket{{le="0.25",{of}"prefill_waiting"}}'] == 0
+    assert seen[f'{name}_sum{{{of}"prefill_forward"}}'] == 1.5
+    assert seen[f'{name}_count{{{of}"prefill_forward"}}'] == 1
+    assert seen[f'{name}_sum{{{of}"decode_loop"}}'] == 0.25  # until the worker's part ended
+    assert seen['baton_router_prefill_seconds_sum{model="m"}'] == 1.5
 
 
 class Process:
@@ -91,20 +96,20 @@ class Process:
 
 def test_several_processes_are_measured_as_one() -> None:
     first, second = Process(rooms=2, workers=3), Process(rooms=5, workers=3)
-    first.requests.requests.inc(of="200")
-    second.requests.requests.inc(2, of="200")
-    second.requests.requests.inc(of="503")
+    first.requests.requests.inc(1, "200")
+    second.requests.requests.inc(2, "200")
+    second.requests.requests.inc(1, "503")
     for process in (first, second):
-        process.requests.ttft.observe(0.03)
+        process.requests.ttft.observe(0.03, "m")
     merged = MergedMetrics()
     merged.take("second", collect(second.registry))
     text = exposition(merged.with_own(collect(first.registry)))
     seen = series(text)
     assert seen['baton_router_requests_total{status="200"}'] == 3
     assert seen['baton_router_requests_total{status="503"}'] == 1
-    assert seen["baton_router_ttft_seconds_count"] == 2
-    assert seen['baton_router_ttft_seconds_bucket{le="0.05"}'] == 2
-    assert seen['baton_router_ttft_seconds_bucket{le="0.025"}'] == 0
+    assert seen['baton_router_ttft_seconds_count{model="m"}'] == 2
+    assert seen['baton_router_ttft_seconds_bucket{le="0.05",model="m"}'] == 2
+    assert seen['baton_router_ttft_seconds_bucket{le="0.025",model="m"}'] == 0
     assert seen["baton_router_rooms"] == 7
     assert seen['baton_router_workers{role="prefill"}'] == 3  # the same in each
     assert seen["baton_router_index_pages"] == 700
@@ -144,7 +149,12 @@ def test_what_workers_say_of_themselves_has_a_series_for_each() -> None:
         load=load,
         total_tokens=400,
         draining=True,
-        figures=WorkerFigures(groups=groups, retracted=2, forward_s=1.5),
+        figures=WorkerFigures(
+            groups=groups,
+            retracted=2,
+            cached_tokens=48,
+            histograms={"forward_seconds": Counts((0.1, 1.0), (2, 1, 0), 1.5)},
+        ),
     )
     WorkerMetrics(registry, lambda: [busy, record("d1")])
     seen = series(exposition(msgspec.msgpack.decode(packed(registry), type=list[MetricFamily])))
@@ -154,33 +164,79 @@ def test_what_workers_say_of_themselves_has_a_series_for_each() -> None:
     assert seen[f"baton_worker_kv_usage_ratio{{{of}}}"] == pytest.approx(0.2)
     assert seen[f"baton_worker_decode_tokens_total{{{of}}}"] == 90
     assert seen[f"baton_worker_retractions_total{{{of}}}"] == 2
-    assert seen[f"baton_worker_forward_seconds_total{{{of}}}"] == 1.5
+    assert seen[f"baton_worker_forward_seconds_sum{{{of}}}"] == 1.5
+    assert seen[f'baton_worker_forward_seconds_bucket{{le="1.0",{of}}}'] == 3
+    assert seen['baton_worker_cached_tokens_total{model="m",role="prefill",tier="device",worker="d0"}'] == 48
     paged = f'baton_worker_kv_pages{{group="full",model="{busy.model}",role="{busy.role}",'
-    pages = {state: seen[f'{paged}state="{state}",worker="d0"}}'] for state in ("used", "cached", "free")}
+    pages = {
+        state: seen[f'{paged}state="{state}",tier="device",worker="d0"}}']
+        for state in ("used", "cached", "free")
+    }
     assert pages == {"used": 20, "cached": 50, "free": 30}
-    assert seen[f'baton_worker_evicted_pages_total{{group="full",{of}}}'] == 7
+    assert (
+        seen[
+            'baton_worker_evicted_pages_total{group="full",model="m",role="prefill",tier="device",worker="d0"}'
+        ]
+        == 7
+    )
     assert seen[f"baton_worker_running_requests{{{of.replace('d0', 'd1')}}}"] == 0
 
 
 def test_sums_do_not_fall_when_a_process_ends_or_is_slow() -> None:
     first, second, third = Process(), Process(rooms=5), Process()
     merged = MergedMetrics()
-    second.requests.output_tokens.inc(40)
+    second.requests.output_tokens.inc(40, "m")
     merged.take("second", collect(second.registry))
-    second.requests.output_tokens.inc(2)
+    second.requests.output_tokens.inc(2, "m")
 
     def seen() -> tuple[float, float]:
         found = series(exposition(merged.with_own(collect(first.registry))))
-        return found["baton_router_output_tokens_total"], found["baton_router_rooms"]
+        return found['baton_router_output_tokens_total{model="m"}'], found["baton_router_rooms"]
 
     assert seen() == (40, 5)  # as it said last
     merged.take("second", collect(second.registry))
     merged.end("second")
     merged.end("second")
     assert seen() == (42, 0)
-    third.requests.output_tokens.inc(1)
+    third.requests.output_tokens.inc(1, "m")
     merged.take("third", collect(third.registry))
     assert seen() == (43, 0)
     merged.end("third")
     merged.end("never asked")
     assert seen() == (43, 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [(ModelNotFound("x"), "model_not_found"), (Overloaded("x", 1.0, "ttft"), "overloaded_ttft")],
+)
+def test_a_request_that_is_refused_is_counted_by_cause(error: BatonError, cause: str) -> None:
+    registry = CollectorRegistry()
+    metrics = RequestMetrics(registry)
+    metrics.rejected(error)
+    assert cause_of(error) == cause
+    assert values(registry)[f'baton_router_rejects_total{{cause="{cause}"}}'] == 1
+
+
+def test_vllms_names_say_the_same() -> None:
+    registry = CollectorRegistry()
+    requests, rooms = RequestMetrics(registry, ["m"]), RoomMetrics(registry)
+    figures = WorkerFigures(retracted=2, histograms={"batch_tokens": Counts((1.0, 8.0), (1, 2, 3), 99.0)})
+    WorkerMetrics(registry, lambda: [record("p0", figures=figures, load=WorkerLoad(waiting_requests=5))])
+    requests.ttft.observe(0.03, "m")
+    requests.finished.inc(3, "m", "stop")
+    stamps = [Stamp(RequestStage.PREFILL_WAITING, 1), Stamp(RequestStage.PREFILL_FORWARD, 500_000_001)]
+    for worker in ("p0", "p1"):
+        rooms.observe_stages(Timeline(1, 0, worker, stamps, ended_ns=600_000_001), record(worker))
+    seen = series(exposition(list(vllm_aliases(collect(registry)))))
+    of = 'engine="router",model_name="m"'
+    assert seen[f"vllm:time_to_first_token_seconds_count{{{of}}}"] == 1
+    assert seen['vllm:time_to_first_token_seconds_bucket{engine="router",le="0.05",model_name="m"}'] == 1
+    assert seen['vllm:request_success_total{engine="router",finished_reason="stop",model_name="m"}'] == 3
+    assert seen[f"vllm:request_queue_time_seconds_sum{{{of}}}"] == 1.0
+    assert seen[f"vllm:e2e_request_latency_seconds_count{{{of}}}"] == 0  # there before the first request
+    worker = 'engine="p0",model_name="m"'
+    assert seen[f"vllm:num_requests_waiting{{{worker}}}"] == 5
+    assert seen[f"vllm:num_preemptions_total{{{worker}}}"] == 2
+    assert seen[f"vllm:iteration_tokens_total_sum{{{worker}}}"] == 99
+    assert any(name.startswith("vllm:cache_config_info{block_size=") for name in seen)

@@ -10,8 +10,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from common.errors import Unavailable
-from router.metrics import RequestMetrics
 from router.process_group import OwnLists, ProcessGroup
+from router.request_metrics import RequestMetrics
 from router.streams.inspections import Inspections
 from router.streams.room_report import RoomReport, WorkerReport
 from router.suspicions import SuspicionCause, SuspicionReport
@@ -97,8 +97,8 @@ def test_a_process_that_does_not_answer_is_counted_as_it_was() -> None:
         post, processes = three()
         assert await processes[0].aborts() == 111
         del post["1"]
-        processes[1].metrics.aborts.inc()
-        processes[2].metrics.aborts.inc()
+        processes[1].metrics.aborts.inc(1)
+        processes[2].metrics.aborts.inc(1)
         for process in (processes[0], processes[2]):
             assert await process.aborts() == 112
             assert await process.group.trace("other") is None

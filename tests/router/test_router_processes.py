@@ -71,7 +71,9 @@ def ask(router: RouterProcess, prompt: int, request_id: str = "") -> list[int]:
 
 
 def output_tokens(router: RouterProcess) -> float:
-    found = re.search(rb"^baton_router_output_tokens_total (\S+)", fetch(router, "/metrics"), re.MULTILINE)
+    found = re.search(
+        rb"^baton_router_output_tokens_total\{.*\} (\S+)", fetch(router, "/metrics"), re.MULTILINE
+    )
     assert found is not None
     return float(found[1])
 

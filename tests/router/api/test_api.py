@@ -445,6 +445,11 @@ def test_the_other_windows(service: Service) -> None:
     assert 'baton_router_workers{role="decode"} 1.0' in metrics
     assert 'baton_router_requests_total{status="200"}' in metrics
     assert "baton_router_stage_seconds_bucket" in metrics
+    for name in ("itl_seconds", "tpot_seconds", "queue_seconds", "decode_seconds"):
+        found = re.search(rf'^baton_router_{name}_count{{model="tiny"}} (\S+)', metrics, re.MULTILINE)
+        assert found is not None, name
+        assert float(found[1]) >= 1, name
+    assert 'baton_router_rejects_total{cause="model_not_found"}' in metrics
     assert 'baton_router_cached_tokens_error_bucket{le="0.0"}' in metrics
     for name in ("batches", "gaps", "snapshots", "resets", "restarts"):
         assert f"baton_router_event_{name}_total 0.0" in metrics

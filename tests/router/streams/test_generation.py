@@ -13,7 +13,7 @@ from common.errors import Interrupted, SlowClient, Unavailable
 from router.api.event_ids import NoIds
 from router.api.openai.answers import CompletionStyle, SseWriter
 from router.api.openai.shown import Shown
-from router.streams.generation import MOST_UNREAD, ChoiceOutput, Generation, Submission
+from router.streams.generation import MOST_UNREAD, ChoiceCounts, ChoiceOutput, Generation, Submission
 from router.text.tokenization import Tokenization
 from wire.request import FinishReason, OutputDelta, SamplingParams, TokenLogprobs
 
@@ -39,6 +39,9 @@ class Request:
 
     def leave(self) -> None:
         self.left = True
+
+    def grew(self, _: Generation, choice: ChoiceCounts) -> None:
+        assert choice.output_tokens
 
     def began(self, _: Generation) -> None:
         pass
@@ -73,6 +76,7 @@ def test_what_came_in_one_turn_is_sent_at_once_an_event_per_token(model: Path) -
         assert len(events(request.writer.take())) == 1
         assert not await request.generation.more()
         assert (request.ends, request.stopped) == (1, [])
+        assert request.generation.ends == ["length", "stop"]
 
     asyncio.run(run())
 
@@ -89,6 +93,7 @@ def test_a_client_that_does_not_read_ends_its_request_and_holds_a_bounded_buffer
         assert most > MOST_UNREAD
         (reason,) = request.stopped
         assert "wait for this client" in reason
+        assert request.generation.ends == ["error", "error"]
         assert request.ends == 1
         assert await request.generation.more()  # what came before is still told
         assert len(request.writer.take()) == most

@@ -11,7 +11,7 @@ import pytest
 from router.api.event_ids import NoIds
 from router.api.openai.answers import CompletionStyle, SseWriter
 from router.api.openai.shown import Shown
-from router.streams.generation import ChoiceOutput, Generation, Submission
+from router.streams.generation import ChoiceCounts, ChoiceOutput, Generation, Submission
 from router.streams.resume import ChoicePosition
 from router.streams.resumed_output import Resumed, ResumedOutput
 from router.text.tokenization import Tokenization
@@ -27,6 +27,7 @@ class Observer:
     def stop(self, reason: str) -> None: ...
     def leave(self) -> None: ...
     def began(self, _: Generation) -> None: ...
+    def grew(self, _: Generation, choice: ChoiceCounts) -> None: ...
     def ended(self, _: Generation) -> None: ...
 
 
