@@ -441,6 +441,9 @@ def test_the_other_windows(service: Service) -> None:
     assert router.http.get("/ready").status_code == 200
     assert "version" in router.http.get("/version").json()
     assert router.http.get("/v1/models").json()["data"][0]["id"] == "tiny"
+    said = {"prompt": [1, 2], "max_tokens": 3}
+    assert router.http.post("/v1/completions", json=said).status_code == 200
+    assert router.http.post("/v1/completions", json={"model": "none", **said}).status_code == 404
     metrics = router.admin.get("/metrics").text
     assert 'baton_router_workers{role="decode"} 1.0' in metrics
     assert 'baton_router_requests_total{status="200"}' in metrics
