@@ -106,6 +106,10 @@ class KeptResponses:
         self._tokens = count(1)
         self._searches: dict[int, _Search] = {}
 
+    def __len__(self) -> int:
+        """How many responses are kept here, copies included."""
+        return len(self._store)
+
     def keep(self, key: ResponseKey, content: bytes) -> bool:
         """Keep a response here and at another router. False: it is too large, or none is
         kept."""
@@ -141,8 +145,13 @@ class KeptResponses:
             self._send(other, DropResponse(*key))
 
     def take(self, mail: Mail) -> bool:
-        """Take another router's message. False for any other."""
+        """Take another router's message. False for any other. From a process that the directory does not
+        list as a router it is dropped: conversations are told to nobody else."""
         message = mail.message
+        if not isinstance(message, KeepResponse | FindResponse | FoundResponse | DropResponse):
+            return False
+        if mail.sender not in self._others():
+            return True
         if isinstance(message, KeepResponse):
             key = ResponseKey(message.tenant, message.response)
             self._store.keep(key, message.content, time.monotonic())
@@ -151,10 +160,8 @@ class KeptResponses:
             self._send(mail.sender, FoundResponse(message.token, found or b""))
         elif isinstance(message, DropResponse):
             self._store.drop(ResponseKey(message.tenant, message.response))
-        elif isinstance(message, FoundResponse):
+        else:
             search = self._searches.get(message.token)
             if search is not None:
                 search.take(mail.sender, message.content)
-        else:
-            return False
         return True

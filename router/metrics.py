@@ -214,6 +214,7 @@ class LevelMetrics(Collector):
         waiting: Sized,
         peers: Sized,
         index: Sized,
+        responses: Sized,
         workers: Callable[[], Iterable[WorkerRecord]],
     ) -> None:
         self._counted = (
@@ -221,6 +222,7 @@ class LevelMetrics(Collector):
             ("queued_rooms", "Rooms that wait for their turn", waiting),
             ("peers", "Other routers whose accounts are counted", peers),
             ("index_pages", "Pages in the global index", index),
+            ("kept_responses", "Answers of /v1/responses that are kept for later turns", responses),
         )
         self._workers = workers
         registry.register(self)

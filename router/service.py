@@ -117,7 +117,8 @@ class Router:
         SuspicionMetrics(registry, known.suspicions)
         WorkerMetrics(registry, lambda: known.workers)
         VersionMetrics(registry, self._versions)
-        LevelMetrics(registry, rooms.rooms, rooms.waiting, known.peers, index, lambda: known.workers)
+        levels = rooms.rooms, rooms.waiting, known.peers, index, self.responses
+        LevelMetrics(registry, *levels, lambda: known.workers)
         own = OwnLists(
             lambda: rooms.report(time.monotonic()),
             lambda: self._own_holds(time.monotonic()),

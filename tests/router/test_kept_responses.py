@@ -12,7 +12,7 @@ from common.errors import Unavailable
 from router import kept_responses
 from router.kept_responses import KeptResponses, ResponseKey, ResponseStore
 from router.options import ResponseOptions
-from wire.messages import AnyMessage
+from wire.messages import Ack, AnyMessage, DropResponse, FindResponse, FoundResponse, KeepResponse
 from wire.sockets import Mail
 
 GOLD, LEAD = ResponseKey("gold", "r1"), ResponseKey("lead", "r1")
@@ -105,3 +105,16 @@ def test_a_silent_router_may_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
     routers.gone = {"b"}
     with pytest.raises(Unavailable, match="not every router"):
         asyncio.run(routers.all["a"].find(GOLD))
+
+
+def test_nobody_else_is_told() -> None:
+    told: list[AnyMessage] = []
+    alone = KeptResponses(options(), lambda _, message: told.append(message), lambda: {"b"})
+    alone.keep(GOLD, b"said")
+    told.clear()
+    for message in (FindResponse(*GOLD, 1), KeepResponse(*GOLD, b"other"), DropResponse(*GOLD)):
+        assert alone.take(Mail("stranger", message))
+    assert told == []
+    assert alone.take(Mail("b", FindResponse(*GOLD, 2)))
+    assert told == [FoundResponse(2, b"said")]
+    assert not alone.take(Mail("b", Ack([])))

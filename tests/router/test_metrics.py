@@ -91,7 +91,7 @@ class Process:
         self.registry = CollectorRegistry()
         self.requests, self.rooms = RequestMetrics(self.registry), RoomMetrics(self.registry)
         records = [record(str(number)) for number in range(workers)]
-        LevelMetrics(self.registry, range(rooms), (), (), range(700), lambda: records)
+        LevelMetrics(self.registry, range(rooms), (), (), range(700), (), lambda: records)
 
 
 def test_several_processes_are_measured_as_one() -> None:

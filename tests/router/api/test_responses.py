@@ -13,7 +13,7 @@ import pytest
 from common.errors import InvalidRequest, Overloaded
 from router.api.answer_parts import AnswerParts, UnstreamedDraft
 from router.api.openai.responses.answers import ResponseDraft, ResponseEvents
-from router.api.openai.responses.output import OutputItems
+from router.api.openai.responses.output import OutputItems, new_id
 from router.api.openai.responses.schema import ResponseBody
 from router.api.request_body import parse
 from router.streams.generation import ChoiceCounts, Submission
@@ -170,6 +170,12 @@ def test_parts_become_items_and_events() -> None:
         for event in events
         if "item_id" in event
     )
+
+
+def test_ids_are_unguessable() -> None:
+    ids = {new_id("resp_") for _ in range(1000)}
+    assert len(ids) == 1000
+    assert {len(one) for one in ids} == {len("resp_") + 32}
 
 
 def draft() -> ResponseDraft:
