@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
-from common.errors import InvalidRequest
-from router.api.tool_fields import ToolChoice, tool_names
+from router.api.tool_fields import ToolFields, tool_names
+from router.model import Model
+from router.service import Router
 from router.streams.generation import ChoiceCounts
+from router.text.grammars import Wanted
 from router.text.output_formats import Parsing
 from router.text.output_parts import CallArguments, CallBroken, CallStart, Content, Part
-from wire.request import FinishReason, OutputDelta
+from wire.request import FinishReason, Grammar, OutputDelta
 
 
-def names_of(tools: list[dict[str, Any]] | None) -> frozenset[str] | None:
-    """The names of a chat's tools; None: it has none, or none is to be called."""
-    return tool_names(tools) if tools else None
+async def grammar_and_parsing(
+    router: Router,
+    model: Model,
+    prompt: list[int],
+    tools: ToolFields,
+    wanted: Wanted | None,
+    shows_special: bool = False,
+) -> tuple[Grammar | None, Parsing | None]:
+    """What the outputs of a chat's prompt have to match, and how they are read. `wanted`: of the content.
 
-
-def refuse_forced(choice: ToolChoice) -> None:
-    """Raises InvalidRequest for calls that must be made: whether one is, is the model's to say here."""
-    if choice not in ("auto", "none"):
-        raise InvalidRequest("calls cannot be forced here: only 'auto' and 'none' are taken", "tool_choice")
+    Raises InvalidRequest.
+    """
+    functions = tools.callable_tools()
+    calls = tools.calls_wanted(functions, wanted is not None)
+    grammar = await router.grammars.checked(model.wanted_around(prompt, wanted, calls))
+    names = None if functions is None else tool_names(functions)
+    return grammar, model.parsing(prompt, names, True, shows_special, tools.are_required)
 
 
 class AnswerParts:

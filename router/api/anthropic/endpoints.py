@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.api.answer_parts import AnswerParts, UnstreamedDraft, names_of
+from router.api.answer_parts import AnswerParts, UnstreamedDraft, grammar_and_parsing
 from router.api.answering import generating, make_submission, stream
 from router.api.anthropic.answers import MessageDraft, MessageEvents
 from router.api.anthropic.schema import CountTokensBody, MessagesBody
@@ -16,17 +16,16 @@ async def messages(router: Router, request: HttpRequest) -> None:
     """POST /v1/messages."""
     body = parse(MessagesBody, await request.json())
     model = router.model(body.model)
-    grammar = await router.grammars.checked(body.wanted_grammar())
     chat = body.make_chat()
     prompt = await model.encode_chat(chat)
     limit = model.versions.context_limit
     # Clients ask for the most that any model writes: the context may leave less, and the answer says so.
-    wanted = body.max_tokens if limit is None else min(body.max_tokens, max(limit - len(prompt), 1))
-    length = model.room_for(prompt, wanted, "messages")
+    most = body.max_tokens if limit is None else min(body.max_tokens, max(limit - len(prompt), 1))
+    length = model.room_for(prompt, most, "messages")
+    tools, wanted = body.tool_fields(), body.wanted_grammar()
+    grammar, parsing = await grammar_and_parsing(router, model, prompt, tools, wanted)
     cut, params = length < body.max_tokens, body.sampling_fields()
     sampling = params.sampling(length, None, model, grammar)
-    tools = body.tool_fields()
-    parsing = model.parsing(prompt, names_of(chat.tools), True, False)
     submission = make_submission(
         router, model, request, body, params, [prompt], sampling, "", not cut, chat.opening, parsing
     )

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from common.errors import InvalidRequest
-from router.api.answer_parts import refuse_forced
 from router.api.anthropic.blocks import Messages, Texts
 from router.api.anthropic.history import template_messages
 from router.api.anthropic.tools import ClientToolChoice, ClientTools, tool_fields
@@ -90,14 +89,12 @@ class MessagesChat(BaseModel):
         goes_on = messages[-1]["role"] == "assistant"
         if goes_on and "tool_calls" in messages[-1]:
             raise InvalidRequest("the last message calls tools: their results are missing", "messages")
-        tools = self.tool_fields()
-        refuse_forced(tools.tool_choice)
         fields = ChatFields(
             continue_final_message=goes_on,
             chat_template_kwargs={} if self.thinking is None else self.thinking.template_kwargs(),
             reasoning_effort=None if self.output_config is None else self.output_config.effort,
         )
-        return fields.make_chat(messages, tools.callable_tools())
+        return fields.make_chat(messages, self.tool_fields().callable_tools())
 
 
 class CountTokensBody(MessagesChat):

@@ -144,7 +144,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "'web_search_20250305' is not supported",
     ),
     ({"tools": [{"name": "f"}]}, "input_schema"),
-    ({"tool_choice": {"type": "any"}}, "cannot be forced"),
+    ({"tool_choice": {"type": "any"}}, "no tools to choose from"),
     ({"tool_choice": {"type": "tool"}}, "belongs to type 'tool'"),
     ({"thinking": {"type": "enabled", "display": "omitted"}}, "display"),
     ({"output_config": {"format": {"type": "text"}}}, "json_schema"),

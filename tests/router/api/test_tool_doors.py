@@ -141,3 +141,19 @@ def test_the_next_turn_has_what_the_last_one_said(scripted: Scripted, kept: bool
     result = {"role": "tool", "tool_call_id": first["call_id"], "name": "f", "content": "3"}
     chat = Chat([USER, said, result], CHAT_TOOLS)
     assert last_prompt(scripted) == scripted._tokenization.encode_chat(chat)
+
+
+def test_required_calls_reach_the_workers_as_a_grammar(scripted: Scripted) -> None:
+    """The same one as for a chat."""
+    named = {"type": "function", "function": {"name": "f"}}
+    for chat, client, function in (
+        ("required", {"type": "any"}, "required"),
+        (named, {"type": "tool", "name": "f"}, {"type": "function", "name": "f"}),
+    ):
+        scripted.choice(tools=CHAT_TOOLS, tool_choice=chat)
+        post(scripted, "/v1/messages", {**MESSAGE, "tool_choice": client})
+        post(scripted, "/v1/responses", {"input": "Hi", "tools": FUNCTIONS, "tool_choice": function})
+        started = [message for message in scripted.worker.seen if isinstance(message, Decode)]
+        grammars = [message.request.sampling.grammar for message in started[-3:]]
+        assert grammars[0] is not None
+        assert grammars == grammars[:1] * 3

@@ -9,7 +9,7 @@ import msgspec
 from pydantic import TypeAdapter
 
 from common.errors import ResponseNotFound
-from router.api.answer_parts import AnswerParts, UnstreamedDraft, names_of
+from router.api.answer_parts import AnswerParts, UnstreamedDraft, grammar_and_parsing
 from router.api.answering import generating, make_submission, stream, tenant_of
 from router.api.asgi import HttpRequest
 from router.api.openai.responses.answers import ResponseDraft, ResponseEvents
@@ -43,12 +43,13 @@ async def create(router: Router, request: HttpRequest) -> None:
     if body.previous_response_id is not None:
         key = ResponseKey(tenant, body.previous_response_id)
         before = (await _find(router, key, "previous_response_id")).messages
-    grammar = await router.grammars.checked(body.wanted_grammar())
     chat = body.make_chat(before)
     prompt = await model.encode_chat(chat)
     length = model.room_for(prompt, body.max_output_tokens, "input")
+    grammar, parsing = await grammar_and_parsing(
+        router, model, prompt, body.tool_fields(), body.wanted_grammar(), not body.skip_special_tokens
+    )
     sampling = body.sampling(length, None, model, grammar)
-    parsing = model.parsing(prompt, names_of(chat.tools), True, not body.skip_special_tokens)
     submission = make_submission(
         router, model, request, body, body, [prompt], sampling, body.prompt_cache_key,
         body.max_output_tokens is not None, chat.opening, parsing,

@@ -7,7 +7,6 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from common.errors import InvalidRequest
-from router.api.answer_parts import refuse_forced
 from router.api.chat_fields import ChatFields, ReasoningEffort
 from router.api.openai.responses.history import template_messages
 from router.api.openai.responses.items import Items, MessageItem
@@ -104,10 +103,8 @@ class ResponseBody(RequestBody, SamplingBody):
         said = [*before, *template_messages(before, self.items)]
         if self.instructions is not None:
             said = [{"role": "system", "content": self.instructions}, *said]
-        tools = self.tool_fields()
-        refuse_forced(tools.tool_choice)
         effort = None if self.reasoning is None else self.reasoning.effort
-        return ChatFields(reasoning_effort=effort).make_chat(said, tools.callable_tools())
+        return ChatFields(reasoning_effort=effort).make_chat(said, self.tool_fields().callable_tools())
 
     def wanted_grammar(self) -> Wanted | None:
         """What the answer must match. Raises InvalidRequest for more than one."""
