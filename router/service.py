@@ -72,7 +72,7 @@ class Router:
         `admin_url` is announced in the directory: where somebody serves `pages`, if anybody does.
         """
         self.options = options
-        registry = CollectorRegistry()
+        self.registry = registry = CollectorRegistry()
         self.metrics = RequestMetrics(registry, [one.served_model_name for one in options.served])
         self.keys = Keys("api_keys_file", options.api_keys_file, API_KEYS_ENV, described_keys)
         self.started_at = int(time.time())

@@ -13,38 +13,38 @@ from router.merged_metrics import MetricFamily
 _Labels = dict[str, str]
 
 
-class _Alias(NamedTuple):
+class Alias(NamedTuple):
     name: str  # in vLLM, without "vllm:"
     of: str  # here, without "baton_"
     only: tuple[str, str] | None = None  # a label and the value for which series are taken
 
 
-_ALIASES = (
-    _Alias("time_to_first_token_seconds", "router_ttft_seconds"),
-    _Alias("inter_token_latency_seconds", "router_itl_seconds"),
-    _Alias("time_per_output_token_seconds", "router_itl_seconds"),  # until v0.11
-    _Alias("request_time_per_output_token_seconds", "router_tpot_seconds"),
-    _Alias("e2e_request_latency_seconds", "router_request_seconds"),
-    _Alias("request_queue_time_seconds", "router_stage_seconds", ("stage", "prefill_waiting")),
-    _Alias("request_prefill_time_seconds", "router_prefill_seconds"),
-    _Alias("request_decode_time_seconds", "router_decode_seconds"),
-    _Alias("request_prompt_tokens", "router_request_prompt_tokens"),
-    _Alias("request_generation_tokens", "router_request_output_tokens"),
-    _Alias("request_max_num_generation_tokens", "router_request_longest_output_tokens"),
-    _Alias("request_params_n", "router_request_choices"),
-    _Alias("request_params_max_tokens", "router_request_max_tokens"),
-    _Alias("request_success", "router_finished_choices"),
-    _Alias("prompt_tokens", "router_prompt_tokens"),
-    _Alias("generation_tokens", "router_output_tokens"),
-    _Alias("prefix_cache_queries", "router_prompt_tokens"),
-    _Alias("prefix_cache_hits", "router_cached_tokens"),
-    _Alias("num_requests_running", "worker_running_requests"),
-    _Alias("num_requests_waiting", "worker_waiting_requests"),
-    _Alias("kv_cache_usage_perc", "worker_kv_usage_ratio"),
-    _Alias("gpu_cache_usage_perc", "worker_kv_usage_ratio"),  # until v0.10
-    _Alias("num_preemptions", "worker_retractions"),
-    _Alias("iteration_tokens_total", "worker_batch_tokens"),
-    _Alias("cache_config_info", "worker_info"),
+ALIASES = (
+    Alias("time_to_first_token_seconds", "router_ttft_seconds"),
+    Alias("inter_token_latency_seconds", "router_itl_seconds"),
+    Alias("time_per_output_token_seconds", "router_itl_seconds"),  # until v0.11
+    Alias("request_time_per_output_token_seconds", "router_tpot_seconds"),
+    Alias("e2e_request_latency_seconds", "router_request_seconds"),
+    Alias("request_queue_time_seconds", "router_stage_seconds", ("stage", "prefill_waiting")),
+    Alias("request_prefill_time_seconds", "router_prefill_seconds"),
+    Alias("request_decode_time_seconds", "router_decode_seconds"),
+    Alias("request_prompt_tokens", "router_request_prompt_tokens"),
+    Alias("request_generation_tokens", "router_request_output_tokens"),
+    Alias("request_max_num_generation_tokens", "router_request_longest_output_tokens"),
+    Alias("request_params_n", "router_request_choices"),
+    Alias("request_params_max_tokens", "router_request_max_tokens"),
+    Alias("request_success", "router_finished_choices"),
+    Alias("prompt_tokens", "router_prompt_tokens"),
+    Alias("generation_tokens", "router_output_tokens"),
+    Alias("prefix_cache_queries", "router_prompt_tokens"),
+    Alias("prefix_cache_hits", "router_cached_tokens"),
+    Alias("num_requests_running", "worker_running_requests"),
+    Alias("num_requests_waiting", "worker_waiting_requests"),
+    Alias("kv_cache_usage_perc", "worker_kv_usage_ratio"),
+    Alias("gpu_cache_usage_perc", "worker_kv_usage_ratio"),  # until v0.10
+    Alias("num_preemptions", "worker_retractions"),
+    Alias("iteration_tokens_total", "worker_batch_tokens"),
+    Alias("cache_config_info", "worker_info"),
 )
 _LABELS = {
     "model": "model_name",
@@ -59,7 +59,7 @@ _LABELS = {
 def vllm_aliases(families: list[MetricFamily]) -> Iterator[MetricFamily]:
     """What vLLM would call these metrics, as far as it has them."""
     by_name = {family.name: family for family in families}
-    for alias in _ALIASES:
+    for alias in ALIASES:
         family = by_name.get(f"baton_{alias.of}")
         if family is None:  # no process has answered
             continue
