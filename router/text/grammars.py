@@ -36,9 +36,7 @@ class Wanted(NamedTuple):
     value: Any  # a schema: a dict or its JSON; a list of choices; else text
     is_ours: bool = False  # no client has written it
     around: str = ""  # Grammar.around
-    parts: tuple[
-        tuple[str, str], ...
-    ] = ()  # of what is ours: places in the request, and the rules made of them
+    parts: tuple[tuple[str, str], ...] = ()  # places in the request, and the rules made of them
 
 
 class GrammarChecks:

@@ -130,8 +130,10 @@ class JsonScanner:
         self._end_value()
 
     def _end_scalar(self) -> None:
-        self.broken = _SCALAR.fullmatch(self._scalar) is None
-        self._end_value()
+        if _SCALAR.fullmatch(self._scalar) is None:
+            self.broken = True
+        else:
+            self._end_value()
 
     def _end_value(self) -> None:
         self._next = _Next.COMMA

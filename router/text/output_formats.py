@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from common.errors import ConfigError
-from router.text.output_grammars import CallsWanted, chat_grammar, thoughts
+from router.text.output_grammars import CallsWanted, chat_grammar, harmony_grammar, thoughts
 from router.text.output_parts import OutputParser
 from router.text.output_source import Reading, ReadingParser, Source, rest
 from router.text.reasoning import ReasoningStart, ReasoningTags
 from router.text.reasoning import read as read_reasoning
-from router.text.tool_formats import hermes
+from router.text.tool_formats import deepseek, harmony, hermes, llama3, mistral, pythonic
 from router.text.tool_formats.calls import Calls
 from router.text.tool_formats.syntax import CallSyntax, Markers
 
@@ -23,19 +23,46 @@ PROMPT_END = 8
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a family of models writes calls. `signs`: texts that all stand in its chat templates."""
+    """How a family of models writes calls. `signs`: texts that all stand in its chat templates. `short_ids`:
+    its templates want ids of 9 characters."""
 
     read: Callable[[Source, Calls], Reading[None]]
     markers: tuple[str, ...]
     signs: tuple[str, ...]
     syntax: CallSyntax | None = None  # None: no grammar demands them
+    short_ids: bool = False
 
 
 _HERMES = ToolFormat(hermes.read, hermes.MARKERS, (hermes.OPEN,), hermes.SYNTAX)
-_TOOL_FORMATS = (_HERMES,)  # the first one whose signs a template has
+_MISTRAL = ToolFormat(
+    mistral.read, mistral.MARKERS, (mistral.OPEN, mistral.ARGUMENTS), mistral.SYNTAX, short_ids=True
+)
+_MISTRAL_LIST = ToolFormat(
+    mistral.read, mistral.MARKERS, (mistral.OPEN,), mistral.LIST_SYNTAX, short_ids=True
+)
+_DEEPSEEK_V3 = ToolFormat(deepseek.read, deepseek.MARKERS, (deepseek.CALL, "```json"), deepseek.V3_SYNTAX)
+_DEEPSEEK = ToolFormat(deepseek.read, deepseek.MARKERS, (deepseek.CALL,), deepseek.SYNTAX)
+_LLAMA3 = ToolFormat(llama3.read, llama3.MARKERS, ('"parameters": dictionary',), llama3.SYNTAX)
+_PYTHONIC = ToolFormat(pythonic.read, pythonic.MARKERS, ("[func_name1(",))
+_LFM2 = ToolFormat(pythonic.read, pythonic.MARKERS, ("<|tool_call_start|>",))
+
+_TOOL_FORMATS = (_DEEPSEEK_V3, _DEEPSEEK, _MISTRAL, _MISTRAL_LIST, _LFM2, _PYTHONIC, _LLAMA3, _HERMES)
+"""In this order: a template's format is the first one whose signs it has."""
+_XML_ARGUMENTS = (
+    "<function=",
+    "<arg_key>",
+)  # of Qwen3-Coder and GLM, between Hermes' tags
 
 TOOL_PARSERS: Mapping[str, ToolFormat] = MappingProxyType(
-    {"hermes": _HERMES, "qwen": _HERMES, "qwen25": _HERMES}
+    {
+        **dict.fromkeys(("hermes", "qwen", "qwen25"), _HERMES),
+        **dict.fromkeys(("llama3_json", "llama4_json", "llama3"), _LLAMA3),
+        "mistral": _MISTRAL,
+        "mistral_list": _MISTRAL_LIST,
+        **dict.fromkeys(("deepseek_v3", "deepseekv3"), _DEEPSEEK_V3),
+        **dict.fromkeys(("deepseek_v31", "deepseekv31"), _DEEPSEEK),
+        **dict.fromkeys(("pythonic", "llama4_pythonic", "lfm2"), _PYTHONIC),
+    }
 )
 """By the names that vLLM and SGLang give them."""
 
@@ -57,6 +84,9 @@ REASONING_PARSERS: Mapping[str, ReasoningTags] = MappingProxyType(
 )
 """By the names that vLLM and SGLang give them."""
 
+HARMONY_PARSERS = ("openai", "gpt-oss", "gpt_oss", "openai_gptoss", "harmony")
+"""Of calls and of reasoning, which belong together."""
+
 
 def check_parsers(tool_call_parser: str, reasoning_parser: str) -> None:
     """Raises ConfigError for names that are unknown."""
@@ -64,8 +94,9 @@ def check_parsers(tool_call_parser: str, reasoning_parser: str) -> None:
         ("tool_call_parser", tool_call_parser, TOOL_PARSERS),
         ("reasoning_parser", reasoning_parser, REASONING_PARSERS),
     ):
-        if name not in (AUTO, NONE) and name not in known:
-            remedy = f"give one of {', '.join((AUTO, NONE, *known))}"
+        names = (AUTO, NONE, *known, *HARMONY_PARSERS)
+        if name not in names:
+            remedy = f"give one of {', '.join(names)}"
             raise ConfigError(option, f"{name!r} is unknown", remedy)
 
 
@@ -79,17 +110,19 @@ class Parsing:
     names: Container[str]  # of the request's tools
     kept: frozenset[int]  # special tokens that the parser needs in the text
     hidden: tuple[str, ...]  # their texts, which stay out of what is said
+    channels: tuple[bool, bool] | None = None  # Harmony's: whether calls are read, and reasoning
 
     def parser(self, room: int) -> OutputParser:
         """For one choice, by the number of its room."""
         source, tools = Source(), self.tools
-        if tools is None:
-            then = rest
-        else:
-            calls, read = Calls(room, self.names), tools.read
+        calls = Calls(room, self.names, tools is not None and tools.short_ids)
+        if self.channels is not None:
+            with_calls, with_reasoning = self.channels
+            reading = harmony.read(source, calls if with_calls else None, with_reasoning)
+            return ReadingParser(source, reading, self.hidden)
 
-            def then(source: Source) -> Reading[None]:
-                return read(source, calls)
+        def then(source: Source) -> Reading[None]:
+            return rest(source) if tools is None else tools.read(source, calls)
 
         if self.reasoning is None:
             return ReadingParser(source, then(source), self.hidden)
@@ -113,10 +146,16 @@ class OutputFormats:
         check_parsers(tool_parser, reasoning_parser)
         self.tools = TOOL_PARSERS.get(tool_parser)
         if tool_parser == AUTO:
-            self.tools = next((one for one in _TOOL_FORMATS if _has(templates, one.signs)), None)
+            self.tools = _format_of(templates)
         self.reasoning = REASONING_PARSERS.get(reasoning_parser)
         if reasoning_parser == AUTO:
             self.reasoning = next((one for one in _FAMILIES if one.closing in templates), None)
+        named = {tool_parser, reasoning_parser} - {AUTO, NONE}
+        self.channels = not named.isdisjoint(HARMONY_PARSERS) or (
+            not named and _has(templates, (harmony.CHANNEL, harmony.MESSAGE))
+        )
+        self._without_calls = tool_parser == NONE
+        self._without_reasoning = reasoning_parser == NONE
         self._tokens = tokens
         self._special = special
 
@@ -134,31 +173,45 @@ class OutputFormats:
         none, or none is to be called. Without reasoning it is part of the content. `shows_special`: special
         tokens are part of the text. `required`: a grammar demands calls.
         """
+        if self.channels:
+            with_calls = names is not None and not self._without_calls
+            reads = with_calls, with_reasoning and not self._without_reasoning
+            return self._parsing(None, ReasoningStart.NEVER, None, names, shows_special, reads)
         reasoning = self.reasoning if with_reasoning else None
         tools = self._format(required) if names is not None else None
         if reasoning is None and tools is None:
             return None
-        markers = (*(tools.markers if tools else ()), *(reasoning.markers if reasoning else ()))
-        kept = () if shows_special else tuple(one for one in markers if self._is_special(one))
-        return Parsing(
-            reasoning=reasoning,
-            start=ReasoningStart.NEVER if reasoning is None else reasoning.start(prompt_end),
-            tools=tools,
-            names=names or (),
-            kept=frozenset(self._tokens[one] for one in kept),
-            hidden=kept,
-        )
+        start = ReasoningStart.NEVER if reasoning is None else reasoning.start(prompt_end)
+        return self._parsing(reasoning, start, tools, names, shows_special)
 
     def grammar(self, prompt_end: str, calls: CallsWanted | None, has_body: bool) -> str:
         """What an output matches, in Lark: reasoning and calls around what the content matches, if it has to
         (`has_body`); "": the output is the content. Calls that are required and cannot be demanded in the
         model's own form are written as Hermes writes them. Other calls are, then, not spoken of."""
         markers, tags = Markers(self._tokens), self.reasoning
+        if self.channels:
+            return harmony_grammar(calls, markers, has_body)
         before = ("", "") if tags is None else thoughts(tags, tags.start(prompt_end), markers)
         tools = self._format(calls is not None and calls.required)
         if calls is None or tools is None or tools.syntax is None:
             return chat_grammar(before, None, markers, has_body) if before[0] and has_body else ""
         return chat_grammar(before, (calls, tools.syntax), markers, has_body)
+
+    def _parsing(
+        self,
+        reasoning: ReasoningTags | None,
+        start: ReasoningStart,
+        tools: ToolFormat | None,
+        names: Container[str] | None,
+        shows_special: bool,
+        channels: tuple[bool, bool] | None = None,
+    ) -> Parsing:
+        markers = (*(tools.markers if tools else ()), *(reasoning.markers if reasoning else ()))
+        if channels is not None:
+            markers = harmony.MARKERS
+        kept = () if shows_special else tuple(one for one in markers if self._is_special(one))
+        tokens = frozenset(self._tokens[one] for one in kept)
+        return Parsing(reasoning, start, tools, names or (), tokens, kept, channels)
 
     def _format(self, required: bool) -> ToolFormat | None:
         known = self.tools
@@ -166,6 +219,13 @@ class OutputFormats:
 
     def _is_special(self, marker: str) -> bool:
         return self._tokens.get(marker) in self._special
+
+
+def _format_of(templates: str) -> ToolFormat | None:
+    """The format that a model's templates show."""
+    found = next((one for one in _TOOL_FORMATS if _has(templates, one.signs)), None)
+    is_xml = found is _HERMES and any(sign in templates for sign in _XML_ARGUMENTS)
+    return None if is_xml else found
 
 
 def _has(templates: str, signs: tuple[str, ...]) -> bool:

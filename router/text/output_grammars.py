@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from router.text.reasoning import ReasoningStart, ReasoningTags
+from router.text.tool_formats import harmony
 from router.text.tool_formats.syntax import CalledTool, CallSyntax, Markers
 
 _TEXT = r"TEXT: /(.|\n)*/"
@@ -46,12 +47,23 @@ def chat_grammar(
     first, rules = before
     answer = BODY
     if calls is not None:
-        answer, more = _answer(*calls, markers, has_body)
+        answer, more = _answer(*calls, markers, BODY if has_body else None)
         rules += more
     return f"start: {first} {answer}\n{rules}{_TEXT}\n"
 
 
-def _answer(calls: CallsWanted, syntax: CallSyntax, markers: Markers, has_body: bool) -> tuple[str, str]:
+def harmony_grammar(calls: CallsWanted | None, markers: Markers, has_body: bool) -> str:
+    """The same for messages in channels; "" for nothing that has to match."""
+    if calls is None and not has_body:
+        return ""
+    answer, rules = harmony.final(markers, BODY if has_body else "TEXT"), ""
+    if calls is not None:
+        answer, rules = _answer(calls, harmony.SYNTAX, markers, answer)
+    return f"start: {harmony.thoughts(markers)} {answer}\n{rules}{_TEXT}\n"
+
+
+def _answer(calls: CallsWanted, syntax: CallSyntax, markers: Markers, body: str | None) -> tuple[str, str]:
+    """Calls, or else a body; None: any text, which calls may follow."""
     names = [f"call_{number}" for number in range(len(calls.tools))]
     rules = f"call: {' | '.join(names)}\n"
     for name, tool in zip(names, calls.tools, strict=True):
@@ -60,9 +72,9 @@ def _answer(calls: CallsWanted, syntax: CallSyntax, markers: Markers, has_body: 
     further = f"({markers.lark(*syntax.between)} call)*" if calls.several else ""
     rules += f"calls: {markers.lark(*syntax.opening)} call {further} {markers.lark(*syntax.closing)}\n"
     trigger = markers.lark(syntax.trigger)
-    if calls.required or has_body:
+    if calls.required or body is not None:
         whole = f"{trigger} calls"
-        return (whole if calls.required else f"({whole} | {BODY})"), rules
+        return (whole if calls.required else f"({whole} | {body})"), rules
     if not syntax.trigger:  # calls are all that an answer has, and begin as no text does
         return "(calls | PLAIN)", rules + r"PLAIN: /([^{](.|\n)*)?/" + "\n"
     if markers.is_token(syntax.trigger):

@@ -5,10 +5,13 @@ A parser yields a part when it has one, and None where it needs more text.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
 from router.text.output_parts import CallBroken, Content, Part, Reasoning
+
+_WORD = re.compile(r"[\w.:/-]*")
 
 Returned = TypeVar("Returned")
 Reading = Generator[Part | None, None, Returned]
@@ -128,6 +131,39 @@ def accept(source: Source, *words: str) -> Reading[str]:
                 return source.take(len(word))
         if source.ended or not any(word.startswith(source.text) for word in words):
             return ""
+        yield None
+
+
+def next_character(source: Source) -> Reading[str]:
+    """The first character behind white space, without taking anything; "" at the end of the text."""
+    while True:
+        text = source.text.lstrip()
+        if text or source.ended:
+            return text[:1]
+        yield None
+
+
+def word(source: Source) -> Reading[str]:
+    """Take letters, digits, and what else names of functions have."""
+    while True:
+        found = _WORD.match(source.text)
+        assert found is not None
+        if found.end() < len(source.text) or source.ended:
+            return source.take(found.end())
+        yield None
+
+
+def through(source: Source, marker: str, most: int) -> Reading[str | None]:
+    """Take the text before a marker, and the marker. Returns that text; None, with nothing taken, if the text
+    ends before, or goes on for more than `most` characters."""
+    while True:
+        at = source.text.find(marker)
+        if 0 <= at <= most:
+            taken = source.take(at)
+            source.take(len(marker))
+            return taken
+        if source.ended or at > most or len(source.text) > most + len(marker):
+            return None
         yield None
 
 

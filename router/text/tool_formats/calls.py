@@ -81,6 +81,20 @@ def json_call(source: Source, calls: Calls, only_known: bool = False) -> Reading
     return False
 
 
+def named_call(source: Source, calls: Calls, name: str) -> Reading[bool]:
+    """The arguments of a call whose name was read. Returns whether it was a call; what is none is content, as
+    for `json_call`."""
+    if not name or (yield from skip_space(source)) != "{":
+        yield Content(source.recorded)
+        return False
+    begun = calls.begin(name)
+    yield begun
+    if (yield from streamed_arguments(source, begun.index)):
+        return True
+    yield CallBroken(begun.index, source.recorded)
+    return False
+
+
 def streamed_arguments(source: Source, index: int) -> Reading[bool]:
     """Take a JSON object as a call's arguments while it comes. Returns False for what is none."""
     scanner = JsonScanner()

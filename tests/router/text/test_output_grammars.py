@@ -14,6 +14,7 @@ from router.text.output_formats import TOOL_PARSERS, OutputFormats
 from router.text.output_grammars import CallsWanted
 from router.text.output_parts import Said
 from router.text.tokenization import Tokenization
+from router.text.tool_formats import deepseek, harmony, hermes, llama3, mistral
 from router.text.tool_formats.syntax import CalledTool
 from tests.support.tokenizers import byte_level
 from wire.grammars import LIMITS, grammar_problem, matcher_grammar
@@ -30,8 +31,8 @@ TOOLS = [
     CalledTool("now", {"properties": {}, "maxProperties": 0}, True),
 ]
 # The families' own names of tokens: special, and not.
-SPECIAL: list[str] = []
-ADDED = ["<tool_call>", "</tool_call>"]
+SPECIAL = [*mistral.MARKERS, *llama3.MARKERS, *harmony.MARKERS]
+ADDED = [*hermes.MARKERS, *deepseek.MARKERS]
 ANSWER = Grammar(GrammarKind.REGEX, "yes|no")
 WITH_SYNTAX = list({one: name for name, one in TOOL_PARSERS.items() if one.syntax is not None}.values())
 
@@ -62,7 +63,8 @@ class Drawn:
         assert not matcher.is_error(), matcher.get_error()
         return matcher
 
-    def text(self, grammar: Grammar, seed: int, most: int = 400) -> str:
+    def text(self, grammar: Grammar, seed: int, most: int = 400) -> str | None:
+        """None: it has not ended."""
         matcher, draw, tokens = self.matcher(grammar), random.Random(seed), []
         while not matcher.is_stopped() and len(tokens) < most:
             mask = matcher.compute_bitmask()
@@ -72,7 +74,7 @@ class Drawn:
             matcher.consume_token(token)
             if token != self.end:
                 tokens.append(token)
-        return self._tokenization.decode(tokens)
+        return self._tokenization.decode(tokens) if matcher.is_stopped() else None
 
     def allows(self, grammar: Grammar, text: str) -> bool:
         matcher = self.matcher(grammar)
@@ -111,14 +113,15 @@ def test_what_is_demanded_is_read(drawn: Drawn, name: str, prompt_end: str, seve
     formats = OutputFormats("", drawn.tokens, (), name, "qwen3")
     lark = formats.grammar(prompt_end, CallsWanted(TOOLS, True, several), False)
     grammar = Grammar(GrammarKind.LARK, lark)
-    counts, ended = set(), 0
+    counts = []
     for seed in range(30):
-        found = said(formats, drawn.text(grammar, seed), prompt_end)
-        assert found.content == ""
-        assert all(is_right(call.name, call.arguments) for call in found.calls)
-        ended += bool(found.calls)
-        counts.add(len(found.calls))
-    assert ended > 10  # others still think
+        if (text := drawn.text(grammar, seed)) is not None:
+            found = said(formats, text, prompt_end)
+            assert found.content == ""
+            assert all(is_right(call.name, call.arguments) for call in found.calls)
+            counts.append(len(found.calls))
+    assert len(counts) > 5  # others still think, or call
+    assert min(counts) > 0
     assert (max(counts) > 1) == several
 
 
@@ -128,10 +131,16 @@ def test_text_may_end_with_calls(drawn: Drawn, name: str) -> None:
     grammar = Grammar(GrammarKind.LARK, formats.grammar("", CallsWanted(TOOLS, False, True), False))
     assert drawn.allows(grammar, "It rains.\n")
     assert drawn.allows(grammar, "")
+    if name == "llama3":
+        assert drawn.allows(grammar, '{"name": "now", "parameters": {}}')
+        assert not drawn.allows(grammar, '{"name": "later", "parameters": {}}')
+        return
     called = 0
     for seed in range(30):
-        found = said(formats, drawn.text(grammar, seed, 150), required=False)
-        called += any(is_right(call.name, call.arguments) for call in found.calls)
+        if (text := drawn.text(grammar, seed)) is not None:
+            found = said(formats, text, required=False)
+            assert all(is_right(call.name, call.arguments) for call in found.calls)
+            called += bool(found.calls)
     assert called > 5
 
 
@@ -178,3 +187,25 @@ def test_schemas_are_followed_as_far_as_they_say(drawn: Drawn) -> None:
         calls = CallsWanted([CalledTool("f", schema, follows)], True, False)
         lark = OutputFormats("", drawn.tokens, (), "hermes").grammar("", calls, False)
         assert bool(grammar_problem(Grammar(GrammarKind.LARK, lark))) == follows
+
+
+def test_channels(drawn: Drawn) -> None:
+    formats = OutputFormats("", drawn.tokens, (), "openai", "auto")
+    required = Grammar(GrammarKind.LARK, formats.grammar("", CallsWanted(TOOLS, True, False), False))
+    ended = 0
+    for seed in range(30):
+        if (text := drawn.text(required, seed)) is not None:
+            (call,) = said(formats, text).calls
+            assert is_right(call.name, call.arguments)
+            ended += 1
+    assert ended > 5
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    called = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}"
+    final = Grammar(ANSWER.kind, ANSWER.text, formats.grammar("", None, True))
+    auto = Grammar(GrammarKind.LARK, formats.grammar("", CallsWanted(TOOLS, False, False), False))
+    for before in ("", thought, thought * 2):
+        assert drawn.allows(final, f"{before}<|channel|>final<|message|>yes")
+        assert not drawn.allows(final, f"{before}<|channel|>final<|message|>maybe")
+        assert drawn.allows(auto, f"{before}<|channel|>final<|message|>maybe")
+        assert drawn.allows(auto, before + called)
+        assert not drawn.allows(auto, f"{before}<|channel|>commentary to=functions.later")

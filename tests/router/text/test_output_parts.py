@@ -22,6 +22,8 @@ Found = tuple[str, str, list[tuple[str, str]]]  # reasoning, content, calls
 def parts_of(
     pieces: list[str], tools: str = "none", reasoning: str = "none", prompt_end: str = ""
 ) -> list[Part]:
+    if tools == "openai":
+        reasoning = "openai"
     parsing = OutputFormats("", {}, (), tools, reasoning).parsing(prompt_end, NAMES)
     assert parsing is not None
     parser = parsing.parser(7)
@@ -55,6 +57,12 @@ F1 = ("f", '{"a": 1}')
 G = ("g", "{}")
 HERMES_F = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
+D_BEGIN, D_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+D_CALL, D_SEP, D_CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+D_V3 = f'{D_CALL}function{D_SEP}f\n```json\n{{"a": 1}}\n```{D_CALL_END}'
+NEXT, ANALYSIS = "<|end|><|start|>assistant", "<|channel|>analysis<|message|>Hm."
+TO_F = "<|channel|>commentary to=functions.f"
+
 CASES: list[tuple[str, str, Found]] = [
     ("hermes", "Hello", ("", "Hello", [])),
     ("hermes", "", ("", "", [])),
@@ -75,7 +83,91 @@ CASES: list[tuple[str, str, Found]] = [
         '<tool_call>{"name": "f", "arguments": {"a": "x\n\ty"}}</tool_call>',
         ("", "", [("f", '{"a": "x\\u000a\\u0009y"}')]),
     ),
+    # Llama 3's.
+    ("llama3_json", '{"name": "f", "parameters": {"a": 1}}', ("", "", [F1])),
+    ("llama3_json", '\n{"type": "function", "name": "f", "parameters": {"a": 1}}', ("", "", [F1])),
+    (
+        "llama3_json",
+        '{"name": "g"}; {"name": "g", "parameters": {}}\n{"name": "f", "arguments": {"a": 1}}',
+        ("", "", [G, G, F1]),
+    ),
+    ("llama3_json", '<|python_tag|>{"name": "other", "parameters": {}}', ("", "", [("other", "{}")])),
+    ("llama3_json", 'So:\n<|python_tag|>{"name": "g"}', ("", "So:", [G])),
+    # Mistral's.
+    ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g"}]', ("", "", [F1, G])),
+    ("mistral", 'Well. [TOOL_CALLS][{"name": "g"}]</s>', ("", "Well.</s>", [G])),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]abc[ARGS]{}', ("", "", [F1, G])),
+    ("mistral", '[TOOL_CALLS]f{"a": 1}', ("", "", [F1])),
+    # DeepSeek's.
+    (
+        "deepseek_v31",
+        f"Hm.{D_BEGIN}{D_CALL}f{D_SEP}{F1[1]}{D_CALL_END}{D_CALL}g{D_SEP}{{}}{D_CALL_END}{D_END}",
+        ("", "Hm.", [F1, G]),
+    ),
+    ("deepseek_v3", f"{D_BEGIN}{D_V3}\n{D_V3}{D_END}", ("", "", [F1, F1])),
+    ("deepseek_v3", f"{D_CALL}function{D_SEP}{F1[1]}{D_CALL_END}", ("", "", [("function", F1[1])])),
+    # In Python.
+    ("pythonic", "[f(a=1), g()]", ("", "", [F1, G])),
+    ("pythonic", " [ f(a = 1) ]\n", ("", "", [F1])),
+    (
+        "pythonic",
+        "[g.h(a={'x': [1.5, \"]\"], 'y': None}, b=-1, c=true)]",
+        ("", "[g.h(a={'x': [1.5, \"]\"], 'y': None}, b=-1, c=true)]", []),
+    ),
+    (
+        "pythonic",
+        "<|python_start|>[g.h(a={'x': [1.5, \"]\"]}, b=-1, c=true)]<|python_end|>",
+        ("", "", [("g.h", '{"a": {"x": [1.5, "]"]}, "b": -1, "c": true}')]),
+    ),
+    ("lfm2", "I see. <|tool_call_start|>[f(a=1)]<|tool_call_end|> Good.", ("", "I see.Good.", [F1])),
+    # Harmony's.
+    ("openai", "<|channel|>final<|message|>Yes.", ("", "Yes.", [])),
+    (
+        "openai",
+        f"<|channel|>analysis<|message|>Hm.{NEXT}<|channel|>final<|message|>Yes.",
+        ("Hm.", "Yes.", []),
+    ),
+    (
+        "openai",
+        f"{ANALYSIS}{NEXT}{TO_F} <|constrain|>json<|message|>{F1[1]}<|call|>",
+        ("Hm.", "", [F1]),
+    ),
+    (
+        "openai",
+        f"<|channel|>commentary<|message|>I look.{NEXT} to=functions.f<|channel|>json<|message|>{F1[1]}",
+        ("", "I look.", [F1]),
+    ),
+    ("openai", "<|channel|>commentary to=functions.f<|message|>nothing<|call|>", ("", "nothing", [])),
+    ("openai", "<|channel|>anal", ("", "", [])),
+    ("openai", "Text", ("", "Text", [])),
     # No calls.
+    *(
+        (tools, text, ("", text, []))
+        for tools, text in (
+            ("llama3_json", '{"name": "unknown", "parameters": {}}'),
+            ("llama3_json", ' {"answer": 42}'),
+            ("llama3_json", "{ x"),
+            ("llama3_json", '<|python_tag|>search.call(query="x")'),
+            ("mistral", "[TOOL_CALLS] nothing"),
+            ("mistral", '[TOOL_CALLS] [{"name": "f"'),
+            ("mistral", "[TOOL_CALLS]f[ARGS]{oops}"),
+            ("deepseek_v31", f"{D_BEGIN}oops"),
+            ("deepseek_v31", f"{D_BEGIN}{D_CALL}f{D_SEP}oops{D_CALL_END}"),
+            ("deepseek_v31", f"{D_CALL}{'x' * 300}{D_SEP}{{}}"),
+            ("deepseek_v3", f"{D_CALL}function{D_SEP}f\n```json\n[1]\n```"),
+            ("pythonic", "[1] says"),
+            ("pythonic", "[f(1)]"),
+            ("pythonic", "[f(a=b)]"),
+            ("pythonic", "[f(**a)]"),
+            ("pythonic", "[f(a={1, 2})]"),
+            ("pythonic", "[f(a=1e999)]"),
+            ("pythonic", "[f(a=" + "[" * 300 + "]" * 300 + ")]"),
+            ("pythonic", "[unknown()]"),
+            ("pythonic", "[f(a='\\"),
+            ("pythonic", "  [f"),
+            ("pythonic", "<|python_start|>f()<|python_end|>"),
+        )
+    ),
     *(
         ("hermes", text, ("", text, []))
         for text in (
@@ -105,7 +197,8 @@ def test_calls_and_what_is_none(tools: str, text: str, want: Found) -> None:
 @pytest.mark.parametrize(("tools", "text", "want"), CASES)
 def test_however_a_text_is_cut(tools: str, text: str, want: Found) -> None:
     assert parts_of(list(text), tools) == parts_of([text], tools)
-    parsing = OutputFormats("", {}, (), tools, "none").parsing("", NAMES)
+    reasoning = "openai" if tools == "openai" else "none"
+    parsing = OutputFormats("", {}, (), tools, reasoning).parsing("", NAMES)
     assert parsing is not None
     char_by_char = parsing.parser(7)
     said: list[Part] = []
@@ -144,6 +237,9 @@ PIECES = st.sampled_from(
     [
         "<tool_call>", "</tool_call>", "<think>", "</think>", '{"name": "f", "arguments": ',
         "{}", '{"a": [1, "x"]}', "}",
+        "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<|channel|>", "<|message|>", "analysis",
+        "to=functions.f",
+        "<|end|>", D_BEGIN, D_CALL, D_SEP, D_CALL_END, "function", "```json", "[f(a=1)]",
         "[", "]", "(", ")", '"', ",", "\\", "\n", " ", "f", "g", "a=1", "1", "<", "é", "name",
     ]
 )  # fmt: skip
@@ -155,14 +251,14 @@ def test_no_text_fails_and_no_cut_matters(words: list[str], data: Any) -> None:
     text = "".join(words)
     cuts = [] if data is None else sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
     pieces = [text[start:end] for start, end in pairwise([0, *cuts, len(text)])]
-    for tools in dict.fromkeys(TOOL_PARSERS.values()):
-        name = next(name for name, one in TOOL_PARSERS.items() if one is tools)
+    for name in ONE_NAME_EACH:
         parts = parts_of(pieces, name, "qwen3")
         assert parts == parts_of([text], name, "qwen3")
         for _, arguments in found(parts)[2]:
             assert isinstance(json.loads(arguments), dict)
 
 
+ONE_NAME_EACH = [*{one: name for name, one in TOOL_PARSERS.items()}.values(), "openai"]
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
@@ -191,6 +287,13 @@ def test_the_scanner_agrees_with_the_json_module(value: Any, indent: int | None,
         ("{{ 'plain' }}", None, None),
         ("<tool_call></tool_call> <think></think>", "hermes", "qwen3"),
         ("[THINK] [/THINK]", None, "magistral"),
+        ("[TOOL_CALLS]", "mistral_list", None),
+        ("[TOOL_CALLS] [ARGS]", "mistral", None),
+        (f"{D_CALL} </think>", "deepseek_v31", "qwen3"),
+        (f"{D_CALL} ```json", "deepseek_v3", None),
+        ('{"name": function name, "parameters": dictionary of argument', "llama3_json", None),
+        ("[func_name1(params_name1=", "pythonic", None),
+        ("<tool_call> <function=", None, None),
     ],
 )
 def test_formats_are_chosen_from_the_template(
