@@ -57,6 +57,7 @@ OTHER_FIELDS: dict[str, OtherField] = {
     **_all("there is one speed", None, "speed"),
     **_all("nothing is billed or diagnosed", None, "diagnostics", "user_profile_id", "workspace_id"),
     **_all("tools of the server are not run", None, "max_tool_calls"),
+    **_all("conversations are used whole, however long they are", None, "context_management"),
     # What would change the answer.
     **_all("reasoning is part of the text", (True,), "include_reasoning"),
     **_all("answers are not judged", (), "moderation"),
@@ -90,7 +91,6 @@ OTHER_FIELDS: dict[str, OtherField] = {
     **_all("there are no programs", (), "access_programs"),
     **_all("code is not run", (), "container"),
     **_all("tools are called by the client", ([],), "mcp_servers"),
-    **_all("conversations are sent whole", (), "context_management"),
     **_all("requests run where the workers are", (), "inference_geo"),
     **_all("messages end with what the template writes", (False,), "echo"),
     **_all("the template writes the special tokens", (False,), "add_special_tokens"),

@@ -22,6 +22,7 @@ class ClientTool(BaseModel):
     input_schema: dict[str, Any]
     strict: bool = False
     cache_control: Any = None
+    allowed_callers: list[Literal["direct"]] | None = None
     eager_input_streaming: bool | None = Field(None, description="inputs are streamed as they are written")
 
 

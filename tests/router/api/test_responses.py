@@ -13,7 +13,7 @@ import pytest
 from common.errors import InvalidRequest, Overloaded
 from router.api.answer_parts import AnswerParts, UnstreamedDraft
 from router.api.openai.responses.answers import ResponseDraft, ResponseEvents
-from router.api.openai.responses.output import OutputItems, new_id
+from router.api.openai.responses.output import OutputItems, new_response_id, response_of
 from router.api.openai.responses.schema import ResponseBody
 from router.api.request_body import parse
 from router.streams.generation import ChoiceCounts, Submission
@@ -84,7 +84,8 @@ CHATS: list[tuple[Any, list[dict[str, Any]]]] = [
 
 @pytest.mark.parametrize(("given", "messages"), CHATS)
 def test_items_become_the_messages_of_a_template(given: Any, messages: list[dict[str, Any]]) -> None:
-    chat = body(input=given, instructions="Be brief", reasoning={"effort": "low"}).make_chat([])
+    asked = body(input=given, instructions="Be brief", reasoning={"effort": "low"})
+    chat = asked.make_chat([], asked.items)
     assert chat.messages == [{"role": "system", "content": "Be brief"}, *messages]
     assert chat.template_kwargs["reasoning_effort"] == "low"
     assert chat.add_generation_prompt
@@ -92,7 +93,8 @@ def test_items_become_the_messages_of_a_template(given: Any, messages: list[dict
 
 def test_a_call_may_be_of_an_earlier_turn() -> None:
     before = [USER, {"role": "assistant", "content": None, "tool_calls": [CALLED]}]
-    assert body(input=[GAVE]).make_chat(before).messages[-1]["name"] == "add"
+    asked = body(input=[GAVE])
+    assert asked.make_chat(before, asked.items).messages[-1]["name"] == "add"
 
 
 SCHEMA = {"type": "object", "properties": {}}
@@ -100,7 +102,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"input": None}, "input"),
     ({"input": []}, "input"),
     ({"input": [GAVE]}, r"input\.0\.call_id"),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
+    ({"input": [{"type": "web_search_call", "id": "x"}]}, "web_search_call"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input_image"),
     ({"input": [{**USER, "more": 1}]}, "more"),
     ({"n": 2}, "one answer"),
@@ -122,7 +124,7 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], words: str) -> None:
     def read() -> None:
         wrong = body(**fields)
         wrong.wanted_grammar()
-        wrong.make_chat([])
+        wrong.make_chat([], wrong.items)
 
     with pytest.raises(InvalidRequest, match=words):
         read()
@@ -136,7 +138,7 @@ PARTS = [
 
 
 def test_a_call_that_breaks_off_is_incomplete() -> None:
-    output = OutputItems()
+    output = OutputItems("resp_1")
     list(output.add([CallStart(0, "c1", "add"), CallArguments(0, '{"a'), CallBroken(0, "<call>")], True))
     assert [(item["type"], item["status"], item["arguments"]) for item in output.whole] == [
         ("function_call", "incomplete", '{"a')
@@ -144,7 +146,7 @@ def test_a_call_that_breaks_off_is_incomplete() -> None:
 
 
 def test_parts_become_items_and_events() -> None:
-    output = OutputItems()
+    output = OutputItems("resp_1")
     events = [event for parts in PARTS for event in output.add(parts, False)] + list(output.close())
     kinds = [(item["type"], item["status"]) for item in output.items]
     assert kinds == [
@@ -173,9 +175,13 @@ def test_parts_become_items_and_events() -> None:
 
 
 def test_ids_are_unguessable() -> None:
-    ids = {new_id("resp_") for _ in range(1000)}
+    ids = {new_response_id() for _ in range(1000)}
     assert len(ids) == 1000
     assert {len(one) for one in ids} == {len("resp_") + 32}
+    output = OutputItems("resp_ab12")
+    list(output.add([Reasoning("a"), Content("b")], False))
+    assert [item["id"] for item in output.items] == ["rs_ab12_0", "msg_ab12_1"]
+    assert {response_of(item["id"]) for item in output.items} == {"resp_ab12"}
 
 
 def draft() -> ResponseDraft:
@@ -269,6 +275,23 @@ def test_a_conversation_over_both_routers(service: Service, tokenization: Tokeni
     turns += [{"role": "assistant", "content": text}, {"role": "user", "content": "So?"}]
     three = create(second, input=[{"role": "user", "content": "So?"}], previous_response_id=two["id"])
     assert three["output"][0]["content"][0]["text"] == said(tokenization, turns, 12)
+
+
+def test_items_of_kept_responses_by_their_ids(service: Service, tokenization: Tokenization) -> None:
+    """As Vercel's SDK sends them; at the other router, without a type, and of another tenant."""
+    (first, second), _ = service
+    one = create(first)
+    (item,) = one["output"]
+    text = item["content"][0]["text"]
+    turns = [USER, {"role": "assistant", "content": text}, {"role": "user", "content": "And?"}]
+    for reference in ({"type": "item_reference", "id": item["id"]}, {"id": item["id"]}):
+        two = create(second, input=[USER, reference, {"role": "user", "content": "And?"}])
+        assert two["output"][0]["content"][0]["text"] == said(tokenization, turns, 12)
+    asked = {"input": [USER, {"type": "item_reference", "id": item["id"]}]}
+    foreign = first.http.post("/v1/responses", json=asked, headers={"authorization": f"Bearer {LEAD}"})
+    assert (foreign.status_code, foreign.json()["error"]["param"]) == (404, "input")
+    asked["input"][1]["id"] = item["id"] + "1"
+    assert first.http.post("/v1/responses", json=asked).status_code == 404
 
 
 def test_it_is_its_tenants_until_it_is_deleted(service: Service) -> None:

@@ -27,7 +27,7 @@ class ResponseDraft:
         self, response_id: str, body: ResponseBody, submission: Submission, parts: AnswerParts
     ) -> None:
         self._parts = parts
-        self.output = OutputItems()
+        self.output = OutputItems(response_id)
         self._head = _head(response_id, body, submission)
         self._prompt_tokens = len(submission.prompts[0])
         self._counts = ChoiceCounts(0)

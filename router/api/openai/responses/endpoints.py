@@ -3,35 +3,20 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
-import msgspec
-from pydantic import TypeAdapter
-
-from common.errors import ResponseNotFound
 from router.api.answer_parts import AnswerParts, UnstreamedDraft, grammar_and_parsing
 from router.api.answering import generating, make_submission, stream, tenant_of
 from router.api.asgi import HttpRequest
 from router.api.openai.responses.answers import ResponseDraft, ResponseEvents
-from router.api.openai.responses.history import template_messages
-from router.api.openai.responses.items import Item
-from router.api.openai.responses.output import OutputItems, new_id
+from router.api.openai.responses.output import new_response_id
 from router.api.openai.responses.schema import ResponseBody
+from router.api.openai.responses.turns import Messages, find_turn, keep_turn, with_items
 from router.api.request_body import parse
 from router.kept_responses import ResponseKey
 from router.service import Router
 from router.streams.generation import Submission
 
 RESPONSE_PATH = "/v1/responses/"
-_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
-_Messages = list[dict[str, Any]]
-
-
-class _Turn(msgspec.Struct):
-    """What is kept: the response, and all messages of its conversation, the answer's too."""
-
-    response: dict[str, Any]
-    messages: _Messages
 
 
 async def create(router: Router, request: HttpRequest) -> None:
@@ -39,11 +24,12 @@ async def create(router: Router, request: HttpRequest) -> None:
     body = parse(ResponseBody, await request.json())
     model = router.model(body.model)
     tenant = tenant_of(router, request)
-    before: _Messages = []
+    before: Messages = []
     if body.previous_response_id is not None:
         key = ResponseKey(tenant, body.previous_response_id)
-        before = (await _find(router, key, "previous_response_id")).messages
-    chat = body.make_chat(before)
+        before = (await find_turn(router, key, "previous_response_id")).messages
+    items = await with_items(router, tenant, body.items)
+    chat = body.make_chat(before, items)
     prompt = await model.encode_chat(chat)
     length = model.room_for(prompt, body.max_output_tokens, "input")
     grammar, parsing = await grammar_and_parsing(
@@ -54,9 +40,9 @@ async def create(router: Router, request: HttpRequest) -> None:
         router, model, request, body, body, [prompt], sampling, body.prompt_cache_key,
         body.max_output_tokens is not None, chat.opening, parsing,
     )  # fmt: skip
-    response_id = new_id("resp_")
+    response_id = new_response_id()
     key = ResponseKey(tenant, response_id)
-    keep = partial(_keep, router, key, body, before)
+    keep = partial(keep_turn, router, key, before, items) if body.store else _keep_nothing
 
     def draft(final: Submission) -> ResponseDraft:
         parts = AnswerParts(parsing, final.first_room, body.parallel_tool_calls)
@@ -75,15 +61,8 @@ async def create(router: Router, request: HttpRequest) -> None:
         await request.respond_json(response)
 
 
-def _keep(
-    router: Router, key: ResponseKey, body: ResponseBody, before: _Messages, response: dict[str, Any],
-    output: OutputItems,
-) -> None:  # fmt: skip
-    """With the conversation, unless the client does not want that, or it is too large."""
-    if body.store:
-        said = [*before, *template_messages(before, body.items)]
-        said += template_messages(said, _ITEMS.validate_python(output.whole))
-        response["store"] = router.responses.keep(key, msgspec.json.encode(_Turn(response, said)))
+def _keep_nothing(*_: object) -> None:
+    """The client does not want it."""
 
 
 async def _fill(router: Router, request: HttpRequest, submission: Submission, draft: ResponseDraft) -> bool:
@@ -97,25 +76,17 @@ async def _fill(router: Router, request: HttpRequest, submission: Submission, dr
 
 async def retrieve(router: Router, request: HttpRequest) -> None:
     """GET /v1/responses/{id}."""
-    turn = await _find(router, _key(router, request), None)
+    turn = await find_turn(router, _key(router, request), None)
     await request.respond_json(turn.response)
 
 
 async def delete(router: Router, request: HttpRequest) -> None:
     """DELETE /v1/responses/{id}."""
     key = _key(router, request)
-    await _find(router, key, None)
+    await find_turn(router, key, None)
     router.responses.drop(key)
     await request.respond_json({"id": key.id, "object": "response", "deleted": True})
 
 
 def _key(router: Router, request: HttpRequest) -> ResponseKey:
     return ResponseKey(tenant_of(router, request), request.path.removeprefix(RESPONSE_PATH))
-
-
-async def _find(router: Router, key: ResponseKey, param: str | None) -> _Turn:
-    """Raises ResponseNotFound, also for a response of another tenant."""
-    kept = await router.responses.find(key)
-    if kept is None:
-        raise ResponseNotFound(f"no response {key.id[:64]!r} is kept", param)
-    return msgspec.json.decode(kept, type=_Turn)

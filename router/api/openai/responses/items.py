@@ -103,6 +103,13 @@ class ReasoningItem(_Item):
         return "".join(thought.text for thought in self.content or self.summary)
 
 
+class ItemReference(_Piece):
+    """An item of a kept response, by its id."""
+
+    type: Literal["item_reference"] = "item_reference"
+    id: Label
+
+
 def _without_nulls(value: Any) -> Any:
     """Clients send items back as their own models print them: with every field that an answer may have."""
     if isinstance(value, dict):
@@ -113,16 +120,23 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _kind(item: Any) -> Any:
-    """A message may leave out its type."""
-    return item.get("type", "message") if isinstance(item, dict) else None
+    """A message and a reference may leave out their types."""
+    if not isinstance(item, dict):
+        return None
+    return item.get("type", "message" if "role" in item or "id" not in item else "item_reference")
 
 
+_Message = Annotated[MessageItem, Tag("message")]
+_Call = Annotated[FunctionCallItem, Tag("function_call")]
+_Output = Annotated[FunctionOutputItem, Tag("function_call_output")]
+_Reasoning = Annotated[ReasoningItem, Tag("reasoning")]
+_Reference = Annotated[ItemReference, Tag("item_reference")]
 Item = Annotated[
-    Annotated[MessageItem, Tag("message")]
-    | Annotated[FunctionCallItem, Tag("function_call")]
-    | Annotated[FunctionOutputItem, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
+    _Message | _Call | _Output | _Reasoning, Discriminator(_kind), BeforeValidator(_without_nulls)
+]
+GivenItem = Annotated[
+    _Message | _Call | _Output | _Reasoning | _Reference,
     Discriminator(_kind),
     BeforeValidator(_without_nulls),
 ]
-Items = Annotated[list[Item], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
+GivenItems = Annotated[list[GivenItem], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]

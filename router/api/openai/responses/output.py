@@ -26,15 +26,24 @@ _FORMS = {
 _ARGUMENTS = "response.function_call_arguments"
 
 
-def new_id(prefix: str) -> str:
+_RESPONSE = "resp_"
+
+
+def new_response_id() -> str:
     """Unguessable: without API keys, whoever knows an id finds what is kept under it."""
-    return prefix + secrets.token_hex(16)
+    return _RESPONSE + secrets.token_hex(16)
+
+
+def response_of(item_id: str) -> str:
+    """The id of the response that an item is of, by the item's id."""
+    return _RESPONSE + item_id.partition("_")[2].partition("_")[0]
 
 
 class OutputItems:
     """The items of one answer. One of them grows at a time. Events are told without their numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self, response_id: str) -> None:
+        self._of = response_id.removeprefix(_RESPONSE)
         self.items: list[dict[str, Any]] = []  # the last one may be unfinished
         self._broken: list[dict[str, Any]] = []  # calls among them that are none
         self._growing = ""  # the type of the item that grows
@@ -63,7 +72,7 @@ class OutputItems:
                 case CallStart(_, call_id, name):
                     yield from self.close()
                     call = {"call_id": call_id, "name": name, "arguments": ""}
-                    yield self._begin({"id": new_id("fc_"), "type": "function_call", **call})
+                    yield self._begin({"id": self._id("fc_"), "type": "function_call", **call})
                 case CallArguments(_, text):
                     self._texts.append(text)
                     yield self._event(f"{_ARGUMENTS}.delta", delta=text)
@@ -97,10 +106,14 @@ class OutputItems:
         if self._growing != kind:
             yield from self.close()
             own: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
-            yield self._begin({"id": new_id(form.id_prefix), "type": kind, **own, "content": []})
+            yield self._begin({"id": self._id(form.id_prefix), "type": kind, **own, "content": []})
             yield self._part_event("response.content_part.added", part=_part(form, ""))
         self._texts.append(text)
         yield self._part_event(f"{form.events}.delta", **_beside_text(form), delta=text)
+
+    def _id(self, prefix: str) -> str:
+        """Of the next item: it says which response it is of, and so where it is kept."""
+        return f"{prefix}{self._of}_{len(self.items)}"
 
     def _begin(self, item: dict[str, Any]) -> Event:
         self.items.append({**item, "status": "in_progress"})

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from common.errors import InvalidRequest
 from router.api.chat_fields import ChatFields, ReasoningEffort
 from router.api.openai.responses.history import template_messages
-from router.api.openai.responses.items import Items, MessageItem
+from router.api.openai.responses.items import GivenItem, GivenItems, Item, MessageItem
 from router.api.openai.responses.tools import FunctionChoice, FunctionTools, tool_fields
 from router.api.request_body import Label, OutputLength, RequestBody, SamplingBody, Text
 from router.api.tool_fields import ToolFields
@@ -63,7 +63,7 @@ class ResponseBody(RequestBody, SamplingBody):
     """POST /v1/responses."""
 
     model: Label | None = None
-    input: Text | Items
+    input: Text | GivenItems
     instructions: Text | None = Field(None, description="a system message; not of later turns")
     previous_response_id: Label | None = None
     store: bool = Field(True, description="kept for later turns, within bounds")
@@ -88,7 +88,7 @@ class ResponseBody(RequestBody, SamplingBody):
         return self
 
     @property
-    def items(self) -> Items:
+    def items(self) -> list[GivenItem]:
         """What is said in this turn."""
         if isinstance(self.input, str):
             return [MessageItem(role="user", content=self.input)]
@@ -98,9 +98,10 @@ class ResponseBody(RequestBody, SamplingBody):
         """The tools, as a chat has them."""
         return tool_fields(self.tools, self.tool_choice, self.parallel_tool_calls)
 
-    def make_chat(self, before: list[dict[str, Any]]) -> Chat:
-        """For the chat template; `before` are the messages of earlier turns. Raises InvalidRequest."""
-        said = [*before, *template_messages(before, self.items)]
+    def make_chat(self, before: list[dict[str, Any]], items: list[Item]) -> Chat:
+        """For the chat template; `before` are the messages of earlier turns, `items` those of this one, none
+        of them a reference. Raises InvalidRequest."""
+        said = [*before, *template_messages(before, items)]
         if self.instructions is not None:
             said = [{"role": "system", "content": self.instructions}, *said]
         effort = None if self.reasoning is None else self.reasoning.effort

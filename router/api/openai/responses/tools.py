@@ -29,6 +29,7 @@ class FunctionTool(BaseModel):
     description: Text | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
 
 
 def _only_functions(tools: Any) -> Any:
@@ -70,9 +71,9 @@ FunctionChoice = Literal["none", "auto", "required"] | NamedFunction | AllowedFu
 
 def tool_fields(tools: list[FunctionTool], choice: FunctionChoice, several: bool) -> ToolFields:
     """The same as a chat has it."""
+    own = {"name", "description", "parameters", "strict"}
     functions = [
-        {"type": "function", "function": tool.model_dump(exclude_none=True, exclude={"type"})}
-        for tool in tools
+        {"type": "function", "function": tool.model_dump(exclude_none=True, include=own)} for tool in tools
     ]
     chosen: Any = choice
     if isinstance(choice, NamedFunction):
