@@ -67,7 +67,7 @@ def document(*model_names: str) -> Schema:
         prompt_tokens=_INT, completion_tokens=_INT, total_tokens=_INT,
         prompt_tokens_details=_object(cached_tokens=_INT),
     )  # fmt: skip
-    choices = _array(_object(index=_INT, finish_reason={"enum": ["stop", "length"]}))
+    choices = _array(_object(index=_INT, finish_reason={"enum": ["stop", "length", "tool_calls"]}))
     answer = _object(id=_TEXT, object=_TEXT, created=_INT, model=_TEXT, choices=choices, usage=usage)
     native = _object(text=_TEXT, output_ids=_array(_INT), meta_info=_object(id=_TEXT))
     natives: Schema = {"anyOf": [native, _array(native)]}

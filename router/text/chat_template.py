@@ -84,7 +84,9 @@ class ChatTemplate:
         for name in chat.template_kwargs:
             if name in self._reserved:
                 raise InvalidRequest(f"{name!r} is not the request's to set", "chat_template_kwargs")
-        messages = as_templates_expect(chat.messages, chosen.words, chosen.asks_for_none)
+        messages = as_templates_expect(
+            chat.messages, chosen.words, chosen.asks_for_none, chosen.joins_arguments
+        )
         if chat.continues:
             messages[-1] = {**messages[-1], "content": messages[-1]["content"] + END_OF_CONTENT}
         try:
@@ -115,6 +117,7 @@ class _Compiled:
     plain: bool
     words: frozenset[str]  # constants of the template, among them the roles that it names
     asks_for_none: bool  # it tests whether a content is none
+    joins_arguments: bool  # it joins a call's arguments with texts, and never asks whether they are one
 
     @classmethod
     def make(cls, environment: jinja2.Environment, source: str, marks: TemplateMarks) -> _Compiled:
@@ -124,8 +127,11 @@ class _Compiled:
         words = frozenset(value for value in constants if isinstance(value, str) and value.isidentifier())
         tests = parsed.find_all((jinja2.nodes.Test, jinja2.nodes.Compare))
         asks_for_none = any(_asks_for_none(test) for test in tests)
+        sums = parsed.find_all((jinja2.nodes.Add, jinja2.nodes.Concat))
+        asked = any(_is_arguments(test.node) for test in parsed.find_all(jinja2.nodes.Test))
+        joins = not asked and any(_is_arguments(part) for one in sums for part in one.iter_child_nodes())
         usual, marked = environment.from_string(source), environment.from_string(marks.mark(parsed))
-        return cls(usual, marked, plain, words, asks_for_none)
+        return cls(usual, marked, plain, words, asks_for_none, joins)
 
 
 def _asks_for_none(test: jinja2.nodes.Expr) -> bool:
@@ -143,6 +149,17 @@ def _asks_for_none(test: jinja2.nodes.Expr) -> bool:
         case jinja2.nodes.Getattr(attr="content") | jinja2.nodes.Name(name="content"):
             return True
         case jinja2.nodes.Getitem(arg=jinja2.nodes.Const(value="content")):
+            return True
+        case _:
+            return False
+
+
+def _is_arguments(node: jinja2.nodes.Node) -> bool:
+    """`call.arguments`, `call['arguments']`, as DeepSeek's templates join with other texts."""
+    match node:
+        case jinja2.nodes.Getattr(attr="arguments"):
+            return True
+        case jinja2.nodes.Getitem(arg=jinja2.nodes.Const(value="arguments")):
             return True
         case _:
             return False

@@ -6,6 +6,7 @@ arguments of a tool call are a text, and any field may be null.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Container
 from typing import Any
 
@@ -45,6 +46,15 @@ def _parsed_call(call: Any, place: str) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": _parsed_arguments(function.get("arguments"))}}
 
 
+def _with_json(call: dict[str, Any]) -> dict[str, Any]:
+    """The call with its arguments as a text."""
+    function = call["function"]
+    if isinstance(function["arguments"], str):
+        return call
+    text = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}
+
+
 def _parsed_arguments(arguments: Any) -> Any:
     if arguments is None or arguments == "":
         return {}
@@ -58,14 +68,15 @@ def _parsed_arguments(arguments: Any) -> Any:
 
 
 def as_templates_expect(
-    messages: list[dict[str, Any]], named: Container[str], asks_for_none: bool
+    messages: list[dict[str, Any]], named: Container[str], asks_for_none: bool, joins_arguments: bool
 ) -> list[dict[str, Any]]:
     """The messages for a template with the roles in `named`.
 
     Many templates leave out a message whose role they do not know. So a role must be OpenAI's or the
     template's, and a developer's message is a system's for a template that does not name developers.
     A content of null is always there: as None for a template that `asks_for_none` (DeepSeek's renders tool
-    calls only then), else as "" (others would print "None"). Raises InvalidRequest.
+    calls only then), else as "" (others would print "None"). Arguments of calls are JSON for a template that
+    `joins_arguments` with other texts. Raises InvalidRequest.
     """
     expected = []
     for number, message in enumerate(messages):
@@ -76,6 +87,8 @@ def as_templates_expect(
             )
         if role == "developer" and role not in named:
             message = {**message, "role": "system"}
+        if joins_arguments and message.get("tool_calls"):
+            message = {**message, "tool_calls": [_with_json(call) for call in message["tool_calls"]]}
         expected.append(_with_usual_fields(message, None if asks_for_none else ""))
     return expected
 

@@ -60,6 +60,18 @@ def test_arguments_of_tool_calls_are_objects_for_templates(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
+    "written", ["'<args>' + call['function']['arguments'] + '</args>'", "'<args>' ~ call.function.arguments"]
+)
+@pytest.mark.parametrize("arguments", ['{"a": "é"}', {"a": "é"}])
+def test_arguments_are_json_for_templates_that_join_them(
+    tmp_path: Path, written: str, arguments: Any
+) -> None:
+    template = "{% for call in messages[1].tool_calls %}{{ WRITTEN }}{% endfor %}".replace("WRITTEN", written)
+    said = rendered(model(tmp_path, template), [{"role": "user", "content": "x"}, call(arguments)])
+    assert said.startswith('<args>{"a": "é"}')
+
+
+@pytest.mark.parametrize(
     "arguments", ['{"a": ', "[1]", "3", "nonsense", "NaN", "[" * 100_000, '{"a": "\ud800"}']
 )
 def test_arguments_that_are_no_object_stay_what_the_model_wrote(arguments: str) -> None:
