@@ -10,6 +10,8 @@ import msgspec
 from router.text.output_parts import CallArguments, CallBroken, CallStart, Content, Part, Reasoning
 
 Event = dict[str, Any]
+_SIGNATURE = "unsigned"
+"""Clients send thoughts back only if they are signed. Nobody looks at it."""
 
 
 class MessageBlocks:
@@ -67,6 +69,9 @@ class MessageBlocks:
             block["input"] = msgspec.json.decode(text) if text else {}
         else:
             block[block["type"]] = text
+        if block["type"] == "thinking":
+            block["signature"] = _SIGNATURE
+            yield self._delta(_SIGNATURE, "signature_delta", "signature")
         self._texts, self._open = [], False
         yield {"type": "content_block_stop", "index": len(self.blocks) - 1}
 

@@ -179,7 +179,8 @@ def test_parts_become_blocks_and_events() -> None:
     blocks = MessageBlocks()
     events = [event for parts in PARTS for event in blocks.add(parts, False)] + list(blocks.close())
     assert blocks.whole == [
-        {"type": "thinking", "thinking": "hm", "signature": ""}, {"type": "text", "text": "I add"}, ADD,
+        {"type": "thinking", "thinking": "hm", "signature": "unsigned"},
+        {"type": "text", "text": "I add"}, ADD,
         {"type": "text", "text": "<call>!"},
     ]  # fmt: skip
     started = [event["content_block"]["type"] for event in events if event["type"] == "content_block_start"]

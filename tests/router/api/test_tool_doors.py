@@ -53,7 +53,7 @@ def last_prompt(scripted: Scripted) -> list[int]:
 def test_a_message_and_its_stream(scripted: Scripted) -> None:
     message = post(scripted, "/v1/messages", MESSAGE)
     thought, text, first, second = message["content"]
-    assert thought == {"type": "thinking", "thinking": "Hm.", "signature": ""}
+    assert thought == {"type": "thinking", "thinking": "Hm.", "signature": "unsigned"}
     assert text == {"type": "text", "text": "I see."}
     assert [(call["type"], call["name"], call["input"]) for call in (first, second)] == [
         ("tool_use", "f", json.loads(ARGUMENTS)), ("tool_use", "g", {}),
@@ -116,6 +116,18 @@ def test_a_response_and_its_stream(scripted: Scripted) -> None:
     arguments = [one["delta"] for one in told if one["type"] == "response.function_call_arguments.delta"]
     assert "".join(arguments) == ARGUMENTS + "{}"
     assert len(arguments) > 4
+
+
+def test_reasoning_in_the_form_of_a_summary(scripted: Scripted) -> None:
+    asked = {"input": "Hi", "reasoning": {"summary": "auto"}}
+    one = post(scripted, "/v1/responses", asked)["output"][0]
+    assert one["summary"] == [{"type": "summary_text", "text": "Hm."}]
+    assert "content" not in one
+    told = [event for event in events(scripted, "/v1/responses", asked) if "summary_index" in event]
+    name = "response.reasoning_summary_"
+    assert told[0]["type"] == f"{name}part.added"
+    assert "".join(event["delta"] for event in told if event["type"] == f"{name}text.delta") == "Hm."
+    assert [event["type"] for event in told[-2:]] == [f"{name}text.done", f"{name}part.done"]
 
 
 @pytest.mark.parametrize("kept", [True, False])

@@ -12,6 +12,7 @@ from router.api.event_json import encode_event
 from router.api.event_queue import EventQueue
 from router.api.openai.responses.output import Event, OutputItems
 from router.api.openai.responses.schema import ResponseBody
+from router.api.openai.responses.text_forms import REASONING, SUMMARY
 from router.http_errors import to_http
 from router.streams.generation import ChoiceCounts, Generation, Submission
 from wire.request import FinishReason, OutputDelta
@@ -27,7 +28,8 @@ class ResponseDraft:
         self, response_id: str, body: ResponseBody, submission: Submission, parts: AnswerParts
     ) -> None:
         self._parts = parts
-        self.output = OutputItems(response_id)
+        summary = body.reasoning is not None and body.reasoning.wants_summary
+        self.output = OutputItems(response_id, SUMMARY if summary else REASONING)
         self._head = _head(response_id, body, submission)
         self._prompt_tokens = len(submission.prompts[0])
         self._counts = ChoiceCounts(0)

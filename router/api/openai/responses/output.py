@@ -4,28 +4,15 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
+from router.api.openai.responses.text_forms import MESSAGE, REASONING, TextForm
 from router.text.output_parts import CallArguments, CallBroken, CallStart, Content, Part, Reasoning
 
 Event = dict[str, Any]
 
 
-class _Form(NamedTuple):
-    """How an item of text is told of."""
-
-    id_prefix: str
-    part: str
-    events: str
-
-
-_FORMS = {
-    "message": _Form("msg_", "output_text", "response.output_text"),
-    "reasoning": _Form("rs_", "reasoning_text", "response.reasoning_text"),
-}
 _ARGUMENTS = "response.function_call_arguments"
-
-
 _RESPONSE = "resp_"
 
 
@@ -42,11 +29,13 @@ def response_of(item_id: str) -> str:
 class OutputItems:
     """The items of one answer. One of them grows at a time. Events are told without their numbers."""
 
-    def __init__(self, response_id: str) -> None:
+    def __init__(self, response_id: str, reasoning: TextForm = REASONING) -> None:
         self._of = response_id.removeprefix(_RESPONSE)
+        self._reasoning = reasoning
         self.items: list[dict[str, Any]] = []  # the last one may be unfinished
         self._broken: list[dict[str, Any]] = []  # calls among them that are none
-        self._growing = ""  # the type of the item that grows
+        self._grows = False  # the last item
+        self._form: TextForm | None = None  # of the last item; None: a call
         self._texts: list[str] = []  # that it consists of so far
 
     @property
@@ -66,13 +55,13 @@ class OutputItems:
         for part in parts:
             match part:
                 case Reasoning(text):
-                    yield from self._grow("reasoning", text)
+                    yield from self._grow(self._reasoning, text)
                 case Content(text):
-                    yield from self._grow("message", text)
+                    yield from self._grow(MESSAGE, text)
                 case CallStart(_, call_id, name):
                     yield from self.close()
                     call = {"call_id": call_id, "name": name, "arguments": ""}
-                    yield self._begin({"id": self._id("fc_"), "type": "function_call", **call})
+                    yield self._begin(None, {"id": self._id("fc_"), "type": "function_call", **call})
                 case CallArguments(_, text):
                     self._texts.append(text)
                     yield self._event(f"{_ARGUMENTS}.delta", delta=text)
@@ -81,58 +70,45 @@ class OutputItems:
                     yield from self.close("incomplete")
                     if not breaks_off:
                         self._broken.append(broken)
-                        yield from self._grow("message", text)
+                        yield from self._grow(MESSAGE, text)
 
     def close(self, status: str = "completed") -> Iterator[Event]:
         """Nothing is added to the item that grows, if one does."""
-        if not self._growing:
+        if not self._grows:
             return
-        item, text = self.items[-1], "".join(self._texts)
+        item, text, form = self.items[-1], "".join(self._texts), self._form
         item["status"] = status
-        if self._growing == "function_call":
+        if form is None:
             item["arguments"] = text
             yield self._event(f"{_ARGUMENTS}.done", name=item["name"], arguments=text)
         else:
-            form = _FORMS[self._growing]
-            part = _part(form, text)
-            item["content"] = [part]
-            yield self._part_event(f"{form.events}.done", **_beside_text(form), text=text)
-            yield self._part_event("response.content_part.done", part=part)
-        self._growing, self._texts = "", []
+            part = form.made_part(text)
+            item[form.field] = [part]
+            yield self._part_event(form, f"{form.text_events}.done", **form.beside_text, text=text)
+            yield self._part_event(form, f"{form.part_events}.done", part=part)
+        self._grows, self._texts = False, []
         yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
 
-    def _grow(self, kind: str, text: str) -> Iterator[Event]:
-        form = _FORMS[kind]
-        if self._growing != kind:
+    def _grow(self, form: TextForm, text: str) -> Iterator[Event]:
+        if not self._grows or self._form is not form:
             yield from self.close()
-            own: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
-            yield self._begin({"id": self._id(form.id_prefix), "type": kind, **own, "content": []})
-            yield self._part_event("response.content_part.added", part=_part(form, ""))
+            yield self._begin(form, {"id": self._id(form.id_prefix), "type": form.item, **form.fields})
+            yield self._part_event(form, f"{form.part_events}.added", part=form.made_part(""))
         self._texts.append(text)
-        yield self._part_event(f"{form.events}.delta", **_beside_text(form), delta=text)
+        yield self._part_event(form, f"{form.text_events}.delta", **form.beside_text, delta=text)
 
     def _id(self, prefix: str) -> str:
         """Of the next item: it says which response it is of, and so where it is kept."""
         return f"{prefix}{self._of}_{len(self.items)}"
 
-    def _begin(self, item: dict[str, Any]) -> Event:
+    def _begin(self, form: TextForm | None, item: dict[str, Any]) -> Event:
         self.items.append({**item, "status": "in_progress"})
-        self._growing = item["type"]
+        self._grows, self._form = True, form
         told = {"output_index": len(self.items) - 1, "item": dict(self.items[-1])}
         return {"type": "response.output_item.added", **told}
 
     def _event(self, kind: str, **fields: Any) -> Event:
         return {"type": kind, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **fields}
 
-    def _part_event(self, kind: str, **fields: Any) -> Event:
-        return self._event(kind, content_index=0, **fields)
-
-
-def _part(form: _Form, text: str) -> dict[str, Any]:
-    beside = {"annotations": [], **_beside_text(form)} if form.part == "output_text" else {}
-    return {"type": form.part, "text": text, **beside}
-
-
-def _beside_text(form: _Form) -> dict[str, Any]:
-    """What OpenAI's texts have, and reasoning has not."""
-    return {"logprobs": []} if form.part == "output_text" else {}
+    def _part_event(self, form: TextForm, kind: str, **fields: Any) -> Event:
+        return self._event(kind, **{form.place: 0}, **fields)

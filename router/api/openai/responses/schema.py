@@ -42,13 +42,18 @@ class TextConfig(BaseModel):
 
 
 class ReasoningConfig(BaseModel):
-    """OpenAI's reasoning. There are no summaries: an answer has the reasoning itself."""
+    """OpenAI's reasoning. Who asks for a summary gets the reasoning itself, in the form of one."""
 
     model_config = ConfigDict(extra="forbid")
 
     effort: ReasoningEffort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+    @property
+    def wants_summary(self) -> bool:
+        """By either name; the older one goes."""
+        return (self.summary or self.generate_summary) is not None
 
 
 class ResponseStreamOptions(BaseModel):
