@@ -23,22 +23,30 @@ class Source:
     def __init__(self) -> None:
         self.text = ""
         self.ended = False  # nothing follows
-        self._recorded = ""
+        self._recorded: list[str] = []
+        self._records = True
 
     def take(self, count: int) -> str:
         """The next characters."""
         taken, self.text = self.text[:count], self.text[count:]
-        self._recorded += taken
+        if self._records:
+            self._recorded.append(taken)
         return taken
 
     def record(self, before: str = "") -> None:
         """Record what is taken from here on, behind `before`."""
-        self._recorded = before
+        self._recorded = [before]
+        self._records = True
+
+    def forget(self) -> None:
+        """Record no more."""
+        self._recorded = []
+        self._records = False
 
     @property
     def recorded(self) -> str:
         """Everything that was taken since `record`."""
-        return self._recorded
+        return "".join(self._recorded)
 
 
 class ReadingParser:
@@ -93,6 +101,7 @@ def until(source: Source, markers: Sequence[str], part: Callable[[str], Part]) -
     Returns the white space before the marker, which is in no part, and the marker; ("", "") at the end of the
     text.
     """
+    source.forget()
     while True:
         at, marker = _first(source.text, markers)
         if marker:
@@ -169,6 +178,7 @@ def through(source: Source, marker: str, most: int) -> Reading[str | None]:
 
 def rest(source: Source) -> Reading[None]:
     """All that follows is content."""
+    source.forget()
     while not source.ended or source.text:
         if source.text:
             yield Content(source.take(len(source.text)))

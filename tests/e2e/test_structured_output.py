@@ -196,6 +196,26 @@ def test_openais_client_parses_what_it_asked_for(split: Stack) -> None:
             assert isinstance(answer.choices[0].message.parsed, Insect)
 
 
+def test_a_required_call_is_what_its_tool_takes(split: Stack, colocated: Stack) -> None:
+    parameters = {key: SCHEMA[key] for key in ("type", "properties", "required", "additionalProperties")}
+    tools: list[Any] = [{"type": "function", "function": {"name": "add_insect", "parameters": parameters}}]
+    body = {
+        "messages": [{"role": "user", "content": "Add an insect."}],
+        "tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 400,
+    }  # fmt: skip
+    for seed in range(2):
+        choices = [
+            running.http.post("/v1/chat/completions", json={**body, "seed": seed}).json()["choices"][0]
+            for running in (split, colocated)
+        ]
+        assert [choice["finish_reason"] for choice in choices] == ["tool_calls"] * 2
+        first, second = (choice["message"]["tool_calls"] for choice in choices)
+        assert [call["function"] for call in first] == [call["function"] for call in second]
+        (call,) = first
+        assert call["function"]["name"] == "add_insect"
+        assert json.loads(call["function"]["arguments"])["name"] in ("ant", "bee", "fly")
+
+
 def test_a_row_that_may_sample_nothing_ends_by_name(split: Stack) -> None:
     """The only way on is a token that min_tokens forbids."""
     params = {"regex": "ab", "stop_token_ids": [b"b"[0] - ord("!")], "min_tokens": 5, "max_new_tokens": 9}

@@ -97,7 +97,10 @@ def test_whole(scripted: Scripted) -> None:
 
 def test_streamed(scripted: Scripted) -> None:
     scripted.output = OUTPUT
-    chunks = scripted.chunks(tools=TOOLS, n=1)
+    of_both = scripted.chunks(tools=TOOLS, n=2, logprobs=True)
+    chunks = [chunk for chunk in of_both if chunk["index"] == 1]
+    assert len(chunks) == len(of_both) / 2
+    assert all(len(chunk["logprobs"]["content"]) == 1 for chunk in chunks[:-1])
     assert chunks[0]["delta"]["role"] == "assistant"
     deltas = [chunk["delta"] for chunk in chunks]
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hm."
