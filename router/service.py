@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -49,6 +50,7 @@ from router.streams.stream import RoomSink, RoomStream
 from router.text.grammars import GrammarChecks
 from router.text.long_texts import LongTexts
 from router.trace import TraceStore
+from router.tracing import open_tracing
 from router.unanswered import Unanswered
 from router.worker_metrics import WorkerMetrics
 from wire.holds import Hold
@@ -76,7 +78,8 @@ class Router:
         self.metrics = RequestMetrics(registry, [one.served_model_name for one in options.served])
         self.keys = Keys("api_keys_file", options.api_keys_file, API_KEYS_ENV, described_keys)
         self.started_at = int(time.time())
-        traces, index, secret = TraceStore(), GlobalIndex(), options.secret()
+        self.tracing = open_tracing(os.environ)
+        traces, index, secret = TraceStore(self.tracing), GlobalIndex(), options.secret()
         curve = curve_for(secret)
         self._traces, self._numbers = traces, RoomNumbers()
 
@@ -145,6 +148,8 @@ class Router:
         self._processes.close()
         self._mailbox.close()
         self._events.close()
+        if self.tracing is not None:
+            self.tracing.close()
 
     # -- requests ------------------------------------------------------------------------------
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import msgspec
 
+from router.tracing import Attributes, Tracing, worker_attributes
 from wire.messages import RoomStatus, Timeline
+from wire.records import Role
 from wire.stages import Stamp
 
 _KEPT = 2048
@@ -45,6 +47,7 @@ class RequestTrace:
     statuses: dict[tuple[int, str], RoomStatus] = field(default_factory=dict)
     kv_bytes: int = 0
     kv_backend: str = ""
+    traceparent: str = ""  # as W3C's header; "": no spans are made of it
 
     def begin(self, now_ns: int) -> float:
         """The first token has come. Returns the seconds that it took."""
@@ -89,6 +92,10 @@ class RequestTrace:
             len(self.placements), self.kv_bytes,
         )  # fmt: skip
 
+    def prefills(self) -> set[tuple[int, int, str]]:
+        """Room, epoch and id of the workers that were to prefill for another."""
+        return {(one["room"], one["epoch"], one["prefill"]) for one in self.placements if one["prefill"]}
+
     def _since_arrival(self, at_ns: int) -> float | None:
         return (at_ns - self.arrived_ns) / 1e6 if at_ns else None
 
@@ -111,7 +118,9 @@ class RequestTrace:
 class TraceStore:
     """The last requests' traces, by request and by room."""
 
-    def __init__(self) -> None:
+    def __init__(self, tracing: Tracing | None = None) -> None:
+        """`tracing` makes spans of what is added."""
+        self._tracing = tracing
         self._by_request: OrderedDict[str, RequestTrace] = OrderedDict()
         self._by_room: dict[int, RequestTrace] = {}
 
@@ -149,7 +158,18 @@ class TraceStore:
         if timeline.kv_bytes:
             trace.kv_bytes += timeline.kv_bytes
             trace.kv_backend = timeline.kv_backend
+        if self._tracing is not None and trace.traceparent:
+            prefill = (timeline.room, timeline.epoch, timeline.worker) in trace.prefills()
+            self._tracing.stages(
+                trace.traceparent, Role.PREFILL if prefill else Role.DECODE, timeline.stamps,
+                timeline.ended_ns, worker_attributes(timeline),
+            )  # fmt: skip
         return True
+
+    def ended(self, trace: RequestTrace, figures: Attributes) -> None:
+        """A request has ended. `figures` are what its span says of it."""
+        if self._tracing is not None and trace.traceparent:
+            self._tracing.stages(trace.traceparent, "router", trace.router_stamps, trace.finished_ns, figures)
 
     def placed(self, room: int, epoch: int, prefill: str | None, decode: str) -> None:
         """Add the workers that a room was given."""

@@ -137,6 +137,7 @@ def make_submission(
         session=_label(request, b"x-baton-session") or session,
         opening=opening,
         arrived_ns=request.arrived_ns,
+        traceparent="" if request.span is None else request.span.traceparent,
         first_room=router.number_rooms(len(prompts) * params.n),
         seed_given=params.seed is not None,
         length_given=length_given,

@@ -73,6 +73,7 @@ async def _serve(router: Router, request: HttpRequest, cors: Cors) -> None:
     Serve's proxy cancels this task."""
     try:
         request.further_headers = cors.headers(request)
+        _trace(router, request)
         await _answer(router, request, cors)
     except ClientLeft:
         pass
@@ -80,7 +81,20 @@ async def _serve(router: Router, request: HttpRequest, cors: Cors) -> None:
         request.status = request.status or _FAILED
         raise
     finally:
-        router.metrics.requests.inc(1, str(request.status or _CLIENT_LEFT))
+        status = request.status or _CLIENT_LEFT
+        router.metrics.requests.inc(1, str(status))
+        if request.span is not None:
+            request.span.end(status)
+
+
+def _trace(router: Router, request: HttpRequest) -> None:
+    """Begin the request's span, if traces are on and this one is sampled. The answer names it."""
+    if router.tracing is None or request.method != "POST" or _handler(request) is None:
+        return
+    span = router.tracing.start(f"POST {request.path}", request.headers(), request.arrived_ns)
+    if span is not None:
+        request.span = span
+        request.further_headers = [*request.further_headers, (b"traceresponse", span.traceparent.encode())]
 
 
 async def _answer(router: Router, request: HttpRequest, cors: Cors) -> None:

@@ -20,6 +20,7 @@ from router.api.content import UnpackedContent, check_type
 from router.keys import Key
 from router.streams.client_holds import ClientHolds
 from router.streams.generation import Generation
+from router.tracing import RequestSpan
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -61,6 +62,7 @@ class HttpRequest:
         self.key: Key | None = None  # that the client has shown, if this door has keys
         self.status = 0  # of the answer, once it has begun
         self.further_headers: Headers = []  # of any answer
+        self.span: RequestSpan | None = None  # of the request's trace, if it has one
 
     def header(self, name: bytes) -> str | None:
         """A header's value, or None. `name` is in lower case."""
@@ -68,6 +70,10 @@ class HttpRequest:
             if key == name:
                 return bytes(value).decode("latin-1")
         return None
+
+    def headers(self) -> dict[str, str]:
+        """All headers by name, in lower case; of a repeated one the last."""
+        return {name.decode("latin-1"): value.decode("latin-1") for name, value in self._scope["headers"]}
 
     def query(self) -> dict[str, str]:
         """The query string's pairs."""

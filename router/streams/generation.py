@@ -42,6 +42,7 @@ class Submission(RequestCore, frozen=True, kw_only=True):
     session: str = ""
     opening: str = ""  # what the requests of one conversation have in common; "": the prompt's beginning
     arrived_ns: int = 0  # Unix clock
+    traceparent: str = ""  # its span, as W3C's header; "": it has none
     first_room: int = 0  # choice k has room first_room + k
     seed_given: bool = True  # by the client; else the router drew it
     length_given: bool = True  # by the client; else max_new_tokens is what the context leaves

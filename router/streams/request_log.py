@@ -8,6 +8,7 @@ from router.request_metrics import RequestMetrics
 from router.streams.assignments import Assignment
 from router.streams.generation import ChoiceCounts, Generation, Submission
 from router.trace import RequestTrace, TraceStore
+from router.tracing import Attributes
 from wire.stages import RequestStage, Stamp
 
 
@@ -25,7 +26,15 @@ class RequestLog:
             Stamp(RequestStage.TOKENIZE, submission.arrived_ns),
             Stamp(RequestStage.TOKENIZER_DISPATCH, time.time_ns()),
         ]
-        self._traces.open(RequestTrace(submission.request_id, rooms, submission.arrived_ns, stamps))
+        self._traces.open(
+            RequestTrace(
+                submission.request_id,
+                rooms,
+                submission.arrived_ns,
+                stamps,
+                traceparent=submission.traceparent,
+            )
+        )
 
     def began(self, generation: Generation) -> None:
         """Observe the time to first token."""
@@ -52,6 +61,8 @@ class RequestLog:
                 metrics.decode.observe(decode_s, model)
                 if longest > 1:
                     metrics.tpot.observe(decode_s / (longest - 1), model)
+            if trace.traceparent:
+                self._traces.ended(trace, _figures(generation, trace))
         if generation.abandoned:
             metrics.aborts.inc(1)
         else:
@@ -74,3 +85,20 @@ class RequestLog:
         metrics.longest_output.observe(longest, model)
         metrics.choices.observe(submission.n, model)
         metrics.max_tokens.observe(submission.sampling.max_new_tokens, model)
+
+
+def _figures(generation: Generation, trace: RequestTrace) -> Attributes:
+    """In OpenTelemetry's words for language models, as far as it has any."""
+    submission = generation.submission
+    figures: dict[str, str | int | float] = {
+        "gen_ai.request.model": submission.model,
+        "gen_ai.response.id": submission.request_id,
+        "gen_ai.request.choice.count": submission.choice_count,
+        "gen_ai.usage.input_tokens": generation.prompt_tokens(),
+        "gen_ai.usage.output_tokens": generation.output_tokens(),
+        "baton.cached_tokens": generation.cached_tokens(),
+        "baton.ends": ",".join(generation.ends),
+    }
+    if trace.first_token_ns:
+        figures["baton.ttft_seconds"] = (trace.first_token_ns - trace.arrived_ns) / 1e9
+    return figures

@@ -1,0 +1,131 @@
+"""Traces of requests: off unless asked for, and one trace with every stage, as a collector gets it."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+from common.errors import ConfigError
+from router.tracing import open_tracing
+from tests.router.conftest import ROOT, start_router, wait_until
+from tests.support.fake_worker import FakeWorker
+from wire.records import Role
+
+PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+
+
+class Collector:
+    """Takes OTLP over HTTP."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.services: set[str] = set()
+        spans, services = self.spans, self.services
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                for part in ExportTraceServiceRequest.FromString(body).resource_spans:
+                    about = {one.key: one.value.string_value for one in part.resource.attributes}
+                    services.add(about["service.name"])
+                    spans.extend(span for scope in part.scope_spans for span in scope.spans)
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None: ...
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        self._thread = threading.Thread(target=self.server.serve_forever)
+        self._thread.start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+        self._thread.join()
+
+    def named(self) -> dict[str, Span]:
+        return {span.name: span for span in self.spans}
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    made = Collector()
+    yield made
+    made.close()
+
+
+def test_without_the_variables_nothing_of_opentelemetry_is_imported() -> None:
+    assert open_tracing({}) is None
+    assert open_tracing({"OTEL_TRACES_EXPORTER": "none"}) is None
+    assert open_tracing({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_SDK_DISABLED": "true"}) is None
+    imports = re.compile(r"^\s*(?:from|import) (?:opentelemetry|router\.spans)\b", re.MULTILINE)
+    sources = [path for room in ("common", "wire", "router") for path in (ROOT / room).rglob("*.py")]
+    assert [path.name for path in sources if imports.search(path.read_text())] == ["spans.py"]
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"OTEL_TRACES_EXPORTER": "zipkin"},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
+    ],
+)
+def test_an_exporter_that_is_not_here_is_refused(environment: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="is not supported"):
+        open_tracing(environment)
+
+
+def test_one_trace_has_all_stages(
+    collector: Collector, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
+    router = start_router(tmp_path, model)
+    workers = [FakeWorker(role, router.mailbox, step_s=0.001) for role in Role]
+    try:
+        router.wait_for_workers(2)
+        body = {"prompt": "x", "max_tokens": 3}
+        unsampled = router.http.post("/v1/completions", json=body)
+        assert "traceresponse" not in unsampled.headers
+        answer = router.http.post("/v1/completions", json=body, headers={"traceparent": PARENT})
+        roots = {"POST /v1/completions", "router", "prefill", "decode"}
+        wait_until(lambda: roots <= collector.named().keys())
+    finally:
+        for worker in workers:
+            worker.close()
+        assert router.stop() == 0
+    spans = collector.named()
+    assert {span.trace_id.hex() for span in collector.spans} == {PARENT.split("-")[1]}
+    assert collector.services == {"baton"}
+    root = spans["POST /v1/completions"]
+    assert root.parent_span_id.hex() == PARENT.split("-")[2]
+    assert answer.headers["traceresponse"].split("-")[2] == root.span_id.hex()
+    within = {
+        "router": {"tokenize", "tokenizer_dispatch"},
+        "prefill": {"prefill_waiting", "prefill_forward", "prefill_transfer_kv_cache"},
+        "decode": {"decode_bootstrap", "decode_loop"},
+    }
+    for name, stages in within.items():
+        part = spans[name]
+        assert part.parent_span_id == root.span_id
+        inside = [span for span in collector.spans if span.parent_span_id == part.span_id]
+        assert {span.name for span in inside} == stages
+        for span in inside:
+            assert part.start_time_unix_nano <= span.start_time_unix_nano
+            assert span.end_time_unix_nano <= part.end_time_unix_nano
+    about = {one.key: one.value for one in spans["router"].attributes}
+    assert about["gen_ai.usage.output_tokens"].int_value == 3
+    assert about["baton.ends"].string_value == "length"
+    ends = {one.key: one.value for one in spans["decode"].attributes}
+    assert ends["baton.kv_bytes"].int_value == 1024
+    assert ends["baton.worker"].string_value == workers[1].record.id
+    assert len(collector.spans) == 4 + sum(map(len, within.values()))
