@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from router.api.chat_fields import MOST_MESSAGES, MOST_TOOLS
+from router.api.chat_fields import MOST_MESSAGES
 from router.api.request_body import LONGEST_LABEL, MOST_PROMPTS, MOST_ROOMS
+from router.api.tool_fields import MOST_TOOLS
 from router.text.chat import MOST_TEXT, Chat
 from router.text.tokenization import Tokenization
 from tests.router.conftest import RouterProcess, start_router
@@ -57,7 +58,11 @@ _CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [USER, {**USER, "extra": nested(400)}]}, "messages", "deeper than 64"),
     ({"messages": [{**USER, "content": "a" * MOST_TEXT}]}, "messages", f"more than {MOST_TEXT}"),
     ({"messages": [USER], "tools": [{}] * (MOST_TOOLS + 1)}, "tools", f"at most {MOST_TOOLS}"),
-    ({"messages": [USER], "tools": [{"a": nested(400)}]}, "tools", "deeper than 64"),
+    (
+        {"messages": [USER], "tools": [{"function": {"name": "f", "x": nested(400)}}]},
+        "tools",
+        "deeper than 64",
+    ),
     ({"messages": [USER], "chat_template_kwargs": {"a": nested(64)}}, "chat_template_kwargs", "deeper than"),
     ({"messages": [USER], "chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "not the"),
     ({"messages": [USER], "chat_template_kwargs": {"eos_token": "x"}}, "chat_template_kwargs", "not the"),
@@ -76,6 +81,15 @@ _CHATS: list[tuple[dict[str, Any], str, str]] = [
         ("/generate", {"input_ids": [[1]] * (MOST_PROMPTS + 1)}, "input_ids", f"at most {MOST_PROMPTS}"),
         ("/generate", {"text": ["a"] * 9, "sampling_params": {"n": 128}}, "n", f"more than {MOST_ROOMS}"),
         ("/generate", {"text": []}, "text", "no prompt"),
+        ("/v1/embeddings", {"input": ["a"] * (MOST_PROMPTS + 1)}, "input", f"at most {MOST_PROMPTS}"),
+        ("/v1/responses", {"input": [USER] * (MOST_MESSAGES + 1)}, "input", f"at most {MOST_MESSAGES}"),
+        ("/v1/responses", {"input": [{**USER, "content": nested(300)}]}, "input", "valid"),
+        (
+            "/v1/responses",
+            {"input": "a", "tools": [{"type": "function", "name": "f", "parameters": {"a": nested(300)}}]},
+            "tools",
+            "deeper than 64",
+        ),
         ("/generate", {"input_ids": []}, "input_ids", "no prompt"),
         ("/generate", {"text": "a", "sampling_params": {"stop": ["x"] * 17}}, "stop", "at most 16"),
         ("/tokenize", {"prompt": "a" * (MOST_TEXT + 1)}, "prompt", f"at most {MOST_TEXT}"),
