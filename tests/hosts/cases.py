@@ -92,7 +92,7 @@ def run_cases(cases: Sequence[Case], backend: str, model: Path, directory: Path)
 @contextmanager
 def _stack(net: Network, backend: str, model: Path, directory: Path) -> Iterator[Stack]:
     """Router, prefill and decode, each on its host; the directory beside the router, where the caller is."""
-
+    directory.mkdir()
     secret = write_secret(directory)
 
     def options(host: str, **more: Any) -> dict[str, Any]:

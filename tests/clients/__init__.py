@@ -1,0 +1,1 @@
+"""`make clients`: other people's clients against a running Baton."""
