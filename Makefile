@@ -4,7 +4,7 @@ PY := .venv/bin/python
 # Two workers on one small machine share its cores: one compute thread each, unless a bench asks for more.
 TEST_ENV := OMP_NUM_THREADS=1 RAY_DISABLE_IMPORT_WARNING=1 RAY_USAGE_STATS_ENABLED=0
 
-.PHONY: help setup demo check lint types imports dead quick test oracle mutants two-hosts overload chaos-ray cluster fuzz fuzz-models invariants e2e chaos gpu soak peers wheel demo-quality kv-quant
+.PHONY: help setup demo check lint types imports dead quick test oracle mutants two-hosts overload chaos-ray cluster fuzz fuzz-models invariants e2e chaos clients gpu soak peers wheel demo-quality kv-quant
 
 help:  ## list the targets and their variables
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -19,6 +19,7 @@ help:  ## list the targets and their variables
 #: SEED=1            chaos, soak: what is drawn
 #: ONLY=CELL         chaos: role/state/fault/transport/engine, or the first of these; * is any
 #: ALL=1             quick: the unit tests of all rooms
+#: ONLY=openai      clients: those with this in their names
 #: SCALE=1           fuzz: a share of its numbers
 #: MODELS=400        fuzz-models: how many
 #: SEED=0            fuzz-models: the first one's seed
@@ -91,6 +92,9 @@ gpu: setup  ## all that concerns GPUs: dry run of every family, bench and tests 
 		tests/worker/test_device.py tests/worker/test_gpu_build.py tests/engine/test_graphs.py \
 		tests/engine/test_flashinfer_limits.py tests/engine/test_flashinfer_signatures.py \
 		tests/kvcache/test_device_memory.py tests/kvtransfer/test_cuda_ipc.py
+
+clients: setup  ## 13 clients from the registries against the demo model and a random one (node and npm; environments in .clients)
+	@$(TEST_ENV) TORCH_INDEX="$(TORCH_INDEX)" $(PY) -m tests.clients --only "$(ONLY)"
 
 soak: setup  ## random faults at random times over a steady load (SECONDS, SEED)
 	@$(TEST_ENV) $(PY) -m tests.chaos.soak --seconds $(or $(SECONDS),600) --seed $(or $(SEED),1)

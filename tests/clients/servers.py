@@ -52,13 +52,11 @@ class Server:
 @contextmanager
 def servers(folder: Path) -> Iterator[list[Server]]:
     """Both, until the end. Pools must balance then."""
-    demo = folder / "demo-model"
-    _copy_demo(demo)
     random = make_tiny("qwen3", folder / "random-model", 1)
     _set_template(random)
     with ExitStack() as cleanup:
         found = []
-        for name, files in (("demo", demo), ("random", random)):
+        for name, files in (("demo", ROOT / "deploy/demo_model"), ("random", random)):
             (folder / name).mkdir()
             running = cleanup.enter_context(
                 stack(
@@ -73,13 +71,6 @@ def servers(folder: Path) -> Iterator[list[Server]]:
         yield found
         for server in found:
             server.running.settle()
-
-
-def _copy_demo(place: Path) -> None:
-    """With a template that knows tools: the shipped one has no place for them."""
-    place.mkdir()
-    for path in (ROOT / "deploy/demo_model").iterdir():
-        (place / path.name).write_bytes(path.read_bytes())
 
 
 def _set_template(files: Path) -> None:

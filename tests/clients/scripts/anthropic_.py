@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import anthropic
 
-from common import MODEL, QUESTION, TOKENS, URL, WEATHER, check_text, check_weather
+from common import LONG, MODEL, QUESTION, TOKENS, URL, WEATHER, check_text, check_weather
 
 client = anthropic.Anthropic(base_url=URL, api_key="none", max_retries=0, timeout=60)
 GREEDY = {"temperature": 0}  # newer versions have no argument for it
@@ -21,9 +21,10 @@ counted = client.messages.count_tokens(model=MODEL, messages=messages)
 used = answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
 assert counted.input_tokens == used, (counted, answer.usage)
 tool = {"name": "get_weather", "description": "The weather of a city.", "input_schema": WEATHER}
-for choice in ({"type": "any"}, {"type": "tool", "name": "get_weather"}):
+alone = {"disable_parallel_tool_use": True}
+for choice in ({"type": "any", **alone}, {"type": "tool", "name": "get_weather", **alone}):
     called = client.messages.create(
-        model=MODEL, messages=messages, max_tokens=160, extra_body=GREEDY, tools=[tool], tool_choice=choice
+        model=MODEL, messages=messages, max_tokens=LONG, extra_body=GREEDY, tools=[tool], tool_choice=choice
     )
     block = next(block for block in called.content if block.type == "tool_use")
     assert called.stop_reason == "tool_use", called.stop_reason

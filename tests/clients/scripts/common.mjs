@@ -6,6 +6,7 @@ export const URL = process.env.BATON_URL;
 export const MODEL = process.env.BATON_MODEL;
 export const QUESTION = "What does os.path.join do?";
 export const TOKENS = 48;
+export const LONG = 1000;
 export const WEATHER = {
   type: "object",
   properties: {

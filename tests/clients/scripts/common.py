@@ -1,4 +1,7 @@
-"""What the scripts of several clients ask. Standard library only: each client has an environment of its own."""
+"""What the scripts of several clients ask.
+
+Standard library only: each client has an environment of its own.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ MODEL = os.environ["BATON_MODEL"]
 TRAINED = os.environ["BATON_TRAINED"] == "1"  # the demo model; else a random one
 QUESTION = "What does os.path.join do?"
 TOKENS = 48
+LONG = 1000  # for what a grammar ends: a random model makes much white space
 
 WEATHER: dict[str, Any] = {
     "type": "object",

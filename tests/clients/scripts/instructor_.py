@@ -1,4 +1,4 @@
-"""instructor: an object of a model's class, in each mode that does not depend on what the model has learnt."""
+"""instructor: an object of a model's class, in each mode that any model can follow."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import instructor
 import openai
 from pydantic import BaseModel, Field
 
-from common import MODEL, QUESTION, URL
+from common import LONG, MODEL, QUESTION, URL
 
 
 class Weather(BaseModel):
@@ -24,6 +24,6 @@ for mode in (instructor.Mode.TOOLS, instructor.Mode.TOOLS_STRICT, instructor.Mod
     )
     found = client.chat.completions.create(
         model=MODEL, messages=[{"role": "user", "content": QUESTION}], response_model=Weather,
-        max_retries=0, max_tokens=200, temperature=0,
+        max_retries=0, max_tokens=LONG, temperature=1, seed=1,
     )  # fmt: skip
     assert isinstance(found, Weather), (mode, found)

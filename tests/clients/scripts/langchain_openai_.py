@@ -8,7 +8,7 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from pydantic import BaseModel, Field
 
-from common import MODEL, QUESTION, TOKENS, URL, check_text, check_weather
+from common import LONG, MODEL, QUESTION, TOKENS, URL, check_text, check_weather
 
 there = {"model": MODEL, "base_url": f"{URL}/v1", "api_key": "none", "temperature": 0, "timeout": 60}
 chat = ChatOpenAI(max_tokens=TOKENS, max_retries=0, **there)
@@ -31,11 +31,11 @@ text = chat.invoke(QUESTION).content
 check_text(text)
 assert "".join(str(piece.content) for piece in chat.stream(QUESTION)) == text
 assert len(chat.batch([QUESTION, QUESTION])) == 2
-long = ChatOpenAI(max_tokens=200, max_retries=0, **there)
-called = long.bind_tools([get_weather], tool_choice="required").invoke(QUESTION)
+long = ChatOpenAI(max_tokens=LONG, max_retries=0, **{**there, "temperature": 1, "seed": 1})
+called = long.bind_tools([get_weather], tool_choice="required", strict=True).invoke(QUESTION)
 check_weather(called.tool_calls[0]["args"])
 for method in ("json_schema", "function_calling"):
-    found = long.with_structured_output(Weather, method=method).invoke(QUESTION)
+    found = long.with_structured_output(Weather, method=method, strict=True).invoke(QUESTION)
     assert isinstance(found, Weather), (method, found)
 assert isinstance(
     long.with_structured_output(Weather, method="json_schema", strict=True).invoke(QUESTION), Weather

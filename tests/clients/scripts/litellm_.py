@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import litellm
 
-from common import MODEL, QUESTION, TOKENS, TOOL, URL, WEATHER, check_text, check_weather
+from common import LONG, MODEL, QUESTION, TOKENS, TOOL, URL, WEATHER, check_text, check_weather
 
 there = {"model": f"hosted_vllm/{MODEL}", "api_base": f"{URL}/v1", "api_key": "none", "timeout": 60}
+as_openai = {**there, "model": f"openai/{MODEL}"}  # hosted_vllm takes additionalProperties out of schemas
 messages = [{"role": "user", "content": QUESTION}]
 
 answer = litellm.completion(messages=messages, max_tokens=TOKENS, temperature=0, **there)
@@ -15,13 +16,18 @@ check_text(text)
 pieces = litellm.completion(messages=messages, max_tokens=TOKENS, temperature=0, stream=True, **there)
 assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == text
 called = litellm.completion(
-    messages=messages, tools=[TOOL], tool_choice="required", max_tokens=160, temperature=0, **there
+    messages=messages,
+    tools=[{**TOOL, "function": {**TOOL["function"], "strict": True}}],
+    tool_choice="required",
+    max_tokens=LONG,
+    temperature=1,
+    seed=1,
+    **as_openai,
 )
 check_weather(called.choices[0].message.tool_calls[0].function.arguments)
 schema = {"type": "json_schema", "json_schema": {"name": "weather", "schema": WEATHER, "strict": True}}
-shaped = litellm.completion(messages=messages, response_format=schema, max_tokens=128, **there)
+shaped = litellm.completion(messages=messages, response_format=schema, max_tokens=LONG, **there)
 check_weather(shaped.choices[0].message.content)
-as_openai = {**there, "model": f"openai/{MODEL}"}
 said = litellm.text_completion(
     prompt="one", max_tokens=4, **{**there, "model": f"text-completion-openai/{MODEL}"}
 )

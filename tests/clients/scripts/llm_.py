@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common import MODEL, QUESTION, TOKENS, URL, WEATHER, check_text, check_weather
+from common import LONG, MODEL, QUESTION, TOKENS, URL, WEATHER, check_text, check_weather
 
 with tempfile.TemporaryDirectory() as home:
     entry = {
@@ -33,6 +33,14 @@ with tempfile.TemporaryDirectory() as home:
     assert llm(*options, QUESTION) == said
     check_weather(
         llm(
-            "-m", "baton", "-o", "max_tokens", "200", "--no-stream", "--schema", json.dumps(WEATHER), QUESTION
+            "-m",
+            "baton",
+            "-o",
+            "max_tokens",
+            str(LONG),
+            "--no-stream",
+            "--schema",
+            json.dumps(WEATHER),
+            QUESTION,
         )
     )

@@ -1,5 +1,4 @@
-"""lm-eval: loglikelihood and generate_until on tasks of ours, equal to the scores of its own Hugging Face backend
-in float32."""
+"""lm-eval: loglikelihood and generate_until on tasks of ours, equal to its Hugging Face backend in float32."""
 
 from __future__ import annotations
 
@@ -63,7 +62,8 @@ with tempfile.TemporaryDirectory() as name:
     folder = Path(name)
     write_tasks(folder)
     served = evaluate(folder, "local-completions", {
-        "model": MODEL, "base_url": f"{URL}/v1/completions", "tokenizer": FILES, "tokenizer_backend": "huggingface",
+        "model": MODEL, "base_url": f"{URL}/v1/completions", "tokenizer": FILES,
+        "tokenizer_backend": "huggingface",
         "max_length": 1024, "num_concurrent": 2, "max_retries": 1, "seed": 0,
     })  # fmt: skip
     own = evaluate(

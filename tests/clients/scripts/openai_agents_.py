@@ -8,7 +8,7 @@ from typing import Literal
 import agents
 import openai
 
-from common import MODEL, QUESTION, TOKENS, URL, check_text
+from common import LONG, MODEL, QUESTION, TOKENS, URL, check_text
 
 agents.set_tracing_disabled(True)
 client = openai.AsyncOpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0, timeout=60)
@@ -35,7 +35,9 @@ async def main() -> None:
         before = len(called)
         agent = agents.Agent(
             name="b", model=model, tools=[get_weather], tool_use_behavior="stop_on_first_tool",
-            model_settings=agents.ModelSettings(max_tokens=160, temperature=0, tool_choice="required"),
+            model_settings=agents.ModelSettings(
+                max_tokens=LONG, temperature=0, tool_choice="required", parallel_tool_calls=False
+            ),
         )  # fmt: skip
         result = await agents.Runner.run(agent, QUESTION, max_turns=2)
         assert len(called) > before

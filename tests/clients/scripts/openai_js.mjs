@@ -2,7 +2,7 @@
 
 import assert from "node:assert/strict";
 import OpenAI from "openai";
-import { MODEL, QUESTION, TOKENS, TOOL, URL, WEATHER, checkText, checkWeather } from "./common.mjs";
+import { LONG, MODEL, QUESTION, TOKENS, TOOL, URL, WEATHER, checkText, checkWeather } from "./common.mjs";
 
 const client = new OpenAI({ baseURL: `${URL}/v1`, apiKey: "none", maxRetries: 0, timeout: 60_000 });
 const messages = [{ role: "user", content: QUESTION }];
@@ -16,14 +16,14 @@ const stream = await client.chat.completions.create({ ...asked, stream: true, st
 for await (const chunk of stream) streamed += chunk.choices[0]?.delta.content ?? "";
 assert.equal(streamed, text);
 
-const tools = { ...asked, tools: [TOOL], tool_choice: "required", max_tokens: 160, parallel_tool_calls: false };
+const tools = { ...asked, tools: [TOOL], tool_choice: "required", max_tokens: LONG, parallel_tool_calls: false };
 const called = await client.chat.completions.create(tools);
 checkWeather(called.choices[0].message.tool_calls[0].function.arguments);
 const final = await client.chat.completions.stream(tools).finalChatCompletion();
 checkWeather(final.choices[0].message.tool_calls[0].function.arguments);
 
 const format = { type: "json_schema", json_schema: { name: "weather", schema: WEATHER, strict: true } };
-const shaped = await client.chat.completions.create({ ...asked, max_tokens: 128, response_format: format });
+const shaped = await client.chat.completions.create({ ...asked, max_tokens: LONG, response_format: format });
 checkWeather(shaped.choices[0].message.content);
 
 const response = await client.responses.create({ model: MODEL, input: QUESTION, max_output_tokens: TOKENS, temperature: 0 });

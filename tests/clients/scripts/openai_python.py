@@ -7,7 +7,7 @@ from typing import Literal
 import openai
 from pydantic import BaseModel, Field
 
-from common import MODEL, QUESTION, TOKENS, TOOL, URL, WEATHER, check_text, check_weather
+from common import LONG, MODEL, QUESTION, TOKENS, TOOL, URL, WEATHER, check_text, check_weather
 
 client = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0, timeout=60)
 ASK = [{"role": "user", "content": QUESTION}]
@@ -57,11 +57,13 @@ def fields_that_change_nothing() -> None:
 
 def structured_output() -> None:
     parsed = client.chat.completions.parse(
-        model=MODEL, messages=ASK, response_format=Weather, max_tokens=128, temperature=0
+        model=MODEL, messages=ASK, response_format=Weather, max_tokens=LONG, temperature=1, seed=1
     )
     assert isinstance(parsed.choices[0].message.parsed, Weather)
     schema = {"type": "json_schema", "json_schema": {"name": "weather", "schema": WEATHER, "strict": True}}
-    answer = client.chat.completions.create(model=MODEL, messages=ASK, response_format=schema, max_tokens=128)
+    answer = client.chat.completions.create(
+        model=MODEL, messages=ASK, response_format=schema, max_tokens=LONG
+    )
     check_weather(answer.choices[0].message.content or "")
 
 
@@ -69,8 +71,8 @@ def tools() -> None:
     named = {"type": "function", "function": {"name": "get_weather"}}
     for choice in ("required", named):
         answer = client.chat.completions.create(
-            model=MODEL, messages=ASK, tools=[TOOL], tool_choice=choice, max_tokens=160, temperature=0,
-            parallel_tool_calls=False,
+            model=MODEL, messages=ASK, tools=[TOOL], tool_choice=choice, max_tokens=LONG, temperature=1,
+            seed=1, parallel_tool_calls=False,
         )  # fmt: skip
         (call,) = answer.choices[0].message.tool_calls or []
         assert call.function.name == "get_weather"
@@ -78,8 +80,8 @@ def tools() -> None:
         if choice == "required":
             assert answer.choices[0].finish_reason == "tool_calls"
     with client.chat.completions.stream(
-        model=MODEL, messages=ASK, tools=[TOOL], tool_choice="required", max_tokens=160, temperature=0,
-        parallel_tool_calls=False,
+        model=MODEL, messages=ASK, tools=[TOOL], tool_choice="required", max_tokens=LONG, temperature=1,
+        seed=1, parallel_tool_calls=False,
     ) as stream:  # fmt: skip
         final = stream.get_final_completion()
     (call,) = final.choices[0].message.tool_calls or []
@@ -132,12 +134,12 @@ def responses() -> None:
         input=QUESTION,
         tools=[tool],
         tool_choice="required",
-        max_output_tokens=160,
+        max_output_tokens=LONG,
         temperature=0,
     )
     check_weather(next(item for item in called.output if item.type == "function_call").arguments)
     parsed = client.responses.parse(
-        model=MODEL, input=QUESTION, text_format=Weather, max_output_tokens=128, temperature=0
+        model=MODEL, input=QUESTION, text_format=Weather, max_output_tokens=LONG, temperature=0
     )
     assert isinstance(parsed.output_parsed, Weather)
 

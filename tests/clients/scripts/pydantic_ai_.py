@@ -1,4 +1,4 @@
-"""pydantic-ai: an agent that answers, one that calls a tool, typed output by tool and by schema, Responses."""
+"""pydantic-ai: an agent that answers, typed output by tool and by schema, Responses."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pydantic_ai import Agent, NativeOutput, ToolOutput
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
-from common import MODEL, QUESTION, TOKENS, URL, check_text
+from common import LONG, MODEL, QUESTION, TOKENS, URL, check_text
 
 provider = OpenAIProvider(base_url=f"{URL}/v1", api_key="none")
-settings = {"max_tokens": 200, "temperature": 0.0, "timeout": 60}
+short = {"max_tokens": TOKENS, "temperature": 0.0, "timeout": 60}
+settings = {"max_tokens": LONG, "temperature": 1.0, "seed": 1, "timeout": 60}
 
 
 class Weather(BaseModel):
@@ -31,7 +32,6 @@ async def streamed() -> None:
         check_text(await result.get_output())
 
 
-short = {**settings, "max_tokens": TOKENS}
 check_text(Agent(OpenAIChatModel(MODEL, provider=provider), model_settings=short).run_sync(QUESTION).output)
 check_text(
     Agent(OpenAIResponsesModel(MODEL, provider=provider), model_settings=short).run_sync(QUESTION).output

@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { generateText, jsonSchema, Output, streamText, tool } from "ai";
-import { MODEL, QUESTION, TOKENS, URL, WEATHER, checkText, checkWeather } from "./common.mjs";
+import { LONG, MODEL, QUESTION, TOKENS, URL, WEATHER, checkText, checkWeather } from "./common.mjs";
 
 const compatible = createOpenAICompatible({
   name: "baton", baseURL: `${URL}/v1`, apiKey: "none", supportsStructuredOutputs: true, includeUsage: true });
@@ -21,10 +21,10 @@ for (const model of [compatible(MODEL), openai.chat(MODEL), openai.responses(MOD
   assert.ok((await stream.totalUsage).outputTokens > 0);
 
   const tools = { get_weather: tool({ description: "The weather of a city.", inputSchema: jsonSchema(WEATHER) }) };
-  const called = await generateText({ ...common, model, tools, toolChoice: "required", maxOutputTokens: 160 });
+  const called = await generateText({ ...common, model, tools, toolChoice: "required", maxOutputTokens: LONG });
   checkWeather(called.toolCalls[0].input);
 
   const output = Output.object({ schema: jsonSchema(WEATHER) });
-  const shaped = await generateText({ ...common, model, output, maxOutputTokens: 128 });
+  const shaped = await generateText({ ...common, model, output, maxOutputTokens: LONG });
   checkWeather(shaped.output);
 }
