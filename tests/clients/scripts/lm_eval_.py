@@ -1,4 +1,7 @@
-"""lm-eval: loglikelihood and generate_until on tasks of ours, equal to its Hugging Face backend in float32."""
+"""lm-eval: loglikelihood and generate_until on tasks of ours.
+
+They equal what its own backend for transformers gives, in float32.
+"""
 
 from __future__ import annotations
 
