@@ -213,6 +213,15 @@ class AdminOptions(Options):
         return Ports(self.admin_ports, "admin_ports").choice
 
 
+class LogOptions(Options):
+    """A line of JSON for each request (docs/traces.md)."""
+
+    request_log: Path | None = Field(
+        None, description="file that gets a line of JSON for each request; -: stdout; null: none"
+    )
+    request_log_prompts: bool = Field(False, description="the lines have the prompts' texts, too")
+
+
 class RouterSettings(
     KeyOptions,
     PlacementOptions,
@@ -224,6 +233,7 @@ class RouterSettings(
     EmbeddingOptions,
     AdminOptions,
     LeaseOptions,
+    LogOptions,
 ):
     """Router options."""
 

@@ -35,6 +35,7 @@ from router.placement.placer import Placer
 from router.placement.policies import make_policy
 from router.placement.version import ModelVersion
 from router.process_group import OwnLists, ProcessGroup
+from router.request_lines import RequestLines
 from router.request_metrics import RequestMetrics
 from router.streams.assignments import Assignment, version_gone, version_key
 from router.streams.claims import Claims, FoundRoom
@@ -79,9 +80,14 @@ class Router:
         self.keys = Keys("api_keys_file", options.api_keys_file, API_KEYS_ENV, described_keys)
         self.started_at = int(time.time())
         self.tracing = open_tracing(os.environ)
+        self.request_lines = (
+            None
+            if options.request_log is None
+            else RequestLines(options.request_log, options.request_log_prompts)
+        )
         traces, index, secret = TraceStore(self.tracing), GlobalIndex(), options.secret()
         curve = curve_for(secret)
-        self._traces, self._numbers = traces, RoomNumbers()
+        self.traces, self._numbers = traces, RoomNumbers()
 
         def make_version(broken_pairs: BrokenPairs) -> tuple[Placer, Admission]:
             policy = make_policy(options.policy, options.weights, options.prefill_on_decode_tokens)
@@ -150,6 +156,8 @@ class Router:
         self._events.close()
         if self.tracing is not None:
             self.tracing.close()
+        if self.request_lines is not None:
+            self.request_lines.close()
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -213,7 +221,7 @@ class Router:
         if running and not found:
             judged = assignment.admission.judge(requests[running[0]][1], now)
         numbers = [requests[index][0].room for index in running]
-        log = RequestLog(self._traces, self.metrics, assignment)
+        log = RequestLog(self.traces, self.metrics, assignment)
         log.submitted(submission, numbers)
         dispatcher.assignments.add(numbers, assignment)
         generation = Generation(submission, answer, OpenRooms(dispatcher, numbers), log, ended)

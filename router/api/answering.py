@@ -15,6 +15,7 @@ from router.api.asgi import HttpRequest
 from router.api.event_ids import EventIds, NoIds
 from router.api.request_body import LONGEST_LABEL, MOST_ROOMS, RequestBody, SamplingBody
 from router.model import Model
+from router.request_lines import error_name, generated
 from router.service import Router
 from router.streams.assignments import Assignment
 from router.streams.claims import FoundRoom
@@ -160,7 +161,20 @@ def generating(
         yield generation
     finally:
         watch.cancel()
+        generation.cancel()
+        _tell(router, request, generation)
         generation.close()
+
+
+def _tell(router: Router, request: HttpRequest, generation: Generation) -> None:
+    """Keep what the generation has come to for the request's line, if there are lines."""
+    lines, submission = router.request_lines, generation.submission
+    if lines is None:
+        return
+    decode = router.model(submission.model).tokenization.decode
+    prompts = [decode(prompt, False) for prompt in submission.prompts] if lines.with_prompts else None
+    request.generated = generated(generation, router.traces.get(submission.request_id), prompts)
+    request.error = error_name(generation.error)
 
 
 class _QuietTimer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -16,6 +17,7 @@ from router.api.openai import embeddings, endpoints
 from router.api.openai.responses import endpoints as responses
 from router.http_errors import error_body, to_http
 from router.keys import Key
+from router.request_lines import RequestLine, error_name, iso_time
 from router.service import Router
 
 Handler = Callable[[Router, HttpRequest], Awaitable[None]]
@@ -85,6 +87,17 @@ async def _serve(router: Router, request: HttpRequest, cors: Cors) -> None:
         router.metrics.requests.inc(1, str(status))
         if request.span is not None:
             request.span.end(status)
+        if router.request_lines is not None and request.path not in _FOR_ALL:
+            router.request_lines.write(_line(request, status))
+
+
+def _line(request: HttpRequest, status: int) -> RequestLine:
+    span = request.span
+    return RequestLine(
+        iso_time(request.arrived_ns), request.request_id, request.method, request.path, status,
+        (time.time_ns() - request.arrived_ns) / 1e9, "" if span is None else span.traceparent.split("-")[1],
+        request.error, request.generated,
+    )  # fmt: skip
 
 
 def _trace(router: Router, request: HttpRequest) -> None:
@@ -111,6 +124,7 @@ async def _answer(router: Router, request: HttpRequest, cors: Cors) -> None:
             await _no_route(request)
     except BatonError as error:
         router.metrics.rejected(error)
+        request.error = error_name(error)
         told = to_http(error)
         body = anthropic_error(error) if is_anthropic(request.path) else told.body
         await request.respond_json(body, told.status, told.headers)

@@ -18,6 +18,7 @@ import msgspec
 from common.errors import InvalidRequest
 from router.api.content import UnpackedContent, check_type
 from router.keys import Key
+from router.request_lines import Generated
 from router.streams.client_holds import ClientHolds
 from router.streams.generation import Generation
 from router.tracing import RequestSpan
@@ -62,6 +63,8 @@ class HttpRequest:
         self.key: Key | None = None  # that the client has shown, if this door has keys
         self.status = 0  # of the answer, once it has begun
         self.further_headers: Headers = []  # of any answer
+        self.generated: Generated | None = None  # what it has come to, if lines are written of requests
+        self.error = ""  # the name of what ended it
         self.span: RequestSpan | None = None  # of the request's trace, if it has one
 
     def header(self, name: bytes) -> str | None:

@@ -217,6 +217,11 @@ class Generation:
         return self._running == 0 and self._error is None
 
     @property
+    def error(self) -> BatonError | None:
+        """What ended the request, if an error did."""
+        return self._error
+
+    @property
     def abandoned(self) -> bool:
         """The client has gone."""
         return self._client_left

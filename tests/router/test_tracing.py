@@ -1,7 +1,8 @@
-"""Traces of requests: off unless asked for, and one trace with every stage, as a collector gets it."""
+"""Traces and lines of requests: off unless asked for; one trace with every stage, as a collector gets it."""
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections.abc import Iterator
@@ -89,7 +90,8 @@ def test_one_trace_has_all_stages(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
-    router = start_router(tmp_path, model)
+    log = tmp_path / "requests.jsonl"
+    router = start_router(tmp_path, model, request_log=str(log))
     workers = [FakeWorker(role, router.mailbox, step_s=0.001) for role in Role]
     try:
         router.wait_for_workers(2)
@@ -97,6 +99,8 @@ def test_one_trace_has_all_stages(
         unsampled = router.http.post("/v1/completions", json=body)
         assert "traceresponse" not in unsampled.headers
         answer = router.http.post("/v1/completions", json=body, headers={"traceparent": PARENT})
+        assert router.http.post("/v1/completions", json={"model": "other", **body}).status_code == 404
+        assert router.http.get("/health").status_code == 200
         roots = {"POST /v1/completions", "router", "prefill", "decode"}
         wait_until(lambda: roots <= collector.named().keys())
     finally:
@@ -129,3 +133,19 @@ def test_one_trace_has_all_stages(
     assert ends["baton.kv_bytes"].int_value == 1024
     assert ends["baton.worker"].string_value == workers[1].record.id
     assert len(collector.spans) == 4 + sum(map(len, within.values()))
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(line["path"], line["status"]) for line in lines] == [
+        ("/v1/completions", 200), ("/v1/completions", 200), ("/v1/completions", 404),
+    ]  # fmt: skip
+    told, refused = lines[1:]
+    assert told["trace_id"] == PARENT.split("-")[1]
+    assert told["request_id"] == answer.headers["x-request-id"]
+    assert 0 < told["generated"].pop("ttft_s") <= told["seconds"]
+    told["generated"].pop("kv_bytes", 0)  # D may say it later
+    assert told["generated"] == {
+        "model": "tiny", "tenant": "", "choices": 1, "prompt_tokens": 1, "cached_tokens": 0,
+        "output_tokens": 3,
+        "ends": ["length"], "workers": [[worker.record.id for worker in workers]],
+    }  # fmt: skip
+    assert refused["error"] == "model_not_found"
+    assert "generated" not in refused
