@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from common.errors import ConfigError
+from common.errors import ConfigError, InvalidRequest
 from router.text.output_grammars import CallsWanted, chat_grammar, harmony_grammar, thoughts
 from router.text.output_parts import OutputParser
 from router.text.output_source import Reading, ReadingParser, Source, rest
@@ -187,12 +187,15 @@ class OutputFormats:
     def grammar(self, prompt_end: str, calls: CallsWanted | None, has_body: bool) -> str:
         """What an output matches, in Lark: reasoning and calls around what the content matches, if it has to
         (`has_body`); "": the output is the content. Calls that are required and cannot be demanded in the
-        model's own form are written as Hermes writes them. Other calls are, then, not spoken of."""
+        model's own form are written as Hermes writes them. Raises InvalidRequest if they cannot be and are
+        strict."""
         markers, tags = Markers(self._tokens), self.reasoning
         if self.channels:
             return harmony_grammar(calls, markers, has_body)
         before = ("", "") if tags is None else thoughts(tags, tags.start(prompt_end), markers)
         tools = self._format(calls is not None and calls.required)
+        if tools is not None and tools.syntax is None and calls is not None and calls.are_strict:
+            raise InvalidRequest("no grammar makes this model's calls strict: require them", "tools")
         if calls is None or tools is None or tools.syntax is None:
             return chat_grammar(before, None, markers, has_body) if before[0] and has_body else ""
         return chat_grammar(before, (calls, tools.syntax), markers, has_body)

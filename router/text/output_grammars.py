@@ -22,6 +22,11 @@ class CallsWanted:
     required: bool
     several: bool
 
+    @property
+    def are_strict(self) -> bool:
+        """Whether the arguments of any have to follow its schema."""
+        return any(tool.follows for tool in self.tools)
+
 
 def thoughts(tags: ReasoningTags | None, start: ReasoningStart, markers: Markers) -> tuple[str, str]:
     """What stands before an answer, and the rules that it needs; ("", "") for nothing."""

@@ -11,7 +11,9 @@ from typing import TypeVar
 
 from router.text.output_parts import CallBroken, Content, Part, Reasoning
 
-_WORD = re.compile(r"[\w.:/-]*")
+_WORD = re.compile(r"[\w.:/-]{0,256}")
+MOST_SPACE = 64
+"""Characters of white space that wait for what follows: some models never end with it."""
 
 Returned = TypeVar("Returned")
 Reading = Generator[Part | None, None, Returned]
@@ -106,7 +108,7 @@ def until(source: Source, markers: Sequence[str], part: Callable[[str], Part]) -
         at, marker = _first(source.text, markers)
         if marker:
             before = source.take(at)
-            shown = before.rstrip()
+            shown = _without_space(before)
             source.take(len(marker))
             if shown:
                 yield part(shown)
@@ -116,7 +118,7 @@ def until(source: Source, markers: Sequence[str], part: Callable[[str], Part]) -
                 yield part(source.take(len(source.text)))
             return "", ""
         held = _begun(source.text, markers)
-        shown = source.text[: len(source.text) - held].rstrip()
+        shown = _without_space(source.text[: len(source.text) - held])
         if shown:
             yield part(source.take(len(shown)))
         yield None
@@ -144,11 +146,13 @@ def accept(source: Source, *words: str) -> Reading[str]:
 
 
 def next_character(source: Source) -> Reading[str]:
-    """The first character behind white space, without taking anything; "" at the end of the text."""
+    """The first character behind white space, without taking anything; "" at the end of the text, or of much
+    white space."""
     while True:
         text = source.text.lstrip()
-        if text or source.ended:
-            return text[:1]
+        space = len(source.text) - len(text)
+        if text or source.ended or space > MOST_SPACE:
+            return "" if space > MOST_SPACE else text[:1]
         yield None
 
 
@@ -184,6 +188,12 @@ def rest(source: Source) -> Reading[None]:
             yield Content(source.take(len(source.text)))
         else:
             yield None
+
+
+def _without_space(text: str) -> str:
+    """Without the white space at its end, of which MOST_SPACE characters are taken away at most."""
+    space = len(text) - len(text.rstrip())
+    return text[: len(text) - min(space, MOST_SPACE)]
 
 
 def _first(text: str, markers: Sequence[str]) -> tuple[int, str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from router.text.output_parts import Reasoning
-from router.text.output_source import Reading, Source, skip_space, until
+from router.text.output_source import MOST_SPACE, Reading, Source, skip_space, until
 
 
 class ReasoningStart(Enum):
@@ -58,6 +58,8 @@ def _opens(source: Source, tag: str) -> Reading[bool]:
     """Take the tag, and white space before it, if the text begins with it."""
     while True:
         text = source.text.lstrip()
+        if len(source.text) - len(text) > MOST_SPACE:
+            return False
         if text.startswith(tag):
             source.take(len(source.text) - len(text) + len(tag))
             return True

@@ -10,6 +10,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
+from common.errors import InvalidRequest
 from router.text.output_formats import TOOL_PARSERS, OutputFormats
 from router.text.output_grammars import CallsWanted
 from router.text.output_parts import Said
@@ -179,6 +180,14 @@ def test_tags_that_are_no_tokens_end_reasoning_too(drawn: Drawn) -> None:
     grammar = Grammar(ANSWER.kind, ANSWER.text, formats.grammar("<seed:think>", None, True))
     assert drawn.allows(grammar, "Hm.</seed:think>yes")
     assert not drawn.allows(grammar, "Hm.</seed:think>maybe")
+
+
+def test_strict_calls_without_a_grammar_are_refused(drawn: Drawn) -> None:
+    formats = OutputFormats("", drawn.tokens, (), "pythonic")
+    with pytest.raises(InvalidRequest, match="strict"):
+        formats.grammar("", CallsWanted(TOOLS, False, True), False)
+    calls = CallsWanted([CalledTool("f", SCHEMA, False)], False, True)
+    assert formats.grammar("", calls, False) == ""
 
 
 def test_schemas_are_followed_as_far_as_they_say(drawn: Drawn) -> None:

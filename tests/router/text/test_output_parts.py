@@ -163,6 +163,14 @@ CASES: list[tuple[str, str, Found]] = [
             ("pythonic", "[f(a=1e999)]"),
             ("pythonic", "[f(a=" + "[" * 300 + "]" * 300 + ")]"),
             ("pythonic", "[unknown()]"),
+            ("pythonic", "[f(a=" + "-" * 60_000 + "1)]"),
+            ("pythonic", "[f(a=" + "1+" * 30_000 + "1)]"),
+            ("pythonic", "[f" + ".f" * 30_000 + "()]"),
+            ("pythonic", "[f(a='" + "x" * 70_000 + "')]"),
+            ("pythonic", " " * 100 + "[f()]"),
+            ("llama3_json", "\n" * 100 + '{"name": "f"}'),
+            ("mistral", "[TOOL_CALLS]" + "f" * 300 + "[ARGS]{}"),
+            ("hermes", "so" + " " * 200),
             ("pythonic", "[f(a='\\"),
             ("pythonic", "  [f"),
             ("pythonic", "<|python_start|>f()<|python_end|>"),
@@ -194,7 +202,7 @@ def test_calls_and_what_is_none(tools: str, text: str, want: Found) -> None:
     assert found(parts_of([text], tools)) == want
 
 
-@pytest.mark.parametrize(("tools", "text", "want"), CASES)
+@pytest.mark.parametrize(("tools", "text", "want"), [case for case in CASES if len(case[1]) < 2000])
 def test_however_a_text_is_cut(tools: str, text: str, want: Found) -> None:
     assert parts_of(list(text), tools) == parts_of([text], tools)
     reasoning = "openai" if tools == "openai" else "none"
@@ -212,6 +220,8 @@ THOUGHTS: list[tuple[str, str, str, Found]] = [
     ("qwen3", "", "\n<think></think>Yes.", ("", "Yes.", [])),
     ("qwen3", "", "Yes <think>no</think>", ("", "Yes <think>no</think>", [])),
     ("qwen3", "", "<thin", ("", "<thin", [])),
+    ("qwen3", "", " " * 100 + "<think>", ("", " " * 100 + "<think>", [])),
+    ("qwen3", "", "<think>x" + " " * 100 + "</think>y", ("x" + " " * 36, "y", [])),
     ("qwen3", "", "  ", ("", "  ", [])),
     ("qwen3", "", "<think>never ends", ("never ends", "", [])),
     ("qwen3", "assistant\n<think>\n", "Hm.\n</think>\n\nYes.", ("Hm.", "Yes.", [])),
