@@ -5,7 +5,7 @@ replay a trace through its router, load or talk to a server, or print the schema
     baton replay TRACE [options]                baton roles [WORKER=ROLE ...]
     baton doctor [CONFIG.yaml] [--cluster]      baton config --schema
     baton bench URL [options]                   baton chat [URL] [options]
-    baton --version
+    baton trace REQUEST [--perfetto FILE]       baton --version
 
 Exit codes: 0 done, or ended on request; 1 could not be started, does not answer, or the doctor found a fault;
 2 a configuration that cannot work (one line on stderr names the key, the problem and the remedy; nothing is
@@ -29,6 +29,7 @@ _COMMANDS = {
     "serve": ("cluster.serve_command", "serve a model until Ctrl-C"),
     "tree": ("cluster.tree_command", "show what live workers cache"),
     "top": ("cluster.top", "watch the fleet"),
+    "trace": ("cluster.trace_command", "show where a request's time went"),
     "replay": ("cluster.replay", "replay a trace in virtual time"),
     "roles": ("cluster.roles_command", "show and set who prefills and decodes"),
     "doctor": ("cluster.doctor.command", "check the nodes for a configuration"),

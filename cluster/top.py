@@ -44,7 +44,7 @@ class TopSource:
         """What all routers say now. Raises ConfigError or WorkerLost when the one at `url` is not there."""
         workers = json.loads(self._page(self.url, "/debug/workers"))["workers"]
         texts, silent = {self.url: self._page(self.url, "/metrics")}, []
-        for url in self._others():
+        for url in other_routers(self.url, self.admin_key):
             try:
                 texts[url] = self._page(url, "/metrics")
             except (ConfigError, WorkerLost):
@@ -57,15 +57,16 @@ class TopSource:
             silent=silent,
         )
 
-    def _others(self) -> list[str]:
-        groups = json.loads(self._page(self.url, "/admin/routers"))
-        urls = {
-            f"{group['labels']['__scheme__']}://{target}" for group in groups for target in group["targets"]
-        }
-        return sorted(urls - {self.url.rstrip("/")})
-
     def _page(self, url: str, path: str) -> str:
         return admin_page(url, path, self.admin_key)
+
+
+def other_routers(url: str, admin_key: str | None) -> list[str]:
+    """The admin listeners of all routers but the one at `url`, which names them. Raises what admin_page
+    raises."""
+    groups = json.loads(admin_page(url, "/admin/routers", admin_key))
+    urls = {f"{group['labels']['__scheme__']}://{target}" for group in groups for target in group["targets"]}
+    return sorted(urls - {url.rstrip("/")})
 
 
 def add_arguments(top: argparse.ArgumentParser) -> None:

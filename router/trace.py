@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from itertools import islice
@@ -15,6 +16,7 @@ from wire.records import Role
 from wire.stages import Stamp
 
 _KEPT = 2048
+_MOST_STEPS = 1024  # of a request: at most 16 MiB of all
 
 
 class RequestSummary(msgspec.Struct, frozen=True):
@@ -48,11 +50,23 @@ class RequestTrace:
     kv_bytes: int = 0
     kv_backend: str = ""
     traceparent: str = ""  # as W3C's header; "": no spans are made of it
+    steps: dict[int, array[int]] = field(default_factory=dict)  # when tokens of each room came
+    steps_left: int = _MOST_STEPS
 
     def begin(self, now_ns: int) -> float:
         """The first token has come. Returns the seconds that it took."""
         self.first_token_ns = now_ns
         return (now_ns - self.arrived_ns) / 1e9
+
+    def step(self, room: int, now_ns: int) -> None:
+        """Tokens of a room have come."""
+        if self.steps_left:
+            self.steps_left -= 1
+            steps = self.steps.get(room)
+            if steps is None:
+                self.steps[room] = array("q", (now_ns,))
+            else:
+                steps.append(now_ns)
 
     def end(self, now_ns: int) -> float:
         """The last token has come, or the request was given up. Returns the seconds that it took."""
@@ -110,6 +124,7 @@ class RequestTrace:
             "statuses": [{"worker": worker, "said": said} for (_, worker), said in self.statuses.items()],
             "kv_bytes": self.kv_bytes,
             "kv_backend": self.kv_backend,
+            "token_ns": {str(room): list(steps) for room, steps in self.steps.items()},
             "ttft_ms": self._since_arrival(self.first_token_ns),
             "total_ms": self._since_arrival(self.finished_ns),
         }

@@ -59,7 +59,7 @@ class ChoiceCounts(msgspec.Struct, gc=False):
     index: int
     output_tokens: int = 0
     cached_tokens: int = 0  # of the prompt: not computed
-    grew_at: float = 0.0  # monotonic seconds: when its latest tokens came; 0: none came yet
+    grew_ns: int = 0  # Unix clock: when its latest tokens came; 0: none came yet
 
 
 class Answer(Protocol):

@@ -26,43 +26,40 @@ class RequestLog:
             Stamp(RequestStage.TOKENIZE, submission.arrived_ns),
             Stamp(RequestStage.TOKENIZER_DISPATCH, time.time_ns()),
         ]
-        self._traces.open(
-            RequestTrace(
-                submission.request_id,
-                rooms,
-                submission.arrived_ns,
-                stamps,
-                traceparent=submission.traceparent,
-            )
+        self._trace = RequestTrace(
+            submission.request_id,
+            rooms,
+            submission.arrived_ns,
+            stamps,
+            traceparent=submission.traceparent,
         )
+        self._traces.open(self._trace)
 
     def began(self, generation: Generation) -> None:
         """Observe the time to first token."""
-        trace = self._traces.get(generation.submission.request_id)
-        if trace is not None:
-            self._metrics.ttft.observe(trace.begin(time.time_ns()), generation.submission.model)
+        self._metrics.ttft.observe(self._trace.begin(time.time_ns()), generation.submission.model)
 
     def grew(self, generation: Generation, choice: ChoiceCounts) -> None:
         """Observe the time between two tokens."""
-        now = time.monotonic()
-        if choice.grew_at:
-            self._metrics.itl.observe(now - choice.grew_at, generation.submission.model)
-        choice.grew_at = now
+        now_ns, submission = time.time_ns(), generation.submission
+        if choice.grew_ns:
+            self._metrics.itl.observe(max(now_ns - choice.grew_ns, 0) / 1e9, submission.model)
+        choice.grew_ns = now_ns
+        self._trace.step(submission.first_room + choice.index, now_ns)
 
     def ended(self, generation: Generation) -> None:
         """Observe the latency, and count tokens."""
-        metrics, submission = self._metrics, generation.submission
-        model, trace = submission.model, self._traces.get(submission.request_id)
+        metrics, submission, trace = self._metrics, generation.submission, self._trace
+        model = submission.model
         longest = max((choice.output_tokens for choice in generation.choices), default=0)
-        if trace is not None:
-            metrics.latency.observe(trace.end(time.time_ns()), model)
-            if trace.first_token_ns:
-                decode_s = (trace.finished_ns - trace.first_token_ns) / 1e9
-                metrics.decode.observe(decode_s, model)
-                if longest > 1:
-                    metrics.tpot.observe(decode_s / (longest - 1), model)
-            if trace.traceparent:
-                self._traces.ended(trace, _figures(generation, trace))
+        metrics.latency.observe(trace.end(time.time_ns()), model)
+        if trace.first_token_ns:
+            decode_s = (trace.finished_ns - trace.first_token_ns) / 1e9
+            metrics.decode.observe(decode_s, model)
+            if longest > 1:
+                metrics.tpot.observe(decode_s / (longest - 1), model)
+        if trace.traceparent:
+            self._traces.ended(trace, _figures(generation, trace))
         if generation.abandoned:
             metrics.aborts.inc(1)
         else:

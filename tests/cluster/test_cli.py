@@ -63,7 +63,8 @@ def test_help_loads_neither_ray_nor_torch() -> None:
     assert "argparse" in loaded
     assert not loaded & {"ray", "torch", "transformers"}
     assert all(
-        name in said.stdout for name in ("serve", "tree", "top", "replay", "roles", "doctor", "config")
+        name in said.stdout
+        for name in ("serve", "tree", "top", "trace", "replay", "roles", "doctor", "config")
     )
 
 

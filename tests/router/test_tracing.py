@@ -13,9 +13,10 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from cluster.cli import main
 from common.errors import ConfigError
 from router.tracing import open_tracing
-from tests.router.conftest import ROOT, start_router, wait_until
+from tests.router.conftest import ROOT, RouterProcess, start_router, wait_until
 from tests.support.fake_worker import FakeWorker
 from wire.records import Role
 
@@ -84,8 +85,32 @@ def test_an_exporter_that_is_not_here_is_refused(environment: dict[str, str]) ->
         open_tracing(environment)
 
 
+def told_by_baton_trace(
+    router: RouterProcess, request_id: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = ["--url", str(router.admin.base_url)]
+    assert main(["trace", request_id, *url]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:-1]]
+    assert [row[2:] for row in rows][:2] == [["router", "tokenize"], ["router", "tokenizer_dispatch"]]
+    assert [row[3] for row in rows if row[2].startswith("decode")] == ["decode_bootstrap", "decode_loop"]
+    assert main(["trace", request_id, "--perfetto", str(file), *url]) == 0
+    events = json.loads(file.read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    tokens = [event for event in events if event["ph"] == "X" and event["name"].startswith("token ")]
+    assert [event["name"] for event in tokens] == ["token 2", "token 3"]
+    assert {names[event["pid"]].partition("-")[0] for event in tokens} == {"decode"}
+    assert tokens[0]["ts"] + tokens[0]["dur"] == pytest.approx(tokens[1]["ts"])
+    with pytest.raises(SystemExit, match="2"):
+        main(["trace", "unknown", *url])
+    assert "no trace of request 'unknown' is kept" in capsys.readouterr().err
+
+
 def test_one_trace_has_all_stages(
-    collector: Collector, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+    collector: Collector,
+    tmp_path: Path,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
@@ -103,6 +128,7 @@ def test_one_trace_has_all_stages(
         assert router.http.get("/health").status_code == 200
         roots = {"POST /v1/completions", "router", "prefill", "decode"}
         wait_until(lambda: roots <= collector.named().keys())
+        told_by_baton_trace(router, answer.headers["x-request-id"], tmp_path / "trace.json", capsys)
     finally:
         for worker in workers:
             worker.close()
