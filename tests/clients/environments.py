@@ -22,7 +22,9 @@ class NotInstalled(Exception):
 
 def environment(client: Client, folder: Path) -> Path:
     """The client's environment under `folder`, made if it is not there. Raises NotInstalled."""
-    digest = hashlib.sha256(repr((client.packages, sys.version_info[:2])).encode()).hexdigest()[:12]
+    digest = hashlib.sha256(
+        repr((client.packages, client.unwanted, sys.version_info[:2])).encode()
+    ).hexdigest()[:12]
     place = folder / f"{Path(client.script).stem.strip('_')}-{digest}"
     whole = place / "whole"
     if not whole.exists():
@@ -64,6 +66,8 @@ def _install_pip(client: Client, place: Path) -> None:
         if not index or not _succeeds(*pip, *from_index):
             _run(*pip, torch, cwd=ROOT)
     _run(*pip, *client.packages, cwd=ROOT)
+    if client.unwanted:
+        _run(str(place / "bin/pip"), "uninstall", "--quiet", "--yes", *client.unwanted, cwd=ROOT)
 
 
 def _succeeds(*words: str) -> bool:
