@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from common.errors import BatonError, Unauthorized
-from router.api import health, native_endpoints, openapi
+from router.api import docs_page, health, native_endpoints, openapi
 from router.api.anthropic import endpoints as anthropic
 from router.api.anthropic.errors import anthropic_body, anthropic_error, is_anthropic
 from router.api.asgi import JSON, App, ClientLeft, HttpRequest, Receive, Scope, Send
@@ -40,13 +40,14 @@ _ROUTES: dict[tuple[str, str], Handler] = {
     ("GET", "/get_model_info"): native_endpoints.get_model_info,
     ("GET", "/version"): health.version,
     ("GET", "/openapi.json"): openapi.openapi,
+    **{("GET", path): docs_page.docs for path in docs_page.PATHS},
 }
 _BELOW: dict[tuple[str, str], Handler] = {  # paths that end with a name
     ("GET", endpoints.MODEL_PATH): endpoints.model,
     ("GET", responses.RESPONSE_PATH): responses.retrieve,
     ("DELETE", responses.RESPONSE_PATH): responses.delete,
 }
-_FOR_ALL = frozenset({"/health", "/ready", "/ping", "/version"})  # also without a key
+_FOR_ALL = frozenset({"/health", "/ready", "/ping", "/version", *docs_page.PATHS})  # also without a key
 _CLIENT_LEFT = 499  # as nginx counts it: no answer was begun
 _FAILED = 500
 _NO_WEBSOCKET = "there are no websockets here: streams are server-sent events (stream=true)"
