@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import dataclass
 from typing import Self
 
@@ -17,6 +16,7 @@ from router.text.output_formats import PROMPT_END, OutputFormats, Parsing
 from router.text.output_grammars import CallsWanted
 from router.text.sampling_defaults import SamplingDefaults, read_defaults
 from router.text.tokenization import Tokenization
+from router.text.tool_formats.calls import Schemas
 from wire.request import GrammarKind
 
 
@@ -48,13 +48,13 @@ class Model:
     def parsing(
         self,
         prompt: list[int],
-        names: Container[str] | None,
+        schemas: Schemas | None,
         with_reasoning: bool,
         shows_special: bool,
         required: bool = False,
     ) -> Parsing | None:
         """How the outputs of a chat's prompt are read (OutputFormats.parsing)."""
-        return self.formats.parsing(self._end(prompt), names, with_reasoning, shows_special, required)
+        return self.formats.parsing(self._end(prompt), schemas, with_reasoning, shows_special, required)
 
     def wanted_around(
         self, prompt: list[int], wanted: Wanted | None, calls: CallsWanted | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from router.api.tool_fields import ToolFields, tool_names
+from router.api.tool_fields import ToolFields, tool_schemas
 from router.model import Model
 from router.service import Router
 from router.streams.generation import ChoiceCounts
@@ -29,8 +29,8 @@ async def grammar_and_parsing(
     functions = tools.callable_tools()
     calls = tools.calls_wanted(functions, wanted is not None)
     grammar = await router.grammars.checked(model.wanted_around(prompt, wanted, calls))
-    names = None if functions is None else tool_names(functions)
-    return grammar, model.parsing(prompt, names, True, shows_special, tools.are_required)
+    schemas = None if functions is None else tool_schemas(functions)
+    return grammar, model.parsing(prompt, schemas, True, shows_special, tools.are_required)
 
 
 class AnswerParts:

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from common.errors import InvalidRequest
 from router.text.output_grammars import CallsWanted
+from router.text.tool_formats.calls import Schemas
 from router.text.tool_formats.syntax import CalledTool
 
 MOST_TOOLS = 1024
@@ -109,9 +110,10 @@ class ToolFields(BaseModel):
         return tools or None
 
 
-def tool_names(tools: list[dict[str, Any]]) -> frozenset[str]:
-    """The names of tools that were checked."""
-    return frozenset(tool["function"]["name"] for tool in tools)
+def tool_schemas(tools: list[dict[str, Any]]) -> Schemas:
+    """What tools that were checked take."""
+    functions = [tool["function"] for tool in tools]
+    return {function["name"]: function.get("parameters") or {} for function in functions}
 
 
 def _chosen(choice: ToolChoice) -> list[str]:

@@ -12,8 +12,8 @@ from router.text.output_parts import OutputParser
 from router.text.output_source import Reading, ReadingParser, Source, rest
 from router.text.reasoning import ReasoningStart, ReasoningTags
 from router.text.reasoning import read as read_reasoning
-from router.text.tool_formats import deepseek, harmony, hermes, llama3, mistral, pythonic
-from router.text.tool_formats.calls import Calls
+from router.text.tool_formats import deepseek, harmony, hermes, llama3, mistral, pythonic, xml
+from router.text.tool_formats.calls import Calls, Schemas
 from router.text.tool_formats.syntax import CallSyntax, Markers
 
 AUTO, NONE = "auto", "none"
@@ -46,12 +46,13 @@ _LLAMA3 = ToolFormat(llama3.read, llama3.MARKERS, ('"parameters": dictionary',),
 _PYTHONIC = ToolFormat(pythonic.read, pythonic.MARKERS, ("[func_name1(",))
 _LFM2 = ToolFormat(pythonic.read, pythonic.MARKERS, ("<|tool_call_start|>",))
 
-_TOOL_FORMATS = (_DEEPSEEK_V3, _DEEPSEEK, _MISTRAL, _MISTRAL_LIST, _LFM2, _PYTHONIC, _LLAMA3, _HERMES)
+_QWEN_CODER = ToolFormat(xml.read_qwen, xml.QWEN.markers, ("<function=",))
+_GLM = ToolFormat(xml.read_glm, xml.GLM.markers, ("<arg_key>",))
+
+_TOOL_FORMATS = (
+    _DEEPSEEK_V3, _DEEPSEEK, _MISTRAL, _MISTRAL_LIST, _LFM2, _PYTHONIC, _QWEN_CODER, _GLM, _LLAMA3, _HERMES
+)  # fmt: skip
 """In this order: a template's format is the first one whose signs it has."""
-_XML_ARGUMENTS = (
-    "<function=",
-    "<arg_key>",
-)  # of Qwen3-Coder and GLM, between Hermes' tags
 
 TOOL_PARSERS: Mapping[str, ToolFormat] = MappingProxyType(
     {
@@ -61,6 +62,8 @@ TOOL_PARSERS: Mapping[str, ToolFormat] = MappingProxyType(
         "mistral_list": _MISTRAL_LIST,
         **dict.fromkeys(("deepseek_v3", "deepseekv3"), _DEEPSEEK_V3),
         **dict.fromkeys(("deepseek_v31", "deepseekv31"), _DEEPSEEK),
+        **dict.fromkeys(("qwen3_coder", "qwen3_xml"), _QWEN_CODER),
+        **dict.fromkeys(("glm45", "glm47", "glm"), _GLM),
         **dict.fromkeys(("pythonic", "llama4_pythonic", "lfm2"), _PYTHONIC),
     }
 )
@@ -107,7 +110,7 @@ class Parsing:
     reasoning: ReasoningTags | None
     start: ReasoningStart  # of reasoning
     tools: ToolFormat | None
-    names: Container[str]  # of the request's tools
+    schemas: Schemas  # of what the request's tools take
     kept: frozenset[int]  # special tokens that the parser needs in the text
     hidden: tuple[str, ...]  # their texts, which stay out of what is said
     channels: tuple[bool, bool] | None = None  # Harmony's: whether calls are read, and reasoning
@@ -115,7 +118,7 @@ class Parsing:
     def parser(self, room: int) -> OutputParser:
         """For one choice, by the number of its room."""
         source, tools = Source(), self.tools
-        calls = Calls(room, self.names, tools is not None and tools.short_ids)
+        calls = Calls(room, self.schemas, tools is not None and tools.short_ids)
         if self.channels is not None:
             with_calls, with_reasoning = self.channels
             reading = harmony.read(source, calls if with_calls else None, with_reasoning)
@@ -162,27 +165,27 @@ class OutputFormats:
     def parsing(
         self,
         prompt_end: str,
-        names: Container[str] | None,
+        schemas: Schemas | None,
         with_reasoning: bool = True,
         shows_special: bool = False,
         required: bool = False,
     ) -> Parsing | None:
         """For a request; None if its outputs are all content.
 
-        `prompt_end`: the text of the prompt's last PROMPT_END tokens. `names`: of its tools; None: it has
+        `prompt_end`: the text of the prompt's last PROMPT_END tokens. `schemas`: of its tools; None: it has
         none, or none is to be called. Without reasoning it is part of the content. `shows_special`: special
         tokens are part of the text. `required`: a grammar demands calls.
         """
         if self.channels:
-            with_calls = names is not None and not self._without_calls
+            with_calls = schemas is not None and not self._without_calls
             reads = with_calls, with_reasoning and not self._without_reasoning
-            return self._parsing(None, ReasoningStart.NEVER, None, names, shows_special, reads)
+            return self._parsing(None, ReasoningStart.NEVER, None, schemas, shows_special, reads)
         reasoning = self.reasoning if with_reasoning else None
-        tools = self._format(required) if names is not None else None
+        tools = self._format(required) if schemas is not None else None
         if reasoning is None and tools is None:
             return None
         start = ReasoningStart.NEVER if reasoning is None else reasoning.start(prompt_end)
-        return self._parsing(reasoning, start, tools, names, shows_special)
+        return self._parsing(reasoning, start, tools, schemas, shows_special)
 
     def grammar(self, prompt_end: str, calls: CallsWanted | None, has_body: bool) -> str:
         """What an output matches, in Lark: reasoning and calls around what the content matches, if it has to
@@ -205,7 +208,7 @@ class OutputFormats:
         reasoning: ReasoningTags | None,
         start: ReasoningStart,
         tools: ToolFormat | None,
-        names: Container[str] | None,
+        schemas: Schemas | None,
         shows_special: bool,
         channels: tuple[bool, bool] | None = None,
     ) -> Parsing:
@@ -214,7 +217,7 @@ class OutputFormats:
             markers = harmony.MARKERS
         kept = () if shows_special else tuple(one for one in markers if self._is_special(one))
         tokens = frozenset(self._tokens[one] for one in kept)
-        return Parsing(reasoning, start, tools, names or (), tokens, kept, channels)
+        return Parsing(reasoning, start, tools, schemas or {}, tokens, kept, channels)
 
     def _format(self, required: bool) -> ToolFormat | None:
         known = self.tools
@@ -226,9 +229,7 @@ class OutputFormats:
 
 def _format_of(templates: str) -> ToolFormat | None:
     """The format that a model's templates show."""
-    found = next((one for one in _TOOL_FORMATS if _has(templates, one.signs)), None)
-    is_xml = found is _HERMES and any(sign in templates for sign in _XML_ARGUMENTS)
-    return None if is_xml else found
+    return next((one for one in _TOOL_FORMATS if _has(templates, one.signs)), None)
 
 
 def _has(templates: str, signs: tuple[str, ...]) -> bool:

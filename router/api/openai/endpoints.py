@@ -15,7 +15,7 @@ from router.api.openai.answers import ChatStyle, CompletionStyle, SseWriter, Sty
 from router.api.openai.chat_parts import PartsStyle
 from router.api.openai.schema import ChatBody, CompletionBody, OpenAIBody
 from router.api.request_body import parse
-from router.api.tool_fields import tool_names
+from router.api.tool_fields import tool_schemas
 from router.model import Model
 from router.service import Router
 from router.streams.generation import Submission
@@ -37,9 +37,9 @@ async def chat_completions(router: Router, request: HttpRequest) -> None:
     grammar = await router.grammars.checked(model.wanted_around(prompt, wanted, calls))
     sampling = body.sampling(length, top, model, grammar)
     sampling = replace(sampling, prompt_logprobs=body.prompt_logprobs)
-    names = None if tools is None else tool_names(tools)
+    schemas = None if tools is None else tool_schemas(tools)
     parsing = model.parsing(
-        prompt, names, body.separate_reasoning, not body.skip_special_tokens, body.are_required
+        prompt, schemas, body.separate_reasoning, not body.skip_special_tokens, body.are_required
     )
     style = ChatStyle(model.tokenization.detokenizers, body.shown(body.logprobs))
     if parsing is not None:

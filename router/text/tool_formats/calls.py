@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Container, Generator
+from collections.abc import Generator, Mapping
 from typing import Any
 
 from router.text.json_scanner import JsonScanner
 from router.text.output_parts import CallArguments, CallBroken, CallStart, Content
 from router.text.output_source import Reading, Source, skip_space
+
+Schemas = Mapping[str, Mapping[str, Any]]
+"""By the names of functions."""
 
 _ARGUMENTS = ("arguments", "parameters")
 _ID_CHARACTERS = 24
@@ -19,14 +22,18 @@ _SHORT = 9
 class Calls:
     """The calls of one choice: their numbers and ids."""
 
-    def __init__(self, room: int, names: Container[str], short_ids: bool = False) -> None:
+    def __init__(self, room: int, tools: Schemas, short_ids: bool = False) -> None:
         """`room` is the choice's, from which ids are made: they are the same when an output is read again.
-        `names` are those of the request's tools. `short_ids`: of 9 characters, which Mistral's templates
-        ask for."""
-        self.names = names
+        `tools`: the schemas of what the request's tools take. `short_ids`: of 9 characters, which Mistral's
+        templates ask for."""
+        self.tools = tools
         self._room = room
         self._short = short_ids
         self._count = 0
+
+    def schema(self, name: str) -> Mapping[str, Any]:
+        """Of what a tool takes; empty for an unknown one."""
+        return self.tools.get(name, {})
 
     def begin(self, name: str) -> CallStart:
         """The next call."""
@@ -64,7 +71,7 @@ def json_call(source: Source, calls: Calls, only_known: bool = False) -> Reading
                 arguments = value
             elif key == "name":
                 name = _text(value)
-                if name is None or (only_known and name not in calls.names):
+                if name is None or (only_known and name not in calls.tools):
                     break
         more = yield from _further(source)
         if more is None:

@@ -39,7 +39,7 @@ def _list(source: Source, calls: Calls, only_known: bool) -> Reading[None]:
     yield from skip_space(source)
     size = yield from _size(source)
     found = _parsed(source.take(size)) if size else None
-    if found is None or (only_known and not all(name in calls.names for name, _ in found)):
+    if found is None or (only_known and not all(name in calls.tools for name, _ in found)):
         if source.recorded:
             yield Content(source.recorded)
         return

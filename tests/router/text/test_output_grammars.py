@@ -89,7 +89,7 @@ def drawn(tokenization: Tokenization) -> Drawn:
 
 
 def said(formats: OutputFormats, text: str, prompt_end: str = "", required: bool = True) -> Said:
-    parsing = formats.parsing(prompt_end, {tool.name for tool in TOOLS}, required=required)
+    parsing = formats.parsing(prompt_end, {tool.name: tool.schema for tool in TOOLS}, required=required)
     assert parsing is not None
     parser, found = parsing.parser(1), Said()
     found.add(parser.feed(text) + parser.end())

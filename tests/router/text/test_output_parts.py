@@ -15,7 +15,8 @@ from router.text.json_scanner import JsonScanner
 from router.text.output_formats import REASONING_PARSERS, TOOL_PARSERS, OutputFormats
 from router.text.output_parts import CallArguments, CallStart, Content, Part, Reasoning, Said
 
-NAMES = {"f", "g", "get_weather"}
+SCHEMA = {"properties": {"s": {"type": "string"}, "n": {"type": ["number", "null"]}, "o": {"type": "object"}}}
+NAMES: dict[str, dict[str, Any]] = {"f": SCHEMA, "g": {}}
 Found = tuple[str, str, list[tuple[str, str]]]  # reasoning, content, calls
 
 
@@ -60,6 +61,20 @@ HERMES_F = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 D_BEGIN, D_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 D_CALL, D_SEP, D_CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 D_V3 = f'{D_CALL}function{D_SEP}f\n```json\n{{"a": 1}}\n```{D_CALL_END}'
+Q_F = """<tool_call>
+<function=f>
+<parameter=s>
+1
+2
+</parameter>
+<parameter=n>null</parameter>
+<parameter=o>
+{"x": [1]}
+</parameter>
+<parameter=z>True</parameter>
+</function>
+</tool_call>
+"""
 NEXT, ANALYSIS = "<|end|><|start|>assistant", "<|channel|>analysis<|message|>Hm."
 TO_F = "<|channel|>commentary to=functions.f"
 
@@ -120,6 +135,17 @@ CASES: list[tuple[str, str, Found]] = [
         ("", "", [("g.h", '{"a": {"x": [1.5, "]"]}, "b": -1, "c": true}')]),
     ),
     ("lfm2", "I see. <|tool_call_start|>[f(a=1)]<|tool_call_end|> Good.", ("", "I see.Good.", [F1])),
+    # An argument a tag.
+    ("qwen3_coder", Q_F, ("", "", [("f", '{"s": "1\\n2", "n": null, "o": {"x": [1]}, "z": true}')])),
+    ("qwen3_coder", "Hm.\n<function=g>\n</function></tool_call>", ("", "Hm.", [G])),
+    ("qwen3_coder", "<tool_call><function=g></function></tool_call>" * 2, ("", "", [G, G])),
+    ("glm45", "Hm. <tool_call>g</tool_call>\n<tool_call>g\n</tool_call>", ("", "Hm.", [G, G])),
+    (
+        "glm45",
+        "<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>1</arg_value>"
+        "<arg_key>a</arg_key><arg_value>é</arg_value>\n</tool_call>",
+        ("", "", [("f", '{"s": "1", "a": "é"}')]),
+    ),
     # Harmony's.
     ("openai", "<|channel|>final<|message|>Yes.", ("", "Yes.", [])),
     (
@@ -155,6 +181,12 @@ CASES: list[tuple[str, str, Found]] = [
             ("deepseek_v31", f"{D_BEGIN}{D_CALL}f{D_SEP}oops{D_CALL_END}"),
             ("deepseek_v31", f"{D_CALL}{'x' * 300}{D_SEP}{{}}"),
             ("deepseek_v3", f"{D_CALL}function{D_SEP}f\n```json\n[1]\n```"),
+            ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n1"),
+            ("qwen3_coder", "<tool_call>\n<functions"),
+            ("qwen3_coder", "<function=f oops>"),
+            ("qwen3_coder", "<function=f>oops</function>"),
+            ("glm45", "<tool_call>\n</tool_call>"),
+            ("glm45", "<tool_call>f\n<arg_key>a</arg_key>oops"),
             ("pythonic", "[1] says"),
             ("pythonic", "[f(1)]"),
             ("pythonic", "[f(a=b)]"),
@@ -191,6 +223,7 @@ CASES: list[tuple[str, str, Found]] = [
             '<tool_call>{"name": "f", "arguments": {"a": 01}}</tool_call>',
             '<tool_call>{"name": "f" "arguments": {}}</tool_call>',
             '<tool_call>{"name": "f", "arguments": {"a": {"b',
+            '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 70 + "]" * 70 + "}}</tool_call>",
             '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 100,
         )
     ),
@@ -247,8 +280,9 @@ PIECES = st.sampled_from(
     [
         "<tool_call>", "</tool_call>", "<think>", "</think>", '{"name": "f", "arguments": ',
         "{}", '{"a": [1, "x"]}', "}",
-        "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<|channel|>", "<|message|>", "analysis",
-        "to=functions.f",
+        "<function=f>", "<parameter=", "</parameter>", "</function>", "<arg_key>", "</arg_key>",
+        "<arg_value>", "</arg_value>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<|channel|>",
+        "<|message|>", "analysis", "to=functions.f",
         "<|end|>", D_BEGIN, D_CALL, D_SEP, D_CALL_END, "function", "```json", "[f(a=1)]",
         "[", "]", "(", ")", '"', ",", "\\", "\n", " ", "f", "g", "a=1", "1", "<", "é", "name",
     ]
@@ -303,7 +337,8 @@ def test_the_scanner_agrees_with_the_json_module(value: Any, indent: int | None,
         (f"{D_CALL} ```json", "deepseek_v3", None),
         ('{"name": function name, "parameters": dictionary of argument', "llama3_json", None),
         ("[func_name1(params_name1=", "pythonic", None),
-        ("<tool_call> <function=", None, None),
+        ("<tool_call> <function=", "qwen3_coder", None),
+        ("<tool_call> <arg_key> <think></think>", "glm45", "glm45"),
     ],
 )
 def test_formats_are_chosen_from_the_template(

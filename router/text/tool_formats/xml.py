@@ -1,0 +1,156 @@
+"""Calls between tags, with an argument for each: Qwen3-Coder's and GLM's.
+
+    <tool_call>                                <tool_call>f
+    <function=f>                               <arg_key>a</arg_key>
+    <parameter=a>                              <arg_value>1</arg_value>
+    1                                          </tool_call>
+    </parameter>
+    </function>
+    </tool_call>
+
+An argument is text or JSON, as its schema says. It is read as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from router.text.output_parts import CallArguments, CallBroken, CallStart, Content
+from router.text.output_source import Reading, Source, accept, skip_space, through, until, word
+from router.text.tool_formats.calls import Calls
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_LONGEST_NAME = 256  # characters
+_LONGEST_VALUE = 1 << 20
+_PYTHONS = {"True": "true", "False": "false", "None": "null"}
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """What stands around the parts of a call."""
+
+    name: tuple[str, str]
+    key: tuple[str, str]
+    value: tuple[str, str]
+    end: str
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Those that may be tokens of their own."""
+        return OPEN, CLOSE, *(tag for tag in (*self.key, *self.value) if tag.endswith(">"))
+
+
+QWEN = Tags(("<function=", ">"), ("<parameter=", ">"), ("", "</parameter>"), "</function>")
+GLM = Tags(("", ""), ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), "")
+
+
+def read_qwen(source: Source, calls: Calls) -> Reading[None]:
+    """Content and calls. The tag around a call may be missing."""
+    return _read(source, calls, QWEN, (OPEN, QWEN.name[0]))
+
+
+def read_glm(source: Source, calls: Calls) -> Reading[None]:
+    """Content and calls."""
+    return _read(source, calls, GLM, (OPEN,))
+
+
+def _read(source: Source, calls: Calls, tags: Tags, openings: tuple[str, ...]) -> Reading[None]:
+    while True:
+        space, found = yield from until(source, openings, Content)
+        if not found:
+            return
+        source.record(space + found)
+        begun = yield from _begin(source, calls, tags, found)
+        if begun is None:
+            yield Content(source.recorded)
+            continue
+        yield begun
+        if not (yield from _arguments(source, begun, tags, calls.schema(begun.name))):
+            yield CallBroken(begun.index, source.recorded)
+            continue
+        yield from skip_space(source)
+        yield from accept(source, CLOSE)
+        yield from skip_space(source)
+
+
+def _begin(source: Source, calls: Calls, tags: Tags, found: str) -> Reading[CallStart | None]:
+    """The call, if a name follows what was found."""
+    opening, closing = tags.name
+    yield from skip_space(source)
+    if found == OPEN and opening and not (yield from accept(source, opening)):
+        return None
+    name = yield from word(source)
+    if not name or (closing and not (yield from accept(source, closing))):
+        return None
+    return calls.begin(name)
+
+
+def _arguments(source: Source, begun: CallStart, tags: Tags, schema: Mapping[str, Any]) -> Reading[bool]:
+    """Take arguments and what ends a call. Returns False for what is none."""
+    before = "{"
+    while True:
+        yield from skip_space(source)
+        if not (yield from accept(source, tags.key[0])):
+            break
+        key = yield from through(source, tags.key[1], _LONGEST_NAME)
+        if key is None:
+            return False
+        if tags.value[0]:
+            yield from skip_space(source)
+            if not (yield from accept(source, tags.value[0])):
+                return False
+        value = yield from through(source, tags.value[1], _LONGEST_VALUE)
+        if value is None:
+            return False
+        said = _json(value, _of(schema, key.strip()))
+        yield CallArguments(begun.index, f"{before}{json.dumps(key.strip(), ensure_ascii=False)}: {said}")
+        before = ", "
+    end = tags.end or CLOSE
+    if not (yield from accept(source, end)):
+        return False
+    yield CallArguments(begun.index, "{}" if before == "{" else "}")
+    return True
+
+
+def _of(schema: Mapping[str, Any], key: str) -> Any:
+    properties = schema.get("properties")
+    return properties.get(key) if isinstance(properties, Mapping) else None
+
+
+def _json(value: str, schema: Any) -> str:
+    """An argument in JSON: a text where its schema says so, or says nothing and it is no JSON."""
+    text = value.removeprefix("\n").removesuffix("\n")
+    types = _types(schema)
+    if types != {"string"}:
+        bare = text.strip()
+        bare = _PYTHONS.get(bare, bare)
+        try:
+            json.loads(bare, parse_constant=_no_number)
+        except (ValueError, RecursionError):
+            pass
+        else:
+            if "string" not in types or bare == "null":
+                return bare
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _types(schema: Any) -> set[str]:
+    """The JSON types that a schema names, also in alternatives; without any, all are possible."""
+    if not isinstance(schema, Mapping):
+        return set()
+    named = schema.get("type", [])
+    types = {named} if isinstance(named, str) else {one for one in named if isinstance(one, str)}
+    for alternatives in (schema.get("anyOf"), schema.get("oneOf")):
+        for one in alternatives if isinstance(alternatives, list) else []:
+            types |= _types(one)
+    if all(isinstance(one, str) for one in schema.get("enum") or [0]):
+        types.add("string")
+    return types
+
+
+def _no_number(name: str) -> None:
+    """NaN and the infinities are no JSON."""
+    raise ValueError(name)
