@@ -95,8 +95,12 @@ class Deployment(NodeOptions):
     drain_s: float = Field(
         default=60.0, gt=0, description="how long a replica that leaves may finish its requests"
     )
-    health_check_period_s: float = Field(default=5.0, gt=0)
-    health_check_timeout_s: float = Field(default=15.0, gt=0)
+    health_check_period_s: float = Field(
+        default=5.0, gt=0, description="how often Serve asks a replica whether it is well"
+    )
+    health_check_timeout_s: float = Field(
+        default=15.0, gt=0, description="a replica that does not answer for so long is replaced"
+    )
 
     @property
     def graceful_shutdown_timeout_s(self) -> float:

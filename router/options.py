@@ -92,7 +92,7 @@ class AdmissionOptions(Options):
 class PlacementOptions(Options):
     """Which workers a room gets (docs/routing.md)."""
 
-    policy: str = "kv"
+    policy: str = Field("kv", description="how workers are chosen (docs/routing.md)")
     weights: PolicyWeights = PolicyWeights()
     prefill_on_decode_tokens: int = Field(
         16, ge=0, description="when at most this many prompt tokens are left to compute, D does it alone"

@@ -24,7 +24,9 @@ GPU_MEMORY_UTILIZATION = 0.9
 class EngineOptions(Options):
     """How the model is computed."""
 
-    engine: Literal["transformers", "fake"] = "transformers"
+    engine: Literal["transformers", "fake"] = Field(
+        "transformers", description="fake: no model is computed, for tests and measurements of all else"
+    )
     fake_step_s: float = Field(0.0, ge=0, description="fake engine: seconds a forward takes")
     fake_groups: tuple[Literal["window", "state"], ...] = Field(
         (), description="fake engine: kinds of layers beside full attention"
@@ -40,8 +42,12 @@ class EngineOptions(Options):
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
         description="auto (a GPU where there is one), cpu, cuda or cuda:N",
     )
-    attention_backend: Literal["auto", "cpu", "torch", "flashinfer"] = "auto"
-    linear_backend: Literal["auto", "packed", "torch"] = "auto"
+    attention_backend: Literal["auto", "cpu", "torch", "flashinfer"] = Field(
+        "auto", description="auto: flashinfer on a GPU, cpu where its kernels are compiled, else torch"
+    )
+    linear_backend: Literal["auto", "packed", "torch"] = Field(
+        "auto", description="products with weights: packed (CPU kernels) where it can, or torch"
+    )
     kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1"] = Field(
         "auto",
         description="how KV is stored: auto (in dtype), fp8_e4m3, fp8_e5m2 or fp4_e2m1",
@@ -55,8 +61,8 @@ class EngineOptions(Options):
 class KVEventsOptions(Options):
     """`kv_events_config`: whether and how KV placement is published."""
 
-    enable: bool = True
-    topic: str = KVEventsConfig.topic
+    enable: bool = Field(True, description="false: routers do not know what this worker caches")
+    topic: str = Field(KVEventsConfig.topic, description="of the published messages, as in vLLM")
     buffer_batches: int = Field(KVEventsConfig.buffer_batches, ge=1, description="batches kept for replay")
 
 
@@ -99,7 +105,9 @@ class MemoryOptions(Options):
     max_context_tokens: int | None = Field(
         None, ge=1, description="longest prompt + output; None: the model's"
     )
-    prefix_cache: Literal["radix", "none"] = "radix"
+    prefix_cache: Literal["radix", "none"] = Field(
+        "radix", description="whether KV of prompts and outputs is kept for later requests"
+    )
     eviction_policy: str = Field(
         CacheConfig.eviction_policy,
         description="which cached prefix goes first: lru, mru, lfu, fifo, filo, priority or slru",
@@ -128,7 +136,9 @@ class MemoryOptions(Options):
 class SchedulingOptions(Options):
     """Admission, chunks and batches."""
 
-    max_running_requests: int = Field(SchedulerConfig.max_running_requests, ge=1)
+    max_running_requests: int = Field(
+        SchedulerConfig.max_running_requests, ge=1, description="that a worker computes at once"
+    )
     chunked_prefill_size: int | None = Field(
         SchedulerConfig.chunked_prefill_size, ge=1, description="tokens of a prefill chunk; None: unlimited"
     )
@@ -168,7 +178,9 @@ class LivenessOptions(Options):
     """Leases and bounds on silence."""
 
     join_timeout_s: float = Field(60.0, gt=0, description="bound on the directory's first answer")
-    announce_interval_s: float = Field(1.0, gt=0)
+    announce_interval_s: float = Field(
+        1.0, gt=0, description="how often a worker renews its lease and tells its load"
+    )
     output_lease_s: float = Field(
         60.0, gt=0, description="how long finished output waits for the router's Ack"
     )
