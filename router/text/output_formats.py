@@ -12,7 +12,7 @@ from router.text.output_parts import OutputParser
 from router.text.output_source import Reading, ReadingParser, Source, rest
 from router.text.reasoning import ReasoningStart, ReasoningTags
 from router.text.reasoning import read as read_reasoning
-from router.text.tool_formats import deepseek, harmony, hermes, llama3, mistral, pythonic, xml
+from router.text.tool_formats import deepseek, harmony, hermes, llama3, mistral, pythonic, xml, xml_syntax
 from router.text.tool_formats.calls import Calls, Schemas
 from router.text.tool_formats.syntax import CallSyntax, Markers
 
@@ -46,8 +46,8 @@ _LLAMA3 = ToolFormat(llama3.read, llama3.MARKERS, ('"parameters": dictionary',),
 _PYTHONIC = ToolFormat(pythonic.read, pythonic.MARKERS, ("[func_name1(",))
 _LFM2 = ToolFormat(pythonic.read, pythonic.MARKERS, ("<|tool_call_start|>",))
 
-_QWEN_CODER = ToolFormat(xml.read_qwen, xml.QWEN.markers, ("<function=",))
-_GLM = ToolFormat(xml.read_glm, xml.GLM.markers, ("<arg_key>",))
+_QWEN_CODER = ToolFormat(xml.read_qwen, xml.QWEN.markers, ("<function=",), xml_syntax.QWEN_SYNTAX)
+_GLM = ToolFormat(xml.read_glm, xml.GLM.markers, ("<arg_key>",), xml_syntax.GLM_SYNTAX)
 
 _TOOL_FORMATS = (
     _DEEPSEEK_V3, _DEEPSEEK, _MISTRAL, _MISTRAL_LIST, _LFM2, _PYTHONIC, _QWEN_CODER, _GLM, _LLAMA3, _HERMES

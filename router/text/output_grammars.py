@@ -73,9 +73,10 @@ def _answer(calls: CallsWanted, syntax: CallSyntax, markers: Markers, body: str 
     rules = f"call: {' | '.join(names)}\n"
     for name, tool in zip(names, calls.tools, strict=True):
         head, tail = syntax.call(tool.name)
-        rules += f"{name}: {markers.lark(*head)} {tool.arguments()} {markers.lark(*tail)}\n"
+        rules += f"{name}: {markers.lark(*head)} {syntax.arguments(tool, markers)} {markers.lark(*tail)}\n"
     further = f"({markers.lark(*syntax.between)} call)*" if calls.several else ""
     rules += f"calls: {markers.lark(*syntax.opening)} call {further} {markers.lark(*syntax.closing)}\n"
+    rules += syntax.rules(markers)
     trigger = markers.lark(syntax.trigger)
     if calls.required or body is not None:
         whole = f"{trigger} calls"

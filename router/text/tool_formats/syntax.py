@@ -23,9 +23,21 @@ class CalledTool:
     place: str = ""  # of its schema in the request
 
     def arguments(self) -> str:
-        """Their rule."""
+        """Their rule, as one object."""
+        return CalledTool(self.name, {"type": "object", **self.schema}, self.follows).rule()
+
+    def rule(self) -> str:
+        """That of the schema, as JSON."""
         options = {"whitespace_pattern": _WHITE_SPACE, "lenient": not self.follows}
-        return "%json " + json.dumps({"type": "object", **self.schema, "x-guidance": options})
+        return "%json " + json.dumps({**self.schema, "x-guidance": options})
+
+
+def _as_json(tool: CalledTool, markers: Markers) -> str:  # noqa: ARG001
+    return tool.arguments()
+
+
+def _no_rules(markers: Markers) -> str:  # noqa: ARG001
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +50,8 @@ class CallSyntax:
     opening: tuple[str, ...] = ()
     between: tuple[str, ...] = ()
     closing: tuple[str, ...] = ()
+    arguments: Callable[[CalledTool, Markers], str] = _as_json  # in Lark
+    rules: Callable[[Markers], str] = _no_rules  # that the arguments need
 
 
 class Markers:

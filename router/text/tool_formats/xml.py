@@ -123,7 +123,7 @@ def _of(schema: Mapping[str, Any], key: str) -> Any:
 def _json(value: str, schema: Any) -> str:
     """An argument in JSON: a text where its schema says so, or says nothing and it is no JSON."""
     text = value.removeprefix("\n").removesuffix("\n")
-    types = _types(schema)
+    types = types_of(schema)
     if types != {"string"}:
         bare = text.strip()
         bare = _PYTHONS.get(bare, bare)
@@ -137,7 +137,7 @@ def _json(value: str, schema: Any) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _types(schema: Any) -> set[str]:
+def types_of(schema: Any) -> set[str]:
     """The JSON types that a schema names, also in alternatives; without any, all are possible."""
     if not isinstance(schema, Mapping):
         return set()
@@ -145,7 +145,7 @@ def _types(schema: Any) -> set[str]:
     types = {named} if isinstance(named, str) else {one for one in named if isinstance(one, str)}
     for alternatives in (schema.get("anyOf"), schema.get("oneOf")):
         for one in alternatives if isinstance(alternatives, list) else []:
-            types |= _types(one)
+            types |= types_of(one)
     if all(isinstance(one, str) for one in schema.get("enum") or [0]):
         types.add("string")
     return types

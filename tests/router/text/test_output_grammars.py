@@ -17,6 +17,7 @@ from router.text.output_parts import Said
 from router.text.tokenization import Tokenization
 from router.text.tool_formats import deepseek, harmony, hermes, llama3, mistral
 from router.text.tool_formats.syntax import CalledTool
+from router.text.tool_formats.xml import GLM
 from tests.support.tokenizers import byte_level
 from wire.grammars import LIMITS, grammar_problem, matcher_grammar
 from wire.request import Grammar, GrammarKind
@@ -33,7 +34,7 @@ TOOLS = [
 ]
 # The families' own names of tokens: special, and not.
 SPECIAL = [*mistral.MARKERS, *llama3.MARKERS, *harmony.MARKERS]
-ADDED = [*hermes.MARKERS, *deepseek.MARKERS]
+ADDED = [*hermes.MARKERS, *deepseek.MARKERS, *GLM.key, *GLM.value]
 ANSWER = Grammar(GrammarKind.REGEX, "yes|no")
 WITH_SYNTAX = list({one: name for name, one in TOOL_PARSERS.items() if one.syntax is not None}.values())
 
@@ -188,6 +189,44 @@ def test_strict_calls_without_a_grammar_are_refused(drawn: Drawn) -> None:
         formats.grammar("", CallsWanted(TOOLS, False, True), False)
     calls = CallsWanted([CalledTool("f", SCHEMA, False)], False, True)
     assert formats.grammar("", calls, False) == ""
+
+
+def test_arguments_a_tag(drawn: Drawn) -> None:
+    schema = {
+        "properties": {
+            "s": {"type": "string"},
+            "n": {"$ref": "#/$defs/n"},
+            "one": {"const": "x"},
+        },
+        "required": ["s"],
+        "$defs": {"n": {"type": "integer"}},
+    }
+    calls = CallsWanted([CalledTool("f", schema, True, "tools.0"), CalledTool("g", {}, False)], True, False)
+    formats = {name: OutputFormats("", drawn.tokens, (), name, "none") for name in ("qwen3_coder", "glm45")}
+    grammars = {
+        name: Grammar(GrammarKind.LARK, one.grammar("", calls, False)) for name, one in formats.items()
+    }
+    for name, texts in {
+        "qwen3_coder": (
+            "<tool_call>\n<function=f>\n<parameter=s>\na\nb\n</parameter>\n<parameter=n>\n12\n</parameter>\n"
+            "</function>\n</tool_call>",
+            "<tool_call>\n<function=g>\n<parameter=any>\nx\n</parameter>\n</function>\n</tool_call>",
+        ),
+        "glm45": (
+            "<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>a\nb</arg_value>\n<arg_key>n</arg_key>\n"
+            "<arg_value>12</arg_value>\n</tool_call>",
+            "<tool_call>g\n<arg_key>any</arg_key>\n<arg_value>x</arg_value>\n</tool_call>",
+        ),
+    }.items():
+        assert all(drawn.allows(grammars[name], text) for text in texts)
+        assert not drawn.allows(grammars[name], texts[0].replace("12", "x"))
+        assert not drawn.allows(grammars[name], texts[0].replace("=s>", "=t>").replace(">s<", ">t<"))
+        arguments = [said(formats[name], text).calls[0].arguments for text in texts]
+        assert [json.loads(one) for one in arguments][1] == {"any": "x"}
+    for strict in ({"properties": {"s": {"type": "string", "pattern": "a"}}}, {"anyOf": [schema]}):
+        wanted = CallsWanted([CalledTool("f", strict, True, "tools.0")], True, False)
+        with pytest.raises(InvalidRequest, match=r"tools\.0: '(pattern|anyOf)'"):
+            formats["glm45"].grammar("", wanted, False)
 
 
 def test_schemas_are_followed_as_far_as_they_say(drawn: Drawn) -> None:
