@@ -4,7 +4,7 @@ PY := .venv/bin/python
 # Two workers on one small machine share its cores: one compute thread each, unless a bench asks for more.
 TEST_ENV := OMP_NUM_THREADS=1 RAY_DISABLE_IMPORT_WARNING=1 RAY_USAGE_STATS_ENABLED=0
 
-.PHONY: help setup demo check lint types imports dead quick test oracle mutants two-hosts overload chaos-ray cluster fuzz fuzz-models invariants e2e chaos clients gpu soak peers wheel demo-quality kv-quant
+.PHONY: help setup demo check lint types imports dead quick test oracle mutants two-hosts overload observe chaos-ray cluster fuzz fuzz-models invariants e2e chaos clients gpu soak peers wheel demo-quality kv-quant
 
 help:  ## list the targets and their variables
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -68,6 +68,9 @@ overload: setup  ## default options and more than one decode worker can do: what
 
 fuzz: setup  ## hostile HTTP and KV peers on a running Baton; in between honest requests must be answered (SCALE)
 	@$(TEST_ENV) $(PY) -m tests.fuzz --scale $(or $(SCALE),1)
+
+observe: setup  ## Prometheus, an OpenTelemetry collector and Chromium look at a running Baton (apt: prometheus, chromium)
+	@$(TEST_ENV) $(PY) -m tests.observe
 
 chaos-ray: setup  ## a Ray Serve application of 6 replicas under 32 streams: one of each kind dies, and a rolling update
 	@$(TEST_ENV) $(PY) -m tests.chaos_ray

@@ -28,6 +28,10 @@ class Count(Collector):
         """Add `by`. `of` are the labels' values."""
         self._counts[of] = self._counts.get(of, 0.0) + by
 
+    def begin(self, *of: str) -> None:
+        """There is a series of these labels' values, even if nothing is counted."""
+        self.inc(0.0, *of)
+
     def collect(self) -> Iterator[CounterMetricFamily]:
         name, about, labels = self._named
         family = CounterMetricFamily(name, about, labels=labels)

@@ -69,6 +69,8 @@ class Dispatcher:
         self._models = models
         self._traces = traces
         self._metrics = metrics
+        for cause in RestartCause:
+            metrics.restart_causes.begin(cause)
         self.moves = RoomMoves(
             self.rooms, lambda number: assignments[number].version.placer, self._placement_request,
             self.mail, options, traces, metrics,

@@ -66,6 +66,8 @@ class RoomMoves:
         self._options = options
         self._traces = traces
         self._metrics = metrics
+        for state in ("begun", "done", "failed"):
+            metrics.moves.begin(state)
         self._leaving: frozenset[str] = frozenset()
         self._decoding: dict[int, Placement] = {}  # rooms that have tokens of their epoch
         self._moves: dict[int, RoomMove] = {}

@@ -4,62 +4,25 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from cluster.cli import main
 from common.errors import ConfigError
 from router.tracing import open_tracing
 from tests.router.conftest import ROOT, RouterProcess, start_router, wait_until
 from tests.support.fake_worker import FakeWorker
+from tests.support.otlp_collector import OtlpCollector
 from wire.records import Role
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 
-class Collector:
-    """Takes OTLP over HTTP."""
-
-    def __init__(self) -> None:
-        self.spans: list[Span] = []
-        self.services: set[str] = set()
-        spans, services = self.spans, self.services
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
-                for part in ExportTraceServiceRequest.FromString(body).resource_spans:
-                    about = {one.key: one.value.string_value for one in part.resource.attributes}
-                    services.add(about["service.name"])
-                    spans.extend(span for scope in part.scope_spans for span in scope.spans)
-                self.send_response(200)
-                self.end_headers()
-
-            def log_message(self, *_: object) -> None: ...
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        self._thread = threading.Thread(target=self.server.serve_forever)
-        self._thread.start()
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
-        self._thread.join()
-
-    def named(self) -> dict[str, Span]:
-        return {span.name: span for span in self.spans}
-
-
 @pytest.fixture
-def collector() -> Iterator[Collector]:
-    made = Collector()
+def collector() -> Iterator[OtlpCollector]:
+    made = OtlpCollector()
     yield made
     made.close()
 
@@ -106,7 +69,7 @@ def told_by_baton_trace(
 
 
 def test_one_trace_has_all_stages(
-    collector: Collector,
+    collector: OtlpCollector,
     tmp_path: Path,
     model: Path,
     monkeypatch: pytest.MonkeyPatch,
