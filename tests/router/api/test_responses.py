@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -12,13 +13,14 @@ import pytest
 
 from common.errors import InvalidRequest, Overloaded
 from router.api.answer_parts import AnswerParts, UnstreamedDraft
+from router.api.openai.logprobs import TokenNames
 from router.api.openai.responses.answers import ResponseDraft, ResponseEvents
 from router.api.openai.responses.output import OutputItems, new_response_id, response_of
 from router.api.openai.responses.schema import ResponseBody
 from router.api.request_body import parse
 from router.streams.generation import ChoiceCounts, Submission
 from router.text.chat import Chat
-from router.text.output_parts import CallArguments, CallBroken, CallStart, Content, Reasoning
+from router.text.output_parts import CallArguments, CallBroken, CallStart, Content, Part, Reasoning
 from router.text.tokenization import Tokenization
 from tests.router.conftest import RouterProcess, start_router, wait_until
 from tests.support.fake_worker import FakeWorker, expected_tokens
@@ -112,8 +114,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"truncation": "auto"}, "truncation"),
     ({"background": True}, "background"),
     ({"conversation": "c"}, "conversation"),
-    ({"top_logprobs": 2}, "/v1/chat/completions"),
-    ({"include": ["message.output_text.logprobs"]}, "include"),
+    ({"top_logprobs": 21}, "top_logprobs"),
+    ({"include": ["web_search_call.results"]}, "include"),
     ({"text": {"format": {"type": "json_schema"}}}, "belongs to"),
     ({"text": {"format": {"type": "json_object"}}, "regex": "a"}, "together with text.format"),
 ]
@@ -184,9 +186,32 @@ def test_ids_are_unguessable() -> None:
     assert {response_of(item["id"]) for item in output.items} == {"resp_ab12"}
 
 
+def test_log_probabilities_are_those_of_a_messages_text() -> None:
+    output = OutputItems("resp_1")
+    steps: list[tuple[list[Part], str]] = [
+        ([Reasoning("h")], "a"), ([], "b"), ([Content("I")], "c"), ([], "d"), ([Content("s")], "e"),
+        ([CallStart(0, "c1", "f")], "f"), ([CallArguments(0, "{}")], "g"), ([Content("!")], "h"), ([], "i"),
+    ]  # fmt: skip
+    events = [event for parts, token in steps for event in output.add(parts, False, [{"token": token}])]
+    events += output.close()
+
+    def named(scores: list[dict[str, str]]) -> str:
+        return "".join(score["token"] for score in scores)
+
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert [named(event["logprobs"]) for event in deltas] == ["c", "de", "h"]
+    texts = [item["content"][0] for item in output.items if item["type"] == "message"]
+    assert [named(text["logprobs"]) for text in texts] == ["cde", "hi"]
+    done = [event["logprobs"] for event in events if event["type"] == "response.output_text.done"]
+    assert [named(scores) for scores in done] == ["cde", "hi"]
+
+
+NAMES = TokenNames(SimpleNamespace(token_bytes=bytes), False)  # type: ignore[arg-type]
+
+
 def draft() -> ResponseDraft:
     submission = Submission(request_id="r", prompts=[[1, 2]], sampling=SamplingParams(), model="tiny")
-    return ResponseDraft("resp_1", body(), submission, AnswerParts(None, 0))
+    return ResponseDraft("resp_1", body(), submission, AnswerParts(None, 0), NAMES)
 
 
 def test_a_stream_that_fails_says_so() -> None:
@@ -336,6 +361,17 @@ def test_openais_client_reads_a_stream(service: Service, tokenization: Tokenizat
         assert kept.output_text == text
         again = client.responses.create(**asked)
         assert again.output_text == text
+
+
+def test_log_probabilities_are_a_chats(service: Service) -> None:
+    (first, _), _ = service
+    asked = {"top_logprobs": 2, "include": ["message.output_text.logprobs"]}
+    (part,) = create(first, **asked)["output"][0]["content"]
+    chat = {"messages": [USER], "max_tokens": 12, "logprobs": True, "top_logprobs": 2}
+    (choice,) = first.http.post("/v1/chat/completions", json=chat).json()["choices"]
+    assert len(part["logprobs"]) == 12
+    assert part["logprobs"] == choice["logprobs"]["content"]
+    assert create(first)["output"][0]["content"][0]["logprobs"] == []
 
 
 def test_a_format_reaches_the_workers(service: Service) -> None:

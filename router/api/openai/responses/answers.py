@@ -10,6 +10,7 @@ from common.errors import BatonError, UserError
 from router.api.answer_parts import AnswerParts
 from router.api.event_json import encode_event
 from router.api.event_queue import EventQueue
+from router.api.openai.logprobs import TokenNames, chat_logprobs
 from router.api.openai.responses.output import Event, OutputItems
 from router.api.openai.responses.schema import ResponseBody
 from router.api.openai.responses.text_forms import REASONING, SUMMARY
@@ -25,9 +26,15 @@ class ResponseDraft:
     """A response while it grows: what is true of it from the beginning, its items and its counts."""
 
     def __init__(
-        self, response_id: str, body: ResponseBody, submission: Submission, parts: AnswerParts
+        self,
+        response_id: str,
+        body: ResponseBody,
+        submission: Submission,
+        parts: AnswerParts,
+        names: TokenNames,
     ) -> None:
         self._parts = parts
+        self._names = names
         summary = body.reasoning is not None and body.reasoning.wants_summary
         self.output = OutputItems(response_id, SUMMARY if summary else REASONING)
         self._head = _head(response_id, body, submission)
@@ -39,7 +46,10 @@ class ResponseDraft:
     def add(self, counts: ChoiceCounts, text: str, delta: OutputDelta) -> list[Event]:
         """Add one delta."""
         parts = self._parts.take(text, delta.finish)
-        events = list(self.output.add(parts, delta.finish is FinishReason.LENGTH))
+        scores = []
+        if delta.logprobs is not None:
+            scores = chat_logprobs(self._names, delta.tokens, delta.logprobs)["content"]
+        events = list(self.output.add(parts, delta.finish is FinishReason.LENGTH, scores))
         self._counts, self._finish = counts, delta.finish
         if self.output.is_reasoning:
             self._reasoning_tokens = counts.output_tokens
@@ -147,6 +157,7 @@ def _head(response_id: str, body: ResponseBody, submission: Submission) -> dict[
         "text": {"format": {"type": "text"}, **text},
         "tool_choice": body.model_dump(include={"tool_choice"})["tool_choice"],
         "tools": [tool.model_dump() for tool in body.tools],
+        "top_logprobs": body.top_logprobs or 0,
         "top_p": sampling.top_p,
         "truncation": body.truncation,
         "usage": None,

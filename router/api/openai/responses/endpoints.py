@@ -7,6 +7,7 @@ from functools import partial
 from router.api.answer_parts import AnswerParts, UnstreamedDraft, grammar_and_parsing
 from router.api.answering import generating, make_submission, stream, tenant_of
 from router.api.asgi import HttpRequest
+from router.api.openai.logprobs import TokenNames
 from router.api.openai.responses.answers import ResponseDraft, ResponseEvents
 from router.api.openai.responses.output import new_response_id
 from router.api.openai.responses.schema import ResponseBody
@@ -35,7 +36,7 @@ async def create(router: Router, request: HttpRequest) -> None:
     grammar, parsing = await grammar_and_parsing(
         router, model, prompt, body.tool_fields(), body.wanted_grammar(), not body.skip_special_tokens
     )
-    sampling = body.sampling(length, None, model, grammar)
+    sampling = body.sampling(length, body.scored, model, grammar)
     submission = make_submission(
         router, model, request, body, body, [prompt], sampling, body.prompt_cache_key,
         body.max_output_tokens is not None, chat.opening, parsing,
@@ -46,7 +47,8 @@ async def create(router: Router, request: HttpRequest) -> None:
 
     def draft(final: Submission) -> ResponseDraft:
         parts = AnswerParts(parsing, final.first_room, body.parallel_tool_calls)
-        return ResponseDraft(response_id, body, final, parts)
+        names = TokenNames(model.tokenization.detokenizers, False)
+        return ResponseDraft(response_id, body, final, parts, names)
 
     if body.stream:
         await stream(

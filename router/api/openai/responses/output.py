@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from router.api.openai.responses.text_forms import MESSAGE, REASONING, TextForm
 from router.text.output_parts import CallArguments, CallBroken, CallStart, Content, Part, Reasoning
 
 Event = dict[str, Any]
+Score = dict[str, Any]
+"""A token's log-probability, and the best ones', as in a chat."""
 
 
 _ARGUMENTS = "response.function_call_arguments"
@@ -37,6 +39,9 @@ class OutputItems:
         self._grows = False  # the last item
         self._form: TextForm | None = None  # of the last item; None: a call
         self._texts: list[str] = []  # that it consists of so far
+        self._scores: list[Score] = []  # of the tokens of a message's text
+        self._unsaid: list[Score] = []  # of tokens whose text has not come yet
+        self._latest: Sequence[Score] = ()  # of the tokens of the parts that are added now
 
     @property
     def whole(self) -> list[dict[str, Any]]:
@@ -49,10 +54,15 @@ class OutputItems:
         """Whether the model has thought, and said nothing else yet."""
         return bool(self.items) and all(item["type"] == "reasoning" for item in self.items)
 
-    def add(self, parts: Iterable[Part], breaks_off: bool) -> Iterator[Event]:
+    def add(self, parts: Iterable[Part], breaks_off: bool, scores: Sequence[Score] = ()) -> Iterator[Event]:
         """Add what follows. Take all events: an item grows with them. `breaks_off`: the output was too long,
-        so a call that breaks off is an incomplete one, and no text."""
+        so a call that breaks off is an incomplete one, and no text. `scores`: the log-probabilities of the
+        tokens that the parts come from. Only those of a message's text are told."""
+        self._latest = scores
+        self._unsaid += scores
         for part in parts:
+            if not isinstance(part, Content):
+                self._unsaid = []
             match part:
                 case Reasoning(text):
                     yield from self._grow(self._reasoning, text)
@@ -82,20 +92,34 @@ class OutputItems:
             item["arguments"] = text
             yield self._event(f"{_ARGUMENTS}.done", name=item["name"], arguments=text)
         else:
-            part = form.made_part(text)
+            beside = form.beside_text | self._said_scores(form)
+            if form is MESSAGE:
+                beside["logprobs"] = self._scores
+            part = form.made_part(text) | beside
             item[form.field] = [part]
-            yield self._part_event(form, f"{form.text_events}.done", **form.beside_text, text=text)
+            yield self._part_event(form, f"{form.text_events}.done", **beside, text=text)
             yield self._part_event(form, f"{form.part_events}.done", part=part)
-        self._grows, self._texts = False, []
+        self._grows, self._texts, self._scores = False, [], []
         yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
 
     def _grow(self, form: TextForm, text: str) -> Iterator[Event]:
         if not self._grows or self._form is not form:
             yield from self.close()
+            if self.items:  # tokens between two items are of neither
+                self._unsaid = list(self._latest)
             yield self._begin(form, {"id": self._id(form.id_prefix), "type": form.item, **form.fields})
             yield self._part_event(form, f"{form.part_events}.added", part=form.made_part(""))
         self._texts.append(text)
-        yield self._part_event(form, f"{form.text_events}.delta", **form.beside_text, delta=text)
+        beside = form.beside_text | self._said_scores(form)
+        yield self._part_event(form, f"{form.text_events}.delta", **beside, delta=text)
+
+    def _said_scores(self, form: TextForm) -> dict[str, Any]:
+        """What an event tells of the tokens that have come."""
+        scores, self._unsaid = self._unsaid, []
+        if form is not MESSAGE:
+            return {}
+        self._scores += scores
+        return {"logprobs": scores}
 
     def _id(self, prefix: str) -> str:
         """Of the next item: it says which response it is of, and so where it is kept."""

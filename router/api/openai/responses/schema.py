@@ -16,6 +16,7 @@ from router.api.tool_fields import ToolFields
 from router.text.chat import Chat
 from router.text.grammars import Wanted
 from wire.request import GrammarKind
+from wire.sampling_ranges import MOST_TOP_LOGPROBS
 
 _ANY_OBJECT = {"type": "object"}
 
@@ -81,9 +82,10 @@ class ResponseBody(RequestBody, SamplingBody):
     metadata: dict[Label, str] | None = Field(None, max_length=16, description="told in the answer")
     prompt_cache_key: Label = ""
     truncation: Literal["disabled"] = "disabled"
-    include: list[Literal["reasoning.encrypted_content"]] = Field(
+    include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] = Field(
         default_factory=list, max_length=16, description="reasoning is plain text in its items"
     )
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
     stream_options: ResponseStreamOptions | None = None
 
     @model_validator(mode="after")
@@ -98,6 +100,13 @@ class ResponseBody(RequestBody, SamplingBody):
         if isinstance(self.input, str):
             return [MessageItem(role="user", content=self.input)]
         return self.input
+
+    @property
+    def scored(self) -> int | None:
+        """How many of the best tokens are told beside each one of the text; None: not even its own."""
+        if self.top_logprobs is None and "message.output_text.logprobs" not in self.include:
+            return None
+        return self.top_logprobs or 0
 
     def tool_fields(self) -> ToolFields:
         """The tools, as a chat has them."""
