@@ -132,19 +132,23 @@ def test_a_stream_goes_on_within_a_call(scripted: Scripted) -> None:
     body = {"messages": CHAT, "stream": True, "tools": TOOLS, "seed": 1}
     with scripted.router.http.stream("POST", CHATS, json=body) as answer:
         events = list(sse_events(answer.iter_lines()))[:-1]
-    at = next(n for n, event in enumerate(events) if '"arguments":"[' in event.data)
-    headers = {"Last-Event-ID": events[at].id}
-    with scripted.router.http.stream("POST", CHATS, json=body, headers=headers) as answer:
-        rest = list(sse_events(answer.iter_lines()))[:-1]
+    within = next(n for n, event in enumerate(events) if '"arguments":"[' in event.data)
 
     def deltas(of: list[Any]) -> list[Any]:
-        return [event.json["choices"][0]["delta"] for event in of]
+        said = [event.json["choices"][0]["delta"] for event in of]
+        return [delta for delta in said if delta != {"content": ""}]
 
-    said = [delta for delta in deltas(rest) if delta]
-    want = [delta for delta in deltas(events[at + 1 :]) if delta]
-    ids = [call.pop("id") for delta in (*said, *want) for call in delta.get("tool_calls", []) if "id" in call]
-    assert len(ids) == 2
-    assert said == want
+    for at in (within, len(events) - 2):
+        headers = {"Last-Event-ID": events[at].id}
+        with scripted.router.http.stream("POST", CHATS, json=body, headers=headers) as answer:
+            rest = list(sse_events(answer.iter_lines()))[:-1]
+        said, want = deltas(rest), deltas(events[at + 1 :])
+        ids = [
+            call.pop("id") for delta in (*said, *want) for call in delta.get("tool_calls", []) if "id" in call
+        ]
+        assert len(ids) == (2 if at == within else 0)
+        assert said == want
+        assert rest[-1].json["choices"][0]["finish_reason"] == "tool_calls"
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,7 @@ CASES: list[tuple[str, str, Found]] = [
     # In Python.
     ("pythonic", "[f(a=1), g()]", ("", "", [F1, G])),
     ("pythonic", " [ f(a = 1) ]\n", ("", "", [F1])),
+    ("pythonic", """[f(a="it's ]")]""", ("", "", [("f", '{"a": "it\'s ]"}')])),
     (
         "pythonic",
         "[g.h(a={'x': [1.5, \"]\"], 'y': None}, b=-1, c=true)]",
@@ -274,6 +275,19 @@ def test_reasoning(reasoning: str, prompt_end: str, text: str, want: Found) -> N
     whole = parts_of([text], "hermes", reasoning, prompt_end)
     assert found(whole) == want
     assert parts_of(list(text), "hermes", reasoning, prompt_end) == whole
+
+
+def test_channels_without_reasoning_and_calls_are_content() -> None:
+    formats = OutputFormats("", {}, (), "openai", "none")
+    text = f"{ANALYSIS}{NEXT}{TO_F} <|constrain|>json<|message|>{{}}"
+    for parsing in (
+        formats.parsing("", None),
+        OutputFormats("", {}, (), "openai").parsing("", None, with_reasoning=False),
+        OutputFormats("", {}, (), "none", "openai").parsing("", NAMES, with_reasoning=False),
+    ):
+        assert parsing is not None
+        parser = parsing.parser(1)
+        assert found(parser.feed(text) + parser.end()) == ("", "Hm.{}", [])
 
 
 PIECES = st.sampled_from(
