@@ -40,6 +40,22 @@ class Count(Collector):
         yield family
 
 
+class Observed:
+    """What a histogram has counted for one value of its labels."""
+
+    __slots__ = ("_bounds", "counts", "total")
+
+    def __init__(self, bounds: list[float]) -> None:
+        self._bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)  # the last is of values above all bounds
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        self.counts[bisect_left(self._bounds, value)] += 1
+        self.total += value
+
+
 class Distribution(Collector):
     """A histogram; with `labels`, one for each of their values."""
 
@@ -49,31 +65,26 @@ class Distribution(Collector):
         """`bounds` are the buckets' upper bounds, inclusive and increasing; +Inf is added."""
         self._named = name, about, labels
         self._bounds = list(bounds)
-        self._counts: dict[tuple[str, ...], list[int]] = {}
-        self._sums: dict[tuple[str, ...], float] = {}
+        self._observed: dict[tuple[str, ...], Observed] = {}
         if not labels:
-            self.begin()
+            self.at()
         registry.register(self)
+
+    def at(self, *of: str) -> Observed:
+        """Of these labels' values, from now on there. To be kept by who observes often."""
+        return self._observed.setdefault(of, Observed(self._bounds))
 
     def observe(self, value: float, *of: str) -> None:
         """Count one value. `of` are the labels' values."""
-        counts = self._counts.get(of) or self.begin(*of)
-        counts[bisect_left(self._bounds, value)] += 1
-        self._sums[of] += value
-
-    def begin(self, *of: str) -> list[int]:
-        """The counts of these labels' values, all 0: none was observed yet."""
-        counts = self._counts[of] = [0] * (len(self._bounds) + 1)
-        self._sums[of] = 0.0
-        return counts
+        (self._observed.get(of) or self.at(*of)).observe(value)
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         name, about, labels = self._named
         family = HistogramMetricFamily(name, about, labels=labels)
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]
-        for of, counts in self._counts.items():
-            buckets = list(zip(bounds, accumulate(counts), strict=True))
-            family.add_metric(of, buckets, self._sums[of])
+        for of, observed in self._observed.items():
+            buckets = list(zip(bounds, accumulate(observed.counts), strict=True))
+            family.add_metric(of, buckets, observed.total)
             if self._bounds[0] < 0:  # the family leaves out the sum, which may fall, and the count with it
                 family.add_sample(f"{name}_count", dict(zip(labels, of, strict=True)), buckets[-1][1])
         yield family

@@ -43,7 +43,7 @@ class RequestMetrics:
         def by_model(name: str, about: str, bounds: tuple[float, ...]) -> Distribution:
             distribution = Distribution(registry, f"baton_router_{name}", about, bounds, "model")
             for model in models:
-                distribution.begin(model)
+                distribution.at(model)
             return distribution
 
         self.ttft = by_model("ttft_seconds", "Arrival to first token", SECONDS)

@@ -79,7 +79,7 @@ class GenerationObserver(Protocol):
     def began(self, generation: Generation) -> None:
         """The first token of any choice has come. Called at most once."""
 
-    def grew(self, generation: Generation, choice: ChoiceCounts) -> None:
+    def grew(self, choice: ChoiceCounts) -> None:
         """Tokens of a choice have come."""
 
     def ended(self, generation: Generation) -> None:
@@ -262,7 +262,7 @@ class Generation:
         if not self._begun:
             self._begun = True
             self._observer.began(self)
-        self._observer.grew(self, choice)
+        self._observer.grew(choice)
         self._answer.add(choice, text, delta)
         self._fresh = True
         if delta.finish is not None:

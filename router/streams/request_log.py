@@ -34,18 +34,20 @@ class RequestLog:
             traceparent=submission.traceparent,
         )
         self._traces.open(self._trace)
+        self._gaps = self._metrics.itl.at(submission.model)
+        self._first_room = submission.first_room
 
     def began(self, generation: Generation) -> None:
         """Observe the time to first token."""
         self._metrics.ttft.observe(self._trace.begin(time.time_ns()), generation.submission.model)
 
-    def grew(self, generation: Generation, choice: ChoiceCounts) -> None:
+    def grew(self, choice: ChoiceCounts) -> None:
         """Observe the time between two tokens."""
-        now_ns, submission = time.time_ns(), generation.submission
+        now_ns = time.time_ns()
         if choice.grew_ns:
-            self._metrics.itl.observe(max(now_ns - choice.grew_ns, 0) / 1e9, submission.model)
+            self._gaps.observe(max(now_ns - choice.grew_ns, 0) / 1e9)
         choice.grew_ns = now_ns
-        self._trace.step(submission.first_room + choice.index, now_ns)
+        self._trace.step(self._first_room + choice.index, now_ns)
 
     def ended(self, generation: Generation) -> None:
         """Observe the latency, and count tokens."""

@@ -40,7 +40,7 @@ class Request:
     def leave(self) -> None:
         self.left = True
 
-    def grew(self, _: Generation, choice: ChoiceCounts) -> None:
+    def grew(self, choice: ChoiceCounts) -> None:
         assert choice.output_tokens
 
     def began(self, _: Generation) -> None:
