@@ -203,6 +203,9 @@ async def stream(
 ) -> None:
     """Serve a request as events, from where its Last-Event-ID says. `form` names the kind of its events.
 
+    Events have ids for clients that accept text/event-stream by name: others, such as vLLM's and SGLang's
+    benchmarks, take every line of a stream for data.
+
     The head goes out with the first token, so that what fails before has an HTTP status of its own. When an
     accepted request is quiet for a while, it goes out with a comment, so that nobody on the way takes the
     connection for dead. A stream that fails later ends in an error event, and without [DONE].
@@ -219,7 +222,7 @@ async def stream(
             submission = replace(submission, first_room=resumption.first_room)
     assignment = router.assign(submission, resumption, found)
     ids: EventIds = NoIds()
-    if len(positions) <= MOST_CHOICES:
+    if len(positions) <= MOST_CHOICES and (last_id or request.accepts_events()):
         sign = router.resume_tokens.sign
         ids = EventIds(lambda: sign(submission, form, assignment.version.tag, now), positions)
     answer = make_answer(submission, ids)

@@ -78,6 +78,10 @@ class HttpRequest:
         """All headers by name, in lower case; of a repeated one the last."""
         return {name.decode("latin-1"): value.decode("latin-1") for name, value in self._scope["headers"]}
 
+    def accepts_events(self) -> bool:
+        """Whether the client says that it knows server-sent events."""
+        return "text/event-stream" in (self.header(b"accept") or "").lower()
+
     def query(self) -> dict[str, str]:
         """The query string's pairs."""
         return dict(parse_qsl(self._scope.get("query_string", b"").decode("latin-1")))

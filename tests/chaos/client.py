@@ -87,7 +87,7 @@ class Client:
     def _attempt(self, url: str, patience_s: float) -> bool:
         """One connection. Whether the stream is over: complete, or failed for good."""
         streamed = self.streamed
-        headers = {"x-request-id": streamed.request_id}
+        headers = {"x-request-id": streamed.request_id, "accept": "text/event-stream"}
         if streamed.last_id is not None:
             headers["last-event-id"] = streamed.last_id
             streamed.resumed += 1

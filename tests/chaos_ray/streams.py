@@ -121,7 +121,9 @@ class Streams:
 
     def _part(self, url: str, body: dict[str, object], progress: _Progress) -> bool:
         """Stream from there until [DONE], or until it breaks off: False."""
-        headers = {"Last-Event-ID": progress.last_id} if progress.last_id else {}
+        headers = {"Accept": "text/event-stream"}
+        if progress.last_id:
+            headers["Last-Event-ID"] = progress.last_id
         try:
             with self._http.stream("POST", f"{url}/generate", json=body, headers=headers) as answer:
                 if answer.status_code != 200:

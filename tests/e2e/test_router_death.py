@@ -57,7 +57,7 @@ class Scene:
     doomed: Child
 
     def stream(self, url: str, body: dict[str, Any], last_id: str, took: Callable[[SseEvent], None]) -> None:
-        headers = {"Last-Event-ID": last_id} if last_id else {}
+        headers = {"Accept": "text/event-stream", **({"Last-Event-ID": last_id} if last_id else {})}
         with (
             httpx.Client(base_url=url, timeout=120.0) as client,
             client.stream(

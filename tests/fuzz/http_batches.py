@@ -54,6 +54,6 @@ def drawn_requests(count: int, genuine: str) -> list[bytes]:
 
 def genuine_event_id(url: str) -> str:
     """The event id of a stream that this router has served."""
-    body = {"prompt": "Hi", "max_tokens": 2, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30.0) as answer:
+    body, headers = {"prompt": "Hi", "max_tokens": 2, "stream": True}, {"Accept": "text/event-stream"}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers, timeout=30.0) as answer:
         return next(line[4:] for line in answer.iter_lines() if line.startswith("id: "))

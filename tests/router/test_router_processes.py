@@ -55,6 +55,7 @@ def fetch(
     """On a connection of its own, so that the kernel chooses a process, or the supervisor for admin pages."""
     base = router.admin.base_url if path.startswith(("/debug", "/metrics")) else router.url
     request = urllib.request.Request(f"{str(base).rstrip('/')}{path}", body)
+    request.add_header("Accept", "text/event-stream")
     if request_id:
         request.add_header("X-Request-Id", request_id)
     if last_id:

@@ -281,7 +281,9 @@ class _Stream:
         }  # fmt: skip
         self.tokens: list[int] = []
         self.last_id = ""
-        self._context = router.http.stream("POST", "/generate", json=self.body)
+        self._context = router.http.stream(
+            "POST", "/generate", json=self.body, headers={"Accept": "text/event-stream"}
+        )
 
     def __enter__(self) -> _Stream:
         response = self._context.__enter__()

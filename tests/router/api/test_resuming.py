@@ -39,9 +39,13 @@ def service(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[S
     assert router.stop() == 0
 
 
+NAMED = {"Accept": "text/event-stream"}
+"""Without it events have no ids."""
+
+
 def ask(router: RouterProcess, path: str, body: dict[str, Any], last_id: str = "") -> list[SseEvent]:
     """All events of a stream, which ends well."""
-    headers = {"Last-Event-ID": last_id} if last_id else {}
+    headers = {**NAMED, **({"Last-Event-ID": last_id} if last_id else {})}
     with router.http.stream("POST", path, json={**body, "stream": True}, headers=headers) as response:
         assert response.status_code == 200, response.read()
         events = list(sse_events(response.iter_lines()))
@@ -144,7 +148,8 @@ def test_what_the_router_chose_is_kept(service: Service) -> None:
     router, decode = service
     decode.claimable = False
     body = {"messages": MESSAGES}
-    with router.http.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
+    streamed = {**body, "stream": True}
+    with router.http.stream("POST", "/v1/chat/completions", json=streamed, headers=NAMED) as response:
         event = next(sse_events(response.iter_lines()))
     first = _last_decode(decode)
     ask(router, "/v1/chat/completions", body, event.id)
@@ -231,7 +236,9 @@ def read(router: RouterProcess, body: dict[str, Any], then: Callable[[], object]
     events: list[SseEvent] = []
     with (
         contextlib.suppress(httpx.TransportError),
-        router.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response,
+        router.http.stream(
+            "POST", "/v1/completions", json={**body, "stream": True}, headers=NAMED
+        ) as response,
     ):
         for event in sse_events(response.iter_lines()):
             events.append(event)
@@ -285,7 +292,7 @@ def test_the_same_router_goes_on_for_a_client_that_comes_back(
     with ThreadPoolExecutor(1) as pool:
         with (
             in_mid_answer(decodes),
-            httpx.Client(base_url=first.url, timeout=20.0) as other,
+            httpx.Client(base_url=first.url, timeout=20.0, headers=NAMED) as other,
             other.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response,
         ):
             reader = sse_events(response.iter_lines())
@@ -313,6 +320,16 @@ def test_a_room_that_no_worker_has_is_computed_again(
     second.stop()
 
 
+@pytest.mark.parametrize("accepts", ["*/*", "application/json"])
+def test_a_client_that_does_not_name_events_gets_no_ids(service: Service, accepts: str) -> None:
+    """vLLM's benchmark takes every line of a stream for data."""
+    router, _ = service
+    body = {"prompt": "Hello", "max_tokens": 3, "stream": True}
+    answer = router.http.post("/v1/completions", json=body, headers={"Accept": accepts})
+    lines = [line for line in answer.text.split("\n") if line]
+    assert all(line.startswith("data: ") for line in lines), lines
+
+
 def test_the_client_in_the_documentation_loses_nothing(service: Service) -> None:
     """Its stream breaks off after every few bytes more."""
     router, _ = service
@@ -326,7 +343,7 @@ def test_the_client_in_the_documentation_loses_nothing(service: Service) -> None
     cuts = [0, 30, 400, 1100, 1500]
 
     def broken(request: httpx.Request) -> httpx.Response:
-        headers = {key: value for key, value in request.headers.items() if key == "last-event-id"}
+        headers = {key: value for key, value in request.headers.items() if key in ("accept", "last-event-id")}
         answer = router.http.post(request.url.path, content=request.content, headers=headers)
         return httpx.Response(answer.status_code, text=answer.text[: cuts.pop(0)] if cuts else answer.text)
 

@@ -130,7 +130,8 @@ def test_the_official_client_reads_a_stream(scripted: Scripted) -> None:
 def test_a_stream_goes_on_within_a_call(scripted: Scripted) -> None:
     scripted.output = OUTPUT
     body = {"messages": CHAT, "stream": True, "tools": TOOLS, "seed": 1}
-    with scripted.router.http.stream("POST", CHATS, json=body) as answer:
+    headers = {"Accept": "text/event-stream"}
+    with scripted.router.http.stream("POST", CHATS, json=body, headers=headers) as answer:
         events = list(sse_events(answer.iter_lines()))[:-1]
     within = next(n for n, event in enumerate(events) if '"arguments":"[' in event.data)
 
@@ -139,7 +140,7 @@ def test_a_stream_goes_on_within_a_call(scripted: Scripted) -> None:
         return [delta for delta in said if delta != {"content": ""}]
 
     for at in (within, len(events) - 2):
-        headers = {"Last-Event-ID": events[at].id}
+        headers["Last-Event-ID"] = events[at].id
         with scripted.router.http.stream("POST", CHATS, json=body, headers=headers) as answer:
             rest = list(sse_events(answer.iter_lines()))[:-1]
         said, want = deltas(rest), deltas(events[at + 1 :])
