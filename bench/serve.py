@@ -63,7 +63,8 @@ class ServerUnderTest:
         }
 
 
-async def _one(client: httpx.AsyncClient, side: ServerUnderTest, prompt: list[int]) -> None:
+async def send(client: httpx.AsyncClient, side: ServerUnderTest, prompt: list[int]) -> None:
+    """One request, added to the side's measurements. Raises RuntimeError if it is not answered in full."""
     body = {
         "model": side.model,
         "prompt": prompt,
@@ -99,7 +100,7 @@ async def _drive(side: ServerUnderTest, prompts: list[list[int]], concurrency: i
 
     async def connection(client: httpx.AsyncClient) -> None:
         for prompt in waiting:
-            await _one(client, side, prompt)
+            await send(client, side, prompt)
 
     async with httpx.AsyncClient(timeout=600.0) as client:
         started = time.perf_counter()
