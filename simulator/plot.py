@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -14,25 +15,28 @@ from simulator.autoscale import Comparison
 from simulator.fleet import FleetSize
 from simulator.summary import Summary
 
+_MARKERS = "osv^D*PX"
 _STYLES = {"ttft_p50": ":", "ttft_p90": "-", "ttft_p99": "--"}
 
 
-def draw(runs: Sequence[Summary], slo_ttft_s: float, path: Path) -> None:
-    """Draw attainment, goodput and time to first token over the speed, in a colour per policy."""
+def draw(runs: Sequence[Summary], slo_ttft_s: float, title: str, path: Path) -> None:
+    """Draw attainment, goodput and time to first token over the speed. A policy has a colour and a marker."""
     figure = Figure(figsize=(16, 5), layout="constrained")
     FigureCanvasAgg(figure)
+    figure.suptitle(title)
     share, goodput, ttft = figure.subplots(1, 3)
     for number, policy in enumerate(dict.fromkeys(one.policy for one in runs)):
         ordered = sorted((one for one in runs if one.policy == policy), key=lambda one: one.speed)
         speeds, colour = [one.speed for one in ordered], f"C{number}"
-        share.plot(speeds, [100 * one.attainment for one in ordered], ".-", color=colour, label=policy)
-        goodput.plot(speeds, [one.goodput for one in ordered], ".-", color=colour, label=policy)
+        look: dict[str, Any] = {"color": colour, "marker": _MARKERS[number % len(_MARKERS)], "markersize": 5}
+        share.plot(speeds, [100 * one.attainment for one in ordered], label=policy, **look)
+        goodput.plot(speeds, [one.goodput for one in ordered], label=policy, **look)
         for name, style in _STYLES.items():
             times = [getattr(one, name) for one in ordered]
             label = f"{policy} {name[-3:]}" if name == "ttft_p90" else None
-            ttft.plot(speeds, times, style, color=colour, label=label)
-    share.axhline(90, color="grey", linewidth=0.8)
-    ttft.axhline(slo_ttft_s, color="grey", linewidth=0.8)
+            ttft.plot(speeds, times, style, label=label, **look)
+    share.axhline(90, color="black", linewidth=1.2, label="90%: what a sustained rate must meet")
+    ttft.axhline(slo_ttft_s, color="black", linewidth=1.2, label=f"objective: {slo_ttft_s:g} s")
     share.set_ylabel("requests that met both objectives, %")
     goodput.set_ylabel("of those, requests/s")
     ttft.set_ylabel("time to first token, s (p50 dotted, p90, p99 dashed)")

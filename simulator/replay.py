@@ -58,7 +58,8 @@ def replay(arguments: argparse.Namespace) -> int:
     if arguments.png is not None:
         from simulator.plot import draw  # imports matplotlib, which is optional
 
-        draw(report.of(arguments.trace) or result["runs"], options.slo_ttft_s, arguments.png)
+        title = f"{Path(arguments.trace).name}: {options.prefill} prefill, {options.decode} decode workers"
+        draw(report.of(arguments.trace) or result["runs"], options.slo_ttft_s, title, arguments.png)
     sys.stdout.write(as_json(result) if arguments.json else as_table(result, HOT_TRACE))
     return 0
 
@@ -161,22 +162,26 @@ class _Report:
         self._out = out
         self._lock = threading.Lock()
         self._runs: list[tuple[str, Summary]] = []
+        self._whole = False  # a single run's end was shown
 
     def share(self, share: float) -> None:
         """Show the progress of a single run."""
-        end = "\n" if share >= 1 else ""
+        if self._whole:
+            return
+        self._whole = share >= 1
+        end = "\n" if self._whole else ""
         if self._out.isatty():
             self._out.write(f"\r{share:4.0%}{end}")
         elif end:
             self._out.write("100%\n")
         self._out.flush()
 
-    def finished(self, trace: str, summary: Summary) -> None:
-        """Show that one of many runs is finished."""
+    def finished(self, trace: str, summary: Summary, known: int) -> None:
+        """Show that one of many runs is finished; so many are known of."""
         with self._lock:
             self._runs.append((trace, summary))
             self._out.write(
-                f"run {len(self._runs):3d}  {Path(trace).name}  {summary.policy:<16} "
+                f"run {len(self._runs):3d} of {known}  {Path(trace).name}  {summary.policy:<16} "
                 f"speed {summary.speed:7.3f}  met {summary.attainment:6.1%}\n"
             )
             self._out.flush()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+import threading
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from types import TracebackType
@@ -46,11 +47,14 @@ def _trace(name: str) -> Trace:
 class Pool:
     """Runs simulations on several processes. Any thread may call it; each call waits for its run."""
 
-    def __init__(self, processes: int, finished: Callable[[str, Summary], None]) -> None:
-        """`finished` is called with the trace and the summary of each run, on the thread that started it."""
+    def __init__(self, processes: int, finished: Callable[[str, Summary, int], None]) -> None:
+        """`finished` is called on the thread that started a run, with its trace, its summary, and how many
+        runs are known of by then: a search begins one when it knows the result of the last."""
         spawn = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
         self._processes = ProcessPoolExecutor(processes, spawn)
         self._finished = finished
+        self._known = 0
+        self._lock = threading.Lock()
 
     def __enter__(self) -> Pool:
         return self
@@ -62,14 +66,23 @@ class Pool:
 
     def run(self, trace: str, options: SimulationOptions) -> Summary:
         """Run one simulation."""
+        self._know(1)
+        return self._run(trace, options)
+
+    def _run(self, trace: str, options: SimulationOptions) -> Summary:
         summary = self._processes.submit(run_once, trace, options).result()
-        self._finished(trace, summary)
+        self._finished(trace, summary, self._known)
         return summary
+
+    def _know(self, more: int) -> None:
+        with self._lock:
+            self._known += more
 
     def all(self, wanted: list[tuple[str, SimulationOptions]]) -> list[Summary]:
         """Run many simulations. Returns their summaries in the same order."""
         with ThreadPoolExecutor(max(1, len(wanted))) as threads:
-            return list(threads.map(lambda one: self.run(*one), wanted))
+            self._know(len(wanted))
+            return list(threads.map(lambda one: self._run(*one), wanted))
 
     def sustained(self, wanted: list[tuple[str, SimulationOptions]]) -> list[float]:
         """Find the sustained rate of each. The speeds in the options are ignored."""
