@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class StorageBackend(ABC):
         "timeout"      it took longer than the backend's bound
     """
 
-    name: ClassVar[str]
+    name: str  # of the backend, for logs and metrics
 
     @abstractmethod
     def register(self, arenas: Sequence[memoryview]) -> None:

@@ -1,0 +1,77 @@
+"""DiskUsage: how many bytes all processes keep in one directory, so that all together keep a bound."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_COUNT_BYTES = 8
+
+
+class DiskUsage:
+    """A number in a file, changed under a lock of the file: the kernel's, which ends with the process.
+
+    Bytes are added before they are written and taken back after they were removed. So a process that is
+    killed in between leaves the number too large, never too small; `recount` by the next process that is
+    alone in the directory puts it right.
+    """
+
+    def __init__(self, path: Path, recount: Callable[[], int]) -> None:
+        """`recount` adds up what is there. Raises OSError if the directory cannot be written to."""
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._users = os.open(f"{path}.users", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._lock = threading.Lock()  # the file's lock is one for all threads
+        with self._locked():
+            if self._is_alone() or os.fstat(self._descriptor).st_size < _COUNT_BYTES:
+                self._write(recount())
+            fcntl.flock(self._users, fcntl.LOCK_SH)
+
+    def add(self, nbytes: int, bound: int) -> bool:
+        """Count these bytes if all of them stay within `bound`; otherwise count nothing and return False."""
+        with self._locked():
+            total = self._read() + nbytes
+            if total > bound:
+                return False
+            self._write(total)
+            return True
+
+    def subtract(self, nbytes: int) -> None:
+        """These bytes are gone."""
+        with self._locked():
+            self._write(max(0, self._read() - nbytes))
+
+    def total(self) -> int:
+        """Of all processes, now."""
+        with self._locked():
+            return self._read()
+
+    def close(self) -> None:
+        """This process uses the directory no more."""
+        os.close(self._users)
+        os.close(self._descriptor)
+
+    def _is_alone(self) -> bool:
+        try:
+            fcntl.flock(self._users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self._lock:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+
+    def _read(self) -> int:
+        return int.from_bytes(os.pread(self._descriptor, _COUNT_BYTES, 0), "little")
+
+    def _write(self, total: int) -> None:
+        os.pwrite(self._descriptor, total.to_bytes(_COUNT_BYTES, "little"), 0)

@@ -1,0 +1,77 @@
+"""Opens the storage backend that a configuration names."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError
+from kvcache.storage.backend import StorageBackend
+from kvcache.storage.blob_store import BlobStore
+from kvcache.storage.config import StorageConfig
+from kvcache.storage.file_io import FileMode
+from kvcache.storage.file_store import FileStore
+from kvcache.storage.sealed import SealedStorage
+from kvcache.storage.secret import KEY_NAME, SealSecret, key_in
+
+
+def open_storage(config: StorageConfig) -> StorageBackend:
+    """Raises ConfigError if it cannot work as configured."""
+    opened = _STORES.get(config.backend)
+    store = opened(config) if opened is not None else _dynamic(config)
+    return SealedStorage(store, _seal_secret(config))
+
+
+def _seal_secret(config: StorageConfig) -> SealSecret:
+    if config.secret is not None:
+        return SealSecret(config.secret)
+    if config.key_file is not None:
+        return SealSecret(None, key_in(config.key_file))
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton"
+    return SealSecret(None, key_in((config.path or cache) / KEY_NAME))
+
+
+def _file(config: StorageConfig) -> BlobStore:
+    _refuse_extra(config)
+    mode = FileMode(fsync=config.fsync, direct=config.direct_io)
+    return FileStore(_directory(config), config.max_bytes, mode)
+
+
+def _dynamic(config: StorageConfig) -> BlobStore:
+    """`module:Class`, built with the configuration."""
+    module, _, name = config.backend.partition(":")
+    if not name:
+        raise ConfigError(
+            "storage_backend",
+            f"{config.backend!r} is unknown",
+            f"use one of {', '.join(_STORES)}, or module:Class",
+        )
+    try:
+        kind: Any = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError("storage_backend", f"{config.backend}: {error}", "name a class to import") from None
+    if not _is_store(kind):
+        raise ConfigError("storage_backend", f"{config.backend} is no BlobStore", "derive it from BlobStore")
+    store: BlobStore = kind(config)
+    return store
+
+
+def _is_store(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BlobStore)
+
+
+def _directory(config: StorageConfig) -> Path:
+    if config.path is None:
+        raise ConfigError("storage_path", f"{config.backend} needs a directory", "name one")
+    return config.path
+
+
+def _refuse_extra(config: StorageConfig) -> None:
+    if config.extra:
+        raise ConfigError("storage_extra", f"{config.backend} knows no {min(config.extra)}", "remove it")
+
+
+_STORES: dict[str, Callable[[StorageConfig], BlobStore]] = {"file": _file}

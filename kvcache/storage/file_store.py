@@ -1,0 +1,231 @@
+"""FileStore: blobs as files of one directory, which many processes, also of several hosts, may use at once.
+
+    DIRECTORY/baton.key          the key of the seals, where the cluster has no secret
+    DIRECTORY/usage              bytes that all processes keep here (storage/disk_usage.py)
+    DIRECTORY/partial/           what is being written
+    DIRECTORY/3f/public--...3f…  a blob; its folder is the first byte of its name's digest
+
+A blob is written under a temporary name and then linked to its own: whoever opens its name reads all of it.
+What a killed process leaves in partial/ is removed when it is an hour old.
+
+The least recently used go first, as far as a sample shows: the folders are looked at in a random order until
+SAMPLE files were seen, and the older half of them may go. A file's time is that of its last use.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import ClassVar
+
+from common.errors import ConfigError
+from kvcache.storage.blob_store import BlobStore, Held, Outcome, SealedBlob
+from kvcache.storage.disk_usage import DiskUsage
+from kvcache.storage.file_io import BLOCK, FileMode, WrongSize, read_blob, write_blob
+from kvcache.storage.keys import VISIBILITY_BYTES, key_text
+
+_SAMPLE = 512  # files
+_FOLDERS = [f"{number:02x}" for number in range(256)]
+_TOUCH_S = 1.0  # a use within that time of the last one is not noted
+_STALE_S = 3600.0
+_HELD_S = 10.0  # how old what `held` says may be
+_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class FileStore(BlobStore):
+    """See the module. It blocks as long as the disk does."""
+
+    name: ClassVar[str] = "file"
+
+    def __init__(self, directory: Path, max_bytes: int, mode: FileMode) -> None:
+        """`max_bytes`: of all processes that use the directory; 0: as many as the disk takes.
+
+        Without `max_bytes` too the oldest make room once the disk was full. Counts what is there: with
+        millions of files this takes seconds. Raises ConfigError if the directory cannot be made.
+        """
+        self._directory = str(directory)
+        self._partial = os.path.join(self._directory, "partial")
+        self._bound = max_bytes or 1 << 62
+        self._mode = mode
+        self._held = (float("-inf"), 0)
+        try:
+            os.makedirs(self._directory, mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                "storage_path", f"{directory} cannot be made: {error.strerror}", "name a writable directory"
+            ) from None
+        self._usage: DiskUsage | None = None
+        with suppress(OSError):  # it may be read-only: then nothing is written
+            os.makedirs(self._partial, mode=0o700, exist_ok=True)
+            self._remove_stale()
+            self._usage = DiskUsage(directory / "usage", self._count_bytes)
+
+    def exists(self, names: Sequence[bytes]) -> list[bool]:
+        return [os.path.exists(self._path(name)) for name in names]
+
+    def read(self, names: Sequence[bytes], into: Sequence[SealedBlob]) -> list[Outcome]:
+        return [self._read(self._path(name), blob) for name, blob in zip(names, into, strict=True)]
+
+    def write(self, names: Sequence[bytes], blobs: Sequence[SealedBlob]) -> list[Outcome]:
+        return [self._write(self._path(name), blob) for name, blob in zip(names, blobs, strict=True)]
+
+    def discard(self, name: bytes) -> None:
+        self._remove(self._path(name))
+
+    def clear(self, prefix: bytes) -> None:
+        for path in self._files(_FOLDERS):
+            if os.path.basename(path).startswith(prefix.decode()):
+                self._remove(path)
+
+    def held(self) -> Held:
+        """The number of blobs is counted again every ten seconds."""
+        at, blobs = self._held
+        if time.monotonic() > at + _HELD_S:
+            blobs = sum(1 for _ in self._files(_FOLDERS))
+            self._held = time.monotonic(), blobs
+        return Held(blobs, self._usage.total() if self._usage is not None else self._count_bytes())
+
+    def close(self) -> None:
+        if self._usage is not None:
+            self._usage.close()
+            self._usage = None
+
+    # -- one blob ----------------------------------------------------------------------------------
+
+    def _path(self, name: bytes) -> str:
+        folder = f"{name[VISIBILITY_BYTES]:02x}"
+        return os.path.join(self._directory, folder, key_text(name))
+
+    def _read(self, path: str, blob: SealedBlob) -> Outcome:
+        try:
+            used = read_blob(path, blob, self._mode)
+        except FileNotFoundError:
+            return Outcome.MISSING
+        except WrongSize:
+            return Outcome.CORRUPT
+        except OSError as error:
+            return self._refusal(error)
+        if time.time() > used + _TOUCH_S:
+            with suppress(OSError):
+                os.utime(path)
+        return Outcome.DONE
+
+    def _write(self, path: str, blob: SealedBlob) -> Outcome:
+        if self._usage is None:
+            return Outcome.READ_ONLY
+        size = _on_disk(blob.nbytes)
+        try:
+            while not self._usage.add(size, self._bound):
+                if not self._make_room(size):
+                    return Outcome.FULL
+        except OSError as error:
+            return self._refusal(error)
+        partial = os.path.join(self._partial, secrets.token_hex(16))
+        try:
+            self._write_file(partial, path, blob)
+        except FileExistsError:  # another writer was faster
+            self._give_back(size)
+            return Outcome.PRESENT
+        except OSError as error:
+            self._give_back(size)
+            return self._refusal(error)
+        finally:
+            with suppress(OSError):
+                os.unlink(partial)
+        return Outcome.DONE
+
+    def _write_file(self, partial: str, path: str, blob: SealedBlob) -> None:
+        try:
+            write_blob(partial, blob, self._mode)
+        except FileNotFoundError:  # somebody removed the directory
+            os.makedirs(self._partial, mode=0o700, exist_ok=True)
+            write_blob(partial, blob, self._mode)
+        try:
+            os.link(partial, path)  # unlike a rename it replaces nothing, which `usage` has counted
+        except FileNotFoundError:
+            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+            os.link(partial, path)
+        if self._mode.fsync:
+            _sync_directory(os.path.dirname(path))
+
+    def _refusal(self, error: OSError) -> Outcome:
+        if error.errno in _FULL:
+            # From now on the disk is the bound: the next write makes room.
+            if self._usage is not None:
+                self._bound = max(BLOCK, min(self._bound, self._usage.total()))
+            return Outcome.FULL
+        return Outcome.READ_ONLY if error.errno in _READ_ONLY else Outcome.IO_ERROR
+
+    # -- room --------------------------------------------------------------------------------------
+
+    def _make_room(self, nbytes: int) -> bool:
+        """Remove the oldest of a sample until `nbytes` are free. False if nothing could be removed."""
+        sample = []
+        for folder in secrets.SystemRandom().sample(_FOLDERS, len(_FOLDERS)):
+            for path in self._files([folder]):
+                with suppress(OSError):
+                    about = os.stat(path)
+                    sample.append((about.st_mtime_ns, _on_disk(about.st_size), path))
+            if len(sample) >= _SAMPLE:
+                break
+        sample.sort()
+        freed = 0
+        for _, size, path in sample[: -(-len(sample) // 2)]:
+            if freed >= nbytes:
+                break
+            freed += size if self._remove(path) else 0
+        return freed > 0
+
+    def _remove(self, path: str) -> bool:
+        try:
+            size = _on_disk(os.stat(path).st_size)
+            os.unlink(path)
+        except OSError:
+            return False
+        self._give_back(size)
+        return True
+
+    def _give_back(self, size: int) -> None:
+        if self._usage is not None:
+            with suppress(OSError):
+                self._usage.subtract(size)
+
+    # -- what is there -----------------------------------------------------------------------------
+
+    def _files(self, folders: Sequence[str]) -> Iterator[str]:
+        for folder in folders:
+            with suppress(OSError), os.scandir(os.path.join(self._directory, folder)) as entries:
+                for entry in entries:
+                    yield entry.path
+
+    def _count_bytes(self) -> int:
+        total = 0
+        for path in self._files([*_FOLDERS, "partial"]):
+            with suppress(OSError):
+                total += _on_disk(os.stat(path).st_size)
+        return total
+
+    def _remove_stale(self) -> None:
+        """What was being written an hour ago belongs to nobody."""
+        for path in list(self._files(["partial"])):
+            with suppress(OSError):
+                if os.stat(path).st_mtime < time.time() - _STALE_S:
+                    os.unlink(path)
+
+
+def _on_disk(nbytes: int) -> int:
+    return -(-nbytes // BLOCK) * BLOCK
+
+
+def _sync_directory(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

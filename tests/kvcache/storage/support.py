@@ -1,0 +1,115 @@
+"""Host pages, keys and a store in memory that can be made to fail, for tests of the storage tier."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from kvcache.storage.backend import StorageBackend
+from kvcache.storage.blob_store import BlobStore, Held, Outcome, SealedBlob
+from kvcache.storage.config import StorageConfig
+from kvcache.storage.factory import open_storage
+from kvcache.storage.keys import StorageKeys
+from wire.page_hash import namespace_seed, page_digests
+from wire.records import GroupLayout
+
+MODEL = bytes(range(32))
+
+
+def layout(name: str = "full", page_bytes: int = 4096, **changed: Any) -> GroupLayout:
+    """A group's layout."""
+    said = {"kind": "full", "shape": (2, 2, 2, 16, 8), "dtype": "float32", "tile_order": "plain"}
+    return GroupLayout(name=name, page_size=16, page_bytes=page_bytes, **{**said, **changed})
+
+
+def digests(count: int, seed: str = "model") -> list[bytes]:
+    """Digests of the pages of one prompt."""
+    return page_digests(namespace_seed(seed), np.arange(count * 16, dtype="<i4").tobytes(), 16)
+
+
+def keys(count: int, seed: str = "model", tenant: str = "") -> list[bytes]:
+    """Keys of the pages of one prompt."""
+    return StorageKeys(MODEL, [layout()]).keys("full", digests(count, seed), tenant)
+
+
+class Arena:
+    """Host pages: `pages[i]` for what is written, `read[i]` for what comes back, all of one arena."""
+
+    def __init__(self, count: int, page_bytes: int = 4096, seed: int = 0) -> None:
+        self.memory = memoryview(mmap.mmap(-1, 2 * count * page_bytes))
+        views = [self.memory[i * page_bytes : (i + 1) * page_bytes] for i in range(2 * count)]
+        self.pages, self.read = views[:count], views[count:]
+        rng = np.random.default_rng(seed)
+        for page in self.pages:
+            page[:] = rng.bytes(page_bytes)
+
+    def wipe(self) -> None:
+        """So that what is read does not lie there already."""
+        for page in self.read:
+            page[:] = bytes(len(page))
+
+
+def open_files(directory: Path, **changed: Any) -> StorageBackend:
+    """The file backend, as a worker opens it."""
+    return open_storage(StorageConfig(**{"backend": "file", "path": directory, **changed}))
+
+
+class MemoryStore(BlobStore):
+    """Blobs in a dict. `fails` is asked before each one with "read" or "write"; an outcome is its answer."""
+
+    name: ClassVar[str] = "memory"
+
+    def __init__(self, config: StorageConfig | None = None) -> None:
+        self.blobs: dict[bytes, bytes] = {}
+        self.fails: Callable[[str], Outcome | None] = lambda verb: None
+        self.arenas: list[memoryview] = []
+        self._lock = threading.Lock()
+
+    def register(self, arenas: Sequence[memoryview]) -> None:
+        self.arenas = list(arenas)
+
+    def exists(self, names: Sequence[bytes]) -> list[bool]:
+        with self._lock:
+            return [name in self.blobs for name in names]
+
+    def read(self, names: Sequence[bytes], into: Sequence[SealedBlob]) -> list[Outcome]:
+        return [self._read(name, blob) for name, blob in zip(names, into, strict=True)]
+
+    def write(self, names: Sequence[bytes], blobs: Sequence[SealedBlob]) -> list[Outcome]:
+        return [self._write(name, blob) for name, blob in zip(names, blobs, strict=True)]
+
+    def discard(self, name: bytes) -> None:
+        with self._lock:
+            self.blobs.pop(name, None)
+
+    def clear(self, prefix: bytes) -> None:
+        with self._lock:
+            self.blobs = {name: blob for name, blob in self.blobs.items() if not name.startswith(prefix)}
+
+    def held(self) -> Held:
+        with self._lock:
+            return Held(len(self.blobs), sum(map(len, self.blobs.values())))
+
+    def _read(self, name: bytes, blob: SealedBlob) -> Outcome:
+        failed = self.fails("read")
+        with self._lock:
+            found = self.blobs.get(name)
+        if failed is not None or found is None:
+            return failed or Outcome.MISSING
+        if len(found) != blob.nbytes:
+            return Outcome.CORRUPT
+        blob.page[:], blob.seal[:] = found[: blob.page.nbytes], found[blob.page.nbytes :]
+        return Outcome.DONE
+
+    def _write(self, name: bytes, blob: SealedBlob) -> Outcome:
+        failed = self.fails("write")
+        with self._lock:
+            if failed is None and name not in self.blobs:
+                self.blobs[name] = bytes(blob.page) + bytes(blob.seal)
+                return Outcome.DONE
+        return failed or Outcome.PRESENT
