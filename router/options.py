@@ -53,6 +53,10 @@ class PolicyWeights(Options):
         0.4, ge=0, le=1, description="the same, in different containers of one machine"
     )
     same_rack: float = Field(0.8, ge=0, le=1, description="the same, in one rack (`rack` of the workers)")
+    fetch_start: float = Field(64.0, ge=0, description="per fetch from another worker, besides its tokens")
+    fetch_share: float = Field(
+        0.25, ge=0, description="a fetch costs this much more for each that its holder has to serve already"
+    )
     decode_load: float = Field(32.0, ge=0, description="per request on D")
     decode_context: float = Field(0.002, ge=0, description="per KV token of the requests on D")
     decode_full: float = Field(4.0, ge=0, description="per token for which D has no memory yet")
@@ -96,6 +100,9 @@ class PlacementOptions(Options):
     weights: PolicyWeights = PolicyWeights()
     prefill_on_decode_tokens: int = Field(
         16, ge=0, description="when at most this many prompt tokens are left to compute, D does it alone"
+    )
+    peer_fetch: bool = Field(
+        False, description="workers are told who holds KV that they lack, and may fetch it; all must know how"
     )
     expect_s: float = Field(
         10.0, gt=0, description="pages of a prompt on its way count as held at most this long"

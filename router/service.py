@@ -90,7 +90,12 @@ class Router:
         self.traces, self._numbers = traces, RoomNumbers()
 
         def make_version(broken_pairs: BrokenPairs) -> tuple[Placer, Admission]:
-            policy = make_policy(options.policy, options.weights, options.prefill_on_decode_tokens)
+            policy = make_policy(
+                options.policy,
+                options.weights,
+                options.prefill_on_decode_tokens,
+                peer_fetch=options.peer_fetch,
+            )
             placer = Placer(index, policy, options.expect_s, self._on_assigned, broken_pairs)
             return placer, Admission(options, placer)
 

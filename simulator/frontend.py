@@ -50,7 +50,8 @@ class Frontend:
         self.index = GlobalIndex()
         self.address = f"router{number}"
         chance = random.Random(f"{options.seed} {self.address}")
-        policy = make_policy(options.policy, options.weights, options.prefill_on_decode_tokens, chance)
+        alone_tokens, peer_fetch = options.prefill_on_decode_tokens, options.peer_fetch
+        policy = make_policy(options.policy, options.weights, alone_tokens, chance, peer_fetch)
         self.placer = Placer(
             self.index, policy, options.expect_s, lambda estimate: self.peers.assigned(estimate)
         )

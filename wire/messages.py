@@ -48,6 +48,18 @@ class Receipt(RoomMessage, frozen=True, tag="receipt"):
 # -- router -> worker ------------------------------------------------------------------------------
 
 
+class FetchSource(msgspec.Struct, frozen=True):
+    """A worker from which the receiver of a StartMessage may fetch KV that it lacks.
+
+    According to the router's index it holds the request's first `pages` whole pages, on the device or in host
+    memory, and the receiver holds fewer. The index may be late: the source refuses what it has not.
+    """
+
+    worker: str  # its id
+    mailbox: str
+    pages: Natural
+
+
 class StartMessage(Message, frozen=True, omit_defaults=True):
     """Starts a room on a worker, in the epoch of its request."""
 
@@ -66,17 +78,19 @@ class Prefill(StartMessage, frozen=True, tag="prefill", omit_defaults=True):
     """Compute the prompt's KV, send token 0 to the router, ship the pages where KVTarget will say."""
 
     decode: str  # the decode worker's mailbox address
+    source: FetchSource | None = None
 
 
 class Decode(StartMessage, frozen=True, tag="decode", omit_defaults=True):
     """Generate. With `prefill`, reserve pages and wait for KV from that mailbox; without, prefill here.
 
     `move`: that mailbox is of a decode worker, on which an older epoch of the room runs. It goes on there
-    until all of its KV has been taken over (decode_node/moves.py).
+    until all of its KV has been taken over (decode_node/moves.py). `source` only comes without `prefill`.
     """
 
     prefill: str | None = None
     move: bool = False
+    source: FetchSource | None = None
 
 
 class Abort(RoomMessage, frozen=True, tag="abort", omit_defaults=True):

@@ -18,6 +18,7 @@ import numpy as np
 
 from router.options import PolicyWeights
 from router.placement.fleet_table import Floats
+from router.placement.peer_fetch import PeerFetch
 from router.placement.policy import Choice, PlacementRequest, Policy, RoleCandidates
 
 _FOLLOWED = 0.5  # of the prompt: a match must be longer
@@ -109,8 +110,14 @@ class PrefixTrees:
 class PrefixAffinity(Policy):
     """Follows prefixes by its own earlier choices."""
 
-    def __init__(self, weights: PolicyWeights, alone_tokens: int, chance: random.Random) -> None:
-        super().__init__(weights, alone_tokens, chance)
+    def __init__(
+        self,
+        weights: PolicyWeights,
+        alone_tokens: int,
+        chance: random.Random,
+        peers: PeerFetch | None = None,
+    ) -> None:
+        super().__init__(weights, alone_tokens, chance, peers)
         self.prefill_trees = PrefixTrees()
         self.decode_trees = PrefixTrees()
 

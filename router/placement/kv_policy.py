@@ -10,6 +10,9 @@ holds, s what that saves when slower tiers are weighted, q the prompt tokens que
     pair(p, d) = cost_P(p) + load_D(d) + move(p, d)
     alone(d)   = load_D(d) + prefill_queue q(d) + decode_prefill left(d)
 
+Where workers fetch from each other, cost_P(p) and alone(d) are less by what the best fetch saves
+(peer_fetch.py), and D alone is a candidate when little is left after it.
+
 `price` is `transfer`, times `same_host`, `same_machine` or `same_rack` where p and d are that near, until
 transfers between such workers have been measured (transfer_rates.py). `lacking` is how much of prompt +
 expected output exceeds the memory that D's requests leave. cost_P and load_D are reduced by `session` for the
@@ -30,6 +33,7 @@ import numpy as np
 
 from router.options import PolicyWeights
 from router.placement.fleet_table import Floats, WorkerArrays
+from router.placement.peer_fetch import Offers, PeerFetch
 from router.placement.policy import Choice, PlacementRequest, Policy, RoleCandidates
 from router.placement.transfer_table import TransferTable, transfer_table
 
@@ -37,12 +41,19 @@ from router.placement.transfer_table import TransferTable, transfer_table
 class KVPolicy(Policy):
     """Chooses the pair, or the D alone, that costs least."""
 
-    def __init__(self, weights: PolicyWeights, alone_tokens: int, chance: random.Random) -> None:
-        super().__init__(weights, alone_tokens, chance)
+    def __init__(
+        self,
+        weights: PolicyWeights,
+        alone_tokens: int,
+        chance: random.Random,
+        peers: PeerFetch | None = None,
+    ) -> None:
+        super().__init__(weights, alone_tokens, chance, peers)
         self._table: TransferTable | None = None
 
     def choose(self, request: PlacementRequest, prefill: RoleCandidates, decode: RoleCandidates) -> Choice:
-        costs = self._costs(request, prefill, decode)
+        offers = self.offers(request, prefill, decode)
+        costs = self._costs(request, prefill, decode, offers)
         alone_row, alone_cost = None, np.inf
         if "alone" in costs:
             alone_row = self.cheapest(costs["alone"])
@@ -50,13 +61,15 @@ class KVPolicy(Policy):
         if "prefill" in costs:
             p, d, cost = self._best_pair(prefill.workers, decode.workers, costs)
             if alone_row is None or cost < alone_cost:
-                return Choice(request, prefill, decode, p, d)
+                return Choice(request, prefill, decode, p, d, offers.fetch(p) if offers else None)
         assert alone_row is not None
-        return Choice(request, prefill, decode, None, alone_row)
+        fetch = offers.fetch(len(prefill.workers) + alone_row) if offers else None
+        return Choice(request, prefill, decode, None, alone_row, fetch)
 
     def costs(self, choice: Choice) -> dict[str, Floats]:
         """`prefill`: cost_P. `decode`: load_D + move from the nearest P. `alone`: where D may do it alone."""
-        costs = self._costs(choice.request, choice.prefill, choice.decode)
+        offers = self.offers(choice.request, choice.prefill, choice.decode)
+        costs = self._costs(choice.request, choice.prefill, choice.decode, offers)
         if "missing" in costs:
             table = self._transfer_table(choice.prefill.workers, choice.decode.workers)
             costs["decode"] = costs["load"] + table.cheapest(
@@ -65,17 +78,23 @@ class KVPolicy(Policy):
         return costs
 
     def _costs(
-        self, request: PlacementRequest, prefill: RoleCandidates, decode: RoleCandidates
+        self,
+        request: PlacementRequest,
+        prefill: RoleCandidates,
+        decode: RoleCandidates,
+        offers: Offers | None,
     ) -> dict[str, Floats]:
-        left, load = self.left(request, decode), self._load(request, decode)
+        left, load, split = self.left(request, decode), self._load(request, decode), len(prefill.workers)
         costs = {"load": load}
-        alone = self._alone(left.take(decode.workers.slots), decode.workers, load, len(prefill.workers) == 0)
+        alone = self._alone(left.take(decode.workers.slots), decode.workers, load, split, offers)
         if alone is not None:
             costs["alone"] = alone
-        if len(prefill.workers):
+        if split:
             held = decode.matches.pages.take(decode.workers.slots) * np.float64(decode.page_tokens)
             costs["missing"] = request.prompt_tokens - held
             costs["prefill"] = self._prefill(left.take(prefill.workers.slots), prefill)
+            if offers is not None:
+                costs["prefill"] -= offers.saved[:split]
         return costs
 
     def _prefill(self, left: Floats, prefill: RoleCandidates) -> Floats:
@@ -101,14 +120,20 @@ class KVPolicy(Policy):
             load[decode.last] -= weights.session
         return load
 
-    def _alone(self, left: Floats, decode: WorkerArrays, load: Floats, must: bool) -> Floats | None:
-        """`alone` by row, infinite for those that may not; None when none may."""
-        weights = self.weights
-        if not must and left[left.argmin()] > self.alone_tokens:
+    def _alone(
+        self, left: Floats, decode: WorkerArrays, load: Floats, split: int, offers: Offers | None
+    ) -> Floats | None:
+        """`alone` by row, infinite for those that may not; None when none may. `split`: workers before D."""
+        weights, computed = self.weights, left
+        if offers is not None:
+            computed = np.where(offers.saved[split:] > 0, left - offers.tokens[split:], left)
+        if split and computed[computed.argmin()] > self.alone_tokens:
             return None
         alone = load + weights.prefill_queue * decode.queued + weights.decode_prefill * left
-        if not must:
-            alone[left > self.alone_tokens] = np.inf
+        if offers is not None:
+            alone -= offers.saved[split:]
+        if split:
+            alone[computed > self.alone_tokens] = np.inf
         return alone
 
     def _best_pair(

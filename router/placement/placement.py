@@ -6,6 +6,7 @@ import msgspec
 
 from router.placement.expected_pages import Expectation
 from router.placement.load_estimate import WorkerLoadEstimate
+from wire.messages import FetchSource
 from wire.records import WorkerRecord
 
 
@@ -23,4 +24,5 @@ class Placement(msgspec.Struct, eq=False):  # a dataclass of this many fields is
     ticket: int  # from prefill_load
     report_number: int  # from decode_load
     expected: list[Expectation]  # P's first, where there is a P
+    source: FetchSource | None = None  # of what the worker that computes the prompt lacks
     prefilled: bool = False

@@ -17,10 +17,11 @@ from router.placement.expected_pages import Expectation, ExpectedPages
 from router.placement.fleet import Fleet
 from router.placement.fleet_table import Floats
 from router.placement.load_estimate import WorkerLoadEstimate
+from router.placement.peer_fetch import Fetch
 from router.placement.placement import Placement
 from router.placement.policy import Choice, PlacementRequest, Policy, RoleCandidates
 from router.placement.transfer_rates import TransferPair, locality
-from wire.messages import Timeline
+from wire.messages import FetchSource, Timeline
 from wire.records import WorkerRecord
 
 _MEAN_OVER = 64  # requests over which the mean output is taken
@@ -136,7 +137,7 @@ class Placer:
             self._remember(choice)
         return Placement(
             d.record, None if p is None else p.record, not fits, hit, left, context, d, prefill_load,
-            ticket, report_number, expected,
+            ticket, report_number, expected, self._source(choice.fetch),
         )  # fmt: skip
 
     def take_over(self, request: PlacementRequest, worker: WorkerRecord, now: float) -> Placement:
@@ -155,6 +156,8 @@ class Placer:
         placement.prefilled = True
         placement.prefill_load.prefilled(placement.ticket)
         self.fleet.own_changed(placement.prefill_load)
+        if placement.source is not None and self.policy.peers is not None:
+            self.policy.peers.ended(placement.source.worker)
         if placement.prefill is not None:
             self._expected.arrived(placement.expected[:1], now)
 
@@ -195,6 +198,14 @@ class Placer:
         """Give up pages that were expected and have come or will not. Let old transfers count less."""
         self._expected.tick(now)
         self.policy.transfers.tick(now)
+
+    def _source(self, fetch: Fetch | None) -> FetchSource | None:
+        """The holder as workers are told of it. It has one more to serve."""
+        if fetch is None or self.policy.peers is None:
+            return None
+        self.policy.peers.began(fetch)
+        record = fetch.holder.record
+        return FetchSource(record.id, record.mailbox, fetch.pages)
 
     def _remember(self, choice: Choice) -> None:
         session, p = _session(choice.request), choice.prefill_worker

@@ -8,6 +8,7 @@ from common.errors import ConfigError
 from router.options import PolicyWeights
 from router.placement.affinity_policy import PrefixAffinity
 from router.placement.kv_policy import KVPolicy
+from router.placement.peer_fetch import PeerFetch
 from router.placement.policy import Policy
 from router.placement.simple_policies import LeastLoaded, Random, RoundRobin
 
@@ -21,9 +22,17 @@ POLICIES: dict[str, type[Policy]] = {
 
 
 def make_policy(
-    name: str, weights: PolicyWeights, alone_tokens: int, chance: random.Random | None = None
+    name: str,
+    weights: PolicyWeights,
+    alone_tokens: int,
+    chance: random.Random | None = None,
+    peer_fetch: bool = False,
 ) -> Policy:
-    """Make a policy. Raises ConfigError, with the known names, for an unknown name."""
+    """Make a policy. Raises ConfigError, with the known names, for an unknown name.
+
+    `peer_fetch`: it names workers to fetch from. `prefix-affinity` does not: it has no index.
+    """
     if name not in POLICIES:
         raise ConfigError("policy", f"{name!r} is unknown", f"choose one of {', '.join(POLICIES)}")
-    return POLICIES[name](weights, alone_tokens, chance or random.Random())  # noqa: S311 (spreads load)
+    peers = PeerFetch(weights) if peer_fetch else None
+    return POLICIES[name](weights, alone_tokens, chance or random.Random(), peers)  # noqa: S311 (spreads load)

@@ -18,6 +18,7 @@ from router.index.page_table import Hashes, Tier
 from router.options import PolicyWeights
 from router.placement.fleet_table import Floats, WorkerArrays
 from router.placement.load_estimate import WorkerLoadEstimate
+from router.placement.peer_fetch import Fetch, Offers, PeerFetch
 from router.placement.transfer_rates import TransferRates
 
 _ALL_PAGES = int(Tier.GPU)  # the row of `found`; a look-up in an enum takes longer than the one in the array
@@ -80,6 +81,7 @@ class Choice(NamedTuple):
     decode: RoleCandidates
     prefill_row: int | None  # None: D computes the prompt, too
     decode_row: int
+    fetch: Fetch | None = None  # by the worker that computes the prompt
 
     @property
     def prefill_worker(self) -> WorkerLoadEstimate | None:
@@ -93,18 +95,27 @@ class Choice(NamedTuple):
 
     @property
     def hit_tokens(self) -> int:
-        """Prompt tokens that the worker which computes the prompt holds."""
+        """Prompt tokens that the worker which computes the prompt holds, or will have fetched."""
+        fetched = 0 if self.fetch is None else self.fetch.tokens
         if self.prefill_row is not None:
-            return self.prefill.held(self.prefill_row)
-        return self.decode.held(self.decode_row)
+            return self.prefill.held(self.prefill_row) + fetched
+        return self.decode.held(self.decode_row) + fetched
 
 
 class Policy(ABC):
     """Chooses among workers. One per router; it may remember what was chosen."""
 
-    def __init__(self, weights: PolicyWeights, alone_tokens: int, chance: random.Random) -> None:
-        """D may do a request alone when at most `alone_tokens` are left to compute. `chance` breaks ties."""
+    def __init__(
+        self,
+        weights: PolicyWeights,
+        alone_tokens: int,
+        chance: random.Random,
+        peers: PeerFetch | None = None,
+    ) -> None:
+        """D may do a request alone when at most `alone_tokens` are left to compute. `chance` breaks ties.
+        Without `peers`, nobody is told to fetch."""
         self.weights = weights
+        self.peers = peers
         self.alone_tokens = alone_tokens
         self.chance = chance
         self.transfers = TransferRates()  # of the fleet; told by the placer
@@ -125,6 +136,17 @@ class Policy(ABC):
 
     def forget(self, worker: str) -> None:  # noqa: B027  as above
         """A worker has left, or was replaced by one that holds nothing."""
+
+    def offers(
+        self, request: PlacementRequest, prefill: RoleCandidates, decode: RoleCandidates
+    ) -> Offers | None:
+        """What each worker could fetch from another, if workers fetch and anybody holds something."""
+        if self.peers is None:
+            return None
+        return self.peers.offers(
+            request.prompt_tokens, decode.page_tokens, decode.matches, prefill.workers, decode.workers,
+            self.transfers,
+        )  # fmt: skip
 
     def left(self, request: PlacementRequest, candidates: RoleCandidates) -> Floats:
         """Prompt tokens to compute, by slot, at least 1. What slower tiers hold is weighted."""

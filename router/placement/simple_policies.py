@@ -7,6 +7,7 @@ from abc import abstractmethod
 from itertools import count
 
 from router.options import PolicyWeights
+from router.placement.peer_fetch import PeerFetch
 from router.placement.policy import Choice, PlacementRequest, Policy, RoleCandidates
 
 
@@ -19,8 +20,18 @@ class SimplePolicy(Policy):
             len(prefill.workers) == 0
             or self.left(request, decode)[decode.workers.slots[d]] <= self.alone_tokens
         ):
-            return Choice(request, prefill, decode, None, d)
-        return Choice(request, prefill, decode, self.choose_prefill(prefill), d)
+            return self._with_fetch(Choice(request, prefill, decode, None, d))
+        return self._with_fetch(Choice(request, prefill, decode, self.choose_prefill(prefill), d))
+
+    def _with_fetch(self, choice: Choice) -> Choice:
+        """The choice, with the fetch that saves its worker most."""
+        offers = self.offers(choice.request, choice.prefill, choice.decode)
+        if offers is None:
+            return choice
+        row = choice.prefill_row
+        if row is None:
+            row = len(choice.prefill.workers) + choice.decode_row
+        return choice._replace(fetch=offers.fetch(row))
 
     @abstractmethod
     def choose_prefill(self, candidates: RoleCandidates) -> int:
@@ -34,8 +45,14 @@ class SimplePolicy(Policy):
 class RoundRobin(SimplePolicy):
     """Each worker in turn."""
 
-    def __init__(self, weights: PolicyWeights, alone_tokens: int, chance: random.Random) -> None:
-        super().__init__(weights, alone_tokens, chance)
+    def __init__(
+        self,
+        weights: PolicyWeights,
+        alone_tokens: int,
+        chance: random.Random,
+        peers: PeerFetch | None = None,
+    ) -> None:
+        super().__init__(weights, alone_tokens, chance, peers)
         self._prefill_turns = count()
         self._decode_turns = count()
 

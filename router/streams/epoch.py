@@ -65,9 +65,11 @@ class RoomEpoch:
         decode, prefill = self.placement.decode, self.placement.prefill
         partner = prefill or source
         mailbox = None if partner is None else partner.mailbox
-        self._tell(decode, Decode(request, mailbox, move=source is not None))
+        fetch = self.placement.source
+        alone = fetch if partner is None else None
+        self._tell(decode, Decode(request, mailbox, move=source is not None, source=alone))
         if prefill is not None:
-            self._held = Prefill(request, decode.mailbox)
+            self._held = Prefill(request, decode.mailbox, fetch)
             self._held_until = now + self._options.hold_prefill_s
             if not self.placement.hold_prefill:
                 self.send_held()

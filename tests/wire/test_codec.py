@@ -15,6 +15,7 @@ from wire.messages import (
     AnyMessage,
     ChecksumMode,
     Decode,
+    FetchSource,
     GroupTarget,
     KVDone,
     KVTarget,
@@ -40,6 +41,8 @@ EXAMPLES: list[AnyMessage] = [
     Prefill(REQUEST, "tcp://d"),
     Decode(REQUEST, "tcp://p"),
     Decode(REQUEST),
+    Prefill(REQUEST, "tcp://d", FetchSource("p-2", "tcp://p2", 7)),
+    Decode(REQUEST, source=FetchSource("p-2", "tcp://p2", 7)),
     Abort(1, 2, "gone"),
     Tokens("d-1", [TokenRun(1, 2, 0, [5], [TokenLogprobs(-0.5, [(5, -0.5)])], FinishReason.STOP, 16)]),
     KVTarget(
