@@ -33,9 +33,10 @@ import numpy as np
 from bench.common import alternate, argument_parser, medians, print_result
 from common.host import host_identity
 from kvcache.buffers import allocate_private, allocate_shared
+from kvcache.page_runs import PageIds, copy_pages
 from kvtransfer.checksum import checksums, samples
 from kvtransfer.mooncake_engine import MooncakeEngine
-from kvtransfer.pages import PageIds, PageWrite, copy_pages
+from kvtransfer.pages import PageWrite
 from kvtransfer.receiver import PoolReceiver
 from kvtransfer.region import GroupRegion
 from kvtransfer.select import open_receiver, open_sender

@@ -25,6 +25,8 @@ class MatchResult(NamedTuple):
     last_device_node: TreeNode | None
     parts: Mapping[str, Pages]  # by group name, what groups besides the primary one have of the match
     branching_len: int  # tokens, whole pages, that are cached by the primary group alone
+    host_hit_length: int = 0  # more tokens that could be continued from, once what is on the host is loaded
+    last_host_node: TreeNode | None = None  # where the match then ends
 
     def part(self, group: str) -> Pages:
         """Of a window group one page id per page of the match, 0 where none is held. Of a state group the one

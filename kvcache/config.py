@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from common.errors import ConfigError
 from common.ports import ANY_PORT, Ports
 from kvcache.eviction import eviction_policy
+from kvcache.tiers.config import TierConfig
 
 PREFIX_CACHES = ("radix", "none")
 MIN_STATE_SLOTS = 3  # one request's pair, and a spare for the one that the tree takes
@@ -49,6 +50,7 @@ class CacheConfig:
     state_slots: int | None = None  # slots of the state group; None: `num_state_slots` chooses
     mamba_track_interval: int = 256  # tokens between the states that decode keeps; whole pages
     events: KVEventsConfig = field(default_factory=KVEventsConfig)
+    tiers: TierConfig = field(default_factory=TierConfig)
 
     def __post_init__(self) -> None:
         if self.page_size < 1 or self.page_size & (self.page_size - 1):
@@ -59,6 +61,8 @@ class CacheConfig:
             raise ConfigError(
                 "prefix_cache", f"{self.prefix_cache!r} is unknown", f"use one of {', '.join(PREFIX_CACHES)}"
             )
+        if self.tiers.enabled and self.prefix_cache != "radix":
+            raise ConfigError("hicache_ratio", "there is no prefix cache", "use prefix_cache radix")
         eviction_policy(self.eviction_policy)
         if self.max_running_requests < 1 or self.pre_alloc_size < 0:
             raise ConfigError("max_running_requests", "is not positive", "give at least 1")

@@ -21,7 +21,20 @@ from kvcache.pool import ReqToTokenPool
 from kvcache.radix_cache import RadixCache
 from kvcache.radix_tree import RadixTree
 from kvcache.swa_allocator import SWATokenToKVPoolAllocator, window_tail
+from kvcache.tiers.copier import Copier
+from kvcache.tiers.host_pool import HostPool
+from kvcache.tiers.host_tier import HostTier
+from kvcache.tiers.mover import WorkQueue
+from kvcache.tiers.moves import TierMoves
 from kvcache.window_locks import WindowLocks
+
+
+class LowerParts(NamedTuple):
+    """What the host tier is made of."""
+
+    pool: HostPool
+    copier: Copier
+    mover: WorkQueue
 
 
 class CacheParts(NamedTuple):
@@ -31,6 +44,8 @@ class CacheParts(NamedTuple):
     primary: GroupAllocator
     swa: SWATokenToKVPoolAllocator | None  # of the window group, where there is one
     states: GroupAllocator | None  # of the state group, where there is one
+    host: HostTier | None
+    moves: TierMoves | None  # between device and host, where there is a host tier
 
 
 def build_prefix_cache(
@@ -39,8 +54,10 @@ def build_prefix_cache(
     allocators: Mapping[str, BaseTokenToKVPoolAllocator],
     pool: ReqToTokenPool,
     observers: Sequence[TreeObserver] = (),
+    lower: LowerParts | None = None,
 ) -> CacheParts:
-    """A RadixCache, or a ChunkCache when prefix caching is off. CacheConfig has checked the names.
+    """A RadixCache, or a ChunkCache when prefix caching is off. CacheConfig has checked the names. `lower` is
+    what a host tier is made of, for a RadixCache.
 
     What evicts is built before what allocates: components, then the tree, then the groups' allocators on it,
     then what requests hold, then the cache.
@@ -56,7 +73,12 @@ def build_prefix_cache(
         components.append(StateComponent(allocators["state"], policy))
 
     is_radix = config.prefix_cache == "radix"
-    tree = RadixTree(page_size, components if is_radix else (), observers)
+    host: HostTier | None = None
+    if lower is not None:
+        assert is_radix, "a host tier without a radix cache"
+        write_back = lower.copier if config.tiers.write_policy == "write_back" else None
+        host = HostTier(lower.pool, components, observers, page_size, policy, write_back)
+    tree = RadixTree(page_size, components if is_radix else (), observers, host)
 
     groups = {name: GroupAllocator(name, allocator, tree) for name, allocator in allocators.items()}
     swa: SWATokenToKVPoolAllocator | None = None
@@ -68,5 +90,10 @@ def build_prefix_cache(
     if states is not None:
         holdings.append(StateHoldings(states, page_size))
 
-    cache_class = RadixCache if is_radix else ChunkCache
-    return CacheParts(cache_class(pool, allocators[primary], tree, holdings), groups[primary], swa, states)
+    moves: TierMoves | None = None
+    if lower is not None and host is not None:
+        moves = TierMoves(config.tiers, tree, host, groups, lower.copier, lower.mover)
+    cache: BasePrefixCache = ChunkCache(pool, allocators[primary], tree, holdings)
+    if is_radix:
+        cache = RadixCache(pool, allocators[primary], tree, holdings, moves)
+    return CacheParts(cache, groups[primary], swa, states, host, moves)

@@ -4,7 +4,7 @@ lost."""
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,11 +24,14 @@ from kvcache.buffers import PoolBuffer, allocate_private, allocate_shared
 from kvcache.config import CacheConfig
 from kvcache.device_memory import allocate_exported
 from kvcache.events import EventRecorder
-from kvcache.factory import CacheParts, build_prefix_cache
+from kvcache.factory import CacheParts, LowerParts, build_prefix_cache
 from kvcache.layout import GroupSpec, KVGroupSpec, LatentGroupSpec, StateGroupSpec
 from kvcache.pool import KVCache, MambaPool, MHAKVCache, MLAKVCache, ReqToTokenPool
 from kvcache.request import GroupPages as GroupPages
 from kvcache.snapshot import TreeSnapshot
+from kvcache.tiers.copier import open_copier
+from kvcache.tiers.host_pool import HostPool
+from kvcache.tiers.mover import Mover, WorkQueue
 from wire.events import AnyEvent
 from wire.records import GroupLayout
 
@@ -84,8 +87,10 @@ class Memory:
         kv_caches: dict[str, KVCache],
         parts: CacheParts,
         recorder: EventRecorder | None,
+        mover: WorkQueue | None = None,
     ) -> None:
-        """`recorder` observes the tree of `parts`; None turns KV events off."""
+        """`recorder` observes the tree of `parts`; None turns KV events off. `mover` does the work of
+        `parts.moves`."""
         self.config = config
         self.specs = specs
         self.page_size = config.page_size
@@ -95,8 +100,9 @@ class Memory:
         self.allocators = allocators
         self.allocator = allocators[specs[0].name]
         self.kv_caches = kv_caches
-        self.cache, self.primary, self.swa, self.states = parts
+        self.cache, self.primary, self.swa, self.states, self.host, self.moves = parts
         self._recorder = recorder
+        self._mover = mover
         self._quarantine: dict[Hashable, list[GroupPages]] = {}
         self._quarantined_at: dict[Hashable, float] = {}
 
@@ -105,7 +111,11 @@ class Memory:
         return tuple(spec.to_layout(self.page_size) for spec in self.specs)
 
     def close(self) -> None:
-        """Give up the pools' buffers. A tensor over one stays usable."""
+        """End the mover's threads and give up the pools' buffers. A tensor over one stays usable."""
+        if self._mover is not None:
+            self._mover.close()
+        if self.host is not None:
+            self.host.pool.close()
         for pool in self.kv_caches.values():
             pool.close()
 
@@ -114,6 +124,17 @@ class Memory:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    # -- the host tier -----------------------------------------------------------------------------
+
+    def on_moved(self, wake: Callable[[], None]) -> None:
+        """Call `wake`, on another thread, when `poll_tiers` has something to do."""
+        if self._mover is not None:
+            self._mover.on_done(wake)
+
+    def poll_tiers(self) -> bool:
+        """Let what has moved between tiers enter the tree. Whether there was anything."""
+        return self.moves is not None and self.moves.poll()
 
     # -- frees of all groups -----------------------------------------------------------------------
 
@@ -211,6 +232,8 @@ class Memory:
         for name, balance in balances.items():
             yield from self._count_uncached(name, balance, held.get(name, ()))
         yield from self.cache.tree.check(lambda name, pages: balances[name].add("cached", pages))
+        if self.host is not None and self.moves is not None:
+            yield from self.host.check(self.cache.tree.nodes(), list(self.moves.held_on_host()))
         for balance in balances.values():
             yield from balance.check()
         reports = {name: self._group_report(name, balance) for name, balance in balances.items()}
@@ -236,6 +259,8 @@ class Memory:
             yield from balance.add("free", run)
         yield from balance.add("pending", allocator.pending_pages())
         yield from balance.add("held", np.fromiter(held, np.int64))
+        if self.moves is not None:
+            yield from balance.add("loading", self.moves.held().get(name, NO_PAGES))
         yield from balance.add("quarantined", self.quarantined(name))
 
     def _group_report(self, name: str, balance: Balance) -> GroupReport:
@@ -247,14 +272,17 @@ class Memory:
             free=balance.size("free"),
             evictable=evictable,
             protected=protected,
-            held=balance.size("held"),
+            held=balance.size("held") + balance.size("loading"),
             quarantined=balance.size("quarantined"),
             pending=balance.size("pending"),
         )
 
 
-def build_memory(config: CacheConfig, specs: Sequence[GroupSpec]) -> Memory:
-    """Allocate and connect everything. Raises ConfigError for groups that this memory cannot hold."""
+def build_memory(config: CacheConfig, specs: Sequence[GroupSpec], mover: WorkQueue | None = None) -> Memory:
+    """Allocate and connect everything. Raises ConfigError for groups that this memory cannot hold.
+
+    `mover` does the work of the host tier, where there is one; by default it has threads of its own.
+    """
     kinds = [spec.kind for spec in specs]
     primary, others = kinds[:1], kinds[1:]
     if primary not in (["full"], ["latent"]) or others not in OTHER_GROUPS:
@@ -270,9 +298,25 @@ def build_memory(config: CacheConfig, specs: Sequence[GroupSpec]) -> Memory:
     recorder = None
     if config.events.enable:
         recorder = EventRecorder(config.page_size, config.events.max_queued_events)
-    parts = build_prefix_cache(config, specs, allocators, rows, [recorder] if recorder else [])
     kv_caches = {spec.name: _pool(config, spec, allocators[spec.name].num_pages) for spec in specs}
-    return Memory(config, tuple(specs), rows, allocators, kv_caches, parts, recorder)
+    lower = None
+    if config.tiers.enabled:
+        mover = mover or Mover()
+        lower = _lower(config, specs, kv_caches, mover)
+    parts = build_prefix_cache(config, specs, allocators, rows, [recorder] if recorder else [], lower)
+    return Memory(config, tuple(specs), rows, allocators, kv_caches, parts, recorder, mover)
+
+
+def _lower(
+    config: CacheConfig, specs: Sequence[GroupSpec], pools: Mapping[str, KVCache], mover: WorkQueue
+) -> LowerParts:
+    """The host tier's parts: pages in one ratio to the device's for all groups, at least one."""
+    ratio = config.tiers.ratio
+    if config.tiers.size_bytes:
+        ratio = config.tiers.size_bytes / max(1, sum(p.num_pages * p.page_bytes for p in pools.values()))
+    pages = {name: max(1, int(pool.num_pages * ratio)) for name, pool in pools.items()}
+    host = HostPool(specs, config.page_size, pages, pinned=config.device != "cpu")
+    return LowerParts(host, open_copier(pools, host, config.tiers.pace_bytes_per_s), mover)
 
 
 def _allocator(config: CacheConfig, spec: GroupSpec) -> BaseTokenToKVPoolAllocator:

@@ -15,6 +15,7 @@ from kvcache.pool import ReqToTokenPool
 from kvcache.radix_key import RadixKey
 from kvcache.radix_tree import RadixTree
 from kvcache.request import CachedRequest
+from kvcache.tiers.moves import TierMoves
 from kvcache.tree_node import NO_PARTS, TreeNode
 
 
@@ -34,8 +35,11 @@ class RadixCache(BasePrefixCache):
         allocator: BaseTokenToKVPoolAllocator,
         tree: RadixTree,
         holdings: Sequence[GroupHoldings] = (),
+        moves: TierMoves | None = None,
     ) -> None:
+        """`moves` backs up what is inserted, where there is a host tier."""
         super().__init__(req_to_token_pool, allocator, tree, holdings)
+        self._moves = moves
         self._offsets = np.arange(self.page_size)
 
     # -- matching ----------------------------------------------------------------------------------
@@ -47,12 +51,19 @@ class RadixCache(BasePrefixCache):
         """
         tree = self.tree
         path, cached = tree.walk(key)
-        return self._result(tree.usable(path, cached // self.page_size), cached)
+        whole = tree.usable(path, cached // self.page_size, with_host=True)
+        if tree.lower is None:
+            return self._result(whole, cached)
+        resident, pages = tree.resident(whole)
+        total = pages + sum(node.num_pages for node in whole[len(resident) :])
+        match = self._result(tree.usable(resident, pages), cached)
+        on_host = total * self.page_size - len(match.device_indices)
+        return match._replace(host_hit_length=on_host, last_host_node=whole[-1] if whole else None)
 
     def match_parts(self, key: RadixKey) -> MatchResult:
         """What each group has of the longest prefix that the primary group has; see BasePrefixCache."""
-        path, cached = self.tree.walk(key)
-        return self._result(path, cached)
+        path, pages = self.tree.resident(self.tree.walk(key)[0])
+        return self._result(path, pages * self.page_size)
 
     def _result(self, path: list[TreeNode], cached: int) -> MatchResult:
         """`cached`: tokens that the primary group has, which may be more than those of `path`."""
@@ -85,16 +96,23 @@ class RadixCache(BasePrefixCache):
         path, prefix_len = tree.walk(key, 0 if chunked else 1)
         for node in path:
             node.priority = max(node.priority, priority)
-        start = end = prefix_len // self.page_size
+        resident, start = tree.resident(path)
+        end = total
         if start < total:
             ends = [c.leaf_lengths(offers.get(c.name, NO_PAGES), total) for c in tree.others]
-            end = longest(ends) if ends else total
+            end = max(start, longest(ends) if ends else total)
+        found = prefix_len // self.page_size
+        if len(resident) < len(path):  # the others are on the host alone: they get the device pages, too
+            path = tree.cut(path, end) if end < found else path
+            tree.restore(path, pages)
         for component in tree.others:
-            component.revive(path, offers.get(component.name, NO_PAGES), start == total)
-        if start < end:
+            component.revive(path, offers.get(component.name, NO_PAGES), min(found, end) == total)
+        if found < end:
             parent = path[-1] if path else tree.root
-            path.append(tree.append(parent, key, pages[:end], start, priority, offers))
-        return InsertResult(prefix_len, self._result(path, max(prefix_len, end * self.page_size)))
+            path.append(tree.append(parent, key, pages[:end], found, priority, offers))
+        if self._moves is not None:
+            self._moves.consider(path)
+        return InsertResult(start * self.page_size, self._result(path, end * self.page_size))
 
     # -- locks -------------------------------------------------------------------------------------
 

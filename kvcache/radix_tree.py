@@ -17,7 +17,9 @@ import numpy as np
 from kvcache.allocator import NO_PAGES, Pages
 from kvcache.balance import in_slices
 from kvcache.components.base import Tally, TreeComponent, longest
-from kvcache.observer import TreeObserver
+from kvcache.host_copy import HostCopy
+from kvcache.lower_tier import LowerTier
+from kvcache.observer import Tier, TreeObserver
 from kvcache.radix_key import Namespace, RadixKey
 from kvcache.tree_node import TOKEN_BYTES, TreeNode
 from wire.page_hash import owner_key
@@ -31,9 +33,12 @@ class RadixTree:
         page_size: int,
         components: Sequence[TreeComponent] = (),
         observers: Sequence[TreeObserver] = (),
+        lower: LowerTier | None = None,
     ) -> None:
-        """The first component is the primary group's. Without components the tree stays empty."""
+        """The first component is the primary group's. Without components the tree stays empty. `lower`: the
+        tier to which evicted nodes may go."""
         self.page_size = page_size
+        self.lower = lower
         self.components: tuple[TreeComponent, ...] = (*components,)
         self.others: tuple[TreeComponent, ...] = self.components[1:]
         self.root = TreeNode(None, Namespace(""), b"", b"", 0, 0)
@@ -75,14 +80,28 @@ class RadixTree:
                 component.evictor.touched(path)
         return path, at // TOKEN_BYTES
 
-    def usable(self, path: list[TreeNode], pages: int) -> list[TreeNode]:
-        """The longest part of a path of `pages` pages at whose end every group can continue.
+    @staticmethod
+    def resident(path: list[TreeNode]) -> tuple[list[TreeNode], int]:
+        """The part of a path that is on the device, and its pages."""
+        pages = 0
+        for i, node in enumerate(path):
+            if not node.page_ids:
+                return path[:i], pages
+            pages += node.num_pages
+        return path, pages
+
+    def usable(self, path: list[TreeNode], pages: int, with_host: bool = False) -> list[TreeNode]:
+        """The longest part of a path of `pages` pages at whose end every group can continue, `with_host` with
+        the help of what is on the host.
 
         The node in which that part ends is split there.
         """
         if not self.others:
             return path
-        left = longest([component.valid_lengths(path, pages) for component in self.others])
+        return self.cut(path, longest([c.valid_lengths(path, pages, with_host) for c in self.others]))
+
+    def cut(self, path: list[TreeNode], left: int) -> list[TreeNode]:
+        """The first `left` pages of a path. The node in which they end is split there."""
         for i, node in enumerate(path):
             if left < node.num_pages:
                 return path[:i] + ([self._split(node, left)] if left else [])
@@ -95,6 +114,11 @@ class RadixTree:
             upper.parts = {}
             for component in self.others:
                 component.split(upper, node)
+        if node.host is not None:
+            for component in self.components:
+                component.split_host(upper, node)
+            assert self.lower is not None, "a host copy without a host tier"
+            self.lower.divided(upper)
         return upper
 
     # -- growing -----------------------------------------------------------------------------------
@@ -118,13 +142,46 @@ class RadixTree:
         node = TreeNode(parent, key.namespace, tokens, ids, end - begin, self._tick, key.tenant)
         node.priority = priority
         parent.children[node.child_key(self.page_size)] = node
+        parent.resident_children += 1
         if self.others:
             node.parts = {}
         for component in self.components:
             component.insert(node, start, offers.get(component.name, NO_PAGES))
         for observer in self._observers:
-            observer.stored(node)
+            observer.stored(node, Tier.DEVICE)
         return node
+
+    def append_host(self, parent: TreeNode, key: RadixKey, start: int, end: int, copy: HostCopy) -> TreeNode:
+        """A new leaf below `parent` for pages [start, end) of `key`, which are on the host alone."""
+        begin, stop = start * self.page_size, end * self.page_size
+        tokens = key[begin:stop].tokens.tobytes()
+        node = TreeNode(
+            parent, key.namespace, tokens, b"", stop - begin, self._tick, key.tenant, num_pages=end - start
+        )
+        parent.children[node.child_key(self.page_size)] = node
+        node.host = copy
+        if self.others:
+            node.parts = {}
+        for component in self.others:
+            component.insert(node, start, NO_PAGES)
+        for observer in self._observers:
+            observer.stored(node, Tier.HOST)
+        return node
+
+    def restore(self, path: Sequence[TreeNode], pages: Pages) -> None:
+        """Give the nodes of `path` that are not resident their pages of `pages`, which has one for each page
+        of the path."""
+        start = 0
+        for node in path:
+            end = start + node.num_pages
+            if not node.page_ids:
+                assert node.parent is not None, "the root is resident"
+                node.page_ids = pages[start:end].astype(np.int32).tobytes()
+                node.parent.resident_children += 1
+                self.components[0].insert(node, start, NO_PAGES)
+                for observer in self._observers:
+                    observer.stored(node, Tier.DEVICE)
+            start = end
 
     # -- locks -------------------------------------------------------------------------------------
 
@@ -142,20 +199,21 @@ class RadixTree:
             self._settle(node)
 
     def _settle(self, node: TreeNode) -> None:
-        """Offer `node` for eviction if it is an unlocked leaf now; remove it at once if it is a tombstone."""
-        while not (node.lock_ref or node.children or node is self.root):
+        """Offer `node` for eviction if it is an unlocked leaf of the device now; if it is a tombstone, it
+        gives way at once."""
+        while not (node.lock_ref or node.resident_children or node is self.root):
             if not any(component.is_tombstone(node) for component in self.others):
                 self.components[0].evictor.offer(node)
                 return
-            node = self._unlink(node)
+            node = self._give_way(node)
 
     # -- shrinking ---------------------------------------------------------------------------------
 
     def evict(self, group: str, pages: int) -> int:
         """Free at least `pages` pages of a group in policy order, or all that can be freed; returns how many.
 
-        Of an inner node, or one whose path is locked, only this group's part is freed. An unlocked leaf is
-        removed with all that it holds once its part alone does not suffice.
+        Of an inner node, or one whose path is locked, only this group's part is freed. An unlocked leaf gives
+        way with all that it holds once its part alone does not suffice. A leaf has no child on the device.
         """
         component = self._by_group.get(group)
         if component is None:
@@ -166,24 +224,39 @@ class RadixTree:
             node = component.evictor.pop(component.may_evict)
             if node is None:
                 break
-            is_free_leaf = not node.children and not node.lock_ref
+            is_free_leaf = not node.resident_children and not node.lock_ref
             component.shrink(node, evictable - left, is_free_leaf)
             if is_free_leaf and component.evictable() > left:
-                self._settle(self._unlink(node))
+                self._settle(self._give_way(node))
             elif component.may_evict(node):
                 component.evictor.offer(node)
         return before - component.evictable()
 
-    def _unlink(self, node: TreeNode) -> TreeNode:
-        """Remove an unlocked leaf and free what it holds; returns its parent, which may be a tombstone."""
+    def _give_way(self, node: TreeNode) -> TreeNode:
+        """Free what an unlocked leaf holds on the device, and remove it unless it stays on the host.
+
+        Returns its parent, which may be a tombstone.
+        """
+        parent = node.parent
+        assert parent is not None, "the root never gives way"
+        stays = self.lower is not None and self.lower.keeps(node)
         for observer in self._observers:
-            observer.removed(node)
+            observer.removed(node, Tier.DEVICE)
         for component in self.components:
             component.free(node)
-        parent = node.parent
-        assert parent is not None, "the root is never removed"
-        del parent.children[node.child_key(self.page_size)]
+        node.page_ids = b""
+        parent.resident_children -= 1
+        if not stays:
+            self.remove(node)
         return parent
+
+    def remove(self, node: TreeNode) -> None:
+        """Unlink a node that is not resident, with all that is below it, on the host."""
+        if self.lower is not None:
+            for one in (*node.descendants(), node):
+                self.lower.dropped(one)
+        assert node.parent is not None, "the root is never removed"
+        del node.parent.children[node.child_key(self.page_size)]
 
     # -- looking -----------------------------------------------------------------------------------
 
@@ -217,7 +290,12 @@ class RadixTree:
             for component, tally in tallies.items():
                 component.tally(nodes, tally)
                 yield from count(component.name, component.all_pages(nodes))
-            leaves = [node for node in nodes if not node.children and not node.lock_ref]
+            for node in nodes:
+                resident = sum(child.is_resident for child in node.children.values())
+                assert resident == node.resident_children, "resident children are miscounted"
+                assert node.is_resident or not resident, "a node is resident and its parent is not"
+                assert node.is_resident or node.host is not None, "a node is on no tier"
+            leaves = [n for n in nodes if n.is_resident and not n.resident_children and not n.lock_ref]
             for component in self.others:
                 assert not any(map(component.is_tombstone, leaves)), f"a leaf is a {component.name} tombstone"
             yield

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvcache.observer import Tier
 from kvcache.radix_key import Namespace
 from kvcache.tree_node import TreeNode
 from wire.events import AllBlocksCleared, AnyEvent, BlockStored
 from wire.page_hash import PageDigest, event_hash, event_hashes, owned_digests
 
-DEVICE_MEDIUM = "GPU"  # consumers' name of the tier that attention reads, on any device
 _BATCH_PAGES = 4096  # of a batch of a snapshot, where the number of batches allows it
 
 
@@ -31,6 +31,7 @@ class NodeImage(NamedTuple):
     digests: list[PageDigest]
     parent: PageDigest | None  # of the page before the first; None for the first page of a sequence
     tenant: str
+    tiers: tuple[Tier, ...]
 
     @classmethod
     def of(cls, node: TreeNode, page_size: int) -> NodeImage:
@@ -38,10 +39,11 @@ class NodeImage(NamedTuple):
         above = node.parent
         has_parent = above is not None and above.parent is not None
         parent = above.page_digests(page_size)[-1] if above is not None and has_parent else None
-        return cls(node.namespace, node.tokens, node.page_digests(page_size), parent, node.tenant)
+        digests, tiers = node.page_digests(page_size), tiers_of(node)
+        return cls(node.namespace, node.tokens, digests, parent, node.tenant, tiers)
 
-    def stored(self, page_size: int) -> BlockStored:
-        """The event that announces these pages."""
+    def stored(self, page_size: int, tier: Tier) -> BlockStored:
+        """The event that announces these pages in a tier."""
         namespace = self.namespace
         above = owned_digests([] if self.parent is None else [self.parent], self.tenant)
         tokens = np.frombuffer(self.tokens, np.int32)
@@ -54,12 +56,20 @@ class NodeImage(NamedTuple):
             token_ids=token_ids,
             block_size=page_size,
             lora_id=None,
-            medium=DEVICE_MEDIUM,
+            medium=tier,
             lora_name=None,
             extra_keys=[[namespace.extra_key]] * len(self.digests) if namespace.extra_key else None,
             cache_salt=namespace.cache_salt or None,
             tenant=self.tenant or None,
         )
+
+
+def tiers_of(node: TreeNode) -> tuple[Tier, ...]:
+    """The tiers that have all pages of the node, as events have told."""
+    if node.host is None:
+        return (Tier.DEVICE,)
+    held = (node.is_resident, not node.host.is_empty, node.host.stored)
+    return tuple(tier for tier, is_held in zip(Tier, held, strict=True) if is_held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +90,13 @@ class TreeSnapshot:
         There is at least one batch and at most `at_most`; the smaller that is, the larger the batches. No
         node is divided, so a node with many pages makes a larger batch, too.
         """
-        pages = sum(len(node.digests) for node in self.nodes)
+        pages = sum(len(node.digests) * len(node.tiers) for node in self.nodes)
         enough = max(_BATCH_PAGES, -(-pages // at_most))
         batch: list[AnyEvent] = [AllBlocksCleared()]
         filled = 0
         for node in self.nodes:
-            batch.append(node.stored(self.page_size))
-            filled += len(node.digests)
+            batch += [node.stored(self.page_size, tier) for tier in node.tiers]
+            filled += len(node.digests) * len(node.tiers)
             if filled >= enough:
                 yield batch
                 batch, filled = [], 0

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.host_copy import HostCopy
 from kvcache.radix_key import Namespace, root_slot
 from wire.page_hash import PageDigest, page_digests
 
@@ -23,11 +24,16 @@ class TreeNode:
     `tokens` are int32 as bytes (a bigram node has one more than its units), and `page_ids` those of the
     primary group, one int32 per page, as bytes too: few objects, and one C call each to compare or join.
     `parts` holds what the other groups keep on this node, by group name.
+
+    A node is resident while its pages are on the device. Where there is a host tier, a node may be on the
+    host alone: it has no page ids then, and `host` says what is there. The parent of a resident node is
+    resident.
     """
 
     __slots__ = (
-        "children", "created", "digests", "entry", "hit_count", "last_access", "lock_ref", "namespace",
-        "num_tokens", "offers", "page_ids", "parent", "parts", "priority", "tenant", "tokens",
+        "children", "created", "digests", "entry", "hit_count", "host", "last_access", "lock_ref",
+        "namespace", "num_pages", "num_tokens", "offers", "page_ids", "parent", "parts", "priority",
+        "resident_children", "tenant", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -39,13 +45,18 @@ class TreeNode:
         num_tokens: int,
         tick: int,
         tenant: str = "",
+        num_pages: int | None = None,
     ) -> None:
+        """`num_pages` is to be given for a node on the host alone; a resident one has an id for each page."""
         self.parent = parent
         self.namespace = namespace
         self.tokens = tokens
         self.page_ids = page_ids
+        self.num_pages = len(page_ids) // PAGE_ID_BYTES if num_pages is None else num_pages
         self.num_tokens = num_tokens
         self.children: dict[bytes, TreeNode] = {}
+        self.resident_children = 0
+        self.host: HostCopy | None = None
         self.parts = NO_PARTS
         self.digests: list[PageDigest] | None = None  # one per page, computed on first use
         self.lock_ref = 0  # locks on this node or below it
@@ -63,9 +74,9 @@ class TreeNode:
         return np.frombuffer(self.page_ids, np.int32)
 
     @property
-    def num_pages(self) -> int:
-        """Pages of this node."""
-        return len(self.page_ids) // PAGE_ID_BYTES
+    def is_resident(self) -> bool:
+        """Whether the pages are on the device."""
+        return bool(self.page_ids)
 
     def token_array(self) -> npt.NDArray[np.int32]:
         """The tokens, a read-only view."""
@@ -136,16 +147,21 @@ class TreeNode:
             border,
             self.created,
             self.tenant,
+            pages,
         )
+        upper.resident_children = 1 if self.page_ids else 0
         upper.last_access = self.last_access
         upper.lock_ref = self.lock_ref
         upper.hit_count = self.hit_count
         upper.priority = self.priority
+        if self.host is not None:
+            upper.host = self.host.upper_half()
         if self.digests is not None:
             upper.digests, self.digests = self.digests[:pages], self.digests[pages:]
         parent.children[self.child_key(page_size)] = upper
         self.tokens = self.tokens[border * TOKEN_BYTES :]
         self.page_ids = self.page_ids[pages * PAGE_ID_BYTES :]
+        self.num_pages -= pages
         self.num_tokens -= border
         self.parent = upper
         upper.children[self.child_key(page_size)] = self

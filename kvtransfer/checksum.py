@@ -13,8 +13,8 @@ import zlib
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from kvcache.page_runs import PageIds
 from kvtransfer.copies import CopyQueue
-from kvtransfer.pages import PageIds
 from kvtransfer.region import GroupRegion, HostPages
 from wire.checksums import ChecksumMode
 

@@ -13,10 +13,10 @@ import logging
 
 from common.errors import ConfigError, TransferError
 from kvcache.device_memory import DeviceError, DeviceMapping, DeviceMemory
+from kvcache.page_runs import coalesce
 from kvtransfer.channel import Channel, GrantedWrite, Peer, Uncertain
 from kvtransfer.copies import CopyQueue
 from kvtransfer.local import LocalReceiver, LocalSender, Mapped, Unmappable
-from kvtransfer.pages import coalesce
 from kvtransfer.region import PoolRegion
 from kvtransfer.rooms import RoomTable
 from kvtransfer.transport import Bounds

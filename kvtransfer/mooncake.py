@@ -25,12 +25,12 @@ import numpy as np
 
 from common.errors import ConfigError, TransferError
 from common.ports import ANY_PORT, Ports
+from kvcache.page_runs import PageIds, coalesce, copy_pages
 from kvtransfer.channel import GrantedWrite, PeerSender, Uncertain
 from kvtransfer.frames import End, Ended, Granted, Pools, Staged
 from kvtransfer.granting import GrantingReceiver
 from kvtransfer.listener import hang_up
 from kvtransfer.mooncake_engine import MooncakeEngine, has_rdma
-from kvtransfer.pages import PageIds, coalesce, copy_pages
 from kvtransfer.region import GroupRegion, PoolRegion
 from kvtransfer.rooms import Grant, RoomTable
 from kvtransfer.streams import Stream

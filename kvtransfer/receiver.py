@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from common.errors import PageDiffers, TransferError
+from kvcache.page_runs import PageIds, as_pages
 from kvtransfer.checksum import checksums, samples
-from kvtransfer.pages import PageIds, as_pages
 from kvtransfer.region import PoolRegion, check_pages
 from kvtransfer.rooms import Grant, RoomTable
 from kvtransfer.transport import Fence, Landed, ReceiverTransport

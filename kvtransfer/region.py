@@ -18,8 +18,8 @@ import torch
 
 from kvcache.device_memory import DeviceMemory, device_memory
 from kvcache.memory import Memory
+from kvcache.page_runs import PageIds
 from kvtransfer.copies import Copied, CopyQueue, CudaCopies
-from kvtransfer.pages import PageIds
 
 _STAGE_BYTES = 4 << 20  # each of the two buffers of a transfer
 

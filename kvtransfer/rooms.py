@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import TransferError
-from kvtransfer.pages import PageIds, as_pages
+from kvcache.page_runs import PageIds, as_pages
 from kvtransfer.transport import NOTHING_LANDED, Fence, Landed
 
 Key = tuple[int, int]

@@ -16,8 +16,9 @@ from types import MappingProxyType
 import numpy as np
 
 from common.errors import TransferError
+from kvcache.page_runs import PageIds, as_pages
 from kvtransfer.checksum import checksums, samples
-from kvtransfer.pages import PageIds, PageWrite, as_pages
+from kvtransfer.pages import PageWrite
 from kvtransfer.region import PoolRegion
 from kvtransfer.transport import SenderTransport
 from wire.checksums import NO_CHECKSUMS, ChecksumMode, PageChecksums

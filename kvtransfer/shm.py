@@ -11,9 +11,9 @@ from contextlib import closing
 
 from common.errors import ConfigError
 from kvcache.buffers import check_sealed
+from kvcache.page_runs import copy_pages
 from kvtransfer.channel import GrantedWrite
 from kvtransfer.local import LocalReceiver, LocalSender
-from kvtransfer.pages import copy_pages
 from kvtransfer.region import GroupRegion, PoolRegion
 from kvtransfer.rooms import RoomTable
 from kvtransfer.transport import Bounds

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from common.errors import TransferError
+from kvcache.page_runs import stretches
 from kvtransfer.encryption import MAX_PLAIN_BYTES, TAG_BYTES, FrameCipher
 from kvtransfer.frames import (
     LENGTH,
@@ -25,7 +26,6 @@ from kvtransfer.frames import (
     receive_length,
     send_frame,
 )
-from kvtransfer.pages import stretches
 from kvtransfer.region import HostPages
 
 _VECTORS = 512  # buffers per call; the kernel takes 1024

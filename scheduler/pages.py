@@ -79,7 +79,24 @@ class Pages:
         an admitted prompt never stops half-way because there are too few.
         """
         match = self.memory.cache.match_prefix(self.key(req, match_len))
+        if self.brings_back(req, match, spare, req.prefill_len):
+            return False
         return self.take_slots(req, match, len(match.device_indices), spare, req.prefill_len)
+
+    def brings_back(self, req: Req, match: MatchResult, spare: Capacity, extent: int) -> bool:
+        """Whether the request, which needs `extent` tokens, must wait because what the host has of its match
+        is being loaded."""
+        moves = self.memory.moves
+        if moves is None or not moves.wants(match):
+            return False
+        wanted = self.pages_of(extent - len(match.device_indices)) * self.page_size
+        fits = self._pool.available_size() > 0 and self.free_tokens() >= wanted + spare.tokens
+        return moves.bring_back((req.room, req.epoch), match, fits)
+
+    def forget_load(self, req: Req) -> None:
+        """The request does not wait for a load any more."""
+        if self.memory.moves is not None:
+            self.memory.moves.release((req.room, req.epoch))
 
     @staticmethod
     def key(req: Req, length: int) -> RadixKey:
@@ -116,6 +133,7 @@ class Pages:
             req.state_hold = StateHold(pair.tolist(), live, prefix, branching_len=match.branching_len)
         req.last_node = node
         req.cache_protected_len = req.kv_committed_len = req.scheduled_len = prefix
+        self.forget_load(req)
         return True
 
     def _fits(self, row: int, wanted: int, spare: Capacity) -> bool:

@@ -119,6 +119,7 @@ class RequestTable:
 
     def detach(self, req: Req) -> None:
         """Remove the request from the queue or batch that it is in."""
+        self.pages.forget_load(req)
         if req.running_index >= 0:
             self.running.leave(req)
         if req in self.compiling:

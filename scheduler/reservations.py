@@ -25,6 +25,8 @@ class Reservations:
         """`take` for a prompt that comes by transfer, with pages for `extent` tokens, not fewer than the
         prompt's. `req.reserved` has those that are not cached here, by group."""
         total = req.prefill_len
+        if self._waits_for_load(req, spare, extent):
+            return False
         match = self._memory.cache.match_parts(self._pages.key(req, total))
         if not self._pages.take_slots(req, match, total, spare, extent):
             return False
@@ -41,6 +43,13 @@ class Reservations:
             hold.live, hold.live_len = hold.private[0], total
             req.reserved["state"] = ReservedPages(0, np.array([hold.live], np.int64))
         return True
+
+    def _waits_for_load(self, req: Req, spare: Capacity, extent: int) -> bool:
+        """Whether a part of the prompt is on its way from the host, and need not come from elsewhere."""
+        if self._memory.moves is None:
+            return False
+        match = self._memory.cache.match_prefix(self._pages.key(req, req.prefill_len))
+        return self._pages.brings_back(req, match, spare, extent)
 
     def filled(self, req: Req, length: int) -> dict[str, npt.NDArray[np.int64]]:
         """Of the reserved pages, in order, those that a transfer of `length` tokens fills: what a query at

@@ -117,6 +117,7 @@ class Scheduler:
 
         Raises DeviceLost when a forward is stuck. The scheduler is unusable after that (see Results.take).
         """
+        moved = self._memory.poll_tiers()
         answered = self._answer_early()
         self._requests.queue_compiled()
         self._join_transferred()
@@ -128,7 +129,7 @@ class Scheduler:
         for req in complete:  # after the launch, because the policy may abort any request
             self._results.prefilled(req)
         taken = self._take_results(self.config.overlap_depth if launched else 0)
-        return launched or taken or answered or bool(complete) or self._unblock()
+        return launched or taken or answered or moved or bool(complete) or self._unblock()
 
     def _join_transferred(self) -> None:
         queue, busy = self._requests.transferred, self._requests.chunked is not None

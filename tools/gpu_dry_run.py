@@ -27,9 +27,9 @@ from engine.largest_batch import largest_batch, largest_lens
 from engine.module_replacements import apply_replacements, replacement_table
 from engine.runner import ModelRunner
 from kvcache.layout import StateGroupSpec
+from kvcache.page_runs import as_pages
 from kvcache.pool import KVCache, MambaPool, MHAKVCache, MLAKVCache
 from kvtransfer.copies import CudaCopies
-from kvtransfer.pages import as_pages
 from kvtransfer.region import GroupRegion
 from tests.support import flashinfer_stand_in as stand_in
 from tests.support.driver import Driver

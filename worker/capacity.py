@@ -11,6 +11,7 @@ from common.errors import ConfigError
 from engine.spec import ModelSpec
 from kvcache.config import MIN_STATE_SLOTS, CacheConfig, KVEventsConfig
 from kvcache.layout import pages_in
+from kvcache.tiers.config import TierConfig
 from worker.options import WorkerOptions
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,11 @@ def chosen_config(options: WorkerOptions, shared_pool: bool, device: str) -> Cac
         state_slots=options.max_mamba_cache_size,
         mamba_track_interval=options.mamba_track_interval,
         events=_events_config(options),
+        tiers=TierConfig(
+            ratio=options.hicache_ratio,
+            size_bytes=int(options.hicache_size * 1e9),
+            write_policy=options.hicache_write_policy,
+        ),
     )
 
 

@@ -112,6 +112,16 @@ class MemoryOptions(Options):
         CacheConfig.eviction_policy,
         description="which cached prefix goes first: lru, mru, lfu, fifo, filo, priority or slru",
     )
+    hicache_ratio: float = Field(
+        0.0, ge=0, description="KV pages kept in host memory for each one on the device; 0: no host tier"
+    )
+    hicache_size: float = Field(
+        0.0, ge=0, description="the same as a size in GB, which takes the place of the ratio; 0: none"
+    )
+    hicache_write_policy: Literal["write_through", "write_through_selective", "write_back"] = Field(
+        "write_through",
+        description="when pages go to the host: as they are cached, at their second use, or at their eviction",
+    )
     kv_events_config: KVEventsOptions = Field(
         KVEventsOptions(), description="KV events, for example {enable: false}"
     )

@@ -70,6 +70,8 @@ def open_parts(
         curve = curve_for(options.secret())
         mailbox = Mailbox(options.interface, curve, ports=options.ports.of("mailboxes"))
         owned.callback(mailbox.close)
+        memory.on_moved(mailbox.nudge)
+        owned.callback(memory.on_moved, _nobody)  # the memory may outlive this worker, in another role
         publisher = open_publisher(options, memory, curve, mailbox.nudge)
         if publisher is not None:
             owned.callback(publisher.close)
@@ -92,3 +94,7 @@ def open_parts(
         role = kind(services)
         owned.callback(role.close)
         return WorkerParts(engine, curve, publisher, services, role, owned.pop_all())
+
+
+def _nobody() -> None:
+    """Who is woken while no worker uses the memory."""

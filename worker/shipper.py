@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from common.errors import TransferError
 from common.host import host_identity
-from kvtransfer.pages import PageIds, as_pages
+from kvcache.page_runs import PageIds, as_pages
 from kvtransfer.region import pool_regions
 from kvtransfer.select import open_sender
 from kvtransfer.sender import KVSender, SenderThreads, Sent

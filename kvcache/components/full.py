@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvcache.allocator import BaseTokenToKVPoolAllocator, Pages
+from kvcache.allocator import NO_PAGES, BaseTokenToKVPoolAllocator, Pages
 from kvcache.components.base import PartReport, Tally, TreeComponent
 from kvcache.eviction import LeafEvictor
 from kvcache.tree_node import TreeNode
@@ -30,6 +30,12 @@ class FullComponent(TreeComponent):
     def gather(self, path: Sequence[TreeNode]) -> Pages:
         """The path's page ids."""
         return np.frombuffer(b"".join([node.page_ids for node in path]), np.int32)
+
+    def held(self, path: Sequence[TreeNode]) -> Pages:
+        """The path's page ids, 0 for those of nodes that are not resident."""
+        return np.concatenate(
+            [NO_PAGES, *(n.value if n.page_ids else np.zeros(n.num_pages, np.int32) for n in path)]
+        )
 
     def insert(self, node: TreeNode, start: int, offer: Pages) -> None:
         """Count the node as evictable; its pages came with it."""
@@ -65,7 +71,7 @@ class FullComponent(TreeComponent):
 
     def may_evict(self, node: TreeNode) -> bool:
         """Only unlocked leaves may."""
-        return not node.lock_ref and not node.children
+        return not node.lock_ref and not node.resident_children
 
     def free(self, node: TreeNode) -> None:
         """Give the node's pages back to the allocator."""
@@ -85,6 +91,9 @@ class FullComponent(TreeComponent):
     def tally(self, nodes: Sequence[TreeNode], tally: Tally) -> None:
         """A node with a locked child is locked, as often as all its children."""
         for node in nodes:
+            if not node.page_ids:
+                assert not node.lock_ref, "a locked node is not resident"
+                continue
             tally.kept += node.num_pages
             if node.lock_ref:
                 tally.locked += node.num_pages
@@ -93,4 +102,5 @@ class FullComponent(TreeComponent):
 
     def report(self, node: TreeNode) -> PartReport:
         """Tokens, and the number of pages."""
-        return PartReport(node.num_tokens, f"{self.name}={node.num_pages}")
+        held = len(node.value)
+        return PartReport(node.num_tokens if held else 0, f"{self.name}={held}")

@@ -14,8 +14,10 @@ from hypothesis.stateful import (
 )
 
 from kvcache.allocator import NO_PAGES
+from kvcache.base_prefix_cache import MatchResult
 from kvcache.common import alloc_for_extend, release_kv_cache
 from kvcache.eviction import POLICIES
+from kvcache.memory import Memory
 from kvcache.radix_key import Namespace, RadixKey
 from kvcache.request import StateHold, state_slot
 from tests.kvcache.contents import Contents, Live
@@ -47,17 +49,23 @@ class Admissions(RuleBasedStateMachine):
         options: dict[str, Any] = {"eviction_policy": policy, "prefix_cache": "radix" if radix else "none"}
         if tight:
             options |= {"state_slots": 9, "window_tokens": 64}
-        self.memory = memory(
+        self.memory = self.make_memory(
             page_size, pages, rows=5, specs=groups(*self.kinds, window=window), max_context_len=48, **options
         )
         self.size, self.window = page_size, window
         self.cache = self.memory.cache
-        self.contents = Contents(self.memory)
+        self.contents = self.make_contents()
         self.live: list[Live] = []
         self.fences: list[int] = []
         self.owners = 0
         self.index = Index()
         self.prompts_seen: list[tuple[Namespace, list[int]]] = []
+
+    def make_memory(self, *sizes: int, **options: Any) -> Memory:
+        return memory(*sizes, **options)
+
+    def make_contents(self) -> Contents:
+        return Contents(self.memory)
 
     # -- requests come -----------------------------------------------------------------------------
 
@@ -118,8 +126,15 @@ class Admissions(RuleBasedStateMachine):
             assert bool(state_slot(match.part("state"))) == bool(length), (
                 "a match ends where there is no state"
             )
+        if self.waits(live, match):
+            return
         if self.take(live, match, length):
             self.contents.read(live.req, length)
+
+    def waits(self, live: Live, match: MatchResult) -> bool:
+        """Whether the request waits for something before it is admitted."""
+        del live, match
+        return False
 
     @rule(tokens=prompts, namespace=st.sampled_from(NAMESPACES), tenant=st.sampled_from(TENANTS))
     def reserve(self, tokens: list[int], namespace: Namespace, tenant: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
+
 from kvcache.memory import GroupPages, Memory
 from kvcache.radix_key import Namespace
 from tests.kvcache.support import Request
@@ -26,9 +28,9 @@ class Contents:
 
     def __init__(self, built: Memory) -> None:
         self.memory = built
-        self.kv: dict[int, Seen] = {}
-        self.window: dict[tuple[int, int], Seen] = {}
-        self.state: dict[int, Seen] = {}
+        self.kv: MutableMapping[int, Seen] = {}
+        self.window: MutableMapping[tuple[int, int], Seen] = {}
+        self.state: MutableMapping[int, Seen] = {}
 
     def prefix(self, req: Request, length: int) -> Seen:
         return req.tenant, req.namespace, tuple(req.fill_ids[:length].tolist())

@@ -300,7 +300,7 @@ class Marked(TreeComponent):
         self.locks: list[str] = []
         self.freed: list[object] = []
 
-    def valid_lengths(self, path: Sequence[TreeNode], pages: int) -> np.ndarray:
+    def valid_lengths(self, path: Sequence[TreeNode], pages: int, with_host: bool = False) -> np.ndarray:
         valid = np.arange(pages + 1) == 0
         for end, node in zip(np.cumsum([node.num_pages for node in path]), path, strict=True):
             valid[end] = bool(node.parts[self.name])

@@ -16,7 +16,8 @@ from common.errors import TransferError
 from common.host import host_identity
 from kvcache.buffers import PoolBuffer, allocate_private, allocate_shared
 from kvcache.device_memory import DeviceMemory
-from kvtransfer.pages import PageIds, PageWrite
+from kvcache.page_runs import PageIds
+from kvtransfer.pages import PageWrite
 from kvtransfer.receiver import PoolReceiver
 from kvtransfer.region import GroupRegion, region_of
 from kvtransfer.rooms import RoomTable

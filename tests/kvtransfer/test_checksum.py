@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcache.page_runs import as_pages
 from kvtransfer.checksum import BLOCK, STRIDE, Sample, checksums, samples
-from kvtransfer.pages import as_pages
 from tests.kvtransfer.peers import pool
 from wire.checksums import ChecksumMode
 

@@ -8,9 +8,9 @@ from contextlib import closing
 import pytest
 import torch
 
+from kvcache.page_runs import as_pages, copy_pages
 from kvtransfer.checksum import Sample, checksums
 from kvtransfer.copies import CudaCopies
-from kvtransfer.pages import as_pages, copy_pages
 from kvtransfer.region import GroupRegion, region_of
 from tests.kvtransfer.stand_in_copies import StandInCopies
 from tools.fake_cuda import FakeCuda, GpuFault

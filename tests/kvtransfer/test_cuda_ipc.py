@@ -17,10 +17,11 @@ import torch
 from common.errors import ConfigError, TransferError
 from common.host import host_identity
 from kvcache.device_memory import DeviceMemory
+from kvcache.page_runs import as_pages
 from kvtransfer.channel import Uncertain
 from kvtransfer.copies import CudaCopies
 from kvtransfer.cuda_ipc import CudaIpcSender
-from kvtransfer.pages import PageWrite, as_pages
+from kvtransfer.pages import PageWrite
 from kvtransfer.receiver import PoolReceiver
 from kvtransfer.region import GroupRegion
 from kvtransfer.select import open_receiver, open_sender

@@ -8,9 +8,10 @@ from contextlib import closing
 import pytest
 
 from common.errors import TransferError
+from kvcache.page_runs import as_pages
 from kvtransfer.channel import Channel, Line
 from kvtransfer.frames import End
-from kvtransfer.pages import PageWrite, as_pages
+from kvtransfer.pages import PageWrite
 from kvtransfer.receiver import KVReceiver, PoolReceiver
 from kvtransfer.tcp import connected_socket
 from kvtransfer.transport import Bounds

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from common.errors import PageDiffers, TransferError
 from common.host import host_identity
-from kvtransfer.pages import PageIds, PageWrite, as_pages
+from kvcache.page_runs import PageIds, as_pages
+from kvtransfer.pages import PageWrite
 from kvtransfer.receiver import KVReceiver
 from kvtransfer.select import open_sender
 from kvtransfer.sender import KVSender, SenderThreads, Sent

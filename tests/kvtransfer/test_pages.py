@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcache.page_runs import as_pages, coalesce, copy_pages, stretches
 from kvtransfer.checksum import Sample, checksums
-from kvtransfer.pages import PageWrite, as_pages, coalesce, copy_pages, stretches
+from kvtransfer.pages import PageWrite
 from tests.kvtransfer.peers import pool
 
 page_lists = st.lists(st.integers(0, 40), max_size=30, unique=True)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from common.errors import TransferError
-from kvtransfer.pages import as_pages
+from kvcache.page_runs import as_pages
 from kvtransfer.rooms import Grant, RoomTable
 from kvtransfer.transport import Fence
 from tests.kvtransfer.peers import grants_out

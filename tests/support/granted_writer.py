@@ -5,8 +5,9 @@ from __future__ import annotations
 import socket
 
 from common.errors import TransferError
+from kvcache.page_runs import as_pages
 from kvtransfer.channel import Channel, Line
-from kvtransfer.pages import PageWrite, as_pages
+from kvtransfer.pages import PageWrite
 from kvtransfer.transport import Bounds
 from wire.messages import KVTarget
 

@@ -1,0 +1,200 @@
+"""HostTier: which nodes have a copy on the host, and which copy gives way when the host is full.
+
+    on the device          a child only below a parent on the device; evicted leaf first
+    on both                its device pages are given up without a copy
+    on the host alone      its children are, too; removed from the tree when the host gives it up
+
+Only what no node below has a copy of gives way, in policy order. Of the window and state groups a part may
+give way alone, as on the device. All methods are called on the tree's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from kvcache.allocator import NO_PAGES, Pages
+from kvcache.balance import Balance
+from kvcache.components.base import TreeComponent
+from kvcache.eviction import Evictor
+from kvcache.host_copy import HostCopy
+from kvcache.observer import Tier, TreeObserver
+from kvcache.tiers.copier import Copier, nonzero
+from kvcache.tiers.host_pool import HostPool
+from kvcache.tree_node import TreeNode
+
+_FIRST_BIT = 8  # of TreeNode.offers; the device's evictors have those below
+_FALLS = {"mru": "lru"}  # an evictor is told of uses where keys fall, and this one is not
+
+
+class HostTier:
+    """Implements LowerTier."""
+
+    def __init__(
+        self,
+        pool: HostPool,
+        components: Sequence[TreeComponent],
+        observers: Sequence[TreeObserver],
+        page_size: int,
+        policy: str,
+        write_back: Copier | None,
+    ) -> None:
+        """`write_back` copies what would leave the device without a copy; None: that is lost."""
+        self.pool = pool
+        self.evicted_pages = 0
+        self.written_back_pages = 0
+        self._components = tuple(components)
+        self._primary = components[0].name
+        self._observers = tuple(observers)
+        self._page_size = page_size
+        self._write_back = write_back
+        policy = _FALLS.get(policy, policy)
+        self._evictors = {c.name: Evictor(policy, _FIRST_BIT << i) for i, c in enumerate(components)}
+
+    # -- what the tree asks ------------------------------------------------------------------------
+
+    def keeps(self, node: TreeNode) -> bool:
+        """See LowerTier."""
+        copy = node.host
+        if copy is not None and self._primary in copy.ids:
+            return True
+        return self._write_back is not None and self._copy_now(self._write_back, node)
+
+    def divided(self, upper: TreeNode) -> None:
+        """See LowerTier."""
+        self._offer(upper)
+
+    def dropped(self, node: TreeNode) -> None:
+        """See LowerTier."""
+        if node.host is not None:
+            self._drop(node)
+
+    # -- taking ------------------------------------------------------------------------------------
+
+    def alloc(self, wanted: Mapping[str, int]) -> dict[str, Pages] | None:
+        """Host pages of each group; copies give way when too few are free. All or nothing."""
+        for group, n in wanted.items():
+            self._make_room(group, n)
+        return self.pool.alloc(wanted)
+
+    def _make_room(self, group: str, wanted: int) -> None:
+        evictor = self._evictors[group]
+        may_go = self._is_last_copy if group == self._primary else _is_unread
+        while self.pool.short(group, wanted):
+            node = evictor.pop(may_go)
+            if node is None:
+                return
+            if group == self._primary:
+                self._give_way(node)
+            else:
+                assert node.host is not None, "a node on offer has a copy"
+                self.pool.free({group: node.host.ids.pop(group)})
+                node.host.stored = False
+
+    def _is_last_copy(self, node: TreeNode) -> bool:
+        """Whether the node may lose its copy: nothing reads it, and no child has one."""
+        return _is_unread(node) and not any(child.host is not None for child in node.children.values())
+
+    def _give_way(self, node: TreeNode) -> None:
+        parent = node.parent
+        assert parent is not None, "the root has no copy"
+        self.evicted_pages += node.num_pages
+        self._drop(node)
+        if not node.is_resident:
+            del parent.children[node.child_key(self._page_size)]
+        self._offer(parent)
+
+    # -- copies ------------------------------------------------------------------------------------
+
+    def landed(self, node: TreeNode, ids: Mapping[str, Pages]) -> None:
+        """These pages of `node` are on the host now, where it had none."""
+        copy = node.host
+        assert copy is not None, "the node's copy was dropped while it was written"
+        is_new = copy.is_empty
+        for group, arrived in ids.items():
+            if arrived.any():
+                had = copy.ids.get(group)
+                copy.ids[group] = arrived if had is None else had | arrived
+        self._offer(node)
+        if is_new:
+            for observer in self._observers:
+                observer.stored(node, Tier.HOST)
+
+    def unlock(self, node: TreeNode) -> None:
+        """Undo one lock of the node's copy."""
+        assert node.host is not None, "the node has no copy"
+        node.host.locks -= 1
+        assert node.host.locks >= 0, "a host copy is unlocked more often than locked"
+        self._offer(node)
+
+    def forget(self, node: TreeNode) -> None:
+        """The node's first backup has failed: it has no copy."""
+        if node.host is not None and node.host.is_empty and not node.host.moving:
+            node.host = None
+
+    def _offer(self, node: TreeNode) -> None:
+        if _is_unread(node):
+            for group, evictor in self._evictors.items():
+                if node.host is not None and group in node.host.ids:
+                    evictor.offer(node)
+
+    def _drop(self, node: TreeNode) -> None:
+        copy = node.host
+        assert copy is not None, "the node has no copy"
+        assert not copy.locks, "a host copy is dropped while it is read"
+        assert not copy.moving, "a host copy is dropped while it is written"
+        for observer in self._observers if not copy.is_empty else ():
+            observer.removed(node, Tier.HOST)
+        for evictor in self._evictors.values():
+            evictor.withdraw(node)
+        self.pool.free(copy.ids)
+        node.host = None
+
+    def _copy_now(self, copier: Copier, node: TreeNode) -> bool:
+        """Write back: copy the node's pages while its eviction waits. False when the host is full."""
+        held = {c.name: c.held([node]) for c in self._components}
+        device = {group: nonzero(ids) for group, ids in held.items()}
+        host = self.alloc({group: len(ids) for group, ids in device.items()})
+        if host is None:
+            return False
+        self.written_back_pages += len(device[self._primary])
+        copier.to_host(device, host)
+        node.host = HostCopy()
+        self.landed(node, {group: scattered(held[group], ids) for group, ids in host.items()})
+        return True
+
+    # -- balance -----------------------------------------------------------------------------------
+
+    def check(
+        self, nodes: Iterable[TreeNode], held: Sequence[Mapping[str, Pages]]
+    ) -> Generator[None, None, None]:
+        """Assert that every host page is free, on one node, or in one of `held`, which moves have."""
+        balances = {
+            group: Balance(f"host {group}", arena.num_pages, f"host page of {group}")
+            for group, arena in self.pool.arenas.items()
+        }
+        for group, balance in balances.items():
+            allocator = self.pool.arenas[group].allocator
+            for run in allocator.free_runs():
+                yield from balance.add("free", run)
+            moving = [nonzero(ids[group]) for ids in held if group in ids]
+            yield from balance.add("moving", np.concatenate([NO_PAGES, *moving]))
+        for node in nodes:
+            if node.host is not None:
+                for group, ids in node.host.ids.items():
+                    yield from balances[group].add("cached", nonzero(ids))
+        for balance in balances.values():
+            yield from balance.check()
+
+
+def _is_unread(node: TreeNode) -> bool:
+    """Whether the node has a copy that no move reads or writes."""
+    return node.host is not None and not node.host.locks and not node.host.moving
+
+
+def scattered(places: Pages, ids: Pages) -> Pages:
+    """`ids` where `places` is not 0, and 0 elsewhere."""
+    out = np.zeros(len(places), np.int32)
+    out[np.flatnonzero(places)] = ids
+    return out

@@ -1,0 +1,253 @@
+"""The tree with a host tier, every combination of groups and every write policy, against the model of
+test_groups_machine: requests come and go, copies to and from the host end in any order, late, or not at all.
+
+The KV is a label in the real pools and arenas, which the real copies move. So what a forward reads, and what
+every page on the host holds, is checked byte by byte where it counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule, run_state_machine_as_test
+
+from kvcache.base_prefix_cache import MatchResult
+from kvcache.common import release_kv_cache
+from kvcache.memory import Memory
+from kvcache.radix_key import Namespace
+from kvcache.tiers.config import WRITE_POLICIES, TierConfig
+from kvcache.tree_node import TreeNode
+from tests.kvcache.admissions import Admissions
+from tests.kvcache.contents import Contents, Live, Seen
+from tests.kvcache.support import HandMover, Index, memory, reference_hashes
+from tests.kvcache.test_groups_machine import COMBINATIONS, GroupsMachine
+
+
+class Labels(MutableMapping[Any, Seen]):
+    """What was written where, as numbers in a tensor of float32."""
+
+    def __init__(self, tensor: torch.Tensor, known: list[Seen], page_size: int | None = None) -> None:
+        """`tensor` is indexed as the mapping is; with `page_size` by slot."""
+        self.tensor = tensor
+        self.known = known
+        self.page_size = page_size
+
+    def _at(self, key: Any) -> Any:
+        return divmod(key, self.page_size) if self.page_size else key
+
+    def __getitem__(self, key: Any) -> Seen:
+        return self.known[int(self.tensor[self._at(key)])]
+
+    def __setitem__(self, key: Any, seen: Seen) -> None:
+        self.tensor[self._at(key)] = len(self.known)
+        self.known.append(seen)
+
+    def __delitem__(self, key: Any) -> None:
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[Any]:
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(self.known)
+
+
+class LabelledContents(Contents):
+    """Contents in the pools."""
+
+    def __init__(self, built: Memory) -> None:
+        super().__init__(built)
+        pools: dict[str, Any] = built.kv_caches
+        self.known: list[Seen] = []
+        self.kv = Labels(pools["full"].data[:, 1, 1, 1, :, 3], self.known, built.page_size)
+        if "window" in pools:
+            self.window = Labels(pools["window"].data[:, 0, 1, 1, :, 3], self.known)
+        if "state" in pools:
+            self.state = Labels(pools["state"].tensor(3, "conv")[:, 1, 2], self.known)
+
+    def on_host(self, group: str) -> torch.Tensor:
+        """The labels of a group's host pages, in the same form."""
+        host = self.memory.host
+        assert host is not None
+        pools: dict[str, Any] = self.memory.kv_caches
+        raw = host.pool.arenas[group].bytes.view(torch.float32)
+        if group == "state":
+            return raw[:, 5]
+        shaped = raw.view(len(raw), *pools[group].data.shape[1:])
+        return shaped[:, -1, 1, 1, :, 3]
+
+
+class TiersMachine(GroupsMachine):
+    """See the top."""
+
+    policy: ClassVar[str] = "write_through"
+    loads: ClassVar[int] = 0
+
+    def make_memory(self, *sizes: int, **options: Any) -> Memory:
+        self.mover = HandMover()
+        self.waiting: list[Live] = []
+        self.host_index = Index("CPU")
+        options |= {"prefix_cache": "radix"}
+        # A host that is too small for all, too.
+        ratio = 0.4 if options.get("state_slots") else 2.0
+        tiers = TierConfig(ratio=ratio, write_policy=self.policy, load_back_threshold=1)
+        return memory(*sizes, mover=self.mover, tiers=tiers, **options)
+
+    def make_contents(self) -> Contents:
+        return LabelledContents(self.memory)
+
+    def read_events(self) -> None:
+        events = self.memory.take_events()
+        self.index.read(events)
+        self.host_index.read(events)
+        names, seen = [], self.contents
+        assert isinstance(seen, LabelledContents)
+        for node in self.cache.tree.nodes():
+            if node.host is not None and not node.host.is_empty:
+                tokens, held = _tokens(node), node.host.ids
+                names += reference_hashes(node.namespace, tokens, self.size, node.tenant)[-node.num_pages :]
+                end = len(tokens) - (1 if node.namespace.is_bigram else 0)
+                self.holds(seen, node, held, tokens[:end])
+        assert sorted(self.host_index.blocks) == sorted(names)
+
+    def holds(self, seen: LabelledContents, node: TreeNode, held: dict[str, Any], tokens: list[int]) -> None:
+        """Every page of a copy has the node's KV."""
+        size, first = self.size, len(tokens) // self.size - node.num_pages
+        for group in ("full", "window"):
+            labels = seen.on_host(group) if group in held else None
+            for i, page in enumerate(held.get(group, ())):
+                if page and labels is not None:
+                    for offset in range(size):
+                        known = seen.known[int(labels[page, offset])]
+                        whole = (
+                            node.tenant,
+                            node.namespace,
+                            tuple(tokens[: (first + i) * size + offset + 1]),
+                        )
+                        assert known == whole
+        if held.get("state", np.zeros(1))[0]:
+            label = seen.on_host("state")[int(held["state"][0])]
+            assert seen.known[int(label)] == (node.tenant, node.namespace, tuple(tokens))
+
+    # -- moves -------------------------------------------------------------------------------------
+
+    @rule(lane=st.sampled_from(["backups", "loads"]), fails=st.integers(0, 9), count=st.integers(1, 3))
+    def move(self, lane: str, fails: int, count: int) -> None:
+        """The mover does some work; one in ten fails."""
+        for _ in range(count):
+            self.mover.do(lane, fails=fails == 0)
+
+    @rule()
+    def poll(self) -> None:
+        self.memory.poll_tiers()
+
+    @rule(tokens=Admissions.prompts, turn=st.integers(0, 79), fork=st.integers(0, 24), more=st.integers(0, 6))
+    def serve(self, tokens: list[int], turn: int, fork: int, more: int) -> None:
+        """A whole request, often one like others before it."""
+        before = len(self.live)
+        self.admit(tokens, Namespace("m"), "", 0, turn, fork)
+        if len(self.live) == before:
+            return
+        live = self.live[-1]
+        while live.scheduled_len < live.prompt_len:
+            start = live.scheduled_len
+            self.launch_chunk(live, 9)
+            self.land_all(live)
+            if live.scheduled_len == start:
+                break
+        for _ in range(more if live.scheduled_len == live.prompt_len else 0):
+            self.launch_decode(live, 1)
+            self.land_all(live)
+        self.live.remove(live)
+        release_kv_cache(self.memory, live.req, is_insert=True)
+
+    @rule(tokens=st.integers(10, 96))
+    def press(self, tokens: int) -> None:
+        """Backups end, and then the device is short of pages."""
+        while self.mover.do("backups"):
+            self.memory.poll_tiers()
+        self.memory.poll_tiers()
+        self.evicts("full", -(-tokens // self.size))
+
+    def waits(self, live: Live, match: MatchResult) -> bool:
+        moves = self.memory.moves
+        assert moves is not None
+        if not moves.wants(match) or len(self.waiting) > 3:
+            return False
+        if moves.bring_back(id(live), match, fits=True):
+            type(self).loads += 1
+            self.waiting.append(live)
+            return True
+        return False
+
+    @precondition(lambda self: self.waiting)
+    @rule(index=st.integers(0, 9), gives_up=st.booleans())
+    def retry(self, index: int, gives_up: bool) -> None:
+        moves = self.memory.moves
+        assert moves is not None
+        live = self.waiting[index % len(self.waiting)]
+        if not gives_up:
+            key = self.key(live.req, live.prompt_len - 1)
+            match = self.cache.match_prefix(key)
+            if moves.wants(match) and moves.bring_back(id(live), match, fits=True):
+                return
+            length = len(match.device_indices)
+            if self.take(live, match, length):
+                self.contents.read(live.req, length)
+        self.waiting.remove(live)
+        moves.release(id(live))
+
+    def settle(self) -> None:
+        moves, host = self.memory.moves, self.memory.host
+        assert moves is not None
+        assert host is not None
+        for live in self.waiting:
+            moves.release(id(live))
+        self.waiting = []
+        while self.mover.waiting or self.mover.finished:
+            self.mover.do_all()
+            self.memory.poll_tiers()
+        assert moves.is_idle
+        held = [len(node.host.ids["full"]) for node in self.cache.tree.nodes() if node.host is not None]
+        assert host.pool.used_pages()["full"] == sum(held), "a host page is lost"
+
+
+def _tokens(node: TreeNode) -> list[int]:
+    path = node.path()
+    tokens = np.concatenate([step.token_array()[: step.num_tokens] for step in path]).tolist()
+    tail: list[int] = path[-1].token_array()[path[-1].num_tokens :].tolist()
+    return tokens + tail
+
+
+def machine(kinds: tuple[str, ...], policy: str) -> type[TiersMachine]:
+    """The machine for one combination."""
+    named = {"kinds": kinds, "policy": policy, "steps": 0, "loads": 0}
+    return type("_".join(("Tiers", "full", *kinds, policy)), (TiersMachine,), named)
+
+
+@pytest.mark.parametrize("policy", WRITE_POLICIES)
+@pytest.mark.parametrize("kinds", COMBINATIONS, ids="+".join)
+def test_tiers_against_the_model(kinds: tuple[str, ...], policy: str) -> None:
+    run_state_machine_as_test(
+        machine(kinds, policy), settings=settings(max_examples=12, stateful_step_count=40)
+    )
+
+
+@pytest.mark.invariants
+@pytest.mark.parametrize("policy", WRITE_POLICIES)
+@pytest.mark.parametrize("kinds", COMBINATIONS, ids="+".join)
+def test_tiers_against_the_model_for_long(kinds: tuple[str, ...], policy: str) -> None:
+    long = machine(kinds, policy)
+    run_state_machine_as_test(
+        long,
+        settings=settings(
+            max_examples=200, stateful_step_count=60, suppress_health_check=[HealthCheck.too_slow]
+        ),
+    )
+    assert long.loads > 100
