@@ -15,6 +15,10 @@ class LowerTier(Protocol):
         host alone."""
         ...
 
+    def shrinking(self, node: TreeNode) -> None:
+        """A part of what `node` has on the device, of one group, is about to be given up; the node stays."""
+        ...
+
     def divided(self, upper: TreeNode) -> None:
         """`upper` has just taken the first pages of a node that has a host copy."""
         ...

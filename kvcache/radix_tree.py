@@ -17,7 +17,6 @@ import numpy as np
 from kvcache.allocator import NO_PAGES, Pages
 from kvcache.balance import in_slices
 from kvcache.components.base import Tally, TreeComponent, longest
-from kvcache.host_copy import HostCopy
 from kvcache.lower_tier import LowerTier
 from kvcache.observer import Tier, TreeObserver
 from kvcache.radix_key import Namespace, RadixKey
@@ -151,23 +150,6 @@ class RadixTree:
             observer.stored(node, Tier.DEVICE)
         return node
 
-    def append_host(self, parent: TreeNode, key: RadixKey, start: int, end: int, copy: HostCopy) -> TreeNode:
-        """A new leaf below `parent` for pages [start, end) of `key`, which are on the host alone."""
-        begin, stop = start * self.page_size, end * self.page_size
-        tokens = key[begin:stop].tokens.tobytes()
-        node = TreeNode(
-            parent, key.namespace, tokens, b"", stop - begin, self._tick, key.tenant, num_pages=end - start
-        )
-        parent.children[node.child_key(self.page_size)] = node
-        node.host = copy
-        if self.others:
-            node.parts = {}
-        for component in self.others:
-            component.insert(node, start, NO_PAGES)
-        for observer in self._observers:
-            observer.stored(node, Tier.HOST)
-        return node
-
     def restore(self, path: Sequence[TreeNode], pages: Pages) -> None:
         """Give the nodes of `path` that are not resident their pages of `pages`, which has one for each page
         of the path."""
@@ -225,6 +207,8 @@ class RadixTree:
             if node is None:
                 break
             is_free_leaf = not node.resident_children and not node.lock_ref
+            if self.lower is not None and component is not self.components[0]:
+                self.lower.shrinking(node)
             component.shrink(node, evictable - left, is_free_leaf)
             if is_free_leaf and component.evictable() > left:
                 self._settle(self._give_way(node))

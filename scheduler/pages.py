@@ -116,6 +116,7 @@ class Pages:
         row = rows[0]
         if self.window is not None:
             self.window.attach(row, starts_at, match.part("window"))
+        self.forget_load(req)  # what was loaded for it has its locks now, and the rest counts as free
         prefix = len(match.device_indices)
         wanted = self.pages_of(extent - prefix) * self.page_size
         if not self._fits(row, wanted, spare):
@@ -133,7 +134,6 @@ class Pages:
             req.state_hold = StateHold(pair.tolist(), live, prefix, branching_len=match.branching_len)
         req.last_node = node
         req.cache_protected_len = req.kv_committed_len = req.scheduled_len = prefix
-        self.forget_load(req)
         return True
 
     def _fits(self, row: int, wanted: int, spare: Capacity) -> bool:

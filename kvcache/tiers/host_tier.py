@@ -56,10 +56,14 @@ class HostTier:
 
     def keeps(self, node: TreeNode) -> bool:
         """See LowerTier."""
-        copy = node.host
-        if copy is not None and self._primary in copy.ids:
-            return True
-        return self._write_back is not None and self._copy_now(self._write_back, node)
+        if self._write_back is not None:
+            self._copy_now(self._write_back, node)
+        return node.host is not None and self._primary in node.host.ids
+
+    def shrinking(self, node: TreeNode) -> None:
+        """See LowerTier."""
+        if self._write_back is not None:
+            self._copy_now(self._write_back, node)
 
     def divided(self, upper: TreeNode) -> None:
         """See LowerTier."""
@@ -151,18 +155,23 @@ class HostTier:
         self.pool.free(copy.ids)
         node.host = None
 
-    def _copy_now(self, copier: Copier, node: TreeNode) -> bool:
-        """Write back: copy the node's pages while its eviction waits. False when the host is full."""
-        held = {c.name: c.held([node]) for c in self._components}
+    def _copy_now(self, copier: Copier, node: TreeNode) -> None:
+        """Write back: copy what the node has on the device alone, while its eviction waits. Nothing is copied
+        when the host is full."""
+        held = missing_on_host(self._components, node)
         device = {group: nonzero(ids) for group, ids in held.items()}
+        if not any(map(len, device.values())):
+            return
+        copy = node.host = node.host or HostCopy()
+        copy.locks += 1
         host = self.alloc({group: len(ids) for group, ids in device.items()})
+        copy.locks -= 1
         if host is None:
-            return False
+            self.forget(node)
+            return
         self.written_back_pages += len(device[self._primary])
         copier.to_host(device, host)
-        node.host = HostCopy()
         self.landed(node, {group: scattered(held[group], ids) for group, ids in host.items()})
-        return True
 
     # -- balance -----------------------------------------------------------------------------------
 
@@ -191,6 +200,14 @@ class HostTier:
 def _is_unread(node: TreeNode) -> bool:
     """Whether the node has a copy that no move reads or writes."""
     return node.host is not None and not node.host.locks and not node.host.moving
+
+
+def missing_on_host(components: Iterable[TreeComponent], node: TreeNode) -> dict[str, Pages]:
+    """By group, what a node has on the device alone, in the components' form; 0 elsewhere."""
+    return {
+        component.name: np.where(component.on_host([node]) == 0, component.held([node]), 0).astype(np.int32)
+        for component in components
+    }
 
 
 def scattered(places: Pages, ids: Pages) -> Pages:

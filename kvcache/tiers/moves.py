@@ -24,7 +24,7 @@ from kvcache.host_copy import HostCopy
 from kvcache.radix_tree import RadixTree
 from kvcache.tiers.config import TierConfig
 from kvcache.tiers.copier import Copier, nonzero
-from kvcache.tiers.host_tier import HostTier, scattered
+from kvcache.tiers.host_tier import HostTier, missing_on_host, scattered
 from kvcache.tiers.mover import Failed, WorkQueue
 from kvcache.tree_node import TreeNode
 
@@ -118,10 +118,7 @@ class TierMoves:
         """Begin to copy what the node has on the device alone, if there is room."""
         if node.host is not None and node.host.moving:
             return
-        device = {}
-        for name, component in self._components.items():
-            held = component.held([node])
-            device[name] = np.where(component.on_host([node]) == 0, held, 0).astype(np.int32)
+        device = missing_on_host(self._components.values(), node)
         count = int(np.count_nonzero(device[self._primary]))
         if not any(ids.any() for ids in device.values()):
             return

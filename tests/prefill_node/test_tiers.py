@@ -1,0 +1,108 @@
+"""The host tier on both workers of a hand-off: pools so small that what is asked again must come back from
+the host. Answers are the fake model's, or transformers'.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcache.tiers.config import WRITE_POLICIES
+from kvcache.tiers.moves import MoveCounts
+from tests.support.hand_off import GROUPS, Pair, held, pair, prompt_of, right
+from tests.support.oracle import EVERY, covering
+from tests.support.reference import reference_generate
+from tests.support.tiny_models import make_tiny
+from worker.loop import Worker
+
+CONVERSATIONS = 4
+TURNS = 3
+NEW_TOKENS = 8
+
+
+def counts(worker: Worker) -> MoveCounts:
+    """What has moved on a worker."""
+    moves = worker.parts.services.memory.moves
+    assert moves is not None
+    return moves.counts
+
+
+def converse(both: Pair, prompts: list[list[int]], split: bool, policy: str) -> list[tuple[int, list[int]]]:
+    """`TURNS` rounds over all conversations, which grow by the answer and a few tokens: (room, prompt). Each
+    prompt comes twice where a second use is what sends it to the host."""
+    asked, room = [], 0
+    texts = [list(prompt) for prompt in prompts]
+    for turn in range(TURNS):
+        for number, text in enumerate(texts):
+            for _ in range(2 if policy == "write_through_selective" else 1):
+                room += 1
+                both.ask(room, text, NEW_TOKENS, split)
+                both.run_dry()
+                assert both.outputs[room].finish is not None, both.outputs[room].rejected
+                asked.append((room, list(text)))
+            text += both.outputs[room].tokens
+            text += [token % 250 for token in prompt_of(100 * turn + number, 13)]
+    return asked
+
+
+def settled(both: Pair) -> None:
+    """Nothing is held on any tier."""
+    both.settle(60.0)
+    for worker in (both.prefill, both.decode):
+        assert held(worker) == {}
+
+
+@pytest.mark.parametrize("split", [True, False], ids=["apart", "colocated"])
+@pytest.mark.parametrize("policy", WRITE_POLICIES)
+@pytest.mark.parametrize("groups", GROUPS, ids="+".join)
+def test_what_was_evicted_comes_back(groups: tuple[str, ...], policy: str, split: bool) -> None:
+    options: dict[str, Any] = {"max_total_tokens": 128, "hicache_ratio": 8.0, "hicache_write_policy": policy}
+    with pair(groups, **options) as both:
+        for room, _ in converse(both, [prompt_of(seed, 40) for seed in range(CONVERSATIONS)], split, policy):
+            assert both.outputs[room].tokens == right(both, room, groups)
+        for worker in (both.prefill, both.decode) if split else (both.decode,):
+            done = counts(worker)
+            assert done.loads > 0, "nothing came back from the host"
+            assert done.failed == 0
+        settled(both)
+
+
+CASES = covering([EVERY, WRITE_POLICIES, (True, False), (4, 16), (24, None)])
+
+
+@pytest.mark.parametrize(
+    ("family", "policy", "split", "page_size", "chunk"),
+    [
+        pytest.param(*case, marks=() if i % 6 == 0 else pytest.mark.oracle_full)
+        for i, case in enumerate(CASES)
+    ],
+)
+def test_the_oracle_with_every_prefix_from_the_host(
+    family: str, policy: str, split: bool, page_size: int, chunk: int | None, tmp_path_factory: Any
+) -> None:
+    path: Path = make_tiny(family, tmp_path_factory.getbasetemp(), 3)
+    options: dict[str, Any] = {
+        "model": str(path),
+        "engine": "transformers",
+        "dtype": "float32",
+        "threads": 1,
+        "page_size": page_size,
+        "chunked_prefill_size": chunk,
+        "max_total_tokens": 192,
+        "max_context_tokens": 160,
+        "max_mamba_cache_size": 12,
+        "mamba_track_interval": 16,
+        "max_running_requests": 2,
+        "hicache_ratio": 8.0,
+        "hicache_write_policy": policy,
+    }
+    prompts = [[token % 250 for token in prompt_of(seed, 48)] for seed in range(CONVERSATIONS)]
+    with pair(**options) as both:
+        asked = converse(both, prompts, split, policy)
+        for room, prompt in asked:
+            expected, margin = reference_generate(path, prompt, NEW_TOKENS)
+            assert both.outputs[room].tokens == expected, f"room {room}, margin {margin}"
+        assert counts(both.decode).loads > 0
+        settled(both)
