@@ -136,6 +136,11 @@ class Memory:
         """Let what has moved between tiers enter the tree. Whether there was anything."""
         return self.moves is not None and self.moves.poll()
 
+    @property
+    def tiers_idle(self) -> bool:
+        """Whether nothing moves between tiers."""
+        return self.moves is None or self.moves.is_idle
+
     # -- frees of all groups -----------------------------------------------------------------------
 
     def free(self, pages: Mapping[str, npt.NDArray[np.integer]]) -> None:

@@ -70,6 +70,7 @@ class WorkerMetrics(Collector):
         for name, about in _HISTOGRAMS:
             yield _histogram(name, about, workers)
         yield from _pages(workers)
+        yield from _moves(workers)
         yield _information(workers)
         swept = CounterMetricFamily(
             "baton_worker_swept_holds",
@@ -83,7 +84,7 @@ class WorkerMetrics(Collector):
 
 
 _LABELS = ("worker", "role", "model")
-_DEVICE = "device"  # the tier of all pages so far
+_DEVICE, _HOST = "device", "host"
 
 
 def _named(record: WorkerRecord) -> list[str]:
@@ -138,11 +139,31 @@ def _pages(workers: Iterable[WorkerRecord]) -> Iterator[Family]:
     )
     for record in workers:
         cached.add_metric([*_named(record), _DEVICE], record.figures.cached_tokens)
-        for group, of in record.figures.groups.items():
-            used = max(of.total - of.free - of.evictable, 0)
-            for state, count in (("used", used), ("cached", of.evictable), ("free", of.free)):
-                pages.add_metric([*_named(record), group, _DEVICE, state], count)
-            evicted.add_metric([*_named(record), group, _DEVICE], of.evicted)
+        for tier, groups in ((_DEVICE, record.figures.groups), (_HOST, record.figures.host)):
+            for group, of in groups.items():
+                used = max(of.total - of.free - of.evictable, 0)
+                for state, count in (("used", used), ("cached", of.evictable), ("free", of.free)):
+                    pages.add_metric([*_named(record), group, tier, state], count)
+                evicted.add_metric([*_named(record), group, tier], of.evicted)
     yield pages
     yield evicted
     yield cached
+
+
+def _moves(workers: Iterable[WorkerRecord]) -> Iterator[Family]:
+    labels = (*_LABELS, "move")
+    pages = CounterMetricFamily(
+        "baton_worker_moved_pages", "KV pages that went from one tier to another", labels=labels
+    )
+    nbytes = CounterMetricFamily("baton_worker_moved_bytes", "Bytes of all groups of those", labels=labels)
+    failed = CounterMetricFamily(
+        "baton_worker_failed_moves", "Moves between tiers that failed", labels=labels
+    )
+    for record in workers:
+        for move, of in record.figures.moves.items():
+            pages.add_metric([*_named(record), move], of.pages)
+            nbytes.add_metric([*_named(record), move], of.bytes)
+            failed.add_metric([*_named(record), move], of.failed)
+    yield pages
+    yield nbytes
+    yield failed

@@ -224,6 +224,7 @@ class Scheduler:
             or requests.transferred
             or requests.chunked
             or len(self._running)
+            or not self._memory.tiers_idle
         )
 
     @property

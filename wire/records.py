@@ -74,10 +74,20 @@ class Counts(msgspec.Struct, frozen=True, array_like=True):
     total: Quantity  # of all values
 
 
+class MovedPages(msgspec.Struct, frozen=True):
+    """What has gone from one tier to another."""
+
+    pages: Natural = 0  # of the primary group
+    bytes: Natural = 0  # of all groups
+    failed: Natural = 0  # moves
+
+
 class WorkerFigures(msgspec.Struct, frozen=True):
     """What a worker has counted since its role began, for operators. Routers do not choose by it."""
 
     groups: dict[str, GroupPages] = {}
+    host: dict[str, GroupPages] = {}  # of the host tier; empty without one
+    moves: dict[str, MovedPages] = {}  # "to_host", "to_device"
     forwards: Natural = 0
     histograms: dict[str, Counts] = {}  # "forward_seconds"; of forwards: "batch_sequences", "batch_tokens"
     cached_tokens: Natural = 0  # of prompts, found in the tree

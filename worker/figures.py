@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvcache.memory import Memory
 from scheduler.metrics import SchedulerMetrics
-from wire.records import Counts, GroupPages, WorkerFigures
+from wire.records import Counts, GroupPages, MovedPages, WorkerFigures
 
 
 def worker_figures(memory: Memory, metrics: SchedulerMetrics) -> WorkerFigures:
@@ -20,6 +20,8 @@ def worker_figures(memory: Memory, metrics: SchedulerMetrics) -> WorkerFigures:
             )
             for name, allocator in memory.allocators.items()
         },
+        host=_host(memory),
+        moves=_moves(memory),
         forwards=metrics.steps,
         histograms={
             name: Counts(histogram.bounds, tuple(histogram.counts), histogram.total)
@@ -36,3 +38,26 @@ def worker_figures(memory: Memory, metrics: SchedulerMetrics) -> WorkerFigures:
         aborted=metrics.aborted,
         retracted=metrics.retracted,
     )
+
+
+def _host(memory: Memory) -> dict[str, GroupPages]:
+    """The host tier's pages. Those in use are being written or read."""
+    if memory.host is None:
+        return {}
+    evicted, pages = memory.host.evicted_pages, {}
+    for name, arena in memory.host.pool.arenas.items():
+        free = arena.allocator.available_pages()
+        pages[name] = GroupPages(arena.num_pages, free, arena.num_pages - free, evicted.get(name, 0))
+    return pages
+
+
+def _moves(memory: Memory) -> dict[str, MovedPages]:
+    if memory.moves is None or memory.host is None:
+        return {}
+    counts, at_once = memory.moves.counts, memory.host.written_back
+    return {
+        "to_host": MovedPages(
+            counts.to_host_pages + at_once.pages, counts.to_host_bytes + at_once.bytes, counts.failed_backups
+        ),
+        "to_device": MovedPages(counts.to_device_pages, counts.to_device_bytes, counts.failed_loads),
+    }

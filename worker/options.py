@@ -120,7 +120,7 @@ class MemoryOptions(Options):
     )
     hicache_write_policy: Literal["write_through", "write_through_selective", "write_back"] = Field(
         "write_through",
-        description="when pages go to the host: as they are cached, at their second use, or at their eviction",
+        description="when pages go to the host: once cached, at their second use, or when they are evicted",
     )
     kv_events_config: KVEventsOptions = Field(
         KVEventsOptions(), description="KV events, for example {enable: false}"

@@ -69,12 +69,6 @@ class HostPool:
             kept = ids[ids != 0] if len(ids) else NO_PAGES
             self.arenas[group].allocator.free_page_ids(kept)
 
-    def used_pages(self) -> dict[str, int]:
-        """Allocated pages, by group."""
-        return {
-            group: arena.num_pages - arena.allocator.available_pages() for group, arena in self.arenas.items()
-        }
-
     def close(self) -> None:
         """Give the memory up."""
         for arena in self.arenas.values():

@@ -10,7 +10,9 @@ give way alone, as on the device. All methods are called on the tree's thread.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -28,6 +30,14 @@ _FIRST_BIT = 8  # of TreeNode.offers; the device's evictors have those below
 _FALLS = {"mru": "lru"}  # an evictor is told of uses where keys fall, and this one is not
 
 
+@dataclass(slots=True)
+class WrittenBack:
+    """Pages of the primary group, and bytes, that were copied while an eviction waited."""
+
+    pages: int = 0
+    bytes: int = 0
+
+
 class HostTier:
     """Implements LowerTier."""
 
@@ -42,8 +52,8 @@ class HostTier:
     ) -> None:
         """`write_back` copies what would leave the device without a copy; None: that is lost."""
         self.pool = pool
-        self.evicted_pages = 0
-        self.written_back_pages = 0
+        self.evicted_pages: Counter[str] = Counter()  # since the start, by group
+        self.written_back = WrittenBack()
         self._components = tuple(components)
         self._primary = components[0].name
         self._observers = tuple(observers)
@@ -93,7 +103,9 @@ class HostTier:
                 self._give_way(node)
             else:
                 assert node.host is not None, "a node on offer has a copy"
-                self.pool.free({group: node.host.ids.pop(group)})
+                ids = node.host.ids.pop(group)
+                self.evicted_pages[group] += int(np.count_nonzero(ids))
+                self.pool.free({group: ids})
                 node.host.stored = False
 
     def _is_last_copy(self, node: TreeNode) -> bool:
@@ -103,7 +115,9 @@ class HostTier:
     def _give_way(self, node: TreeNode) -> None:
         parent = node.parent
         assert parent is not None, "the root has no copy"
-        self.evicted_pages += node.num_pages
+        assert node.host is not None, "a node on offer has a copy"
+        for group, ids in node.host.ids.items():
+            self.evicted_pages[group] += int(np.count_nonzero(ids))
         self._drop(node)
         if not node.is_resident:
             del parent.children[node.child_key(self._page_size)]
@@ -169,8 +183,8 @@ class HostTier:
         if host is None:
             self.forget(node)
             return
-        self.written_back_pages += len(device[self._primary])
-        copier.to_host(device, host)
+        self.written_back.pages += len(device[self._primary])
+        self.written_back.bytes += copier.to_host(device, host)
         self.landed(node, {group: scattered(held[group], ids) for group, ids in host.items()})
 
     # -- balance -----------------------------------------------------------------------------------

@@ -65,12 +65,13 @@ class LoadBack:
 class MoveCounts:
     """Since the start."""
 
-    backed_up_pages: int = 0
-    loaded_pages: int = 0
+    to_host_pages: int = 0  # of the primary group
+    to_host_bytes: int = 0
+    failed_backups: int = 0
     loads: int = 0
-    failed: int = 0
-    bytes_to_host: int = 0
-    bytes_to_device: int = 0
+    to_device_pages: int = 0
+    to_device_bytes: int = 0
+    failed_loads: int = 0
 
 
 class TierMoves:
@@ -151,13 +152,13 @@ class TierMoves:
             assert node.host is not None, "a node's copy went while it was written"
             node.host.moving -= 1
         if isinstance(result, Failed):
-            self.counts.failed += 1
+            self.counts.failed_backups += 1
             self._host.pool.free(backup.host)
             for node, _, _ in pieces:
                 self._host.forget(node)
         else:
-            self.counts.bytes_to_host += result
-            self.counts.backed_up_pages += backup.pages
+            self.counts.to_host_bytes += result
+            self.counts.to_host_pages += backup.pages
             for node, start, end in pieces:
                 self._host.landed(node, self._portion(backup.host, start, end, backup.pages))
         for name, component in self._components.items():
@@ -250,14 +251,14 @@ class TierMoves:
         load.is_done = True
         self._unlock_sources(load)
         if isinstance(result, Failed):
-            self.counts.failed += 1
+            self.counts.failed_loads += 1
             self._free(load.device)
             self._unlock_anchor(load)
             load.is_released = True
             self._load = None
             return
-        self.counts.bytes_to_device += result
-        self.counts.loaded_pages += int(np.count_nonzero(load.device[self._primary]))
+        self.counts.to_device_bytes += result
+        self.counts.to_device_pages += int(np.count_nonzero(load.device[self._primary]))
         self._enter(load)
         self._tree.lock(load.last)
         path = load.last.path()

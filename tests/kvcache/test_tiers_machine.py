@@ -215,7 +215,8 @@ class TiersMachine(GroupsMachine):
             self.memory.poll_tiers()
         assert moves.is_idle
         held = [len(node.host.ids["full"]) for node in self.cache.tree.nodes() if node.host is not None]
-        assert host.pool.used_pages()["full"] == sum(held), "a host page is lost"
+        arena = host.pool.arenas["full"]
+        assert arena.num_pages - arena.allocator.available_pages() == sum(held), "a host page is lost"
 
 
 def _tokens(node: TreeNode) -> list[int]:
