@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from kvcache.observer import Tier
+from kvcache.observer import StorageMedium
 from kvcache.snapshot import NodeImage, TreeSnapshot
 from kvcache.tree_node import TreeNode
 from wire.events import AnyEvent, BlockRemoved
@@ -30,16 +30,16 @@ class EventRecorder:
         self._events: list[AnyEvent] = []
         self._overflowed = False
 
-    def stored(self, node: TreeNode, tier: Tier) -> None:
+    def stored(self, node: TreeNode, medium: StorageMedium) -> None:
         """Record that a node is in a tier."""
         if self._has_room():
-            self._events.append(NodeImage.of(node, self._page_size).stored(self._page_size, tier))
+            self._events.append(NodeImage.of(node, self._page_size).stored(self._page_size, medium))
 
-    def removed(self, node: TreeNode, tier: Tier) -> None:
+    def removed(self, node: TreeNode, medium: StorageMedium) -> None:
         """Record that a node leaves a tier."""
         if self._has_room():
             digests = owned_digests(node.page_digests(self._page_size), node.tenant)
-            self._events.append(BlockRemoved(event_hashes(digests), tier))
+            self._events.append(BlockRemoved(event_hashes(digests), medium))
 
     def take_events(self, nodes: Iterable[TreeNode]) -> list[AnyEvent]:
         """What was recorded since the last call. `nodes`: all of the tree now, parents before children."""

@@ -21,11 +21,16 @@ from kvcache.pool import ReqToTokenPool
 from kvcache.radix_cache import RadixCache
 from kvcache.radix_tree import RadixTree
 from kvcache.swa_allocator import SWATokenToKVPoolAllocator, window_tail
+from kvcache.storage.backend import StorageBackend
+from kvcache.storage.keys import StorageKeys
 from kvcache.tiers.copier import Copier
+from kvcache.tiers.host_parts import FullHostPart, HostPart, StateHostPart, WindowHostPart
 from kvcache.tiers.host_pool import HostPool
 from kvcache.tiers.host_tier import HostTier
 from kvcache.tiers.mover import WorkQueue
 from kvcache.tiers.moves import TierMoves
+from kvcache.tiers.storage_tier import StorageTier
+from kvcache.tiers.tiers import Tiers
 from kvcache.window_locks import WindowLocks
 
 
@@ -35,6 +40,8 @@ class LowerParts(NamedTuple):
     pool: HostPool
     copier: Copier
     mover: WorkQueue
+    storage: StorageBackend | None
+    keys: StorageKeys
 
 
 class CacheParts(NamedTuple):
@@ -44,8 +51,7 @@ class CacheParts(NamedTuple):
     primary: GroupAllocator
     swa: SWATokenToKVPoolAllocator | None  # of the window group, where there is one
     states: GroupAllocator | None  # of the state group, where there is one
-    host: HostTier | None
-    moves: TierMoves | None  # between device and host, where there is a host tier
+    tiers: Tiers | None  # below the device
 
 
 def build_prefix_cache(
@@ -65,19 +71,23 @@ def build_prefix_cache(
     primary, policy, page_size = specs[0].name, config.eviction_policy, config.page_size
     window = next((spec.window for spec in specs if isinstance(spec, KVGroupSpec) and spec.window), None)
     components: list[TreeComponent] = [FullComponent(primary, allocators[primary], policy)]
+    parts: list[HostPart] = [FullHostPart(components[0])]
     locks: WindowLocks | None = None
     if window is not None:
         locks = WindowLocks(allocators["window"].num_pages, policy)
-        components.append(WindowComponent(allocators["window"], locks, window_tail(window, page_size)))
+        tail = window_tail(window, page_size)
+        components.append(WindowComponent(allocators["window"], locks, tail))
+        parts.append(WindowHostPart(components[-1], locks, tail))
     if "state" in allocators:
         components.append(StateComponent(allocators["state"], policy))
+        parts.append(StateHostPart(components[-1]))
 
     is_radix = config.prefix_cache == "radix"
     host: HostTier | None = None
     if lower is not None:
         assert is_radix, "a host tier without a radix cache"
         write_back = lower.copier if config.tiers.write_policy == "write_back" else None
-        host = HostTier(lower.pool, components, observers, page_size, policy, write_back)
+        host = HostTier(lower.pool, parts, observers, page_size, policy, write_back)
     tree = RadixTree(page_size, components if is_radix else (), observers, host)
 
     groups = {name: GroupAllocator(name, allocator, tree) for name, allocator in allocators.items()}
@@ -90,10 +100,14 @@ def build_prefix_cache(
     if states is not None:
         holdings.append(StateHoldings(states, page_size))
 
-    moves: TierMoves | None = None
+    tiers: Tiers | None = None
     if lower is not None and host is not None:
         moves = TierMoves(config.tiers, tree, host, groups, lower.copier, lower.mover)
+        storage: StorageTier | None = None
+        if lower.storage is not None:
+            storage = StorageTier(config.tiers, tree, host, lower.mover, lower.storage, lower.keys)
+        tiers = Tiers(host, moves, storage, lower.mover)
     cache: BasePrefixCache = ChunkCache(pool, allocators[primary], tree, holdings)
     if is_radix:
-        cache = RadixCache(pool, allocators[primary], tree, holdings, moves)
-    return CacheParts(cache, groups[primary], swa, states, host, moves)
+        cache = RadixCache(pool, allocators[primary], tree, holdings, tiers.moves if tiers else None)
+    return CacheParts(cache, groups[primary], swa, states, tiers)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from kvcache.allocator import Pages
 from kvcache.tree_node import TreeNode
 
 
@@ -19,8 +21,12 @@ class LowerTier(Protocol):
         """A part of what `node` has on the device, of one group, is about to be given up; the node stays."""
         ...
 
-    def divided(self, upper: TreeNode) -> None:
-        """`upper` has just taken the first pages of a node that has a host copy."""
+    def divided(self, upper: TreeNode, lower: TreeNode) -> None:
+        """`upper` has just taken the first pages of `lower`, which has a host copy."""
+        ...
+
+    def held(self, path: Sequence[TreeNode]) -> Mapping[str, Pages]:
+        """What the host has of a path, by group, as TreeComponent.valid_lengths takes it."""
         ...
 
     def dropped(self, node: TreeNode) -> None:

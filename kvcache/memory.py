@@ -29,6 +29,8 @@ from kvcache.layout import GroupSpec, KVGroupSpec, LatentGroupSpec, StateGroupSp
 from kvcache.pool import KVCache, MambaPool, MHAKVCache, MLAKVCache, ReqToTokenPool
 from kvcache.request import GroupPages as GroupPages
 from kvcache.snapshot import TreeSnapshot
+from kvcache.storage.factory import open_storage
+from kvcache.storage.keys import StorageKeys
 from kvcache.tiers.copier import open_copier
 from kvcache.tiers.host_pool import HostPool
 from kvcache.tiers.mover import Mover, WorkQueue
@@ -87,10 +89,8 @@ class Memory:
         kv_caches: dict[str, KVCache],
         parts: CacheParts,
         recorder: EventRecorder | None,
-        mover: WorkQueue | None = None,
     ) -> None:
-        """`recorder` observes the tree of `parts`; None turns KV events off. `mover` does the work of
-        `parts.moves`."""
+        """`recorder` observes the tree of `parts`; None turns KV events off."""
         self.config = config
         self.specs = specs
         self.page_size = config.page_size
@@ -100,9 +100,8 @@ class Memory:
         self.allocators = allocators
         self.allocator = allocators[specs[0].name]
         self.kv_caches = kv_caches
-        self.cache, self.primary, self.swa, self.states, self.host, self.moves = parts
+        self.cache, self.primary, self.swa, self.states, self.tiers = parts
         self._recorder = recorder
-        self._mover = mover
         self._quarantine: dict[Hashable, list[GroupPages]] = {}
         self._quarantined_at: dict[Hashable, float] = {}
 
@@ -111,11 +110,9 @@ class Memory:
         return tuple(spec.to_layout(self.page_size) for spec in self.specs)
 
     def close(self) -> None:
-        """End the mover's threads and give up the pools' buffers. A tensor over one stays usable."""
-        if self._mover is not None:
-            self._mover.close()
-        if self.host is not None:
-            self.host.pool.close()
+        """Close the tiers and give up the pools' buffers. A tensor over one stays usable."""
+        if self.tiers is not None:
+            self.tiers.close()
         for pool in self.kv_caches.values():
             pool.close()
 
@@ -124,22 +121,6 @@ class Memory:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    # -- the host tier -----------------------------------------------------------------------------
-
-    def on_moved(self, wake: Callable[[], None]) -> None:
-        """Call `wake`, on another thread, when `poll_tiers` has something to do."""
-        if self._mover is not None:
-            self._mover.on_done(wake)
-
-    def poll_tiers(self) -> bool:
-        """Let what has moved between tiers enter the tree. Whether there was anything."""
-        return self.moves is not None and self.moves.poll()
-
-    @property
-    def tiers_idle(self) -> bool:
-        """Whether nothing moves between tiers."""
-        return self.moves is None or self.moves.is_idle
 
     # -- frees of all groups -----------------------------------------------------------------------
 
@@ -237,8 +218,8 @@ class Memory:
         for name, balance in balances.items():
             yield from self._count_uncached(name, balance, held.get(name, ()))
         yield from self.cache.tree.check(lambda name, pages: balances[name].add("cached", pages))
-        if self.host is not None and self.moves is not None:
-            yield from self.host.check(self.cache.tree.nodes(), list(self.moves.held_on_host()))
+        if self.tiers is not None:
+            yield from self.tiers.check(self.cache.tree.nodes())
         for balance in balances.values():
             yield from balance.check()
         reports = {name: self._group_report(name, balance) for name, balance in balances.items()}
@@ -264,8 +245,8 @@ class Memory:
             yield from balance.add("free", run)
         yield from balance.add("pending", allocator.pending_pages())
         yield from balance.add("held", np.fromiter(held, np.int64))
-        if self.moves is not None:
-            yield from balance.add("loading", self.moves.held().get(name, NO_PAGES))
+        if self.tiers is not None:
+            yield from balance.add("loading", self.tiers.held(name))
         yield from balance.add("quarantined", self.quarantined(name))
 
     def _group_report(self, name: str, balance: Balance) -> GroupReport:
@@ -309,7 +290,7 @@ def build_memory(config: CacheConfig, specs: Sequence[GroupSpec], mover: WorkQue
         mover = mover or Mover()
         lower = _lower(config, specs, kv_caches, mover)
     parts = build_prefix_cache(config, specs, allocators, rows, [recorder] if recorder else [], lower)
-    return Memory(config, tuple(specs), rows, allocators, kv_caches, parts, recorder, mover)
+    return Memory(config, tuple(specs), rows, allocators, kv_caches, parts, recorder)
 
 
 def _lower(
@@ -321,7 +302,17 @@ def _lower(
         ratio = config.tiers.size_bytes / max(1, sum(p.num_pages * p.page_bytes for p in pools.values()))
     pages = {name: max(1, int(pool.num_pages * ratio)) for name, pool in pools.items()}
     host = HostPool(specs, config.page_size, pages, pinned=config.device != "cpu")
-    return LowerParts(host, open_copier(pools, host, config.tiers.pace_bytes_per_s), mover)
+    storage = None if config.tiers.storage is None else open_storage(config.tiers.storage)
+    if storage is not None:
+        storage.register(host.views())
+    layouts = [spec.to_layout(config.page_size) for spec in specs]
+    return LowerParts(
+        host,
+        open_copier(pools, host, config.tiers.pace_bytes_per_s),
+        mover,
+        storage,
+        StorageKeys(config.tiers.model_digest, layouts),
+    )
 
 
 def _allocator(config: CacheConfig, spec: GroupSpec) -> BaseTokenToKVPoolAllocator:

@@ -17,8 +17,9 @@ import numpy as np
 from kvcache.allocator import NO_PAGES, Pages
 from kvcache.balance import in_slices
 from kvcache.components.base import Tally, TreeComponent, longest
+from kvcache.host_copy import HostCopy
 from kvcache.lower_tier import LowerTier
-from kvcache.observer import Tier, TreeObserver
+from kvcache.observer import StorageMedium, TreeObserver
 from kvcache.radix_key import Namespace, RadixKey
 from kvcache.tree_node import TOKEN_BYTES, TreeNode
 from wire.page_hash import owner_key
@@ -97,7 +98,9 @@ class RadixTree:
         """
         if not self.others:
             return path
-        return self.cut(path, longest([c.valid_lengths(path, pages, with_host) for c in self.others]))
+        also = self.lower.held(path) if with_host and self.lower is not None else {}
+        valid = [c.valid_lengths(path, pages, also.get(c.name, NO_PAGES)) for c in self.others]
+        return self.cut(path, longest(valid))
 
     def cut(self, path: list[TreeNode], left: int) -> list[TreeNode]:
         """The first `left` pages of a path. The node in which they end is split there."""
@@ -114,10 +117,8 @@ class RadixTree:
             for component in self.others:
                 component.split(upper, node)
         if node.host is not None:
-            for component in self.components:
-                component.split_host(upper, node)
             assert self.lower is not None, "a host copy without a host tier"
-            self.lower.divided(upper)
+            self.lower.divided(upper, node)
         return upper
 
     # -- growing -----------------------------------------------------------------------------------
@@ -147,7 +148,23 @@ class RadixTree:
         for component in self.components:
             component.insert(node, start, offers.get(component.name, NO_PAGES))
         for observer in self._observers:
-            observer.stored(node, Tier.DEVICE)
+            observer.stored(node, StorageMedium.GPU)
+        return node
+
+    def append_host(self, parent: TreeNode, key: RadixKey, start: int, end: int) -> TreeNode:
+        """A new leaf below `parent` for pages [start, end) of `key`, which are on the host alone: its copy is
+        still empty."""
+        begin, stop = start * self.page_size, end * self.page_size
+        tokens = key[begin:stop].tokens.tobytes()
+        node = TreeNode(
+            parent, key.namespace, tokens, b"", stop - begin, self._tick, key.tenant, num_pages=end - start
+        )
+        parent.children[node.child_key(self.page_size)] = node
+        node.host = HostCopy()
+        if self.others:
+            node.parts = {}
+        for component in self.others:
+            component.insert(node, start, NO_PAGES)
         return node
 
     def restore(self, path: Sequence[TreeNode], pages: Pages) -> None:
@@ -162,7 +179,7 @@ class RadixTree:
                 node.parent.resident_children += 1
                 self.components[0].insert(node, start, NO_PAGES)
                 for observer in self._observers:
-                    observer.stored(node, Tier.DEVICE)
+                    observer.stored(node, StorageMedium.GPU)
             start = end
 
     # -- locks -------------------------------------------------------------------------------------
@@ -225,7 +242,7 @@ class RadixTree:
         assert parent is not None, "the root never gives way"
         stays = self.lower is not None and self.lower.keeps(node)
         for observer in self._observers:
-            observer.removed(node, Tier.DEVICE)
+            observer.removed(node, StorageMedium.GPU)
         for component in self.components:
             component.free(node)
         node.page_ids = b""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvcache.observer import Tier
+from kvcache.observer import StorageMedium
 from kvcache.radix_key import Namespace
 from kvcache.tree_node import TreeNode
 from wire.events import AllBlocksCleared, AnyEvent, BlockStored
@@ -31,7 +31,7 @@ class NodeImage(NamedTuple):
     digests: list[PageDigest]
     parent: PageDigest | None  # of the page before the first; None for the first page of a sequence
     tenant: str
-    tiers: tuple[Tier, ...]
+    tiers: tuple[StorageMedium, ...]
 
     @classmethod
     def of(cls, node: TreeNode, page_size: int) -> NodeImage:
@@ -42,8 +42,8 @@ class NodeImage(NamedTuple):
         digests, tiers = node.page_digests(page_size), tiers_of(node)
         return cls(node.namespace, node.tokens, digests, parent, node.tenant, tiers)
 
-    def stored(self, page_size: int, tier: Tier) -> BlockStored:
-        """The event that announces these pages in a tier."""
+    def stored(self, page_size: int, medium: StorageMedium) -> BlockStored:
+        """The event that announces these pages in a medium."""
         namespace = self.namespace
         above = owned_digests([] if self.parent is None else [self.parent], self.tenant)
         tokens = np.frombuffer(self.tokens, np.int32)
@@ -56,7 +56,7 @@ class NodeImage(NamedTuple):
             token_ids=token_ids,
             block_size=page_size,
             lora_id=None,
-            medium=tier,
+            medium=medium,
             lora_name=None,
             extra_keys=[[namespace.extra_key]] * len(self.digests) if namespace.extra_key else None,
             cache_salt=namespace.cache_salt or None,
@@ -64,12 +64,12 @@ class NodeImage(NamedTuple):
         )
 
 
-def tiers_of(node: TreeNode) -> tuple[Tier, ...]:
+def tiers_of(node: TreeNode) -> tuple[StorageMedium, ...]:
     """The tiers that have all pages of the node, as events have told."""
     if node.host is None:
-        return (Tier.DEVICE,)
+        return (StorageMedium.GPU,)
     held = (node.is_resident, not node.host.is_empty, node.host.stored)
-    return tuple(tier for tier, is_held in zip(Tier, held, strict=True) if is_held)
+    return tuple(tier for tier, is_held in zip(StorageMedium, held, strict=True) if is_held)
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,17 +86,30 @@ class Pages:
     def brings_back(self, req: Req, match: MatchResult, spare: Capacity, extent: int) -> bool:
         """Whether the request, which needs `extent` tokens, must wait because what the host has of its match
         is being loaded."""
-        moves = self.memory.moves
-        if moves is None or not moves.wants(match):
+        tiers = self.memory.tiers
+        if tiers is None or not tiers.moves.wants(match):
             return False
         wanted = self.pages_of(extent - len(match.device_indices)) * self.page_size
         fits = self._pool.available_size() > 0 and self.free_tokens() >= wanted + spare.tokens
-        return moves.bring_back((req.room, req.epoch), match, fits)
+        return tiers.moves.bring_back((req.room, req.epoch), match, fits)
 
-    def forget_load(self, req: Req) -> None:
-        """The request does not wait for a load any more."""
-        if self.memory.moves is not None:
-            self.memory.moves.release((req.room, req.epoch))
+    def begin_prefetch(self, req: Req) -> None:
+        """Begin to read what the storage tier has of the request's prompt."""
+        tiers = self.memory.tiers
+        if tiers is not None and tiers.storage is not None and not req.needs_all:
+            tiers.storage.prefetch((req.room, req.epoch), self.key(req, req.prefill_len - 1))
+
+    def awaits_prefetch(self, req: Req) -> bool:
+        """Whether the request still waits for storage."""
+        tiers = self.memory.tiers
+        if tiers is None or tiers.storage is None:
+            return False
+        return tiers.storage.waits((req.room, req.epoch))
+
+    def forget_tiers(self, req: Req) -> None:
+        """The request does not wait for a load or for storage any more."""
+        if self.memory.tiers is not None:
+            self.memory.tiers.forget((req.room, req.epoch))
 
     @staticmethod
     def key(req: Req, length: int) -> RadixKey:
@@ -116,7 +129,7 @@ class Pages:
         row = rows[0]
         if self.window is not None:
             self.window.attach(row, starts_at, match.part("window"))
-        self.forget_load(req)  # what was loaded for it has its locks now, and the rest counts as free
+        self.forget_tiers(req)  # what was loaded for it has its locks now, and the rest counts as free
         prefix = len(match.device_indices)
         wanted = self.pages_of(extent - prefix) * self.page_size
         if not self._fits(row, wanted, spare):

@@ -31,7 +31,7 @@ class RequestTable:
         self.reservations = Reservations(pages)
         self.running = running
         self.waiting = WaitingQueue()
-        self.compiling: list[Req] = []  # their grammars are not compiled yet; they are queued after that
+        self.compiling: list[Req] = []  # wait for their grammars, or for storage; they are queued after that
         self.transferred: deque[Req] = deque()  # their KV is here; they wait for the decode batch
         self.chunked: Req | None = None  # the one request whose prefill has begun and has chunks left
         self.live: dict[tuple[int, int], Req] = {}  # (room, epoch) -> a request that is not DONE
@@ -107,7 +107,7 @@ class RequestTable:
 
     def queue_compiled(self) -> None:
         """Queue those of `compiling` that need wait no longer."""
-        for req in [req for req in self.compiling if req.sampling.is_ready]:
+        for req in [r for r in self.compiling if r.sampling.is_ready and not self.pages.awaits_prefetch(r)]:
             self.compiling.remove(req)
             self.wait(req)
 
@@ -119,7 +119,7 @@ class RequestTable:
 
     def detach(self, req: Req) -> None:
         """Remove the request from the queue or batch that it is in."""
-        self.pages.forget_load(req)
+        self.pages.forget_tiers(req)
         if req.running_index >= 0:
             self.running.leave(req)
         if req in self.compiling:

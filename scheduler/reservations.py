@@ -45,9 +45,13 @@ class Reservations:
         return True
 
     def _waits_for_load(self, req: Req, spare: Capacity, extent: int) -> bool:
-        """Whether a part of the prompt is on its way from the host, and need not come from elsewhere."""
-        if self._memory.moves is None:
+        """Whether a part of the prompt is on its way from host or storage, and need not come from
+        elsewhere."""
+        if self._memory.tiers is None:
             return False
+        self._pages.begin_prefetch(req)
+        if self._pages.awaits_prefetch(req):
+            return True
         match = self._memory.cache.match_prefix(self._pages.key(req, req.prefill_len))
         return self._pages.brings_back(req, match, spare, extent)
 

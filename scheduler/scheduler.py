@@ -76,6 +76,7 @@ class Scheduler:
         self._admission.lower_limit(req)
         self._requests.enrol(req)
         req.aim_prefill()
+        self._pages.begin_prefetch(req)
         self._requests.compiling.append(req)
         self._requests.queue_compiled()
         all_forced = bool(req.output_ids) and req.prompt_len + len(req.output_ids) >= req.limit_len
@@ -117,7 +118,8 @@ class Scheduler:
 
         Raises DeviceLost when a forward is stuck. The scheduler is unusable after that (see Results.take).
         """
-        moved = self._memory.poll_tiers()
+        tiers = self._memory.tiers
+        moved = tiers is not None and tiers.poll()
         answered = self._answer_early()
         self._requests.queue_compiled()
         self._join_transferred()
@@ -224,8 +226,7 @@ class Scheduler:
             or requests.transferred
             or requests.chunked
             or len(self._running)
-            or not self._memory.tiers_idle
-        )
+        ) and (self._memory.tiers is None or self._memory.tiers.is_idle)
 
     @property
     def expected_s(self) -> float:

@@ -42,22 +42,27 @@ def worker_figures(memory: Memory, metrics: SchedulerMetrics) -> WorkerFigures:
 
 def _host(memory: Memory) -> dict[str, GroupPages]:
     """The host tier's pages. Those in use are being written or read."""
-    if memory.host is None:
+    if memory.tiers is None:
         return {}
-    evicted, pages = memory.host.evicted_pages, {}
-    for name, arena in memory.host.pool.arenas.items():
+    evicted, pages = memory.tiers.host.evicted_pages, {}
+    for name, arena in memory.tiers.host.pool.arenas.items():
         free = arena.allocator.available_pages()
         pages[name] = GroupPages(arena.num_pages, free, arena.num_pages - free, evicted.get(name, 0))
     return pages
 
 
 def _moves(memory: Memory) -> dict[str, MovedPages]:
-    if memory.moves is None or memory.host is None:
+    if memory.tiers is None:
         return {}
-    counts, at_once = memory.moves.counts, memory.host.written_back
-    return {
+    counts, at_once = memory.tiers.moves.counts, memory.tiers.host.written_back
+    moved = {
         "to_host": MovedPages(
             counts.to_host_pages + at_once.pages, counts.to_host_bytes + at_once.bytes, counts.failed_backups
         ),
         "to_device": MovedPages(counts.to_device_pages, counts.to_device_bytes, counts.failed_loads),
     }
+    if (storage := memory.tiers.storage) is not None:
+        done, told = storage.counts, storage.backend.stats()
+        moved["to_storage"] = MovedPages(done.written_pages, told.written_bytes, done.failed_writes)
+        moved["from_storage"] = MovedPages(done.read_pages, told.read_bytes, sum(told.refused.values()))
+    return moved

@@ -70,8 +70,9 @@ def open_parts(
         curve = curve_for(options.secret())
         mailbox = Mailbox(options.interface, curve, ports=options.ports.of("mailboxes"))
         owned.callback(mailbox.close)
-        memory.on_moved(mailbox.nudge)
-        owned.callback(memory.on_moved, _nobody)  # the memory may outlive this worker, in another role
+        if memory.tiers is not None:
+            memory.tiers.on_done(mailbox.nudge)
+            owned.callback(memory.tiers.on_done, _nobody)  # the memory may outlive this worker, in another role
         publisher = open_publisher(options, memory, curve, mailbox.nudge)
         if publisher is not None:
             owned.callback(publisher.close)

@@ -58,10 +58,13 @@ class TreeComponent(ABC):
 
     # -- matching ----------------------------------------------------------------------------------
 
-    def valid_lengths(self, path: Sequence[TreeNode], pages: int, with_host: bool = False) -> Lengths:
-        """Lengths of a path of `pages` pages at which a forward could start; always True at 0. `with_host`:
-        once what is on the host has been loaded."""
-        del path, with_host
+    def valid_lengths(self, path: Sequence[TreeNode], pages: int, also: Pages = NO_PAGES) -> Lengths:
+        """Lengths of a path of `pages` pages at which a forward could start; always True at 0.
+
+        `also` says what a lower tier has: of a group with a page for each token page an id for each page, of a
+        state group one for each node; 0 for none.
+        """
+        del path, also
         return np.ones(pages + 1, bool)
 
     @abstractmethod
@@ -86,48 +89,6 @@ class TreeComponent(ABC):
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
         """`upper` has just taken the first pages of `lower`; divide what this group keeps in `parts`."""
         del upper, lower
-
-    # -- the host tier -----------------------------------------------------------------------------
-    #
-    # Of full, latent and window groups the host has an id for each page of a node, of the state group one.
-
-    def held(self, path: Sequence[TreeNode]) -> Pages:
-        """As `gather`, of a path that need not be resident."""
-        return self.gather(path)
-
-    def on_host(self, path: Sequence[TreeNode]) -> Pages:
-        """What this group has of `path` on the host, in the same form."""
-        return np.concatenate([NO_PAGES, *(self._copied(node) for node in path)])
-
-    def _copied(self, node: TreeNode) -> Pages:
-        ids = None if node.host is None else node.host.ids.get(self.name)
-        return np.zeros(node.num_pages, np.int32) if ids is None else ids
-
-    def needed(self, pages: int) -> slice:
-        """The part of what `held` returns for a path of `pages` pages that a match at its end needs."""
-        return slice(0, pages)
-
-    def portion(self, ids: Pages, start: int, end: int, pages: int) -> Pages:
-        """Of ids for a node of `pages` pages, those for its pages [start, end), a node of their own now."""
-        del pages
-        return ids[start:end].copy()
-
-    def split_host(self, upper: TreeNode, lower: TreeNode) -> None:
-        """As `split`, for the host copies of both."""
-        assert upper.host is not None, "the upper part has no host copy"
-        assert lower.host is not None, "the lower part has no host copy"
-        ids = lower.host.ids.get(self.name)
-        if ids is not None:
-            border = upper.num_pages
-            upper.host.ids[self.name], lower.host.ids[self.name] = ids[:border].copy(), ids[border:].copy()
-
-    def pin(self, pages: Pages) -> None:
-        """Keep these pages of a locked path from eviction, where a lock on the path does not."""
-        del pages
-
-    def unpin(self, pages: Pages) -> None:
-        """Undo one `pin`."""
-        del pages
 
     # -- locks -------------------------------------------------------------------------------------
 

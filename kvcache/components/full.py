@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvcache.allocator import NO_PAGES, BaseTokenToKVPoolAllocator, Pages
+from kvcache.allocator import BaseTokenToKVPoolAllocator, Pages
 from kvcache.components.base import PartReport, Tally, TreeComponent
 from kvcache.eviction import LeafEvictor
 from kvcache.tree_node import TreeNode
@@ -30,12 +30,6 @@ class FullComponent(TreeComponent):
     def gather(self, path: Sequence[TreeNode]) -> Pages:
         """The path's page ids."""
         return np.frombuffer(b"".join([node.page_ids for node in path]), np.int32)
-
-    def held(self, path: Sequence[TreeNode]) -> Pages:
-        """The path's page ids, 0 for those of nodes that are not resident."""
-        return np.concatenate(
-            [NO_PAGES, *(n.value if n.page_ids else np.zeros(n.num_pages, np.int32) for n in path)]
-        )
 
     def insert(self, node: TreeNode, start: int, offer: Pages) -> None:
         """Count the node as evictable; its pages came with it."""

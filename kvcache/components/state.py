@@ -46,18 +46,15 @@ class StateComponent(TreeComponent):
 
     # -- matching ----------------------------------------------------------------------------------
 
-    def valid_lengths(self, path: Sequence[TreeNode], pages: int, with_host: bool = False) -> Lengths:
+    def valid_lengths(self, path: Sequence[TreeNode], pages: int, also: Pages = NO_PAGES) -> Lengths:
         """The ends of nodes with a state."""
         valid = np.zeros(pages + 1, bool)
         valid[0] = True
         end = 0
-        for node in path:
+        for i, node in enumerate(path):
             end += node.num_pages
-            valid[end] = self._part(node).slot != 0 or (with_host and self._host_slot(node) != 0)
+            valid[end] = self._part(node).slot != 0 or (i < len(also) and also[i] != 0)
         return valid
-
-    def _host_slot(self, node: TreeNode) -> int:
-        return state_slot(node.host.ids.get(self.name, NO_PAGES)) if node.host is not None else 0
 
     def gather(self, path: Sequence[TreeNode]) -> Pages:
         """The slot of the state after the path; 0 where there is none."""
@@ -98,25 +95,6 @@ class StateComponent(TreeComponent):
         """The state stays at the end, on `lower`."""
         del lower
         upper.parts[self.name] = SavedState()
-
-    # -- the host tier -----------------------------------------------------------------------------
-
-    def on_host(self, path: Sequence[TreeNode]) -> Pages:
-        """The host's slot of the state after the path."""
-        return np.array([self._host_slot(path[-1])], np.int32)
-
-    def needed(self, pages: int) -> slice:
-        """The state."""
-        del pages
-        return slice(0, 1)
-
-    def portion(self, ids: Pages, start: int, end: int, pages: int) -> Pages:
-        """The state is that of the last page."""
-        del start
-        return ids.copy() if end == pages else np.zeros(1, np.int32)
-
-    def split_host(self, upper: TreeNode, lower: TreeNode) -> None:
-        """The state stays at the end, on `lower`."""
 
     # -- locks -------------------------------------------------------------------------------------
 

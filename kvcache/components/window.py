@@ -43,11 +43,11 @@ class WindowComponent(TreeComponent):
 
     # -- matching ----------------------------------------------------------------------------------
 
-    def valid_lengths(self, path: Sequence[TreeNode], pages: int, with_host: bool = False) -> Lengths:
+    def valid_lengths(self, path: Sequence[TreeNode], pages: int, also: Pages = NO_PAGES) -> Lengths:
         """Lengths before which no page of the window is missing."""
         held = self.gather(path)
-        if with_host:
-            held = held | self.on_host(path)
+        if len(also):
+            held = held | also
         last_hole = np.maximum.accumulate(np.where(held == 0, np.arange(pages), -1))
         valid = np.ones(pages + 1, bool)
         valid[1:] = last_hole < np.maximum(np.arange(1, pages + 1) - self._tail, 0)
@@ -97,20 +97,6 @@ class WindowComponent(TreeComponent):
         part, border = self._part(lower), upper.num_pages
         upper.parts[self.name], lower.parts[self.name] = part[:border].copy(), part[border:].copy()
         self._locks.move(upper, part[:border][part[:border] != 0])
-
-    # -- the host tier -----------------------------------------------------------------------------
-
-    def needed(self, pages: int) -> slice:
-        """The window before the end."""
-        return slice(max(0, pages - self._tail), pages)
-
-    def pin(self, pages: Pages) -> None:
-        """Lock the pages."""
-        self._locks.lock(pages)
-
-    def unpin(self, pages: Pages) -> None:
-        """Unlock them."""
-        self._locks.unlock(pages)
 
     # -- shrinking ---------------------------------------------------------------------------------
 

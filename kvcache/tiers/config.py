@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.errors import ConfigError
+from kvcache.storage.config import StorageConfig
 
 WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
+PREFETCH_POLICIES = ("best_effort", "wait_complete", "timeout")
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,13 @@ class TierConfig:
     write_policy: str = "write_through"
     load_back_threshold: int = 10  # tokens: fewer are computed again rather than loaded
     pace_bytes_per_s: float = 0.0  # of backups; 0: as fast as memory
+    storage: StorageConfig | None = None  # None: no storage tier
+    model_digest: bytes = b""  # names the model in storage (engine/model_digest.py)
+    prefetch_policy: str = "timeout"  # how long a request waits for what storage has of its prompt
+    prefetch_threshold: int = 256  # tokens: fewer are not read
+    prefetch_base_s: float = 1.0  # of the policy timeout
+    prefetch_s_per_1024_tokens: float = 0.25
+    prefetch_max_s: float = 30.0
 
     def __post_init__(self) -> None:
         if self.write_policy not in WRITE_POLICIES:
@@ -26,6 +35,14 @@ class TierConfig:
                 f"{self.write_policy!r} is unknown",
                 f"use one of {', '.join(WRITE_POLICIES)}",
             )
+        if self.prefetch_policy not in PREFETCH_POLICIES:
+            raise ConfigError(
+                "hicache_storage_prefetch_policy",
+                f"{self.prefetch_policy!r} is unknown",
+                f"use one of {', '.join(PREFETCH_POLICIES)}",
+            )
+        if self.storage is not None and not self.enabled:
+            raise ConfigError("hicache_storage_backend", "there is no host tier", "give hicache_ratio")
         for option, value in (("hicache_ratio", self.ratio), ("hicache_size", self.size_bytes)):
             if value < 0:
                 raise ConfigError(option, f"{value} is negative", "give 0 for no host tier, or more")

@@ -69,6 +69,14 @@ class HostPool:
             kept = ids[ids != 0] if len(ids) else NO_PAGES
             self.arenas[group].allocator.free_page_ids(kept)
 
+    def views(self) -> list[memoryview]:
+        """The bytes of each arena."""
+        return [
+            memoryview(arena.bytes.numpy().reshape(-1))  # type: ignore[arg-type]
+            for arena in self.arenas.values()
+            if arena.page_bytes
+        ]
+
     def close(self) -> None:
         """Give the memory up."""
         for arena in self.arenas.values():

@@ -18,11 +18,11 @@ import numpy as np
 
 from kvcache.allocator import NO_PAGES, Pages
 from kvcache.balance import Balance
-from kvcache.components.base import TreeComponent
 from kvcache.eviction import Evictor
 from kvcache.host_copy import HostCopy
-from kvcache.observer import Tier, TreeObserver
+from kvcache.observer import StorageMedium, TreeObserver
 from kvcache.tiers.copier import Copier, nonzero
+from kvcache.tiers.host_parts import HostPart
 from kvcache.tiers.host_pool import HostPool
 from kvcache.tree_node import TreeNode
 
@@ -44,7 +44,7 @@ class HostTier:
     def __init__(
         self,
         pool: HostPool,
-        components: Sequence[TreeComponent],
+        parts: Sequence[HostPart],
         observers: Sequence[TreeObserver],
         page_size: int,
         policy: str,
@@ -54,13 +54,14 @@ class HostTier:
         self.pool = pool
         self.evicted_pages: Counter[str] = Counter()  # since the start, by group
         self.written_back = WrittenBack()
-        self._components = tuple(components)
-        self._primary = components[0].name
+        self.parts = {part.name: part for part in parts}  # the primary group's first
+        self._primary = parts[0].name
+        self._landed: list[TreeNode] = []
         self._observers = tuple(observers)
         self._page_size = page_size
         self._write_back = write_back
         policy = _FALLS.get(policy, policy)
-        self._evictors = {c.name: Evictor(policy, _FIRST_BIT << i) for i, c in enumerate(components)}
+        self._evictors = {c.name: Evictor(policy, _FIRST_BIT << i) for i, c in enumerate(parts)}
 
     # -- what the tree asks ------------------------------------------------------------------------
 
@@ -75,9 +76,15 @@ class HostTier:
         if self._write_back is not None:
             self._copy_now(self._write_back, node)
 
-    def divided(self, upper: TreeNode) -> None:
+    def divided(self, upper: TreeNode, lower: TreeNode) -> None:
         """See LowerTier."""
+        for part in self.parts.values():
+            part.split(upper, lower)
         self._offer(upper)
+
+    def held(self, path: Sequence[TreeNode]) -> Mapping[str, Pages]:
+        """See LowerTier."""
+        return {name: part.along(path) for name, part in self.parts.items()}
 
     def dropped(self, node: TreeNode) -> None:
         """See LowerTier."""
@@ -125,8 +132,9 @@ class HostTier:
 
     # -- copies ------------------------------------------------------------------------------------
 
-    def landed(self, node: TreeNode, ids: Mapping[str, Pages]) -> None:
-        """These pages of `node` are on the host now, where it had none."""
+    def landed(self, node: TreeNode, ids: Mapping[str, Pages], is_stored: bool = False) -> None:
+        """These pages of `node` are on the host now, where it had none. `is_stored`: they come from
+        storage."""
         copy = node.host
         assert copy is not None, "the node's copy was dropped while it was written"
         is_new = copy.is_empty
@@ -135,9 +143,25 @@ class HostTier:
                 had = copy.ids.get(group)
                 copy.ids[group] = arrived if had is None else had | arrived
         self._offer(node)
-        if is_new:
-            for observer in self._observers:
-                observer.stored(node, Tier.HOST)
+        if is_new and not copy.is_empty:
+            self.tell(node, StorageMedium.CPU)
+        if is_stored and is_new:
+            copy.stored = True
+            self.tell(node, StorageMedium.STORAGE)
+        elif not is_stored:
+            copy.stored = False
+            self._landed.append(node)
+
+    def take_landed(self) -> list[TreeNode]:
+        """The nodes of which storage lacks something that has come to the host since the last call. Some may
+        have lost their copies again."""
+        landed, self._landed = self._landed, []
+        return landed
+
+    def tell(self, node: TreeNode, medium: StorageMedium) -> None:
+        """Tell the observers that all pages of the node are in a medium."""
+        for observer in self._observers:
+            observer.stored(node, medium)
 
     def unlock(self, node: TreeNode) -> None:
         """Undo one lock of the node's copy."""
@@ -163,7 +187,7 @@ class HostTier:
         assert not copy.locks, "a host copy is dropped while it is read"
         assert not copy.moving, "a host copy is dropped while it is written"
         for observer in self._observers if not copy.is_empty else ():
-            observer.removed(node, Tier.HOST)
+            observer.removed(node, StorageMedium.CPU)
         for evictor in self._evictors.values():
             evictor.withdraw(node)
         self.pool.free(copy.ids)
@@ -172,7 +196,7 @@ class HostTier:
     def _copy_now(self, copier: Copier, node: TreeNode) -> None:
         """Write back: copy what the node has on the device alone, while its eviction waits. Nothing is copied
         when the host is full."""
-        held = missing_on_host(self._components, node)
+        held = missing_on_host(self.parts.values(), node)
         device = {group: nonzero(ids) for group, ids in held.items()}
         if not any(map(len, device.values())):
             return
@@ -216,11 +240,11 @@ def _is_unread(node: TreeNode) -> bool:
     return node.host is not None and not node.host.locks and not node.host.moving
 
 
-def missing_on_host(components: Iterable[TreeComponent], node: TreeNode) -> dict[str, Pages]:
-    """By group, what a node has on the device alone, in the components' form; 0 elsewhere."""
+def missing_on_host(parts: Iterable[HostPart], node: TreeNode) -> dict[str, Pages]:
+    """By group, what a node has on the device alone, in the groups' forms; 0 elsewhere."""
     return {
-        component.name: np.where(component.on_host([node]) == 0, component.held([node]), 0).astype(np.int32)
-        for component in components
+        part.name: np.where(part.on_host([node]) == 0, part.on_device([node]), 0).astype(np.int32)
+        for part in parts
     }
 
 

@@ -2,8 +2,8 @@
 
     consider   after an insert: nodes that should have a copy get one            device -> host
     bring_back before an admission: what a match lacks on the device is loaded   host -> device
-    poll       what the mover has done enters the tree
 
+What the mover has done enters the tree when its owner takes it (Tiers.poll).
 The engine loop never waits for a copy. What is read is locked, and what is written belongs to the move, until
 the mover is done: `held` names it for the balance. A node may be split meanwhile; its last part keeps its
 identity, so a move ends on the nodes that then end where its node ends.
@@ -18,7 +18,6 @@ import numpy as np
 
 from kvcache.allocator import Pages
 from kvcache.base_prefix_cache import MatchResult
-from kvcache.components.base import TreeComponent
 from kvcache.group_allocator import GroupAllocator
 from kvcache.host_copy import HostCopy
 from kvcache.radix_tree import RadixTree
@@ -26,6 +25,7 @@ from kvcache.tiers.config import TierConfig
 from kvcache.tiers.copier import Copier, nonzero
 from kvcache.tiers.host_tier import HostTier, missing_on_host, scattered
 from kvcache.tiers.mover import Failed, WorkQueue
+from kvcache.tiers.pieces import pieces
 from kvcache.tree_node import TreeNode
 
 _IN_FLIGHT_SHARE = 4  # backups lock at most one page in so many of the device's
@@ -33,7 +33,7 @@ _IN_FLIGHT_SHARE = 4  # backups lock at most one page in so many of the device's
 
 @dataclass(slots=True, eq=False)
 class Backup:
-    """Pages of one node on their way to the host, by group, in the components' form; 0 where nothing goes."""
+    """Pages of one node on their way to the host, by group, in the groups' forms; 0 where nothing goes."""
 
     node: TreeNode
     pages: int
@@ -44,7 +44,7 @@ class Backup:
 @dataclass(slots=True, eq=False)
 class LoadBack:
     """What a match that ends at `last` lacks on the device, on its way there. The forms are those of the
-    components for the path of `last`.
+    groups for the path of `last`.
 
     The path is locked from `anchor`, its last node that was resident, on; once it is done from `last` on,
     until `release`.
@@ -93,7 +93,7 @@ class TierMoves:
         self._groups = groups
         self._copier = copier
         self._mover = mover
-        self._components: dict[str, TreeComponent] = {c.name: c for c in tree.components}
+        self._parts = host.parts
         self._primary = tree.components[0].name
         self._backups: set[Backup] = set()
         self._in_flight = 0  # pages of the primary group
@@ -119,7 +119,7 @@ class TierMoves:
         """Begin to copy what the node has on the device alone, if there is room."""
         if node.host is not None and node.host.moving:
             return
-        device = missing_on_host(self._components.values(), node)
+        device = missing_on_host(self._parts.values(), node)
         count = int(np.count_nonzero(device[self._primary]))
         if not any(ids.any() for ids in device.values()):
             return
@@ -133,8 +133,8 @@ class TierMoves:
             self._host.forget(node)
             return
         self._tree.lock(node)
-        for name, component in self._components.items():
-            component.pin(nonzero(device[name]))
+        for name, part in self._parts.items():
+            part.pin(nonzero(device[name]))
         placed = {name: scattered(device[name], ids) for name, ids in host.items()}
         backup = Backup(node, node.num_pages, device, placed)
         self._backups.add(backup)
@@ -147,26 +147,26 @@ class TierMoves:
     def _backed_up(self, backup: Backup, result: int | Failed) -> None:
         self._backups.remove(backup)
         self._in_flight -= int(np.count_nonzero(backup.device[self._primary]))
-        pieces = list(_pieces(backup.node, backup.pages))
-        for node, _, _ in pieces:
+        now = list(pieces(backup.node, backup.pages))
+        for node, _, _ in now:
             assert node.host is not None, "a node's copy went while it was written"
             node.host.moving -= 1
         if isinstance(result, Failed):
             self.counts.failed_backups += 1
             self._host.pool.free(backup.host)
-            for node, _, _ in pieces:
+            for node, _, _ in now:
                 self._host.forget(node)
         else:
             self.counts.to_host_bytes += result
             self.counts.to_host_pages += backup.pages
-            for node, start, end in pieces:
+            for node, start, end in now:
                 self._host.landed(node, self._portion(backup.host, start, end, backup.pages))
-        for name, component in self._components.items():
-            component.unpin(nonzero(backup.device[name]))
+        for name, part in self._parts.items():
+            part.unpin(nonzero(backup.device[name]))
         self._tree.unlock(backup.node)
 
     def _portion(self, ids: Mapping[str, Pages], start: int, end: int, pages: int) -> dict[str, Pages]:
-        return {name: self._components[name].portion(ids[name], start, end, pages) for name in ids}
+        return {name: self._parts[name].portion(ids[name], start, end, pages) for name in ids}
 
     # -- host to device ----------------------------------------------------------------------------
 
@@ -206,15 +206,15 @@ class TierMoves:
         resident, _ = tree.resident(path)
         anchor = resident[-1] if resident else None
         host, pinned = {}, {}
-        for name, component in self._components.items():
-            held, needed = component.held(path), component.needed(pages)
+        for name, part in self._parts.items():
+            held, needed = part.on_device(path), part.needed(pages)
             wanted = np.zeros_like(held)
-            wanted[needed] = np.where(held[needed] == 0, component.on_host(path)[needed], 0)
+            wanted[needed] = np.where(held[needed] == 0, part.on_host(path)[needed], 0)
             host[name], pinned[name] = wanted, nonzero(held[needed])
         if anchor is not None:
             tree.lock(anchor)
-        for name, component in self._components.items():
-            component.pin(pinned[name])
+        for name, part in self._parts.items():
+            part.pin(pinned[name])
         locked = self._lock_sources(path, host, pages)
         device = self._alloc(host)
         load = LoadBack(owner, last, anchor, device or {}, host, pinned, locked)
@@ -264,11 +264,11 @@ class TierMoves:
         path = load.last.path()
         pages = sum(node.num_pages for node in path)
         pinned = {
-            name: nonzero(component.held(path)[component.needed(pages)])
-            for name, component in self._components.items()
+            name: nonzero(part.on_device(path)[part.needed(pages)])
+            for name, part in self._parts.items()
         }
-        for name, component in self._components.items():
-            component.pin(pinned[name])
+        for name, part in self._parts.items():
+            part.pin(pinned[name])
         self._unlock_anchor(load)
         load.pinned = pinned
         if load.is_released:
@@ -276,14 +276,15 @@ class TierMoves:
 
     def _enter(self, load: LoadBack) -> None:
         """Give the path its pages. Those that it has got otherwise in the meantime are freed again."""
-        path, primary = load.last.path(), self._components[self._primary]
+        path, primary = load.last.path(), self._parts[self._primary]
         offered = load.device[self._primary]
-        surplus = {self._primary: np.where(primary.held(path) != 0, offered, 0)}
+        surplus = {self._primary: np.where(primary.on_device(path) != 0, offered, 0)}
         self._tree.restore(path, offered)
         for component in self._tree.others:
             offered = load.device[component.name]
             component.revive(path, offered, is_whole=True)
-            surplus[component.name] = np.where(component.held(path) != offered, offered, 0)
+            now = self._parts[component.name].on_device(path)
+            surplus[component.name] = np.where(now != offered, offered, 0)
         self._free(surplus)
 
     def _lock_sources(
@@ -309,23 +310,19 @@ class TierMoves:
             start = end
 
     def _unlock_anchor(self, load: LoadBack) -> None:
-        for name, component in self._components.items():
-            component.unpin(load.pinned[name])
+        for name, part in self._parts.items():
+            part.unpin(load.pinned[name])
         if load.anchor is not None:
             self._tree.unlock(load.anchor)
 
     def _let_go(self, load: LoadBack) -> None:
-        for name, component in self._components.items():
-            component.unpin(load.pinned[name])
+        for name, part in self._parts.items():
+            part.unpin(load.pinned[name])
         self._tree.unlock(load.last)
         if self._load is load:
             self._load = None
 
-    # -- both ---------------------------------------------------------------------------------------
-
-    def poll(self) -> bool:
-        """Let what the mover has done enter the tree. Whether there was anything."""
-        return self._mover.take_done()
+    # -- looking -----------------------------------------------------------------------------------
 
     @property
     def is_idle(self) -> bool:
@@ -341,14 +338,3 @@ class TierMoves:
     def held_on_host(self) -> Iterator[Mapping[str, Pages]]:
         """Host pages that backups are writing to."""
         return (backup.host for backup in self._backups)
-
-
-def _pieces(node: TreeNode, pages: int) -> Iterator[tuple[TreeNode, int, int]]:
-    """The nodes that are now the last `pages` pages up to the end of `node`, with their pages' places."""
-    end = pages
-    while end > 0:
-        yield node, end - node.num_pages, end
-        end -= node.num_pages
-        assert node.parent is not None, "the root is part of no move"
-        node = node.parent
-    assert end == 0, "a move begins at the border of a node"

@@ -201,7 +201,7 @@ class GroupsMachine(Admissions):
         assert freed == before - self.cache.tree.evictable(group)
         assert allocator.available_pages() == available + freed
 
-    @precondition(lambda self: not self.live and self.memory.moves is None)
+    @precondition(lambda self: not self.live and self.memory.tiers is None)
     @rule()
     def evict_everything(self) -> None:
         self.cache.tree.evict("full", self.memory.num_pages)
@@ -280,8 +280,7 @@ class GroupsMachine(Admissions):
         if "state" in self.kinds:
             state = node.parts["state"]
             assert state.slot or not free_leaf, "a leaf that is a tombstone"
-            moves = self.memory.moves
-            if moves is None:
+            if self.memory.tiers is None:
                 assert state.locks == sum(live.req.last_node is node for live in self.live)
             assert node.lock_ref > 0 or state.locks == 0
 

@@ -73,8 +73,8 @@ class LabelledContents(Contents):
 
     def on_host(self, group: str) -> torch.Tensor:
         """The labels of a group's host pages, in the same form."""
-        host = self.memory.host
-        assert host is not None
+        assert self.memory.tiers is not None
+        host = self.memory.tiers.host
         pools: dict[str, Any] = self.memory.kv_caches
         raw = host.pool.arenas[group].bytes.view(torch.float32)
         if group == "state":
@@ -145,7 +145,7 @@ class TiersMachine(GroupsMachine):
 
     @rule()
     def poll(self) -> None:
-        self.memory.poll_tiers()
+        self.memory.tiers.poll()
 
     @rule(tokens=Admissions.prompts, turn=st.integers(0, 79), fork=st.integers(0, 24), more=st.integers(0, 6))
     def serve(self, tokens: list[int], turn: int, fork: int, more: int) -> None:
@@ -171,13 +171,13 @@ class TiersMachine(GroupsMachine):
     def press(self, tokens: int) -> None:
         """Backups end, and then the device is short of pages."""
         while self.mover.do("backups"):
-            self.memory.poll_tiers()
-        self.memory.poll_tiers()
+            self.memory.tiers.poll()
+        self.memory.tiers.poll()
         self.evicts("full", -(-tokens // self.size))
 
     def waits(self, live: Live, match: MatchResult) -> bool:
-        moves = self.memory.moves
-        assert moves is not None
+        assert self.memory.tiers is not None
+        moves = self.memory.tiers.moves
         if not moves.wants(match) or len(self.waiting) > 3:
             return False
         if moves.bring_back(id(live), match, fits=True):
@@ -189,8 +189,8 @@ class TiersMachine(GroupsMachine):
     @precondition(lambda self: self.waiting)
     @rule(index=st.integers(0, 9), gives_up=st.booleans())
     def retry(self, index: int, gives_up: bool) -> None:
-        moves = self.memory.moves
-        assert moves is not None
+        assert self.memory.tiers is not None
+        moves = self.memory.tiers.moves
         live = self.waiting[index % len(self.waiting)]
         if not gives_up:
             key = self.key(live.req, live.prompt_len - 1)
@@ -204,15 +204,14 @@ class TiersMachine(GroupsMachine):
         moves.release(id(live))
 
     def settle(self) -> None:
-        moves, host = self.memory.moves, self.memory.host
-        assert moves is not None
-        assert host is not None
+        assert self.memory.tiers is not None
+        moves, host = self.memory.tiers.moves, self.memory.tiers.host
         for live in self.waiting:
             moves.release(id(live))
         self.waiting = []
         while self.mover.waiting or self.mover.finished:
             self.mover.do_all()
-            self.memory.poll_tiers()
+            self.memory.tiers.poll()
         assert moves.is_idle
         held = [len(node.host.ids["full"]) for node in self.cache.tree.nodes() if node.host is not None]
         arena = host.pool.arenas["full"]

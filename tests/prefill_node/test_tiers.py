@@ -24,9 +24,9 @@ NEW_TOKENS = 8
 
 def counts(worker: Worker) -> MoveCounts:
     """What has moved on a worker."""
-    moves = worker.parts.services.memory.moves
-    assert moves is not None
-    return moves.counts
+    tiers = worker.parts.services.memory.tiers
+    assert tiers is not None
+    return tiers.moves.counts
 
 
 def converse(both: Pair, prompts: list[list[int]], split: bool, policy: str) -> list[tuple[int, list[int]]]:

@@ -280,7 +280,7 @@ class Pair:
         """Whether a transfer or a tier's thread is at work, even for an aborted room. If so, let it run."""
         sending = any(room.hold is prefill_role.PrefillHold.HAND_OFF for room in self.prefill.rooms())
         memories = (worker.parts.services.memory for worker in (self.prefill, self.decode))
-        moving = not all(memory.tiers_idle for memory in memories)
+        moving = not all(memory.tiers is None or memory.tiers.is_idle for memory in memories)
         if sending or moving or self.decode.parts.role.busy:
             time.sleep(0.001)
             return True

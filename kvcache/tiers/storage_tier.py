@@ -1,0 +1,334 @@
+"""StorageTier: pages between the host and a storage backend. The backend is called on the mover's threads.
+
+    write      after a backup has landed: the node's host pages                         host -> storage
+    prefetch   what a request's prompt has there, while the request waits               storage -> host
+
+A prefetch asks first what is there, then takes host pages for it, and reads. It ends where every group can
+continue: of a window group the last window is read, of a state group the state there. Two requests with the
+same missing prefix share one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvcache.allocator import Pages
+from kvcache.observer import StorageMedium
+from kvcache.radix_key import RadixKey
+from kvcache.radix_tree import RadixTree
+from kvcache.storage.backend import StorageBackend
+from kvcache.storage.keys import StorageKeys
+from kvcache.tiers.config import TierConfig
+from kvcache.tiers.host_parts import HostPart
+from kvcache.tiers.host_pool import HostPool
+from kvcache.tiers.host_tier import HostTier, scattered
+from kvcache.tiers.mover import Failed, WorkQueue
+from kvcache.tiers.pieces import pieces
+from kvcache.tree_node import TreeNode
+from wire.page_hash import PageDigest, page_digests
+
+_READ_PAGES = 32
+"""Read at once: what a prefetch that is stopped still waits for."""
+
+
+@dataclass(slots=True, eq=False)
+class Prefetch:
+    """The pages [start, end) of `key`, on their way from storage into host pages `ids`, which have the
+    groups' forms for a path of `end` pages."""
+
+    key: RadixKey
+    start: int
+    names: dict[str, list[bytes]]  # by group, a storage key for each page from `start` on
+    deadline: float
+    users: set[Hashable] = field(default_factory=set)
+    end: int = 0
+    ids: dict[str, Pages] = field(default_factory=dict)
+    read: int = 0  # pages of the primary group that have arrived, from `start` on
+    is_stopped: bool = False
+    is_over: bool = False
+
+
+@dataclass(slots=True)
+class StorageCounts:
+    """Pages of the primary group, since the start."""
+
+    written_pages: int = 0
+    read_pages: int = 0
+    failed_writes: int = 0
+    prefetches: int = 0
+
+
+class StorageTier:
+    """One worker's storage. All methods are called on the tree's thread."""
+
+    def __init__(
+        self,
+        config: TierConfig,
+        tree: RadixTree,
+        host: HostTier,
+        mover: WorkQueue,
+        backend: StorageBackend,
+        keys: StorageKeys,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.counts = StorageCounts()
+        self.backend = backend
+        self._config = config
+        self._tree = tree
+        self._host = host
+        self._pool: HostPool = host.pool
+        self._mover = mover
+        self._keys = keys
+        self._clock = clock
+        self._parts = host.parts
+        self._primary = tree.components[0].name
+        self._writing: set[TreeNode] = set()
+        self._prefetches: dict[PageDigest, Prefetch] = {}  # by the digest of the first page
+        self._of: dict[Hashable, Prefetch] = {}  # by user
+
+    # -- host to storage ---------------------------------------------------------------------------
+
+    def write_new(self) -> None:
+        """Begin to write the nodes that have got a host copy since the last call."""
+        for node in self._host.take_landed():
+            if node.host is not None and not node.host.stored and node not in self._writing:
+                self._write(node)
+
+    def _write(self, node: TreeNode) -> None:
+        copy = node.host
+        assert copy is not None, "the node has no copy"
+        digests = node.page_digests(self._tree.page_size)
+        names: list[bytes] = []
+        blobs: list[memoryview] = []
+        for group, ids in copy.ids.items():
+            of = digests if len(ids) == len(digests) and self._is_by_page(group) else digests[-1:]
+            for name, page in zip(self._keys.keys(group, of, node.tenant), ids.tolist(), strict=True):
+                if page:
+                    names.append(name)
+                    blobs.append(self._pool.arenas[group].view(page))
+        copy.locks += 1
+        pages = node.num_pages
+        self._writing.add(node)
+        self._mover.submit(
+            "writes", lambda: self.backend.set(names, blobs), lambda told: self._written(node, pages, told)
+        )
+
+    def _written(self, node: TreeNode, pages: int, told: list[bool] | Failed) -> None:
+        self._writing.discard(node)
+        is_whole = not isinstance(told, Failed) and all(told)
+        for piece, _, _ in pieces(node, pages):
+            assert piece.host is not None, "a node's copy went while it was read"
+            self._host.unlock(piece)
+            if is_whole and not piece.host.stored:
+                piece.host.stored = True
+                self._host.tell(piece, StorageMedium.STORAGE)
+        if is_whole:
+            self.counts.written_pages += pages
+        else:
+            self.counts.failed_writes += 1
+
+    def _is_by_page(self, group: str) -> bool:
+        return self._parts[group].is_by_page
+
+    # -- storage to host ---------------------------------------------------------------------------
+
+    def prefetch(self, user: Hashable, key: RadixKey) -> bool:
+        """Begin to read what the tree lacks of `key`, if that is enough to pay. Whether it has begun. `key`
+        has what a match may use. A user that asks again has what it had."""
+        if user in self._of:
+            return not self._of[user].is_over
+        path, cached = self._tree.walk(key)
+        size = self._tree.page_size
+        cached = sum(node.num_pages for node in self._tree.usable(path, cached // size, with_host=True))
+        total = len(key) // size
+        if (total - cached) * size < max(1, self._config.prefetch_threshold):
+            return False
+        digests = page_digests(
+            key.namespace.seed, key[: total * size].tokens.tobytes(), size, key.namespace.is_bigram
+        )
+        same = self._prefetches.get(digests[cached])
+        if same is None:
+            names = {g: self._keys.keys(g, digests[cached:], key.tenant) for g in self._parts}
+            same = Prefetch(key, cached, names, self._clock() + self._bound_s(total - cached))
+            self._prefetches[digests[cached]] = same
+            self.counts.prefetches += 1
+            self._mover.submit("reads", self._asker(same), lambda end: self._found(digests[cached], same, end))
+        same.users.add(user)
+        self._of[user] = same
+        return True
+
+    def _bound_s(self, pages: int) -> float:
+        """As SGLang's timeout policy, with an upper bound."""
+        per_page = self._tree.page_size / 1024 * self._config.prefetch_s_per_1024_tokens
+        return min(self._config.prefetch_base_s + pages * per_page, self._config.prefetch_max_s)
+
+    def waits(self, user: Hashable) -> bool:
+        """Whether the user's prefetch is under way, and its policy lets the user wait for it."""
+        prefetch = self._of.get(user)
+        if prefetch is None or prefetch.is_over or self._config.prefetch_policy == "best_effort":
+            return False
+        return self._config.prefetch_policy == "wait_complete" or self._clock() < prefetch.deadline
+
+    def forget(self, user: Hashable) -> None:
+        """The user does not wait any more. What has arrived by then is kept; a prefetch that nobody wants is
+        stopped."""
+        prefetch = self._of.pop(user, None)
+        if prefetch is not None:
+            prefetch.users.discard(user)
+            prefetch.is_stopped = not prefetch.users
+
+    def _asker(self, prefetch: Prefetch) -> Callable[[], int]:
+        """On the mover's thread: how many pages, from the first of the key on, can be had and used."""
+
+        def ask() -> int:
+            if prefetch.is_stopped:
+                return prefetch.start
+            there = {group: self.backend.exists(names) for group, names in prefetch.names.items()}
+            return prefetch.start + _usable(
+                np.array(there[self._primary]),
+                {g: np.array(found) for g, found in there.items() if g != self._primary},
+                {g: c for g, c in self._parts.items() if g != self._primary},
+                prefetch.start,
+            )
+
+        return ask
+
+    def _found(self, first: PageDigest, prefetch: Prefetch, end: int | Failed) -> None:
+        if isinstance(end, Failed) or end <= prefetch.start or prefetch.is_stopped:
+            self._end(first, prefetch)
+            return
+        wanted, start = {}, prefetch.start
+        for group, part in self._parts.items():
+            if not part.is_by_page:
+                wanted[group] = np.ones(1, np.int32)
+                continue
+            form = np.zeros(end, np.int32)
+            form[part.needed(end)] = 1
+            form[:start] = 0
+            wanted[group] = form
+        taken = self._host.alloc({group: int(form.sum()) for group, form in wanted.items()})
+        if taken is None:
+            self._end(first, prefetch)
+            return
+        prefetch.end = end
+        prefetch.ids = {group: scattered(wanted[group], ids) for group, ids in taken.items()}
+        self._read_more(first, prefetch)
+
+    def _read_more(self, first: PageDigest, prefetch: Prefetch) -> None:
+        """Read the next pages; with the last ones those of the other groups."""
+        begin = prefetch.start + prefetch.read
+        end = min(begin + _READ_PAGES, prefetch.end)
+        names, pages = self._part(prefetch, self._primary, begin, end)
+        if end == prefetch.end:
+            for group, part in self._parts.items():
+                if group != self._primary:
+                    first_page = prefetch.start if part.is_by_page else prefetch.end - 1
+                    more = self._part(prefetch, group, first_page, prefetch.end)
+                    names, pages = names + more[0], pages + more[1]
+
+        def read() -> bool:
+            return not prefetch.is_stopped and all(self.backend.get(names, pages))
+
+        def done(told: bool | Failed) -> None:
+            if told is True:
+                prefetch.read += end - begin
+            if told is not True or end == prefetch.end:
+                self._arrived(first, prefetch)
+            else:
+                self._read_more(first, prefetch)
+
+        self._mover.submit("reads", read, done)
+
+    def _part(
+        self, prefetch: Prefetch, group: str, begin: int, end: int
+    ) -> tuple[list[bytes], list[memoryview]]:
+        """Names and host pages of a group's pages [begin, end), or of the state after them."""
+        arena, is_by_page = self._pool.arenas[group], self._parts[group].is_by_page
+        names = prefetch.names[group][begin - prefetch.start : end - prefetch.start]
+        ids = prefetch.ids[group][begin:end] if is_by_page else prefetch.ids[group]
+        kept = [(name, arena.view(page)) for name, page in zip(names, ids.tolist(), strict=True) if page]
+        return [name for name, _ in kept], [page for _, page in kept]
+
+    def _arrived(self, first: PageDigest, prefetch: Prefetch) -> None:
+        """Put into the tree what has arrived, and give all other host pages back."""
+        end = prefetch.start + prefetch.read
+        if end == prefetch.end or (len(self._parts) == 1 and prefetch.read):
+            ids = {self._primary: prefetch.ids[self._primary][:end]}
+            if end == prefetch.end:
+                ids = prefetch.ids
+            else:
+                self._pool.free({self._primary: prefetch.ids[self._primary][end:]})
+            self.counts.read_pages += prefetch.read
+            self._enter(prefetch, end, ids)
+        else:
+            self._pool.free(prefetch.ids)
+        self._end(first, prefetch)
+
+    def _enter(self, prefetch: Prefetch, end: int, ids: Mapping[str, Pages]) -> None:
+        tree, key = self._tree, prefetch.key[: end * self._tree.page_size]
+        path, cached = tree.walk(key)
+        cached //= tree.page_size
+        if cached < prefetch.start:  # what these pages continue has gone in the meantime
+            self._pool.free(ids)
+            return
+        if cached < end:
+            parent = path[-1] if path else tree.root
+            path.append(tree.append_host(parent, key, cached, end))
+        start = 0
+        for node in path:
+            stop = start + node.num_pages
+            self._fill(node, {g: self._parts[g].portion(of, start, stop, end) for g, of in ids.items()})
+            start = stop
+
+    def _fill(self, node: TreeNode, ids: Mapping[str, Pages]) -> None:
+        """Give the node's host copy what it lacks of `ids`; the rest is free again."""
+        if node.host is None or node.host.moving:
+            self._pool.free(ids)
+            return
+        taken, surplus = {}, {}
+        for group, arrived in ids.items():
+            lacks = self._parts[group].on_host([node]) == 0
+            taken[group] = np.where(lacks, arrived, 0).astype(np.int32)
+            surplus[group] = np.where(lacks, 0, arrived).astype(np.int32)
+        self._pool.free(surplus)
+        self._host.landed(node, taken, is_stored=True)
+
+    def _end(self, first: PageDigest, prefetch: Prefetch) -> None:
+        prefetch.is_over = True
+        del self._prefetches[first]
+
+    # -- looking -----------------------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is written or read."""
+        return not self._writing and not self._prefetches
+
+    def held_on_host(self) -> Iterator[Mapping[str, Pages]]:
+        """Host pages that prefetches read into."""
+        return (p.ids for p in self._prefetches.values() if p.ids)
+
+
+def _usable(
+    primary: np.ndarray, others: Mapping[str, np.ndarray], parts: Mapping[str, HostPart], start: int
+) -> int:
+    """How many of the pages that were asked for, from the first on, a forward can continue from."""
+    missing = np.flatnonzero(~primary)
+    most = int(missing[0]) if len(missing) else len(primary)
+    for pages in range(most, 0, -1):
+        if all(_continues(others[g][:pages], c, start, pages) for g, c in parts.items()):
+            return pages
+    return 0
+
+
+def _continues(there: np.ndarray, part: HostPart, start: int, pages: int) -> bool:
+    """Whether storage has what a group needs at the end of `pages` pages. What it needs from before `start`
+    the tree has."""
+    if not part.is_by_page:
+        return bool(there[-1])
+    needed = part.needed(start + pages)
+    return bool(there[max(0, needed.start - start) :].all())
