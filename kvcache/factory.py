@@ -20,9 +20,9 @@ from kvcache.observer import TreeObserver
 from kvcache.pool import ReqToTokenPool
 from kvcache.radix_cache import RadixCache
 from kvcache.radix_tree import RadixTree
-from kvcache.swa_allocator import SWATokenToKVPoolAllocator, window_tail
 from kvcache.storage.backend import StorageBackend
 from kvcache.storage.keys import StorageKeys
+from kvcache.swa_allocator import SWATokenToKVPoolAllocator, window_tail
 from kvcache.tiers.copier import Copier
 from kvcache.tiers.host_parts import FullHostPart, HostPart, StateHostPart, WindowHostPart
 from kvcache.tiers.host_pool import HostPool

@@ -13,7 +13,7 @@ from kvcache.components.base import longest
 from kvcache.components.holdings import GroupHoldings
 from kvcache.pool import ReqToTokenPool
 from kvcache.radix_key import RadixKey
-from kvcache.radix_tree import RadixTree
+from kvcache.radix_tree import RadixTree, resident_part
 from kvcache.request import CachedRequest
 from kvcache.tiers.moves import TierMoves
 from kvcache.tree_node import NO_PARTS, TreeNode
@@ -54,7 +54,7 @@ class RadixCache(BasePrefixCache):
         whole = tree.usable(path, cached // self.page_size, with_host=True)
         if tree.lower is None:
             return self._result(whole, cached)
-        resident, pages = tree.resident(whole)
+        resident, pages = resident_part(whole)
         total = pages + sum(node.num_pages for node in whole[len(resident) :])
         match = self._result(tree.usable(resident, pages), cached)
         on_host = total * self.page_size - len(match.device_indices)
@@ -62,7 +62,7 @@ class RadixCache(BasePrefixCache):
 
     def match_parts(self, key: RadixKey) -> MatchResult:
         """What each group has of the longest prefix that the primary group has; see BasePrefixCache."""
-        path, pages = self.tree.resident(self.tree.walk(key)[0])
+        path, pages = resident_part(self.tree.walk(key)[0])
         return self._result(path, pages * self.page_size)
 
     def _result(self, path: list[TreeNode], cached: int) -> MatchResult:
@@ -96,7 +96,7 @@ class RadixCache(BasePrefixCache):
         path, prefix_len = tree.walk(key, 0 if chunked else 1)
         for node in path:
             node.priority = max(node.priority, priority)
-        resident, start = tree.resident(path)
+        resident, start = resident_part(path)
         end = total
         if start < total:
             ends = [c.leaf_lengths(offers.get(c.name, NO_PAGES), total) for c in tree.others]

@@ -80,16 +80,6 @@ class RadixTree:
                 component.evictor.touched(path)
         return path, at // TOKEN_BYTES
 
-    @staticmethod
-    def resident(path: list[TreeNode]) -> tuple[list[TreeNode], int]:
-        """The part of a path that is on the device, and its pages."""
-        pages = 0
-        for i, node in enumerate(path):
-            if not node.page_ids:
-                return path[:i], pages
-            pages += node.num_pages
-        return path, pages
-
     def usable(self, path: list[TreeNode], pages: int, with_host: bool = False) -> list[TreeNode]:
         """The longest part of a path of `pages` pages at whose end every group can continue, `with_host` with
         the help of what is on the host.
@@ -310,3 +300,13 @@ class RadixTree:
     def walks(self) -> int:
         """How often something was looked up or inserted. Eviction and locks are not counted."""
         return self._tick
+
+
+def resident_part(path: list[TreeNode]) -> tuple[list[TreeNode], int]:
+    """The part of a path that is on the device, and its pages."""
+    pages = 0
+    for i, node in enumerate(path):
+        if not node.page_ids:
+            return path[:i], pages
+        pages += node.num_pages
+    return path, pages

@@ -153,7 +153,7 @@ class BatchAdmission:
 
     def withdraw(self, req: Req) -> None:
         """The request no longer competes for memory."""
-        self._pages.forget_tiers(req)
+        self._pages.lower.forget(req)
         if self._claim is not None and (self._claim.room, self._claim.epoch) == (req.room, req.epoch):
             self._claim = None
         if self._blocked is req:

@@ -22,6 +22,7 @@ from kvcache.request import STATE_PAIR, StateHold, state_slot
 from scheduler.deferred import DeferredFrees
 from scheduler.req import Req
 from scheduler.running import RunningBatch
+from scheduler.tier_waits import TierWaits
 
 
 class Capacity(NamedTuple):
@@ -40,6 +41,7 @@ class Pages:
         self.window = memory.swa
         self.states = memory.states
         self.deferred = DeferredFrees(memory)
+        self.lower = TierWaits(memory.tiers)
         self._primary = memory.specs[0].name
         self._pool = memory.req_to_token_pool
         self._req_to_token = memory.req_to_token_pool.req_to_token
@@ -86,30 +88,11 @@ class Pages:
     def brings_back(self, req: Req, match: MatchResult, spare: Capacity, extent: int) -> bool:
         """Whether the request, which needs `extent` tokens, must wait because what the host has of its match
         is being loaded."""
-        tiers = self.memory.tiers
-        if tiers is None or not tiers.moves.wants(match):
+        if not self.lower.wants(match):
             return False
         wanted = self.pages_of(extent - len(match.device_indices)) * self.page_size
         fits = self._pool.available_size() > 0 and self.free_tokens() >= wanted + spare.tokens
-        return tiers.moves.bring_back((req.room, req.epoch), match, fits)
-
-    def begin_prefetch(self, req: Req) -> None:
-        """Begin to read what the storage tier has of the request's prompt."""
-        tiers = self.memory.tiers
-        if tiers is not None and tiers.storage is not None and not req.needs_all:
-            tiers.storage.prefetch((req.room, req.epoch), self.key(req, req.prefill_len - 1))
-
-    def awaits_prefetch(self, req: Req) -> bool:
-        """Whether the request still waits for storage."""
-        tiers = self.memory.tiers
-        if tiers is None or tiers.storage is None:
-            return False
-        return tiers.storage.waits((req.room, req.epoch))
-
-    def forget_tiers(self, req: Req) -> None:
-        """The request does not wait for a load or for storage any more."""
-        if self.memory.tiers is not None:
-            self.memory.tiers.forget((req.room, req.epoch))
+        return self.lower.brings_back(req, match, fits)
 
     @staticmethod
     def key(req: Req, length: int) -> RadixKey:
@@ -129,7 +112,7 @@ class Pages:
         row = rows[0]
         if self.window is not None:
             self.window.attach(row, starts_at, match.part("window"))
-        self.forget_tiers(req)  # what was loaded for it has its locks now, and the rest counts as free
+        self.lower.forget(req)  # what was loaded for it has its locks now, and the rest counts as free
         prefix = len(match.device_indices)
         wanted = self.pages_of(extent - prefix) * self.page_size
         if not self._fits(row, wanted, spare):

@@ -107,7 +107,9 @@ class RequestTable:
 
     def queue_compiled(self) -> None:
         """Queue those of `compiling` that need wait no longer."""
-        for req in [r for r in self.compiling if r.sampling.is_ready and not self.pages.awaits_prefetch(r)]:
+        for req in [
+            r for r in self.compiling if r.sampling.is_ready and not self.pages.lower.awaits_storage(r)
+        ]:
             self.compiling.remove(req)
             self.wait(req)
 
@@ -119,7 +121,7 @@ class RequestTable:
 
     def detach(self, req: Req) -> None:
         """Remove the request from the queue or batch that it is in."""
-        self.pages.forget_tiers(req)
+        self.pages.lower.forget(req)
         if req.running_index >= 0:
             self.running.leave(req)
         if req in self.compiling:

@@ -76,7 +76,7 @@ class Scheduler:
         self._admission.lower_limit(req)
         self._requests.enrol(req)
         req.aim_prefill()
-        self._pages.begin_prefetch(req)
+        self._pages.lower.prefetch(req, self._pages.key(req, req.prefill_len - 1))
         self._requests.compiling.append(req)
         self._requests.queue_compiled()
         all_forced = bool(req.output_ids) and req.prompt_len + len(req.output_ids) >= req.limit_len
@@ -118,8 +118,7 @@ class Scheduler:
 
         Raises DeviceLost when a forward is stuck. The scheduler is unusable after that (see Results.take).
         """
-        tiers = self._memory.tiers
-        moved = tiers is not None and tiers.poll()
+        moved = self._pages.lower.poll()
         answered = self._answer_early()
         self._requests.queue_compiled()
         self._join_transferred()
@@ -220,13 +219,16 @@ class Scheduler:
         """Whether a step would do nothing. Reserved, paused, handed-off and parked requests wait for someone
         else."""
         requests = self._requests
-        return not (
-            self._results.in_flight
-            or requests.waiting
-            or requests.transferred
-            or requests.chunked
-            or len(self._running)
-        ) and (self._memory.tiers is None or self._memory.tiers.is_idle)
+        return (
+            not (
+                self._results.in_flight
+                or requests.waiting
+                or requests.transferred
+                or requests.chunked
+                or len(self._running)
+            )
+            and self._pages.lower.is_idle
+        )
 
     @property
     def expected_s(self) -> float:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 from common.start_log import start_log
 from engine.batch import Engine
 from engine.config import EngineConfig
 from engine.fake import FakeEngine, FakeTiming, fake_spec
 from engine.loader import load_model
+from engine.model_digest import model_digest
 from engine.runner import ModelRunner
+from kvcache.config import CacheConfig
 from kvcache.memory import Memory, build_memory
 from kvcache.publisher import EventPublisher
 from scheduler.config import Phase, SchedulerConfig
@@ -35,7 +39,7 @@ def build_engine(options: WorkerOptions, shared_pool: bool) -> tuple[Engine, Mem
     overlap = bool(options.overlap_depth)
     if options.engine == "fake":
         spec = fake_spec(max_position=_FAKE_POOL_TOKENS, groups=options.fake_groups)
-        chosen = chosen_config(options, shared_pool, "cpu")
+        chosen = _named(chosen_config(options, shared_pool, "cpu"), lambda: _fake_digest(options))
         memory = build_memory(cache_config(options, spec, chosen, host_budget(options)), spec.groups)
         return FakeEngine(spec, memory.kv_caches, FakeTiming(options.fake_step_s), overlap), memory
     config = EngineConfig(
@@ -50,7 +54,7 @@ def build_engine(options: WorkerOptions, shared_pool: bool) -> tuple[Engine, Mem
         threads=options.threads or max(1, (os.cpu_count() or 2) // 2),
         overlap=overlap,
     )
-    chosen = chosen_config(options, shared_pool, config.device)
+    chosen = _named(chosen_config(options, shared_pool, config.device), lambda: model_digest(config))
     if config.device != "cpu":
         runner, memory = build_on_gpu(options, config, chosen)
     else:
@@ -60,6 +64,18 @@ def build_engine(options: WorkerOptions, shared_pool: bool) -> tuple[Engine, Mem
         runner = ModelRunner(loaded, memory.kv_caches, config)
     start_log.info(start_report(config, runner, memory))
     return runner, memory
+
+
+def _named(chosen: CacheConfig, digest: Callable[[], bytes]) -> CacheConfig:
+    """The configuration with the model's digest, where there is a storage tier: to read all files takes
+    long."""
+    if chosen.tiers.storage is None:
+        return chosen
+    return replace(chosen, tiers=replace(chosen.tiers, model_digest=digest()))
+
+
+def _fake_digest(options: WorkerOptions) -> bytes:
+    return hashlib.sha256(f"fake {options.model} {options.fake_groups}".encode()).digest()
 
 
 def build_scheduler(

@@ -11,6 +11,7 @@ from common.errors import ConfigError
 from engine.spec import ModelSpec
 from kvcache.config import MIN_STATE_SLOTS, CacheConfig, KVEventsConfig
 from kvcache.layout import pages_in
+from kvcache.storage.config import StorageConfig
 from kvcache.tiers.config import TierConfig
 from worker.options import WorkerOptions
 
@@ -56,7 +57,23 @@ def chosen_config(options: WorkerOptions, shared_pool: bool, device: str) -> Cac
             ratio=options.hicache_ratio,
             size_bytes=int(options.hicache_size * 1e9),
             write_policy=options.hicache_write_policy,
+            storage=_storage_config(options),
+            prefetch_policy=options.hicache_storage_prefetch_policy,
+            prefetch_threshold=options.hicache_storage_prefetch_threshold,
         ),
+    )
+
+
+def _storage_config(options: WorkerOptions) -> StorageConfig | None:
+    if not options.hicache_storage_backend:
+        return None
+    return StorageConfig(
+        backend=options.hicache_storage_backend,
+        path=options.hicache_storage_path,
+        url=options.hicache_storage_url,
+        max_bytes=int(options.hicache_storage_size * 1e9),
+        secret=options.secret(),
+        extra=options.hicache_storage_backend_extra_config,
     )
 
 

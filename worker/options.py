@@ -5,7 +5,8 @@ There is a class per concern; all keys are on one level. Defaults that a room ha
 
 from __future__ import annotations
 
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -13,6 +14,7 @@ from common.errors import ConfigError
 from common.options import Options
 from kvcache.config import CacheConfig, KVEventsConfig
 from kvcache.eviction import eviction_policy
+from kvcache.tiers.config import TierConfig
 from scheduler.config import SchedulerConfig
 from wire.checksums import ChecksumMode
 from wire.options import ServedModel, SocketOptions
@@ -121,6 +123,24 @@ class MemoryOptions(Options):
     hicache_write_policy: Literal["write_through", "write_through_selective", "write_back"] = Field(
         "write_through",
         description="when pages go to the host: once cached, at their second use, or when they are evicted",
+    )
+    hicache_storage_backend: str = Field(
+        "",
+        description="where KV pages outlive the worker: file, mooncake ... or module:Class",
+    )
+    hicache_storage_path: Path | None = Field(None, description="the directory of storage that keeps files")
+    hicache_storage_url: str = Field("", description="the address of storage that is a server")
+    hicache_storage_size: float = Field(
+        0.0, ge=0, description="GB that all workers together keep in storage; 0: the backend's own bound"
+    )
+    hicache_storage_backend_extra_config: dict[str, Any] = Field(
+        {}, description="what else the storage backend can be told"
+    )
+    hicache_storage_prefetch_policy: Literal["best_effort", "wait_complete", "timeout"] = Field(
+        "timeout", description="how long a request waits for what storage has of its prompt"
+    )
+    hicache_storage_prefetch_threshold: int = Field(
+        TierConfig.prefetch_threshold, ge=1, description="tokens: fewer are computed rather than read"
     )
     kv_events_config: KVEventsOptions = Field(
         KVEventsOptions(), description="KV events, for example {enable: false}"

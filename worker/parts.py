@@ -72,7 +72,7 @@ def open_parts(
         owned.callback(mailbox.close)
         if memory.tiers is not None:
             memory.tiers.on_done(mailbox.nudge)
-            owned.callback(memory.tiers.on_done, _nobody)  # the memory may outlive this worker, in another role
+            owned.callback(memory.tiers.on_done, _nobody)  # the memory may outlive this role
         publisher = open_publisher(options, memory, curve, mailbox.nudge)
         if publisher is not None:
             owned.callback(publisher.close)

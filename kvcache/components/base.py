@@ -61,8 +61,8 @@ class TreeComponent(ABC):
     def valid_lengths(self, path: Sequence[TreeNode], pages: int, also: Pages = NO_PAGES) -> Lengths:
         """Lengths of a path of `pages` pages at which a forward could start; always True at 0.
 
-        `also` says what a lower tier has: of a group with a page for each token page an id for each page, of a
-        state group one for each node; 0 for none.
+        `also` says what a lower tier has: of a group with a page for each token page an id for each page, of
+        a state group one for each node; 0 for none.
         """
         del path, also
         return np.ones(pages + 1, bool)

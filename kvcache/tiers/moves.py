@@ -20,7 +20,7 @@ from kvcache.allocator import Pages
 from kvcache.base_prefix_cache import MatchResult
 from kvcache.group_allocator import GroupAllocator
 from kvcache.host_copy import HostCopy
-from kvcache.radix_tree import RadixTree
+from kvcache.radix_tree import RadixTree, resident_part
 from kvcache.tiers.config import TierConfig
 from kvcache.tiers.copier import Copier, nonzero
 from kvcache.tiers.host_tier import HostTier, missing_on_host, scattered
@@ -203,7 +203,7 @@ class TierMoves:
     def _load_back(self, owner: Hashable, last: TreeNode) -> bool:
         tree, path = self._tree, last.path()
         pages = sum(node.num_pages for node in path)
-        resident, _ = tree.resident(path)
+        resident, _ = resident_part(path)
         anchor = resident[-1] if resident else None
         host, pinned = {}, {}
         for name, part in self._parts.items():
@@ -264,8 +264,7 @@ class TierMoves:
         path = load.last.path()
         pages = sum(node.num_pages for node in path)
         pinned = {
-            name: nonzero(part.on_device(path)[part.needed(pages)])
-            for name, part in self._parts.items()
+            name: nonzero(part.on_device(path)[part.needed(pages)]) for name, part in self._parts.items()
         }
         for name, part in self._parts.items():
             part.pin(pinned[name])

@@ -59,7 +59,6 @@ class StorageCounts:
     written_pages: int = 0
     read_pages: int = 0
     failed_writes: int = 0
-    prefetches: int = 0
 
 
 class StorageTier:
@@ -155,8 +154,9 @@ class StorageTier:
             names = {g: self._keys.keys(g, digests[cached:], key.tenant) for g in self._parts}
             same = Prefetch(key, cached, names, self._clock() + self._bound_s(total - cached))
             self._prefetches[digests[cached]] = same
-            self.counts.prefetches += 1
-            self._mover.submit("reads", self._asker(same), lambda end: self._found(digests[cached], same, end))
+            self._mover.submit(
+                "reads", self._asker(same), lambda end: self._found(digests[cached], same, end)
+            )
         same.users.add(user)
         self._of[user] = same
         return True
@@ -236,8 +236,12 @@ class StorageTier:
         def done(told: bool | Failed) -> None:
             if told is True:
                 prefetch.read += end - begin
+                self.counts.read_pages += end - begin
+                if end == prefetch.end or len(self._parts) == 1:
+                    self._enter(prefetch, end)
             if told is not True or end == prefetch.end:
-                self._arrived(first, prefetch)
+                self._pool.free(prefetch.ids)
+                self._end(first, prefetch)
             else:
                 self._read_more(first, prefetch)
 
@@ -253,31 +257,22 @@ class StorageTier:
         kept = [(name, arena.view(page)) for name, page in zip(names, ids.tolist(), strict=True) if page]
         return [name for name, _ in kept], [page for _, page in kept]
 
-    def _arrived(self, first: PageDigest, prefetch: Prefetch) -> None:
-        """Put into the tree what has arrived, and give all other host pages back."""
-        end = prefetch.start + prefetch.read
-        if end == prefetch.end or (len(self._parts) == 1 and prefetch.read):
-            ids = {self._primary: prefetch.ids[self._primary][:end]}
-            if end == prefetch.end:
-                ids = prefetch.ids
-            else:
-                self._pool.free({self._primary: prefetch.ids[self._primary][end:]})
-            self.counts.read_pages += prefetch.read
-            self._enter(prefetch, end, ids)
-        else:
-            self._pool.free(prefetch.ids)
-        self._end(first, prefetch)
-
-    def _enter(self, prefetch: Prefetch, end: int, ids: Mapping[str, Pages]) -> None:
+    def _enter(self, prefetch: Prefetch, end: int) -> None:
+        """Put the first `end` pages into the tree, as far as they are not there yet."""
+        ids = {
+            group: of[:end].copy() if self._parts[group].is_by_page else of.copy()
+            for group, of in prefetch.ids.items()
+        }
+        for group, part in self._parts.items():
+            prefetch.ids[group][: end if part.is_by_page else 1] = 0
         tree, key = self._tree, prefetch.key[: end * self._tree.page_size]
-        path, cached = tree.walk(key)
-        cached //= tree.page_size
-        if cached < prefetch.start:  # what these pages continue has gone in the meantime
+        path, tokens = tree.walk(key)
+        cached = tokens // tree.page_size
+        if cached < int(np.flatnonzero(ids[self._primary])[0]):  # what they continue has gone meanwhile
             self._pool.free(ids)
             return
         if cached < end:
-            parent = path[-1] if path else tree.root
-            path.append(tree.append_host(parent, key, cached, end))
+            path.append(tree.append_host(path[-1] if path else tree.root, key, cached, end))
         start = 0
         for node in path:
             stop = start + node.num_pages

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.tiers.config import WRITE_POLICIES
+from kvcache.tiers.config import PREFETCH_POLICIES, WRITE_POLICIES
 from kvcache.tiers.moves import MoveCounts
 from tests.support.hand_off import GROUPS, Pair, held, pair, prompt_of, right
 from tests.support.oracle import EVERY, covering
@@ -52,6 +52,31 @@ def settled(both: Pair) -> None:
     both.settle(60.0)
     for worker in (both.prefill, both.decode):
         assert held(worker) == {}
+
+
+@pytest.mark.parametrize("policy", PREFETCH_POLICIES)
+@pytest.mark.parametrize("groups", GROUPS, ids="+".join)
+def test_storage_outlives_the_workers(groups: tuple[str, ...], policy: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "max_total_tokens": 512,
+        "hicache_ratio": 4.0,
+        "hicache_storage_backend": "file",
+        "hicache_storage_path": tmp_path / "kv",
+        "hicache_storage_prefetch_policy": policy,
+        "hicache_storage_prefetch_threshold": 8,
+    }
+    prompts = [prompt_of(seed, 70) for seed in range(3)]
+    computed = []
+    for _ in range(2):
+        with pair(groups, **options) as both:
+            for room, prompt in enumerate(prompts, start=1):
+                both.ask(room, prompt, NEW_TOKENS)
+                both.run_dry()
+                assert both.outputs[room].tokens == right(both, room, groups)
+            settled(both)
+            computed.append(sum(w._scheduler.metrics.prefill_tokens for w in (both.prefill, both.decode)))
+    if policy != "best_effort":  # which waits for nothing
+        assert computed[1] <= computed[0] / 4
 
 
 @pytest.mark.parametrize("split", [True, False], ids=["apart", "colocated"])

@@ -1,0 +1,48 @@
+"""TierWaits: requests that wait for what lower tiers have of their prompts."""
+
+from __future__ import annotations
+
+from kvcache.base_prefix_cache import MatchResult
+from kvcache.radix_key import RadixKey
+from kvcache.tiers.tiers import Tiers
+from scheduler.req import Req
+
+
+class TierWaits:
+    """Without lower tiers no request waits."""
+
+    def __init__(self, tiers: Tiers | None) -> None:
+        self._tiers = tiers
+
+    def poll(self) -> bool:
+        """Let what has moved enter the tree. Whether there was anything."""
+        return self._tiers is not None and self._tiers.poll()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing moves."""
+        return self._tiers is None or self._tiers.is_idle
+
+    def prefetch(self, req: Req, key: RadixKey) -> None:
+        """Begin to read what storage has of `key`, unless this request's read has begun already."""
+        if self._tiers is not None and self._tiers.storage is not None and not req.needs_all:
+            self._tiers.storage.prefetch((req.room, req.epoch), key)
+
+    def awaits_storage(self, req: Req) -> bool:
+        """Whether the request still waits for its read."""
+        if self._tiers is None or self._tiers.storage is None:
+            return False
+        return self._tiers.storage.waits((req.room, req.epoch))
+
+    def wants(self, match: MatchResult) -> bool:
+        """Whether to load what the host has of a match."""
+        return self._tiers is not None and self._tiers.moves.wants(match)
+
+    def brings_back(self, req: Req, match: MatchResult, fits: bool) -> bool:
+        """Whether the request must wait while that is loaded. `fits`: there is memory for the request."""
+        return self._tiers is not None and self._tiers.moves.bring_back((req.room, req.epoch), match, fits)
+
+    def forget(self, req: Req) -> None:
+        """The request waits for nothing any more."""
+        if self._tiers is not None:
+            self._tiers.forget((req.room, req.epoch))
