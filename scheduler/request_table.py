@@ -107,9 +107,9 @@ class RequestTable:
 
     def queue_compiled(self) -> None:
         """Queue those of `compiling` that need wait no longer."""
-        for req in [
-            r for r in self.compiling if r.sampling.is_ready and not self.pages.lower.awaits_storage(r)
-        ]:
+        for req in self.compiling.copy():
+            if not req.sampling.is_ready or self.pages.lower.awaits_storage(req):
+                continue
             self.compiling.remove(req)
             self.wait(req)
 
