@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from common.errors import ConfigError
 from kvcache.storage import file_io, file_store
 from kvcache.storage.backend import StorageBackend
 from kvcache.storage.file_io import FileMode
 from kvcache.storage.file_store import FileStore
+from kvcache.storage.keys import key_text
 from tests.kvcache.storage.support import Arena, keys, open_files
 
 PAGE = 4096
@@ -366,11 +367,12 @@ class FileMachine(RuleBasedStateMachine):
         assert not {path.name for path in blob_files(self.directory)} & self.spoilt
         self.spoilt.clear()
 
-    @precondition(lambda self: blob_files(self.directory))
-    @rule(data=st.data(), bit=st.integers(0, 8 * (PAGE + 32) - 1))
-    def spoil(self, data: st.DataObject, bit: int) -> None:
-        path = data.draw(st.sampled_from(blob_files(self.directory)))
-        if path.name in self.spoilt:
+    @rule(page=st.integers(0, PAGES - 1), bit=st.integers(0, 8 * (PAGE + 32) - 1))
+    def spoil(self, page: int, bit: int) -> None:
+        """One bit of a page that is there. Which are there depends on the clock: the oldest go first."""
+        name = key_text(self.names[page])
+        path = next((path for path in blob_files(self.directory) if path.name == name), None)
+        if path is None or name in self.spoilt:
             return
         raw = bytearray(path.read_bytes())
         raw[bit // 8] ^= 1 << bit % 8
