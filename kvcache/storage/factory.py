@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
+from common.options import parse_options
 from kvcache.storage.backend import StorageBackend
 from kvcache.storage.blob_store import BlobStore
 from kvcache.storage.config import StorageConfig
-from kvcache.storage.file_io import FileMode
+from kvcache.storage.file_io import KernelFiles
 from kvcache.storage.file_store import FileStore
+from kvcache.storage.mooncake_store import MooncakeStore
+from kvcache.storage.nixl_files import NixlFiles, NixlOptions
+from kvcache.storage.s3_store import S3Store
 from kvcache.storage.sealed import SealedStorage
 from kvcache.storage.secret import KEY_NAME, SealSecret, key_in
 
@@ -36,8 +40,13 @@ def _seal_secret(config: StorageConfig) -> SealSecret:
 
 def _file(config: StorageConfig) -> BlobStore:
     _refuse_extra(config)
-    mode = FileMode(fsync=config.fsync, direct=config.direct_io)
-    return FileStore(_directory(config), config.max_bytes, mode)
+    files = KernelFiles(fsync=config.fsync, direct=config.direct_io)
+    return FileStore(_directory(config), config.max_bytes, files, fsync=config.fsync)
+
+
+def _nixl(config: StorageConfig) -> BlobStore:
+    files = NixlFiles(parse_options(NixlOptions, config.extra), fsync=config.fsync)
+    return FileStore(_directory(config), config.max_bytes, files, fsync=config.fsync)
 
 
 def _dynamic(config: StorageConfig) -> BlobStore:
@@ -74,4 +83,9 @@ def _refuse_extra(config: StorageConfig) -> None:
         raise ConfigError("storage_extra", f"{config.backend} knows no {min(config.extra)}", "remove it")
 
 
-_STORES: dict[str, Callable[[StorageConfig], BlobStore]] = {"file": _file}
+_STORES: dict[str, Callable[[StorageConfig], BlobStore]] = {
+    "file": _file,
+    "mooncake": MooncakeStore,
+    "nixl": _nixl,
+    "s3": S3Store,
+}

@@ -1,8 +1,4 @@
-"""Reads and writes one blob of a file: the page, and the seal right behind it. The page is not copied.
-
-`direct`: the kernel's page cache is left out by O_DIRECT, where the file system and the page's address and
-size allow it (multiples of BLOCK), and emptied of the file afterwards where not.
-"""
+"""KernelFiles: files of blobs by the kernel's calls, through its page cache or past it."""
 
 from __future__ import annotations
 
@@ -10,66 +6,58 @@ import fcntl
 import mmap
 import os
 import threading
-from typing import NamedTuple
 
 import numpy as np
 
 from kvcache.storage.blob_store import SealedBlob
+from kvcache.storage.files import BlobFiles, WrongSize
 
 BLOCK = 4096
 """What O_DIRECT asks of addresses, sizes and offsets, on any disk."""
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
 
 
-class FileMode(NamedTuple):
-    """How files are read and written."""
+class KernelFiles(BlobFiles):
+    """`direct`: the page cache is left out by O_DIRECT, where the file system and the page's address and size
+    allow it (multiples of BLOCK), and emptied of the file afterwards where not."""
 
-    fsync: bool = False  # a blob is on the disk before it has its name
-    direct: bool = False
+    def __init__(self, *, fsync: bool = False, direct: bool = False) -> None:
+        """`fsync`: a file is on the disk when `write` returns."""
+        self._fsync = fsync
+        self._direct = direct
 
-
-class WrongSize(Exception):
-    """A file is not as long as its blob."""
-
-
-def read_blob(path: str, blob: SealedBlob, mode: FileMode) -> float:
-    """Fill both parts. Returns when the file was last used (as `touch` noted), in seconds since 1970.
-
-    Raises WrongSize and OSError.
-    """
-    descriptor = os.open(path, os.O_RDONLY | _FLAGS)
-    try:
-        direct = mode.direct and _goes_past_the_cache(descriptor, blob.page)
-        used = os.fstat(descriptor).st_mtime
-        tail = _tail()
-        if os.preadv(descriptor, [blob.page, tail], 0) != blob.nbytes:
-            raise WrongSize
-        blob.seal[:] = tail[: blob.seal.nbytes]
-        if mode.direct and not direct:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        return used
-    finally:
-        os.close(descriptor)
-
-
-def write_blob(path: str, blob: SealedBlob, mode: FileMode) -> None:
-    """Make a file of both parts. Raises OSError; then a part of the file may be there."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)
-    try:
-        direct = mode.direct and _goes_past_the_cache(descriptor, blob.page)
-        if direct:
+    def read(self, path: str, blob: SealedBlob) -> float:
+        descriptor = os.open(path, os.O_RDONLY | _FLAGS)
+        try:
+            direct = self._direct and _goes_past_the_cache(descriptor, blob.page)
+            changed = os.fstat(descriptor).st_mtime
             tail = _tail()
-            tail[: blob.seal.nbytes] = blob.seal
-            _write_all(descriptor, [blob.page, tail])
-            os.ftruncate(descriptor, blob.nbytes)
-        else:
-            _write_all(descriptor, list(blob))
-        if mode.fsync or mode.direct:
-            os.fdatasync(descriptor)
-        if mode.direct and not direct:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
+            if os.preadv(descriptor, [blob.page, tail], 0) != blob.nbytes:
+                raise WrongSize
+            blob.seal[:] = tail[: blob.seal.nbytes]
+            if self._direct and not direct:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            return changed
+        finally:
+            os.close(descriptor)
+
+    def write(self, path: str, blob: SealedBlob) -> None:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)
+        try:
+            direct = self._direct and _goes_past_the_cache(descriptor, blob.page)
+            if direct:
+                tail = _tail()
+                tail[: blob.seal.nbytes] = blob.seal
+                _write_all(descriptor, [blob.page, tail])
+                os.ftruncate(descriptor, blob.nbytes)
+            else:
+                _write_all(descriptor, list(blob))
+            if self._fsync or self._direct:
+                os.fdatasync(descriptor)
+            if self._direct and not direct:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
 
 
 def _write_all(descriptor: int, parts: list[memoryview]) -> None:

@@ -26,7 +26,8 @@ from typing import ClassVar
 from common.errors import ConfigError
 from kvcache.storage.blob_store import BlobStore, Held, Outcome, SealedBlob
 from kvcache.storage.disk_usage import DiskUsage
-from kvcache.storage.file_io import BLOCK, FileMode, WrongSize, read_blob, write_blob
+from kvcache.storage.file_io import BLOCK
+from kvcache.storage.files import BlobFiles, WrongSize
 from kvcache.storage.keys import VISIBILITY_BYTES, key_text
 
 _SAMPLE = 512  # files
@@ -43,7 +44,7 @@ class FileStore(BlobStore):
 
     name: ClassVar[str] = "file"
 
-    def __init__(self, directory: Path, max_bytes: int, mode: FileMode) -> None:
+    def __init__(self, directory: Path, max_bytes: int, files: BlobFiles, *, fsync: bool = False) -> None:
         """`max_bytes`: of all processes that use the directory; 0: as many as the disk takes.
 
         Without `max_bytes` too the oldest make room once the disk was full. Counts what is there: with
@@ -52,7 +53,8 @@ class FileStore(BlobStore):
         self._directory = str(directory)
         self._partial = os.path.join(self._directory, "partial")
         self._bound = max_bytes or 1 << 62
-        self._mode = mode
+        self._blobs = files
+        self._fsync = fsync  # of folders; files.py does that of files
         self._held = (float("-inf"), 0)
         try:
             os.makedirs(self._directory, mode=0o700, exist_ok=True)
@@ -65,6 +67,9 @@ class FileStore(BlobStore):
             os.makedirs(self._partial, mode=0o700, exist_ok=True)
             self._remove_stale()
             self._usage = DiskUsage(directory / "usage", self._count_bytes)
+
+    def register(self, arenas: Sequence[memoryview]) -> None:
+        self._blobs.register(arenas)
 
     def exists(self, names: Sequence[bytes]) -> list[bool]:
         return [os.path.exists(self._path(name)) for name in names]
@@ -92,6 +97,7 @@ class FileStore(BlobStore):
         return Held(blobs, self._usage.total() if self._usage is not None else self._count_bytes())
 
     def close(self) -> None:
+        self._blobs.close()
         if self._usage is not None:
             self._usage.close()
             self._usage = None
@@ -104,7 +110,7 @@ class FileStore(BlobStore):
 
     def _read(self, path: str, blob: SealedBlob) -> Outcome:
         try:
-            used = read_blob(path, blob, self._mode)
+            used = self._blobs.read(path, blob)
         except FileNotFoundError:
             return Outcome.MISSING
         except WrongSize:
@@ -142,16 +148,16 @@ class FileStore(BlobStore):
 
     def _write_file(self, partial: str, path: str, blob: SealedBlob) -> None:
         try:
-            write_blob(partial, blob, self._mode)
+            self._blobs.write(partial, blob)
         except FileNotFoundError:  # somebody removed the directory
             os.makedirs(self._partial, mode=0o700, exist_ok=True)
-            write_blob(partial, blob, self._mode)
+            self._blobs.write(partial, blob)
         try:
             os.link(partial, path)  # unlike a rename it replaces nothing, which `usage` has counted
         except FileNotFoundError:
             os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
             os.link(partial, path)
-        if self._mode.fsync:
+        if self._fsync:
             _sync_directory(os.path.dirname(path))
 
     def _refusal(self, error: OSError) -> Outcome:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import mmap
+import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -113,3 +117,95 @@ class MemoryStore(BlobStore):
                 self.blobs[name] = bytes(blob.page) + bytes(blob.seal)
                 return Outcome.DONE
         return failed or Outcome.PRESENT
+
+
+class MooncakeMaster:
+    """A mooncake_master of its own, on loopback."""
+
+    def __init__(self, log: Path) -> None:
+        """Returns when it listens."""
+        self.port, metrics = free_port(), free_port()
+        self.url = f"127.0.0.1:{self.port}"
+        command = [
+            Path(sys.executable).with_name("mooncake_master"), f"--rpc_port={self.port}",
+            f"--metrics_port={metrics}", "--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1",
+            "--enable_metric_reporting=false", "--default_kv_lease_ttl=100", "--client_ttl=2",
+        ]  # fmt: skip
+        self._log = log.open("wb")
+        self.process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)
+        deadline = time.monotonic() + 30
+        while not listens(self.port):
+            assert self.process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.02)
+
+    @staticmethod
+    def why_not() -> str:
+        """Why it cannot run here; "" if it can."""
+        try:
+            from mooncake import store  # noqa: F401
+        except ImportError as error:
+            return f"Mooncake Store is not installed: {error}"
+        return ""
+
+    def close(self) -> None:
+        """End it."""
+        self.process.kill()
+        self.process.wait(30)
+        self._log.close()
+
+
+def free_port() -> int:
+    """A port of loopback that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def listens(port: int) -> bool:
+    """Whether somebody accepts connections there."""
+    with socket.socket() as probe:
+        probe.settimeout(1)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+class S3Server:
+    """moto's server with an empty bucket, on loopback."""
+
+    BUCKET = "pages"
+
+    def __init__(self, log: Path) -> None:
+        """Returns when it listens."""
+        import boto3
+
+        self.endpoint = f"http://127.0.0.1:{(port := free_port())}"
+        self._log = log.open("wb")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+        )
+        deadline = time.monotonic() + 60
+        while not listens(port):
+            assert self.process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.02)
+        self.client = boto3.client("s3", endpoint_url=self.endpoint, region_name="us-east-1")
+        self.client.create_bucket(Bucket=self.BUCKET)
+
+    def config(self, directory: Path, prefix: str, **extra: Any) -> StorageConfig:
+        """Of a backend whose blobs lie under a prefix."""
+        return StorageConfig(
+            backend="s3",
+            path=directory,
+            url=f"s3://{self.BUCKET}/{prefix}",
+            extra={"endpoint_url": self.endpoint, "region": "us-east-1", **extra},
+        )
+
+    def close(self) -> None:
+        """End it."""
+        self.client.close()
+        self.process.kill()
+        self.process.wait(30)
+        self._log.close()

@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from common.errors import ConfigError
 from kvcache.storage import file_io, file_store
 from kvcache.storage.backend import StorageBackend
-from kvcache.storage.file_io import FileMode
+from kvcache.storage.file_io import KernelFiles
 from kvcache.storage.file_store import FileStore
 from kvcache.storage.keys import key_text
 from tests.kvcache.storage.support import Arena, keys, open_files
@@ -328,7 +328,7 @@ def test_a_removed_directory_is_made_again(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_made_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ConfigError, match="storage_path"):
-        FileStore(tmp_path / "file" / "pages", 0, FileMode())
+        FileStore(tmp_path / "file" / "pages", 0, KernelFiles())
 
 
 # -- any order -------------------------------------------------------------------------------------

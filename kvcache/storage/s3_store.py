@@ -1,0 +1,170 @@
+"""S3Store: blobs as objects of a bucket, in Amazon S3 or a server that speaks its protocol.
+
+A write joins page and seal: one copy, as S3's client signs and sends one body. A read goes from the socket
+into the page. The blobs of a batch travel at once, on `connections` threads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar, TypeVar
+from urllib.parse import urlsplit
+
+from pydantic import Field
+
+from common.errors import ConfigError
+from common.options import Options, parse_options
+from kvcache.storage.blob_store import BlobStore, Outcome, SealedBlob
+from kvcache.storage.config import StorageConfig
+from kvcache.storage.keys import key_text
+
+Result = TypeVar("Result")
+_DELETED_AT_ONCE = 1000  # S3's own bound
+_DENIED, _ABSENT, _NO_ROOM = 403, 404, 507
+
+
+class S3Options(Options):
+    """`StorageConfig.extra` of this backend. Credentials come from where boto3 finds them."""
+
+    endpoint_url: str | None = None  # of a server that is not Amazon's
+    region: str | None = None
+    connections: int = Field(default=8, ge=1, le=128)
+    timeout_s: float = Field(default=10.0, gt=0)  # of one blob
+
+
+class S3Store(BlobStore):
+    """See the module. `config.url`: s3://BUCKET/PREFIX. The bucket is bounded by its own lifecycle rules."""
+
+    name: ClassVar[str] = "s3"
+
+    def __init__(self, config: StorageConfig) -> None:
+        """Nothing is asked of the server yet. Raises ConfigError for what cannot work."""
+        options = parse_options(S3Options, config.extra)
+        parts = urlsplit(config.url)
+        if parts.scheme != "s3" or not parts.netloc:
+            raise ConfigError("storage_url", f"{config.url!r} names no bucket", "give s3://BUCKET/PREFIX")
+        if config.max_bytes:
+            raise ConfigError("storage_max_bytes", "s3 keeps no bound", "give the bucket a lifecycle rule")
+        self._bucket = parts.netloc
+        self._prefix = f"{parts.path.strip('/')}/".lstrip("/")
+        self._timeout_s = options.timeout_s
+        self._client = _client(options)
+        self._threads = ThreadPoolExecutor(options.connections, "s3")
+
+    def exists(self, names: Sequence[bytes]) -> list[bool]:
+        return list(self._threads.map(self._is_there, names))
+
+    def read(self, names: Sequence[bytes], into: Sequence[SealedBlob]) -> list[Outcome]:
+        return list(self._threads.map(lambda one: _outcome(lambda: self._read(*one)), zip(names, into)))  # noqa: B905
+
+    def write(self, names: Sequence[bytes], blobs: Sequence[SealedBlob]) -> list[Outcome]:
+        return list(self._threads.map(lambda one: _outcome(lambda: self._write(*one)), zip(names, blobs)))  # noqa: B905
+
+    def discard(self, name: bytes) -> None:
+        _outcome(lambda: self._remove([self._key(name)]))
+
+    def clear(self, prefix: bytes) -> None:
+        _outcome(lambda: self._clear(prefix.decode()))
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        self._client.close()
+
+    # -- one blob ----------------------------------------------------------------------------------
+
+    def _key(self, name: bytes) -> str:
+        return self._prefix + key_text(name)
+
+    def _is_there(self, name: bytes) -> bool:
+        def ask() -> Outcome:
+            self._client.head_object(Bucket=self._bucket, Key=self._key(name))
+            return Outcome.DONE
+
+        return _outcome(ask) is Outcome.DONE
+
+    def _read(self, name: bytes, blob: SealedBlob) -> Outcome:
+        deadline = time.monotonic() + self._timeout_s
+        answer = self._client.get_object(Bucket=self._bucket, Key=self._key(name))
+        body = answer["Body"]
+        try:
+            if answer["ContentLength"] != blob.nbytes:
+                return Outcome.CORRUPT
+            for part in blob:
+                while part.nbytes:
+                    if time.monotonic() > deadline:
+                        return Outcome.TIMEOUT
+                    count = body.readinto(part)
+                    if not count:
+                        return Outcome.IO_ERROR
+                    part = part[count:]
+        finally:
+            body.close()
+        return Outcome.DONE
+
+    def _write(self, name: bytes, blob: SealedBlob) -> Outcome:
+        self._client.put_object(Bucket=self._bucket, Key=self._key(name), Body=b"".join(blob))
+        return Outcome.DONE
+
+    def _clear(self, prefix: str) -> Outcome:
+        pages = self._client.get_paginator("list_objects_v2").paginate(
+            Bucket=self._bucket, Prefix=self._prefix + prefix
+        )
+        for page in pages:
+            found = [one["Key"] for one in page.get("Contents", ())]
+            if found:
+                self._remove(found[:_DELETED_AT_ONCE])
+        return Outcome.DONE
+
+    def _remove(self, keys: list[str]) -> Outcome:
+        self._client.delete_objects(
+            Bucket=self._bucket, Delete={"Objects": [{"Key": key} for key in keys], "Quiet": True}
+        )
+        return Outcome.DONE
+
+
+def _outcome(work: Callable[[], Outcome]) -> Outcome:
+    """What `work` says, or what its failure means."""
+    from botocore.exceptions import (
+        BotoCoreError,
+        ClientError,
+        ConnectTimeoutError,
+        HTTPClientError,
+        ReadTimeoutError,
+    )
+
+    try:
+        return work()
+    except (ConnectTimeoutError, ReadTimeoutError):
+        return Outcome.TIMEOUT
+    except ClientError as error:
+        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        return {_ABSENT: Outcome.MISSING, _DENIED: Outcome.READ_ONLY, _NO_ROOM: Outcome.FULL}.get(
+            status, Outcome.IO_ERROR
+        )
+    except (BotoCoreError, HTTPClientError, OSError):
+        return Outcome.IO_ERROR
+
+
+def _client(options: S3Options) -> Any:
+    try:
+        import boto3
+        from botocore.config import Config
+    except ImportError as error:
+        raise ConfigError(
+            "storage_backend", f"S3's client cannot be loaded: {error}", "pip install 'baton-serve[s3]'"
+        ) from None
+    return boto3.client(
+        "s3",
+        endpoint_url=options.endpoint_url,
+        region_name=options.region,
+        config=Config(
+            connect_timeout=options.timeout_s,
+            read_timeout=options.timeout_s,
+            retries={"total_max_attempts": 1},
+            max_pool_connections=options.connections,
+            request_checksum_calculation="when_required",  # the seal is checked
+            response_checksum_validation="when_required",
+        ),
+    )

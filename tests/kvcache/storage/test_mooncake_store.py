@@ -1,0 +1,135 @@
+"""Mooncake Store: two processes share pages; dead owners and a dead master are misses."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConfigError
+from kvcache.storage.backend import StorageBackend
+from kvcache.storage.config import StorageConfig
+from kvcache.storage.factory import open_storage
+from tests.kvcache.storage.support import Arena, MooncakeMaster, free_port, keys
+
+PAGE = 1 << 18
+OWNER = """
+import sys
+from pathlib import Path
+from tests.kvcache.storage.support import *
+config = StorageConfig(backend="mooncake", path=Path(sys.argv[1]), url=sys.argv[2], max_bytes=64 << 20)
+backend, arena = open_storage(config), Arena(20, 1 << 18)
+backend.register([arena.memory])
+assert all(backend.set(keys(20), arena.pages)), backend.stats()
+print("stored", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def opened(master: MooncakeMaster, directory: Path, lent: int = 0) -> Iterator[StorageBackend]:
+    """A backend of this process; it lends nothing unless told."""
+    config = StorageConfig(
+        backend="mooncake", path=directory, url=master.url, max_bytes=lent, extra={"timeout_s": 8.0}
+    )
+    with closing(open_storage(config)) as backend:
+        yield backend
+
+
+@contextmanager
+def owner(master: MooncakeMaster, directory: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process, which has stored 20 pages in the memory that it lends."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(directory), master.url],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "stored\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=30)
+
+
+@pytest.fixture
+def master(tmp_path: Path) -> Iterator[MooncakeMaster]:
+    """One of the test's own: it is stopped, or its clients die."""
+    why = MooncakeMaster.why_not()
+    if why:
+        pytest.skip(why)
+    with closing(MooncakeMaster(tmp_path / "master.log")) as started:
+        yield started
+
+
+@pytest.mark.slow
+def test_pages_of_another_process_are_hits_until_it_dies(master: MooncakeMaster, tmp_path: Path) -> None:
+    arena = Arena(20, PAGE)
+    with opened(master, tmp_path) as backend, owner(master, tmp_path) as other:
+        backend.register([arena.memory])
+        assert backend.exists(keys(20)) == [True] * 20
+        assert backend.get(keys(20), arena.read) == [True] * 20
+        assert [bytes(page) for page in arena.read] == [bytes(page) for page in arena.pages]
+        other.kill()
+        other.wait(30)
+        assert backend.get(keys(20), arena.read) == [False] * 20
+        assert backend.stats().hits == 20
+        assert set(backend.stats().refused) <= {"io_error"}
+        assert backend.exists(keys(20)) == [False] * 20  # so they can be stored again
+        with opened(master, tmp_path, lent=64 << 20) as lender:
+            deadline = time.monotonic() + 30
+            while not all(lender.set(keys(20), arena.pages)):  # until the master knows who died
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            assert backend.get(keys(20), arena.read) == [True] * 20
+
+
+@pytest.mark.slow
+def test_an_owner_that_stands_still_is_a_miss_in_bounded_time(master: MooncakeMaster, tmp_path: Path) -> None:
+    arena = Arena(20, PAGE)
+    with opened(master, tmp_path) as backend, owner(master, tmp_path) as other:
+        other.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        assert backend.get(keys(20), arena.read) == [False] * 20
+        assert time.monotonic() - began < 60
+        assert set(backend.stats().refused) <= {"timeout", "io_error"}
+        other.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.slow
+def test_a_dead_master_is_a_miss(master: MooncakeMaster, tmp_path: Path) -> None:
+    arena = Arena(2, PAGE)
+    with opened(master, tmp_path, lent=64 << 20) as backend:
+        assert backend.set(keys(2), arena.pages) == [True, True]
+        master.process.kill()
+        master.process.wait(30)
+        assert backend.exists(keys(2)) == [False, False]
+        assert backend.get(keys(2), arena.read) == [False, False]
+        assert backend.set(keys(2), arena.pages) == [False, False]
+        assert backend.stats().refused == {"io_error": 4}
+
+
+@pytest.mark.slow
+def test_a_full_store_is_a_miss(master: MooncakeMaster, tmp_path: Path) -> None:
+    arena = Arena(100, PAGE)
+    with opened(master, tmp_path, lent=16 << 20) as backend:
+        stored = backend.set(keys(100), arena.pages)
+        assert not all(stored)
+        assert backend.stats().refused == {"full": stored.count(False)}
+
+
+def test_what_cannot_work_is_refused_by_name(tmp_path: Path) -> None:
+    why = MooncakeMaster.why_not()
+    if why:
+        pytest.skip(why)
+    for url, says in {"": "no HOST:PORT", f"127.0.0.1:{free_port()}": "start mooncake_master"}.items():
+        with pytest.raises(ConfigError, match=says):
+            open_storage(StorageConfig(backend="mooncake", path=tmp_path, url=url))
+    with pytest.raises(ConfigError, match="colour"):
+        open_storage(StorageConfig(backend="mooncake", path=tmp_path, url="a:1", extra={"colour": 1}))

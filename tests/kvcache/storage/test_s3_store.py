@@ -1,0 +1,88 @@
+"""S3: another server, objects that were changed, and servers that fail are misses."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConfigError
+from kvcache.storage.config import StorageConfig
+from kvcache.storage.factory import open_storage
+from tests.kvcache.storage.support import Arena, S3Server, free_port, keys
+
+
+def test_pages_lie_under_the_prefix_and_a_second_backend_reads_them(
+    s3_server: S3Server, tmp_path: Path
+) -> None:
+    arena, config = Arena(3, 1 << 20), s3_server.config(tmp_path, "a/b")
+    with closing(open_storage(config)) as one, closing(open_storage(config)) as other:
+        assert one.set(keys(3), arena.pages) == [True] * 3
+        assert other.get(keys(3), arena.read) == [True] * 3
+        assert [bytes(page) for page in arena.read] == [bytes(page) for page in arena.pages]
+    listed = s3_server.client.list_objects_v2(Bucket=s3_server.BUCKET, Prefix="a/b/public----------")
+    assert len(listed["Contents"]) == 3
+
+
+def test_changed_objects_are_misses(s3_server: S3Server, tmp_path: Path) -> None:
+    arena = Arena(3)
+    with closing(open_storage(s3_server.config(tmp_path, "changed"))) as backend:
+        backend.set(keys(3), arena.pages)
+        found = s3_server.client.list_objects_v2(Bucket=s3_server.BUCKET, Prefix="changed/")["Contents"]
+        for number, about in enumerate(found):
+            old = s3_server.client.get_object(Bucket=s3_server.BUCKET, Key=about["Key"])["Body"].read()
+            new = [old[:-1] + bytes([old[-1] ^ 1]), old[:-1], b""][number]
+            s3_server.client.put_object(Bucket=s3_server.BUCKET, Key=about["Key"], Body=new)
+        assert backend.get(keys(3), arena.read) == [False] * 3
+        assert backend.stats().refused == {"corrupt": 3}
+        assert backend.exists(keys(3)) == [False] * 3
+
+
+def test_clear_leaves_what_is_elsewhere(s3_server: S3Server, tmp_path: Path) -> None:
+    arena = Arena(1)
+    with (
+        closing(open_storage(s3_server.config(tmp_path, "one"))) as one,
+        closing(open_storage(s3_server.config(tmp_path, "other"))) as other,
+    ):
+        for backend in (one, other):
+            assert backend.set(keys(1), arena.pages) == [True]
+        one.clear()
+        assert one.exists(keys(1)) == [False]
+        assert other.exists(keys(1)) == [True]
+
+
+def test_servers_that_are_away_or_silent_are_misses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("boto3", reason="boto3 is not installed")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    arena = Arena(1)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        for port, cause in ((free_port(), "io_error"), (silent.getsockname()[1], "timeout")):
+            extra = {"endpoint_url": f"http://127.0.0.1:{port}", "region": "us-east-1", "timeout_s": 0.2}
+            config = StorageConfig(backend="s3", path=tmp_path, url="s3://pages/", extra=extra)
+            with closing(open_storage(config)) as backend:
+                assert backend.exists(keys(1)) == [False]
+                assert backend.set(keys(1), arena.pages) == [False]
+                assert backend.get(keys(1), arena.read) == [False]
+                assert backend.stats().refused == {cause: 2}
+
+
+def test_a_missing_bucket_is_a_miss(s3_server: S3Server, tmp_path: Path) -> None:
+    config = s3_server.config(tmp_path, "")
+    missing = StorageConfig(backend="s3", path=tmp_path, url="s3://missing/", extra=config.extra)
+    with closing(open_storage(missing)) as backend:
+        assert backend.set(keys(1), Arena(1).pages) == [False]
+        backend.clear()
+
+
+def test_what_cannot_work_is_refused_by_name(tmp_path: Path) -> None:
+    pytest.importorskip("boto3", reason="boto3 is not installed")
+    for url in ("", "pages", "http://pages"):
+        with pytest.raises(ConfigError, match="names no bucket"):
+            open_storage(StorageConfig(backend="s3", path=tmp_path, url=url))
+    with pytest.raises(ConfigError, match="lifecycle rule"):
+        open_storage(StorageConfig(backend="s3", path=tmp_path, url="s3://pages", max_bytes=1))
