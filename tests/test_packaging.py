@@ -18,6 +18,9 @@ OPTIONAL = {
     "cuda": "cuda-bindings",
     "flashinfer": "flashinfer-python",
     "mooncake": "mooncake-transfer-engine-cuda13",
+    "boto3": "boto3",
+    "botocore": "botocore",
+    "nixl": "nixl",
 }  # not on every machine
 
 
@@ -62,7 +65,7 @@ def test_compiled_sources_are_package_data() -> None:
 def test_what_shipped_code_imports_is_declared_and_nothing_else() -> None:
     distributions = {name: set(map(_normal, owners)) for name, owners in packages_distributions().items()}
     extras = PROJECT["project"]["optional-dependencies"]
-    optional = _declared([line for name in ("cpu", "gpu", "plot") for line in extras[name]])
+    optional = _declared([line for name in ("cpu", "gpu", "plot", "s3", "nixl") for line in extras[name]])
     required = _declared(PROJECT["project"]["dependencies"])
     used = set()
     for module in _imported():
