@@ -10,6 +10,7 @@ import msgspec
 
 from kvcache.memory import Memory
 from kvcache.report import node_reports, pretty_print
+from kvcache.tiers.report import tier_report
 from scheduler.scheduler import Scheduler
 from worker.rooms import Rooms
 
@@ -27,8 +28,10 @@ def worker_report(what: str, memory: Memory, scheduler: Scheduler, rooms: Rooms[
             return msgspec.json.encode(scheduler.load()).decode()
         case "metrics":
             return json.dumps(scheduler.metrics.report())
+        case "tiers":
+            return json.dumps(tier_report(memory.tiers))
         case "rooms":
             return json.dumps([[room.room, room.epoch] for room in rooms.active()])
         case _:
-            known = "memory, tree, nodes, load, metrics, rooms or leases"
+            known = "memory, tree, nodes, load, metrics, tiers, rooms or leases"
             return json.dumps({"error": f"unknown report {what!r}: use {known}"})
