@@ -59,6 +59,13 @@ def _add_cluster(replay: argparse.ArgumentParser) -> None:
     )
     _add_count(replay, "--prefill-rate", "prompt tokens/s of a worker", worker.prefill_tokens_per_s)
     _add_count(replay, "--kv-tokens", "KV capacity of a worker", worker.kv_tokens)
+    _add_count(replay, "--hicache-ratio", "host memory for KV, over --kv-tokens", worker.hicache_ratio)
+    _add_count(replay, "--hicache-size", "the same in GB, instead of the ratio", worker.hicache_size)
+    replay.add_argument(
+        "--peer-fetch",
+        action="store_true",
+        help="workers fetch KV from those that the router names; prefix-affinity names none",
+    )
 
 
 def _add_count(replay: argparse.ArgumentParser, flag: str, text: str, default: float) -> None:

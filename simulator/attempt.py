@@ -21,6 +21,9 @@ class Attempt:
     over: bool = False  # nobody waits for it
     lost: bool = False  # it is over because a worker was lost; the request gets another attempt
     reserved: bool = False  # D has memory for it, and P knows where to write
+    asked: bool = False  # pages of other tiers and workers were looked for
+    arriving: bool = False  # and are on their way
+    loaded_at: float = 0.0  # when D has what it loads of its own
     started: bool = False  # the worker that prefills has begun
     computed: int = 0  # prompt tokens with KV on that worker
     first_token_sent: bool = False

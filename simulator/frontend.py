@@ -8,7 +8,7 @@ turn, start it again after a loss, follow a worker's events.
 from __future__ import annotations
 
 import random
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from common.errors import Overloaded
 from router.directory.client import DirectoryClient
@@ -18,6 +18,7 @@ from router.placement.peers import TELL_AFTER_S, RouterPeers
 from router.placement.placer import Placer
 from router.placement.policies import make_policy
 from router.placement.policy import Choice, PlacementRequest
+from simulator.arrivals import Arrivals
 from simulator.attempt import Attempt
 from simulator.clock import Clock
 from simulator.moves import ModelledMoves
@@ -28,6 +29,14 @@ from wire.messages import AssignedLoads, View
 from wire.records import WorkerRecord
 
 _BACKEND = ""  # modelled workers offer none by name
+
+
+class PagesMoved(NamedTuple):
+    """A worker's KV event: pages were stored in the tier of that medium, or removed from it."""
+
+    stored: bool
+    pages: list[int]
+    medium: str
 
 
 class FrontendHost(Protocol):
@@ -66,7 +75,7 @@ class Frontend:
         self._host = host
         self._client = DirectoryClient("", lambda _to, _message: None)
         self._incarnations: dict[str, int] = {}  # of the workers whose events are followed
-        self._early_events: dict[tuple[str, int], list[tuple[bool, list[int]]]] = {}
+        self._early_events: dict[tuple[str, int], list[PagesMoved]] = {}
         self._waiting: dict[int, Request] = {}  # in admission's queue
         self._attempts: dict[int, Attempt] = {}  # by request
         self._unplaced: list[Request] = []  # no worker was there to take them
@@ -134,14 +143,21 @@ class Frontend:
         request.prefill = placement.prefill.id if placement.prefill is not None else None
         request.decode = placement.decode.id
         self._attempts[request.number] = attempt
-        self._clock.after(self._options.message_s, self._host.worker(placement.decode).decode, attempt)
+        decode = self._host.worker(placement.decode).decode
+        self._clock.after(self._options.message_s, decode, attempt, self._holder(attempt))
         if not placement.hold_prefill:
             self._send_prefill(attempt)
+
+    def _holder(self, attempt: Attempt) -> Arrivals | None:
+        source = attempt.placement.source
+        record = None if source is None else self._client.workers.get(source.worker)
+        return None if record is None else self._host.worker(record).arrivals
 
     def _send_prefill(self, attempt: Attempt) -> None:
         record = attempt.placement.prefill
         if record is not None:
-            self._clock.after(self._options.message_s, self._host.worker(record).prefill, attempt)
+            prefill = self._host.worker(record).prefill
+            self._clock.after(self._options.message_s, prefill, attempt, self._holder(attempt))
 
     # -- what workers send -----------------------------------------------------------------------------
 
@@ -205,19 +221,19 @@ class Frontend:
         for record in change.joined:
             self.index.join(record.id)
             self._incarnations[record.id] = record.incarnation
-            for stored, pages in self._early_events.pop((record.id, record.incarnation), []):
-                self.event(record, stored, pages)
+            for moved in self._early_events.pop((record.id, record.incarnation), []):
+                self.event(record, moved)
         unplaced, self._unplaced = self._unplaced, []
         for request in unplaced:
             self._place(request)
 
-    def event(self, record: WorkerRecord, stored: bool, pages: list[int]) -> None:
+    def event(self, record: WorkerRecord, moved: PagesMoved) -> None:
         """Take a worker's KV event. One that comes before the worker's View is kept until then."""
         known = self._incarnations.get(record.id, -1)
         if known == record.incarnation:
-            (self.index.store if stored else self.index.remove)(record.id, pages, "GPU")
+            (self.index.store if moved.stored else self.index.remove)(record.id, moved.pages, moved.medium)
         elif known < record.incarnation:
-            self._early_events.setdefault((record.id, record.incarnation), []).append((stored, pages))
+            self._early_events.setdefault((record.id, record.incarnation), []).append(moved)
 
     def needs(self, record: WorkerRecord) -> bool:
         """Whether a request that is placed cannot go on without this worker."""

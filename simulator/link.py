@@ -40,6 +40,12 @@ class Link:
         self._out_free_at = to._in_free_at = end
         return Transfer(end, seconds)
 
+    def would_end(self, to: Link, size: float, now: float) -> float:
+        """When a transfer would end that began as soon as possible."""
+        near = locality(self._record, to._record)
+        begin = now if near is Locality.HOST else max(now, self._out_free_at, to._in_free_at)
+        return begin + size / self._bytes_per_s(near)
+
     def _bytes_per_s(self, near: Locality) -> float:
         if near is Locality.HOST:
             return self._model.host_bytes_per_s

@@ -83,8 +83,9 @@ class Members:
         worker.record = replace(old, role=role, incarnation=old.incarnation + 1, draining=False)
         self._lives[old.id, old.incarnation + 1] = worker
         self._directory.announce(Announce(worker.record), self._clock.now)
-        if pages := list(worker.memory.cache.pages()):
-            self._listener.stored(worker, pages)
+        for medium, pages in worker.memory.pages().items():
+            if pages:
+                self._listener.stored(worker, list(pages), medium)
 
     def _withdraw(self, worker: ModelledWorker) -> None:
         self._directory.withdraw(Withdraw(worker.record.id, worker.record.incarnation))
@@ -102,7 +103,7 @@ class Members:
             ),
             max_context_tokens=model.kv_tokens, total_tokens=model.kv_tokens,
             max_running_requests=model.max_running, pid=0, host=self._host(name), rack=self._rack(name),
-            transfer_backends=(),
+            transfer_backends=(), host_tokens=model.host_tokens,
         )  # fmt: skip
         worker = ModelledWorker(self._clock, record, model, self._listener, self._itl)
         self._lives[name, incarnation] = worker

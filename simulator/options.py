@@ -36,8 +36,21 @@ class WorkerModel(Options):
     link_bytes_per_s: float = Field(100e9, gt=0, description="of a worker's network, each way")
     rack_bytes_per_s: float = Field(100e9, gt=0, description="the same, to a worker in the same rack")
     host_bytes_per_s: float = Field(100e9, gt=0, description="between two workers of one host, each pair")
+    hicache_ratio: float = Field(0.0, ge=0, description="host memory for KV, over kv_tokens; 0: none")
+    hicache_size: float = Field(0.0, ge=0, description="the same in GB, instead of the ratio")
+    storage_tokens: int = Field(0, ge=0, description="KV tokens that a worker's storage holds")
+    load_bytes_per_s: float = Field(400e9, gt=0, description="from host memory to the device")
+    storage_bytes_per_s: float = Field(25e9, gt=0, description="from storage to host memory")
+    fetches_at_once: int = Field(4, ge=1, description="by other workers from one; it refuses more")
     page_tokens: int = Field(512, ge=1, description="tokens of a page: the size of blocks in traces")
     schedule: Schedule = Schedule.MIXED
+
+    @property
+    def host_tokens(self) -> int:
+        """KV tokens that host memory holds."""
+        if self.hicache_size > 0:
+            return int(self.hicache_size * 1e9 / self.kv_bytes_per_token)
+        return int(self.hicache_ratio * self.kv_tokens)
 
 
 class Autoscale(StrEnum):

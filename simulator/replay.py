@@ -74,6 +74,8 @@ _FLAGS = {
     "seed": "seed",
     "prefill_rate": "worker.prefill_tokens_per_s",
     "kv_tokens": "worker.kv_tokens",
+    "hicache_ratio": "worker.hicache_ratio",
+    "hicache_size": "worker.hicache_size",
 }
 """The option that a flag sets."""
 
@@ -87,6 +89,8 @@ def make_options(arguments: argparse.Namespace) -> SimulationOptions:
             put(raw, path, value)
     if arguments.colocated:
         put(raw, "prefill", 0)
+    if arguments.peer_fetch:
+        put(raw, "peer_fetch", True)
     for assignment in arguments.set:
         assign(raw, assignment)
     return parse_options(SimulationOptions, raw)

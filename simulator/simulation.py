@@ -10,7 +10,7 @@ from simulator.attempt import Attempt
 from simulator.batch import ItlHistogram
 from simulator.clock import Clock
 from simulator.fleet import ScaledFleet
-from simulator.frontend import Frontend
+from simulator.frontend import Frontend, PagesMoved
 from simulator.members import Members
 from simulator.options import SimulationOptions
 from simulator.request import Request, TraceRequest
@@ -106,11 +106,11 @@ class Simulation:
     def done(self, attempt: Attempt) -> None:
         self.clock.after(self.options.message_s, self._router(attempt).done, attempt)
 
-    def stored(self, worker: ModelledWorker, pages: list[int]) -> None:
-        self._publish(worker, True, pages)
+    def stored(self, worker: ModelledWorker, pages: list[int], medium: str) -> None:
+        self._publish(worker, PagesMoved(True, pages, medium))
 
-    def removed(self, worker: ModelledWorker, pages: list[int]) -> None:
-        self._publish(worker, False, pages)
+    def removed(self, worker: ModelledWorker, pages: list[int], medium: str) -> None:
+        self._publish(worker, PagesMoved(False, pages, medium))
 
     # -- what happens --------------------------------------------------------------------------------
 
@@ -129,10 +129,10 @@ class Simulation:
         else:
             self.routers[number % len(self.routers)].arrive(request)
 
-    def _publish(self, worker: ModelledWorker, stored: bool, pages: list[int]) -> None:
+    def _publish(self, worker: ModelledWorker, moved: PagesMoved) -> None:
         if self.options.events:
             for router in self.routers:
-                self.clock.after(self.options.event_delay_s, router.event, worker.record, stored, pages)
+                self.clock.after(self.options.event_delay_s, router.event, worker.record, moved)
 
     def _needed(self, worker: ModelledWorker) -> bool:
         return any(router.needs(worker.record) for router in self.routers)

@@ -33,6 +33,8 @@ class Summary:
     gap_p50: float
     gap_p99: float
     hit_rate: float  # share of prompt tokens that were cached where the prompt was prefilled
+    fetched_rate: float  # share of prompt tokens that were fetched from other workers
+    loaded_rate: float  # share of prompt tokens that were loaded from host memory or storage
     moved_rate: float  # share of prompt tokens that were sent to D
     alone_rate: float  # share of requests that D did alone
     prefill_spread: float  # busiest worker's computed prompt tokens over the mean
@@ -72,6 +74,8 @@ def summarise(simulation: Simulation, options: SimulationOptions) -> Summary:
         gap_p50=simulation.itl.quantile(0.5),
         gap_p99=simulation.itl.quantile(0.99),
         hit_rate=sum(one.cached_tokens for one in served) / prompt,
+        fetched_rate=sum(one.arrivals.fetched_tokens for one in workers) / prompt,
+        loaded_rate=sum(one.arrivals.loaded_tokens for one in workers) / prompt,
         moved_rate=sum(one.moved_tokens for one in served) / prompt,
         alone_rate=sum(one.prefill is None for one in served) / max(1, len(served)),
         prefill_spread=_spread([one.prefilled_tokens for one in workers if one.record.role is Role.PREFILL]),

@@ -15,7 +15,9 @@ _COLUMNS = (
     ("goodput/s", "goodput", "{:>9.3f}"), ("ttft p50", "ttft_p50", "{:>8.3f}"),
     ("p90", "ttft_p90", "{:>7.2f}"), ("p99", "ttft_p99", "{:>7.2f}"), ("itl ms p50", "itl_p50", "{:>10.1f}"),
     ("p90", "itl_p90", "{:>6.1f}"), ("p99", "itl_p99", "{:>6.1f}"), ("gap p50", "gap_p50", "{:>7.1f}"),
-    ("p99", "gap_p99", "{:>6.1f}"), ("hits", "hit_rate", "{:>6.1%}"), ("moved", "moved_rate", "{:>6.1%}"),
+    ("p99", "gap_p99", "{:>6.1f}"), ("hits", "hit_rate", "{:>6.1%}"),
+    ("fetched", "fetched_rate", "{:>7.1%}"), ("loaded", "loaded_rate", "{:>6.1%}"),
+    ("moved", "moved_rate", "{:>6.1%}"),
     ("alone", "alone_rate", "{:>6.1%}"), ("P max/mean", "prefill_spread", "{:>10.2f}"),
     ("D max/mean", "decode_spread", "{:>10.2f}"),
 )  # fmt: skip

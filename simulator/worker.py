@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from simulator.arrivals import Arrivals
 from simulator.attempt import Attempt
 from simulator.batch import DecodeBatch, ItlHistogram, Steps
 from simulator.clock import Clock
@@ -37,11 +38,11 @@ class WorkerListener(Protocol):
     def done(self, attempt: Attempt) -> None:
         """Its last token is made."""
 
-    def stored(self, worker: ModelledWorker, pages: list[int]) -> None:
-        """Pages are cached now."""
+    def stored(self, worker: ModelledWorker, pages: list[int], medium: str) -> None:
+        """Pages are cached in a tier now."""
 
-    def removed(self, worker: ModelledWorker, pages: list[int]) -> None:
-        """Pages are cached no longer."""
+    def removed(self, worker: ModelledWorker, pages: list[int], medium: str) -> None:
+        """Pages are cached there no longer."""
 
 
 class ModelledWorker:
@@ -59,8 +60,11 @@ class ModelledWorker:
         self.dead = False
         self.link = Link(record, model)
         self.memory = WorkerMemory(
-            model, lambda pages: listener.stored(self, pages), lambda pages: listener.removed(self, pages)
+            model,
+            lambda pages, medium: listener.stored(self, pages, medium),
+            lambda pages, medium: listener.removed(self, pages, medium),
         )
+        self.arrivals = Arrivals(clock, model, self.memory, self.link, self._kick)
         self.batch = DecodeBatch[Attempt](model, itl)
         self.prefilled_tokens = 0  # computed here so far
         self.prompts = 0  # whose prefill began here
@@ -78,20 +82,21 @@ class ModelledWorker:
 
     # -- what others send ----------------------------------------------------------------------------
 
-    def prefill(self, attempt: Attempt) -> None:
-        """The router wants this prompt computed here."""
+    def prefill(self, attempt: Attempt, holder: Arrivals | None = None) -> None:
+        """The router wants this prompt computed here, and names whom to fetch from."""
         if self.dead or attempt.over:
             return
         self._prompts.push(attempt)
+        if holder is not None:  # what it holds comes while the prompt waits
+            self.arrivals.bring(attempt, holder)
         self._kick()
 
-    def decode(self, attempt: Attempt) -> None:
+    def decode(self, attempt: Attempt, holder: Arrivals | None = None) -> None:
         """The router wants this request decoded here, and prefilled if no other worker does."""
         if self.dead or attempt.over:
             return
         if attempt.alone:
-            self._prompts.push(attempt)
-            self._kick()
+            self.prefill(attempt, holder)
         else:
             self._waiting.append(attempt)
             self._admit()
@@ -103,15 +108,17 @@ class ModelledWorker:
         attempt.reserved = True
         self._targets[attempt] = decode
         if attempt.computed == attempt.prompt and not self.memory.lock_prompt(attempt):
-            attempt.started, attempt.computed = False, 0
-            self._prompts.push(attempt)
-            self._kick()
+            attempt.started, attempt.asked, attempt.computed = False, False, 0
+            self.prefill(attempt)
         elif attempt.computed:
             self._ship(attempt)
 
     def received(self, attempt: Attempt) -> None:
-        """All KV of a prompt has come."""
+        """All KV of a prompt has come. What D has of it in other tiers may be on its way."""
         if self.dead or attempt.over:
+            return
+        if attempt.loaded_at > self._clock.now:
+            self._clock.at(attempt.loaded_at, self.received, attempt)
             return
         attempt.received = True
         self.memory.insert(attempt, attempt.prompt)
@@ -140,7 +147,7 @@ class ModelledWorker:
             whole = self.run.under_way(self._clock.now) - 1
             if whole:
                 self.batch.advance(self.run, whole)
-        self.dead = True
+        self.dead = self.arrivals.dead = True
         return self.batch.unfinished()
 
     def load(self) -> WorkerLoad:
@@ -163,7 +170,9 @@ class ModelledWorker:
         """Reserve memory in order of arrival. The first attempt that does not fit holds up the others."""
         while self._waiting and self.memory.reserve(self._waiting[0], self._waiting[0].prompt):
             attempt = self._waiting.popleft()
-            attempt.shipped = self.memory.cached_tokens(attempt)
+            found = self.memory.find(attempt, attempt.prompt)
+            attempt.loaded_at = self.arrivals.load(found)
+            attempt.shipped = found.all * self._model.page_tokens
             self._listener.reserved(attempt)
 
     def _let_go(self, attempt: Attempt) -> None:
@@ -180,7 +189,11 @@ class ModelledWorker:
         usable = attempt.prompt - 1  # the last token is always computed
         begin = self.memory.reserve if attempt.alone else self.memory.take
         if not begin(attempt, usable):
-            return False
+            for other in self._prompts:  # they hold what they have brought, and must not hold this one up
+                if not other.arriving:
+                    self.memory.forget(other)
+            if not begin(attempt, usable):
+                return False
         attempt.started, attempt.computed = True, self.memory.cached_tokens(attempt)
         attempt.request.cached_tokens = attempt.computed
         self.prompts += 1
@@ -191,6 +204,10 @@ class ModelledWorker:
         """Fill the step's chunk from the queue. Returns its tokens."""
         budget = self._model.chunk_tokens
         for attempt in self._prompts:
+            if not attempt.asked:
+                self.arrivals.bring(attempt, None)
+            if attempt.arriving:
+                continue
             if budget == 0 or not (attempt.started or self._start(attempt)):
                 break
             tokens = min(budget, attempt.left)

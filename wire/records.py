@@ -132,3 +132,4 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     swept: dict[str, Natural] = {}  # what it held for others and gave up at the deadline so far, by kind
     figures: WorkerFigures = WorkerFigures()
     rack: str = ""  # workers with equal labels share a switch; "": not known
+    host_tokens: Natural = 0  # KV capacity of the primary group in host memory

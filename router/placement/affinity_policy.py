@@ -150,7 +150,8 @@ class PrefixAffinity(Policy):
 
     def _add(self, trees: PrefixTrees, candidates: RoleCandidates, row: int, prompt: list[int]) -> None:
         record = candidates.workers.estimates[row].record
-        trees.add(record.id, prompt, record.total_tokens // max(1, candidates.page_tokens))
+        tokens = max(record.total_tokens, record.host_tokens)  # host memory is written through
+        trees.add(record.id, prompt, tokens // max(1, candidates.page_tokens))
 
     def _follow(
         self,

@@ -55,7 +55,7 @@ def check(simulation: Simulation) -> None:
         assert (worker.memory.cache.held, worker.memory.cache.locked) == (0, 0), worker.record.id
         for router in simulation.routers:
             held = set(router.index.held(worker.record.id))
-            assert held == worker.memory.cache.pages(), worker.record.id
+            assert held == set().union(*worker.memory.pages().values()), worker.record.id
     for router in simulation.routers:
         for estimate in router.placer.fleet.estimates():
             assert estimate.own == dataclasses.replace(estimate.own, requests=0, prefills=0, context_tokens=0)
@@ -178,10 +178,10 @@ class Listener:
     def done(self, attempt: Attempt) -> None:
         raise AssertionError("nobody decodes")
 
-    def stored(self, worker: ModelledWorker, pages: list[int]) -> None:
+    def stored(self, worker: ModelledWorker, pages: list[int], medium: str) -> None:
         """Nobody asks."""
 
-    def removed(self, worker: ModelledWorker, pages: list[int]) -> None:
+    def removed(self, worker: ModelledWorker, pages: list[int], medium: str) -> None:
         """Nobody asks."""
 
 
@@ -226,13 +226,13 @@ def test_steps_in_one_go_equal_steps_one_by_one() -> None:
     assert len(batch) == batch.context == 0
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 12), st.booleans()), max_size=60))
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 12), st.booleans(), st.booleans()), max_size=60))
 @settings(max_examples=60)
-def test_cache_balances_and_evicts_leaves_first(operations: list[tuple[int, int, bool]]) -> None:
+def test_cache_balances_and_evicts_leaves_first(operations: list[tuple[int, int, bool, bool]]) -> None:
     told: set[int] = set()
     cache = PrefixCache(20 * PAGE, PAGE, told.update, told.difference_update)
     kept: list[np.ndarray[Any, np.dtype[np.int64]]] = []
-    for family, length, keep in operations:
+    for family, length, keep, copies in operations:
         path = np.array([100 * family + page for page in range(length)], np.int64)
         matched = path[: cache.match(path)]
         cache.lock(matched)
@@ -240,7 +240,7 @@ def test_cache_balances_and_evicts_leaves_first(operations: list[tuple[int, int,
         if not cache.hold(len(rest) * PAGE):
             cache.unlock(matched)
             continue
-        cache.insert(rest)
+        cache.insert(matched, rest, copies)
         kept.append(path)
         if not keep:
             cache.unlock(kept.pop(0))
