@@ -21,6 +21,9 @@ OPTIONAL = {
     "boto3": "boto3",
     "botocore": "botocore",
     "nixl": "nixl",
+    "lmcache": "lmcache",
+    "aibrix_kvcache": "aibrix-kvcache",
+    "hf3fs_fuse": "hf3fs-py-usrbio",
 }  # not on every machine
 
 
@@ -65,7 +68,13 @@ def test_compiled_sources_are_package_data() -> None:
 def test_what_shipped_code_imports_is_declared_and_nothing_else() -> None:
     distributions = {name: set(map(_normal, owners)) for name, owners in packages_distributions().items()}
     extras = PROJECT["project"]["optional-dependencies"]
-    optional = _declared([line for name in ("cpu", "gpu", "plot", "s3", "nixl") for line in extras[name]])
+    optional = _declared(
+        [
+            line
+            for name in ("cpu", "gpu", "plot", "s3", "nixl", "lmcache", "aibrix", "hf3fs")
+            for line in extras[name]
+        ]
+    )
     required = _declared(PROJECT["project"]["dependencies"])
     used = set()
     for module in _imported():

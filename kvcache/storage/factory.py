@@ -10,11 +10,14 @@ from typing import Any
 
 from common.errors import ConfigError
 from common.options import parse_options
+from kvcache.storage.aibrix_store import AIBrixStore
 from kvcache.storage.backend import StorageBackend
 from kvcache.storage.blob_store import BlobStore
 from kvcache.storage.config import StorageConfig
 from kvcache.storage.file_io import KernelFiles
 from kvcache.storage.file_store import FileStore
+from kvcache.storage.hf3fs_files import Hf3fsFiles, Hf3fsOptions
+from kvcache.storage.lmcache_store import LMCacheStore
 from kvcache.storage.mooncake_store import MooncakeStore
 from kvcache.storage.nixl_files import NixlFiles, NixlOptions
 from kvcache.storage.s3_store import S3Store
@@ -47,6 +50,12 @@ def _file(config: StorageConfig) -> BlobStore:
 def _nixl(config: StorageConfig) -> BlobStore:
     files = NixlFiles(parse_options(NixlOptions, config.extra), fsync=config.fsync)
     return FileStore(_directory(config), config.max_bytes, files, fsync=config.fsync)
+
+
+def _hf3fs(config: StorageConfig) -> BlobStore:
+    directory = _directory(config)
+    files = Hf3fsFiles(directory, parse_options(Hf3fsOptions, config.extra), fsync=config.fsync)
+    return FileStore(directory, config.max_bytes, files, fsync=config.fsync)
 
 
 def _dynamic(config: StorageConfig) -> BlobStore:
@@ -85,6 +94,9 @@ def _refuse_extra(config: StorageConfig) -> None:
 
 _STORES: dict[str, Callable[[StorageConfig], BlobStore]] = {
     "file": _file,
+    "aibrix": AIBrixStore,
+    "hf3fs": _hf3fs,
+    "lmcache": LMCacheStore,
     "mooncake": MooncakeStore,
     "nixl": _nixl,
     "s3": S3Store,

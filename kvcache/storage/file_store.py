@@ -161,6 +161,8 @@ class FileStore(BlobStore):
             _sync_directory(os.path.dirname(path))
 
     def _refusal(self, error: OSError) -> Outcome:
+        if isinstance(error, TimeoutError):
+            return Outcome.TIMEOUT
         if error.errno in _FULL:
             # From now on the disk is the bound: the next write makes room.
             if self._usage is not None:
