@@ -7,6 +7,7 @@ every page on the host holds, is checked byte by byte where it counts.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, MutableMapping
 from typing import Any, ClassVar
 
@@ -17,16 +18,22 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
+from common.secrets import ClusterSecret
 from kvcache.base_prefix_cache import MatchResult
 from kvcache.common import release_kv_cache
 from kvcache.memory import Memory
 from kvcache.radix_key import Namespace
-from kvcache.tiers.config import WRITE_POLICIES, TierConfig
+from kvcache.storage.config import StorageConfig
+from kvcache.tiers.config import PREFETCH_POLICIES, WRITE_POLICIES, TierConfig
 from kvcache.tree_node import TreeNode
 from tests.kvcache.admissions import Admissions
 from tests.kvcache.contents import Contents, Live, Seen
 from tests.kvcache.support import HandMover, Index, memory, reference_hashes
 from tests.kvcache.test_groups_machine import COMBINATIONS, GroupsMachine
+
+SECRET = ClusterSecret((b"of the tests of the tiers alone.",))
+STORAGE = StorageConfig(backend="tests.kvcache.storage.support:MemoryStore", secret=SECRET)
+LANES = ("backups", "loads", "writes", "reads", "reads")
 
 
 class Labels(MutableMapping[Any, Seen]):
@@ -87,7 +94,9 @@ class TiersMachine(GroupsMachine):
     """See the top."""
 
     policy: ClassVar[str] = "write_through"
+    prefetch: ClassVar[str] = ""  # the policy; "": no storage
     loads: ClassVar[int] = 0
+    prefetched: ClassVar[int] = 0  # pages
 
     def make_memory(self, *sizes: int, **options: Any) -> Memory:
         self.mover = HandMover()
@@ -96,7 +105,15 @@ class TiersMachine(GroupsMachine):
         options |= {"prefix_cache": "radix"}
         # A host that is too small for all, too.
         ratio = 0.4 if options.get("state_slots") else 2.0
-        tiers = TierConfig(ratio=ratio, write_policy=self.policy, load_back_threshold=1)
+        tiers = TierConfig(
+            ratio=ratio,
+            write_policy=self.policy,
+            load_back_threshold=1,
+            storage=STORAGE if self.prefetch else None,
+            model_digest=bytes(32),
+            prefetch_policy=self.prefetch or "timeout",
+            prefetch_threshold=1,
+        )
         return memory(*sizes, mover=self.mover, tiers=tiers, **options)
 
     def make_contents(self) -> Contents:
@@ -137,7 +154,11 @@ class TiersMachine(GroupsMachine):
 
     # -- moves -------------------------------------------------------------------------------------
 
-    @rule(lane=st.sampled_from(["backups", "loads"]), fails=st.integers(0, 9), count=st.integers(1, 3))
+    @rule(
+        lane=st.sampled_from(["backups", "loads", "writes", "reads", "reads"]),
+        fails=st.integers(0, 9),
+        count=st.integers(1, 3),
+    )
     def move(self, lane: str, fails: int, count: int) -> None:
         """The mover does some work; one in ten fails."""
         for _ in range(count):
@@ -176,9 +197,18 @@ class TiersMachine(GroupsMachine):
         self.evicts("full", -(-tokens // self.size))
 
     def waits(self, live: Live, match: MatchResult) -> bool:
-        assert self.memory.tiers is not None
-        moves = self.memory.tiers.moves
-        if not moves.wants(match) or len(self.waiting) > 3:
+        tiers = self.memory.tiers
+        assert tiers is not None
+        if len(self.waiting) > 3:
+            return False
+        if tiers.storage is not None:
+            tiers.storage.prefetch(id(live), self.key(live.req, live.prompt_len - 1))
+            if tiers.storage.waits(id(live)):
+                self.waiting.append(live)
+                return True
+        moves = tiers.moves
+        if not moves.wants(match):
+            tiers.forget(id(live))
             return False
         if moves.bring_back(id(live), match, fits=True):
             type(self).loads += 1
@@ -189,10 +219,13 @@ class TiersMachine(GroupsMachine):
     @precondition(lambda self: self.waiting)
     @rule(index=st.integers(0, 9), gives_up=st.booleans())
     def retry(self, index: int, gives_up: bool) -> None:
-        assert self.memory.tiers is not None
-        moves = self.memory.tiers.moves
+        tiers = self.memory.tiers
+        assert tiers is not None
+        moves = tiers.moves
         live = self.waiting[index % len(self.waiting)]
         if not gives_up:
+            if tiers.storage is not None and tiers.storage.waits(id(live)):
+                return
             key = self.key(live.req, live.prompt_len - 1)
             match = self.cache.match_prefix(key)
             if moves.wants(match) and moves.bring_back(id(live), match, fits=True):
@@ -201,18 +234,20 @@ class TiersMachine(GroupsMachine):
             if self.take(live, match, length):
                 self.contents.read(live.req, length)
         self.waiting.remove(live)
-        moves.release(id(live))
+        tiers.forget(id(live))
 
     def settle(self) -> None:
         assert self.memory.tiers is not None
-        moves, host = self.memory.tiers.moves, self.memory.tiers.host
+        host, storage = self.memory.tiers.host, self.memory.tiers.storage
         for live in self.waiting:
-            moves.release(id(live))
+            self.memory.tiers.forget(id(live))
         self.waiting = []
         while self.mover.waiting or self.mover.finished:
             self.mover.do_all()
             self.memory.tiers.poll()
-        assert moves.is_idle
+        assert self.memory.tiers.is_idle
+        if storage is not None:
+            type(self).prefetched += storage.counts.read_pages
         held = [len(node.host.ids["full"]) for node in self.cache.tree.nodes() if node.host is not None]
         arena = host.pool.arenas["full"]
         assert arena.num_pages - arena.allocator.available_pages() == sum(held), "a host page is lost"
@@ -225,29 +260,37 @@ def _tokens(node: TreeNode) -> list[int]:
     return tokens + tail
 
 
-def machine(kinds: tuple[str, ...], policy: str) -> type[TiersMachine]:
+def cases() -> list[Any]:
+    """Every combination of groups with every write policy, and the prefetch policies in turn."""
+    prefetches = itertools.cycle((*PREFETCH_POLICIES, ""))
+    return [
+        pytest.param(kinds, policy, next(prefetches), id="+".join(("full", *kinds, policy)))
+        for kinds in COMBINATIONS
+        for policy in WRITE_POLICIES
+    ]
+
+
+def machine(kinds: tuple[str, ...], policy: str, prefetch: str) -> type[TiersMachine]:
     """The machine for one combination."""
-    named = {"kinds": kinds, "policy": policy, "steps": 0, "loads": 0}
-    return type("_".join(("Tiers", "full", *kinds, policy)), (TiersMachine,), named)
+    named = {"kinds": kinds, "policy": policy, "prefetch": prefetch, "steps": 0, "loads": 0, "prefetched": 0}
+    return type("_".join(("Tiers", *kinds, policy, prefetch)), (TiersMachine,), named)
 
 
-@pytest.mark.parametrize("policy", WRITE_POLICIES)
-@pytest.mark.parametrize("kinds", COMBINATIONS, ids="+".join)
-def test_tiers_against_the_model(kinds: tuple[str, ...], policy: str) -> None:
-    run_state_machine_as_test(
-        machine(kinds, policy), settings=settings(max_examples=12, stateful_step_count=40)
-    )
+@pytest.mark.parametrize(("kinds", "policy", "prefetch"), cases())
+def test_tiers_against_the_model(kinds: tuple[str, ...], policy: str, prefetch: str) -> None:
+    short = settings(max_examples=12, stateful_step_count=40)
+    run_state_machine_as_test(machine(kinds, policy, prefetch), settings=short)
 
 
 @pytest.mark.invariants
-@pytest.mark.parametrize("policy", WRITE_POLICIES)
-@pytest.mark.parametrize("kinds", COMBINATIONS, ids="+".join)
-def test_tiers_against_the_model_for_long(kinds: tuple[str, ...], policy: str) -> None:
-    long = machine(kinds, policy)
+@pytest.mark.parametrize(("kinds", "policy", "prefetch"), cases())
+def test_tiers_against_the_model_for_long(kinds: tuple[str, ...], policy: str, prefetch: str) -> None:
+    long = machine(kinds, policy, prefetch)
     run_state_machine_as_test(
         long,
         settings=settings(
             max_examples=200, stateful_step_count=60, suppress_health_check=[HealthCheck.too_slow]
         ),
     )
-    assert long.loads > 100
+    assert long.loads > 50
+    assert long.prefetched > 20 or not prefetch
