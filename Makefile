@@ -4,7 +4,7 @@ PY := .venv/bin/python
 # Two workers on one small machine share its cores: one compute thread each, unless a bench asks for more.
 TEST_ENV := OMP_NUM_THREADS=1 RAY_DISABLE_IMPORT_WARNING=1 RAY_USAGE_STATS_ENABLED=0
 
-.PHONY: help setup demo check lint types imports dead quick test oracle mutants two-hosts overload observe chaos-ray cluster fuzz fuzz-models invariants e2e chaos clients gpu soak peers wheel demo-quality kv-quant
+.PHONY: help setup demo demo-tiers check lint types imports dead quick test oracle mutants two-hosts overload observe chaos-ray cluster fuzz fuzz-models invariants e2e chaos clients gpu soak peers wheel demo-quality kv-quant
 
 help:  ## list the targets and their variables
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -29,6 +29,9 @@ setup:  ## make .venv and install everything (every target below does that first
 
 demo: setup  ## serve the demo model with prefill and decode apart, and answer one chat
 	@$(TEST_ENV) $(PY) -m tools.demo
+
+demo-tiers: setup  ## a conversation goes on after all workers were restarted: its KV is read from files
+	@$(TEST_ENV) $(PY) -m tools.demo_tiers
 
 check: lint types imports dead  ## style, types, import directions and cycles, dead code: no tests
 
