@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.batch import BatchResult, ForwardBatch
-from engine.device_copies import Fetched
+from engine.device_copies import FetchedTensor
 from engine.last_tokens import LastTokens
 from engine.launch import Launched, LaunchQueue, Read
 from engine.sampler import Sampler
@@ -44,7 +44,7 @@ class FreeEngine:
             logits = self._logits[: len(batch.sampled)]
             sample = self._sampler.sample(logits, batch.sampling, positions)
             self._last_tokens.record(batch, sample.tokens)
-            packed = Fetched(sample.packed)
+            packed = FetchedTensor(sample.packed)
 
         def read() -> BatchResult:
             sampled = sample.read(packed.numpy())

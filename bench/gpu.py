@@ -112,7 +112,7 @@ class Worker(DecodeHere):
                 "max_context_tokens": CONTEXT + 2 * MOST_OUTPUTS,
             },
         )
-        self._engine, self.memory = build_engine(options, shared_pool=False)
+        self._engine, self.memory = build_engine(options, reserves=False)
         self._scheduler = build_scheduler(options, self.memory, self._engine, self, frozenset(Phase))
         vocab = self._engine.spec.vocab_size
         self._limits = RequestLimits(CONTEXT + 2 * MOST_OUTPUTS, vocab, ())

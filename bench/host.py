@@ -71,7 +71,7 @@ def decode_worker(rows: int) -> Iterator[Worker]:
         max_context_tokens=context,
         max_total_tokens=rows * (context + 16),
     )
-    fake, memory = build_engine(options, shared_pool=True)
+    fake, memory = build_engine(options, reserves=True)
     model = ModelParts(FreeEngine(fake.spec, rows), memory)
     worker = Worker(options, DecodeRole, kept=model)
     try:

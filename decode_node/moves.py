@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from common.errors import BatonError
+from common.errors import TransferError
 from decode_node.room import DecodeHold, DecodeRoom
 from kvtransfer.sender import KVSender, Sent
 from scheduler.hand_off import HandOff
@@ -27,7 +27,7 @@ from wire.peer_monitors import PeerState
 from wire.retransmitter import RetransmitKey
 from wire.stages import RequestStage
 from worker.outbox import OutputKey
-from worker.role import Services
+from worker.services import Services
 from worker.shipper import PageShipper
 
 MOVE_SLACK_TOKENS = 256
@@ -99,7 +99,7 @@ class Moves:
         if known is None and room.hold is DecodeHold.SCHEDULER:  # else the target comes again
             try:
                 opened = self._open_shipper().open(target, sender, time.monotonic())
-            except BatonError as error:
+            except TransferError as error:
                 self._tell_failed(sender, key, str(error))
                 return
             room.moving_to = sender
@@ -118,8 +118,6 @@ class Moves:
 
     def on_peer(self, address: str, state: PeerState) -> None:
         """A mailbox is up or down. Rooms on their way to a worker that is down stay."""
-        if self._shipper is not None:
-            self._shipper.on_peer(address, state)
         if state is PeerState.UP:
             return
         for move in list(self._moves.values()):
@@ -151,8 +149,6 @@ class Moves:
         for move in list(self._moves.values()):
             if move.stage is not MoveStage.DECODING and now >= move.deadline:
                 self._fail(move, "the room was not taken over in time")
-        if self._shipper is not None:
-            self._shipper.drop_idle(now)
 
     def drop(self, room: DecodeRoom) -> bool:
         """Forget the room's move, if there is one: the room ends here. Its request is the caller's. Returns
@@ -228,7 +224,6 @@ class Moves:
         return move if move is not None and move.key.epoch == epoch else None
 
     def _open_shipper(self) -> PageShipper:
-        """Raises ConfigError when the transfer backend cannot be had on this machine."""
         if self._shipper is None:
             self._shipper = PageShipper(self._services, RequestStage.DECODE_TRANSFER_KV_CACHE)
         return self._shipper

@@ -15,15 +15,10 @@ import logging
 from msgspec.structs import replace
 
 from common.errors import PageDiffers, TransferError
-from common.host import host_identity
 from decode_node.moves import MOVE_SLACK_TOKENS, Moves
 from decode_node.pausing import DecodePausing
-from decode_node.quarantine import Quarantine
 from decode_node.room import DecodeHold, DecodeRoom
 from kvtransfer.receiver import KVReceiver
-from kvtransfer.region import pool_regions
-from kvtransfer.select import open_receiver
-from kvtransfer.transport import Bounds
 from scheduler.config import Phase
 from scheduler.node_policy import AfterPrefill
 from scheduler.queue import WaitingQueue
@@ -46,11 +41,13 @@ from wire.messages import (
     kind_of,
 )
 from wire.peer_monitors import PeerState
-from wire.records import Role, layout_digest
+from wire.records import Role
 from wire.stages import RequestStage
 from worker.holds import QuarantineOwner
-from worker.role import Services, WorkerRole
+from worker.quarantine import Quarantine
+from worker.role import WorkerRole
 from worker.rooms import StartVerdict
+from worker.services import Services
 
 log = logging.getLogger(__name__)
 
@@ -61,36 +58,24 @@ class DecodeRole(WorkerRole[DecodeRoom]):
     name = Role.DECODE
     accepts = Decode
     phases = frozenset(Phase)
-    shared_pool = True
+    reserves = True
     pausing = DecodePausing
 
     def __init__(self, services: Services) -> None:
         super().__init__(services)
-        self._receivers = open_receiver(
-            pool_regions(services.memory),
-            self.options.kv_transfer_backend,
-            self.options.interface,
-            Bounds(write_s=self.options.transfer_timeout_s),
-            encrypted=self.options.secret() is not None,
-            ports=self.options.ports.of("kv"),
-            mooncake_ports=self.options.ports.of("mooncake"),
-        )
-        self._host = host_identity()
-        self._layout = layout_digest(services.memory.layouts())
         self._bootstrap = WaitingQueue()  # no later room passes one that waits
         self._moves = Moves(services, self.scheduler.hand_off, self._moved)
         self._quarantine = Quarantine(services.memory)
 
     def backends(self) -> tuple[str, ...]:
-        return self._receivers.backends
+        return self.transfer.receiver.backends
 
     def close(self) -> None:
         self._moves.close()
-        self._receivers.close()
 
     @property
     def busy(self) -> bool:
-        return bool(self._quarantine)
+        return super().busy or bool(self._quarantine)
 
     # -- the room starts ---------------------------------------------------------------------------
 
@@ -98,9 +83,9 @@ class DecodeRole(WorkerRole[DecodeRoom]):
         hold = DecodeHold.SCHEDULER if message.prefill is None else DecodeHold.BOOTSTRAP
         return DecodeRoom(req, router, message.prefill, hold, is_move=message.move)
 
-    def begin(self, room: DecodeRoom) -> None:
+    def begin(self, room: DecodeRoom, now: float) -> None:
         if room.prefill is None:
-            self.scheduler.add(room.req)
+            self.fetching.add(room.req, room.source, now)
             return
         room.req.stamp(RequestStage.DECODE_BOOTSTRAP)
         self._bootstrap.push(room.req)
@@ -138,9 +123,9 @@ class DecodeRole(WorkerRole[DecodeRoom]):
         groups = {
             name: GroupTarget(reserved.first_page, reserved.pages.tolist())
             for name, reserved in room.req.reserved.items()
-            if name in self._receivers.regions  # a full group without layers has no bytes to send
+            if name in self.transfer.regions  # a full group without layers has no bytes to send
         }
-        room.receiver = KVReceiver(self._receivers, room.room, room.epoch, room.req.input_len, groups)
+        room.receiver = KVReceiver(self.transfer.receiver, room.room, room.epoch, room.req.input_len, groups)
         room.hold = DecodeHold.WAITING
         room.req.stamp(RequestStage.DECODE_WAITING)
         self._tell_target(room, groups, now)
@@ -153,9 +138,9 @@ class DecodeRole(WorkerRole[DecodeRoom]):
             room.room,
             room.epoch,
             decode=self.worker_id,
-            host=self._host,
-            layout=self._layout,
-            endpoints=self._receivers.endpoints,
+            host=self.transfer.host,
+            layout=self.transfer.layout,
+            endpoints=self.transfer.receiver.endpoints,
             groups=groups,
             checksums=self.options.kv_checksums,
             context_tokens=room.req.input_len,

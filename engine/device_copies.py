@@ -26,7 +26,7 @@ def pinned(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     return host if device.type == "cpu" else host.pin_memory()
 
 
-class Fetched:
+class FetchedTensor:
     """A tensor's values on their way to the host. Read them after the completion of the forward."""
 
     def __init__(self, values: torch.Tensor) -> None:

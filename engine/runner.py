@@ -21,7 +21,7 @@ from engine.completion import Completions, completions_of
 from engine.config import EngineConfig
 from engine.cpu.threads import few_tokens
 from engine.cuda.experts import experts_wait
-from engine.device_copies import Fetched, upload
+from engine.device_copies import FetchedTensor, upload
 from engine.grammar import GrammarCompiler
 from engine.graphs import CudaRecorder, DecodeGraphs, DecodeLimits, Outputs, Recorder, StepInputs
 from engine.last_tokens import LastTokens
@@ -99,14 +99,14 @@ class ModelRunner:
         few = few_tokens(len(batch.positions)) if self._device.type == "cpu" else nullcontext()
         with torch.inference_mode(), self._current_device(), few, recording:
             hidden, logits = self._replayed(batch) or self._computed(batch)
-            finite = Fetched(hidden.sum(-1, dtype=torch.float32).isfinite())
+            finite = FetchedTensor(hidden.sum(-1, dtype=torch.float32).isfinite())
             positions = upload(batch.sampling.positions, self._device)
             sample = self._sampler.sample(logits, batch.sampling, positions)
             self._last_tokens.record(batch, sample.tokens)
-            packed = Fetched(sample.packed)
+            packed = FetchedTensor(sample.packed)
             scores = score_prompts(batch, hidden, self._lm_head, self._upload) if batch.scored else None
-            fetched = None if scores is None else Fetched(scores)
-            sums = Fetched(pool_prompts(batch, hidden)) if batch.pooled else None
+            fetched = None if scores is None else FetchedTensor(scores)
+            sums = FetchedTensor(pool_prompts(batch, hidden)) if batch.pooled else None
 
         def read() -> BatchResult:
             sampled = sample.read(packed.numpy())

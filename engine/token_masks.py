@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from engine.completion import Completion
-from engine.device_copies import Fetched
+from engine.device_copies import FetchedTensor
 from engine.errors import NothingAllowed
 from engine.grammar import mask_words
 from engine.sampling_state import SamplingState
@@ -69,7 +69,7 @@ class TokenMasks:
         self._newest = None
         if self._order:
             places = {state: place for place, state in zip(self._places, self._order, strict=True)}
-            self._newest = _Sampled(places, positions, Fetched(tokens), self._completion())
+            self._newest = _Sampled(places, positions, FetchedTensor(tokens), self._completion())
 
     def _fill(self, state: SamplingState, position: int, row: npt.NDArray[np.int32]) -> str:
         """Fill a sequence's row. Returns why it cannot be."""
@@ -93,7 +93,7 @@ class _Sampled:
         self,
         places: dict[SamplingState, int],
         positions: npt.NDArray[np.int64],
-        tokens: Fetched,
+        tokens: FetchedTensor,
         completion: Completion,
     ) -> None:
         self._places = places

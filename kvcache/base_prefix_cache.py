@@ -87,6 +87,15 @@ class BasePrefixCache(ABC):
         With `is_insert` false nothing is cached. The request keeps its row.
         """
 
+    def insert_copy(
+        self, key: RadixKey, pages: Pages, priority: int, offers: Mapping[str, Pages]
+    ) -> MatchResult:
+        """Cache `pages`, which hold the whole pages of `key` and came from another worker; they are evicted
+        before what was computed here. Returns what is cached of the key now: canonical pages. All others of
+        `pages` and `offers` stay the caller's."""
+        del key, pages, priority, offers
+        return NO_MATCH
+
     def cut_points(self, req: CachedRequest, total: int) -> tuple[int, ...]:
         """Lengths below `total` at which a forward of this request should end, ascending."""
         del req, total

@@ -19,6 +19,7 @@ from kvcache.tree_node import TreeNode
 Policy = Callable[[TreeNode], int]
 
 _TIME_BITS = 48
+_COPY = 1 << 128  # greater than any policy's key
 
 # The smallest key is evicted first. An access time is the number of the operation that last touched the node.
 POLICIES: dict[str, Policy] = {
@@ -32,6 +33,12 @@ POLICIES: dict[str, Policy] = {
 }
 _FALLING = frozenset({"mru"})  # policies whose keys get smaller when a node is touched
 _KEY, _NODE = 0, 3  # in an entry of the heap
+
+
+def copies_first(policy: Policy) -> Policy:
+    """The policy, but for copies of what another worker has: they are evicted before all else. Two workers
+    that fetched from each other would otherwise both evict what they computed, and nobody had it."""
+    return lambda node: policy(node) - _COPY if node.is_copy else policy(node)
 
 
 def eviction_policy(name: str) -> Policy:
@@ -49,7 +56,7 @@ class Evictor:
 
     def __init__(self, policy: str, bit: int) -> None:
         """`bit` is this evictor's own in `TreeNode.offers`."""
-        self._policy = eviction_policy(policy)
+        self._policy = copies_first(eviction_policy(policy))
         self._bit = bit
         self.keys_fall = policy in _FALLING
         # [policy's key, creation, count of pushes, node]. Of nodes with equal keys, which were used together,

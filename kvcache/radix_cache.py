@@ -84,12 +84,14 @@ class RadixCache(BasePrefixCache):
         priority: int = 0,
         chunked: bool = False,
         offers: Mapping[str, Pages] = NO_PARTS,
+        is_copy: bool = False,
     ) -> InsertResult:
         """Cache `pages`, which hold the whole pages of `key`. The tree owns those it did not have before.
 
         `offers` has what the other groups can give, by group name (see their components). What a group takes
         is in the result; all else stays the caller's. Nothing is cached beyond the point where a forward
-        could continue. Traversed nodes count a hit, unless this is one chunk of a longer prefill.
+        could continue. Traversed nodes count a hit, unless this is one chunk of a longer prefill. `is_copy`:
+        another worker has these pages, too.
         """
         tree, total = self.tree, len(pages)
         assert total == len(key) // self.page_size, "one page id for every whole page of the key"
@@ -109,10 +111,15 @@ class RadixCache(BasePrefixCache):
             component.revive(path, offers.get(component.name, NO_PAGES), min(found, end) == total)
         if found < end:
             parent = path[-1] if path else tree.root
-            path.append(tree.append(parent, key, pages[:end], found, priority, offers))
+            path.append(tree.append(parent, key, pages[:end], found, priority, offers, is_copy))
         if self._moves is not None:
             self._moves.consider(path)
         return InsertResult(start * self.page_size, self._result(path, end * self.page_size))
+
+    def insert_copy(
+        self, key: RadixKey, pages: Pages, priority: int, offers: Mapping[str, Pages]
+    ) -> MatchResult:
+        return self.insert(key, pages, priority, chunked=True, offers=offers, is_copy=True).match
 
     # -- locks -------------------------------------------------------------------------------------
 

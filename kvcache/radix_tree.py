@@ -121,16 +121,18 @@ class RadixTree:
         start: int,
         priority: int,
         offers: Mapping[str, Pages],
+        is_copy: bool = False,
     ) -> TreeNode:
         """A new leaf below `parent` for `pages[start:]`; `pages` hold the first pages of `key`.
 
-        `offers` has the other groups' pages, by group name.
+        `offers` has the other groups' pages, by group name. `is_copy`: see TreeNode.
         """
         begin, end = start * self.page_size, len(pages) * self.page_size
         tokens = key[begin:end].tokens.tobytes()
         ids = pages[start:].astype(np.int32).tobytes()
         node = TreeNode(parent, key.namespace, tokens, ids, end - begin, self._tick, key.tenant)
         node.priority = priority
+        node.is_copy = is_copy
         parent.children[node.child_key(self.page_size)] = node
         parent.resident_children += 1
         if self.others:

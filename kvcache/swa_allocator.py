@@ -70,6 +70,10 @@ class SWATokenToKVPoolAllocator:
         """Pages that can be allocated: free ones, and cached ones without a lock."""
         return self._pages.available_pages()
 
+    def alloc(self, n: int) -> Pages | None:
+        """`n` pages that are no row's, all or none."""
+        return self._pages.alloc(n)
+
     def held_pages(self, row: int) -> int:
         """Pages that a row holds or locks."""
         return int(self.end[row] - self.first[row])

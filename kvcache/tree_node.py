@@ -31,9 +31,9 @@ class TreeNode:
     """
 
     __slots__ = (
-        "children", "created", "digests", "entry", "hit_count", "host", "last_access", "lock_ref",
-        "namespace", "num_pages", "num_tokens", "offers", "page_ids", "parent", "parts", "priority",
-        "resident_children", "tenant", "tokens",
+        "children", "created", "digests", "entry", "hit_count", "host", "is_copy", "last_access",
+        "lock_ref", "namespace", "num_pages", "num_tokens", "offers", "page_ids", "parent", "parts",
+        "priority", "resident_children", "tenant", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -64,6 +64,7 @@ class TreeNode:
         self.last_access = tick
         self.hit_count = 0
         self.priority = 0
+        self.is_copy = False  # its pages were fetched from a worker that has them, too
         self.tenant = tenant  # whose requests alone may use these pages
         self.offers = 0  # a bit for each evictor that has this node on offer
         self.entry: list[Any] | None = None  # the leaf evictor's entry of this node
@@ -154,6 +155,7 @@ class TreeNode:
         upper.lock_ref = self.lock_ref
         upper.hit_count = self.hit_count
         upper.priority = self.priority
+        upper.is_copy = self.is_copy
         if self.host is not None:
             upper.host = self.host.upper_half()
         if self.digests is not None:

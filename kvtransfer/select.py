@@ -20,7 +20,7 @@ from kvtransfer.receiver import PoolReceiver
 from kvtransfer.region import PoolRegion
 from kvtransfer.rooms import RoomTable
 from kvtransfer.transport import Bounds, ReceiverTransport
-from wire.messages import KVTarget, TransferEndpoint
+from wire.messages import Fetch, KVTarget, TransferEndpoint
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class PoolSender:
         """Names, for the worker record."""
         return tuple(self._transports)
 
-    def choose(self, target: KVTarget) -> TransferEndpoint:
+    def choose(self, target: KVTarget | Fetch) -> TransferEndpoint:
         """The first of the target's endpoints that works from here. Raises TransferError when none does."""
         for endpoint in target.endpoints:
             if endpoint.backend in _OF_ONE_HOST and target.host != self._host:
@@ -100,7 +100,7 @@ class PoolSender:
         offered = ", ".join(endpoint.backend for endpoint in target.endpoints) or "nothing"
         where = "on this host" if target.host == self._host else "on another host"
         raise TransferError(
-            f"decode worker {target.decode} {where} offers {offered}; this worker can use "
+            f"worker {target.receiver} {where} offers {offered}; this worker can use "
             f"{', '.join(self._transports)}"
         )
 

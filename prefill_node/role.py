@@ -35,12 +35,12 @@ from wire.messages import (
     Release,
     kind_of,
 )
-from wire.peer_monitors import PeerState
 from wire.records import Role
 from wire.request import OutputDelta
 from wire.retransmitter import RetransmitKey
 from wire.stages import RequestStage
-from worker.role import Services, WorkerRole
+from worker.role import WorkerRole
+from worker.services import Services
 from worker.shipper import PageShipper
 
 _ENDS = ("kv_done", "kv_failed", "release")  # kinds of the messages that tell decode how a room ended
@@ -52,28 +52,24 @@ class PrefillRole(WorkerRole[PrefillRoom]):
     name = Role.PREFILL
     accepts = Prefill
     phases = frozenset({Phase.PREFILL})
-    shared_pool = False
+    reserves = False
 
     def __init__(self, services: Services) -> None:
         super().__init__(services)
         self._shipper = PageShipper(services, RequestStage.PREFILL_TRANSFER_KV_CACHE)
 
     def backends(self) -> tuple[str, ...]:
-        return self._shipper.backends
+        return self.transfer.sender.backends
 
     def close(self) -> None:
         self._shipper.close()
-
-    def on_peer(self, address: str, state: PeerState) -> None:
-        super().on_peer(address, state)
-        self._shipper.on_peer(address, state)
 
     # -- the room starts ---------------------------------------------------------------------------
 
     def make_room(self, router: str, req: Req, message: Prefill) -> PrefillRoom:
         return PrefillRoom(req, router, message.decode)
 
-    def begin(self, room: PrefillRoom) -> None:
+    def begin(self, room: PrefillRoom, now: float) -> None:
         room.req.stamp(RequestStage.PREFILL_BOOTSTRAP)
         parked = self.rooms.unpark(room.room, room.epoch)
         if parked is not None:
@@ -83,7 +79,7 @@ class PrefillRole(WorkerRole[PrefillRoom]):
                 self.strays.note(sender, target)
             elif not self._aim(room, target):
                 return
-        self.scheduler.add(room.req)
+        self.fetching.add(room.req, room.source, now)
 
     def handle(self, mail: Mail) -> None:
         target = mail.message
@@ -177,7 +173,6 @@ class PrefillRole(WorkerRole[PrefillRoom]):
             assert isinstance(target, KVTarget)
             reason = "prefill was not asked to compute this room"
             self._tell(decode, KVFailed(target.room, target.epoch, reason))
-        self._shipper.drop_idle(now)
 
     def _take_sent(self, sent: Sent) -> None:
         """A room's sending is over: every page has landed, or the transfer failed."""

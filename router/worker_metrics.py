@@ -44,12 +44,21 @@ _TOTALS: Sequence[tuple[str, str, Read]] = (
     ("failed_requests", "Requests that failed", lambda r: r.figures.failed),
     ("aborted_requests", "Requests that were given up", lambda r: r.figures.aborted),
     ("retractions", "Requests put back into the queue for want of memory", lambda r: r.figures.retracted),
+    (
+        "fetched_tokens",
+        "Prompt tokens whose KV came from another worker's cache",
+        lambda r: r.figures.fetched_tokens,
+    ),
+    ("fetched_bytes", "Bytes that came from other workers' caches", lambda r: r.figures.fetched_bytes),
+    ("lent_pages", "Cached pages that other workers copied", lambda r: r.figures.lent_pages),
+    ("lent_bytes", "Bytes that other workers copied of its cache", lambda r: r.figures.lent_bytes),
     ("forwards", "Forwards", lambda r: r.figures.forwards),
 )
 _HISTOGRAMS = (
     ("forward_seconds", "Seconds of forwards, from launch to result"),
     ("batch_sequences", "Sequences of a forward"),
     ("batch_tokens", "Tokens that a forward computes"),
+    ("fetch_seconds", "Seconds until pages of another worker's cache had come"),
 )
 
 
@@ -71,6 +80,7 @@ class WorkerMetrics(Collector):
             yield _histogram(name, about, workers)
         yield from _pages(workers)
         yield from _moves(workers)
+        yield _fetches(workers)
         yield _information(workers)
         swept = CounterMetricFamily(
             "baton_worker_swept_holds",
@@ -124,6 +134,18 @@ def _information(workers: Iterable[WorkerRecord]) -> Family:
         page = record.groups[0].page_size if record.groups else 0
         fixed = (page, record.total_tokens // page if page else 0, record.max_context_tokens)
         family.add_metric([*_named(record), record.version, record.host, *map(str, fixed)], 1)
+    return family
+
+
+def _fetches(workers: Iterable[WorkerRecord]) -> Family:
+    family = CounterMetricFamily(
+        "baton_worker_fetches",
+        "Fetches from another worker's cache, by what came of them",
+        labels=(*_LABELS, "outcome"),
+    )
+    for record in workers:
+        for outcome, count in record.figures.fetches.items():
+            family.add_metric([*_named(record), outcome], count)
     return family
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -38,9 +39,19 @@ class SchedulerMetrics:
     retracted: int = 0
     cut_forwards: int = 0  # chunks that ended early because the cache wants a state there
     bad_hand_offs: int = 0  # received with a page that differed from what was sent
+    fetches: Counter[str] = field(
+        default_factory=Counter
+    )  # of pages from other workers, by what came of them
+    fetched_tokens: int = 0  # of prompts, not computed here because of them
+    fetched_bytes: int = 0
+    lent_pages: int = 0  # of the primary group, that other workers fetched
+    lent_bytes: int = 0
     checkpoints: int = 0  # states that decoding requests set aside
     forward_seconds: Histogram = field(  # from launch to result, without overlap
         default_factory=lambda: Histogram((0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5))
+    )
+    fetch_seconds: Histogram = field(
+        default_factory=lambda: Histogram((0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10))
     )
     batch_sequences: Histogram = field(default_factory=lambda: Histogram((1, 2, 4, 8, 16, 32, 64, 128, 256)))
     batch_tokens: Histogram = field(

@@ -30,6 +30,7 @@ class ReqState(StrEnum):
     """Where the request is. Only the scheduler package changes it."""
 
     NEW = "new"  # no one yet
+    FETCHING = "fetching"  # waits for pages of its prompt from another worker; holds no memory itself
     WAITING = "waiting"  # in the queue; holds no memory
     PREFILL = "prefill"  # admitted: row, slots of the whole prefill, locked prefix
     RUNNING = "running"  # in the decode batch
@@ -43,6 +44,7 @@ class ReqState(StrEnum):
 
 _STAGES = {
     ReqState.NEW: RequestStage.DECODE_BOOTSTRAP,
+    ReqState.FETCHING: RequestStage.PEER_FETCH,
     ReqState.WAITING: RequestStage.PREFILL_WAITING,
     ReqState.PREFILL: RequestStage.PREFILL_FORWARD,
     ReqState.RUNNING: RequestStage.DECODE_LOOP,

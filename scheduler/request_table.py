@@ -10,6 +10,7 @@ import numpy as np
 from kvcache.allocator import NO_SLOTS
 from kvcache.balance import OutOfBalance
 from kvcache.memory import GroupPages, MemoryReport
+from scheduler.fetches import Fetches
 from scheduler.pages import Pages
 from scheduler.queue import WaitingQueue
 from scheduler.req import Req, ReqState
@@ -29,9 +30,11 @@ class RequestTable:
     def __init__(self, pages: Pages, running: RunningBatch) -> None:
         self.pages = pages
         self.reservations = Reservations(pages)
+        self.fetches = Fetches(pages)
         self.running = running
         self.waiting = WaitingQueue()
         self.compiling: list[Req] = []  # wait for their grammars, or for storage; they are queued after that
+        self.fetching: list[Req] = []  # they wait for pages from another worker; they are queued after that
         self.transferred: deque[Req] = deque()  # their KV is here; they wait for the decode batch
         self.chunked: Req | None = None  # the one request whose prefill has begun and has chunks left
         self.live: dict[tuple[int, int], Req] = {}  # (room, epoch) -> a request that is not DONE
@@ -64,9 +67,10 @@ class RequestTable:
         return {req.req_pool_idx for req in everyone if req.req_pool_idx is not None}
 
     def held_pages(self) -> GroupPages:
-        """By group: pages outside the tree that requests hold or that wait for a forward to land."""
+        """By group: pages outside the tree that requests or fetches hold, or that wait for a forward to
+        land."""
         everyone = {id(req): req for req in (*self.live.values(), *self.leaving.values())}.values()
-        held = [*self.pages.deferred.pages(), *map(self.pages.private_pages, everyone)]
+        held = [*self.pages.deferred.pages(), *self.fetches.pages(), *map(self.pages.private_pages, everyone)]
         return {
             name: np.concatenate([NO_SLOTS, *(pages[name] for pages in held if name in pages)])
             for name in self.pages.memory.kv_caches
@@ -124,8 +128,9 @@ class RequestTable:
         self.pages.lower.forget(req)
         if req.running_index >= 0:
             self.running.leave(req)
-        if req in self.compiling:
-            self.compiling.remove(req)
+        for line in (self.compiling, self.fetching):
+            if req in line:
+                line.remove(req)
         if req.state is ReqState.WAITING:
             self.waiting.remove(req)
         elif req.state is ReqState.TRANSFERRED and req in self.transferred:

@@ -19,6 +19,7 @@ from scheduler.batch_builder import build_batch
 from scheduler.budget import BatchAdmission
 from scheduler.chunker import Chunk
 from scheduler.config import Phase, SchedulerConfig
+from scheduler.fetch_table import FetchTable
 from scheduler.hand_off import HandOff
 from scheduler.metrics import SchedulerMetrics
 from scheduler.node_policy import NodePolicy
@@ -66,19 +67,18 @@ class Scheduler:
         self.hand_off = HandOff(
             self._requests, self._admission, self._results, self._take_results, pre_alloc_rows
         )
+        self.fetches = FetchTable(self._requests, self._admission, self._rates)
         self._ended_early: list[Req] = []  # need no forward; in the queue until the next step answers them
 
     # -- requests ----------------------------------------------------------------------------------
 
-    def add(self, req: Req) -> None:
-        """Queue a request for prefill. A request that can never run is answered in the next step."""
-        req.stamp(RequestStage.PREFILL_WAITING)
+    def add(self, req: Req, fetch: bool = False) -> None:
+        """Queue a request for prefill, or with `fetch` when its fetch is over (scheduler/fetch_table.py). A
+        request that can never run is answered in the next step."""
         self._admission.lower_limit(req)
         self._requests.enrol(req)
         req.aim_prefill()
-        self._pages.lower.prefetch(req, self._pages.key(req, req.prefill_len - 1))
-        self._requests.compiling.append(req)
-        self._requests.queue_compiled()
+        self.fetches.enter(req, fetch)
         all_forced = bool(req.output_ids) and req.prompt_len + len(req.output_ids) >= req.limit_len
         if self._admission.why_never(req) or all_forced:
             self._ended_early.append(req)
@@ -243,7 +243,10 @@ class Scheduler:
         return WorkerLoad(
             queued_prefill_tokens=self._rates.to_compute(len(waiting), waiting.tokens()) + left,
             running_requests=requests.count(ReqState.PREFILL, ReqState.RUNNING),
-            waiting_requests=len(waiting) + len(requests.transferred) + len(requests.compiling),
+            waiting_requests=len(waiting)
+            + len(requests.transferred)
+            + len(requests.compiling)
+            + len(requests.fetching),
             free_tokens=self._pages.free_tokens(),
             headroom_tokens=self._admission.headroom(),
             headroom_rows=self.hand_off.headroom_rows(),

@@ -258,6 +258,11 @@ class KVTarget(RoomMessage, frozen=True, tag="kv_target"):
     context_tokens: Natural
     checksums: ChecksumMode = ChecksumMode.NONE
 
+    @property
+    def receiver(self) -> str:
+        """The worker whose pages these are."""
+        return self.decode
+
 
 class KVReady(RoomMessage, frozen=True, tag="kv_ready"):
     """Prefill -> decode: the room's KV is computed, and prefill waits for its KVTarget. Repeated, at growing
@@ -297,6 +302,71 @@ class KVFailed(RoomMessage, frozen=True, tag="kv_failed"):
 
 class Release(RoomMessage, frozen=True, tag="release"):
     """Prefill -> decode: token 0 ended the request; drop the reservation. Repeated until a Receipt."""
+
+
+# -- worker -> worker: pages that the other one has --------------------------------------------------
+
+
+class TransferMessage(Message, frozen=True, omit_defaults=True):
+    """About one fetch. `transfer` is the requester's own random number."""
+
+    transfer: Natural
+
+
+class Fetch(TransferMessage, frozen=True, tag="fetch"):
+    """Requester -> holder: write the KV of these tokens here, as much of it as you have. Repeated until it is
+    answered with Fetched or FetchRefused; a repeat is answered like the first.
+
+    The pages of the requester are reserved. The holder writes them under the grants of the transfer and
+    `FETCH_EPOCH`. Both must compute the same KV (`fingerprint`) and lay it out alike (`layout`). The pages
+    are named by what their hash chain is made of: its `seed` and the tokens.
+    """
+
+    receiver: str  # the requester's worker id
+    host: str  # as in WorkerRecord
+    fingerprint: str  # of the model, as in WorkerRecord
+    layout: str
+    endpoints: list[TransferEndpoint]
+    seed: bytes  # of the namespace
+    extra_key: str
+    cache_salt: str
+    tenant: str
+    tokens: bytes  # whole pages, from the prompt's begin
+    have: (
+        Natural  # tokens with which the requester could go on already: a prefix that is no longer is useless
+    )
+    groups: dict[str, GroupTarget]  # of a window group as many pages as a query sees; of a state group a slot
+    checksums: ChecksumMode
+
+
+FETCH_EPOCH = (1 << 31) - 1
+"""In grants, the epoch of all transfers; rooms never have it."""
+
+
+class Fetched(TransferMessage, frozen=True, tag="fetched"):
+    """Holder -> requester: of the first `pages` pages, those that the requester lacked are written, and of a
+    window and a state group what a forward needs that goes on there."""
+
+    pages: Natural
+    digest: bytes  # of the last of them: it names all
+    kv_bytes: Natural
+    checksums: PageChecksums
+
+
+class RefusalCause(StrEnum):
+    """Why a worker writes no pages for a Fetch."""
+
+    ABSENT = "absent"  # it has no more than the requester
+    BUSY = "busy"  # what it may lend at once is lent
+    DIFFERENT = "different"  # another model, layout or namespace
+    UNREACHABLE = "unreachable"  # no transport leads there, or the write failed
+
+
+class FetchRefused(TransferMessage, frozen=True, tag="fetch_refused"):
+    """Holder -> requester: compute it."""
+
+    cause: RefusalCause
+    reason: str
 
 
 # -- directory -------------------------------------------------------------------------------------
@@ -470,5 +540,6 @@ AnyMessage = (
     Receipt | Prefill | Decode | Abort | Ack | Resend | Claim | Inspect | Inspected | Claimed | Tokens
     | Timeline | RoomStatus | Reserved | Rejected | KVTarget | KVReady | KVDone | KVFailed | Release | Join
     | Joined | Replaced | Announce | Announced | AnnounceRefused | Withdraw | Watch | View | SetRole | RoleSet
-    | AssignedLoads | KeepResponse | FindResponse | FoundResponse | DropResponse
+    | AssignedLoads | KeepResponse | FindResponse | FoundResponse | DropResponse | Fetch | Fetched
+    | FetchRefused
 )  # fmt: skip

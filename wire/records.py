@@ -89,13 +89,20 @@ class WorkerFigures(msgspec.Struct, frozen=True):
     host: dict[str, GroupPages] = {}  # of the host tier; empty without one
     moves: dict[str, MovedPages] = {}  # "to_host", "to_device"
     forwards: Natural = 0
-    histograms: dict[str, Counts] = {}  # "forward_seconds"; of forwards: "batch_sequences", "batch_tokens"
+    histograms: dict[
+        str, Counts
+    ] = {}  # "forward_seconds", "fetch_seconds"; of forwards: "batch_sequences", "batch_tokens"
     cached_tokens: Natural = 0  # of prompts, found in the tree
     output_tokens: Natural = 0
     finished: Natural = 0
     failed: Natural = 0
     aborted: Natural = 0
     retracted: Natural = 0
+    fetches: dict[str, Natural] = {}  # of pages from other workers, by what came of them
+    fetched_tokens: Natural = 0
+    fetched_bytes: Natural = 0
+    lent_pages: Natural = 0
+    lent_bytes: Natural = 0
 
 
 PageHashes = Literal["baton", "foreign"]

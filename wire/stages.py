@@ -26,6 +26,7 @@ class RequestStage(StrEnum):
     DECODE_TRANSFERRED = "decode_transferred"
     DECODE_TRANSFER_KV_CACHE = "decode_transfer_kv_cache"  # its pages leave for another decode worker
     DECODE_PAUSED = "decode_paused"
+    PEER_FETCH = "peer_fetch"  # waits for pages of its prompt that another worker has
 
 
 class Stamp(msgspec.Struct, frozen=True, array_like=True, gc=False):

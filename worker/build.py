@@ -30,16 +30,16 @@ from worker.start_report import start_report
 _FAKE_POOL_TOKENS = 1 << 16
 
 
-def build_engine(options: WorkerOptions, shared_pool: bool) -> tuple[Engine, Memory]:
+def build_engine(options: WorkerOptions, reserves: bool) -> tuple[Engine, Memory]:
     """Load the model and allocate its pools. Raises ConfigError for what cannot work.
 
-    `shared_pool`: pages live in memory that another process on this host can map, and rows are kept for
-    requests whose KV is still arriving.
+    Pages live in memory that another process on this host can map. `reserves`: rows are kept for requests
+    whose KV is still arriving.
     """
     overlap = bool(options.overlap_depth)
     if options.engine == "fake":
         spec = fake_spec(max_position=_FAKE_POOL_TOKENS, groups=options.fake_groups)
-        chosen = _named(chosen_config(options, shared_pool, "cpu"), lambda: _fake_digest(options))
+        chosen = _named(chosen_config(options, reserves, "cpu"), lambda: _fake_digest(options))
         memory = build_memory(cache_config(options, spec, chosen, host_budget(options)), spec.groups)
         return FakeEngine(spec, memory.kv_caches, FakeTiming(options.fake_step_s), overlap), memory
     config = EngineConfig(
@@ -54,7 +54,7 @@ def build_engine(options: WorkerOptions, shared_pool: bool) -> tuple[Engine, Mem
         threads=options.threads or max(1, (os.cpu_count() or 2) // 2),
         overlap=overlap,
     )
-    chosen = _named(chosen_config(options, shared_pool, config.device), lambda: model_digest(config))
+    chosen = _named(chosen_config(options, reserves, config.device), lambda: model_digest(config))
     if config.device != "cpu":
         runner, memory = build_on_gpu(options, config, chosen)
     else:

@@ -34,7 +34,7 @@ def host_budget(options: WorkerOptions) -> Budget:
     return lambda: int(_available() * options.kv_memory_fraction)
 
 
-def chosen_config(options: WorkerOptions, shared_pool: bool, device: str) -> CacheConfig:
+def chosen_config(options: WorkerOptions, reserves: bool, device: str) -> CacheConfig:
     """What the options say, for a pool of one page; `device` is a torch device."""
     chunk = options.chunked_prefill_size
     return CacheConfig(
@@ -42,9 +42,9 @@ def chosen_config(options: WorkerOptions, shared_pool: bool, device: str) -> Cac
         max_context_len=1,
         max_running_requests=options.max_running_requests,
         page_size=options.page_size,
-        pre_alloc_size=2 * options.max_running_requests if shared_pool else 0,
+        pre_alloc_size=2 * options.max_running_requests if reserves else 0,
         device=device,
-        shared=shared_pool and (device == "cpu" or options.kv_transfer_backend in ("auto", "cuda_ipc")),
+        shared=device == "cpu" or options.kv_transfer_backend in ("auto", "cuda_ipc"),
         prefix_cache=options.prefix_cache,
         eviction_policy=options.eviction_policy,
         need_sort=True,

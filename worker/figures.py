@@ -29,6 +29,7 @@ def worker_figures(memory: Memory, metrics: SchedulerMetrics) -> WorkerFigures:
                 ("forward_seconds", metrics.forward_seconds),
                 ("batch_sequences", metrics.batch_sequences),
                 ("batch_tokens", metrics.batch_tokens),
+                ("fetch_seconds", metrics.fetch_seconds),
             )
         },
         cached_tokens=metrics.cached_tokens,
@@ -37,6 +38,11 @@ def worker_figures(memory: Memory, metrics: SchedulerMetrics) -> WorkerFigures:
         failed=metrics.failed,
         aborted=metrics.aborted,
         retracted=metrics.retracted,
+        fetches=dict(metrics.fetches),
+        fetched_tokens=metrics.fetched_tokens,
+        fetched_bytes=metrics.fetched_bytes,
+        lent_pages=metrics.lent_pages,
+        lent_bytes=metrics.lent_bytes,
     )
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from wire.holds import Hold, HoldReport
 from worker.outbox import OutputKey
-from worker.role import Services
+from worker.services import Services
 
 
 class QuarantineOwner(NamedTuple):
@@ -18,9 +18,11 @@ class QuarantineOwner(NamedTuple):
     sender: str  # a mailbox
 
 
-def hold_report(services: Services, now: float) -> HoldReport:
-    """Everything that the worker holds at `now`, a monotonic time, and what it has swept so far."""
+def hold_report(services: Services, now: float, peers: Iterable[Hold]) -> HoldReport:
+    """Everything that the worker holds at `now`, a monotonic time, and what it has swept so far. `peers`:
+    what it holds for fetches."""
     holds = [
+        *peers,
         *_rooms(services, now),
         *services.rooms.parked(services.worker_id, now),
         *services.outbox.unacknowledged(now),
@@ -54,5 +56,5 @@ def _rooms(services: Services, now: float) -> Iterator[Hold]:
 def _quarantine(services: Services, now: float) -> Iterator[Hold]:
     """It has no deadline: only the transport's fence proves that nothing is written any more."""
     for owner, since in services.memory.quarantine_owners():
-        assert isinstance(owner, QuarantineOwner), "decode_node/quarantine.py names the owner of its pages"
+        assert isinstance(owner, QuarantineOwner), "worker/quarantine.py names the owner of its pages"
         yield Hold(services.worker_id, "quarantine", owner.sender, *owner.key, now - since)

@@ -241,9 +241,13 @@ class Worker:
         for mail in mails:
             self._mail.handle(mail)
         for address, state in self._services.mailbox.take_peers().items():
+            self._services.transfer.on_peer(address, state)
             self._role.on_peer(address, state)
             self._role.orphans.on_peer(address, state, time.monotonic())
-        self._role.poll(time.monotonic())
+        now = time.monotonic()
+        self._role.poll(now)
+        self._role.lending.poll(now)
+        self._role.fetching.poll(now)
         busy = self._scheduler.step()
         self._services.outbox.flush()
         self._publish()
@@ -277,12 +281,19 @@ class Worker:
         self._swept_at = now
         self._role.sweep(now)
         self._role.orphans.sweep(now)
-        self._services.mailbox.watch(frozenset(peer for room in self.rooms() for peer in room.peers))
+        self._role.lending.sweep(now)
+        self._services.mailbox.watch(self._peers())
+        self._services.transfer.drop_idle(now)
         self._services.retransmitter.tick(now)
         self._services.rooms.sweep(now)
         self._services.outbox.sweep(now)
         if self._drain.begun:
             self._advance_drain(now)
+
+    def _peers(self) -> frozenset[str]:
+        """The mailboxes for which something waits here."""
+        rooms = frozenset(peer for room in self.rooms() for peer in room.peers)
+        return rooms | self._role.fetching.holders | self._role.lending.requesters
 
     def _advance_drain(self, now: float) -> None:
         if self._drain.must_hand_back(now):

@@ -19,6 +19,9 @@ from wire.messages import (
     Claim,
     Claimed,
     Decode,
+    Fetch,
+    Fetched,
+    FetchRefused,
     Inspect,
     Inspected,
     Joined,
@@ -40,8 +43,9 @@ from worker.holds import hold_report
 from worker.inspection import worker_report
 from worker.orphans import CLAIMED
 from worker.outbox import OutputKey
-from worker.role import Services, WorkerRole
+from worker.role import WorkerRole
 from worker.rooms import StartVerdict
+from worker.services import Services
 
 
 def keep_role(role: Role) -> str:
@@ -99,6 +103,10 @@ class MailHandler:
                 services.mailbox.send(mail.sender, Inspected(message.token, report))
             case Joined() | Announced() | AnnounceRefused() | Replaced() as message:
                 self._on_directory(mail.sender, message)
+            case Fetch() as message:
+                self._role.lending.on_fetch(mail.sender, message, time.monotonic())
+            case Fetched() | FetchRefused() as message:
+                self._role.fetching.on_answer(mail.sender, message, time.monotonic())
             case SetRole() as message:
                 self._on_set_role(mail.sender, message)
             case _:
@@ -107,7 +115,9 @@ class MailHandler:
     def _report(self, what: str) -> str:
         services = self._services
         if what == "leases":
-            return msgspec.json.encode(hold_report(services, time.monotonic())).decode()
+            now = time.monotonic()
+            peers = [*self._role.fetching.holds(now), *self._role.lending.holds(now)]
+            return msgspec.json.encode(hold_report(services, now, peers)).decode()
         return worker_report(what, services.memory, self._role.scheduler, services.rooms)
 
     def _on_directory(self, sender: str, answer: DirectoryAnswer) -> None:
@@ -149,8 +159,9 @@ class MailHandler:
         if req.sampling.grammar is not None:
             req.sampling.grammar.when_compiled(services.mailbox.nudge)
         started = self._role.make_room(router, req, message)
+        started.source = message.source
         services.rooms.start(started)
-        self._role.begin(started)
+        self._role.begin(started, time.monotonic())
 
     def _checked(self, message: Prefill | Decode) -> Req | Rejected:
         """The request of a start message, or the answer that refuses it."""

@@ -204,6 +204,23 @@ class HandOffOptions(Options):
     )
 
 
+class PeerOptions(Options):
+    """Pages from other workers' caches."""
+
+    peer_lend_share: float = Field(
+        0.25, ge=0, le=1, description="of its pages, what a worker may have locked for others that copy them"
+    )
+    peer_fetches_per_source: int = Field(
+        4, ge=0, description="fetches from one worker at a time; 0: nothing is fetched"
+    )
+    peer_fetch_min_tokens: int = Field(
+        256, ge=1, description="fewer missing tokens of a prompt are computed, not fetched"
+    )
+    peer_fetch_min_s: float = Field(
+        0.05, gt=0, description="a fetch may take that long, or as long as computing what it brings"
+    )
+
+
 class LivenessOptions(Options):
     """Leases and bounds on silence."""
 
@@ -239,7 +256,13 @@ class PlaceOptions(Options):
 
 
 class WorkerSettings(
-    EngineOptions, MemoryOptions, SchedulingOptions, HandOffOptions, LivenessOptions, PlaceOptions
+    EngineOptions,
+    MemoryOptions,
+    SchedulingOptions,
+    HandOffOptions,
+    PeerOptions,
+    LivenessOptions,
+    PlaceOptions,
 ):
     """Worker options."""
 

@@ -22,8 +22,10 @@ from worker.build import build_engine, build_scheduler, open_publisher
 from worker.options import WorkerOptions
 from worker.outbox import Outbox
 from worker.questions import Questions
-from worker.role import Services, WorkerRole
+from worker.role import WorkerRole
 from worker.rooms import Rooms
+from worker.services import Services
+from worker.transfer import PoolTransport
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +41,9 @@ class ModelParts:
         self.memory.close()
 
 
-def open_model(options: WorkerOptions, shared_pool: bool) -> ModelParts:
+def open_model(options: WorkerOptions, reserves: bool) -> ModelParts:
     """Load the model and allocate its pools. Raises ConfigError for options that cannot work."""
-    return ModelParts(*build_engine(options, shared_pool))
+    return ModelParts(*build_engine(options, reserves))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ def open_parts(
     with ExitStack() as owned:
         model = kept
         if model is None:
-            model = open_model(options, kind.shared_pool)
+            model = open_model(options, kind.reserves)
             owned.callback(model.close)
         engine, memory = model.engine, model.memory
         curve = curve_for(options.secret())
@@ -73,6 +75,8 @@ def open_parts(
         if memory.tiers is not None:
             memory.tiers.on_done(mailbox.nudge)
             owned.callback(memory.tiers.on_done, _nobody)  # the memory may outlive this role
+        transfer = PoolTransport(options, memory, engine.spec.fingerprint)
+        owned.callback(transfer.close)
         publisher = open_publisher(options, memory, curve, mailbox.nudge)
         if publisher is not None:
             owned.callback(publisher.close)
@@ -85,6 +89,7 @@ def open_parts(
             worker_id=worker_id,
             options=options,
             memory=memory,
+            transfer=transfer,
             mailbox=mailbox,
             retransmitter=Retransmitter(mailbox.send),
             questions=Questions(mailbox.send, options.hand_off_timeout_s),
@@ -93,6 +98,7 @@ def open_parts(
             build_scheduler=schedule,
         )
         role = kind(services)
+        owned.callback(role.lending.close)
         owned.callback(role.close)
         return WorkerParts(engine, curve, publisher, services, role, owned.pop_all())
 

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
-from kvcache.memory import Memory
 from scheduler.config import Phase
-from scheduler.node_policy import AfterPrefill, NodePolicy
+from scheduler.node_policy import AfterPrefill
 from scheduler.req import Req
-from scheduler.scheduler import Scheduler
 from wire.holds import Hold
-from wire.mailbox import Mail, Mailbox
+from wire.mailbox import Mail
 from wire.messages import (
     Decode,
+    FetchSource,
     Prefill,
     Rejected,
     RejectKind,
@@ -32,13 +30,14 @@ from wire.messages import (
 from wire.peer_monitors import PeerState
 from wire.records import Role
 from wire.request import OutputDelta
-from wire.retransmitter import RetransmitKey, Retransmitter
+from wire.retransmitter import RetransmitKey
 from wire.stages import now_ns
-from worker.options import WorkerOptions
+from worker.fetching import Fetching
+from worker.lending import Lending
 from worker.orphans import Orphans, Pausing
-from worker.outbox import Outbox, OutputKey
-from worker.questions import Questions
+from worker.outbox import OutputKey
 from worker.rooms import Rooms
+from worker.services import Services
 from worker.strays import Strays
 
 _TELL_S = 10.0  # a router that has confirmed nothing by then has asked again itself, or is gone
@@ -51,6 +50,7 @@ class Room:
     req: Req
     router: str  # mailbox address
     key: OutputKey = field(init=False)
+    source: FetchSource | None = field(init=False, default=None)  # who has a part of the prompt's KV
 
     def __post_init__(self) -> None:
         self.key = OutputKey(self.req.room, self.req.epoch)
@@ -81,27 +81,12 @@ class Room:
 RoomType = TypeVar("RoomType", bound=Room)
 
 
-@dataclass(frozen=True, slots=True)
-class Services:
-    """The parts of a worker that its role uses."""
-
-    worker_id: str
-    options: WorkerOptions
-    memory: Memory
-    mailbox: Mailbox
-    retransmitter: Retransmitter
-    questions: Questions
-    outbox: Outbox
-    rooms: Rooms[Any]
-    build_scheduler: Callable[[NodePolicy], Scheduler]  # over this worker's engine and memory
-
-
 class WorkerRole(ABC, Generic[RoomType]):
     """One role's part of a worker, and its scheduler's NodePolicy."""
 
     name: ClassVar[Role]
     phases: ClassVar[frozenset[Phase]]
-    shared_pool: ClassVar[bool]  # KV pages live in memory that another process on this host may map
+    reserves: ClassVar[bool]  # rows are kept for requests whose KV is still arriving
     accepts: ClassVar[type[Prefill] | type[Decode]]
     pausing: ClassVar[type[Pausing]] = Pausing
 
@@ -109,6 +94,7 @@ class WorkerRole(ABC, Generic[RoomType]):
         self.worker_id = services.worker_id
         self.options = services.options
         self.memory = services.memory
+        self.transfer = services.transfer
         self.mailbox = services.mailbox
         self.retransmitter = services.retransmitter
         self.questions = services.questions
@@ -116,6 +102,8 @@ class WorkerRole(ABC, Generic[RoomType]):
         self.rooms: Rooms[RoomType] = services.rooms
         self.strays = Strays()
         self.scheduler = services.build_scheduler(self)
+        self.fetching = Fetching(services, self.scheduler)
+        self.lending = Lending(services, self.scheduler.metrics)
         self.orphans: Orphans[RoomType] = Orphans(
             self,
             self.pausing(self.scheduler),
@@ -131,7 +119,7 @@ class WorkerRole(ABC, Generic[RoomType]):
         """The room of a start message, which is an instance of `accepts`. Nothing else happens yet."""
 
     @abstractmethod
-    def begin(self, room: RoomType) -> None:
+    def begin(self, room: RoomType, now: float) -> None:
         """The room is registered now: give its request to the scheduler, at once or later."""
 
     @abstractmethod
@@ -165,13 +153,16 @@ class WorkerRole(ABC, Generic[RoomType]):
     @property
     def busy(self) -> bool:
         """Whether something other than a room must end before the worker may leave."""
-        return False
+        return self.fetching.busy or len(self.lending) > 0
 
     # -- what is the same in every role --------------------------------------------------------------
 
     def on_peer(self, address: str, state: PeerState) -> None:
         """A mailbox to which this worker is connected has come up or gone down: a router's or a worker's."""
-        self.questions.on_peer(address, state, time.monotonic())
+        now = time.monotonic()
+        self.questions.on_peer(address, state, now)
+        self.fetching.on_peer(address, state, now)
+        self.lending.on_peer(address, state)
 
     def on_chunk(self, req: Req) -> None:
         """See NodePolicy. A role that sends pages while a prompt is computed overrides it."""

@@ -6,69 +6,45 @@ import queue
 from collections.abc import Iterator
 
 from common.errors import TransferError
-from common.host import host_identity
 from kvcache.page_runs import PageIds, as_pages
-from kvtransfer.region import pool_regions
-from kvtransfer.select import open_sender
 from kvtransfer.sender import KVSender, SenderThreads, Sent
-from kvtransfer.transport import Bounds
 from scheduler.req import Req
 from wire.messages import KVTarget
-from wire.peer_monitors import PeerState
-from wire.records import layout_digest
 from wire.stages import RequestStage
-from worker.mapped_peers import MappedPeers
-from worker.role import Services
+from worker.services import Services
 
 
 class PageShipper:
-    """Owns the transport and its threads, and knows which of a request's pages make up its KV.
+    """Owns the threads that hand off, and knows which of a request's pages make up its KV.
 
     All methods are called on the engine loop's thread. Threads post their results, and `take_sent` gives them
     to the loop.
     """
 
     def __init__(self, services: Services, stage: RequestStage) -> None:
-        """A request enters `stage` when its first pages leave. Raises ConfigError when the transfer backend
-        cannot be had on this machine."""
+        """A request enters `stage` when its first pages leave."""
         options = services.options
+        self._transfer = services.transfer
         self._memory = services.memory
         self._page_size = options.page_size
         self._stage = stage
         self._primary = services.memory.specs[0].name
-        self._layout = layout_digest(services.memory.layouts())
         self._nudge = services.mailbox.nudge
-        self._peers = MappedPeers()
         self._sent: queue.SimpleQueue[Sent] = queue.SimpleQueue()
-        regions = pool_regions(services.memory)
-        self._transport = open_sender(
-            regions,
-            host_identity(),
-            options.kv_transfer_backend,
-            options.interface,
-            Bounds(write_s=options.transfer_timeout_s),
-            options.ports.of("mooncake"),
-        )
-        self._threads = SenderThreads(self._transport, regions, self._post)
+        self._threads = SenderThreads(self._transfer.sender, self._transfer.regions, self._post)
         self._checks = options.kv_checksums
 
-    @property
-    def backends(self) -> tuple[str, ...]:
-        """Names of the transfer backends, best first."""
-        return self._transport.backends
-
     def close(self) -> None:
-        """End the threads, close every connection."""
+        """End the threads."""
         self._threads.close()
-        self._transport.close()
 
     def open(self, target: KVTarget, decode: str, now: float) -> KVSender:
         """A sender to the target's pages. The target came from the mailbox `decode`. Raises TransferError
         when this worker cannot write there."""
-        if target.layout != self._layout:
+        if target.layout != self._transfer.layout:
             raise TransferError(f"decode worker {target.decode} lays its pages out differently")
-        endpoint = self._transport.choose(target)
-        self._peers.used(endpoint, decode, now)
+        endpoint = self._transfer.sender.choose(target)
+        self._transfer.used(endpoint, decode, now)
         return KVSender(
             self._threads,
             target.room,
@@ -79,14 +55,6 @@ class PageShipper:
             self._primary,
             checks=self._checks.stricter(target.checksums),
         )
-
-    def on_peer(self, mailbox: str, state: PeerState) -> None:
-        """A mailbox is up or down. What is being sent to a decode worker that is down fails at once."""
-        for endpoint in self._peers.of(mailbox):
-            if state is PeerState.DOWN:
-                self._transport.suspend(endpoint)
-            else:
-                self._transport.resume(endpoint)
 
     def ship_committed(self, sender: KVSender, req: Req) -> None:
         """Send the whole pages of the primary group that are computed: nothing changes them any more."""
@@ -107,11 +75,6 @@ class PageShipper:
         """What the threads have posted since the last call."""
         while not self._sent.empty():
             yield self._sent.get()
-
-    def drop_idle(self, now: float) -> None:
-        """Unmap the pools of decode workers that have been sent nothing for long."""
-        for endpoint in self._peers.take_idle(now):
-            self._transport.drain(endpoint)
 
     def _post(self, sent: Sent) -> None:
         """On a transfer thread: wake the loop."""

@@ -45,7 +45,7 @@ class SwitchingWorker:
         self._roles = roles
         self._drain_s = drain_s
         self._resolve_directory = resolve_directory
-        self._model = open_model(self._options, any(kind.shared_pool for kind in roles.values()))
+        self._model = open_model(self._options, any(kind.reserves for kind in roles.values()))
         try:
             self._worker = self._open(first)
         except BaseException:

@@ -32,7 +32,7 @@ from router.placement.transfer_rates import Locality, TransferRates, machine
 MOST_HOLDERS = 16
 
 
-class Fetch(NamedTuple):
+class FetchPlan(NamedTuple):
     """What the worker that computes a prompt should fetch."""
 
     holder: WorkerLoadEstimate
@@ -50,13 +50,13 @@ class Offers(NamedTuple):
     pages: Integers  # what they hold
     estimates: list[WorkerLoadEstimate]  # by row
 
-    def fetch(self, row: int) -> Fetch | None:
+    def fetch(self, row: int) -> FetchPlan | None:
         """The best fetch for a worker."""
         if self.saved[row] <= 0:
             return None
         source = self.source.item(row)
         holder = self.estimates[self.holders.item(source)]
-        return Fetch(holder, self.pages.item(source), int(self.tokens[row]))
+        return FetchPlan(holder, self.pages.item(source), int(self.tokens[row]))
 
 
 class PeerFetch:
@@ -67,7 +67,7 @@ class PeerFetch:
         self._running: Counter[str] = Counter()
         self._fleet: _FetchPrices | None = None
 
-    def began(self, fetch: Fetch) -> None:
+    def began(self, fetch: FetchPlan) -> None:
         """A room that fetches was placed."""
         self._running[fetch.holder.record.id] += 1
 

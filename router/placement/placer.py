@@ -17,7 +17,7 @@ from router.placement.expected_pages import Expectation, ExpectedPages
 from router.placement.fleet import Fleet
 from router.placement.fleet_table import Floats
 from router.placement.load_estimate import WorkerLoadEstimate
-from router.placement.peer_fetch import Fetch
+from router.placement.peer_fetch import FetchPlan
 from router.placement.placement import Placement
 from router.placement.policy import Choice, PlacementRequest, Policy, RoleCandidates
 from router.placement.transfer_rates import TransferPair, locality
@@ -199,7 +199,7 @@ class Placer:
         self._expected.tick(now)
         self.policy.transfers.tick(now)
 
-    def _source(self, fetch: Fetch | None) -> FetchSource | None:
+    def _source(self, fetch: FetchPlan | None) -> FetchSource | None:
         """The holder as workers are told of it. It has one more to serve."""
         if fetch is None or self.policy.peers is None:
             return None

@@ -18,7 +18,7 @@ from router.index.page_table import Hashes, Tier
 from router.options import PolicyWeights
 from router.placement.fleet_table import Floats, WorkerArrays
 from router.placement.load_estimate import WorkerLoadEstimate
-from router.placement.peer_fetch import Fetch, Offers, PeerFetch
+from router.placement.peer_fetch import FetchPlan, Offers, PeerFetch
 from router.placement.transfer_rates import TransferRates
 
 _ALL_PAGES = int(Tier.GPU)  # the row of `found`; a look-up in an enum takes longer than the one in the array
@@ -81,7 +81,7 @@ class Choice(NamedTuple):
     decode: RoleCandidates
     prefill_row: int | None  # None: D computes the prompt, too
     decode_row: int
-    fetch: Fetch | None = None  # by the worker that computes the prompt
+    fetch: FetchPlan | None = None  # by the worker that computes the prompt
 
     @property
     def prefill_worker(self) -> WorkerLoadEstimate | None:

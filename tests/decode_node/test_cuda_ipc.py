@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
+from decode_node.worker import DecodeWorker
 from kvcache.device_memory import ExportedBuffer
 from kvtransfer.region import GroupRegion
+from prefill_node.worker import PrefillWorker
 from tests.kvtransfer.stand_in_copies import StandInCopies
 from tests.support.cuda_stand_in import FAR, HERE, StandInDriver, stand_in_memory
 from tests.support.granted_writer import GrantedWriter
 from tests.support.hand_off import GROUPS, Pair, held, pair, prompt_of, right
 from wire.messages import KVTarget, Timeline
+from worker.loop import Worker
+from worker.options import WorkerOptions
 
 PREFILL, DECODE = StandInDriver([HERE]), StandInDriver([HERE])
 """Of two processes that see one GPU each."""
@@ -21,14 +26,24 @@ PREFILL, DECODE = StandInDriver([HERE]), StandInDriver([HERE])
 
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Pools of workers are on a GPU. Decode's are exported, and their memory is of DECODE's driver."""
+    """Pools of workers are on a GPU and exported. Each worker has a driver of its own."""
+    drivers = [DECODE]  # of the worker that is being opened, at the end
+
+    def opening(worker: type[Worker], driver: StandInDriver) -> Callable[[WorkerOptions], Worker]:
+        def open_worker(options: WorkerOptions) -> Worker:
+            drivers.append(driver)
+            return worker(options)  # type: ignore[call-arg]  # each role's class knows its role
+
+        return open_worker
 
     def allocate(nbytes: int) -> ExportedBuffer:
-        return stand_in_memory(DECODE).allocate(nbytes)
+        return stand_in_memory(drivers[-1]).allocate(nbytes)
 
     def region_of(pool: torch.Tensor, fd: int | None = None) -> GroupRegion:
-        memory = stand_in_memory(PREFILL if fd is None else DECODE)
-        return GroupRegion(pool, fd, StandInCopies(late=True), memory)
+        return GroupRegion(pool, fd, StandInCopies(late=True), stand_in_memory(drivers[-1]))
+
+    monkeypatch.setattr("tests.support.hand_off.PrefillWorker", opening(PrefillWorker, PREFILL))
+    monkeypatch.setattr("tests.support.hand_off.DecodeWorker", opening(DecodeWorker, DECODE))
 
     monkeypatch.setattr("kvcache.memory.allocate_shared", allocate)
     monkeypatch.setattr("kvtransfer.region.region_of", region_of)
@@ -58,6 +73,8 @@ def test_rooms_are_handed_off_from_gpu_to_gpu(groups: tuple[str, ...]) -> None:
         assert PREFILL.calls.count("cuMemcpyAsync") > copies
         assert PREFILL.mapped
         both.settle()
+    del both  # and with it the workers' own pools
+    gc.collect()
     assert not PREFILL.leftovers, "prefill unmaps what it has mapped"
 
 

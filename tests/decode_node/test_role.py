@@ -416,7 +416,7 @@ def test_pages_that_another_process_may_write_are_listed_with_their_age(both: Pa
     began = time.monotonic()
 
     def listed() -> list[str]:
-        rows = hold_report(decode.parts.services, time.monotonic()).holds
+        rows = hold_report(decode.parts.services, time.monotonic(), []).holds
         pages = [row for row in rows if row.owner == prefill and "message" not in row.what]
         for row in pages:
             assert (row.holder, row.room, row.epoch) == (decode.id, 1, 1)

@@ -62,7 +62,7 @@ class Worker:
             model=str(model), served_model_name="m", dtype="float32", threads=1,
             max_context_tokens=CONTEXT, mamba_track_interval=32, **options,
         )  # fmt: skip
-        runner, self.memory = build_engine(worker, shared_pool=False)
+        runner, self.memory = build_engine(worker, reserves=False)
         assert isinstance(runner, ModelRunner)
         self.engine = SpoiltMemory(runner, self.memory)
         self.policy = Recorder()

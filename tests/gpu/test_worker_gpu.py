@@ -46,7 +46,7 @@ def test_requests_are_served_from_a_measured_capacity(family: str, drawn: Drawn,
             "gpu_memory_utilization": 0.25,
         },
     )
-    runner, memory = build_engine(options, shared_pool=False)
+    runner, memory = build_engine(options, reserves=False)
     assert isinstance(runner, ModelRunner)
     assert free - torch.cuda.mem_get_info(device)[0] <= 0.25 * total + SLACK
     tokens = Tokens()

@@ -9,22 +9,26 @@ from kvcache.page_runs import as_pages
 from kvtransfer.channel import Channel, Line
 from kvtransfer.pages import PageWrite
 from kvtransfer.transport import Bounds
-from wire.messages import KVTarget
+from wire.messages import FETCH_EPOCH, Fetch, KVTarget
 
 
 class GrantedWriter:
-    """A writer in this process that decode has granted a write to a KVTarget's pages, not ended yet."""
+    """A writer in this process with a grant to write the pages of a KVTarget or a Fetch, not ended yet."""
 
-    def __init__(self, target: KVTarget, group: str = "full", backend: str = "shm") -> None:
+    def __init__(self, target: KVTarget | Fetch, group: str = "full", backend: str = "shm") -> None:
         """Raises Refusal when decode does not let these pages be written."""
         (endpoint,) = (endpoint for endpoint in target.endpoints if endpoint.backend == backend)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.connect("\0" + endpoint.address.removeprefix("@"))
         self._channel = Channel(Line(sock), endpoint, Bounds())
+        if isinstance(target, Fetch):
+            room, epoch = target.transfer, FETCH_EPOCH
+        else:
+            room, epoch = target.room, target.epoch
         pages = as_pages(target.groups[group].page_ids)
         try:
             page_bytes = self._channel.pools.groups[group].page_bytes
-            self._channel.begin(PageWrite(target.room, target.epoch, group, pages, pages), page_bytes)
+            self._channel.begin(PageWrite(room, epoch, group, pages, pages), page_bytes)
         except TransferError:
             self._channel.close()
             raise

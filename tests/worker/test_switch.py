@@ -26,7 +26,7 @@ from wire.request import GenerateRequest, SamplingParams
 from wire.security import curve_for
 from worker.loop import Worker
 from worker.options import WorkerOptions
-from worker.role import Services
+from worker.services import Services
 from worker.switch import SwitchingWorker
 
 ROLES = {Role.PREFILL: PrefillRole, Role.DECODE: DecodeRole}

@@ -1,0 +1,174 @@
+"""Three workers that fetch from each other, with pools that are too small; a machine chooses what happens.
+
+Messages of fetches are delivered in any order, lost and doubled; requests are aborted, workers stop and are
+called down; writes happen late, while the holder evicts. Every answer is right as far as it goes, and at any
+moment every page of every worker has exactly one owner. When everything has been delivered all requests have
+ended: no fetch waits for another one.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tests.support.fleet import Fleet, fleet
+from tests.support.hand_off import SMALL, prompt_of
+from wire.messages import Fetch, Fetched, FetchRefused
+from wire.peer_monitors import PeerState
+
+WORKERS = st.integers(0, 2)
+BETWEEN_WORKERS = (Fetch, Fetched, FetchRefused)
+
+
+class Fetches(RuleBasedStateMachine):
+    """Rooms on any worker, with any other one as their source."""
+
+    groups: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        small = {"max_mamba_cache_size": 16} if "state" in self.groups else {}
+        assert set(self.groups) <= set(SMALL)
+        self._context = fleet(3, self.groups, max_total_tokens=200, max_running_requests=3, **small)
+        self.fleet: Fleet = self._context.__enter__()
+        self.rooms = 0
+
+    @rule(
+        worker=WORKERS,
+        source=WORKERS,
+        family=st.integers(0, 2),
+        length=st.integers(5, 90),
+        n=st.integers(1, 6),
+    )
+    def ask(self, worker: int, source: int, family: int, length: int, n: int) -> None:
+        self.rooms += 1
+        holder = source if source != worker else None
+        self.fleet.ask(self.rooms, worker, prompt_of(family, 90)[:length], n, holder)
+
+    @precondition(lambda self: self.fleet.network.letters)
+    @rule(where=st.integers(0, 10_000), keep=st.booleans())
+    def deliver(self, where: int, keep: bool) -> None:
+        letters = self.fleet.network.letters
+        index = where % len(letters)
+        self.fleet.deliver(
+            index, keep and isinstance(letters[index].message, BETWEEN_WORKERS) and len(letters) < 50
+        )
+
+    @precondition(lambda self: self.fleet.network.letters)
+    @rule(where=st.integers(0, 10_000))
+    def lose(self, where: int) -> None:
+        letters = self.fleet.network.letters
+        if isinstance(letters[where % len(letters)].message, BETWEEN_WORKERS):
+            del letters[where % len(letters)]
+
+    @rule(worker=WORKERS)
+    def turn(self, worker: int) -> None:
+        self.fleet.turn(worker)
+
+    @rule(worker=WORKERS)
+    def write(self, worker: int) -> None:
+        self.fleet.write(worker)
+
+    @rule(worker=WORKERS, pages=st.integers(1, 50))
+    def evict(self, worker: int, pages: int) -> None:
+        for group in ("full", *self.groups):
+            self.fleet.workers[worker].parts.services.memory.cache.tree.evict(group, pages)
+
+    @rule(seconds=st.sampled_from([0.3, 1.0, 6.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.fleet.pass_time(seconds)
+
+    @rule(worker=WORKERS)
+    def stop_or_go_on(self, worker: int) -> None:
+        self.fleet.stopped ^= {worker}
+
+    @rule(worker=WORKERS, state=st.sampled_from(PeerState))
+    def suspect(self, worker: int, state: PeerState) -> None:
+        self.fleet.down(worker, state)
+
+    @precondition(lambda self: self.rooms)
+    @rule(which=st.integers(1, 10_000))
+    def abort(self, which: int) -> None:
+        self.fleet.abort(which % self.rooms + 1)
+
+    @rule()
+    def run_dry(self) -> None:
+        self.fleet.run_dry()
+
+    @invariant()
+    def memory_balances(self) -> None:
+        for worker in self.fleet.workers:
+            worker.check_memory()
+
+    @invariant()
+    def answers_are_right_as_far_as_they_go(self) -> None:
+        for room, answer in self.fleet.answers.items():
+            right = self.fleet.right(room)
+            assert answer.tokens == right[: len(answer.tokens)]
+            assert answer.last in (None, len(right))
+            assert answer.rejected is None
+
+    def teardown(self) -> None:
+        try:
+            self.fleet.stopped.clear()
+            self.fleet.run_dry()
+            self.fleet.pass_time(6.0)  # for a fetch whose messages were lost
+            self.fleet.run_dry()
+            assert not [room for room, answer in self.fleet.answers.items() if answer.open]
+            self.fleet.settle()
+        finally:
+            self._context.__exit__(None, None, None)
+
+
+class FetchesWindow(Fetches):
+    """A model with windowed layers."""
+
+    groups = ("window",)
+
+
+class FetchesState(Fetches):
+    """A model with linear attention."""
+
+    groups = ("state",)
+
+
+class FetchesAll(Fetches):
+    """A model with both."""
+
+    groups = ("window", "state")
+
+
+_SETTINGS = settings(stateful_step_count=50, suppress_health_check=list(HealthCheck), print_blob=True)
+
+
+class TestFetches(Fetches.TestCase):  # type: ignore[misc]
+    settings = settings(_SETTINGS, max_examples=12)
+
+
+class TestFetchesWindow(FetchesWindow.TestCase):  # type: ignore[misc]
+    settings = settings(_SETTINGS, max_examples=8)
+
+
+class TestFetchesState(FetchesState.TestCase):  # type: ignore[misc]
+    settings = settings(_SETTINGS, max_examples=8)
+
+
+class TestFetchesAll(FetchesAll.TestCase):  # type: ignore[misc]
+    settings = settings(_SETTINGS, max_examples=8)
+
+
+_LONG = settings(_SETTINGS, max_examples=150, stateful_step_count=80)
+
+
+@pytest.mark.invariants
+class TestFetchesLong(Fetches.TestCase):  # type: ignore[misc]
+    settings = _LONG
+
+
+@pytest.mark.invariants
+class TestFetchesAllLong(FetchesAll.TestCase):  # type: ignore[misc]
+    settings = _LONG

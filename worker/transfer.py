@@ -1,0 +1,74 @@
+"""PoolTransport: both sides of a worker's transport: its pools, open to writers, and its way into others.
+
+Hand-offs, moves and fetches share it; each has threads of its own that write.
+"""
+
+from __future__ import annotations
+
+from common.host import host_identity
+from kvcache.memory import Memory
+from kvtransfer.receiver import PoolReceiver
+from kvtransfer.region import pool_regions
+from kvtransfer.select import PoolSender, open_receiver, open_sender
+from kvtransfer.transport import Bounds
+from wire.messages import TransferEndpoint
+from wire.peer_monitors import PeerState
+from wire.records import layout_digest
+from worker.mapped_peers import MappedPeers
+from worker.options import WorkerOptions
+
+
+class PoolTransport:
+    """Owns receiver and sender. Engine loop's thread only, but for the sender's own writes."""
+
+    def __init__(self, options: WorkerOptions, memory: Memory, fingerprint: str) -> None:
+        """`fingerprint`: of the model. Raises ConfigError when the named backend does not work here."""
+        self.regions = pool_regions(memory)
+        self.host = host_identity()
+        self.fingerprint = fingerprint
+        self.layout = layout_digest(memory.layouts())
+        self._peers = MappedPeers()
+        bounds = Bounds(write_s=options.transfer_timeout_s)
+        self.receiver: PoolReceiver = open_receiver(
+            self.regions,
+            options.kv_transfer_backend,
+            options.interface,
+            bounds,
+            encrypted=options.secret() is not None,
+            ports=options.ports.of("kv"),
+            mooncake_ports=options.ports.of("mooncake"),
+        )
+        try:
+            self.sender: PoolSender = open_sender(
+                self.regions,
+                self.host,
+                options.kv_transfer_backend,
+                options.interface,
+                bounds,
+                options.ports.of("mooncake"),
+            )
+        except BaseException:
+            self.receiver.close()
+            raise
+
+    def close(self) -> None:
+        """Close every connection. The threads that write have ended."""
+        self.sender.close()
+        self.receiver.close()
+
+    def used(self, endpoint: TransferEndpoint, mailbox: str, now: float) -> None:
+        """Pages go to this endpoint, of the worker at `mailbox`."""
+        self._peers.used(endpoint, mailbox, now)
+
+    def on_peer(self, mailbox: str, state: PeerState) -> None:
+        """A mailbox is up or down. What is being sent to a worker that is down fails at once."""
+        for endpoint in self._peers.of(mailbox):
+            if state is PeerState.DOWN:
+                self.sender.suspend(endpoint)
+            else:
+                self.sender.resume(endpoint)
+
+    def drop_idle(self, now: float) -> None:
+        """Unmap the pools of workers that have been sent nothing for long."""
+        for endpoint in self._peers.take_idle(now):
+            self.sender.drain(endpoint)
