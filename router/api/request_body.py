@@ -84,7 +84,7 @@ class SamplingBody(StructureFields):
     top_p: float | None = Field(None, gt=PROBABILITY.low, le=PROBABILITY.high)
     top_k: int | None = Field(None, ge=-1, lt=2**31, description="0 or -1: off")
     min_p: float | None = _within(PROBABILITY, None)
-    seed: int | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     presence_penalty: float = _within(PENALTY, 0.0)
     frequency_penalty: float = _within(PENALTY, 0.0)
     repetition_penalty: float | None = _within(REPETITION_PENALTY, None)

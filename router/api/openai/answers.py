@@ -10,7 +10,13 @@ from router.api.collection import CollectedChoice
 from router.api.event_ids import EventIds
 from router.api.event_json import encode_event
 from router.api.event_queue import EventQueue
-from router.api.openai.logprobs import TokenNames, chat_logprobs, completion_logprobs, prompt_logprobs
+from router.api.openai.logprobs import (
+    TextOffsets,
+    TokenNames,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+)
 from router.api.openai.shown import Shown
 from router.streams.generation import ChoiceCounts, Generation, Submission
 from router.text.detokenize import DetokenizerFactory
@@ -44,7 +50,6 @@ class Style:
     def __init__(self, detokenizers: DetokenizerFactory, shown: Shown) -> None:
         self._names = TokenNames(detokenizers, shown.ids_as_names)
         self.shown = shown
-        self._offsets: dict[int, int] = {}  # choice -> characters streamed so far
 
     def choice(self, index: int, collected: CollectedChoice, submission: Submission) -> dict[str, Any]:
         """A whole choice."""
@@ -90,13 +95,14 @@ class Style:
         """The ids of an output, if they were asked for."""
         return {"token_ids": tokens} if self.shown.token_ids else {}
 
-    def logprobs(self, index: int, text: str, tokens: list[int], logprobs: list[TokenLogprobs]) -> Any:
+    def logprobs(
+        self, index: int, tokens: list[int], logprobs: list[TokenLogprobs], submission: Submission
+    ) -> Any:
         """The log-probabilities of a chunk."""
         raise NotImplementedError
 
-    def replayed(self, index: int, text: str, submission: Submission) -> None:  # noqa: ARG002
-        """The client has this text already."""
-        self._offsets[index] = self._offsets.get(index, 0) + len(text)
+    def replayed(self, index: int, text: str, tokens: list[int], submission: Submission) -> None:
+        """The client has this text, of these tokens, already."""
 
 
 def _known(scores: list[TokenLogprobs] | None) -> list[TokenLogprobs]:
@@ -138,7 +144,13 @@ class ChatStyle(Style):
             told["prompt_logprobs"] = prompt_logprobs(self._names, prompt, _known(scores))
         return told
 
-    def logprobs(self, index: int, text: str, tokens: list[int], logprobs: list[TokenLogprobs]) -> Any:  # noqa: ARG002
+    def logprobs(
+        self,
+        index: int,  # noqa: ARG002
+        tokens: list[int],
+        logprobs: list[TokenLogprobs],
+        submission: Submission,  # noqa: ARG002
+    ) -> Any:
         return chat_logprobs(self._names, tokens, logprobs)
 
 
@@ -162,6 +174,8 @@ class CompletionStyle(Style):
         """`echoed`: the texts of the prompts, with which those of their choices begin. Without `outputs` the
         one token that a worker computes at least is left out."""
         super().__init__(detokenizers, shown)
+        self._detokenizers = detokenizers
+        self._offsets: dict[int, TextOffsets] = {}  # choice -> of what has been streamed
         self._echoed = echoed
         self._outputs = outputs
 
@@ -171,7 +185,9 @@ class CompletionStyle(Style):
         told: dict[str, Any] = {
             "index": index,
             "text": self.opening(index, submission) + (collected.text if self._outputs else ""),
-            "logprobs": self._all_logprobs(prompt, tokens, collected) if self.shown.logprobs else None,
+            "logprobs": self._all_logprobs(submission, prompt, tokens, collected)
+            if self.shown.logprobs
+            else None,
             "finish_reason": collected.finish if self._outputs else FinishReason.LENGTH,
             **self.token_ids(tokens),
             **self.prompt_ids(index, submission),
@@ -182,12 +198,12 @@ class CompletionStyle(Style):
         return told
 
     def _all_logprobs(
-        self, prompt: list[int], tokens: list[int], collected: CollectedChoice
+        self, submission: Submission, prompt: list[int], tokens: list[int], collected: CollectedChoice
     ) -> dict[str, Any]:
         entries: list[TokenLogprobs | None] = [*collected.logprobs[: len(tokens)]]
         if self._echoed is not None:
             tokens, entries = prompt + tokens, [None, *_known(collected.prompt_logprobs), *entries]
-        return completion_logprobs(self._names, tokens, entries, 0)
+        return completion_logprobs(self._names, tokens, entries, self._new_offsets(submission))
 
     def opening(self, index: int, submission: Submission) -> str:
         return "" if self._echoed is None else self._echoed[index // submission.n]
@@ -204,10 +220,22 @@ class CompletionStyle(Style):
     def beside_choices(self, submission: Submission, scores: list[TokenLogprobs] | None) -> dict[str, Any]:  # noqa: ARG002
         return {}
 
-    def logprobs(self, index: int, text: str, tokens: list[int], logprobs: list[TokenLogprobs]) -> Any:
-        offset = self._offsets.get(index, 0)
-        self._offsets[index] = offset + len(text)
-        return completion_logprobs(self._names, tokens, logprobs, offset)
+    def logprobs(
+        self, index: int, tokens: list[int], logprobs: list[TokenLogprobs], submission: Submission
+    ) -> Any:
+        return completion_logprobs(self._names, tokens, logprobs, self._streamed(index, submission))
+
+    def replayed(self, index: int, text: str, tokens: list[int], submission: Submission) -> None:  # noqa: ARG002
+        self._streamed(index, submission).of(tokens)
+
+    def _streamed(self, index: int, submission: Submission) -> TextOffsets:
+        found = self._offsets.get(index)
+        if found is None:
+            found = self._offsets[index] = self._new_offsets(submission)
+        return found
+
+    def _new_offsets(self, submission: Submission) -> TextOffsets:
+        return TextOffsets(self._detokenizers.make(submission.skip_special_tokens))
 
 
 class SseWriter(EventQueue):
@@ -246,13 +274,13 @@ class SseWriter(EventQueue):
         ):
             event = event_id + before + encode_event(told) + self._running
         else:
-            event = event_id + before + encode_event(told) + self._rest(choice, text, delta, is_first)
+            event = event_id + before + encode_event(told) + self._rest(choice, delta, is_first)
         self.put(event)
 
-    def replay(self, choice: ChoiceCounts, text: str, delta: OutputDelta) -> None:  # noqa: ARG002
+    def replay(self, choice: ChoiceCounts, text: str, delta: OutputDelta) -> None:
         """What follows is no longer the choice's first event."""
         self._first(choice.index)
-        self._style.replayed(choice.index, text, self._submission)
+        self._style.replayed(choice.index, text, delta.tokens, self._submission)
 
     def end(self, generation: Generation) -> bytes:
         """The end of the stream: a chunk with the usage, if asked for, and [DONE]."""
@@ -265,12 +293,12 @@ class SseWriter(EventQueue):
         self._before[index] = start + self._style.before
         return start + self._style.before_first
 
-    def _rest(self, choice: ChoiceCounts, text: str, delta: OutputDelta, is_first: bool) -> bytes:
+    def _rest(self, choice: ChoiceCounts, delta: OutputDelta, is_first: bool) -> bytes:
         """What follows the text of an event."""
         style, index = self._style, choice.index
         told = None
         if delta.logprobs is not None and style.shown.logprobs:
-            told = style.logprobs(index, text, delta.tokens, delta.logprobs)
+            told = style.logprobs(index, delta.tokens, delta.logprobs, self._submission)
         finish = style.finish(index, delta.finish)
         rest = style.after + encode_event(told) + b',"finish_reason":' + encode_event(finish)
         if self._is_plain:

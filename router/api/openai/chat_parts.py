@@ -92,7 +92,7 @@ class PartsStyle(ChatStyle):
             return TOOL_CALLS
         return finish
 
-    def replayed(self, index: int, text: str, submission: Submission) -> None:
+    def replayed(self, index: int, text: str, tokens: list[int], submission: Submission) -> None:  # noqa: ARG002
         parts = self._parser(index, submission).feed(text)
         self._delta(index, self._wanted.of(parts), None)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from router.text.detokenize import DetokenizerFactory
+from router.text.detokenize import Detokenizer, DetokenizerFactory
 from wire.request import TokenLogprobs
 
 
@@ -48,15 +48,27 @@ def chat_logprobs(names: TokenNames, tokens: list[int], logprobs: list[TokenLogp
     }
 
 
+class TextOffsets:
+    """Where in the text of a choice each token begins: the characters that the tokens before it complete. A
+    stream's text may lag behind its tokens, because its end may be the beginning of a stop string."""
+
+    def __init__(self, detokenizer: Detokenizer) -> None:
+        self._detokenizer = detokenizer
+        self._length = 0  # characters
+
+    def of(self, tokens: list[int]) -> list[int]:
+        """Those of the next tokens."""
+        offsets = []
+        for token in tokens:
+            offsets.append(self._length)
+            self._length += len(self._detokenizer.push(token))
+        return offsets
+
+
 def completion_logprobs(
-    names: TokenNames, tokens: list[int], logprobs: Sequence[TokenLogprobs | None], offset: int
+    names: TokenNames, tokens: list[int], logprobs: Sequence[TokenLogprobs | None], offsets: TextOffsets
 ) -> dict[str, Any]:
-    """For completions: parallel lists. `offset` is where in the text the first of these tokens begins. The
-    first token of a prompt has none."""
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(names.bytes_of(token).decode("utf-8", "replace"))
+    """For completions: parallel lists. The first token of a prompt has no log-probability."""
     return {
         "tokens": [names.of_completion(token) for token in tokens],
         "token_logprobs": [None if entry is None else entry.logprob for entry in logprobs],
@@ -64,7 +76,7 @@ def completion_logprobs(
             None if entry is None else {names.of_completion(other): value for other, value in entry.top}
             for entry in logprobs
         ],
-        "text_offset": offsets,
+        "text_offset": offsets.of(tokens),
     }
 
 

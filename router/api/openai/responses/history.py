@@ -60,7 +60,8 @@ def _add_to_answer(
         call = {"id": item.call_id, "type": "function", "function": function}
         last.setdefault("tool_calls", []).append(call)
     elif isinstance(item, ReasoningItem):
-        messages.append({"role": "assistant", "content": None, "reasoning_content": item.text})
+        if item.text:  # without thoughts there is nothing to repeat
+            messages.append({"role": "assistant", "content": None, "reasoning_content": item.text})
     else:
         text = _joined(item.content, "")
         if last is not None and last["content"] is None and "tool_calls" not in last:
