@@ -312,3 +312,9 @@ def resident_part(path: list[TreeNode]) -> tuple[list[TreeNode], int]:
             return path[:i], pages
         pages += node.num_pages
     return path, pages
+
+
+def evict_all(tree: RadixTree) -> int:
+    """Evict all that no lock keeps, of every group. Returns how many pages of the primary group."""
+    freed = [tree.evict(component.name, component.evictable()) for component in tree.components]
+    return freed[0] if freed else 0

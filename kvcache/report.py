@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvcache.radix_tree import RadixTree
+from kvcache.snapshot import tiers_of
 
 SHOWN_TOKENS = 8
 
@@ -13,7 +14,8 @@ def node_reports(tree: RadixTree) -> list[dict[str, Any]]:
     """One mapping per node, parents before children; empty when prefix caching is off.
 
     `parent` is the index of the parent's mapping, -1 for the root. `held` says by group name what the group
-    keeps on the node: tokens of the primary group, window pages, states.
+    keeps on the device for the node: tokens of the primary group, window pages, states. `media` are the tiers
+    that have all of its pages, by the names that KV events have for them.
     """
     index = {id(tree.root): -1}
     reports: list[dict[str, Any]] = []
@@ -29,6 +31,7 @@ def node_reports(tree: RadixTree) -> list[dict[str, Any]]:
                 "is_bigram": node.namespace.is_bigram,
                 "tenant": node.tenant,
                 "held": {component.name: component.report(node).held for component in tree.components},
+                "media": [str(medium) for medium in tiers_of(node)],
                 "lock": node.lock_ref,
                 "hits": node.hit_count,
             }

@@ -68,7 +68,7 @@ def tiers_of(node: TreeNode) -> tuple[StorageMedium, ...]:
     """The tiers that have all pages of the node, as events have told."""
     if node.host is None:
         return (StorageMedium.GPU,)
-    held = (node.is_resident, not node.host.is_empty, node.host.stored)
+    held = (node.is_resident, not node.host.is_empty, node.host.told_stored)
     return tuple(tier for tier, is_held in zip(StorageMedium, held, strict=True) if is_held)
 
 

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from typing import get_args
 from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
@@ -24,12 +25,15 @@ from router.streams.assignments import version_key
 from router.streams.generation import Submission
 from router.streams.inspections import Inspections
 from wire.holds import HoldReport
+from wire.messages import CacheTier
 from wire.request import SamplingParams
 
 _INSPECT_TIMEOUT_S = 10.0
 _LEASES_TIMEOUT_S = 3.0
+_CLEAR_TIMEOUT_S = 8.0  # shorter than `baton cache clear` waits
 _TELL_TIMEOUT_S = 10.0  # longer than a directory that was started again needs to settle
 _TRACE = "/debug/trace/"
+_TIERS: tuple[CacheTier, ...] = get_args(CacheTier)
 _Query = Mapping[str, str]
 
 
@@ -49,7 +53,7 @@ class AdminPages:
         path, _, query = target.removeprefix(CHANGE).partition("?")
         given = dict(parse_qsl(query))
         try:
-            return await (self._weigh(given) if target.startswith(CHANGE) else self._open(path, given))
+            return await (self._change(path, given) if target.startswith(CHANGE) else self._open(path, given))
         except BatonError as error:
             told = to_http(error)
             return json_page(told.body, told.status)
@@ -73,6 +77,9 @@ class AdminPages:
         if path.startswith(_TRACE):
             return await self._trace(path.removeprefix(_TRACE))
         return json_page(error_body(f"{path} does not exist here", "invalid_request_error"), 404)
+
+    async def _change(self, path: str, query: _Query) -> Page:
+        return await (self._clear(query) if path == "/admin/cache/clear" else self._weigh(query))
 
     async def _metrics(self, _: _Query) -> Page:
         """For Prometheus: of all processes of this router."""
@@ -209,15 +216,46 @@ class AdminPages:
     async def _inspect(self, query: _Query) -> Page:
         """?worker=ID&what=memory|tree|nodes|load|metrics|rooms|leases: a worker's own report."""
         worker, what = query.get("worker", ""), query.get("what", "memory")
-        addresses = {record.id: record.mailbox for record in self.membership.workers}
-        if worker not in addresses:
-            there = ", ".join(sorted(addresses)) or "none"
-            raise InvalidRequest(f"no worker is called {worker!r}; there are: {there}", "worker")
+        mailbox = self._mailboxes(worker)[worker]
         try:
-            report = await self.inspections.ask(addresses[worker], what, _INSPECT_TIMEOUT_S)
+            report = await self.inspections.ask(mailbox, what, _INSPECT_TIMEOUT_S)
         except TimeoutError:
             raise Unavailable(f"worker {worker!r} did not report in time") from None
         return Page(200, "text/plain; charset=utf-8" if what == "tree" else JSON, report)
+
+    async def _clear(self, query: _Query) -> Page:
+        """POST ?worker=ID&tier=device|host|storage|all: have one worker, or all, forget what is cached and
+        not in use. What each has freed, by tier; `silent` are those that did not answer in time."""
+        tier, given = query.get("tier", "all"), query.get("worker")
+        if tier not in ("all", *_TIERS):
+            raise InvalidRequest(f"{tier!r} is no tier: use {', '.join(_TIERS)} or all", "tier")
+        tiers = [one for one in _TIERS if tier in (one, "all")]
+        asked = self._mailboxes(given)
+        said = await asyncio.gather(
+            *(self.inspections.clear(mailbox, tiers, _CLEAR_TIMEOUT_S) for mailbox in asked.values()),
+            return_exceptions=True,
+        )
+        freed, problems, silent = {}, {}, []
+        for worker, answer in zip(asked, said, strict=True):
+            if isinstance(answer, TimeoutError):
+                silent.append(worker)
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                freed[worker] = answer.freed
+                if answer.problem:
+                    problems[worker] = answer.problem
+        return json_page({"freed": freed, "problems": problems, "silent": silent})
+
+    def _mailboxes(self, worker: str | None = None) -> dict[str, str]:
+        """The mailboxes of all workers, or of the one that is given, by id. Raises InvalidRequest."""
+        found = {record.id: record.mailbox for record in self.membership.workers}
+        if worker is None:
+            return found
+        if worker not in found:
+            there = ", ".join(sorted(found)) or "none"
+            raise InvalidRequest(f"no worker is called {worker!r}; there are: {there}", "worker")
+        return {worker: found[worker]}
 
 
 def _weight(version: str, given: str) -> float:

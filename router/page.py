@@ -9,7 +9,7 @@ import msgspec
 JSON = "application/json"
 CHANGE = "POST "
 """What the target of a page begins with that changes something: it is followed by the path and its query."""
-CHANGES = frozenset({"/admin/weights"})
+CHANGES = frozenset({"/admin/weights", "/admin/cache/clear"})
 """Paths that take POST."""
 
 

@@ -57,7 +57,7 @@ from router.worker_metrics import WorkerMetrics
 from wire.holds import Hold
 from wire.loop_mailbox import LoopMailbox
 from wire.mailbox import Mail
-from wire.messages import Claimed, Inspect, Inspected
+from wire.messages import CacheCleared, Claimed, Inspect, Inspected
 from wire.peer_monitors import PeerState
 from wire.security import curve_for
 
@@ -321,7 +321,7 @@ class Router:
                 pass
             elif isinstance(mail.message, Claimed):
                 self._claims.take(mail.sender, mail.message)
-            elif isinstance(mail.message, Inspected):
+            elif isinstance(mail.message, Inspected | CacheCleared):
                 self._inspections.answer(mail.message)
             elif isinstance(mail.message, Inspect):
                 self._processes.answer(mail.sender, mail.message)

@@ -9,6 +9,7 @@ epoch is stale (docs/decisions/0015).
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Literal
 
 import msgspec
 
@@ -135,6 +136,29 @@ class Inspected(Message, frozen=True, tag="inspected"):
 
     token: Natural
     body: str
+
+
+CacheTier = Literal["device", "host", "storage"]
+
+
+class ClearCache(Message, frozen=True, tag="clear_cache"):
+    """Router -> worker: forget what is cached in these tiers and not in use. Answered with CacheCleared, once
+    all are clear; a repeat, which has the same `token`, with the same answer."""
+
+    tiers: list[CacheTier]
+    token: Natural
+
+
+class CacheCleared(Message, frozen=True, tag="cache_cleared", omit_defaults=True):
+    """What a worker has forgotten, by tier; tiers that it does not have are left out. Of device and host
+    these are pages of the primary group, of storage the blobs that it said it held, of all who share it.
+
+    `problem` is why a tier is not clear.
+    """
+
+    token: Natural
+    freed: dict[CacheTier, Natural]
+    problem: str = ""
 
 
 # -- worker -> router ------------------------------------------------------------------------------
@@ -537,9 +561,9 @@ class DropResponse(Message, frozen=True, tag="drop_response"):
 
 
 AnyMessage = (
-    Receipt | Prefill | Decode | Abort | Ack | Resend | Claim | Inspect | Inspected | Claimed | Tokens
-    | Timeline | RoomStatus | Reserved | Rejected | KVTarget | KVReady | KVDone | KVFailed | Release | Join
-    | Joined | Replaced | Announce | Announced | AnnounceRefused | Withdraw | Watch | View | SetRole | RoleSet
-    | AssignedLoads | KeepResponse | FindResponse | FoundResponse | DropResponse | Fetch | Fetched
-    | FetchRefused
+    Receipt | Prefill | Decode | Abort | Ack | Resend | Claim | Inspect | Inspected | ClearCache
+    | CacheCleared | Claimed | Tokens | Timeline | RoomStatus | Reserved | Rejected | KVTarget | KVReady
+    | KVDone | KVFailed | Release | Join | Joined | Replaced | Announce | Announced | AnnounceRefused
+    | Withdraw | Watch | View | SetRole | RoleSet | AssignedLoads | KeepResponse | FindResponse
+    | FoundResponse | DropResponse | Fetch | Fetched | FetchRefused
 )  # fmt: skip

@@ -18,6 +18,7 @@ from wire.messages import (
     AnnounceRefused,
     Claim,
     Claimed,
+    ClearCache,
     Decode,
     Fetch,
     Fetched,
@@ -37,6 +38,7 @@ from wire.messages import (
 )
 from wire.records import Role
 from wire.retransmitter import RetransmitKey
+from worker.clearing import CacheClearing
 from worker.drain import Drain
 from worker.heartbeat import DirectoryAnswer, Heartbeat
 from worker.holds import hold_report
@@ -72,6 +74,7 @@ class MailHandler:
         self._drain = drain
         self._heartbeat = heartbeat
         self._set_role = set_role
+        self._clearing = CacheClearing(services.memory, services.mailbox.send)
 
     def handle(self, mail: Mail) -> None:
         """Act on one message. A repeated message is answered like the first."""
@@ -101,6 +104,8 @@ class MailHandler:
             case Inspect() as message:
                 report = self._report(message.what)
                 services.mailbox.send(mail.sender, Inspected(message.token, report))
+            case ClearCache() as message:
+                self._clearing.clear(mail.sender, message)
             case Joined() | Announced() | AnnounceRefused() | Replaced() as message:
                 self._on_directory(mail.sender, message)
             case Fetch() as message:

@@ -101,7 +101,7 @@ class HostTier:
 
     def _make_room(self, group: str, wanted: int) -> None:
         evictor = self._evictors[group]
-        may_go = self._is_last_copy if group == self._primary else _is_unread
+        may_go = _is_last_copy if group == self._primary else _is_unread
         while self.pool.short(group, wanted):
             node = evictor.pop(may_go)
             if node is None:
@@ -115,10 +115,6 @@ class HostTier:
                 self.pool.free({group: ids})
                 node.host.stored = False
 
-    def _is_last_copy(self, node: TreeNode) -> bool:
-        """Whether the node may lose its copy: nothing reads it, and no child has one."""
-        return _is_unread(node) and not any(child.host is not None for child in node.children.values())
-
     def _give_way(self, node: TreeNode) -> None:
         parent = node.parent
         assert parent is not None, "the root has no copy"
@@ -129,6 +125,16 @@ class HostTier:
         if not node.is_resident:
             del parent.children[node.child_key(self._page_size)]
         self._offer(parent)
+
+    def clear(self) -> int:
+        """Give up every copy, but those that a move reads or writes and those above them. Returns how many
+        pages of the primary group these were."""
+        freed = 0
+        while (node := self._evictors[self._primary].pop(_is_last_copy)) is not None:
+            assert node.host is not None, "a node on offer has a copy"
+            freed += int(np.count_nonzero(node.host.ids[self._primary]))
+            self._give_way(node)
+        return freed
 
     # -- copies ------------------------------------------------------------------------------------
 
@@ -144,10 +150,10 @@ class HostTier:
                 copy.ids[group] = arrived if had is None else had | arrived
         self._offer(node)
         if is_new and not copy.is_empty:
-            self.tell(node, StorageMedium.CPU)
+            for observer in self._observers:
+                observer.stored(node, StorageMedium.CPU)
         if is_stored and is_new:
-            copy.stored = True
-            self.tell(node, StorageMedium.STORAGE)
+            self.stored(node)
         elif not is_stored:
             copy.stored = False
             self._landed.append(node)
@@ -158,10 +164,23 @@ class HostTier:
         landed, self._landed = self._landed, []
         return landed
 
-    def tell(self, node: TreeNode, medium: StorageMedium) -> None:
-        """Tell the observers that all pages of the node are in a medium."""
-        for observer in self._observers:
-            observer.stored(node, medium)
+    def stored(self, node: TreeNode) -> None:
+        """Storage has all that the node has on the host."""
+        assert node.host is not None, "the node has no copy"
+        node.host.stored = True
+        if not node.host.told_stored:
+            node.host.told_stored = True
+            for observer in self._observers:
+                observer.stored(node, StorageMedium.STORAGE)
+
+    def not_stored(self, node: TreeNode) -> None:
+        """Storage has nothing of the node, or what it has is not known any more once the copy has gone."""
+        assert node.host is not None, "the node has no copy"
+        node.host.stored = False
+        if node.host.told_stored:
+            node.host.told_stored = False
+            for observer in self._observers:
+                observer.removed(node, StorageMedium.STORAGE)
 
     def unlock(self, node: TreeNode) -> None:
         """Undo one lock of the node's copy."""
@@ -186,6 +205,7 @@ class HostTier:
         assert copy is not None, "the node has no copy"
         assert not copy.locks, "a host copy is dropped while it is read"
         assert not copy.moving, "a host copy is dropped while it is written"
+        self.not_stored(node)
         for observer in self._observers if not copy.is_empty else ():
             observer.removed(node, StorageMedium.CPU)
         for evictor in self._evictors.values():
@@ -238,6 +258,11 @@ class HostTier:
 def _is_unread(node: TreeNode) -> bool:
     """Whether the node has a copy that no move reads or writes."""
     return node.host is not None and not node.host.locks and not node.host.moving
+
+
+def _is_last_copy(node: TreeNode) -> bool:
+    """Whether the node may lose its copy: nothing reads it, and no child has one."""
+    return _is_unread(node) and not any(child.host is not None for child in node.children.values())
 
 
 def missing_on_host(parts: Iterable[HostPart], node: TreeNode) -> dict[str, Pages]:

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvcache.allocator import Pages
-from kvcache.observer import StorageMedium
 from kvcache.radix_key import RadixKey
 from kvcache.radix_tree import RadixTree
 from kvcache.storage.backend import StorageBackend
@@ -122,9 +121,8 @@ class StorageTier:
         for piece, _, _ in pieces(node, pages):
             assert piece.host is not None, "a node's copy went while it was read"
             self._host.unlock(piece)
-            if is_whole and not piece.host.stored:
-                piece.host.stored = True
-                self._host.tell(piece, StorageMedium.STORAGE)
+            if is_whole:
+                self._host.stored(piece)
         if is_whole:
             self.counts.written_pages += pages
         else:
@@ -295,6 +293,27 @@ class StorageTier:
     def _end(self, first: PageDigest, prefetch: Prefetch) -> None:
         prefetch.is_over = True
         del self._prefetches[first]
+
+    # -- clearing ----------------------------------------------------------------------------------
+
+    def clear(self, done: Callable[[int | Failed], None]) -> None:
+        """Forget all that the backend has, also what other workers have stored there.
+
+        `done` is called in a later poll, with the number of blobs that the backend said it held.
+        """
+
+        def work() -> int:
+            held = self.backend.stats().blobs
+            self.backend.clear()
+            return held
+
+        def cleared(told: int | Failed) -> None:
+            for node in self._tree.nodes():
+                if node.host is not None:
+                    self._host.not_stored(node)
+            done(told)
+
+        self._mover.submit("writes", work, cleared)  # behind the writes that are under way
 
     # -- looking -----------------------------------------------------------------------------------
 

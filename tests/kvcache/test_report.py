@@ -36,6 +36,7 @@ def test_every_node_says_whose_child_it_is_and_what_it_keeps() -> None:
         for report in tails:
             parent = reports[report["parent"]]
             assert (parent["tokens"], parent["extra_key"]) == ([0, 1, 2, 3], "lora")
+            assert report["media"] == ["GPU"]
             assert (report["lock"], report["is_bigram"], report["held"]) == (0, False, {"full": 4})
 
 

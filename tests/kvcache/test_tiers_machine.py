@@ -196,6 +196,20 @@ class TiersMachine(GroupsMachine):
         self.memory.tiers.poll()
         self.evicts("full", -(-tokens // self.size))
 
+    @rule(chance=st.integers(0, 19))
+    def clear_host(self, chance: int) -> None:
+        """Everything goes from the host but what a move uses, and what is above that."""
+        assert self.memory.tiers is not None
+        host = self.memory.tiers.host
+        if chance:
+            return
+        arena = host.pool.arenas["full"].allocator
+        free = arena.available_pages()
+        assert host.clear() == arena.available_pages() - free
+        for node in self.cache.tree.nodes():
+            if node.host is not None and not any(child.host for child in node.children.values()):
+                assert node.host.locks or node.host.moving
+
     def waits(self, live: Live, match: MatchResult) -> bool:
         tiers = self.memory.tiers
         assert tiers is not None

@@ -31,9 +31,11 @@ from wire.messages import (
     Announce,
     Announced,
     AnyMessage,
+    CacheCleared,
     Claim,
     Claimed,
     ClaimedRoom,
+    ClearCache,
     Decode,
     GroupTarget,
     Inspect,
@@ -301,6 +303,8 @@ class FakeWorker:
         elif isinstance(message, Inspect):
             report = HoldReport([], {}) if message.what == "leases" else {"what": message.what}
             self._send(sender, Inspected(message.token, msgspec.json.encode(report).decode()))
+        elif isinstance(message, ClearCache):
+            self._send(sender, CacheCleared(message.token, dict.fromkeys(message.tiers, 3)))
 
     def _begin(self, sender: str, message: Prefill | Decode) -> None:
         request = message.request

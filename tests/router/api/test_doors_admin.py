@@ -69,6 +69,20 @@ def test_a_page_is_the_operators_alone(service: tuple[RouterProcess, str, bool],
             assert answer.json()["error"]["code"] == "invalid_api_key"
 
 
+def test_caches_are_cleared_by_the_operator_alone(service: tuple[RouterProcess, str, bool]) -> None:
+    router, worker, has_key = service
+    path = "/admin/cache/clear"
+    assert httpx.post(f"{router.admin.base_url}{path}?tier=no").status_code == (401 if has_key else 400)
+    assert router.admin.post(path, headers={"Origin": "http://example.org"}).status_code == 401
+    assert router.admin.get(path).status_code == 404
+    wait_until(lambda: router.admin.post(f"{path}?worker={worker}").status_code == 200)
+    for query, tiers in (("", ("device", "host", "storage")), ("?tier=host", ("host",))):
+        answer = router.admin.post(path + query)
+        freed = {worker: dict.fromkeys(tiers, 3)}
+        assert answer.json() == {"freed": freed, "problems": {}, "silent": []}
+    assert "nobody" in router.admin.post(f"{path}?worker=nobody").json()["error"]["message"]
+
+
 def test_the_dashboard_is_open_and_what_it_reads_is_not(service: tuple[RouterProcess, str, bool]) -> None:
     router, worker, has_key = service
     for path, kind in (
