@@ -72,6 +72,8 @@ def _storage_config(options: WorkerOptions) -> StorageConfig | None:
         path=options.hicache_storage_path,
         url=options.hicache_storage_url,
         max_bytes=int(options.hicache_storage_size * 1e9),
+        fsync=options.hicache_storage_fsync,
+        direct_io=options.hicache_storage_direct_io,
         secret=options.secret(),
         extra=options.hicache_storage_backend_extra_config,
     )

@@ -133,6 +133,10 @@ class MemoryOptions(Options):
     hicache_storage_size: float = Field(
         0.0, ge=0, description="GB that all workers together keep in storage; 0: the backend's own bound"
     )
+    hicache_storage_fsync: bool = Field(
+        False, description="files: a page is on the disk before it can be found"
+    )
+    hicache_storage_direct_io: bool = Field(False, description="files: past the kernel's page cache")
     hicache_storage_backend_extra_config: dict[str, Any] = Field(
         {}, description="what else the storage backend can be told"
     )
