@@ -60,7 +60,11 @@ class PolicyWeights(Options):
     decode_load: float = Field(32.0, ge=0, description="per request on D")
     decode_context: float = Field(0.002, ge=0, description="per KV token of the requests on D")
     decode_full: float = Field(4.0, ge=0, description="per token for which D has no memory yet")
-    decode_prefill: float = Field(8.0, ge=0, description="per prompt token that D computes itself")
+    decode_prefill: float = Field(4.0, ge=0, description="per prompt token that D computes itself")
+    decode_relief: float = Field(
+        16_384.0, ge=0,
+        description="while every P has more prompt tokens queued than this, D may compute any prompt alone",
+    )  # fmt: skip
     session: float = Field(64.0, ge=0, description="deducted for the workers of the session's last request")
     temperature: float = Field(
         0.0,

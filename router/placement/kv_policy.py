@@ -19,8 +19,8 @@ expected output exceeds the memory that D's requests leave. cost_P and load_D ar
 workers of the session's last request. Only what a queue has more than the shortest is priced convex. So a
 worker with a hot prefix is left once that excess nears the objective, and the prefix gets a second holder.
 (If the whole queue were convex, long queues on all workers would make hits worth little, and misses add work
-for all workers.) D alone is a candidate when there is no P or left(d) <= alone_tokens. It wins when it costs
-no more than the best pair.
+for all workers.) D alone is a candidate when there is no P, when left(d) <= alone_tokens, or while every P
+has more than `decode_relief` tokens queued. It wins when it costs no more than the best pair.
 
 The prices are computed with numpy, in a fixed small number of operations for any number of workers.
 """
@@ -86,7 +86,8 @@ class KVPolicy(Policy):
     ) -> dict[str, Floats]:
         left, load, split = self.left(request, decode), self._load(request, decode), len(prefill.workers)
         costs = {"load": load}
-        alone = self._alone(left.take(decode.workers.slots), decode.workers, load, split, offers)
+        most = self._alone_most(prefill.workers)
+        alone = self._alone(left.take(decode.workers.slots), decode.workers, load, most, offers)
         if alone is not None:
             costs["alone"] = alone
         if split:
@@ -120,20 +121,27 @@ class KVPolicy(Policy):
             load[decode.last] -= weights.session
         return load
 
+    def _alone_most(self, prefill: WorkerArrays) -> float:
+        """The most tokens that D may have to compute to be a candidate alone."""
+        queued = prefill.queued
+        if len(queued) == 0 or queued[queued.argmin()] > self.weights.decode_relief:
+            return np.inf
+        return self.alone_tokens
+
     def _alone(
-        self, left: Floats, decode: WorkerArrays, load: Floats, split: int, offers: Offers | None
+        self, left: Floats, decode: WorkerArrays, load: Floats, most: float, offers: Offers | None
     ) -> Floats | None:
-        """`alone` by row, infinite for those that may not; None when none may. `split`: workers before D."""
-        weights, computed = self.weights, left
+        """`alone` by row, infinite for those that may not; None when none may."""
+        weights, computed, saved = self.weights, left, None
         if offers is not None:
-            computed = np.where(offers.saved[split:] > 0, left - offers.tokens[split:], left)
-        if split and computed[computed.argmin()] > self.alone_tokens:
+            saved = offers.saved[-len(left) :]
+            computed = np.where(saved > 0, left - offers.tokens[-len(left) :], left)
+        if computed[computed.argmin()] > most:
             return None
         alone = load + weights.prefill_queue * decode.queued + weights.decode_prefill * left
-        if offers is not None:
-            alone -= offers.saved[split:]
-        if split:
-            alone[computed > self.alone_tokens] = np.inf
+        if saved is not None:
+            alone -= saved
+        alone[computed > most] = np.inf
         return alone
 
     def _best_pair(

@@ -78,6 +78,7 @@ weights = st.builds(
     queue_objective=st.sampled_from([64.0, 65_536.0]),
     expected_credit=st.floats(0, 1),
     session=st.sampled_from([0.0, 64.0]),
+    decode_relief=st.sampled_from([0.0, 400.0, 16_384.0]),
 )
 
 
@@ -139,7 +140,8 @@ class Formula:
 
     def alone(self, row: int) -> float | None:
         worker, w = self.fleet.decode[row], self.w
-        if self.fleet.prefill and self.left(worker) > self.alone_tokens:
+        relieved = not self.fleet.prefill or self.shortest > w.decode_relief
+        if not relieved and self.left(worker) > self.alone_tokens:
             return None
         return self.load(row) + w.prefill_queue * worker.queued + w.decode_prefill * self.left(worker)
 

@@ -223,7 +223,9 @@ class Peer(NamedTuple):
 
 peers = st.builds(Peer, st.integers(0, 40_000), st.integers(0, 2), st.integers(0, 300), st.integers(0, 40))
 weights = st.builds(
-    lambda **said: PolicyWeights.model_validate({"session": 0.0, "decode_load": 0.0, **said}),
+    lambda **said: PolicyWeights.model_validate(
+        {"session": 0.0, "decode_load": 0.0, "decode_relief": 1e9, **said}
+    ),
     prefill_left=st.sampled_from([0.5, 1.0, 4.0]),
     transfer=st.sampled_from([0.0, 0.1, 1.0, 3.0]),
     same_host=st.sampled_from([0.0, 0.2, 1.0]),
