@@ -1,4 +1,4 @@
-"""A page of a router's admin listener, for the commands that read one (docs/doors.md)."""
+"""A page of a router's admin listener, for the commands that read or change one (docs/doors.md)."""
 
 from __future__ import annotations
 
@@ -38,8 +38,18 @@ def admin_page(url: str, path: str, admin_key: str | None) -> str:
     Raises ConfigError for a listener that is not there, or that wants another key, WorkerLost for one that
     does not answer.
     """
+    return _answer(url, path, admin_key, "GET")
+
+
+def admin_change(url: str, path: str, admin_key: str | None) -> str:
+    """The answer to a POST. Raises as `admin_page` does."""
+    return _answer(url, path, admin_key, "POST")
+
+
+def _answer(url: str, path: str, admin_key: str | None, method: str) -> str:
     try:
-        request = urllib.request.Request(url.rstrip("/") + path)  # noqa: S310 (the user's own --url)
+        address = url.rstrip("/") + path
+        request = urllib.request.Request(address, method=method)  # noqa: S310 (the user's own --url)
         if admin_key is not None:
             request.add_header("Authorization", f"Bearer {admin_key}")
         with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:  # noqa: S310 (as above)

@@ -33,6 +33,11 @@ _LEVELS: Sequence[tuple[str, str, Read]] = (
     ("decode_step_seconds", "Time of a decode step, lately", lambda r: r.load.decode_step_s),
     ("since_turn_seconds", "Since the engine loop's last turn", lambda r: r.load.since_turn_s),
     ("kv_usage_ratio", "Part of the KV tokens that live requests use", lambda record: _usage(record)),
+    (
+        "storage_bytes",
+        "What its storage says it holds, of all who share it",
+        lambda r: r.figures.storage_bytes,
+    ),
     ("draining", "1: it takes no new requests", lambda r: float(r.draining)),
 )
 _TOTALS: Sequence[tuple[str, str, Read]] = (
@@ -181,11 +186,16 @@ def _moves(workers: Iterable[WorkerRecord]) -> Iterator[Family]:
     failed = CounterMetricFamily(
         "baton_worker_failed_moves", "Moves between tiers that failed", labels=labels
     )
+    queued = GaugeMetricFamily(
+        "baton_worker_queued_moves", "Moves between tiers that are under way or wait", labels=labels
+    )
     for record in workers:
         for move, of in record.figures.moves.items():
+            queued.add_metric([*_named(record), move], of.queued)
             pages.add_metric([*_named(record), move], of.pages)
             nbytes.add_metric([*_named(record), move], of.bytes)
             failed.add_metric([*_named(record), move], of.failed)
     yield pages
     yield nbytes
     yield failed
+    yield queued

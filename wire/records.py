@@ -80,6 +80,7 @@ class MovedPages(msgspec.Struct, frozen=True):
     pages: Natural = 0  # of the primary group
     bytes: Natural = 0  # of all groups
     failed: Natural = 0  # moves
+    queued: Natural = 0  # moves that are under way or wait for others
 
 
 class WorkerFigures(msgspec.Struct, frozen=True):
@@ -87,7 +88,8 @@ class WorkerFigures(msgspec.Struct, frozen=True):
 
     groups: dict[str, GroupPages] = {}
     host: dict[str, GroupPages] = {}  # of the host tier; empty without one
-    moves: dict[str, MovedPages] = {}  # "to_host", "to_device"
+    moves: dict[str, MovedPages] = {}  # "to_host", "to_device", "to_storage", "from_storage"
+    storage_bytes: Natural = 0  # that the storage says it holds, of all who share it; 0: it does not say
     forwards: Natural = 0
     histograms: dict[
         str, Counts

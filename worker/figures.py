@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from kvcache.memory import Memory
+from kvcache.storage.backend import StorageStats
 from scheduler.metrics import SchedulerMetrics
 from wire.records import Counts, GroupPages, MovedPages, WorkerFigures
 
 
 def worker_figures(memory: Memory, metrics: SchedulerMetrics) -> WorkerFigures:
     """Read on the engine loop, several times a second."""
-    tree = memory.cache.tree
+    tree, stored = memory.cache.tree, _stored(memory)
     return WorkerFigures(
         groups={
             name: GroupPages(
@@ -22,6 +23,7 @@ def worker_figures(memory: Memory, metrics: SchedulerMetrics) -> WorkerFigures:
         },
         host=_host(memory),
         moves=_moves(memory),
+        storage_bytes=stored.bytes,
         forwards=metrics.steps,
         histograms={
             name: Counts(histogram.bounds, tuple(histogram.counts), histogram.total)
@@ -60,15 +62,30 @@ def _host(memory: Memory) -> dict[str, GroupPages]:
 def _moves(memory: Memory) -> dict[str, MovedPages]:
     if memory.tiers is None:
         return {}
-    counts, at_once = memory.tiers.moves.counts, memory.tiers.host.written_back
+    moves, at_once = memory.tiers.moves, memory.tiers.host.written_back
+    counts, writing, loading = moves.counts, sum(1 for _ in moves.held_on_host()), bool(moves.held())
     moved = {
         "to_host": MovedPages(
-            counts.to_host_pages + at_once.pages, counts.to_host_bytes + at_once.bytes, counts.failed_backups
+            counts.to_host_pages + at_once.pages,
+            counts.to_host_bytes + at_once.bytes,
+            counts.failed_backups,
+            writing,
         ),
-        "to_device": MovedPages(counts.to_device_pages, counts.to_device_bytes, counts.failed_loads),
+        "to_device": MovedPages(
+            counts.to_device_pages, counts.to_device_bytes, counts.failed_loads, int(loading)
+        ),
     }
     if (storage := memory.tiers.storage) is not None:
-        done, told = storage.counts, storage.backend.stats()
-        moved["to_storage"] = MovedPages(done.written_pages, told.written_bytes, done.failed_writes)
-        moved["from_storage"] = MovedPages(done.read_pages, told.read_bytes, sum(told.refused.values()))
+        done, told, queued = storage.counts, storage.backend.stats(), storage.queued()
+        moved["to_storage"] = MovedPages(
+            done.written_pages, told.written_bytes, done.failed_writes, queued["to_storage"]
+        )
+        moved["from_storage"] = MovedPages(
+            done.read_pages, told.read_bytes, sum(told.refused.values()), queued["from_storage"]
+        )
     return moved
+
+
+def _stored(memory: Memory) -> StorageStats:
+    tiers = memory.tiers
+    return StorageStats() if tiers is None or tiers.storage is None else tiers.storage.backend.stats()

@@ -322,6 +322,10 @@ class StorageTier:
         """Whether nothing is written or read."""
         return not self._writing and not self._prefetches
 
+    def queued(self) -> dict[str, int]:
+        """How many nodes are to be written, and how many prefetches are under way."""
+        return {"to_storage": len(self._writing), "from_storage": len(self._prefetches)}
+
     def held_on_host(self) -> Iterator[Mapping[str, Pages]]:
         """Host pages that prefetches read into."""
         return (p.ids for p in self._prefetches.values() if p.ids)

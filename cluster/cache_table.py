@@ -1,0 +1,109 @@
+"""The table of `baton cache`: a row for each tier of each worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+
+from rich.table import Table
+
+from router.dashboard.figures import in_order
+from wire.records import GroupPages, MovedPages, WorkerRecord
+
+_NONE = MovedPages()
+
+
+@dataclass(frozen=True)
+class TierRow:
+    """One tier of one worker. Pages are those of the primary group, bytes those of all groups; None: not
+    known."""
+
+    worker: str
+    tier: str
+    pages: int | None
+    total_pages: int | None
+    bytes: int
+    prompt_share: float | None  # of the tokens of prompts since the worker's role began
+    written_bytes: int
+    read_bytes: int
+    failed: int  # moves to and from the tier below the device
+    queued: int  # likewise
+
+
+def tier_rows(workers: list[WorkerRecord]) -> list[TierRow]:
+    """Prefill workers first; of each worker the device first."""
+    return [row for worker in in_order(workers) for row in _rows(worker)]
+
+
+def _rows(worker: WorkerRecord) -> Iterator[TierRow]:
+    figures, moves = worker.figures, worker.figures.moves
+    to_host, to_device = moves.get("to_host", _NONE), moves.get("to_device", _NONE)
+    page_tokens = worker.groups[0].page_size if worker.groups else 0
+    yield TierRow(
+        worker.id, "device", *_primary(worker, figures.groups), _held_bytes(worker, figures.groups),
+        _share(worker, figures.cached_tokens), to_device.bytes, to_host.bytes, 0, 0,
+    )  # fmt: skip
+    if figures.host:
+        yield TierRow(
+            worker.id, "host", *_primary(worker, figures.host), _held_bytes(worker, figures.host),
+            _share(worker, to_device.pages * page_tokens), to_host.bytes, to_device.bytes,
+            to_host.failed + to_device.failed, to_host.queued + to_device.queued,
+        )  # fmt: skip
+    if "to_storage" in moves:
+        to, back = moves["to_storage"], moves.get("from_storage", _NONE)
+        yield TierRow(
+            worker.id, "storage", None, None, figures.storage_bytes,
+            _share(worker, back.pages * page_tokens), to.bytes, back.bytes,
+            to.failed + back.failed, to.queued + back.queued,
+        )  # fmt: skip
+
+
+def _primary(worker: WorkerRecord, groups: Mapping[str, GroupPages]) -> tuple[int | None, int | None]:
+    """Pages in use or cached, of how many."""
+    of = groups.get(worker.groups[0].name) if worker.groups else None
+    return (None, None) if of is None else (max(of.total - of.free, 0), of.total)
+
+
+def _held_bytes(worker: WorkerRecord, groups: Mapping[str, GroupPages]) -> int:
+    sizes = {layout.name: layout.page_bytes for layout in worker.groups}
+    return sum(max(of.total - of.free, 0) * sizes.get(name, 0) for name, of in groups.items())
+
+
+def _share(worker: WorkerRecord, tokens: int) -> float | None:
+    """Of the prompts' tokens that were computed or found. Not above 1: what has come back may be used by
+    nobody, and what is loaded twice counts twice."""
+    prompts = worker.figures.cached_tokens + worker.load.prefilled_tokens
+    return min(1.0, tokens / prompts) if prompts else None
+
+
+def row_objects(rows: list[TierRow]) -> list[dict[str, object]]:
+    """For a program."""
+    return [asdict(row) for row in rows]
+
+
+def cache_table(rows: list[TierRow]) -> Table:
+    """For a person."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("worker")
+    table.add_column("tier")
+    for name in ("pages", "full", "GB", "of prompts", "GB written", "GB read", "failed", "queue"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        known = row.pages is not None and row.total_pages is not None
+        table.add_row(
+            row.worker,
+            row.tier,
+            f"{row.pages:,}/{row.total_pages:,}" if known else "-",
+            f"{(row.pages or 0) / max(1, row.total_pages or 0):.0%}" if known else "-",
+            _gigabytes(row.bytes),
+            "-" if row.prompt_share is None else f"{row.prompt_share:.1%}",
+            _gigabytes(row.written_bytes),
+            _gigabytes(row.read_bytes),
+            str(row.failed),
+            str(row.queued),
+        )
+    return table
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:.3g}"
