@@ -105,8 +105,9 @@ clients: setup  ## 13 clients from the registries against the demo model and a r
 soak: setup  ## random faults at random times over a steady load (SECONDS, SEED)
 	@$(TEST_ENV) $(PY) -m tests.chaos.soak --seconds $(or $(SECONDS),600) --seed $(or $(SEED),1)
 
+#           and storage by NIXL, LMCache and AIBrix (pip install --no-deps nixl nixl-cu12; lmcache; aibrix-kvcache)
 peers: setup  ## NVIDIA Dynamo's indexer reads our KV events (needs .venv/bin/pip install ai-dynamo-runtime==1.6.1)
-	@$(TEST_ENV) $(PY) -m tools.run_tests "peers" tests/peers
+	@$(TEST_ENV) $(PY) -m tools.run_tests "peers" tests/peers tests/kvcache/storage
 
 wheel: setup  ## build a wheel, install it in a clean environment, and run it outside the checkout
 	@$(TEST_ENV) TORCH_INDEX="$(TORCH_INDEX)" $(PY) -m tools.check_wheel

@@ -68,6 +68,7 @@ def lmcache_server(tmp_path: Path) -> Iterator[str]:
         process.wait(30)
 
 
+@pytest.mark.peers
 def test_lmcache(lmcache_server: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = StorageConfig(backend="lmcache", path=tmp_path, url=lmcache_server)
     with closing(open_storage(config)) as backend:
@@ -77,6 +78,7 @@ def test_lmcache(lmcache_server: str, tmp_path: Path, caplog: pytest.LogCaptureF
         assert "restart it" in caplog.text
 
 
+@pytest.mark.peers
 def test_a_bad_page_of_lmcache_can_be_stored_again(lmcache_server: str, tmp_path: Path) -> None:
     arena = Arena(1)
     config = StorageConfig(backend="lmcache", path=tmp_path, url=lmcache_server)
@@ -92,6 +94,7 @@ def test_a_bad_page_of_lmcache_can_be_stored_again(lmcache_server: str, tmp_path
 # -- AIBrix ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.peers
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")  # in its connector
 def test_aibrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIBRIX_KV_CACHE_OL_SHFS_ROOT", str(tmp_path / "shared"))

@@ -15,7 +15,7 @@ from kvcache.storage.keys import visibility
 from tests.kvcache.storage.support import Arena, MooncakeMaster, S3Server, keys
 
 PAGES = 8
-BACKENDS = ("file", "file with fsync", "file with direct_io", "dynamic", "nixl", "s3")
+BACKENDS = ("file", "file with fsync", "file with direct_io", "dynamic", "s3")
 
 
 @pytest.fixture
@@ -23,7 +23,13 @@ def arena() -> Arena:
     return Arena(PAGES)
 
 
-@pytest.fixture(params=[*BACKENDS, pytest.param("mooncake", marks=pytest.mark.slow)])
+@pytest.fixture(
+    params=[
+        *BACKENDS,
+        pytest.param("mooncake", marks=pytest.mark.slow),
+        pytest.param("nixl", marks=pytest.mark.peers),
+    ]
+)
 def backend(request: pytest.FixtureRequest, tmp_path: Path, arena: Arena) -> Iterator[StorageBackend]:
     kind = str(request.param)
     if kind == "mooncake":

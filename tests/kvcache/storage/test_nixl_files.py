@@ -11,6 +11,8 @@ from kvcache.storage.config import StorageConfig
 from kvcache.storage.factory import open_storage
 from tests.kvcache.storage.support import Arena, keys, open_files
 
+pytestmark = pytest.mark.peers
+
 
 @pytest.fixture(autouse=True)
 def nixl() -> None:
