@@ -6,8 +6,8 @@ They run on the mover's threads, never on the engine loop, but for what write-ba
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,17 +23,9 @@ _PIECE_BYTES = 8 << 20
 IdsByGroup = Mapping[str, Pages]
 
 
-class Copier(Protocol):
+class Copier(ABC):
     """Page `device[group][i]` of the device and page `host[group][i]` of the host are the same. Ids are not
-    0. Blocks until the bytes are there. Returns how many they are."""
-
-    def to_host(self, device: IdsByGroup, host: IdsByGroup) -> int: ...
-
-    def to_device(self, device: IdsByGroup, host: IdsByGroup) -> int: ...
-
-
-class HostCopier:
-    """The device's pools are in the host's memory, too: memcpy."""
+    0. Its calls block until the bytes are there, and return how many they are."""
 
     def __init__(self, pools: Mapping[str, KVCache], host: HostPool, bytes_per_s: float = 0.0) -> None:
         """At most `bytes_per_s` go to the host; 0: no limit."""
@@ -42,30 +34,40 @@ class HostCopier:
         self._bytes_per_s = bytes_per_s
 
     def to_host(self, device: IdsByGroup, host: IdsByGroup) -> int:
-        """See Copier."""
+        """Back up, at the pace."""
         start, done = time.monotonic(), 0
         for group, at in _pieces(device, self._pools):
-            pool, arena = self._pools[group], self._host.arenas[group]
-            src, dst = as_pages(device[group][at]), as_pages(host[group][at])
-            copy_pages(pool.bytes.data_ptr(), src, arena.bytes.data_ptr(), dst, pool.page_bytes)
-            done += len(src) * pool.page_bytes
+            pool, arena = self._pools[group].bytes, self._host.arenas[group].bytes
+            self._copy(pool, device[group][at], arena, host[group][at])
+            done += (at.stop - at.start) * self._pools[group].page_bytes
             if self._bytes_per_s:
                 time.sleep(max(0.0, start + done / self._bytes_per_s - time.monotonic()))
         return done
 
     def to_device(self, device: IdsByGroup, host: IdsByGroup) -> int:
-        """See Copier."""
+        """Load."""
         done = 0
         for group, at in _pieces(device, self._pools):
-            pool, arena = self._pools[group], self._host.arenas[group]
-            src, dst = as_pages(host[group][at]), as_pages(device[group][at])
-            copy_pages(arena.bytes.data_ptr(), src, pool.bytes.data_ptr(), dst, pool.page_bytes)
-            done += len(src) * pool.page_bytes
+            pool, arena = self._pools[group].bytes, self._host.arenas[group].bytes
+            self._copy(arena, host[group][at], pool, device[group][at])
+            done += (at.stop - at.start) * self._pools[group].page_bytes
         return done
 
+    @abstractmethod
+    def _copy(self, source: torch.Tensor, src: Pages, target: torch.Tensor, dst: Pages) -> None:
+        """Row `src[i]` of `source` to row `dst[i]` of `target`, both uint8 `[pages, page_bytes]`."""
 
-class CudaCopier:
-    """The device is a GPU and the host's arenas are pinned: copies on a stream of their own, each waited for.
+
+class HostCopier(Copier):
+    """The device's pools are in the host's memory, too: memcpy."""
+
+    def _copy(self, source: torch.Tensor, src: Pages, target: torch.Tensor, dst: Pages) -> None:
+        page_bytes = source.shape[1]
+        copy_pages(source.data_ptr(), as_pages(src), target.data_ptr(), as_pages(dst), page_bytes)
+
+
+class CudaCopier(Copier):
+    """The device is a GPU and the host's arenas are pinned: copies on a stream of their own.
 
     Nothing orders this stream and that of the forwards on the device, because the host does: a page is
     backed up after the completion of the forward that wrote it, and read by forwards that are launched after
@@ -73,36 +75,14 @@ class CudaCopier:
     """
 
     def __init__(self, pools: Mapping[str, KVCache], host: HostPool, bytes_per_s: float = 0.0) -> None:
-        self._pools = pools
-        self._host = host
-        self._bytes_per_s = bytes_per_s
+        super().__init__(pools, host, bytes_per_s)
         self._stream = torch.cuda.Stream(next(iter(pools.values())).device)  # type: ignore[no-untyped-call]
 
-    def to_host(self, device: IdsByGroup, host: IdsByGroup) -> int:
-        """See Copier."""
-        start, done = time.monotonic(), 0
-        for group, at in _pieces(device, self._pools):
-            pool, arena = self._pools[group], self._host.arenas[group]
-            for page, copy in zip(device[group][at].tolist(), host[group][at].tolist(), strict=True):
-                with torch.cuda.stream(self._stream):
-                    arena.bytes[copy].copy_(pool.bytes[page], non_blocking=True)
-            self._stream.synchronize()
-            done += pool.page_bytes * (at.stop - at.start)
-            if self._bytes_per_s:
-                time.sleep(max(0.0, start + done / self._bytes_per_s - time.monotonic()))
-        return done
-
-    def to_device(self, device: IdsByGroup, host: IdsByGroup) -> int:
-        """See Copier."""
-        done = 0
-        for group, at in _pieces(device, self._pools):
-            pool, arena = self._pools[group], self._host.arenas[group]
-            for page, copy in zip(device[group][at].tolist(), host[group][at].tolist(), strict=True):
-                with torch.cuda.stream(self._stream):
-                    pool.bytes[page].copy_(arena.bytes[copy], non_blocking=True)
-            self._stream.synchronize()
-            done += pool.page_bytes * (at.stop - at.start)
-        return done
+    def _copy(self, source: torch.Tensor, src: Pages, target: torch.Tensor, dst: Pages) -> None:
+        with torch.cuda.stream(self._stream):
+            for page, place in zip(src.tolist(), dst.tolist(), strict=True):
+                target[place].copy_(source[page], non_blocking=True)
+        self._stream.synchronize()
 
 
 def open_copier(pools: Mapping[str, KVCache], host: HostPool, bytes_per_s: float) -> Copier:
