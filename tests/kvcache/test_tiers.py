@@ -1,0 +1,124 @@
+"""Moves between tiers that end after the tree has gone on: what they bring twice is free again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from common.secrets import ClusterSecret
+from kvcache.memory import Memory
+from kvcache.storage.config import StorageConfig
+from kvcache.tiers.config import TierConfig
+from kvcache.tiers.tiers import Tiers
+from tests.kvcache.support import HandMover, key, matched, memory, put
+
+STORAGE = StorageConfig(
+    backend="tests.kvcache.storage.support:MemoryStore",
+    secret=ClusterSecret((b"of the tests of the tiers alone.",)),
+)
+TOKENS = range(32)  # eight pages
+
+
+@pytest.fixture
+def mover() -> HandMover:
+    return HandMover()
+
+
+@pytest.fixture
+def built(mover: HandMover) -> Iterator[Memory]:
+    tiers = TierConfig(
+        ratio=2.0, load_back_threshold=1, storage=STORAGE, model_digest=bytes(32), prefetch_threshold=1
+    )
+    with memory(4, 16, mover=mover, tiers=tiers, max_context_len=64) as made:
+        yield made
+
+
+def tiers_of(built: Memory) -> Tiers:
+    assert built.tiers is not None
+    return built.tiers
+
+
+def rest(built: Memory, mover: HandMover) -> None:
+    """Let everything that moves come to its end."""
+    while mover.waiting or mover.finished:
+        mover.do_all()
+        tiers_of(built).poll()
+
+
+def evict(built: Memory) -> None:
+    """Leave nothing on the device."""
+    built.cache.tree.evict("full", built.num_pages)
+
+
+def free_on_host(built: Memory) -> int:
+    return tiers_of(built).host.pool.arenas["full"].allocator.available_pages()
+
+
+def begin_load(built: Memory) -> None:
+    match = built.cache.match_prefix(key(TOKENS))
+    assert match.host_hit_length == 32
+    assert tiers_of(built).moves.bring_back("one", match, fits=True)
+
+
+def test_a_load_of_what_was_computed_meanwhile_frees_its_pages(built: Memory, mover: HandMover) -> None:
+    put(built, TOKENS)
+    rest(built, mover)
+    evict(built)
+    begin_load(built)
+    put(built, TOKENS)
+    rest(built, mover)
+    tiers_of(built).forget("one")
+    assert matched(built, TOKENS) == 32
+    assert built.check_memory().free_pages == 8
+
+
+def test_what_was_loaded_may_leave_the_host(built: Memory, mover: HandMover) -> None:
+    put(built, TOKENS)
+    rest(built, mover)
+    evict(built)
+    begin_load(built)
+    assert tiers_of(built).host.alloc({"full": 32}) is None, "the source of a load has given way"
+    rest(built, mover)
+    tiers_of(built).forget("one")
+    taken = tiers_of(built).host.alloc({"full": 32})
+    assert taken is not None
+    tiers_of(built).host.pool.free(taken)
+    built.check_memory()
+
+
+def begin_prefetch(built: Memory, mover: HandMover) -> None:
+    """The pages are in storage alone; host pages for them are taken, and nothing is read yet."""
+    put(built, TOKENS)
+    rest(built, mover)
+    evict(built)
+    tiers = tiers_of(built)
+    taken = tiers.host.alloc({"full": 32})
+    assert taken is not None
+    tiers.host.pool.free(taken)
+    assert matched(built, TOKENS) == 0
+    assert tiers.storage is not None
+    assert tiers.storage.prefetch("one", key(TOKENS))
+    assert mover.do("reads")
+    tiers.poll()
+
+
+def test_a_prefetch_of_what_was_backed_up_meanwhile_frees_its_pages(built: Memory, mover: HandMover) -> None:
+    begin_prefetch(built, mover)
+    put(built, TOKENS)
+    assert mover.do("backups")
+    tiers_of(built).poll()
+    rest(built, mover)
+    tiers_of(built).forget("one")
+    assert free_on_host(built) == 24
+    built.check_memory()
+
+
+def test_a_prefetch_that_fails_frees_its_pages(built: Memory, mover: HandMover) -> None:
+    begin_prefetch(built, mover)
+    assert mover.do("reads", fails=True)
+    rest(built, mover)
+    tiers_of(built).forget("one")
+    assert free_on_host(built) == 32
+    assert matched(built, TOKENS) == 0
+    built.check_memory()
