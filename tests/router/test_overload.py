@@ -203,7 +203,8 @@ def test_what_would_be_too_late_is_refused_and_served_when_the_load_has_gone(
 ) -> None:
     busy = msgspec.structs.replace(IDLE, queued_prefill_tokens=60_000)
     p = FakeWorker(Role.PREFILL, router.mailbox, load=busy, announce_s=0.05)
-    d = FakeWorker(Role.DECODE, router.mailbox, load=IDLE, announce_s=0.05)
+    # An idle D would compute the prompt in P's place.
+    d = FakeWorker(Role.DECODE, router.mailbox, load=busy, announce_s=0.05)
     workers += [p, d]
     router.wait_for_workers(2)
     body = {"prompt": list(range(100)), "max_tokens": 3}
@@ -215,6 +216,7 @@ def test_what_would_be_too_late_is_refused_and_served_when_the_load_has_gone(
     assert 40 < route["predicted_ttft_s"] <= 61
     assert p.count(Prefill) == d.count(Decode) == 0
     announce(p, IDLE)
+    announce(d, IDLE)
     wait_until(lambda: router.http.post("/v1/completions", json=body).status_code == 200)
     for _ in range(5):
         assert router.http.post("/v1/completions", json=body).status_code == 200

@@ -12,7 +12,7 @@ import torch
 import engine.backends.flashinfer
 import engine.runner
 from engine.backends.flashinfer import FlashInferAttention
-from engine.device_copies import Fetched, upload
+from engine.device_copies import FetchedTensor, upload
 from engine.last_tokens import LastTokens
 from engine.sampler import Sampler
 from kvtransfer.copies import CudaCopies
@@ -45,11 +45,11 @@ def pageable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def blocking(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fetch(self: Fetched, values: torch.Tensor) -> None:
+    def fetch(self: FetchedTensor, values: torch.Tensor) -> None:
         self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         self._host.copy_(values)
 
-    monkeypatch.setattr(Fetched, "__init__", fetch)
+    monkeypatch.setattr(FetchedTensor, "__init__", fetch)
 
 
 def offsets_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
