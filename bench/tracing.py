@@ -33,7 +33,7 @@ from tests.harness.local_stack import stack
 from tests.support.otlp_collector import OtlpCollector
 
 _REQUESTS = 2
-_SHOT_S = 2.0
+_SHOT_S = 4.0
 _PROMPTS = 6000
 Sides = Mapping[str, Callable[[], float]]
 
