@@ -33,7 +33,7 @@ import numpy as np
 from bench.common import alternate, argument_parser, medians, print_result
 from common.host import host_identity
 from kvcache.buffers import allocate_private, allocate_shared
-from kvcache.page_runs import PageIds, copy_pages
+from kvcache.page_runs import PageIds, coalesce, copy_each
 from kvtransfer.checksum import checksums, samples
 from kvtransfer.mooncake_engine import MooncakeEngine
 from kvtransfer.pages import PageWrite
@@ -85,7 +85,7 @@ class SendingProcess:
         sender.write(endpoint, write)
 
     def memcpy(self, src: PageIds, dst: PageIds) -> None:
-        copy_pages(self._pool.ptr, src, self._copy.tensor.data_ptr(), dst, self._shape.page_bytes)
+        copy_each(self._pool.ptr, self._copy.tensor.data_ptr(), coalesce(src, dst), self._shape.page_bytes)
 
     def stream(self, address: tuple[str, int]) -> None:
         with socket.create_connection(address) as sock:

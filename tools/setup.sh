@@ -65,6 +65,9 @@ fi
 say "CPU kernels"
 .venv/bin/python -m engine.cpu.build || say "the kernels could not be built: plain torch takes over"
 
+say "copies of KV pages"
+.venv/bin/python -m kvcache.native.build || say "they could not be built: memcpy takes their place"
+
 say "the index's page table"
 .venv/bin/python -m router.index.native.build || say "it could not be built: the one in Python takes over"
 

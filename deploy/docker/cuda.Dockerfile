@@ -27,7 +27,7 @@ COPY . ./
 RUN pip install --no-cache-dir --no-deps . && pip check
 # Outside the sources, so that the installed packages are compiled.
 WORKDIR /
-RUN python -m engine.cpu.build && python -m router.index.native.build
+RUN python -m engine.cpu.build && python -m kvcache.native.build && python -m router.index.native.build
 
 FROM base
 # Ubuntu's image has a user 1000 of its own.

@@ -106,7 +106,8 @@ def test_the_command_is_one_that_baton_knows(image: str) -> None:
 def test_the_kernels_are_compiled_into_the_image(image: str) -> None:
     base, build, _ = stages(image)
     commands = [value for name, value in build if name == "RUN"]
-    assert commands[-1] == "python -m engine.cpu.build && python -m router.index.native.build"
+    built = ("engine.cpu", "kvcache.native", "router.index.native")
+    assert commands[-1] == " && ".join(f"python -m {package}.build" for package in built)
     assert "BATON_CACHE_DIR=/opt/baton/cache" in only(base, "ENV")
 
 

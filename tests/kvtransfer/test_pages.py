@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvcache.page_runs import as_pages, coalesce, copy_pages, stretches
+from kvcache.native.build import page_copies
+from kvcache.page_runs import PageIds, as_pages, coalesce, copy_each, copy_pages, stretches
 from kvtransfer.checksum import Sample, checksums
 from kvtransfer.pages import PageWrite
 from tests.kvtransfer.peers import pool
@@ -38,14 +40,28 @@ def test_stretches_join_neighbours_only_upwards() -> None:
     assert stretches(as_pages([])) == []
 
 
+def copy_one_by_one(src: int, src_pages: PageIds, dst: int, dst_pages: PageIds, page_bytes: int) -> None:
+    copy_each(src, dst, coalesce(src_pages, dst_pages), page_bytes)
+
+
+@pytest.mark.parametrize("copy", [copy_pages, copy_one_by_one])
+@pytest.mark.parametrize("page_bytes", [96, 100_003], ids=["small", "past the caches"])
+@settings(max_examples=30)
 @given(page_lists)
-def test_copy_pages_moves_exactly_the_named_pages(dst: list[int]) -> None:
-    source, target = pool(41, 96, seed=1), pool(41, 96)
+@example(list(range(3, 20)))
+def test_a_copy_moves_exactly_the_named_pages(
+    copy: Callable[[int, PageIds, int, PageIds, int], None], page_bytes: int, dst: list[int]
+) -> None:
+    source, target = pool(41, page_bytes, seed=1), pool(41, page_bytes)
     src = np.roll(as_pages(dst), 1)
-    copy_pages(source.ptr, src, target.ptr, as_pages(dst), 96)
+    copy(source.ptr, src, target.ptr, as_pages(dst), page_bytes)
     expected = torch.zeros_like(target.tensor)
     expected[dst] = source.tensor[torch.from_numpy(src)]
     assert torch.equal(target.tensor, expected)
+
+
+def test_pages_are_copied_by_the_compiled_library() -> None:
+    assert page_copies() is not None
 
 
 def test_a_write_pairs_pages() -> None:
