@@ -21,6 +21,7 @@ from kvcache.radix_key import RadixKey
 from kvcache.radix_tree import RadixTree
 from kvcache.storage.backend import StorageBackend
 from kvcache.storage.keys import StorageKeys
+from kvcache.tiers.agreement import Presence, RankReport, agree
 from kvcache.tiers.config import TierConfig
 from kvcache.tiers.host_parts import HostPart
 from kvcache.tiers.host_pool import HostPool
@@ -32,6 +33,7 @@ from wire.page_hash import PageDigest, page_digests
 
 _READ_PAGES = 32
 """Read at once: what a prefetch that is stopped still waits for."""
+_OVER = RankReport({}, 0, is_over=True)
 
 
 @dataclass(slots=True, eq=False)
@@ -179,26 +181,35 @@ class StorageTier:
             prefetch.users.discard(user)
             prefetch.is_stopped = not prefetch.users
 
-    def _asker(self, prefetch: Prefetch) -> Callable[[], int]:
-        """On the mover's thread: how many pages, from the first of the key on, can be had and used."""
+    def _asker(self, prefetch: Prefetch) -> Callable[[], RankReport]:
+        """On the mover's thread: what of the key storage has."""
 
-        def ask() -> int:
+        def ask() -> RankReport:
             if prefetch.is_stopped:
-                return prefetch.start
-            there = {group: self.backend.exists(names) for group, names in prefetch.names.items()}
-            return prefetch.start + _usable(
-                np.array(there[self._primary]),
-                {g: np.array(found) for g, found in there.items() if g != self._primary},
-                {g: c for g, c in self._parts.items() if g != self._primary},
-                prefetch.start,
-            )
+                return _OVER
+            there = {group: np.array(self.backend.exists(names)) for group, names in prefetch.names.items()}
+            return RankReport(there, 0, is_over=False)
 
         return ask
 
-    def _found(self, first: PageDigest, prefetch: Prefetch, end: int | Failed) -> None:
-        if isinstance(end, Failed) or end <= prefetch.start or prefetch.is_stopped:
+    def _usable(self, there: Presence, start: int) -> int:
+        """How many of the pages that were asked for, from the first on, a forward can continue from."""
+        missing = np.flatnonzero(~there[self._primary])
+        most = int(missing[0]) if len(missing) else len(there[self._primary])
+        others = {group: part for group, part in self._parts.items() if group != self._primary}
+        for pages in range(most, 0, -1):
+            if all(_continues(there[g][:pages], part, start, pages) for g, part in others.items()):
+                return pages
+        return 0
+
+    def _found(self, first: PageDigest, prefetch: Prefetch, told: RankReport | Failed) -> None:
+        """Take host pages for what can be had and used, from the first page of the key on."""
+        found = _OVER if isinstance(told, Failed) else agree([told])
+        usable = 0 if found.is_over or prefetch.is_stopped else self._usable(found.there, prefetch.start)
+        if not usable:
             self._end(first, prefetch)
             return
+        end = prefetch.start + usable
         wanted, start = {}, prefetch.start
         for group, part in self._parts.items():
             if not part.is_by_page:
@@ -228,16 +239,18 @@ class StorageTier:
                     more = self._part(prefetch, group, first_page, prefetch.end)
                     names, pages = names + more[0], pages + more[1]
 
-        def read() -> bool:
-            return not prefetch.is_stopped and all(self.backend.get(names, pages))
+        def read() -> RankReport:
+            is_whole = not prefetch.is_stopped and all(self.backend.get(names, pages))
+            return RankReport({}, end - begin if is_whole else 0, is_over=not is_whole)
 
-        def done(told: bool | Failed) -> None:
-            if told is True:
-                prefetch.read += end - begin
-                self.counts.read_pages += end - begin
+        def done(told: RankReport | Failed) -> None:
+            arrived = _OVER if isinstance(told, Failed) else agree([told])
+            if arrived.read:
+                prefetch.read += arrived.read
+                self.counts.read_pages += arrived.read
                 if end == prefetch.end or len(self._parts) == 1:
                     self._enter(prefetch, end)
-            if told is not True or end == prefetch.end:
+            if arrived.is_over or end == prefetch.end:
                 self._pool.free(prefetch.ids)
                 self._end(first, prefetch)
             else:
@@ -329,18 +342,6 @@ class StorageTier:
     def held_on_host(self) -> Iterator[Mapping[str, Pages]]:
         """Host pages that prefetches read into."""
         return (p.ids for p in self._prefetches.values() if p.ids)
-
-
-def _usable(
-    primary: np.ndarray, others: Mapping[str, np.ndarray], parts: Mapping[str, HostPart], start: int
-) -> int:
-    """How many of the pages that were asked for, from the first on, a forward can continue from."""
-    missing = np.flatnonzero(~primary)
-    most = int(missing[0]) if len(missing) else len(primary)
-    for pages in range(most, 0, -1):
-        if all(_continues(others[g][:pages], c, start, pages) for g, c in parts.items()):
-            return pages
-    return 0
 
 
 def _continues(there: np.ndarray, part: HostPart, start: int, pages: int) -> bool:
