@@ -20,6 +20,7 @@ from kvcache.memory import GroupPages, Memory
 from kvcache.radix_key import RadixKey
 from kvcache.request import STATE_PAIR, StateHold, state_slot
 from scheduler.deferred import DeferredFrees
+from scheduler.rates import Rates
 from scheduler.req import Req
 from scheduler.running import RunningBatch
 from scheduler.tier_waits import TierWaits
@@ -35,13 +36,13 @@ class Capacity(NamedTuple):
 class Pages:
     """Rows, slots and locks of requests, and frees that must wait for a forward."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: Memory, rates: Rates) -> None:
         self.memory = memory
         self.page_size = memory.page_size
         self.window = memory.swa
         self.states = memory.states
         self.deferred = DeferredFrees(memory)
-        self.lower = TierWaits(memory.tiers)
+        self.lower = TierWaits(memory.tiers, rates)
         self._primary = memory.specs[0].name
         self._pool = memory.req_to_token_pool
         self._req_to_token = memory.req_to_token_pool.req_to_token

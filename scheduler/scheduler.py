@@ -53,7 +53,7 @@ class Scheduler:
         self._engine = engine
         self._memory = memory
         self._pool = memory.req_to_token_pool
-        self._pages = Pages(memory)
+        self._pages = Pages(memory, self._rates)
         self._running = RunningBatch(
             config.max_running_requests,
             self._pool.max_context_len,

@@ -5,14 +5,16 @@ from __future__ import annotations
 from kvcache.base_prefix_cache import MatchResult
 from kvcache.radix_key import RadixKey
 from kvcache.tiers.tiers import Tiers
+from scheduler.rates import Rates
 from scheduler.req import Req
 
 
 class TierWaits:
     """Without lower tiers no request waits."""
 
-    def __init__(self, tiers: Tiers | None) -> None:
+    def __init__(self, tiers: Tiers | None, rates: Rates) -> None:
         self._tiers = tiers
+        self._rates = rates
 
     def poll(self) -> bool:
         """Let what has moved enter the tree. Whether there was anything."""
@@ -24,9 +26,11 @@ class TierWaits:
         return self._tiers is None or self._tiers.is_idle
 
     def prefetch(self, req: Req, key: RadixKey) -> None:
-        """Begin to read what storage has of `key`, unless this request's read has begun already."""
+        """Begin to read what storage has of `key` if computing it should take longer, unless this request's
+        read has begun already."""
         if self._tiers is not None and self._tiers.storage is not None and not req.needs_all:
-            self._tiers.storage.prefetch((req.room, req.epoch), key)
+            rate = self._rates.prefill_tokens_per_s
+            self._tiers.storage.prefetch((req.room, req.epoch), key, rate)
 
     def awaits_storage(self, req: Req) -> bool:
         """Whether the request still waits for its read."""

@@ -35,6 +35,7 @@ def _serving(directory: Path, storage: Path) -> Iterator[Stack]:
         hicache_storage_path=str(storage),
         hicache_storage_prefetch_policy="wait_complete",
         hicache_storage_prefetch_threshold=16,
+        hicache_storage_prefetch_if_slower=True,
         max_total_tokens=4096,
     ) as running:
         yield running

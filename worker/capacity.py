@@ -60,6 +60,7 @@ def chosen_config(options: WorkerOptions, reserves: bool, device: str) -> CacheC
             storage=_storage_config(options),
             prefetch_policy=options.hicache_storage_prefetch_policy,
             prefetch_threshold=options.hicache_storage_prefetch_threshold,
+            prefetch_if_slower=options.hicache_storage_prefetch_if_slower,
         ),
     )
 

@@ -146,6 +146,9 @@ class MemoryOptions(Options):
     hicache_storage_prefetch_threshold: int = Field(
         TierConfig.prefetch_threshold, ge=1, description="tokens: fewer are computed rather than read"
     )
+    hicache_storage_prefetch_if_slower: bool = Field(
+        False, description="read from storage also what would be computed sooner"
+    )
     kv_events_config: KVEventsOptions = Field(
         KVEventsOptions(), description="KV events, for example {enable: false}"
     )

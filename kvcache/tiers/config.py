@@ -24,6 +24,7 @@ class TierConfig:
     model_digest: bytes = b""  # names the model in storage (engine/model_digest.py)
     prefetch_policy: str = "timeout"  # how long a request waits for what storage has of its prompt
     prefetch_threshold: int = 256  # tokens: fewer are not read
+    prefetch_if_slower: bool = False  # read also what would be computed sooner
     prefetch_base_s: float = 1.0  # of the policy timeout
     prefetch_s_per_1024_tokens: float = 0.25
     prefetch_max_s: float = 30.0

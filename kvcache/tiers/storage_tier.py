@@ -5,7 +5,8 @@
 
 A prefetch asks first what is there, then takes host pages for it, and reads. It ends where every group can
 continue: of a window group the last window is read, of a state group the state there. Two requests with the
-same missing prefix share one.
+same missing prefix share one. What would be computed sooner is not read, but for a trial now and then, for
+which no request waits.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from kvcache.tiers.host_pool import HostPool
 from kvcache.tiers.host_tier import HostTier, scattered
 from kvcache.tiers.mover import Failed, WorkQueue
 from kvcache.tiers.pieces import pieces
+from kvcache.tiers.read_times import ReadTimes
 from kvcache.tree_node import TreeNode
 from wire.page_hash import PageDigest, page_digests
 
@@ -45,10 +47,12 @@ class Prefetch:
     start: int
     names: dict[str, list[bytes]]  # by group, a storage key for each page from `start` on
     deadline: float
+    is_trial: bool  # it should take longer than computing
     users: set[Hashable] = field(default_factory=set)
     end: int = 0
     ids: dict[str, Pages] = field(default_factory=dict)
     read: int = 0  # pages of the primary group that have arrived, from `start` on
+    seconds: float = 0.0  # that the backend has taken for it; the mover's thread adds them
     is_stopped: bool = False
     is_over: bool = False
 
@@ -60,6 +64,7 @@ class StorageCounts:
     written_pages: int = 0
     read_pages: int = 0
     failed_writes: int = 0
+    skipped_reads: int = 0  # prefetches that would have taken longer than computing
 
 
 class StorageTier:
@@ -84,6 +89,7 @@ class StorageTier:
         self._mover = mover
         self._keys = keys
         self._clock = clock
+        self._times = ReadTimes()
         self._parts = host.parts
         self._primary = tree.components[0].name
         self._writing: set[TreeNode] = set()
@@ -135,24 +141,31 @@ class StorageTier:
 
     # -- storage to host ---------------------------------------------------------------------------
 
-    def prefetch(self, user: Hashable, key: RadixKey) -> bool:
-        """Begin to read what the tree lacks of `key`, if that is enough to pay. Whether it has begun. `key`
-        has what a match may use. A user that asks again has what it had."""
+    def prefetch(self, user: Hashable, key: RadixKey, tokens_per_s: float = 0.0) -> bool:
+        """Begin to read what the tree lacks of `key`, if that should pay. Whether it has begun. `key` has
+        what a match may use, and computing it takes `tokens_per_s`, 0 if that is not known. A user that asks
+        again has what it had."""
         if user in self._of:
             return not self._of[user].is_over
         path, cached = self._tree.walk(key)
         size = self._tree.page_size
         cached = sum(node.num_pages for node in self._tree.usable(path, cached // size, with_host=True))
         total = len(key) // size
-        if (total - cached) * size < max(1, self._config.prefetch_threshold):
+        tokens = (total - cached) * size
+        if tokens < max(1, self._config.prefetch_threshold):
             return False
         digests = page_digests(
             key.namespace.seed, key[: total * size].tokens.tobytes(), size, key.namespace.is_bigram
         )
         same = self._prefetches.get(digests[cached])
         if same is None:
+            is_trial = not self._pays(tokens, tokens_per_s)
+            if is_trial and not self._times.try_again(self._clock()):
+                self.counts.skipped_reads += 1
+                return False
             names = {g: self._keys.keys(g, digests[cached:], key.tenant) for g in self._parts}
-            same = Prefetch(key, cached, names, self._clock() + self._bound_s(total - cached))
+            deadline = self._clock() + self._bound_s(total - cached)
+            same = Prefetch(key, cached, names, deadline, is_trial)
             self._prefetches[digests[cached]] = same
             self._mover.submit(
                 "reads", self._asker(same), lambda end: self._found(digests[cached], same, end)
@@ -160,6 +173,12 @@ class StorageTier:
         same.users.add(user)
         self._of[user] = same
         return True
+
+    def _pays(self, tokens: int, tokens_per_s: float) -> bool:
+        if self._config.prefetch_if_slower:
+            return True
+        compute_s = tokens / tokens_per_s if tokens_per_s else None
+        return self._times.pays(tokens // self._tree.page_size, compute_s)
 
     def _bound_s(self, pages: int) -> float:
         """As SGLang's timeout policy, with an upper bound."""
@@ -169,17 +188,23 @@ class StorageTier:
     def waits(self, user: Hashable) -> bool:
         """Whether the user's prefetch is under way, and its policy lets the user wait for it."""
         prefetch = self._of.get(user)
-        if prefetch is None or prefetch.is_over or self._config.prefetch_policy == "best_effort":
+        if prefetch is None or prefetch.is_over or prefetch.is_trial:
+            return False
+        if self._config.prefetch_policy == "best_effort":
             return False
         return self._config.prefetch_policy == "wait_complete" or self._clock() < prefetch.deadline
 
     def forget(self, user: Hashable) -> None:
         """The user does not wait any more. What has arrived by then is kept; a prefetch that nobody wants is
-        stopped."""
+        stopped, unless it is a trial: that has its deadline."""
         prefetch = self._of.pop(user, None)
         if prefetch is not None:
             prefetch.users.discard(user)
-            prefetch.is_stopped = not prefetch.users
+            prefetch.is_stopped = not prefetch.users and not prefetch.is_trial
+
+    def _stop_late(self, prefetch: Prefetch) -> None:
+        """A trial, for which nobody waits, goes no further than its deadline."""
+        prefetch.is_stopped |= prefetch.is_trial and self._clock() >= prefetch.deadline
 
     def _asker(self, prefetch: Prefetch) -> Callable[[], RankReport]:
         """On the mover's thread: what of the key storage has."""
@@ -187,7 +212,9 @@ class StorageTier:
         def ask() -> RankReport:
             if prefetch.is_stopped:
                 return _OVER
+            began = self._clock()
             there = {group: np.array(self.backend.exists(names)) for group, names in prefetch.names.items()}
+            prefetch.seconds += self._clock() - began
             return RankReport(there, 0, is_over=False)
 
         return ask
@@ -205,6 +232,7 @@ class StorageTier:
     def _found(self, first: PageDigest, prefetch: Prefetch, told: RankReport | Failed) -> None:
         """Take host pages for what can be had and used, from the first page of the key on."""
         found = _OVER if isinstance(told, Failed) else agree([told])
+        self._stop_late(prefetch)
         usable = 0 if found.is_over or prefetch.is_stopped else self._usable(found.there, prefetch.start)
         if not usable:
             self._end(first, prefetch)
@@ -240,7 +268,9 @@ class StorageTier:
                     names, pages = names + more[0], pages + more[1]
 
         def read() -> RankReport:
+            began = self._clock()
             is_whole = not prefetch.is_stopped and all(self.backend.get(names, pages))
+            prefetch.seconds += self._clock() - began
             return RankReport({}, end - begin if is_whole else 0, is_over=not is_whole)
 
         def done(told: RankReport | Failed) -> None:
@@ -254,6 +284,7 @@ class StorageTier:
                 self._pool.free(prefetch.ids)
                 self._end(first, prefetch)
             else:
+                self._stop_late(prefetch)
                 self._read_more(first, prefetch)
 
         self._mover.submit("reads", read, done)
@@ -305,6 +336,8 @@ class StorageTier:
 
     def _end(self, first: PageDigest, prefetch: Prefetch) -> None:
         prefetch.is_over = True
+        if prefetch.seconds:
+            self._times.measured(prefetch.read, prefetch.seconds, self._clock())
         del self._prefetches[first]
 
     # -- clearing ----------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ def serving(model: Path, directory: Path, storage: Path, **options: Any) -> Iter
         "hicache_storage_path": str(storage),
         "hicache_storage_prefetch_policy": "wait_complete",
         "hicache_storage_prefetch_threshold": PAGE_SIZE,
+        "hicache_storage_prefetch_if_slower": True,
         **options,
     }
     router = {"policy": "round-robin", "prefill_on_decode_tokens": 0}

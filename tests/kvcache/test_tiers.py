@@ -122,3 +122,88 @@ def test_a_prefetch_that_fails_frees_its_pages(built: Memory, mover: HandMover) 
     assert free_on_host(built) == 32
     assert matched(built, TOKENS) == 0
     built.check_memory()
+
+
+class SlowStorage:
+    """The storage's clock: each blob that is looked for or read takes `seconds`."""
+
+    def __init__(self, built: Memory, seconds: float) -> None:
+        storage = tiers_of(built).storage
+        assert storage is not None
+        self.tier, self.seconds, self.now = storage, seconds, 0.0
+        exists, get = storage.backend.exists, storage.backend.get
+        storage.backend.exists = lambda keys: self.take(len(keys)) or exists(keys)  # type: ignore[method-assign]
+        storage.backend.get = lambda keys, into: self.take(len(keys)) or get(keys, into)  # type: ignore[method-assign]
+        storage._clock = lambda: self.now
+
+    def take(self, blobs: int) -> None:
+        self.now += blobs * self.seconds
+
+
+def only_in_storage(built: Memory, mover: HandMover) -> None:
+    """TOKENS are in storage alone."""
+    put(built, TOKENS)
+    rest(built, mover)
+    evict(built)
+    tiers_of(built).host.clear()
+    assert matched(built, TOKENS) == 0
+
+
+def test_what_is_computed_sooner_is_not_read(built: Memory, mover: HandMover) -> None:
+    slow = SlowStorage(built, 0.5)  # eight seconds for eight pages
+    only_in_storage(built, mover)
+    assert slow.tier.prefetch("one", key(TOKENS), tokens_per_s=8.0)
+    assert slow.tier.waits("one"), "nothing was known of the storage"
+    rest(built, mover)
+    tiers_of(built).forget("one")
+    only_in_storage(built, mover)
+    assert not slow.tier.prefetch("two", key(TOKENS), tokens_per_s=8.0)
+    assert not slow.tier.waits("two")
+    assert slow.tier.counts.skipped_reads == 1
+    assert slow.tier.prefetch("three", key(TOKENS), tokens_per_s=3.0), "computing takes ten seconds"
+    rest(built, mover)
+    tiers_of(built).forget("three")
+    built.check_memory()
+
+
+def test_a_storage_that_became_faster_is_noticed(built: Memory, mover: HandMover) -> None:
+    slow = SlowStorage(built, 0.5)
+    only_in_storage(built, mover)
+    slow.tier.prefetch("one", key(TOKENS))
+    rest(built, mover)
+    tiers_of(built).forget("one")
+    slow.seconds = 0.001
+    tried = 0
+    for number in range(40):
+        only_in_storage(built, mover)
+        slow.now += 10.0
+        if slow.tier.prefetch(number, key(TOKENS), tokens_per_s=8.0):
+            if slow.tier.waits(number):
+                break
+            tried += 1
+            tiers_of(built).forget(number)  # it is computed meanwhile, and the trial goes on
+            rest(built, mover)
+    assert 0 < tried < 12, f"{tried} trials before a request waits again"
+    rest(built, mover)
+    tiers_of(built).forget(number)
+    built.check_memory()
+
+
+def test_a_trial_ends_in_time(built: Memory, mover: HandMover) -> None:
+    slow = SlowStorage(built, 0.5)
+    only_in_storage(built, mover)
+    slow.tier.prefetch("one", key(TOKENS))
+    rest(built, mover)
+    tiers_of(built).forget("one")
+    only_in_storage(built, mover)
+    slow.now += 60.0
+    slow.seconds = 1000.0
+    began = slow.now
+    assert slow.tier.prefetch("two", key(TOKENS), tokens_per_s=8.0)
+    tiers_of(built).forget("two")
+    while mover.waiting:
+        mover.do_all()
+        tiers_of(built).poll()
+    assert slow.now - began <= 8 * slow.seconds, "the trial read on after its deadline"
+    assert tiers_of(built).is_idle
+    built.check_memory()

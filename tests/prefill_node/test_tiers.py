@@ -64,6 +64,7 @@ def test_storage_outlives_the_workers(groups: tuple[str, ...], policy: str, tmp_
         "hicache_storage_path": tmp_path / "kv",
         "hicache_storage_prefetch_policy": policy,
         "hicache_storage_prefetch_threshold": 8,
+        "hicache_storage_prefetch_if_slower": True,
     }
     prompts = [prompt_of(seed, 70) for seed in range(3)]
     computed = []
