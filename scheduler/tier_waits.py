@@ -30,13 +30,13 @@ class TierWaits:
         read has begun already."""
         if self._tiers is not None and self._tiers.storage is not None and not req.needs_all:
             rate = self._rates.prefill_tokens_per_s
-            self._tiers.storage.prefetch((req.room, req.epoch), key, rate)
+            self._tiers.storage.prefetches.prefetch((req.room, req.epoch), key, rate)
 
     def awaits_storage(self, req: Req) -> bool:
         """Whether the request still waits for its read."""
         if self._tiers is None or self._tiers.storage is None:
             return False
-        return self._tiers.storage.waits((req.room, req.epoch))
+        return self._tiers.storage.prefetches.waits((req.room, req.epoch))
 
     def wants(self, match: MatchResult) -> bool:
         """Whether to load what the host has of a match."""

@@ -1,70 +1,23 @@
 """StorageTier: pages between the host and a storage backend. The backend is called on the mover's threads.
 
-    write      after a backup has landed: the node's host pages                         host -> storage
-    prefetch   what a request's prompt has there, while the request waits               storage -> host
-
-A prefetch asks first what is there, then takes host pages for it, and reads. It ends where every group can
-continue: of a window group the last window is read, of a state group the state there. Two requests with the
-same missing prefix share one. What would be computed sooner is not read, but for a trial now and then, for
-which no request waits.
+write      after a backup has landed: the node's host pages                         host -> storage
+prefetch   what a request's prompt has there, while the request waits               storage -> host
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
-import numpy as np
-
-from kvcache.allocator import Pages
-from kvcache.radix_key import RadixKey
 from kvcache.radix_tree import RadixTree
 from kvcache.storage.backend import StorageBackend
 from kvcache.storage.keys import StorageKeys
-from kvcache.tiers.agreement import Presence, RankReport, agree
 from kvcache.tiers.config import TierConfig
-from kvcache.tiers.host_parts import HostPart
-from kvcache.tiers.host_pool import HostPool
-from kvcache.tiers.host_tier import HostTier, scattered
+from kvcache.tiers.host_tier import HostTier
 from kvcache.tiers.mover import Failed, WorkQueue
 from kvcache.tiers.pieces import pieces
-from kvcache.tiers.read_times import ReadTimes
+from kvcache.tiers.prefetches import Prefetches, StorageCounts
 from kvcache.tree_node import TreeNode
-from wire.page_hash import PageDigest, page_digests
-
-_READ_PAGES = 32
-"""Read at once: what a prefetch that is stopped still waits for."""
-_OVER = RankReport({}, 0, is_over=True)
-
-
-@dataclass(slots=True, eq=False)
-class Prefetch:
-    """The pages [start, end) of `key`, on their way from storage into host pages `ids`, which have the
-    groups' forms for a path of `end` pages."""
-
-    key: RadixKey
-    start: int
-    names: dict[str, list[bytes]]  # by group, a storage key for each page from `start` on
-    deadline: float
-    is_trial: bool  # it should take longer than computing
-    users: set[Hashable] = field(default_factory=set)
-    end: int = 0
-    ids: dict[str, Pages] = field(default_factory=dict)
-    read: int = 0  # pages of the primary group that have arrived, from `start` on
-    seconds: float = 0.0  # that the backend has taken for it; the mover's thread adds them
-    is_stopped: bool = False
-    is_over: bool = False
-
-
-@dataclass(slots=True)
-class StorageCounts:
-    """Pages of the primary group, since the start."""
-
-    written_pages: int = 0
-    read_pages: int = 0
-    failed_writes: int = 0
-    skipped_reads: int = 0  # prefetches that would have taken longer than computing
 
 
 class StorageTier:
@@ -82,21 +35,14 @@ class StorageTier:
     ) -> None:
         self.counts = StorageCounts()
         self.backend = backend
-        self._config = config
+        self.prefetches = Prefetches(config, tree, host, mover, backend, keys, self.counts, clock)
         self._tree = tree
         self._host = host
-        self._pool: HostPool = host.pool
         self._mover = mover
         self._keys = keys
-        self._clock = clock
-        self._times = ReadTimes()
-        self._parts = host.parts
-        self._primary = tree.components[0].name
         self._writing: set[TreeNode] = set()
-        self._prefetches: dict[PageDigest, Prefetch] = {}  # by the digest of the first page
-        self._of: dict[Hashable, Prefetch] = {}  # by user
 
-    # -- host to storage ---------------------------------------------------------------------------
+    # -- writing -----------------------------------------------------------------------------------
 
     def write_new(self) -> None:
         """Begin to write the nodes that have got a host copy since the last call."""
@@ -115,7 +61,7 @@ class StorageTier:
             for name, page in zip(self._keys.keys(group, of, node.tenant), ids.tolist(), strict=True):
                 if page:
                     names.append(name)
-                    blobs.append(self._pool.arenas[group].view(page))
+                    blobs.append(self._host.pool.arenas[group].view(page))
         copy.locks += 1
         pages = node.num_pages
         self._writing.add(node)
@@ -137,208 +83,7 @@ class StorageTier:
             self.counts.failed_writes += 1
 
     def _is_by_page(self, group: str) -> bool:
-        return self._parts[group].is_by_page
-
-    # -- storage to host ---------------------------------------------------------------------------
-
-    def prefetch(self, user: Hashable, key: RadixKey, tokens_per_s: float = 0.0) -> bool:
-        """Begin to read what the tree lacks of `key`, if that should pay. Whether it has begun. `key` has
-        what a match may use, and computing it takes `tokens_per_s`, 0 if that is not known. A user that asks
-        again has what it had."""
-        if user in self._of:
-            return not self._of[user].is_over
-        path, cached = self._tree.walk(key)
-        size = self._tree.page_size
-        cached = sum(node.num_pages for node in self._tree.usable(path, cached // size, with_host=True))
-        total = len(key) // size
-        tokens = (total - cached) * size
-        if tokens < max(1, self._config.prefetch_threshold):
-            return False
-        digests = page_digests(
-            key.namespace.seed, key[: total * size].tokens.tobytes(), size, key.namespace.is_bigram
-        )
-        same = self._prefetches.get(digests[cached])
-        if same is None:
-            is_trial = not self._pays(tokens, tokens_per_s)
-            if is_trial and not self._times.try_again(self._clock()):
-                self.counts.skipped_reads += 1
-                return False
-            names = {g: self._keys.keys(g, digests[cached:], key.tenant) for g in self._parts}
-            deadline = self._clock() + self._bound_s(total - cached)
-            same = Prefetch(key, cached, names, deadline, is_trial)
-            self._prefetches[digests[cached]] = same
-            self._mover.submit(
-                "reads", self._asker(same), lambda end: self._found(digests[cached], same, end)
-            )
-        same.users.add(user)
-        self._of[user] = same
-        return True
-
-    def _pays(self, tokens: int, tokens_per_s: float) -> bool:
-        if self._config.prefetch_if_slower:
-            return True
-        compute_s = tokens / tokens_per_s if tokens_per_s else None
-        return self._times.pays(tokens // self._tree.page_size, compute_s)
-
-    def _bound_s(self, pages: int) -> float:
-        """As SGLang's timeout policy, with an upper bound."""
-        per_page = self._tree.page_size / 1024 * self._config.prefetch_s_per_1024_tokens
-        return min(self._config.prefetch_base_s + pages * per_page, self._config.prefetch_max_s)
-
-    def waits(self, user: Hashable) -> bool:
-        """Whether the user's prefetch is under way, and its policy lets the user wait for it."""
-        prefetch = self._of.get(user)
-        if prefetch is None or prefetch.is_over or prefetch.is_trial:
-            return False
-        if self._config.prefetch_policy == "best_effort":
-            return False
-        return self._config.prefetch_policy == "wait_complete" or self._clock() < prefetch.deadline
-
-    def forget(self, user: Hashable) -> None:
-        """The user does not wait any more. What has arrived by then is kept; a prefetch that nobody wants is
-        stopped, unless it is a trial: that has its deadline."""
-        prefetch = self._of.pop(user, None)
-        if prefetch is not None:
-            prefetch.users.discard(user)
-            prefetch.is_stopped = not prefetch.users and not prefetch.is_trial
-
-    def _stop_late(self, prefetch: Prefetch) -> None:
-        """A trial, for which nobody waits, goes no further than its deadline."""
-        prefetch.is_stopped |= prefetch.is_trial and self._clock() >= prefetch.deadline
-
-    def _asker(self, prefetch: Prefetch) -> Callable[[], RankReport]:
-        """On the mover's thread: what of the key storage has."""
-
-        def ask() -> RankReport:
-            if prefetch.is_stopped:
-                return _OVER
-            began = self._clock()
-            there = {group: np.array(self.backend.exists(names)) for group, names in prefetch.names.items()}
-            prefetch.seconds += self._clock() - began
-            return RankReport(there, 0, is_over=False)
-
-        return ask
-
-    def _usable(self, there: Presence, start: int) -> int:
-        """How many of the pages that were asked for, from the first on, a forward can continue from."""
-        missing = np.flatnonzero(~there[self._primary])
-        most = int(missing[0]) if len(missing) else len(there[self._primary])
-        others = {group: part for group, part in self._parts.items() if group != self._primary}
-        for pages in range(most, 0, -1):
-            if all(_continues(there[g][:pages], part, start, pages) for g, part in others.items()):
-                return pages
-        return 0
-
-    def _found(self, first: PageDigest, prefetch: Prefetch, told: RankReport | Failed) -> None:
-        """Take host pages for what can be had and used, from the first page of the key on."""
-        found = _OVER if isinstance(told, Failed) else agree([told])
-        self._stop_late(prefetch)
-        usable = 0 if found.is_over or prefetch.is_stopped else self._usable(found.there, prefetch.start)
-        if not usable:
-            self._end(first, prefetch)
-            return
-        end = prefetch.start + usable
-        wanted, start = {}, prefetch.start
-        for group, part in self._parts.items():
-            if not part.is_by_page:
-                wanted[group] = np.ones(1, np.int32)
-                continue
-            form = np.zeros(end, np.int32)
-            form[part.needed(end)] = 1
-            form[:start] = 0
-            wanted[group] = form
-        taken = self._host.alloc({group: int(form.sum()) for group, form in wanted.items()})
-        if taken is None:
-            self._end(first, prefetch)
-            return
-        prefetch.end = end
-        prefetch.ids = {group: scattered(wanted[group], ids) for group, ids in taken.items()}
-        self._read_more(first, prefetch)
-
-    def _read_more(self, first: PageDigest, prefetch: Prefetch) -> None:
-        """Read the next pages; with the last ones those of the other groups."""
-        begin = prefetch.start + prefetch.read
-        end = min(begin + _READ_PAGES, prefetch.end)
-        names, pages = self._part(prefetch, self._primary, begin, end)
-        if end == prefetch.end:
-            for group, part in self._parts.items():
-                if group != self._primary:
-                    first_page = prefetch.start if part.is_by_page else prefetch.end - 1
-                    more = self._part(prefetch, group, first_page, prefetch.end)
-                    names, pages = names + more[0], pages + more[1]
-
-        def read() -> RankReport:
-            began = self._clock()
-            is_whole = not prefetch.is_stopped and all(self.backend.get(names, pages))
-            prefetch.seconds += self._clock() - began
-            return RankReport({}, end - begin if is_whole else 0, is_over=not is_whole)
-
-        def done(told: RankReport | Failed) -> None:
-            arrived = _OVER if isinstance(told, Failed) else agree([told])
-            if arrived.read:
-                prefetch.read += arrived.read
-                self.counts.read_pages += arrived.read
-                if end == prefetch.end or len(self._parts) == 1:
-                    self._enter(prefetch, end)
-            if arrived.is_over or end == prefetch.end:
-                self._pool.free(prefetch.ids)
-                self._end(first, prefetch)
-            else:
-                self._stop_late(prefetch)
-                self._read_more(first, prefetch)
-
-        self._mover.submit("reads", read, done)
-
-    def _part(
-        self, prefetch: Prefetch, group: str, begin: int, end: int
-    ) -> tuple[list[bytes], list[memoryview]]:
-        """Names and host pages of a group's pages [begin, end), or of the state after them."""
-        arena, is_by_page = self._pool.arenas[group], self._parts[group].is_by_page
-        names = prefetch.names[group][begin - prefetch.start : end - prefetch.start]
-        ids = prefetch.ids[group][begin:end] if is_by_page else prefetch.ids[group]
-        kept = [(name, arena.view(page)) for name, page in zip(names, ids.tolist(), strict=True) if page]
-        return [name for name, _ in kept], [page for _, page in kept]
-
-    def _enter(self, prefetch: Prefetch, end: int) -> None:
-        """Put the first `end` pages into the tree, as far as they are not there yet."""
-        ids = {
-            group: of[:end].copy() if self._parts[group].is_by_page else of.copy()
-            for group, of in prefetch.ids.items()
-        }
-        for group, part in self._parts.items():
-            prefetch.ids[group][: end if part.is_by_page else 1] = 0
-        tree, key = self._tree, prefetch.key[: end * self._tree.page_size]
-        path, tokens = tree.walk(key)
-        cached = tokens // tree.page_size
-        if cached < int(np.flatnonzero(ids[self._primary])[0]):  # what they continue has gone meanwhile
-            self._pool.free(ids)
-            return
-        if cached < end:
-            path.append(tree.append_host(path[-1] if path else tree.root, key, cached, end))
-        start = 0
-        for node in path:
-            stop = start + node.num_pages
-            self._fill(node, {g: self._parts[g].portion(of, start, stop, end) for g, of in ids.items()})
-            start = stop
-
-    def _fill(self, node: TreeNode, ids: Mapping[str, Pages]) -> None:
-        """Give the node's host copy what it lacks of `ids`; the rest is free again."""
-        if node.host is None or node.host.moving:
-            self._pool.free(ids)
-            return
-        taken, surplus = {}, {}
-        for group, arrived in ids.items():
-            lacks = self._parts[group].on_host([node]) == 0
-            taken[group] = np.where(lacks, arrived, 0).astype(np.int32)
-            surplus[group] = np.where(lacks, 0, arrived).astype(np.int32)
-        self._pool.free(surplus)
-        self._host.landed(node, taken, is_stored=True)
-
-    def _end(self, first: PageDigest, prefetch: Prefetch) -> None:
-        prefetch.is_over = True
-        if prefetch.seconds:
-            self._times.measured(prefetch.read, prefetch.seconds, self._clock())
-        del self._prefetches[first]
+        return self._host.parts[group].is_by_page
 
     # -- clearing ----------------------------------------------------------------------------------
 
@@ -366,21 +111,8 @@ class StorageTier:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is written or read."""
-        return not self._writing and not self._prefetches
+        return not self._writing and not self.prefetches
 
     def queued(self) -> dict[str, int]:
         """How many nodes are to be written, and how many prefetches are under way."""
-        return {"to_storage": len(self._writing), "from_storage": len(self._prefetches)}
-
-    def held_on_host(self) -> Iterator[Mapping[str, Pages]]:
-        """Host pages that prefetches read into."""
-        return (p.ids for p in self._prefetches.values() if p.ids)
-
-
-def _continues(there: np.ndarray, part: HostPart, start: int, pages: int) -> bool:
-    """Whether storage has what a group needs at the end of `pages` pages. What it needs from before `start`
-    the tree has."""
-    if not part.is_by_page:
-        return bool(there[-1])
-    needed = part.needed(start + pages)
-    return bool(there[max(0, needed.start - start) :].all())
+        return {"to_storage": len(self._writing), "from_storage": len(self.prefetches)}

@@ -44,7 +44,7 @@ class Tiers:
         """The user waits for nothing any more: not for a load, nor for storage."""
         self.moves.release(user)
         if self.storage is not None:
-            self.storage.forget(user)
+            self.storage.prefetches.forget(user)
 
     def held(self, group: str) -> Pages:
         """Device pages that are neither free nor in the tree."""
@@ -54,7 +54,7 @@ class Tiers:
         """Assert that every host page has one owner. See Memory.check_slices."""
         moving = list(self.moves.held_on_host())
         if self.storage is not None:
-            moving += self.storage.held_on_host()
+            moving += self.storage.prefetches.held_on_host()
         yield from self.host.check(nodes, moving)
 
     def close(self) -> None:

@@ -98,7 +98,7 @@ def begin_prefetch(built: Memory, mover: HandMover) -> None:
     tiers.host.pool.free(taken)
     assert matched(built, TOKENS) == 0
     assert tiers.storage is not None
-    assert tiers.storage.prefetch("one", key(TOKENS))
+    assert tiers.storage.prefetches.prefetch("one", key(TOKENS))
     assert mover.do("reads")
     tiers.poll()
 
@@ -130,11 +130,12 @@ class SlowStorage:
     def __init__(self, built: Memory, seconds: float) -> None:
         storage = tiers_of(built).storage
         assert storage is not None
-        self.tier, self.seconds, self.now = storage, seconds, 0.0
+        self.tier, self.counts = storage.prefetches, storage.counts
+        self.seconds, self.now = seconds, 0.0
         exists, get = storage.backend.exists, storage.backend.get
         storage.backend.exists = lambda keys: self.take(len(keys)) or exists(keys)  # type: ignore[method-assign]
         storage.backend.get = lambda keys, into: self.take(len(keys)) or get(keys, into)  # type: ignore[method-assign]
-        storage._clock = lambda: self.now
+        storage.prefetches._clock = lambda: self.now
 
     def take(self, blobs: int) -> None:
         self.now += blobs * self.seconds
@@ -159,7 +160,7 @@ def test_what_is_computed_sooner_is_not_read(built: Memory, mover: HandMover) ->
     only_in_storage(built, mover)
     assert not slow.tier.prefetch("two", key(TOKENS), tokens_per_s=8.0)
     assert not slow.tier.waits("two")
-    assert slow.tier.counts.skipped_reads == 1
+    assert slow.counts.skipped_reads == 1
     assert slow.tier.prefetch("three", key(TOKENS), tokens_per_s=3.0), "computing takes ten seconds"
     rest(built, mover)
     tiers_of(built).forget("three")

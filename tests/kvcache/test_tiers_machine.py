@@ -216,8 +216,8 @@ class TiersMachine(GroupsMachine):
         if len(self.waiting) > 3:
             return False
         if tiers.storage is not None:
-            tiers.storage.prefetch(id(live), self.key(live.req, live.prompt_len - 1))
-            if tiers.storage.waits(id(live)):
+            tiers.storage.prefetches.prefetch(id(live), self.key(live.req, live.prompt_len - 1))
+            if tiers.storage.prefetches.waits(id(live)):
                 self.waiting.append(live)
                 return True
         moves = tiers.moves
@@ -238,7 +238,7 @@ class TiersMachine(GroupsMachine):
         moves = tiers.moves
         live = self.waiting[index % len(self.waiting)]
         if not gives_up:
-            if tiers.storage is not None and tiers.storage.waits(id(live)):
+            if tiers.storage is not None and tiers.storage.prefetches.waits(id(live)):
                 return
             key = self.key(live.req, live.prompt_len - 1)
             match = self.cache.match_prefix(key)
