@@ -14,6 +14,8 @@ import msgspec
 
 from common.errors import BatonError, InvalidRequest, Unavailable
 from router.http_errors import error_body, to_http
+from router.index.global_index import GlobalIndex
+from router.index.page_table import Tier
 from router.membership import Membership
 from router.model import Model
 from router.options import MOST_WEIGHT
@@ -34,6 +36,7 @@ _CLEAR_TIMEOUT_S = 8.0  # shorter than `baton cache clear` waits
 _TELL_TIMEOUT_S = 10.0  # longer than a directory that was started again needs to settle
 _TRACE = "/debug/trace/"
 _TIERS: tuple[CacheTier, ...] = get_args(CacheTier)
+_OF_INDEX: dict[CacheTier, Tier] = {"device": Tier.GPU, "host": Tier.CPU, "storage": Tier.STORAGE}
 _Query = Mapping[str, str]
 
 
@@ -44,6 +47,7 @@ class AdminPages:
     policy: str  # its name
     model: Callable[[str | None], Model]  # by its name in the API; None: the only one
     models: Models
+    index: GlobalIndex
     membership: Membership
     processes: ProcessGroup
     inspections: Inspections
@@ -71,6 +75,7 @@ class AdminPages:
             "/debug/route": self._route,
             "/debug/leases": self._leases,
             "/debug/inspect": self._inspect,
+            "/debug/index": self._index,
         }
         if path in pages:
             return await pages[path](query)
@@ -222,6 +227,16 @@ class AdminPages:
         except TimeoutError:
             raise Unavailable(f"worker {worker!r} did not report in time") from None
         return Page(200, "text/plain; charset=utf-8" if what == "tree" else JSON, report)
+
+    async def _index(self, query: _Query) -> Page:
+        """?worker=ID: the pages that this process's index has of a worker, by tier, as KV events name them.
+
+        It goes through the whole index.
+        """
+        (worker,) = self._mailboxes(query.get("worker", ""))
+        return json_page(
+            {name: sorted(self.index.held(worker, 1 << tier)) for name, tier in _OF_INDEX.items()}
+        )
 
     async def _clear(self, query: _Query) -> Page:
         """POST ?worker=ID&tier=device|host|storage|all: have one worker, or all, forget what is cached and

@@ -39,6 +39,7 @@ _NAMESPACE = "baton-"  # of our names in a store that others use as well
 _BATCH = 256  # blobs of one call: two buffers each
 _CALLS = 8  # at once
 _SET_UP_S = 60.0
+_LEAST_LENT = 16 << 20
 _PROGRESS_S = 5  # a transfer that stands still for so long has failed
 _NO_ROOM, _OTHER_SIZE, _NOT_READY, _NOT_FOUND, _EXISTS, _OWNER_DIED = -200, -600, -703, -704, -705, -800
 _READ = {
@@ -71,6 +72,8 @@ class MooncakeStore(BlobStore):
         self._options = options = parse_options(MooncakeOptions, config.extra)
         if not re.fullmatch(r"[^\s:/]+:\d+", config.url):
             raise ConfigError("storage_url", f"{config.url!r} is no HOST:PORT", "name mooncake_master's")
+        if 0 < config.max_bytes < _LEAST_LENT:
+            raise ConfigError("storage_size", f"{config.max_bytes} bytes are too few to lend", "lend 16 MiB")
         self._store = _store_class(options.interface)()
         self._calls = BoundedCalls(options.timeout_s, _CALLS)
         self._set_up(config.url, config.max_bytes)

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from kvcache.storage.backend import StorageBackend, StorageStats
-from kvcache.storage.blob_store import BlobStore, Outcome, SealedBlob
+from kvcache.storage.blob_store import BlobStore, Held, Outcome, SealedBlob
 from kvcache.storage.seal import SEAL_BYTES, Sealed, seal_holds, write_seal
 from kvcache.storage.secret import SealSecret
 
+log = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
 _NO_REFUSAL = (Outcome.DONE, Outcome.MISSING, Outcome.PRESENT)
 
 
 class SealedStorage(StorageBackend):
-    """See StorageBackend. A blob whose seal does not hold is removed, so that it can be stored again."""
+    """See StorageBackend. A blob whose seal does not hold is removed, so that it can be stored again.
+
+    A store must not raise. One that does (it may be anybody's) has failed for all blobs of the call.
+    """
 
     def __init__(self, store: BlobStore, secret: SealSecret) -> None:
         self.name = store.name
@@ -31,18 +39,20 @@ class SealedStorage(StorageBackend):
         self._store.register(arenas)
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        return self._store.exists([place.name for place in self._places(keys)])
+        names = [place.name for place in self._places(keys)]
+        return self._try(lambda: self._store.exists(names), [False] * len(names))
 
     def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[bool]:
         began = time.perf_counter()
         places = self._places(keys)
         blobs = [SealedBlob(page.cast("B"), memoryview(bytearray(SEAL_BYTES))) for page in into]
-        outcomes = self._store.read([place.name for place in places], blobs)
+        names = [place.name for place in places]
+        outcomes = self._try(lambda: self._store.read(names, blobs), [Outcome.IO_ERROR] * len(names))
         for index, (place, blob, outcome) in enumerate(zip(places, blobs, outcomes, strict=True)):
             if outcome is Outcome.DONE and not seal_holds(place, *blob):
                 outcomes[index] = outcome = Outcome.CORRUPT
             if outcome is Outcome.CORRUPT:
-                self._store.discard(place.name)
+                self._try(lambda: self._store.discard(place.name), None)  # noqa: B023 - called at once
         self._count("read", outcomes, blobs, began)
         return [outcome is Outcome.DONE for outcome in outcomes]
 
@@ -51,11 +61,12 @@ class SealedStorage(StorageBackend):
         places = self._places(keys)
         sealed = [SealedBlob(page.cast("B"), memoryview(bytearray(SEAL_BYTES))) for page in blobs]
         names = [place.name for place in places]
-        outcomes = [Outcome.PRESENT if there else None for there in self._store.exists(names)]
+        outcomes = [Outcome.PRESENT if there else None for there in self.exists(keys)]
         new = [index for index, outcome in enumerate(outcomes) if outcome is None]
         for index in new:
             write_seal(places[index], *sealed[index])
-        written = self._store.write([names[index] for index in new], [sealed[index] for index in new])
+        parts = [names[index] for index in new], [sealed[index] for index in new]
+        written = self._try(lambda: self._store.write(*parts), [Outcome.IO_ERROR] * len(new))
         for index, outcome in zip(new, written, strict=True):
             outcomes[index] = outcome
         done = [outcome for outcome in outcomes if outcome is not None]
@@ -66,7 +77,7 @@ class SealedStorage(StorageBackend):
         self._store.clear(prefix)
 
     def stats(self) -> StorageStats:
-        held = self._store.held()
+        held = self._try(self._store.held, Held())
         with self._lock:
             return StorageStats(
                 blobs=held.blobs,
@@ -83,6 +94,13 @@ class SealedStorage(StorageBackend):
 
     def close(self) -> None:
         self._store.close()
+
+    def _try(self, call: Callable[[], Answer], otherwise: Answer) -> Answer:
+        try:
+            return call()
+        except Exception as error:  # noqa: BLE001 - whatever a store of others raises
+            log.warning("kv storage %s: %r", self.name, error)
+            return otherwise
 
     def _places(self, keys: Sequence[bytes]) -> list[Sealed]:
         sealer = self._secret.sealer()

@@ -136,10 +136,10 @@ class GlobalIndex:
         """They have come, which an event says, or will not."""
         self._table.remove(slot, Tier.EXPECTED, hashes)
 
-    def held(self, worker: str) -> set[int]:
-        """All pages of a worker that are not just expected; {} for an unknown worker. Slow: for tests."""
+    def held(self, worker: str, tiers: int = HELD) -> set[int]:
+        """The pages of a worker in any tier of this mask; {} for an unknown worker. Scans all pages."""
         slot = self._slots.get(worker)
-        return set() if slot is None else set(self._table.held(slot))
+        return set() if slot is None else set(self._table.held(slot, tiers))
 
     def find(self, hashes: Hashes) -> Matches:
         """Match a prompt against every worker."""

@@ -58,8 +58,8 @@ class PageTable(Protocol):
         pages among them whose best tier is that one.
         """
 
-    def held(self, slot: int) -> list[int]:
-        """All pages of a worker that are not just expected. Scans the table."""
+    def held(self, slot: int, tiers: int) -> list[int]:
+        """All pages of a worker in any tier of this mask. Scans the table."""
 
     def __len__(self) -> int:
         """The number of different pages."""
@@ -121,9 +121,9 @@ class PythonPageTable:
                 if best != Tier.GPU:
                     found[best, slot] += 1
 
-    def held(self, slot: int) -> list[int]:
+    def held(self, slot: int, tiers: int) -> list[int]:
         with self._lock:
-            return [page for page, holders in self._pages.items() if holders.get(slot, 0) & HELD]
+            return [page for page, holders in self._pages.items() if holders.get(slot, 0) & tiers]
 
     def __len__(self) -> int:
         return len(self._pages)

@@ -5,95 +5,85 @@ computes again, whoever gets the next turn, whoever was killed in between.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.harness.local_stack import Stack, stack
+from tests.kvcache.storage.support import MooncakeMaster
 from tests.support.reference import draw_model, reference_generate
+from tests.support.tiered_stack import PAGE_SIZE, computed, refused, storages, tiered, wait_until_stored
 
-PAGE_SIZE = 8
 NEW_TOKENS = 12
 SAID = 21  # tokens of a turn
-STORED_S = 20.0
 
 
-@contextmanager
-def serving(model: Path, directory: Path, storage: Path, **options: Any) -> Iterator[Stack]:
-    """2P + 2D in turn, whose device pools hold little more than one conversation."""
-    directory.mkdir(exist_ok=True)
-    chosen = {
-        "dtype": "float32",
-        "threads": 1,
-        "page_size": PAGE_SIZE,
-        "chunked_prefill_size": 64,
-        "max_total_tokens": 512,
-        "max_context_tokens": 384,
-        "mamba_track_interval": PAGE_SIZE,
-        "max_running_requests": 4,
-        "hicache_ratio": 2.0,
-        "hicache_storage_backend": "file",
-        "hicache_storage_path": str(storage),
-        "hicache_storage_prefetch_policy": "wait_complete",
-        "hicache_storage_prefetch_threshold": PAGE_SIZE,
-        "hicache_storage_prefetch_if_slower": True,
-        **options,
-    }
-    router = {"policy": "round-robin", "prefill_on_decode_tokens": 0}
-    with stack(model, directory, 2, 2, router=router, **chosen) as running:
-        yield running
-
-
-def stored(running: Stack) -> None:
-    """Wait until every worker has written what it has cached."""
-    deadline = time.monotonic() + STORED_S
-    for worker in running.workers:
-        while not running.inspect(worker, "tiers")["is_idle"]:
-            assert time.monotonic() < deadline, f"{worker.ready} never stops moving"
-
-
-def computed(running: Stack) -> int:
-    """Tokens that prefill chunks have computed on all workers."""
-    return sum(running.inspect(worker, "metrics")["prefill_tokens"] for worker in running.workers)
+@pytest.fixture
+def master(tmp_path: Path) -> Iterator[MooncakeMaster]:
+    """The one that the workers of a test know."""
+    why = MooncakeMaster.why_not()
+    if why:
+        pytest.skip(why)
+    with closing(MooncakeMaster(tmp_path / "master.log")) as started:
+        yield started
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "qwen3_next"])
 def test_six_turns_compute_each_page_once(family: str, tmp_path: Path) -> None:
+    six_turns(family, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3", *(pytest.param(one, marks=pytest.mark.e2e) for one in ("gpt_oss", "qwen3_next"))]
+)
+def test_six_turns_over_mooncake_store_compute_each_page_once(
+    family: str, tmp_path: Path, master: MooncakeMaster
+) -> None:
+    """Each worker lends 20 MB, so a page that is read may lie in the memory of any of the others."""
+    six_turns(
+        family, tmp_path, hicache_storage_backend="mooncake", hicache_storage_url=master.url,
+        hicache_storage_size=0.02,
+    )  # fmt: skip
+
+
+def six_turns(family: str, tmp_path: Path, **options: Any) -> None:
+    """A conversation whose turns alternate between two prefill and two decode workers."""
     draw = random.Random(5)
     text = [draw.randrange(250) for _ in range(60)]
     model, _ = draw_model(family, tmp_path / "models", 3, [text], NEW_TOKENS)
-    with serving(model, tmp_path / "one", tmp_path / "kv") as running:
+    with tiered(model, tmp_path / "one", tmp_path / "kv", **options) as running:
         known = 0
         for turn in range(6):
             before = computed(running)
             answer = running.generate(text, NEW_TOKENS)["output_ids"]
             assert answer == reference_generate(model, text, NEW_TOKENS)[0]
             running.settle()
-            stored(running)
+            wait_until_stored(running)
             spent = computed(running) - before
             new = len(text) - known // PAGE_SIZE * PAGE_SIZE
             assert spent <= new + PAGE_SIZE, f"turn {turn} computes {spent} tokens for {new} new ones"
             known = len(text) + NEW_TOKENS - 1
             text = [*text, *answer, *(draw.randrange(250) for _ in range(SAID))]
+        assert refused(running) == {}
+        for worker in running.prefill:
+            read = running.inspect(worker, "tiers")["storage"]["read_pages"]
+            assert read > 0, "it has not read what the other one computed"
 
 
 def test_killed_workers_leave_a_storage_that_serves(tmp_path: Path) -> None:
     draw = random.Random(6)
     prompts = [[draw.randrange(250) for _ in range(150)] for _ in range(4)]
     model, _ = draw_model("qwen3", tmp_path / "models", 3, prompts, NEW_TOKENS)
-    with serving(model, tmp_path / "one", tmp_path / "kv") as running:
+    with tiered(model, tmp_path / "one", tmp_path / "kv") as running:
         running.generate_all(prompts, NEW_TOKENS)
         for worker in running.workers:
             worker.kill()
-    with serving(model, tmp_path / "two", tmp_path / "kv") as running:
+    with tiered(model, tmp_path / "two", tmp_path / "kv") as running:
         for prompt in prompts:
             answer = running.generate(prompt, NEW_TOKENS)["output_ids"]
             assert answer == reference_generate(model, prompt, NEW_TOKENS)[0]
         running.settle()
-        reports = [running.inspect(worker, "tiers")["storage"] for worker in running.workers]
-        assert sum(report["read_pages"] for report in reports) > 0
-        assert not any(report["refused"] for report in reports), "a torn page was found"
+        assert sum(one["read_pages"] for one in storages(running)) > 0
+        assert refused(running) == {}, "a torn page was found"

@@ -18,6 +18,7 @@ _POSTS: dict[str, dict[str, Any]] = {
 _GETS = (
     "/v1/models", "/health", "/ready", "/version", "/openapi.json", "/metrics", "/debug/workers",
     "/debug/route", "/debug/inspect", "/debug/rooms", "/debug/leases", "/debug/suspicions", "/debug/trace/x",
+    "/debug/index",
 )  # fmt: skip
 _FIELDS = (
     "messages", "prompt", "text", "input_ids", "tokens", "sampling_params", "stream", "stream_options", "n",

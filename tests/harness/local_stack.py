@@ -38,6 +38,7 @@ class Stack:
     http: httpx.Client
     admin: httpx.Client
     mailbox: Mailbox
+    _cleanup: ExitStack = field(default_factory=ExitStack)
     _token: int = field(default=0)
 
     @property
@@ -59,6 +60,19 @@ class Stack:
                 if isinstance(mail.message, Inspected) and mail.message.token == self._token:
                     return mail.message.body if what == "tree" else json.loads(mail.message.body)
         raise ChildFailed(f"{worker.module} does not answer Inspect:\n{worker.log.read_text()[-3000:]}")
+
+    def start_again(self, ended: Child, runner: tuple[str, ...] = ()) -> Child:
+        """Start a worker that has ended again, under its name, and wait until the router sees it."""
+        nodes = self.prefill if ended in self.prefill else self.decode
+        options = {**ended.options, "worker_id": ended.ready["id"]}
+        child = Child(ended.module, options, ended.log.parent, runner, ended.arguments)
+        nodes[nodes.index(ended)] = self._cleanup.enter_context(child)
+        address = child.wait_ready()["mailbox"]
+        deadline = time.monotonic() + SETTLE_S
+        while address not in {one["mailbox"] for one in self.admin.get("/debug/workers").json()["workers"]}:
+            if time.monotonic() >= deadline:
+                raise ChildFailed("the router does not see the worker that was started again")
+        return child
 
     def settle(self) -> None:
         """Wait until no worker holds a room, then check that every pool balances and nothing is held."""
@@ -140,7 +154,7 @@ def stack(
         admin = cleanup.enter_context(httpx.Client(base_url=front.ready["admin"], timeout=120.0))
         secret = open_secret(Path(file) if (file := worker.get("cluster_secret_file")) else None)
         mailbox = cleanup.enter_context(Mailbox(curve=curve_for(secret)))
-        running = Stack(leases, front, nodes["prefill"], nodes["decode"], http, admin, mailbox)
+        running = Stack(leases, front, nodes["prefill"], nodes["decode"], http, admin, mailbox, cleanup)
         wait_for_workers(running, prefill + decode)
         try:
             yield running

@@ -39,6 +39,8 @@ class Child:
         file = directory / f"{module}-{len(list(directory.iterdir()))}.json"
         file.write_text(json.dumps(options))
         self.module = module
+        self.options = options
+        self.arguments = arguments
         self.log = file.with_suffix(".log")
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
         command = [*runner, module, "--options", str(file), *arguments]

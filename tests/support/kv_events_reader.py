@@ -146,6 +146,17 @@ def pages_of(nodes: list[dict[str, Any]], model: str, page_size: int) -> dict[in
     return _read(nodes, model, page_size)[0]
 
 
+def pages_by_medium(nodes: list[dict[str, Any]], model: str, page_size: int) -> dict[str, set[int]]:
+    """The names of the pages that a worker's tree says it has in each medium."""
+    names = iter(_read(nodes, model, page_size)[0])  # in the order of the nodes
+    held: dict[str, set[int]] = {"GPU": set(), "CPU": set(), "STORAGE": set()}
+    for node in nodes:
+        own = [next(names) for _ in range(len(node["tokens"]) // page_size)]
+        for medium in node["media"]:
+            held[medium].update(own)
+    return held
+
+
 def ends_of(nodes: list[dict[str, Any]], model: str, page_size: int) -> list[int]:
     """The name of each node's last page."""
     return [name for name, _ in _read(nodes, model, page_size)[1]]

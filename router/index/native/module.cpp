@@ -83,6 +83,11 @@ bool parse_slot(PyObject* argument, baton::Slot& slot) {
   return parse(argument, baton::kMaxSlot, "a slot is a number from 0 to 2**28 - 1", slot);
 }
 
+bool parse_slot_and_tiers(PyObject* const* args, Py_ssize_t given, baton::Slot& slot, baton::Tiers& tiers) {
+  if (!check_count(given, 2) || !parse_slot(args[0], slot)) return false;
+  return parse(args[1], baton::kAllTiers, "a mask of tiers is a number from 0 to 15", tiers);
+}
+
 bool check_hashes(const Buffer& hashes) {
   return hashes && check(hashes->ndim == 1 && hashes->itemsize == 8, "hashes are int64, in one dimension");
 }
@@ -113,8 +118,7 @@ PyObject* remove(PyObject* self, PyObject* const* args, Py_ssize_t given) {
 PyObject* clear(PyObject* self, PyObject* const* args, Py_ssize_t given) {
   baton::Slot slot;
   baton::Tiers tiers;
-  if (!check_count(given, 2) || !parse_slot(args[0], slot)) return nullptr;
-  if (!parse(args[1], baton::kAllTiers, "a mask of tiers is a number from 0 to 15", tiers)) return nullptr;
+  if (!parse_slot_and_tiers(args, given, slot, tiers)) return nullptr;
   return Py_XNewRef(guarded([&] {
     const WithoutGil released;
     table_of(self).clear(slot, tiers);
@@ -152,14 +156,15 @@ PyObject* find(PyObject* self, PyObject* const* args, Py_ssize_t given) {
   }));
 }
 
-PyObject* held(PyObject* self, PyObject* argument) {
+PyObject* held(PyObject* self, PyObject* const* args, Py_ssize_t given) {
   baton::Slot slot;
-  if (!parse_slot(argument, slot)) return nullptr;
+  baton::Tiers tiers;
+  if (!parse_slot_and_tiers(args, given, slot, tiers)) return nullptr;
   return guarded([&]() -> PyObject* {
     std::vector<int64_t> pages;
     {
       const WithoutGil released;
-      pages = table_of(self).held(slot);
+      pages = table_of(self).held(slot, tiers);
     }
     PyObject* list = PyList_New(static_cast<Py_ssize_t>(pages.size()));
     for (size_t i = 0; list && i < pages.size(); ++i) {
@@ -197,8 +202,7 @@ void destroy(PyObject* self) {
 
 #define FAST(name) {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(name)), METH_FASTCALL, nullptr}
 PyMethodDef methods[] = {
-    FAST(store), FAST(remove), FAST(clear), FAST(apply), FAST(find),
-    {"held", held, METH_O, nullptr},
+    FAST(store), FAST(remove), FAST(clear), FAST(apply), FAST(find), FAST(held),
     {"nbytes", nbytes, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

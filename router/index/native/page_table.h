@@ -148,13 +148,13 @@ class PageTable {
     if (count > 0) extend(set, first, count, found, slots);
   }
 
-  std::vector<int64_t> held(Slot slot) {
+  std::vector<int64_t> held(Slot slot, Tiers tiers) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const std::vector<uint8_t> by_set = sets_.tiers_of(slot);
     std::vector<int64_t> pages;
     for (const Shard& shard : shards_)
       for (const Shard::Entry& entry : shard)
-        if (entry.set != Shard::kUnused && by_set[entry.set] & kHeldTiers) pages.push_back(entry.page());
+        if (entry.set != Shard::kUnused && by_set[entry.set] & tiers) pages.push_back(entry.page());
     return pages;
   }
 

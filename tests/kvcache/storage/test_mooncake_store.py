@@ -131,5 +131,7 @@ def test_what_cannot_work_is_refused_by_name(tmp_path: Path) -> None:
     for url, says in {"": "no HOST:PORT", f"127.0.0.1:{free_port()}": "start mooncake_master"}.items():
         with pytest.raises(ConfigError, match=says):
             open_storage(StorageConfig(backend="mooncake", path=tmp_path, url=url))
+    with pytest.raises(ConfigError, match="too few to lend"):
+        open_storage(StorageConfig(backend="mooncake", path=tmp_path, url="a:1", max_bytes=(16 << 20) - 1))
     with pytest.raises(ConfigError, match="colour"):
         open_storage(StorageConfig(backend="mooncake", path=tmp_path, url="a:1", extra={"colour": 1}))

@@ -24,7 +24,7 @@ OTHER = "another admin key of that length"
 PATHS = [
     "/metrics", "/admin/routers", "/debug/workers", "/debug/route?prompt=Hello",
     "/debug/inspect?worker=WORKER", "/debug/rooms", "/debug/leases", "/debug/suspicions", "/debug/trace/one",
-    "/debug/requests",
+    "/debug/requests", "/debug/index?worker=WORKER",
 ]  # fmt: skip
 
 

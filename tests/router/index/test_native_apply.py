@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from common.errors import WireError
 from router.index.global_index import GlobalIndex, as_hashes
-from router.index.page_table import PageTable, PythonPageTable, Tier, make_page_table
+from router.index.page_table import HELD, PageTable, PythonPageTable, Tier, make_page_table
 from wire.events import MEDIA, AllBlocksCleared, AnyEvent, BlockRemoved, BlockStored, encode_batch
 
 PAGES = [0, 1, -1, 127, 128, -32, -33, 2**31, -(2**31), 2**63 - 1, -(2**63), 12345678901234567]
@@ -69,7 +69,7 @@ def other_events(draw: st.DrawFn) -> dict[str, Any]:
 
 def state(table: PageTable) -> list[Any]:
     """All there is to see of two slots."""
-    seen: list[Any] = [len(table), sorted(table.held(0)), sorted(table.held(1))]
+    seen: list[Any] = [len(table), *(sorted(table.held(slot, 1 << tier)) for slot in (0, 1) for tier in Tier)]
     for page in PAGES:
         found = np.empty((4, 2), np.int32)
         table.find(as_hashes([page]), found)
@@ -173,7 +173,7 @@ def test_one_event_of_another_form_leaves_the_batch_to_python(fields: dict[str, 
     assert table.apply(0, msgpack.packb([1.0, [good, {"type": "BlockStored", **fields}], 0])) == -1
     assert len(table) == 0
     assert table.apply(0, msgpack.packb([1.0, [good], 0])) == 1
-    assert table.held(0) == [7]
+    assert table.held(0, HELD) == [7]
 
 
 def test_a_field_that_comes_twice_is_not_understood() -> None:

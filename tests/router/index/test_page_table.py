@@ -26,6 +26,7 @@ PAGES = [0, 1, -1, 7, 2**63 - 1, -(2**63), *(3**n % 2**61 for n in range(1, 26))
 
 slots = st.one_of(st.integers(0, 3), st.integers(0, SLOTS - 1))
 tiers = st.sampled_from(list(Tier))
+masks = st.sampled_from([HELD, ALL, 0b0010, 0b0100, 0b1000, 0])
 walks = st.one_of(
     st.integers(0, len(PAGES)).map(lambda n: PAGES[:n]),
     st.lists(st.sampled_from(PAGES), max_size=12),
@@ -74,7 +75,7 @@ class TablesAgree(RuleBasedStateMachine):
         for page in walk:
             self.truth.get((slot, page), set()).discard(tier)
 
-    @rule(slot=slots, mask=st.sampled_from([HELD, ALL, 0b0010, 0b1000, 0]))
+    @rule(slot=slots, mask=masks)
     def clear(self, slot: int, mask: int) -> None:
         for table in self.tables:
             table.clear(slot, mask)
@@ -88,11 +89,12 @@ class TablesAgree(RuleBasedStateMachine):
         for table in self.tables:
             assert np.array_equal(find(table, as_hashes(walk)), wanted)
 
-    @rule(slot=slots)
-    def what_one_holds(self, slot: int) -> None:
-        wanted = {page for (who, page), held in self.truth.items() if who == slot and held - {Tier.EXPECTED}}
+    @rule(slot=slots, mask=masks)
+    def what_one_holds(self, slot: int, mask: int) -> None:
+        asked = {tier for tier in Tier if mask >> tier & 1}
+        wanted = {page for (who, page), held in self.truth.items() if who == slot and held & asked}
         for table in self.tables:
-            assert sorted(table.held(slot)) == sorted(wanted)
+            assert sorted(table.held(slot, mask)) == sorted(wanted)
 
     @invariant()
     def as_many_pages(self) -> None:
