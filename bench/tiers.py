@@ -10,6 +10,7 @@ turn of all but 512 tokens, and two more of 256 new tokens each; the last one is
     ttft_storage_gain    the same / after a restart, from files past the page cache (direct I/O)
     host_vs_memcpy       bytes/s of loads from the host / of memcpy, pages of shape M in random order
     small_host_vs_memcpy  the same with pages of 32 KiB, in runs of 8 pages, as those of a turn lie
+    ship_from_host_vs_device  bytes/s of pages sent to another process from the host / from the device's pool
     decode_slowdown_while_moving   a decode step while backups run at 1 GB/s / while nothing moves
 
 `values`: time to first token (s) and prompt tokens computed in the last turn, by tier. The three systems run
@@ -36,6 +37,7 @@ import numpy as np
 import torch
 
 from bench.common import alternate, argument_parser, medians, print_result, seconds
+from bench.host_shipping import host_against_device
 from bench.make_model import make_model, shape_m
 from kvcache.allocator import Pages
 from kvcache.layout import KVGroupSpec
@@ -243,6 +245,7 @@ def main() -> None:
                 config.num_key_value_heads, config.head_dim, config.num_hidden_layers, run=1
             ),
             "small_host_vs_memcpy": _against_memcpy(2, 64, 4, run=8),  # 16 tokens: 32 KiB
+            "ship_from_host_vs_device": host_against_device(_ROUNDS),
         }
         found, ratios["decode_slowdown_while_moving"] = _measure(
             model, scratch, given.tokens, given.conversations

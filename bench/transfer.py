@@ -100,7 +100,11 @@ class SendingProcess:
 
 
 def _sending_main(conn: Connection, shape: Shape) -> None:
-    sending = SendingProcess(shape)
+    answer_calls(conn, SendingProcess(shape))
+
+
+def answer_calls(conn: Connection, sending: object) -> None:
+    """Call the methods of `sending` that ReceivingProcess.call names, until it hangs up."""
     while True:
         try:
             name, arguments = conn.recv()
@@ -122,7 +126,7 @@ class ReceivingProcess:
         self._rng = np.random.default_rng(2)
 
     def call(self, name: str, *arguments: object) -> tuple[float, Any]:
-        """(seconds, answer) of a method of SendingProcess."""
+        """(seconds, answer) of a method of the sending process."""
         self._conn.send((name, arguments))
         if not self._conn.poll(TIMEOUT_S):
             raise TimeoutError(f"{name} does not end")
@@ -133,11 +137,12 @@ class ReceivingProcess:
         """A fresh random pairing of all pages."""
         return self._rng.permutation(self.shape.pages), self._rng.permutation(self.shape.pages)
 
-    def transfer(self, receiver: PoolReceiver, src: PageIds, dst: PageIds) -> float:
-        """Seconds of one room's write."""
+    def transfer(self, receiver: PoolReceiver, src: PageIds, dst: PageIds, on_host: bool = False) -> float:
+        """Seconds of one room's write. `on_host`: the source pages are those of a host tier."""
         self._rounds += 1
         receiver.open(self._rounds, 0, {"full": dst})
-        seconds, _ = self.call("write", receiver.endpoints[0], PageWrite(self._rounds, 0, "full", src, dst))
+        write = PageWrite(self._rounds, 0, "full", src, dst, on_host)
+        seconds, _ = self.call("write", receiver.endpoints[0], write)
         landed = receiver.landed(self._rounds, 0)
         if landed.missing or not receiver.close_room(self._rounds, 0).passed:
             raise RuntimeError(f"{landed.missing} pages are missing")

@@ -38,6 +38,7 @@ def tier_rows(workers: list[WorkerRecord]) -> list[TierRow]:
 def _rows(worker: WorkerRecord) -> Iterator[TierRow]:
     figures, moves = worker.figures, worker.figures.moves
     to_host, to_device = moves.get("to_host", _NONE), moves.get("to_device", _NONE)
+    to_peer = moves.get("to_peer", _NONE)
     page_tokens = worker.groups[0].page_size if worker.groups else 0
     yield TierRow(
         worker.id, "device", *_primary(worker, figures.groups), _held_bytes(worker, figures.groups),
@@ -46,8 +47,9 @@ def _rows(worker: WorkerRecord) -> Iterator[TierRow]:
     if figures.host:
         yield TierRow(
             worker.id, "host", *_primary(worker, figures.host), _held_bytes(worker, figures.host),
-            _share(worker, to_device.pages * page_tokens), to_host.bytes, to_device.bytes,
-            to_host.failed + to_device.failed, to_host.queued + to_device.queued,
+            _share(worker, to_device.pages * page_tokens), to_host.bytes, to_device.bytes + to_peer.bytes,
+            to_host.failed + to_device.failed + to_peer.failed,
+            to_host.queued + to_device.queued + to_peer.queued,
         )  # fmt: skip
     if "to_storage" in moves:
         to, back = moves["to_storage"], moves.get("from_storage", _NONE)

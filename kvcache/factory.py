@@ -29,6 +29,7 @@ from kvcache.tiers.host_pool import HostPool
 from kvcache.tiers.host_tier import HostTier
 from kvcache.tiers.mover import WorkQueue
 from kvcache.tiers.moves import TierMoves
+from kvcache.tiers.reads import TierReads
 from kvcache.tiers.storage_tier import StorageTier
 from kvcache.tiers.tiers import Tiers
 from kvcache.window_locks import WindowLocks
@@ -106,7 +107,7 @@ def build_prefix_cache(
         storage: StorageTier | None = None
         if lower.storage is not None:
             storage = StorageTier(config.tiers, tree, host, lower.mover, lower.storage, lower.keys)
-        tiers = Tiers(host, moves, storage, lower.mover)
+        tiers = Tiers(host, moves, TierReads(tree, host), storage, lower.mover)
     cache: BasePrefixCache = ChunkCache(pool, allocators[primary], tree, holdings)
     if is_radix:
         cache = RadixCache(pool, allocators[primary], tree, holdings, tiers.moves if tiers else None)

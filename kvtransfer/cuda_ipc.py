@@ -54,7 +54,8 @@ class CudaIpcReceiver(LocalReceiver):
 
 
 class CudaIpcSender(LocalSender):
-    """SenderTransport that copies from this worker's GPU into the receiver's pool."""
+    """SenderTransport that copies from this worker's GPU into the receiver's pool. What is on the host must
+    be loaded first."""
 
     def __init__(self, regions: PoolRegion, bounds: Bounds) -> None:
         """Raises ConfigError when the pools are not on a GPU that can share memory."""

@@ -28,7 +28,7 @@ from kvcache.device_memory import DeviceError
 from kvtransfer.channel import Channel, GrantedWrite, Peer, PeerSender
 from kvtransfer.frames import End, Ended, Gone, Granted, Pools, bound
 from kvtransfer.granting import GrantingReceiver
-from kvtransfer.region import PoolRegion
+from kvtransfer.region import NO_REGIONS, PoolRegion
 from kvtransfer.rooms import Grant, RoomTable
 from kvtransfer.streams import Stream
 from kvtransfer.transport import Bounds
@@ -128,9 +128,9 @@ class LocalReceiver(GrantingReceiver[int]):
 class LocalSender(PeerSender):
     """SenderTransport that copies into the receiver's pools, which it maps."""
 
-    def __init__(self, regions: PoolRegion, bounds: Bounds) -> None:
+    def __init__(self, regions: PoolRegion, bounds: Bounds, arenas: PoolRegion = NO_REGIONS) -> None:
         """Nothing is mapped before the first write to a receiver."""
-        super().__init__(regions, bounds)
+        super().__init__(regions, bounds, arenas)
         self._mappings: dict[Peer, dict[str, Mapped]] = {}
 
     @abstractmethod

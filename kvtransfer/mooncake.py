@@ -31,7 +31,7 @@ from kvtransfer.frames import End, Ended, Granted, Pools, Staged
 from kvtransfer.granting import GrantingReceiver
 from kvtransfer.listener import hang_up
 from kvtransfer.mooncake_engine import MooncakeEngine, has_rdma
-from kvtransfer.region import GroupRegion, PoolRegion
+from kvtransfer.region import NO_REGIONS, GroupRegion, PoolRegion
 from kvtransfer.rooms import Grant, RoomTable
 from kvtransfer.streams import Stream
 from kvtransfer.tcp import connected_socket, listening_endpoint, listening_socket
@@ -256,12 +256,15 @@ class MooncakeReceiver(GrantingReceiver[_Station]):
 class MooncakeSender(PeerSender):
     """SenderTransport over Mooncake."""
 
-    def __init__(self, regions: PoolRegion, bounds: Bounds, interface: str) -> None:
+    def __init__(
+        self, regions: PoolRegion, bounds: Bounds, interface: str, arenas: PoolRegion = NO_REGIONS
+    ) -> None:
         """Raises ConfigError when Mooncake or the interface does not work here."""
-        super().__init__(regions, bounds)
+        super().__init__(regions, bounds, arenas)
         self._engine = MooncakeEngine(interface, bounds.silence_s)
         if self._engine.protocol == "rdma":  # over TCP, Mooncake reads a source that is not registered
             _register(self._engine, regions)
+            _register(self._engine, arenas)
         self._stages = _Stages(self._engine)
 
     def close(self) -> None:

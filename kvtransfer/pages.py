@@ -10,7 +10,7 @@ from kvcache.page_runs import PageIds
 @dataclass(frozen=True, slots=True)
 class PageWrite:
     """Page `src_pages[i]` of this worker's pool goes to page `dst_pages[i]` of the peer's, for one room,
-    epoch and group.
+    epoch and group. `on_host`: the source pages are those of the host tier.
 
     Both arrays are one-dimensional, of equal length and int64; a page occurs at most once in `dst_pages`.
     """
@@ -20,6 +20,7 @@ class PageWrite:
     group: str
     src_pages: PageIds
     dst_pages: PageIds
+    on_host: bool = False
 
     def __post_init__(self) -> None:
         assert self.src_pages.shape == self.dst_pages.shape, "a page write pairs every source with a target"

@@ -11,6 +11,7 @@ import ctypes
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -165,6 +166,7 @@ def _wait_all(copies: deque[Copied]) -> None:
 
 PoolRegion = Mapping[str, GroupRegion]
 """A worker's pools by group name."""
+NO_REGIONS: PoolRegion = MappingProxyType({})
 
 
 def region_of(pool: torch.Tensor, fd: int | None = None) -> GroupRegion:
@@ -179,6 +181,15 @@ def pool_regions(memory: Memory) -> dict[str, GroupRegion]:
     return {
         name: region_of(pool.bytes, pool.fd) for name, pool in memory.kv_caches.items() if pool.page_bytes
     }
+
+
+def arena_regions(memory: Memory) -> PoolRegion:
+    """The host tier's pages by group, likewise; none without such a tier. Nobody writes to them from
+    outside."""
+    if memory.tiers is None:
+        return NO_REGIONS
+    arenas = memory.tiers.host.pool.arenas
+    return {name: GroupRegion(arena.bytes) for name, arena in arenas.items() if arena.page_bytes}
 
 
 def check_pages(region: GroupRegion, pages: PageIds) -> bool:

@@ -17,7 +17,7 @@ from kvtransfer import cuda_ipc, mooncake, mooncake_engine, shm, tcp
 from kvtransfer.channel import PeerSender
 from kvtransfer.pages import PageWrite
 from kvtransfer.receiver import PoolReceiver
-from kvtransfer.region import PoolRegion
+from kvtransfer.region import NO_REGIONS, PoolRegion
 from kvtransfer.rooms import RoomTable
 from kvtransfer.transport import Bounds, ReceiverTransport
 from wire.messages import Fetch, KVTarget, TransferEndpoint
@@ -104,6 +104,9 @@ class PoolSender:
             f"{', '.join(self._transports)}"
         )
 
+    def reads_host(self, endpoint: TransferEndpoint) -> bool:
+        return self._transports[endpoint.backend].reads_host(endpoint)
+
     def write(self, endpoint: TransferEndpoint, write: PageWrite) -> int:
         return self._transports[endpoint.backend].write(endpoint, write)
 
@@ -131,8 +134,10 @@ def open_sender(
     interface: str = "127.0.0.1",
     bounds: Bounds | None = None,
     mooncake_ports: Ports = ANY_PORT,
+    arenas: PoolRegion = NO_REGIONS,
 ) -> PoolSender:
-    """The backends of a prefill worker. Raises ConfigError when the named one does not work here."""
+    """The backends of a prefill worker. Raises ConfigError when the named one does not work here. `arenas`:
+    the host tier's pages, which leave from there where the backend can read them."""
     check_backend(backend)
     bounds = bounds or Bounds()
     mooncake_engine.choose_ports(mooncake_ports)
@@ -140,9 +145,9 @@ def open_sender(
     if _takes_cuda_ipc(backend, regions, cuda_ipc.obstacle_to_send(regions)):
         transports[cuda_ipc.BACKEND] = cuda_ipc.CudaIpcSender(regions, bounds)
     if backend in (shm.BACKEND, AUTO):
-        transports[shm.BACKEND] = shm.ShmSender(regions, bounds)
+        transports[shm.BACKEND] = shm.ShmSender(regions, bounds, arenas)
     if backend == mooncake.BACKEND or (backend == AUTO and mooncake.has_rdma()):
-        transports[mooncake.BACKEND] = mooncake.MooncakeSender(regions, bounds, interface)
+        transports[mooncake.BACKEND] = mooncake.MooncakeSender(regions, bounds, interface, arenas)
     if backend in (tcp.BACKEND, AUTO):
-        transports[tcp.BACKEND] = tcp.TcpSender(regions, bounds)
+        transports[tcp.BACKEND] = tcp.TcpSender(regions, bounds, arenas)
     return PoolSender(transports, host)

@@ -11,15 +11,17 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from types import MappingProxyType
 
 import numpy as np
+import numpy.typing as npt
 
 from common.errors import TransferError
 from kvcache.page_runs import PageIds, as_pages
 from kvtransfer.checksum import checksums, samples
 from kvtransfer.pages import PageWrite
-from kvtransfer.region import PoolRegion
+from kvtransfer.region import NO_REGIONS, PoolRegion
 from kvtransfer.transport import SenderTransport
 from wire.checksums import NO_CHECKSUMS, ChecksumMode, PageChecksums
 from wire.messages import GroupTarget, TransferEndpoint
@@ -43,10 +45,20 @@ class Sent:
     checksums: PageChecksums = NO_CHECKSUMS
 
 
+OnRead = Callable[[bool], None]
+"""Called once, on any thread, when pages that were to be sent are not read any more: whether all have
+landed."""
+
+
+def _nobody(landed: bool) -> None:
+    """Who is told that pages of a request, which has them until `Sent`, have landed."""
+
+
 @dataclass(frozen=True)
 class _Job:
     writes: list[PageWrite]
     last: bool
+    on_read: OnRead = _nobody
 
 
 class KVSender:
@@ -100,6 +112,16 @@ class KVSender:
         }
 
     @property
+    def reads_host(self) -> bool:
+        """Whether pages of the host tier can be sent."""
+        return self._threads.transport.reads_host(self._endpoint)
+
+    @property
+    def starts(self) -> dict[str, int]:
+        """By group, the first page that the other side lacks."""
+        return {name: first for name, (first, _) in self._targets.items()}
+
+    @property
     def idle(self) -> bool:
         """Whether everything that was given to `send` so far has landed, or nothing more will."""
         with self._lock:
@@ -111,34 +133,40 @@ class KVSender:
         end: int,
         last: bool = False,
         needed_from: Mapping[str, int] = MappingProxyType({}),
+        on_host: Mapping[str, PageIds] = MappingProxyType({}),
+        on_read: OnRead = _nobody,
     ) -> None:
         """The KV of tokens [0, end) is computed: send what has not been sent.
 
         `pages[group][i]` is logical page i of a group in this worker's pool, cached prefix included, 0 where
         there is none; a state group has one page, its slot. Without `last` only whole pages of the primary
         group are sent. `last` is given once, at the end of the prompt, with the pages of every group; pages
-        before `needed_from[group]` are left out then. What is sent must neither change nor be freed before
-        `Sent`. After an abort or a failure nothing is sent.
+        before `needed_from[group]` are left out then. After an abort or a failure nothing is sent.
+
+        Where `pages` has a 0, the page is read in the host tier, as `on_host[group][i]`. What is sent must
+        neither change nor be freed before `on_read` is called, or before `Sent`.
         """
         size = self._page_size
         begin_page = self.start_send_idx // size
         end_page = -(-end // size) if last else end // size
         if not last and end_page <= begin_page:
+            on_read(True)
             return
         writes, problem = [], None
         try:
-            writes = self._writes(pages, begin_page, end_page, last, needed_from)
+            writes = self._writes(pages, on_host, begin_page, end_page, last, needed_from)
         except TransferError as error:
             problem = str(error)
         self.start_send_idx = end if last else end_page * size
         with self._lock:
             if self._error is not None:
+                on_read(False)
                 return
             assert not self._over, f"room {self.room} has been sent already"
             if problem is not None:
                 self._error, last = problem, True
-                self._jobs.clear()
-            self._jobs.append(_Job(writes, last))
+                self._drop_jobs()
+            self._jobs.append(_Job(writes, last, on_read))
             self._queue()
 
     def abort(self, reason: str) -> None:
@@ -147,13 +175,19 @@ class KVSender:
             if self._over:
                 return
             self._error = self._error or reason
-            self._jobs.clear()
+            self._drop_jobs()
             self._jobs.append(_Job([], last=True))
             self._queue()
+
+    def _drop_jobs(self) -> None:
+        """Forget what no thread has begun. The caller holds the lock."""
+        while self._jobs:
+            self._jobs.popleft().on_read(False)
 
     def _writes(
         self,
         pages: Mapping[str, PageIds],
+        on_host: Mapping[str, PageIds],
         begin_page: int,
         end_page: int,
         last: bool,
@@ -174,10 +208,17 @@ class KVSender:
             else:
                 continue
             low = min(low, high)
-            src = as_pages(pages[group][low:high]).copy()
-            if not src.all():  # page 0 is scratch
+            src, dst = as_pages(pages[group][low:high]).copy(), ids[low - first : high - first]
+            below = src == 0  # page 0 is scratch
+            if below.any() and group in on_host:
+                src[below] = on_host[group][low:high][below]
+            if not src.all():
                 raise TransferError(f"this worker does not hold pages {low} to {high} of group {group}")
-            writes.append(PageWrite(self.room, self.epoch, group, src, ids[low - first : high - first]))
+            for begin, stop in _stretches(below):
+                part = slice(begin, stop)
+                writes.append(
+                    PageWrite(self.room, self.epoch, group, src[part], dst[part], bool(below[begin]))
+                )
         return writes
 
     def _queue(self) -> None:
@@ -198,10 +239,11 @@ class KVSender:
         except Exception as error:
             log.exception("a bug while sending room %d", self.room)
             self._error = f"internal error: {error}"
+        job.on_read(self._error is None)
         with self._lock:
             over = self._over = job.last or self._error is not None
             if over:
-                self._jobs.clear()
+                self._drop_jobs()
             self._busy = False
             if self._jobs:
                 self._queue()
@@ -226,8 +268,15 @@ class KVSender:
             for sample in self._samples[write.group]
             if start <= sample.page < end
         ]
-        sums = checksums(self._threads.regions[write.group], write.src_pages, wanted)
+        regions = self._threads.arenas if write.on_host else self._threads.regions
+        sums = checksums(regions[write.group], write.src_pages, wanted)
         self._checksums.sums[write.group].extend(sums)
+
+
+def _stretches(flags: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Maximal stretches of equal flags, half-open."""
+    borders = (np.flatnonzero(flags[1:] != flags[:-1]) + 1).tolist()
+    return list(pairwise([0, *borders, len(flags)])) if len(flags) else []
 
 
 class SenderThreads:
@@ -242,10 +291,13 @@ class SenderThreads:
         regions: PoolRegion,
         on_sent: Callable[[Sent], None],
         threads: int = 4,
+        arenas: PoolRegion = NO_REGIONS,
     ) -> None:
-        """`on_sent` is called on a transfer thread and must not block. The caller closes the transport."""
+        """Pages are read in `regions`, and those of the host tier in `arenas`. `on_sent` is called on a
+        transfer thread and must not block. The caller closes the transport."""
         self.transport = transport
         self.regions = regions
+        self.arenas = arenas
         self._on_sent = on_sent
         self._ready: queue.SimpleQueue[KVSender | None] = queue.SimpleQueue()
         self._per_receiver = max(1, threads // 2)

@@ -3,9 +3,10 @@
 A room's life here, with what it holds:
 
     scheduler ──prefilled──> hand_off ──every page has landed──> over; KVDone is sent until confirmed
-    (row, locked   │  ▲      (the same)
-     pages)        │  │ KVTarget: match again, recompute what was evicted
-                   ▼  │
+    (row, locked   │  ▲      (the same)      ▲
+     pages)        │  │                      │ KVTarget, and all of it is cached: locked on device and host
+                   │  │ KVTarget: match again, recompute what was evicted
+                   ▼  │                      │
                  parked (nothing unevictable)
 
 A room without a target must hold nothing unevictable after its forward. Otherwise a prefill worker full of
@@ -22,7 +23,7 @@ from kvtransfer.sender import Sent
 from prefill_node.room import PrefillHold, PrefillRoom
 from scheduler.config import Phase
 from scheduler.node_policy import AfterPrefill
-from scheduler.req import Req
+from scheduler.req import Req, ReqState
 from wire.mailbox import Mail
 from wire.messages import (
     KVDone,
@@ -116,10 +117,14 @@ class PrefillRole(WorkerRole[PrefillRoom]):
 
     def _resume(self, room: PrefillRoom) -> None:
         """The target came after the forward: send the KV, or bring it back first if it was given up."""
+        assert room.sender is not None, "the target has opened it"
         if room.hold is PrefillHold.PARKED:
-            room.hold = PrefillHold.SCHEDULER
-            self.scheduler.hand_off.readmit(room.req)
-        elif room.hold is PrefillHold.HAND_OFF and room.sender is not None:
+            if self._shipper.ship_parked(room.sender, room.req):
+                room.hold = PrefillHold.HAND_OFF
+            else:
+                room.hold = PrefillHold.SCHEDULER
+                self.scheduler.hand_off.readmit(room.req)
+        elif room.hold is PrefillHold.HAND_OFF:
             self._shipper.ship_rest(room.sender, room.req, room.req.input_len)
 
     # -- NodePolicy --------------------------------------------------------------------------------
@@ -156,6 +161,9 @@ class PrefillRole(WorkerRole[PrefillRoom]):
     def poll(self, now: float) -> None:
         for room in self.rooms.active():
             if room.hold is PrefillHold.SCHEDULER and room.sender is not None:
+                if room.req.state is ReqState.WAITING and not room.looked_below:
+                    room.looked_below = True
+                    self._shipper.ship_cached(room.sender, room.req)
                 self._shipper.ship_committed(room.sender, room.req)
             elif room.hold is PrefillHold.HAND_OFF and room.sender is None:
                 room.hold = PrefillHold.PARKED

@@ -14,7 +14,7 @@ class PrefillHold(StrEnum):
     """Who holds the request."""
 
     SCHEDULER = "scheduler"  # it waits for its prefill, or is in it
-    HAND_OFF = "hand_off"  # prefilled; its pages stay until they have landed
+    HAND_OFF = "hand_off"  # prefilled, perhaps parked since; its pages stay until they have landed
     PARKED = "parked"  # prefilled before decode said where to; holds nothing unevictable
 
 
@@ -25,6 +25,7 @@ class PrefillRoom(Room):
     decode: str  # mailbox address of the decode worker
     hold: PrefillHold = PrefillHold.SCHEDULER
     sender: KVSender | None = None
+    looked_below: bool = False  # what of its prompt is on the host has been sent from there
     first_token: int | None = None
     first_logprobs: TokenLogprobs | None = None
 

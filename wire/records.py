@@ -88,7 +88,7 @@ class WorkerFigures(msgspec.Struct, frozen=True):
 
     groups: dict[str, GroupPages] = {}
     host: dict[str, GroupPages] = {}  # of the host tier; empty without one
-    moves: dict[str, MovedPages] = {}  # "to_host", "to_device", "to_storage", "from_storage"
+    moves: dict[str, MovedPages] = {}  # "to_host", "to_device", "to_peer", "to_storage", "from_storage"
     storage_bytes: Natural = 0  # that the storage says it holds, of all who share it; 0: it does not say
     forwards: Natural = 0
     histograms: dict[

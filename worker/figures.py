@@ -64,6 +64,7 @@ def _moves(memory: Memory) -> dict[str, MovedPages]:
         return {}
     moves, at_once = memory.tiers.moves, memory.tiers.host.written_back
     counts, writing, loading = moves.counts, sum(1 for _ in moves.held_on_host()), bool(moves.held())
+    read = memory.tiers.reads.counts
     moved = {
         "to_host": MovedPages(
             counts.to_host_pages + at_once.pages,
@@ -74,6 +75,7 @@ def _moves(memory: Memory) -> dict[str, MovedPages]:
         "to_device": MovedPages(
             counts.to_device_pages, counts.to_device_bytes, counts.failed_loads, int(loading)
         ),
+        "to_peer": MovedPages(read.host_pages, read.host_bytes, read.failed, memory.tiers.reads.under_way),
     }
     if (storage := memory.tiers.storage) is not None:
         done, told, queued = storage.counts, storage.backend.stats(), storage.queued()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from common.host import host_identity
 from kvcache.memory import Memory
 from kvtransfer.receiver import PoolReceiver
-from kvtransfer.region import pool_regions
+from kvtransfer.region import arena_regions, pool_regions
 from kvtransfer.select import PoolSender, open_receiver, open_sender
 from kvtransfer.transport import Bounds
 from wire.messages import TransferEndpoint
@@ -24,6 +24,7 @@ class PoolTransport:
     def __init__(self, options: WorkerOptions, memory: Memory, fingerprint: str) -> None:
         """`fingerprint`: of the model. Raises ConfigError when the named backend does not work here."""
         self.regions = pool_regions(memory)
+        self.arenas = arena_regions(memory)
         self.host = host_identity()
         self.fingerprint = fingerprint
         self.layout = layout_digest(memory.layouts())
@@ -46,6 +47,7 @@ class PoolTransport:
                 options.interface,
                 bounds,
                 options.ports.of("mooncake"),
+                self.arenas,
             )
         except BaseException:
             self.receiver.close()

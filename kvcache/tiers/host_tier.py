@@ -234,9 +234,10 @@ class HostTier:
     # -- balance -----------------------------------------------------------------------------------
 
     def check(
-        self, nodes: Iterable[TreeNode], held: Sequence[Mapping[str, Pages]]
+        self, nodes: Iterable[TreeNode], held: Sequence[Mapping[str, Pages]], is_idle: bool
     ) -> Generator[None, None, None]:
-        """Assert that every host page is free, on one node, or in one of `held`, which moves have."""
+        """Assert that every host page is free, on one node, or in one of `held`, which moves have. `is_idle`:
+        nothing moves, so that no copy may be locked."""
         balances = {
             group: Balance(f"host {group}", arena.num_pages, f"host page of {group}")
             for group, arena in self.pool.arenas.items()
@@ -249,6 +250,7 @@ class HostTier:
             yield from balance.add("moving", np.concatenate([NO_PAGES, *moving]))
         for node in nodes:
             if node.host is not None:
+                assert not is_idle or _is_unread(node), "a host copy is locked for nothing"
                 for group, ids in node.host.ids.items():
                     yield from balances[group].add("cached", nonzero(ids))
         for balance in balances.values():

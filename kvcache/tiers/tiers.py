@@ -8,18 +8,25 @@ from kvcache.allocator import NO_PAGES, Pages
 from kvcache.tiers.host_tier import HostTier
 from kvcache.tiers.mover import WorkQueue
 from kvcache.tiers.moves import TierMoves
+from kvcache.tiers.reads import TierReads
 from kvcache.tiers.storage_tier import StorageTier
 from kvcache.tree_node import TreeNode
 
 
 class Tiers:
-    """The host tier, its moves, and the storage if there is one. Close it before the pools."""
+    """The host tier, its moves and reads, and the storage if there is one. Close it before the pools."""
 
     def __init__(
-        self, host: HostTier, moves: TierMoves, storage: StorageTier | None, mover: WorkQueue
+        self,
+        host: HostTier,
+        moves: TierMoves,
+        reads: TierReads,
+        storage: StorageTier | None,
+        mover: WorkQueue,
     ) -> None:
         self.host = host
         self.moves = moves
+        self.reads = reads
         self.storage = storage
         self._mover = mover
 
@@ -37,8 +44,9 @@ class Tiers:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing moves."""
-        return self.moves.is_idle and (self.storage is None or self.storage.is_idle)
+        """Whether nothing moves, and nothing is read where it lies."""
+        resting = self.moves.is_idle and not self.reads.under_way
+        return resting and (self.storage is None or self.storage.is_idle)
 
     def forget(self, user: Hashable) -> None:
         """The user waits for nothing any more: not for a load, nor for storage."""
@@ -51,11 +59,12 @@ class Tiers:
         return self.moves.held().get(group, NO_PAGES)
 
     def check(self, nodes: Iterable[TreeNode]) -> Generator[None, None, None]:
-        """Assert that every host page has one owner. See Memory.check_slices."""
+        """Assert that every host page has one owner, and that no copy is locked while nothing moves. See
+        Memory.check_slices."""
         moving = list(self.moves.held_on_host())
         if self.storage is not None:
             moving += self.storage.prefetches.held_on_host()
-        yield from self.host.check(nodes, moving)
+        yield from self.host.check(nodes, moving, self.is_idle)
 
     def close(self) -> None:
         """End the threads, then let go of storage and host memory."""

@@ -29,7 +29,8 @@ def workers() -> list[WorkerRecord]:
         host={"full": GroupPages(400, 100, 300, 0)},
         moves={
             "to_host": MovedPages(310, 3_000_000_000, 1, 2),
-            "to_device": MovedPages(5, 500_000_000, 0, 1),
+            "to_device": MovedPages(5, 400_000_000, 0, 1),
+            "to_peer": MovedPages(2, 100_000_000, 0, 0),
             "to_storage": MovedPages(300, 2_000_000_000, 4, 7),
             "from_storage": MovedPages(10, 100_000_000, 5, 1),
         },

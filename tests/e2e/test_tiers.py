@@ -72,6 +72,35 @@ def six_turns(family: str, tmp_path: Path, **options: Any) -> None:
             assert read > 0, "it has not read what the other one computed"
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_next", "deepseek_v3"])
+def test_prompts_that_wait_are_sent_from_the_host(family: str, tmp_path: Path) -> None:
+    """One prefill worker, whose device holds half of the prompts, and two decode workers in turn."""
+    draw = random.Random(7)
+    prompts = [[draw.randrange(250) for _ in range(130)] for _ in range(7)]
+    model, answers = draw_model(family, tmp_path / "models", 3, prompts, NEW_TOKENS)
+    options = {
+        "dtype": "float32",
+        "threads": 1,
+        "page_size": PAGE_SIZE,
+        "chunked_prefill_size": 64,
+        "max_total_tokens": 512,
+        "max_context_tokens": 256,
+        "mamba_track_interval": PAGE_SIZE,
+        "max_running_requests": 4,
+        "hicache_ratio": 4.0,
+        "hicache_write_policy": "write_back",
+    }
+    router = {"policy": "round-robin", "prefill_on_decode_tokens": 0}
+    with stack(model, tmp_path, 1, 2, router=router, **options) as running:
+        for _ in range(3):
+            found = running.generate_all(prompts, NEW_TOKENS)
+            assert [answer["output_ids"] for answer in found] == answers
+            running.settle()
+        report = running.inspect(running.prefill[0], "tiers")
+        assert report["reads"]["host_pages"] > 0
+        assert report["reads"]["failed"] == 0
+
+
 def test_killed_workers_leave_a_storage_that_serves(tmp_path: Path) -> None:
     draw = random.Random(6)
     prompts = [[draw.randrange(250) for _ in range(150)] for _ in range(4)]

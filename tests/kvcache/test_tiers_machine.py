@@ -22,11 +22,12 @@ from common.secrets import ClusterSecret
 from kvcache.base_prefix_cache import MatchResult
 from kvcache.common import release_kv_cache
 from kvcache.memory import Memory
-from kvcache.radix_key import Namespace
+from kvcache.radix_key import Namespace, RadixKey
 from kvcache.storage.config import StorageConfig
 from kvcache.tiers.config import PREFETCH_POLICIES, WRITE_POLICIES, TierConfig
+from kvcache.tiers.reads import TierRead
 from kvcache.tree_node import TreeNode
-from tests.kvcache.admissions import Admissions
+from tests.kvcache.admissions import TENANTS, Admissions
 from tests.kvcache.contents import Contents, Live, Seen
 from tests.kvcache.support import HandMover, Index, memory, reference_hashes
 from tests.kvcache.test_groups_machine import COMBINATIONS, GroupsMachine
@@ -97,10 +98,12 @@ class TiersMachine(GroupsMachine):
     prefetch: ClassVar[str] = ""  # the policy; "": no storage
     loads: ClassVar[int] = 0
     prefetched: ClassVar[int] = 0  # pages
+    read_below: ClassVar[int] = 0  # pages of the host that were read where they lay
 
     def make_memory(self, *sizes: int, **options: Any) -> Memory:
         self.mover = HandMover()
         self.waiting: list[Live] = []
+        self.reading: list[tuple[TierRead, RadixKey]] = []
         self.host_index = Index("CPU")
         options |= {"prefix_cache": "radix"}
         # A host that is too small for all, too.
@@ -210,6 +213,56 @@ class TiersMachine(GroupsMachine):
             if node.host is not None and not any(child.host for child in node.children.values()):
                 assert node.host.locks or node.host.moving
 
+    @precondition(lambda self: self.prompts_seen)
+    @rule(
+        which=st.integers(0, 99),
+        tenant=st.sampled_from(TENANTS),
+        whole=st.booleans(),
+        start=st.integers(0, 3),
+    )
+    def begin_read(self, which: int, tenant: str, whole: bool, start: int) -> None:
+        """A known prompt is to be sent to another worker from where it lies."""
+        namespace, tokens = self.prompts_seen[which % len(self.prompts_seen)]
+        key = RadixKey(np.array(tokens, np.int32), namespace, tenant)
+        key, reads = key[: len(key) // self.size * self.size], self.memory.tiers.reads
+        if len(self.reading) < 3:
+            groups = dict.fromkeys(self.memory.kv_caches, 0) | {"full": start}
+            read = reads.begin_whole(key, groups) if whole else reads.begin(key, start)
+            if read is not None:
+                assert not whole or read.pages * self.size == len(key)
+                assert all((read.device[g] | read.host[g])[-1] or g == "full" for g in read.device)
+                self.reading.append((read, key))
+
+    @precondition(lambda self: self.reading)
+    @rule(which=st.integers(0, 9))
+    def end_read(self, which: int) -> None:
+        """It finds what it was to find, whatever has happened since."""
+        read, key = self.reading.pop(which % len(self.reading))
+        tokens = key.tokens.tolist()
+
+        def seen(length: int) -> Seen:
+            return key.tenant, key.namespace, tuple(tokens[:length])
+
+        contents = self.contents
+        assert isinstance(contents, LabelledContents)
+        for group in read.device:
+            below = contents.on_host(group)
+            for i, (page, host) in enumerate(zip(read.device[group], read.host[group], strict=True)):
+                assert not (page and host)
+                for offset in range(self.size if group != "state" else 0):
+                    length = i * self.size + offset + 1
+                    if page and group == "full":
+                        assert contents.kv[int(page) * self.size + offset] == seen(length)
+                    elif page:
+                        assert contents.window[int(page), offset] == seen(length)
+                    elif host:
+                        assert contents.known[int(below[host, offset])] == seen(length)
+                if group == "state":
+                    label = contents.state[int(page)] if page else contents.known[int(below[host])]
+                    assert label == seen(read.pages * self.size)
+        type(self).read_below += int(np.count_nonzero(read.host["full"]))
+        self.memory.tiers.reads.end(read, is_whole=True)
+
     def waits(self, live: Live, match: MatchResult) -> bool:
         tiers = self.memory.tiers
         assert tiers is not None
@@ -256,6 +309,8 @@ class TiersMachine(GroupsMachine):
         for live in self.waiting:
             self.memory.tiers.forget(id(live))
         self.waiting = []
+        while self.reading:
+            self.end_read(0)
         while self.mover.waiting or self.mover.finished:
             self.mover.do_all()
             self.memory.tiers.poll()
@@ -287,6 +342,7 @@ def cases() -> list[Any]:
 def machine(kinds: tuple[str, ...], policy: str, prefetch: str) -> type[TiersMachine]:
     """The machine for one combination."""
     named = {"kinds": kinds, "policy": policy, "prefetch": prefetch, "steps": 0, "loads": 0, "prefetched": 0}
+    named["read_below"] = 0
     return type("_".join(("Tiers", *kinds, policy, prefetch)), (TiersMachine,), named)
 
 
@@ -308,3 +364,4 @@ def test_tiers_against_the_model_for_long(kinds: tuple[str, ...], policy: str, p
     )
     assert long.loads > 50
     assert long.prefetched > 20 or not prefetch
+    assert long.read_below > 50

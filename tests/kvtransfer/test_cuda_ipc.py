@@ -91,6 +91,19 @@ def test_auto_takes_it_between_two_gpus_of_one_host_and_tcp_elsewhere() -> None:
         assert sender.choose(target(receiver, "another")).backend == "tcp"
 
 
+def test_what_is_on_the_host_is_not_sent_from_there() -> None:
+    arenas = {"full": pool(PAGES, SIZE, 2)}
+    with (
+        decode() as (receiver, _),
+        closing(open_sender(source(), host_identity(), bounds=SHORT, arenas=arenas)) as sender,
+    ):
+        by_gpu, by_tcp = sender.choose(target(receiver)), sender.choose(target(receiver, "another"))
+        assert not sender.reads_host(by_gpu)
+        assert sender.reads_host(by_tcp)
+        with pytest.raises(TransferError, match="no such pages"):
+            sender.write(by_gpu, replace(WRITE, on_host=True))
+
+
 def test_a_worker_on_the_host_does_not_take_it_and_nothing_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

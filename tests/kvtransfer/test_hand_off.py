@@ -281,6 +281,100 @@ SHAPES = {"full": (40, 4096), "window": (20, 192), "state": (5, (1 << 20) + 64)}
 """Pages of keys and values, or of latents: kvtransfer does not know what the bytes mean."""
 
 
+def test_pages_of_both_tiers_leave_in_order() -> None:
+    transport = Recorder()
+    with sending(transport) as (senders, sent):
+        sender = KVSender(senders, 1, 0, SIZE, NOWHERE, {**target(0, 20), "state": GroupTarget(0, [7])})
+        pages = {"full": as_pages([1, 2, 0, 0, 5]), "state": as_pages([0])}
+        below = {"full": as_pages([0, 9, 7, 8, 0]), "state": as_pages([3])}
+        sender.send(pages, 20, last=True, on_host=below)
+        assert sent.get(timeout=10).error is None
+    moved = [(w.group, w.on_host, w.src_pages.tolist(), w.dst_pages.tolist()) for w in transport.writes]
+    assert moved == [
+        ("full", False, [1, 2], [100, 101]),
+        ("full", True, [7, 8], [102, 103]),
+        ("full", False, [5], [104]),
+        ("state", True, [3], [7]),
+    ]
+
+
+def test_a_page_on_neither_tier_fails_the_room() -> None:
+    transport, told = Recorder(), []
+    with sending(transport) as (senders, sent):
+        sender = KVSender(senders, 1, 0, SIZE, NOWHERE, target(0, 8))
+        sender.send({"full": as_pages([1, 0])}, 8, on_host={"full": as_pages([0, 0])}, on_read=told.append)
+        assert "does not hold pages 0 to 2 of group full" in (sent.get(timeout=10).error or "")
+    assert told == [False]
+
+
+def test_who_lends_pages_is_told_once_that_they_are_not_read_any_more() -> None:
+    transport = Recorder()
+    transport.gate.clear()
+    with sending(transport) as (senders, sent):
+        sender = KVSender(senders, 1, 0, SIZE, NOWHERE, target(0, 16))
+        told: list[tuple[int, bool]] = []
+
+        def lend(number: int, end: int, last: bool = False) -> None:
+            sender.send({"full": source(4)}, end, last, on_read=lambda landed: told.append((number, landed)))
+
+        lend(1, 4)
+        lend(2, 4)  # nothing new
+        assert told == [(2, True)]
+        assert transport.entered.wait(10)
+        lend(3, 8)
+        sender.abort("not wanted")
+        assert told == [(2, True), (3, False)], "what is being written is not over"
+        lend(4, 12)
+        assert told[2:] == [(4, False)]
+        transport.gate.set()
+        assert sent.get(timeout=10).error == "not wanted"
+        assert told[3:] == [(1, False)]
+        lend(5, 16, last=True)
+        assert told[4:] == [(5, False)]
+        other = KVSender(senders, 2, 0, SIZE, NOWHERE, target(0, 16))
+        other.send({"full": source(4)}, 16, last=True, on_read=lambda landed: told.append((6, landed)))
+        assert sent.get(timeout=10).error is None
+        assert told[5:] == [(6, True)]
+        assert sum(len(write) for write in transport.writes) == 5
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp", "mooncake"])
+def test_a_hand_off_from_both_tiers(backend: str) -> None:
+    tokens = 32
+    with receiving_groups(backend, SHAPES) as (receiver, theirs):
+        regions, arenas = pools(SHAPES, seed=3), pools({g: (60, size) for g, (_, size) in SHAPES.items()}, 9)
+        sent: queue.SimpleQueue[Sent] = queue.SimpleQueue()
+        transport = open_sender(regions, host_identity(), backend, bounds=SHORT, arenas=arenas)
+        senders = SenderThreads(transport, regions, sent.put, arenas=arenas)
+        groups = {
+            "full": GroupTarget(0, [30, 9, 10, 11, 5, 4, 31, 32]),
+            "window": GroupTarget(5, [8, 3, 4]),
+            "state": GroupTarget(0, [4]),
+        }
+        kv = KVReceiver(receiver, 1, 0, tokens, groups)
+        endpoint = receiver.endpoints[0]
+        assert transport.reads_host(endpoint)
+        sender = KVSender(senders, 1, 0, SIZE, endpoint, groups, checks=ChecksumMode.ALL)
+        here = {"full": as_pages([7, 6, 0, 0, 0, 0, 0, 2]), "window": as_pages([0] * 6 + [3, 0])}
+        below = {"full": as_pages([0, 0, 50, 51, 3, 2, 59, 0]), "window": as_pages([0] * 5 + [55, 0, 1])}
+        sender.send({"full": here["full"]}, 16, on_host={"full": below["full"]})
+        sender.send(
+            {**here, "state": as_pages([0])}, tokens, last=True, on_host={**below, "state": as_pages([5])}
+        )
+        over = sent.get(timeout=20)
+        assert over.error is None
+        done = KVDone(1, 0, tokens, 5, over.kv_bytes, checksums=over.checksums)
+        assert kv.commit(done, ChecksumMode.ALL) == over.kv_bytes
+        for group, at in groups.items():
+            for page, i in zip(at.page_ids, range(at.first_page, 8), strict=False):
+                on_host = int(below[group][i]) if group != "state" else 5
+                region, src = (arenas, on_host) if on_host else (regions, int(here[group][i]))
+                assert torch.equal(theirs[group][page], region[group].tensor[src]), (group, i)
+        assert kv.abort().passed
+        senders.close()
+        transport.close()
+
+
 @pytest.mark.parametrize("staged", [False, True], ids=["in place", "staged"])
 @pytest.mark.parametrize("backend", ["cuda_ipc", "shm", "tcp", "mooncake"])
 def test_a_hand_off_of_three_groups(backend: str, staged: bool) -> None:
