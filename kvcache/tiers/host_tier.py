@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -57,6 +58,7 @@ class HostTier:
         self.parts = {part.name: part for part in parts}  # the primary group's first
         self._primary = parts[0].name
         self._landed: list[TreeNode] = []
+        self._leaving: set[TreeNode] = set()  # not in the tree; their copies go when they are read no more
         self._observers = tuple(observers)
         self._page_size = page_size
         self._write_back = write_back
@@ -88,7 +90,12 @@ class HostTier:
 
     def dropped(self, node: TreeNode) -> None:
         """See LowerTier."""
-        if node.host is not None:
+        if node.host is None:
+            return
+        if node.host.locks:  # storage still reads it; a load or a send keeps the node in the tree
+            self._withdraw(node)
+            self._leaving.add(node)
+        else:
             self._drop(node)
 
     # -- taking ------------------------------------------------------------------------------------
@@ -183,11 +190,15 @@ class HostTier:
                 observer.removed(node, StorageMedium.STORAGE)
 
     def unlock(self, node: TreeNode) -> None:
-        """Undo one lock of the node's copy."""
+        """Undo one lock of the node's copy. It is gone after the last one if the node has left the tree."""
         assert node.host is not None, "the node has no copy"
         node.host.locks -= 1
         assert node.host.locks >= 0, "a host copy is unlocked more often than locked"
-        self._offer(node)
+        if node not in self._leaving:
+            self._offer(node)
+        elif not node.host.locks:
+            self._leaving.remove(node)
+            self._free(node, node.host)
 
     def forget(self, node: TreeNode) -> None:
         """The node's first backup has failed: it has no copy."""
@@ -204,12 +215,21 @@ class HostTier:
         copy = node.host
         assert copy is not None, "the node has no copy"
         assert not copy.locks, "a host copy is dropped while it is read"
+        self._withdraw(node)
+        self._free(node, copy)
+
+    def _withdraw(self, node: TreeNode) -> None:
+        """Nobody finds the node's copy any more."""
+        copy = node.host
+        assert copy is not None, "the node has no copy"
         assert not copy.moving, "a host copy is dropped while it is written"
         self.not_stored(node)
         for observer in self._observers if not copy.is_empty else ():
             observer.removed(node, StorageMedium.CPU)
         for evictor in self._evictors.values():
             evictor.withdraw(node)
+
+    def _free(self, node: TreeNode, copy: HostCopy) -> None:
         self.pool.free(copy.ids)
         node.host = None
 
@@ -248,7 +268,7 @@ class HostTier:
                 yield from balance.add("free", run)
             moving = [nonzero(ids[group]) for ids in held if group in ids]
             yield from balance.add("moving", np.concatenate([NO_PAGES, *moving]))
-        for node in nodes:
+        for node in chain(nodes, self._leaving):
             if node.host is not None:
                 assert not is_idle or _is_unread(node), "a host copy is locked for nothing"
                 for group, ids in node.host.ids.items():

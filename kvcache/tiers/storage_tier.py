@@ -75,7 +75,7 @@ class StorageTier:
         for piece, _, _ in pieces(node, pages):
             assert piece.host is not None, "a node's copy went while it was read"
             self._host.unlock(piece)
-            if is_whole:
+            if is_whole and piece.host is not None:
                 self._host.stored(piece)
         if is_whole:
             self.counts.written_pages += pages

@@ -208,3 +208,20 @@ def test_a_trial_ends_in_time(built: Memory, mover: HandMover) -> None:
     assert slow.now - began <= 8 * slow.seconds, "the trial read on after its deadline"
     assert tiers_of(built).is_idle
     built.check_memory()
+
+
+def test_a_node_that_is_lost_while_it_is_stored_frees_its_copy_afterwards(
+    built: Memory, mover: HandMover
+) -> None:
+    put(built, range(8))
+    assert mover.do("backups", fails=True)
+    put(built, range(16))
+    assert mover.do("backups")
+    tiers_of(built).poll()
+    evict(built)  # the first pages are on no tier, and those after them are of no use
+    assert matched(built, TOKENS) == 0
+    assert free_on_host(built) == 30
+    built.check_memory()
+    rest(built, mover)
+    assert free_on_host(built) == 32
+    built.check_memory()
