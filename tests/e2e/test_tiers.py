@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness.local_stack import stack
 from tests.kvcache.storage.support import MooncakeMaster
 from tests.support.reference import draw_model, reference_generate
 from tests.support.tiered_stack import PAGE_SIZE, computed, refused, storages, tiered, wait_until_stored
