@@ -154,7 +154,7 @@ class PeerSender(ABC):
     def __init__(self, regions: PoolRegion, bounds: Bounds, arenas: PoolRegion = NO_REGIONS) -> None:
         """Pages come from `regions`, the device's pools, and from `arenas`, the host tier's."""
         self._regions = regions
-        self._arenas = arenas
+        self.arenas = arenas
         self._bounds = bounds
         self._peers: dict[str, Peer] = {}
         self._down: set[str] = set()  # addresses
@@ -170,9 +170,6 @@ class PeerSender(ABC):
         """Move the bytes and return when all have been handed over. Raises TransferError; Uncertain if some
         may land later."""
 
-    def reads_host(self, endpoint: TransferEndpoint) -> bool:  # noqa: ARG002 - all endpoints are alike
-        return bool(self._arenas)
-
     def obstacle(self, endpoint: TransferEndpoint) -> str:  # noqa: ARG002 - for overriders
         """Why nothing can be written to this endpoint of the same backend; "" when nothing is known. Does not
         wait."""
@@ -185,7 +182,7 @@ class PeerSender(ABC):
         """No write to the peer is in progress, and none will be."""
 
     def write(self, endpoint: TransferEndpoint, write: PageWrite) -> int:
-        region = (self._arenas if write.on_host else self._regions).get(write.group)
+        region = (self.arenas if write.on_host else self._regions).get(write.group)
         if region is None or not check_pages(region, write.src_pages):
             raise TransferError(f"this worker has no such pages of group {write.group}")
         if len(write) == 0:

@@ -105,7 +105,8 @@ class PoolSender:
         )
 
     def reads_host(self, endpoint: TransferEndpoint) -> bool:
-        return self._transports[endpoint.backend].reads_host(endpoint)
+        """Whether pages of the host tier can be written there from where they are."""
+        return bool(self._transports[endpoint.backend].arenas)
 
     def write(self, endpoint: TransferEndpoint, write: PageWrite) -> int:
         return self._transports[endpoint.backend].write(endpoint, write)

@@ -94,7 +94,7 @@ class KVSender:
         self._threads = threads
         self._page_size = page_size
         self._primary = primary
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self._targets = {name: (t.first_page, as_pages(t.page_ids)) for name, t in groups.items()}
         first, _ = self._targets.get(primary, (0, None))
         self.start_send_idx = first * page_size
@@ -110,11 +110,6 @@ class KVSender:
             for name, (_, ids) in self._targets.items()
             if checks.is_on
         }
-
-    @property
-    def reads_host(self) -> bool:
-        """Whether pages of the host tier can be sent."""
-        return self._threads.transport.reads_host(self._endpoint)
 
     @property
     def starts(self) -> dict[str, int]:
@@ -254,7 +249,7 @@ class KVSender:
         for write in job.writes:
             self._check(write)
             if len(write):
-                self._bytes += self._threads.transport.write(self._endpoint, write)
+                self._bytes += self._threads.transport.write(self.endpoint, write)
 
     def _check(self, write: PageWrite) -> None:
         """Compute the checksums that cover a page of this write, before anything else can change it."""

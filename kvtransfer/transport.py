@@ -77,9 +77,6 @@ class SenderTransport(Protocol):
         """Copy the pages and return the bytes, all of which have landed. Blocks for at most the time limits.
         Raises TransferError."""
 
-    def reads_host(self, endpoint: TransferEndpoint) -> bool:
-        """Whether pages of the host tier can be written there from where they are."""
-
     def suspend(self, endpoint: TransferEndpoint) -> None:
         """This peer is down: until `resume`, writes to it fail at once, those that wait for it too. A write
         that is in the hands of a library (Mooncake's) ends when that lets it go."""

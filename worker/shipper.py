@@ -86,7 +86,11 @@ class PageShipper:
     def ship_cached(self, sender: KVSender, req: Req) -> None:
         """The request waits, and holds nothing: send what is cached of its prompt in the primary group, if a
         part of it is on the host. So that leaves while it is loaded for the forward."""
-        if self._reads is None or not sender.reads_host or self._primary not in sender.starts:
+        if (
+            self._reads is None
+            or not self._transfer.sender.reads_host(sender.endpoint)
+            or self._primary not in sender.starts
+        ):
             return
         start = sender.start_send_idx // self._page_size
         read = self._reads.begin(Pages.key(req, req.input_len), start)
@@ -97,7 +101,7 @@ class PageShipper:
     def ship_parked(self, sender: KVSender, req: Req) -> bool:
         """The request is prefilled, and holds nothing: send its KV from where it lies on device and host.
         False, and nothing is sent, if a part of it must be computed again, or loaded to be sent."""
-        if self._reads is None or not sender.reads_host:
+        if self._reads is None or not self._transfer.sender.reads_host(sender.endpoint):
             return False
         read = self._reads.begin_whole(Pages.key(req, req.input_len), sender.starts)
         if read is not None:

@@ -90,12 +90,7 @@ class HostTier:
 
     def dropped(self, node: TreeNode) -> None:
         """See LowerTier."""
-        if node.host is None:
-            return
-        if node.host.locks:  # storage still reads it; a load or a send keeps the node in the tree
-            self._withdraw(node)
-            self._leaving.add(node)
-        else:
+        if node.host is not None:
             self._drop(node)
 
     # -- taking ------------------------------------------------------------------------------------
@@ -126,6 +121,7 @@ class HostTier:
         parent = node.parent
         assert parent is not None, "the root has no copy"
         assert node.host is not None, "a node on offer has a copy"
+        assert not node.host.locks, "a host copy gives way while it is read"
         for group, ids in node.host.ids.items():
             self.evicted_pages[group] += int(np.count_nonzero(ids))
         self._drop(node)
@@ -198,7 +194,8 @@ class HostTier:
             self._offer(node)
         elif not node.host.locks:
             self._leaving.remove(node)
-            self._free(node, node.host)
+            self.pool.free(node.host.ids)
+            node.host = None
 
     def forget(self, node: TreeNode) -> None:
         """The node's first backup has failed: it has no copy."""
@@ -214,22 +211,15 @@ class HostTier:
     def _drop(self, node: TreeNode) -> None:
         copy = node.host
         assert copy is not None, "the node has no copy"
-        assert not copy.locks, "a host copy is dropped while it is read"
-        self._withdraw(node)
-        self._free(node, copy)
-
-    def _withdraw(self, node: TreeNode) -> None:
-        """Nobody finds the node's copy any more."""
-        copy = node.host
-        assert copy is not None, "the node has no copy"
         assert not copy.moving, "a host copy is dropped while it is written"
         self.not_stored(node)
         for observer in self._observers if not copy.is_empty else ():
             observer.removed(node, StorageMedium.CPU)
         for evictor in self._evictors.values():
             evictor.withdraw(node)
-
-    def _free(self, node: TreeNode, copy: HostCopy) -> None:
+        if copy.locks:  # storage reads it; what a load or a send reads stays in the tree
+            self._leaving.add(node)
+            return
         self.pool.free(copy.ids)
         node.host = None
 

@@ -227,7 +227,11 @@ class TiersMachine(GroupsMachine):
         key, reads = key[: len(key) // self.size * self.size], self.memory.tiers.reads
         if not self.reading:  # each read locks a part of the device
             groups = dict.fromkeys(self.memory.kv_caches, 0) | {"full": start}
+            match = self.cache.match_prefix(key)
             read = reads.begin_whole(key, groups) if whole else reads.begin(key, start)
+            if whole:
+                cached = len(match.device_indices) + match.host_hit_length
+                assert (read is not None) == (cached == len(key) > 0)
             if read is not None:
                 assert not whole or read.pages * self.size == len(key)
                 assert all((read.device[g] | read.host[g])[-1] or g == "full" for g in read.device)

@@ -15,7 +15,7 @@ import pytest
 from kvcache.radix_tree import evict_all
 from kvcache.tiers.copier import HostCopier
 from kvcache.tiers.tiers import Tiers
-from kvtransfer.channel import PeerSender
+from kvtransfer.select import PoolSender
 from kvtransfer.shm import ShmSender
 from prefill_node.room import PrefillHold, PrefillRoom
 from tests.support.hand_off import GROUPS, TRANSFER_S, Pair, held, pair, prompt_of, right
@@ -295,7 +295,7 @@ def test_an_aborted_room_that_was_parked_gives_its_locks_back() -> None:
 
 
 def test_a_transport_that_cannot_read_the_host_sends_what_was_loaded() -> None:
-    with mock.patch.object(PeerSender, "reads_host", return_value=False), serving() as both:
+    with mock.patch.object(PoolSender, "reads_host", return_value=False), serving() as both:
         ask_first(both)
         both.ask(2, PROMPT + MORE, 6)
         both.run_dry()
