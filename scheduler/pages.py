@@ -43,6 +43,7 @@ class Pages:
         self.states = memory.states
         self.deferred = DeferredFrees(memory)
         self.lower = TierWaits(memory.tiers, rates)
+        self.offload_stride = _offload_stride(memory)
         self._primary = memory.specs[0].name
         self._pool = memory.req_to_token_pool
         self._req_to_token = memory.req_to_token_pool.req_to_token
@@ -226,6 +227,17 @@ class Pages:
         if req.state_hold is not None:
             pages["state"] = np.array(req.state_hold.private)
         return pages
+
+
+def _offload_stride(memory: Memory) -> int:
+    """Tokens of an answer that go to the lower tiers at a time while it is generated: whole pages, and with
+    states from one checkpoint to another. 0: none do. With write_back nothing goes down before its eviction.
+    """
+    tiers = memory.config.tiers
+    if memory.tiers is None or tiers.write_policy == "write_back":
+        return 0
+    unit = memory.page_size if memory.states is None else memory.config.mamba_track_interval
+    return -(-tiers.decode_offload_tokens // unit) * unit
 
 
 def row_of(req: Req) -> int:

@@ -44,6 +44,7 @@ class Results:
         self._requests = requests
         self._policy = policy
         self._metrics = metrics
+        self._offload_stride = requests.pages.offload_stride
         self.last_launch = 0  # number of the newest launched forward
         self._in_flight: deque[LaunchedStep] = deque()
 
@@ -84,6 +85,7 @@ class Results:
             else:
                 req.kv_committed_len += 1
                 self._output(req, tokens[i], logprobs[i])
+                self._offload(req)
         sample = len(step.decode)
         for i, chunk in enumerate(step.chunks, start=sample):
             chunk.req.prompt_logprobs += result.scored.get(i, ())
@@ -126,6 +128,13 @@ class Results:
         self._requests.pages.cache_prefix(req, self.last_launch, chunked)
         if req.running_index >= 0:  # the tree may have replaced its pages by equal ones
             self._requests.running.set_pages(req, self._requests.pages.slots(req, end))
+
+    def _offload(self, req: Req) -> None:
+        """Every so many tokens the tree gets what was generated, and with it the lower tiers: a long answer
+        outlives this worker. A step after the border the state at the border is complete, in its own slot."""
+        stride = self._offload_stride
+        if stride and (req.kv_committed_len - 1) % stride == 0 and req.state is ReqState.RUNNING:
+            self._commit(req, req.kv_committed_len, chunked=True)
 
     def prefilled(self, req: Req, last: Chunk | None = None) -> None:
         """All of the request's prefill is valid and cached: ask the policy whether it decodes here.

@@ -140,6 +140,11 @@ class MemoryOptions(Options):
     hicache_storage_backend_extra_config: dict[str, Any] = Field(
         {}, description="what else the storage backend can be told"
     )
+    hicache_decode_offload_tokens: int = Field(
+        TierConfig.decode_offload_tokens,
+        ge=0,
+        description="so many tokens of an answer go down at a time while it is generated; 0: all at its end",
+    )
     hicache_storage_prefetch_policy: Literal["best_effort", "wait_complete", "timeout"] = Field(
         "timeout", description="how long a request waits for what storage has of its prompt"
     )

@@ -18,6 +18,7 @@ class TierConfig:
     ratio: float = 0.0  # host pages of each group for one device page
     size_bytes: int = 0  # of all groups together; takes the place of `ratio`
     write_policy: str = "write_through"
+    decode_offload_tokens: int = 256  # of an answer, whole pages: then they go down; 0: when it has ended
     load_back_threshold: int = 10  # tokens: fewer are computed again rather than loaded
     pace_bytes_per_s: float = 0.0  # of backups; 0: as fast as memory
     storage: StorageConfig | None = None  # None: no storage tier
