@@ -5,7 +5,9 @@ computes again, whoever gets the next turn, whoever was killed in between.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,11 @@ import pytest
 from tests.harness.local_stack import stack
 from tests.kvcache.storage.support import MooncakeMaster
 from tests.support.reference import draw_model, reference_generate
-from tests.support.tiered_stack import PAGE_SIZE, computed, refused, storages, tiered, wait_until_stored
+from tests.support.tiered_stack import PAGE_SIZE, STORED_S, computed, refused, storages, tiered, wait_until_stored
 
 NEW_TOKENS = 12
 SAID = 21  # tokens of a turn
+LONG_ANSWER = 300
 
 
 @pytest.fixture
@@ -117,3 +120,29 @@ def test_killed_workers_leave_a_storage_that_serves(tmp_path: Path) -> None:
         running.settle()
         assert sum(one["read_pages"] for one in storages(running)) > 0
         assert refused(running) == {}, "a torn page was found"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "qwen3_next"])
+def test_a_long_answer_outlives_its_decode_worker(family: str, tmp_path: Path) -> None:
+    draw = random.Random(7)
+    prompt = [draw.randrange(250) for _ in range(45)]
+    model, (answer,) = draw_model(family, tmp_path / "models", 3, [prompt], 68)
+    known = [*prompt, *answer[:60]]
+    options = {"hicache_decode_offload_tokens": 2 * PAGE_SIZE}
+    with (
+        tiered(model, tmp_path / "one", tmp_path / "kv", 1, 1, **options) as running,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        asked = pool.submit(running.generate, prompt, LONG_ANSWER)
+        deadline = time.monotonic() + STORED_S
+        decode, pages = running.decode[0], len(known) // PAGE_SIZE
+        while running.inspect(decode, "tiers")["storage"]["written_pages"] < pages:
+            assert time.monotonic() < deadline, "nothing of the answer comes to storage"
+            assert not asked.done(), "the answer has ended before its worker was killed"
+        for child in (*running.workers, running.router):
+            child.kill()
+        assert asked.exception(STORED_S) is not None
+    with tiered(model, tmp_path / "two", tmp_path / "kv", 1, 1, **options) as running:
+        assert running.generate(known, 8)["output_ids"] == answer[60:68]
+        running.settle()
+        assert computed(running) <= 2 * PAGE_SIZE
