@@ -17,7 +17,15 @@ import pytest
 from tests.harness.local_stack import stack
 from tests.kvcache.storage.support import MooncakeMaster
 from tests.support.reference import draw_model, reference_generate
-from tests.support.tiered_stack import PAGE_SIZE, STORED_S, computed, refused, storages, tiered, wait_until_stored
+from tests.support.tiered_stack import (
+    PAGE_SIZE,
+    STORED_S,
+    computed,
+    refused,
+    storages,
+    tiered,
+    wait_until_stored,
+)
 
 NEW_TOKENS = 12
 SAID = 21  # tokens of a turn

@@ -15,6 +15,7 @@ from tests.support.hand_off import GROUPS, Pair, held, pair, prompt_of, right
 from tests.support.oracle import EVERY, covering
 from tests.support.reference import reference_generate
 from tests.support.tiny_models import make_tiny
+from wire.messages import KVTarget
 from worker.loop import Worker
 
 CONVERSATIONS = 4
@@ -92,6 +93,29 @@ def test_what_was_evicted_comes_back(groups: tuple[str, ...], policy: str, split
             done = counts(worker)
             assert done.loads > 0, "nothing came back from the host"
             assert done.failed_loads == done.failed_backups == 0
+        settled(both)
+
+
+@pytest.mark.parametrize("groups", GROUPS, ids="+".join)
+def test_prefill_is_asked_only_for_what_the_decode_worker_has_on_no_tier(groups: tuple[str, ...]) -> None:
+    with pair(groups, hicache_ratio=4.0, hicache_decode_offload_tokens=8) as both:
+        prompt = prompt_of(1, 70)
+        both.ask(1, prompt, NEW_TOKENS)
+        both.run_dry()
+        memory = both.decode.parts.services.memory
+        for group in memory.allocators:
+            memory.cache.tree.evict(group, memory.num_pages)
+        known = [*prompt, *both.outputs[1].tokens]
+        both.ask(2, [*known, *prompt_of(2, 20)], NEW_TOKENS)
+        letter = both.hold_back(KVTarget)
+        assert isinstance(letter.message, KVTarget)
+        brought = letter.message.groups["full"]
+        assert counts(both.decode).loads == 1
+        assert brought.first_page * memory.page_size >= len(known) - 2 * memory.page_size
+        assert len(brought.page_ids) == -(-(len(known) + 20) // memory.page_size) - brought.first_page
+        both.arrive(letter)
+        both.run_dry()
+        assert both.outputs[2].tokens == right(both, 2, groups)
         settled(both)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -13,6 +13,8 @@ from engine.fake import FakeEngine, FakeTiming, fake_generate, fake_spec
 from engine.spec import ModelSpec
 from kvcache.config import MIN_STATE_SLOTS, CacheConfig
 from kvcache.memory import Memory, build_memory
+from kvcache.tiers.config import TierConfig
+from kvcache.tiers.mover import WorkQueue
 from scheduler.config import SchedulerConfig
 from scheduler.node_policy import AfterPrefill
 from scheduler.req import Req, RequestLimits
@@ -147,6 +149,8 @@ class Rig:
     state_slots: int | None = None  # more than `tight` gives
     eviction_policy: str = "lru"
     clock: Callable[[], float] = time.monotonic
+    tiers: TierConfig = field(default_factory=TierConfig)
+    mover: WorkQueue | None = None
     device: LateDevice | None = None  # computes the forwards when they are waited for, not at launch
 
     def __post_init__(self) -> None:
@@ -164,8 +168,10 @@ class Rig:
                 state_slots=self.state_slots or (MIN_STATE_SLOTS if self.tight else None),
                 eviction_policy=self.eviction_policy,
                 mamba_track_interval=self.interval,
+                tiers=self.tiers,
             ),
             spec.groups,
+            self.mover,
         )
         self.pool = self.memory.kv_caches[self.memory.specs[0].name]
         overlap = self.engine_overlap and self.device is None
