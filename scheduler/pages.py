@@ -132,6 +132,7 @@ class Pages:
             req.state_hold = StateHold(pair.tolist(), live, prefix, branching_len=match.branching_len)
         req.last_node = node
         req.cache_protected_len = req.kv_committed_len = req.scheduled_len = prefix
+        self.lower.admitted(req, node)
         return True
 
     def _fits(self, row: int, wanted: int, spare: Capacity) -> bool:

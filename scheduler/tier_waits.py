@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvcache.base_prefix_cache import MatchResult
 from kvcache.radix_key import RadixKey
 from kvcache.tiers.tiers import Tiers
+from kvcache.tree_node import TreeNode
 from scheduler.rates import Rates
 from scheduler.req import Req
 
@@ -45,6 +46,11 @@ class TierWaits:
     def brings_back(self, req: Req, match: MatchResult, fits: bool) -> bool:
         """Whether the request must wait while that is loaded. `fits`: there is memory for the request."""
         return self._tiers is not None and self._tiers.moves.bring_back((req.room, req.epoch), match, fits)
+
+    def admitted(self, req: Req, node: TreeNode | None) -> None:
+        """The request has found what ends at `node`. If it has run before, that may be its own."""
+        if self._tiers is not None and node is not None and not req.resumed:
+            self._tiers.moves.consider(node.path(), is_found=True)
 
     def forget(self, req: Req) -> None:
         """The request waits for nothing any more."""

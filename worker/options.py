@@ -122,7 +122,7 @@ class MemoryOptions(Options):
     )
     hicache_write_policy: Literal["write_through", "write_through_selective", "write_back"] = Field(
         "write_through",
-        description="when pages go to the host: once cached, at their second use, or when they are evicted",
+        description="when pages go to the host: once cached, once another request finds them, when evicted",
     )
     hicache_storage_backend: str = Field(
         "",

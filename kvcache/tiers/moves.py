@@ -1,6 +1,6 @@
 """TierMoves: backups to the host and loads from there, between their start and their end.
 
-    consider   after an insert: nodes that should have a copy get one            device -> host
+    consider   after an insert or a hit: nodes that should have a copy get one   device -> host
     bring_back before an admission: what a match lacks on the device is loaded   host -> device
 
 What the mover has done enters the tree when its owner takes it (Tiers.poll).
@@ -99,17 +99,21 @@ class TierMoves:
         self._in_flight = 0  # pages of the primary group
         self._most_in_flight = groups[self._primary].allocator.num_pages // _IN_FLIGHT_SHARE
         self._load: LoadBack | None = None
-        self._min_hits = {"write_through": 0, "write_through_selective": 1}.get(config.write_policy)
 
     # -- device to host ----------------------------------------------------------------------------
 
-    def consider(self, path: Sequence[TreeNode]) -> None:
-        """`path` was inserted or used: back up what the policy wants on the host. Parents come first, and
-        after one without a copy there is none."""
-        if self._min_hits is None:
+    def consider(self, path: Sequence[TreeNode], is_found: bool = False) -> None:
+        """`path` was inserted, or with `is_found` a new request has found it: back up what the policy wants
+        on the host. Parents come first, and after one without a copy there is none.
+
+        A request inserts the same path several times; only another one that finds it is a second use.
+        """
+        policy = self._config.write_policy
+        if policy == "write_back" or (is_found and policy != "write_through_selective"):
             return
+        takes_new = is_found or policy == "write_through"
         for node in path:
-            if not node.is_resident or (node.host is None and node.hit_count < self._min_hits):
+            if not node.is_resident or (node.host is None and not takes_new):
                 return
             self._back_up(node)
             if node.host is None:

@@ -122,6 +122,13 @@ class TiersMachine(GroupsMachine):
     def make_contents(self) -> Contents:
         return LabelledContents(self.memory)
 
+    def take(self, live: Live, match: Any, starts_at: int) -> bool:
+        taken = super().take(live, match, starts_at)
+        if taken and match.last_device_node is not None:
+            assert self.memory.tiers is not None
+            self.memory.tiers.moves.consider(match.last_device_node.path(), is_found=True)
+        return taken
+
     def read_events(self) -> None:
         events = self.memory.take_events()
         self.index.read(events)
@@ -193,7 +200,10 @@ class TiersMachine(GroupsMachine):
 
     @rule(tokens=st.integers(10, 96))
     def press(self, tokens: int) -> None:
-        """Backups end, and then the device is short of pages."""
+        """Backups end, and then the device is short of pages. In half of the cases others have used all."""
+        assert self.memory.tiers is not None
+        for node in list(self.cache.tree.nodes()) if tokens % 2 else ():
+            self.memory.tiers.moves.consider(node.path(), is_found=True)
         while self.mover.do("backups"):
             self.memory.tiers.poll()
         self.memory.tiers.poll()

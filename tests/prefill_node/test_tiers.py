@@ -119,6 +119,20 @@ def test_prefill_is_asked_only_for_what_the_decode_worker_has_on_no_tier(groups:
         settled(both)
 
 
+def test_a_first_use_is_no_second_one() -> None:
+    """The prompt comes in several chunks, which are cached one after another, and once more at its end."""
+    options: dict[str, Any] = {"hicache_ratio": 4.0, "hicache_write_policy": "write_through_selective"}
+    with pair((), **options) as both:
+        workers = (both.prefill, both.decode)
+        prompt = prompt_of(1, 70)
+        for room, pages in ((1, [0, 0]), (2, [17, 17])):  # of four tokens
+            both.ask(room, prompt, NEW_TOKENS)
+            both.run_dry()
+            assert both.outputs[room].tokens == right(both, room, ())
+            settled(both)
+            assert [counts(worker).to_host_pages for worker in workers] == pages
+
+
 CASES = covering([EVERY, WRITE_POLICIES, (True, False), (4, 16), (24, None)])
 
 
