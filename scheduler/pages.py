@@ -93,8 +93,14 @@ class Pages:
         if not self.lower.wants(match):
             return False
         wanted = self.pages_of(extent - len(match.device_indices)) * self.page_size
-        fits = self._pool.available_size() > 0 and self.free_tokens() >= wanted + spare.tokens
+        fits = self._pool.available_size() > 0 and self._has_room(req, wanted + spare.tokens)
         return self.lower.brings_back(req, match, fits)
+
+    def _has_room(self, req: Req, tokens: int) -> bool:
+        """Whether the primary group has so many tokens for the request."""
+        if self.free_tokens() >= tokens:
+            return True
+        return self.lower.makes_room(req) and self.free_tokens() >= tokens
 
     @staticmethod
     def key(req: Req, length: int) -> RadixKey:
@@ -117,7 +123,9 @@ class Pages:
         self.lower.forget(req)  # what was loaded for it has its locks now, and the rest counts as free
         prefix = len(match.device_indices)
         wanted = self.pages_of(extent - prefix) * self.page_size
-        if not self._fits(row, wanted, spare):
+        if not self._fits(row, wanted, spare) and not (
+            self.lower.makes_room(req) and self._fits(row, wanted, spare)
+        ):
             self._free_row(row)
             cache.dec_lock_ref(node)
             return False

@@ -52,6 +52,11 @@ class TierWaits:
         if self._tiers is not None and node is not None and not req.resumed:
             self._tiers.moves.consider(node.path(), is_found=True)
 
+    def makes_room(self, req: Req) -> bool:
+        """The request lacks memory. Whether some is evictable now that was kept for another request, whose
+        turn has not come."""
+        return self._tiers is not None and self._tiers.moves.make_room((req.room, req.epoch))
+
     def forget(self, req: Req) -> None:
         """The request waits for nothing any more."""
         if self._tiers is not None:

@@ -7,7 +7,7 @@ of the path, of a state group the one slot after its end; 0 where there is none.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -140,3 +140,10 @@ class StateHostPart(HostPart):
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
         """The state stays at the end, on `lower`."""
+
+
+def portions(
+    parts: Mapping[str, HostPart], ids: Mapping[str, Pages], start: int, end: int, pages: int
+) -> dict[str, Pages]:
+    """HostPart.portion of each group."""
+    return {name: parts[name].portion(of, start, end, pages) for name, of in ids.items()}

@@ -5,7 +5,8 @@
     on the host alone      its children are, too; removed from the tree when the host gives it up
 
 Only what no node below has a copy of gives way, in policy order. Of the window and state groups a part may
-give way alone, as on the device. All methods are called on the tree's thread.
+give way alone, as on the device. A node may leave the tree while its copy is read: the pages stay until then.
+All methods are called on the tree's thread.
 """
 
 from __future__ import annotations
@@ -165,11 +166,13 @@ class HostTier:
         """The nodes of which storage lacks something that has come to the host since the last call. Some may
         have lost their copies again."""
         landed, self._landed = self._landed, []
-        return landed
+        return [node for node in landed if node not in self._leaving]
 
     def stored(self, node: TreeNode) -> None:
         """Storage has all that the node has on the host."""
         assert node.host is not None, "the node has no copy"
+        if node in self._leaving:
+            return
         node.host.stored = True
         if not node.host.told_stored:
             node.host.told_stored = True
@@ -198,9 +201,12 @@ class HostTier:
             node.host = None
 
     def forget(self, node: TreeNode) -> None:
-        """The node's first backup has failed: it has no copy."""
+        """A backup of the node has failed, or has found no room: it keeps the copy that it had, if any."""
         if node.host is not None and node.host.is_empty and not node.host.moving:
             node.host = None
+            assert node.parent is not None, "the root has no copy"
+            self._offer(node.parent)
+        self._offer(node)
 
     def _offer(self, node: TreeNode) -> None:
         if _is_unread(node):
@@ -247,7 +253,7 @@ class HostTier:
         self, nodes: Iterable[TreeNode], held: Sequence[Mapping[str, Pages]], is_idle: bool
     ) -> Generator[None, None, None]:
         """Assert that every host page is free, on one node, or in one of `held`, which moves have. `is_idle`:
-        nothing moves, so that no copy may be locked."""
+        nothing moves or waits, so that no copy may be locked."""
         balances = {
             group: Balance(f"host {group}", arena.num_pages, f"host page of {group}")
             for group, arena in self.pool.arenas.items()

@@ -23,6 +23,7 @@ from kvcache.host_copy import HostCopy
 from kvcache.radix_tree import RadixTree, resident_part
 from kvcache.tiers.config import TierConfig
 from kvcache.tiers.copier import Copier, nonzero
+from kvcache.tiers.host_parts import portions
 from kvcache.tiers.host_tier import HostTier, missing_on_host, scattered
 from kvcache.tiers.mover import Failed, WorkQueue
 from kvcache.tiers.pieces import pieces
@@ -97,6 +98,7 @@ class TierMoves:
         self._primary = tree.components[0].name
         self._backups: set[Backup] = set()
         self._in_flight = 0  # pages of the primary group
+        self._postponed: dict[TreeNode, bool] = {}  # ends of paths to consider again; whether they are found
         self._most_in_flight = groups[self._primary].allocator.num_pages // _IN_FLIGHT_SHARE
         self._load: LoadBack | None = None
 
@@ -115,27 +117,30 @@ class TierMoves:
         for node in path:
             if not node.is_resident or (node.host is None and not takes_new):
                 return
-            self._back_up(node)
+            if not self._back_up(node):
+                self._postponed[path[-1]] = is_found or self._postponed.get(path[-1], False)
+                return
             if node.host is None:
                 return
 
-    def _back_up(self, node: TreeNode) -> None:
-        """Begin to copy what the node has on the device alone, if there is room."""
+    def _back_up(self, node: TreeNode) -> bool:
+        """Begin to copy what the node has on the device alone, if the host has room. False, and nothing is
+        begun, if too much is in flight."""
         if node.host is not None and node.host.moving:
-            return
+            return True
         device = missing_on_host(self._parts.values(), node)
         count = int(np.count_nonzero(device[self._primary]))
         if not any(ids.any() for ids in device.values()):
-            return
+            return True
         if self._in_flight and self._in_flight + count > self._most_in_flight:
-            return
+            return False
         copy = node.host = node.host or HostCopy()
         copy.moving += 1  # from here on the copies above do not give way
         host = self._host.alloc({name: int(np.count_nonzero(ids)) for name, ids in device.items()})
         if host is None:
             copy.moving -= 1
             self._host.forget(node)
-            return
+            return True
         self._tree.lock(node)
         for name, part in self._parts.items():
             part.pin(nonzero(device[name]))
@@ -147,6 +152,7 @@ class TierMoves:
         self._mover.submit(
             "backups", lambda: self._copier.to_host(packed, host), lambda n: self._backed_up(backup, n)
         )
+        return True
 
     def _backed_up(self, backup: Backup, result: int | Failed) -> None:
         self._backups.remove(backup)
@@ -164,13 +170,13 @@ class TierMoves:
             self.counts.to_host_bytes += result
             self.counts.to_host_pages += backup.pages
             for node, start, end in now:
-                self._host.landed(node, self._portion(backup.host, start, end, backup.pages))
+                self._host.landed(node, portions(self._parts, backup.host, start, end, backup.pages))
         for name, part in self._parts.items():
             part.unpin(nonzero(backup.device[name]))
         self._tree.unlock(backup.node)
-
-    def _portion(self, ids: Mapping[str, Pages], start: int, end: int, pages: int) -> dict[str, Pages]:
-        return {name: self._parts[name].portion(ids[name], start, end, pages) for name in ids}
+        postponed, self._postponed = self._postponed, {}
+        for node, is_found in postponed.items():
+            self.consider(node.path(), is_found)
 
     # -- host to device ----------------------------------------------------------------------------
 
@@ -182,7 +188,7 @@ class TierMoves:
         """Load what `match` has on the host, once for each owner. Whether to wait: match again then.
 
         `fits`: there is memory for all that the owner needs. One load is under way at a time, and what one
-        has loaded is locked until `release`, or until another owner's load begins.
+        has loaded is locked until `release`, or until another owner's load begins or needs the room.
         """
         load = self._load
         if load is not None and not load.is_done:
@@ -203,6 +209,15 @@ class TierMoves:
         load.is_released = True
         if load.is_done:
             self._let_go(load)
+
+    def make_room(self, owner: Hashable) -> bool:
+        """`owner` lacks memory: what was loaded for another one is not locked any more. Whether anything
+        was."""
+        load = self._load
+        if load is None or not load.is_done or load.owner == owner:
+            return False
+        self.release(load.owner)
+        return True
 
     def _load_back(self, owner: Hashable, last: TreeNode) -> bool:
         tree, path = self._tree, last.path()
@@ -297,7 +312,7 @@ class TierMoves:
         locked, start = [], 0
         for node in path:
             end = start + node.num_pages
-            if any(ids.any() for ids in self._portion(host, start, end, pages).values()):
+            if any(ids.any() for ids in portions(self._parts, host, start, end, pages).values()):
                 assert node.host is not None, "a node without a copy has pages on the host"
                 node.host.locks += 1
                 locked.append((start, end))

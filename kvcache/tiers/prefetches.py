@@ -2,14 +2,15 @@
 
 A prefetch asks first what is there, then takes host pages for it, and reads. It ends where every group can
 continue: of a window group the last window is read, of a state group the state there. Two requests with the
-same missing prefix share one. What would be computed sooner is not read, but for a trial now and then, for
-which no request waits. The backend is called on the mover's threads.
+same missing prefix share one. What has arrived stays on the host until the requests have their turn. What
+would be computed sooner is not read, but for a trial now and then, for which no request waits. The backend is
+called on the mover's threads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,42 +19,22 @@ from kvcache.radix_key import RadixKey
 from kvcache.radix_tree import RadixTree
 from kvcache.storage.backend import StorageBackend
 from kvcache.storage.keys import StorageKeys
-from kvcache.tiers.agreement import Presence, RankReport, agree
+from kvcache.tiers.agreement import RankReport, agree
 from kvcache.tiers.config import TierConfig
-from kvcache.tiers.host_parts import HostPart
+from kvcache.tiers.host_parts import portions
 from kvcache.tiers.host_pool import HostPool
 from kvcache.tiers.host_tier import HostTier, scattered
 from kvcache.tiers.mover import Failed, WorkQueue
+from kvcache.tiers.prefetch import Prefetch, usable
 from kvcache.tiers.read_times import ReadTimes
 from kvcache.tree_node import TreeNode
 from wire.page_hash import PageDigest, page_digests
 
 _READ_PAGES = 32
 """Read at once: what a prefetch that is stopped still waits for."""
+_HOST_SHARE = 2
+"""What is read for requests that wait takes one page in so many of the host's, but for a single long one."""
 _OVER = RankReport({}, 0, is_over=True)
-
-
-@dataclass(slots=True, eq=False)
-class Prefetch:
-    """The pages [start, end) of `key`, on their way from storage into host pages `ids`, which have the
-    groups' forms for a path of `end` pages."""
-
-    key: RadixKey
-    start: int
-    names: dict[str, list[bytes]]  # by group, a storage key for each page from `start` on
-    deadline: float
-    is_trial: bool  # it should take longer than computing
-    users: set[Hashable] = field(default_factory=set)
-    end: int = 0
-    ids: dict[str, Pages] = field(default_factory=dict)
-    read: int = 0  # pages of the primary group that have arrived, from `start` on
-    seconds: float = 0.0  # that the backend has taken for it; the mover's thread adds them
-    is_stopped: bool = False
-    is_over: bool = False
-
-    def stop_if_late(self, now: float) -> None:
-        """A trial, for which nobody waits, goes no further than its deadline."""
-        self.is_stopped |= self.is_trial and now >= self.deadline
 
 
 @dataclass(slots=True)
@@ -153,12 +134,15 @@ class Prefetches:
         return self._config.prefetch_policy == "wait_complete" or self._clock() < prefetch.deadline
 
     def forget(self, user: Hashable) -> None:
-        """The user does not wait any more. What has arrived by then is kept; a prefetch that nobody wants is
-        stopped, unless it is a trial: that has its deadline."""
+        """The user does not wait any more. What has arrived by then may give way now; a prefetch that nobody
+        wants is stopped, unless it is a trial: that has its deadline."""
         prefetch = self._of.pop(user, None)
-        if prefetch is not None:
-            prefetch.users.discard(user)
-            prefetch.is_stopped = not prefetch.users and not prefetch.is_trial
+        if prefetch is None:
+            return
+        prefetch.users.discard(user)
+        if not prefetch.users:
+            prefetch.is_stopped = not prefetch.is_trial
+            prefetch.let_go(self._host)
 
     def _asker(self, prefetch: Prefetch) -> Callable[[], RankReport]:
         """On the mover's thread: what of the key storage has."""
@@ -179,8 +163,8 @@ class Prefetches:
         prefetch.stop_if_late(self._clock())
         end = prefetch.start
         if not found.is_over and not prefetch.is_stopped:
-            end += _usable(found.there, self._parts, prefetch.start)
-        if end == prefetch.start:
+            end += usable(found.there, self._parts, prefetch.start)
+        if end == prefetch.start or self._is_much(end - prefetch.start):
             self._end(first, prefetch)
             return
         wanted, start = {}, prefetch.start
@@ -199,6 +183,12 @@ class Prefetches:
         prefetch.end = end
         prefetch.ids = {group: scattered(wanted[group], ids) for group, ids in taken.items()}
         self._read_more(first, prefetch)
+
+    def _is_much(self, pages: int) -> bool:
+        """Whether so many pages more were too much on the host for requests that wait."""
+        known = {id(p): p for p in (*self._prefetches.values(), *self._of.values())}
+        taken = sum(max(p.end - p.start, 0) for p in known.values())
+        return taken > 0 and taken + pages > self._pool.arenas[self._primary].num_pages // _HOST_SHARE
 
     def _read_more(self, first: PageDigest, prefetch: Prefetch) -> None:
         """Read the next pages; with the last ones those of the other groups."""
@@ -263,8 +253,11 @@ class Prefetches:
         start = 0
         for node in path:
             stop = start + node.num_pages
-            self._fill(node, {g: self._parts[g].portion(of, start, stop, end) for g, of in ids.items()})
+            self._fill(node, portions(self._parts, ids, start, stop, end))
             start = stop
+        prefetch.let_go(self._host)
+        if prefetch.users:
+            prefetch.keep(path)
 
     def _fill(self, node: TreeNode, ids: Mapping[str, Pages]) -> None:
         """Give the node's host copy what it lacks of `ids`; the rest is free again."""
@@ -285,27 +278,11 @@ class Prefetches:
             self._times.measured(prefetch.read, prefetch.seconds, self._clock())
         del self._prefetches[first]
 
+    @property
+    def are_kept(self) -> bool:
+        """Whether something that was read is kept for a request that waits."""
+        return any(prefetch.kept for prefetch in self._of.values())
+
     def held_on_host(self) -> Iterator[Mapping[str, Pages]]:
         """Host pages that prefetches read into."""
         return (p.ids for p in self._prefetches.values() if p.ids)
-
-
-def _usable(there: Presence, parts: Mapping[str, HostPart], start: int) -> int:
-    """How many of the pages that were asked for, from the first on, a forward can continue from. The first of
-    `parts` is the primary group's."""
-    primary, *others = parts
-    missing = np.flatnonzero(~there[primary])
-    most = int(missing[0]) if len(missing) else len(there[primary])
-    for pages in range(most, 0, -1):
-        if all(_continues(there[group][:pages], parts[group], start, pages) for group in others):
-            return pages
-    return 0
-
-
-def _continues(there: np.ndarray, part: HostPart, start: int, pages: int) -> bool:
-    """Whether storage has what a group needs at the end of `pages` pages. What it needs from before `start`
-    the tree has."""
-    if not part.is_by_page:
-        return bool(there[-1])
-    needed = part.needed(start + pages)
-    return bool(there[max(0, needed.start - start) :].all())

@@ -59,12 +59,13 @@ class Tiers:
         return self.moves.held().get(group, NO_PAGES)
 
     def check(self, nodes: Iterable[TreeNode]) -> Generator[None, None, None]:
-        """Assert that every host page has one owner, and that no copy is locked while nothing moves. See
-        Memory.check_slices."""
-        moving = list(self.moves.held_on_host())
+        """Assert that every host page has one owner, and that no copy is locked while nothing moves and
+        nobody waits. See Memory.check_slices."""
+        moving, is_idle = list(self.moves.held_on_host()), self.is_idle
         if self.storage is not None:
             moving += self.storage.prefetches.held_on_host()
-        yield from self.host.check(nodes, moving, self.is_idle)
+            is_idle = is_idle and not self.storage.prefetches.are_kept
+        yield from self.host.check(nodes, moving, is_idle)
 
     def close(self) -> None:
         """End the threads, then let go of storage and host memory."""

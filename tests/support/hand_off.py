@@ -136,10 +136,16 @@ class Pair:
         split: bool = True,
         arrived_ns: int = 0,
         top_logprobs: int | None = None,
+        temperature: float = 0.0,
+        seed: int = 0,
     ) -> None:
-        """A new room, started on both workers (or on decode alone)."""
+        """A new room, started on both workers (or on decode alone). `seed` is of what is sampled."""
         sampling = SamplingParams(
-            max_new_tokens=n, temperature=0.0, ignore_eos=True, top_logprobs=top_logprobs
+            max_new_tokens=n,
+            temperature=temperature,
+            seed=seed,
+            ignore_eos=True,
+            top_logprobs=top_logprobs,
         )
         request = GenerateRequest(
             request_id=f"r{room}",

@@ -1,0 +1,95 @@
+"""Requests that wait for what the host or storage has of their prompts, and those that they wait beside."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.secrets import ClusterSecret
+from kvcache.storage.config import StorageConfig
+from kvcache.tiers.config import TierConfig
+from kvcache.tiers.tiers import Tiers
+from scheduler.config import SchedulerConfig
+from scheduler.req import Req, ReqState
+from tests.kvcache.support import HandMover
+from tests.scheduler.rig import GROUPS, Rig
+
+STORAGE = StorageConfig(
+    backend="tests.kvcache.storage.support:MemoryStore",
+    secret=ClusterSecret((b"of the tests of the tiers alone.",)),
+)
+CACHED = range(100, 196)  # six pages of eight
+
+
+def rig_of(mover: HandMover, groups: tuple[str, ...] = (), **tiers: object) -> Rig:
+    """A pool of 128 tokens."""
+    config = TierConfig(ratio=4.0, model_digest=bytes(32), prefetch_threshold=1, **tiers)  # type: ignore[arg-type]
+    scheduler = SchedulerConfig(model="m", max_running_requests=2, chunked_prefill_size=None)
+    return Rig(
+        16, 128, 128, pre_alloc=2, config=scheduler, groups=groups, window=40, tiers=config, mover=mover
+    )
+
+
+def tiers_of(rig: Rig) -> Tiers:
+    assert rig.memory.tiers is not None
+    return rig.memory.tiers
+
+
+def run(rig: Rig, mover: HandMover) -> None:
+    """Until nothing is left to do."""
+    for _ in range(500):
+        mover.do_all()
+        if not rig.step() and rig.scheduler.idle:
+            return
+    raise AssertionError("no end in sight")
+
+
+def cache_on_host(rig: Rig, mover: HandMover) -> None:
+    """CACHED is on the host, and not on the device."""
+    rig.add([*CACHED, 1], 1)
+    run(rig, mover)
+    for name, allocator in rig.memory.allocators.items():
+        rig.memory.cache.tree.evict(name, allocator.num_pages)
+    assert rig.memory.primary.available_pages() == 8
+
+
+def loading(rig: Rig, mover: HandMover) -> Req:
+    """A request whose load has begun."""
+    req = rig.add([*CACHED, 2], 2)
+    rig.step()
+    assert tiers_of(rig).moves.counts.loads == 1
+    assert req.state is ReqState.WAITING
+    return req
+
+
+@pytest.mark.parametrize("groups", GROUPS, ids="+".join)
+def test_what_was_loaded_for_one_gives_way_to_the_next(groups: tuple[str, ...]) -> None:
+    """Another request has come to the head of the queue, and needs the room."""
+    mover = HandMover()
+    rig = rig_of(mover, groups)
+    cache_on_host(rig, mover)
+    loading(rig, mover)
+    first = rig.add(range(300, 400), 4, priority=1)
+    mover.do("loads")
+    rig.step()
+    assert first.state is not ReqState.WAITING
+    run(rig, mover)
+    rig.assert_outputs()
+    rig.close()
+
+
+@pytest.mark.parametrize("groups", GROUPS, ids="+".join)
+def test_what_was_loaded_for_one_gives_way_to_a_reservation(groups: tuple[str, ...]) -> None:
+    mover = HandMover()
+    rig = rig_of(mover, groups)
+    cache_on_host(rig, mover)
+    waits = rig.req([*CACHED, 2], 2)
+    assert not rig.scheduler.hand_off.reserve(waits)
+    mover.do("loads")
+    rig.step()
+    assert rig.memory.primary.available_pages() == 2, "what was loaded is kept"
+    earlier = rig.req(range(300, 400), 4, arrived_ns=-1)
+    assert rig.scheduler.hand_off.reserve(earlier)
+    rig.memory.free(rig.scheduler.hand_off.cancel_reservation(earlier))
+    rig.scheduler.hand_off.withdraw(waits)
+    run(rig, mover)
+    rig.close()
