@@ -18,6 +18,7 @@ from kvcache.tiers.tiers import Tiers
 from kvtransfer.select import PoolSender
 from kvtransfer.shm import ShmSender
 from prefill_node.room import PrefillHold, PrefillRoom
+from scheduler.pages import Pages
 from tests.support.hand_off import GROUPS, TRANSFER_S, Pair, held, pair, prompt_of, right
 from wire.checksums import ChecksumMode
 from wire.messages import KVDone, KVReady, KVTarget
@@ -92,20 +93,29 @@ def over(both: Pair) -> None:
     both.prefill.check_memory()
 
 
+class Stopped:
+    """Calls of a method wait until `go` is set. `begun`: there is one."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.go = threading.Event()
+
+
 @contextmanager
-def stopped(kind: type, name: str) -> Iterator[threading.Event]:
-    """Calls of a method wait until the event is set, or the block ends."""
-    go, real = threading.Event(), getattr(kind, name)
+def stopped(kind: type, name: str) -> Iterator[Stopped]:
+    """Until the block ends, at the latest."""
+    calls, real = Stopped(), getattr(kind, name)
 
     def late(*args: Any, **kwargs: Any) -> Any:
-        assert go.wait(TRANSFER_S)
+        calls.begun.set()
+        assert calls.go.wait(TRANSFER_S)
         return real(*args, **kwargs)
 
     with mock.patch.object(kind, name, late):
         try:
-            yield go
+            yield calls
         finally:
-            go.set()
+            calls.go.set()
 
 
 def ask_first(both: Pair, groups: tuple[str, ...] = (), prompt: list[int] = PROMPT) -> None:
@@ -188,11 +198,12 @@ def test_the_part_on_the_device_leaves_with_the_rest() -> None:
 def test_a_room_that_ends_keeps_its_locks_until_nothing_is_read(end: str) -> None:
     with serving() as both:
         ask_first(both)
-        with stopped(HostCopier, "to_device") as load, stopped(ShmSender, "_move"):
+        with stopped(HostCopier, "to_device") as load, stopped(ShmSender, "_move") as move:
             both.ask(2, PROMPT + MORE, 6)
             run_until(both, lambda: is_read_and_loaded(both))
             sender = room_of(both, 2).sender
-            load.set()
+            assert move.begun.wait(TRANSFER_S)
+            load.go.set()
             run_until(both, lambda: tiers_of(both.prefill).moves.is_idle)
             assert locked(both) > 0, "the load has unlocked what the sender reads"
             if end == "aborted":
@@ -224,7 +235,7 @@ def test_a_worker_that_changes_its_role_leaves_no_locks() -> None:
             run_until(both, lambda: is_read_and_loaded(both))
             both.abort(2)
             run_until(both, lambda: not both.prefill.rooms())
-            move.set()
+            move.go.set()
             both.prefill.parts.role.close()
             assert not tiers_of(both.prefill).reads.under_way
 
@@ -268,6 +279,24 @@ def test_a_last_page_that_is_not_whole_is_computed_again(groups: tuple[str, ...]
         over(both)
 
 
+def test_of_a_window_the_last_pages_are_enough() -> None:
+    with serving(("window",)) as both:
+        target, tiers = park(both, 1, PROMPT), tiers_of(both.prefill)
+        first = next(both.prefill.parts.services.memory.cache.tree.nodes())
+        assert first.host is not None
+        assert first.num_pages < 20
+        tiers.host.pool.free({"window": first.host.ids.pop("window")})
+        key = Pages.key(room_of(both, 1).req, len(PROMPT))
+        read = tiers.reads.begin_whole(key, {"full": 0, "window": 0})
+        assert read is not None
+        tiers.reads.end(read, is_whole=False)
+        both.arrive(target)
+        both.run_dry()
+        assert both.outputs[1].tokens == right(both, 1, ("window",))
+        assert tiers.reads.counts.host_pages == 20
+        over(both)
+
+
 def test_what_is_on_no_tier_is_computed_again() -> None:
     with serving() as both:
         target = park(both, 1, PROMPT)
@@ -284,8 +313,9 @@ def test_what_is_on_no_tier_is_computed_again() -> None:
 def test_an_aborted_room_that_was_parked_gives_its_locks_back() -> None:
     with serving() as both:
         target = park(both, 1, PROMPT)
-        with stopped(ShmSender, "_move"):
+        with stopped(ShmSender, "_move") as move:
             both.arrive(target)
+            assert move.begun.wait(TRANSFER_S)
             assert locked(both) > 0
             both.abort(1)
             run_until(both, lambda: not both.prefill.rooms())
