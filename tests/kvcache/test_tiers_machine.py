@@ -8,7 +8,7 @@ every page on the host holds, is checked byte by byte where it counts.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -104,7 +104,7 @@ class TiersMachine(GroupsMachine):
         self.mover = HandMover()
         self.waiting: list[Live] = []
         self.reading: list[tuple[TierRead, RadixKey]] = []
-        self.host_index = Index("CPU")
+        self.host_index, self.storage_index = Index("CPU"), Index("STORAGE")
         options |= {"prefix_cache": "radix"}
         # A host that is too small for all, too.
         ratio = 0.4 if options.get("state_slots") else 2.0
@@ -131,17 +131,43 @@ class TiersMachine(GroupsMachine):
 
     def read_events(self) -> None:
         events = self.memory.take_events()
-        self.index.read(events)
-        self.host_index.read(events)
-        names, seen = [], self.contents
+        indexes = self.index, self.host_index, self.storage_index
+        for index in indexes:
+            index.read(events)
+        names, stored, seen = [], [], self.contents
         assert isinstance(seen, LabelledContents)
         for node in self.cache.tree.nodes():
             if node.host is not None and not node.host.is_empty:
                 tokens, held = _tokens(node), node.host.ids
-                names += reference_hashes(node.namespace, tokens, self.size, node.tenant)[-node.num_pages :]
+                own = reference_hashes(node.namespace, tokens, self.size, node.tenant)[-node.num_pages :]
+                names += own
+                stored += own if node.host.told_stored else []
                 end = len(tokens) - (1 if node.namespace.is_bigram else 0)
                 self.holds(seen, node, held, tokens[:end])
         assert sorted(self.host_index.blocks) == sorted(names)
+        assert sorted(self.storage_index.blocks) == sorted(stored)
+        self.snapshots_say_the_same(indexes)
+        self.stored_is_there()
+
+    def snapshots_say_the_same(self, indexes: Sequence[Index]) -> None:
+        """Who comes too late learns of each tier what the events have said."""
+        batches = list(self.memory.snapshot().batches(at_most=3))
+        for index in indexes:
+            late = Index(index.medium)
+            for batch in batches:
+                late.read(batch)
+            assert late.blocks == index.blocks
+
+    def stored_is_there(self) -> None:
+        """Of what events have told of storage nothing is missing there."""
+        assert self.memory.tiers is not None
+        storage = self.memory.tiers.storage
+        if storage is None or self.mover.finished:  # a clear may be among what has ended
+            return
+        for node in self.cache.tree.nodes():
+            if node.host is not None and node.host.told_stored:
+                names = storage._keys.keys("full", node.page_digests(self.size), node.tenant)
+                assert all(storage.backend.exists(names)), "a page that storage does not have was told"
 
     def holds(self, seen: LabelledContents, node: TreeNode, held: dict[str, Any], tokens: list[int]) -> None:
         """Every page of a copy has the node's KV."""
@@ -276,6 +302,13 @@ class TiersMachine(GroupsMachine):
                     assert label == seen(read.pages * self.size)
         type(self).read_below += int(np.count_nonzero(read.host["full"]))
         self.memory.tiers.reads.end(read, is_whole=True)
+
+    @rule(chance=st.integers(0, 19))
+    def clear_storage(self, chance: int) -> None:
+        """Everything goes from there, soon."""
+        assert self.memory.tiers is not None
+        if not chance and self.memory.tiers.storage is not None:
+            self.memory.tiers.storage.clear(lambda held: None)
 
     def waits(self, live: Live, match: MatchResult) -> bool:
         tiers = self.memory.tiers
