@@ -15,6 +15,7 @@ def test_a_key_has_48_bytes_and_a_readable_visibility() -> None:
     assert len(public) == len(private) == 48
     assert public.startswith(b"public----------")
     assert private.startswith(visibility("alice"))
+    assert private[16:] != public[16:], "the visibility, of eight bytes, is not all that tells owners apart"
     assert key_text(public).startswith("public----------")
     assert len(key_text(public)) == 16 + 64
 

@@ -6,6 +6,7 @@ import os
 import stat
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -72,6 +73,37 @@ def test_failures_are_misses_with_a_cause(cause: Outcome) -> None:
     store.fails = lambda verb: cause
     assert backend.get(keys(2), arena.read) == [False, False]
     assert backend.stats().refused == {cause.value: 4}
+
+
+class RaisingStore(MemoryStore):
+    """Anybody's: while it is broken, it breaks the rule that a store raises nothing."""
+
+    broken = False
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("exists", "read", "write", "discard", "held") and self.broken:
+            return _raise
+        return super().__getattribute__(name)
+
+
+def _raise(*_: object) -> None:
+    raise OSError("nobody caught it")
+
+
+def test_a_store_that_raises_is_a_miss(caplog: pytest.LogCaptureFixture) -> None:
+    store, arena = RaisingStore(), Arena(3)
+    backend = SealedStorage(store, SealSecret(None, SECRET))
+    assert backend.set(keys(1), arena.pages[:1]) == [True]
+    store.broken = True
+    assert backend.exists(keys(3)) == [False] * 3
+    assert backend.get(keys(3), arena.read) == [False] * 3
+    assert backend.set(keys(3), arena.pages) == [False] * 3
+    assert backend.stats().refused == {"io_error": 6}
+    assert backend.stats().blobs == 0, "it does not say"
+    assert "nobody caught it" in caplog.text
+    store.broken = False
+    assert backend.get(keys(1), arena.read[:1]) == [True]
+    assert backend.stats().blobs == 1
 
 
 def test_rotation_is_a_miss_and_never_a_refusal(tmp_path: Path) -> None:
