@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from common.errors import ConfigError
 from common.ports import ANY_PORT, Ports
 from kvcache.eviction import eviction_policy
+from kvcache.tenancy.config import TenancyConfig
 from kvcache.tiers.config import TierConfig
 
 PREFIX_CACHES = ("radix", "none")
@@ -51,6 +52,7 @@ class CacheConfig:
     mamba_track_interval: int = 256  # tokens between the states that decode keeps; whole pages
     events: KVEventsConfig = field(default_factory=KVEventsConfig)
     tiers: TierConfig = field(default_factory=TierConfig)
+    tenancy: TenancyConfig = field(default_factory=TenancyConfig)
 
     def __post_init__(self) -> None:
         if self.page_size < 1 or self.page_size & (self.page_size - 1):

@@ -23,6 +23,7 @@ from kvcache.radix_tree import RadixTree
 from kvcache.storage.backend import StorageBackend
 from kvcache.storage.keys import StorageKeys
 from kvcache.swa_allocator import SWATokenToKVPoolAllocator, window_tail
+from kvcache.tenancy.promotion import Promotion
 from kvcache.tiers.copier import Copier
 from kvcache.tiers.host_parts import FullHostPart, HostPart, StateHostPart, WindowHostPart
 from kvcache.tiers.host_pool import HostPool
@@ -53,6 +54,7 @@ class CacheParts(NamedTuple):
     swa: SWATokenToKVPoolAllocator | None  # of the window group, where there is one
     states: GroupAllocator | None  # of the state group, where there is one
     tiers: Tiers | None  # below the device
+    promotion: Promotion | None  # where tenants share pages
 
 
 def build_prefix_cache(
@@ -89,7 +91,8 @@ def build_prefix_cache(
         assert is_radix, "a host tier without a radix cache"
         write_back = lower.copier if config.tiers.write_policy == "write_back" else None
         host = HostTier(lower.pool, parts, observers, page_size, policy, write_back)
-    tree = RadixTree(page_size, components if is_radix else (), observers, host)
+    tree = RadixTree(page_size, components if is_radix else (), observers, host, config.tenancy.enabled)
+    promotion = Promotion(tree, config.tenancy) if config.tenancy.enabled else None
 
     groups = {name: GroupAllocator(name, allocator, tree) for name, allocator in allocators.items()}
     swa: SWATokenToKVPoolAllocator | None = None
@@ -110,5 +113,7 @@ def build_prefix_cache(
         tiers = Tiers(host, moves, TierReads(tree, host), storage, lower.mover)
     cache: BasePrefixCache = ChunkCache(pool, allocators[primary], tree, holdings)
     if is_radix:
-        cache = RadixCache(pool, allocators[primary], tree, holdings, tiers.moves if tiers else None)
-    return CacheParts(cache, groups[primary], swa, states, tiers)
+        cache = RadixCache(
+            pool, allocators[primary], tree, holdings, tiers.moves if tiers else None, promotion
+        )
+    return CacheParts(cache, groups[primary], swa, states, tiers, promotion)

@@ -32,3 +32,7 @@ class LowerTier(Protocol):
     def dropped(self, node: TreeNode) -> None:
         """`node` leaves the tree: free what it has on the host."""
         ...
+
+    def renaming(self, node: TreeNode) -> None:
+        """`node` is about to get another owner: what storage has of it has the old name."""
+        ...

@@ -100,7 +100,7 @@ class Memory:
         self.allocators = allocators
         self.allocator = allocators[specs[0].name]
         self.kv_caches = kv_caches
-        self.cache, self.primary, self.swa, self.states, self.tiers = parts
+        self.cache, self.primary, self.swa, self.states, self.tiers, self.promotion = parts
         self._recorder = recorder
         self._quarantine: dict[Hashable, list[GroupPages]] = {}
         self._quarantined_at: dict[Hashable, float] = {}

@@ -15,6 +15,7 @@ from kvcache.pool import ReqToTokenPool
 from kvcache.radix_key import RadixKey
 from kvcache.radix_tree import RadixTree, resident_part
 from kvcache.request import CachedRequest
+from kvcache.tenancy.promotion import Promotion
 from kvcache.tiers.moves import TierMoves
 from kvcache.tree_node import NO_PARTS, TreeNode
 
@@ -36,10 +37,13 @@ class RadixCache(BasePrefixCache):
         tree: RadixTree,
         holdings: Sequence[GroupHoldings] = (),
         moves: TierMoves | None = None,
+        promotion: Promotion | None = None,
     ) -> None:
-        """`moves` backs up what is inserted, where there is a host tier."""
+        """`moves` backs up what is inserted, where there is a host tier; `promotion` makes public what enough
+        tenants insert, where tenants share."""
         super().__init__(req_to_token_pool, allocator, tree, holdings)
         self._moves = moves
+        self._promotion = promotion
         self._offsets = np.arange(self.page_size)
 
     # -- matching ----------------------------------------------------------------------------------
@@ -85,17 +89,18 @@ class RadixCache(BasePrefixCache):
         chunked: bool = False,
         offers: Mapping[str, Pages] = NO_PARTS,
         is_copy: bool = False,
+        below: TreeNode | None = None,
     ) -> InsertResult:
         """Cache `pages`, which hold the whole pages of `key`. The tree owns those it did not have before.
 
         `offers` has what the other groups can give, by group name (see their components). What a group takes
         is in the result; all else stays the caller's. Nothing is cached beyond the point where a forward
         could continue. Traversed nodes count a hit, unless this is one chunk of a longer prefill. `is_copy`:
-        another worker has these pages, too.
+        another worker has these pages, too. `below`: see RadixTree.walk.
         """
         tree, total = self.tree, len(pages)
         assert total == len(key) // self.page_size, "one page id for every whole page of the key"
-        path, prefix_len = tree.walk(key, 0 if chunked else 1)
+        path, prefix_len = tree.walk(key, 0 if chunked else 1, below)
         for node in path:
             node.priority = max(node.priority, priority)
         resident, start = resident_part(path)
@@ -107,13 +112,17 @@ class RadixCache(BasePrefixCache):
         if len(resident) < len(path):  # the others are on the host alone: they get the device pages, too
             path = tree.cut(path, end) if end < found else path
             tree.restore(path, pages)
+        # A tenant leaves no state on a public node: it would show others where the tenant's prompt ended.
+        is_whole = min(found, end) == total and not (key.tenant and path and not path[-1].tenant)
         for component in tree.others:
-            component.revive(path, offers.get(component.name, NO_PAGES), min(found, end) == total)
+            component.revive(path, offers.get(component.name, NO_PAGES), is_whole)
         if found < end:
             parent = path[-1] if path else tree.root
             path.append(tree.append(parent, key, pages[:end], found, priority, offers, is_copy))
         if self._moves is not None:
             self._moves.consider(path)
+        if self._promotion is not None and key.tenant:
+            self._promotion.inserted(path)
         return InsertResult(start * self.page_size, self._result(path, end * self.page_size))
 
     def insert_copy(
@@ -159,6 +168,8 @@ class RadixCache(BasePrefixCache):
         """Insert as much as every group can give, free the duplicates, and lock the result."""
         key = RadixKey(req.fill_ids[: req.kv_committed_len], req.namespace, req.tenant)
         length = self._insertable(req, len(key) // self.page_size * self.page_size)
+        if self._promotion is not None and not self._promotion.may_grow(req.last_node):
+            return
         if length < max(req.cache_protected_len, 1):
             for node in req.last_node.path() if req.last_node is not None and not chunked else ():
                 node.hit_count += 1
@@ -171,7 +182,7 @@ class RadixCache(BasePrefixCache):
             offers[holdings.name] = offer
         slots, protected = self._row_slots(req, 0, length), req.cache_protected_len
         pages = slots[:: self.page_size] // self.page_size
-        inserted = self.insert(key[:length], pages, req.priority, chunked, offers)
+        inserted = self.insert(key[:length], pages, req.priority, chunked, offers, below=req.last_node)
         match = inserted.match
         assert len(match.device_indices) == length, "the request offered less than it said"
         self.allocator.free(slots[protected : inserted.prefix_len])

@@ -10,6 +10,9 @@ import numpy.typing as npt
 
 from wire.page_hash import PageDigest, namespace_seed, owner_key
 
+OWNER_BYTES = 32
+"""Of a tenant in the slot of a private child of a public node; the rest is the public child's slot."""
+
 
 @dataclass(frozen=True)
 class Namespace:

@@ -1,9 +1,10 @@
 """RadixTree: the structure of cached prefixes = nodes + components + eviction policy + observers.
 
 The tree finds, splits, links, locks, evicts and unlinks nodes. What a node means for memory is the business
-of the components; TreeObservers are told of new and removed nodes. Below the root a child is found by
-tenant, namespace and first page, below that by its first page: prefixes of different tenants or namespaces
-meet nowhere.
+of the components; TreeObservers are told of new and removed nodes. A child is found by its first page, below
+the root by namespace and first page, and a tenant's child of a public node by its owner, too: private
+prefixes of different tenants meet nowhere. Where tenants share pages (kvcache/tenancy), a path is public
+nodes and then one tenant's.
 
 Per node on the path a match costs one dict lookup and one comparison of bytes; nothing is done per token.
 """
@@ -19,6 +20,7 @@ from kvcache.balance import in_slices
 from kvcache.components.base import Tally, TreeComponent, longest
 from kvcache.host_copy import HostCopy
 from kvcache.lower_tier import LowerTier
+from kvcache.mixed_path import mixed_path
 from kvcache.observer import StorageMedium, TreeObserver
 from kvcache.radix_key import Namespace, RadixKey
 from kvcache.tree_node import TOKEN_BYTES, TreeNode
@@ -34,47 +36,57 @@ class RadixTree:
         components: Sequence[TreeComponent] = (),
         observers: Sequence[TreeObserver] = (),
         lower: LowerTier | None = None,
+        shares: bool = False,
     ) -> None:
         """The first component is the primary group's. Without components the tree stays empty. `lower`: the
-        tier to which evicted nodes may go."""
+        tier to which evicted nodes may go. `shares`: tenants use public pages."""
         self.page_size = page_size
         self.lower = lower
+        self.shares = shares
         self.components: tuple[TreeComponent, ...] = (*components,)
         self.others: tuple[TreeComponent, ...] = self.components[1:]
         self.root = TreeNode(None, Namespace(""), b"", b"", 0, 0)
-        self._observers: tuple[TreeObserver, ...] = (*observers,)
+        self.observers: tuple[TreeObserver, ...] = (*observers,)
         self._by_group = {component.name: component for component in components}
         self._keys_fall = any(component.evictor.keys_fall for component in components)
-        self._tick = 0
+        self.walks = 0  # how often something was looked up or inserted; evictions and locks are not counted
 
     # -- finding -----------------------------------------------------------------------------------
 
-    def walk(self, key: RadixKey, hits: int = 0) -> tuple[list[TreeNode], int]:
+    def walk(self, key: RadixKey, hits: int = 0, below: TreeNode | None = None) -> tuple[list[TreeNode], int]:
         """Nodes that hold the longest cached prefix of `key`, and its length in units; each counts `hits`.
 
-        The node in which the prefix ends is split there.
+        The node in which the prefix ends is split there. Where tenants share pages there may be two ways for
+        a key: `below` is a node that the caller has locked, through which its way leads.
         """
-        self._tick = tick = self._tick + 1
-        extra = TOKEN_BYTES if key.namespace.is_bigram else 0
-        stride = self.page_size * TOKEN_BYTES
-        first = stride + extra
-        end = len(key) // self.page_size * stride
-        raw = key.tokens[: (end + extra) // TOKEN_BYTES].tobytes()
+        self.walks = tick = self.walks + 1
         path: list[TreeNode] = []
         at = 0
-        # root_slot in place: the call would make a miss 3% slower.
-        slot = key.namespace.seed + raw[:first]
-        if key.tenant:
-            slot = owner_key(key.tenant) + slot
-        child = self.root.children.get(slot) if end else None
-        while child is not None:
-            if not raw.startswith(child.tokens, at):
-                child = self._split(child, child.common_pages(raw, at, stride, extra))
-            child.last_access = tick
-            child.hit_count += hits
-            path.append(child)
-            at += child.num_tokens * TOKEN_BYTES
-            child = child.children.get(raw[at : at + first]) if at < end else None
+        if key.tenant and self.shares:
+            path = self.cut(*mixed_path(key, self.page_size, self.root, below))
+            for node in path:
+                node.last_access = tick
+                node.hit_count += hits
+                at += node.num_tokens * TOKEN_BYTES
+        else:
+            extra = TOKEN_BYTES if key.namespace.is_bigram else 0
+            stride = self.page_size * TOKEN_BYTES
+            first = stride + extra
+            end = len(key) // self.page_size * stride
+            raw = key.tokens[: (end + extra) // TOKEN_BYTES].tobytes()
+            # root_slot in place: the call would make a miss 3% slower.
+            slot = key.namespace.seed + raw[:first]
+            if key.tenant:
+                slot = owner_key(key.tenant) + slot
+            child = self.root.children.get(slot) if end else None
+            while child is not None:
+                if not raw.startswith(child.tokens, at):
+                    child = self._split(child, child.common_pages(raw, at, stride, extra))
+                child.last_access = tick
+                child.hit_count += hits
+                path.append(child)
+                at += child.num_tokens * TOKEN_BYTES
+                child = child.children.get(raw[at : at + first]) if at < end else None
         if self._keys_fall:
             for component in self.components:
                 component.evictor.touched(path)
@@ -130,7 +142,7 @@ class RadixTree:
         begin, end = start * self.page_size, len(pages) * self.page_size
         tokens = key[begin:end].tokens.tobytes()
         ids = pages[start:].astype(np.int32).tobytes()
-        node = TreeNode(parent, key.namespace, tokens, ids, end - begin, self._tick, key.tenant)
+        node = TreeNode(parent, key.namespace, tokens, ids, end - begin, self.walks, key.tenant)
         node.priority = priority
         node.is_copy = is_copy
         parent.children[node.child_key(self.page_size)] = node
@@ -139,7 +151,7 @@ class RadixTree:
             node.parts = {}
         for component in self.components:
             component.insert(node, start, offers.get(component.name, NO_PAGES))
-        for observer in self._observers:
+        for observer in self.observers:
             observer.stored(node, StorageMedium.GPU)
         return node
 
@@ -149,7 +161,7 @@ class RadixTree:
         begin, stop = start * self.page_size, end * self.page_size
         tokens = key[begin:stop].tokens.tobytes()
         node = TreeNode(
-            parent, key.namespace, tokens, b"", stop - begin, self._tick, key.tenant, num_pages=end - start
+            parent, key.namespace, tokens, b"", stop - begin, self.walks, key.tenant, num_pages=end - start
         )
         parent.children[node.child_key(self.page_size)] = node
         node.host = HostCopy()
@@ -170,7 +182,7 @@ class RadixTree:
                 node.page_ids = pages[start:end].astype(np.int32).tobytes()
                 node.parent.resident_children += 1
                 self.components[0].insert(node, start, NO_PAGES)
-                for observer in self._observers:
+                for observer in self.observers:
                     observer.stored(node, StorageMedium.GPU)
             start = end
 
@@ -233,15 +245,20 @@ class RadixTree:
         parent = node.parent
         assert parent is not None, "the root never gives way"
         stays = self.lower is not None and self.lower.keeps(node)
-        for observer in self._observers:
+        self.leave_device(node)
+        if not stays:
+            self.remove(node)
+        return parent
+
+    def leave_device(self, node: TreeNode) -> None:
+        """Free what an unlocked node without resident children holds on the device. It stays in the tree."""
+        assert node.parent is not None, "the root stays"
+        for observer in self.observers:
             observer.removed(node, StorageMedium.GPU)
         for component in self.components:
             component.free(node)
         node.page_ids = b""
-        parent.resident_children -= 1
-        if not stays:
-            self.remove(node)
-        return parent
+        node.parent.resident_children -= 1
 
     def remove(self, node: TreeNode) -> None:
         """Unlink a node that is not resident, with all that is below it, on the host."""
@@ -297,11 +314,6 @@ class RadixTree:
             assert tally.locked == protected, f"{tally.locked} locked {name} pages, not {protected}"
             unlocked, evictable = tally.kept - tally.locked, component.evictable()
             assert unlocked == evictable, f"{unlocked} evictable {name} pages, not {evictable}"
-
-    @property
-    def walks(self) -> int:
-        """How often something was looked up or inserted. Eviction and locks are not counted."""
-        return self._tick
 
 
 def resident_part(path: list[TreeNode]) -> tuple[list[TreeNode], int]:

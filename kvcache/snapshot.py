@@ -29,7 +29,7 @@ class NodeImage(NamedTuple):
     namespace: Namespace
     tokens: bytes
     digests: list[PageDigest]
-    parent: PageDigest | None  # of the page before the first; None for the first page of a sequence
+    parent: PageDigest | None  # names the page before the first; None for the first page of a sequence
     tenant: str
     tiers: tuple[StorageMedium, ...]
 
@@ -38,21 +38,22 @@ class NodeImage(NamedTuple):
         """The image of a node. On the tree's thread."""
         above = node.parent
         has_parent = above is not None and above.parent is not None
-        parent = above.page_digests(page_size)[-1] if above is not None and has_parent else None
+        parent = None
+        if above is not None and has_parent:
+            (parent,) = owned_digests(above.page_digests(page_size)[-1:], above.tenant)
         digests, tiers = node.page_digests(page_size), tiers_of(node)
         return cls(node.namespace, node.tokens, digests, parent, node.tenant, tiers)
 
     def stored(self, page_size: int, medium: StorageMedium) -> BlockStored:
         """The event that announces these pages in a medium."""
         namespace = self.namespace
-        above = owned_digests([] if self.parent is None else [self.parent], self.tenant)
         tokens = np.frombuffer(self.tokens, np.int32)
         token_ids: list[Any] = tokens.tolist()
         if namespace.is_bigram:
             token_ids = np.stack((tokens[:-1], tokens[1:]), axis=1).tolist()
         return BlockStored(
             block_hashes=event_hashes(owned_digests(self.digests, self.tenant)),
-            parent_block_hash=event_hash(*above) if above else None,
+            parent_block_hash=None if self.parent is None else event_hash(self.parent),
             token_ids=token_ids,
             block_size=page_size,
             lora_id=None,

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvcache.host_copy import HostCopy
 from kvcache.radix_key import Namespace, root_slot
-from wire.page_hash import PageDigest, page_digests
+from wire.page_hash import PageDigest, owner_key, page_digests
 
 TOKEN_BYTES = 4
 PAGE_ID_BYTES = 4
@@ -19,7 +19,8 @@ NO_PARTS: dict[str, Any] = {}
 
 
 class TreeNode:
-    """Whole pages of one namespace and one tenant, below the pages of `parent`.
+    """Whole pages of one namespace, public or one tenant's, below the pages of `parent`. A public node has a
+    public parent.
 
     `tokens` are int32 as bytes (a bigram node has one more than its units), and `page_ids` those of the
     primary group, one int32 per page, as bytes too: few objects, and one C call each to compare or join.
@@ -65,7 +66,7 @@ class TreeNode:
         self.hit_count = 0
         self.priority = 0
         self.is_copy = False  # its pages were fetched from a worker that has them, too
-        self.tenant = tenant  # whose requests alone may use these pages
+        self.tenant = tenant  # whose requests alone may use these pages; "": everybody's
         self.offers = 0  # a bit for each evictor that has this node on offer
         self.entry: list[Any] | None = None  # the leaf evictor's entry of this node
 
@@ -83,12 +84,16 @@ class TreeNode:
         """The tokens, a read-only view."""
         return np.frombuffer(self.tokens, np.int32)
 
-    def child_key(self, page_size: int) -> bytes:
-        """The key of this node in `parent.children`: the tokens of its first page. Below the root the
-        tenant and the namespace come before them."""
+    def child_key(self, page_size: int, parent: TreeNode | None = None) -> bytes:
+        """The key of this node in the children of its parent, or of `parent`: the tokens of its first page.
+        Below the root the namespace comes before them. A private child of a public node has its owner before
+        all else."""
+        above = parent or self.parent
+        assert above is not None, "the root has no parent"
         first = self.tokens[: (page_size + (1 if self.namespace.is_bigram else 0)) * TOKEN_BYTES]
-        assert self.parent is not None, "the root has no parent"
-        return first if self.parent.parent is not None else root_slot(self.namespace, self.tenant, first)
+        if above.parent is None:
+            return root_slot(self.namespace, self.tenant, first)
+        return owner_key(self.tenant) + first if self.tenant and not above.tenant else first
 
     def path(self) -> list[TreeNode]:
         """From below the root to this node; empty for the root."""

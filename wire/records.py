@@ -142,3 +142,4 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     figures: WorkerFigures = WorkerFigures()
     rack: str = ""  # workers with equal labels share a switch; "": not known
     host_tokens: Natural = 0  # KV capacity of the primary group in host memory
+    shares_pages: bool = False  # its tenants use public pages, not only their own

@@ -12,6 +12,7 @@ from engine.spec import ModelSpec
 from kvcache.config import MIN_STATE_SLOTS, CacheConfig, KVEventsConfig
 from kvcache.layout import pages_in
 from kvcache.storage.config import StorageConfig
+from kvcache.tenancy.config import TenancyConfig
 from kvcache.tiers.config import TierConfig
 from worker.options import WorkerOptions
 
@@ -63,6 +64,7 @@ def chosen_config(options: WorkerOptions, reserves: bool, device: str) -> CacheC
             prefetch_threshold=options.hicache_storage_prefetch_threshold,
             prefetch_if_slower=options.hicache_storage_prefetch_if_slower,
         ),
+        tenancy=TenancyConfig(options.sharing_min_tenants, options.sharing_epoch_s),
     )
 
 

@@ -28,10 +28,14 @@ def worker_report(what: str, memory: Memory, scheduler: Scheduler, rooms: Rooms[
             return msgspec.json.encode(scheduler.load()).decode()
         case "metrics":
             return json.dumps(scheduler.metrics.report())
+        case "sharing":
+            shared = memory.promotion
+            pages, merged = (shared.public_pages, shared.merged_copies) if shared is not None else (0, 0)
+            return json.dumps({"public_pages": pages, "merged_copies": merged})
         case "tiers":
             return json.dumps(tier_report(memory.tiers))
         case "rooms":
             return json.dumps([[room.room, room.epoch] for room in rooms.active()])
         case _:
-            known = "memory, tree, nodes, load, metrics, tiers, rooms or leases"
+            known = "memory, tree, nodes, load, metrics, sharing, tiers, rooms or leases"
             return json.dumps({"error": f"unknown report {what!r}: use {known}"})

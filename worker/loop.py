@@ -136,6 +136,7 @@ class Worker:
             fingerprint=spec.fingerprint,
             version=self.options.model_version,
             groups=services.memory.layouts(),
+            shares_pages=services.memory.promotion is not None,
             max_context_tokens=self._limits.max_context_tokens,
             total_tokens=services.memory.total_tokens,
             max_running_requests=self.options.max_running_requests,
@@ -287,6 +288,8 @@ class Worker:
         self._services.retransmitter.tick(now)
         self._services.rooms.sweep(now)
         self._services.outbox.sweep(now)
+        if (promotion := self._services.memory.promotion) is not None:
+            promotion.tick(now)
         if self._drain.begun:
             self._advance_drain(now)
 

@@ -14,6 +14,7 @@ from common.errors import ConfigError
 from common.options import Options
 from kvcache.config import CacheConfig, KVEventsConfig
 from kvcache.eviction import eviction_policy
+from kvcache.tenancy.config import TenancyConfig
 from kvcache.tiers.config import TierConfig
 from scheduler.config import SchedulerConfig
 from wire.checksums import ChecksumMode
@@ -113,6 +114,14 @@ class MemoryOptions(Options):
     eviction_policy: str = Field(
         CacheConfig.eviction_policy,
         description="which cached prefix goes first: lru, mru, lfu, fifo, filo, priority or slru",
+    )
+    sharing_min_tenants: int = Field(
+        TenancyConfig.users,
+        ge=0,
+        description="K: pages that K to 2K - 1 tenants have computed become everybody's; 0: never",
+    )
+    sharing_epoch_s: float = Field(
+        TenancyConfig.epoch_s, gt=0, description="how often, in seconds, pages become everybody's"
     )
     hicache_ratio: float = Field(
         0.0, ge=0, description="KV pages kept in host memory for each one on the device; 0: no host tier"

@@ -90,6 +90,11 @@ class TreeComponent(ABC):
         """`upper` has just taken the first pages of `lower`; divide what this group keeps in `parts`."""
         del upper, lower
 
+    def hand_over(self, copy: TreeNode, kept: TreeNode) -> None:
+        """Both have the same pages, and `copy`, which nothing locks, is about to go: `kept` takes from it
+        what it lacks of this group."""
+        del copy, kept
+
     # -- locks -------------------------------------------------------------------------------------
 
     def lock(self, node: TreeNode) -> None:

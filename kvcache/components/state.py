@@ -28,6 +28,11 @@ class SavedState:
     locks: int = 0
 
 
+def _part(node: TreeNode) -> SavedState:
+    part: SavedState = node.parts["state"]
+    return part
+
+
 class StateComponent(TreeComponent):
     """Keeps a SavedState on every node; an offer is one slot, 0 or nothing."""
 
@@ -39,11 +44,6 @@ class StateComponent(TreeComponent):
         self._kept = 0
         self._protected = 0
 
-    @staticmethod
-    def _part(node: TreeNode) -> SavedState:
-        part: SavedState = node.parts["state"]
-        return part
-
     # -- matching ----------------------------------------------------------------------------------
 
     def valid_lengths(self, path: Sequence[TreeNode], pages: int, also: Pages = NO_PAGES) -> Lengths:
@@ -53,12 +53,12 @@ class StateComponent(TreeComponent):
         end = 0
         for i, node in enumerate(path):
             end += node.num_pages
-            valid[end] = self._part(node).slot != 0 or (i < len(also) and also[i] != 0)
+            valid[end] = _part(node).slot != 0 or (i < len(also) and also[i] != 0)
         return valid
 
     def gather(self, path: Sequence[TreeNode]) -> Pages:
         """The slot of the state after the path; 0 where there is none."""
-        return np.array([self._part(path[-1]).slot], np.int32)
+        return np.array([_part(path[-1]).slot], np.int32)
 
     # -- growing -----------------------------------------------------------------------------------
 
@@ -71,7 +71,7 @@ class StateComponent(TreeComponent):
     def revive(self, path: Sequence[TreeNode], offer: Pages, is_whole: bool) -> None:
         """Give the node at the end of the key the state that it lacks."""
         slot = state_slot(offer)
-        if slot and is_whole and not self._part(path[-1]).slot:
+        if slot and is_whole and not _part(path[-1]).slot:
             self._keep(path[-1], slot)
 
     def insert(self, node: TreeNode, start: int, offer: Pages) -> None:
@@ -83,7 +83,7 @@ class StateComponent(TreeComponent):
             self._keep(node, slot)
 
     def _keep(self, node: TreeNode, slot: int) -> None:
-        part = self._part(node)
+        part = _part(node)
         part.slot = slot
         self._kept += 1
         if part.locks:
@@ -96,18 +96,26 @@ class StateComponent(TreeComponent):
         del lower
         upper.parts[self.name] = SavedState()
 
+    def hand_over(self, copy: TreeNode, kept: TreeNode) -> None:
+        """The state at the end, if `kept` has none."""
+        slot = _part(copy).slot
+        if slot and not _part(kept).slot:
+            _part(copy).slot = 0
+            self._kept -= 1
+            self._keep(kept, slot)
+
     # -- locks -------------------------------------------------------------------------------------
 
     def lock(self, node: TreeNode) -> None:
         """Protect the state at this node, also one that is saved there later."""
-        part = self._part(node)
+        part = _part(node)
         if not part.locks and part.slot:
             self._protected += 1
         part.locks += 1
 
     def unlock(self, node: TreeNode) -> None:
         """A state without locks may be evicted."""
-        part = self._part(node)
+        part = _part(node)
         part.locks -= 1
         assert part.locks >= 0, "a state is unlocked more often than locked"
         if not part.locks and part.slot:
@@ -118,22 +126,22 @@ class StateComponent(TreeComponent):
 
     def is_tombstone(self, node: TreeNode) -> bool:
         """The node has no state."""
-        return not self._part(node).slot
+        return not _part(node).slot
 
     def may_evict(self, node: TreeNode) -> bool:
         """The node has a state that no request locks."""
-        part = self._part(node)
+        part = _part(node)
         return bool(part.slot) and not part.locks
 
     def shrink(self, node: TreeNode, wanted: int, is_free_leaf: bool) -> None:
         """Free the state, unless the node is an unlocked leaf, which would then be a tombstone."""
         del wanted
         if not is_free_leaf:
-            self._drop(self._part(node))
+            self._drop(_part(node))
 
     def free(self, node: TreeNode) -> None:
         """Free the node's state, if it has one."""
-        part = self._part(node)
+        part = _part(node)
         assert not part.locks, "a locked state on an unlocked node"
         self.evictor.withdraw(node)
         if part.slot:
@@ -157,7 +165,7 @@ class StateComponent(TreeComponent):
     def tally(self, nodes: Sequence[TreeNode], tally: Tally) -> None:
         """A node with a state lock has a lock of the primary group."""
         for node in nodes:
-            part = self._part(node)
+            part = _part(node)
             if part.slot:
                 tally.kept += 1
                 tally.locked += part.locks > 0
@@ -165,7 +173,7 @@ class StateComponent(TreeComponent):
 
     def report(self, node: TreeNode) -> PartReport:
         """1 if there is a state; its slot, and its locks."""
-        part = self._part(node)
+        part = _part(node)
         if not part.slot:
             return PartReport(0, "no state")
         return PartReport(1, f"state={part.slot}" + (f" (locked {part.locks}x)" if part.locks else ""))

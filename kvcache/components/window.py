@@ -98,6 +98,14 @@ class WindowComponent(TreeComponent):
         upper.parts[self.name], lower.parts[self.name] = part[:border].copy(), part[border:].copy()
         self._locks.move(upper, part[:border][part[:border] != 0])
 
+    def hand_over(self, copy: TreeNode, kept: TreeNode) -> None:
+        """Fill tombstones."""
+        theirs, mine = self._part(copy), self._part(kept)
+        where = np.flatnonzero((mine == 0) & (theirs != 0)) if kept.is_resident else NO_PAGES
+        pages = theirs[where]
+        mine[where], theirs[where] = pages, 0
+        self._locks.move(kept, pages)
+
     # -- shrinking ---------------------------------------------------------------------------------
 
     def is_tombstone(self, node: TreeNode) -> bool:

@@ -89,10 +89,11 @@ class HostTier:
         """See LowerTier."""
         return {name: part.along(path) for name, part in self.parts.items()}
 
-    def dropped(self, node: TreeNode) -> None:
-        """See LowerTier."""
+    def renaming(self, node: TreeNode) -> None:
+        """See LowerTier. It is stored again under its new name."""
         if node.host is not None:
-            self._drop(node)
+            self.not_stored(node)
+            self._landed.append(node)
 
     # -- taking ------------------------------------------------------------------------------------
 
@@ -125,7 +126,7 @@ class HostTier:
         assert not node.host.locks, "a host copy gives way while it is read"
         for group, ids in node.host.ids.items():
             self.evicted_pages[group] += int(np.count_nonzero(ids))
-        self._drop(node)
+        self.dropped(node)
         if not node.is_resident:
             del parent.children[node.child_key(self._page_size)]
         self._offer(parent)
@@ -214,9 +215,11 @@ class HostTier:
                 if node.host is not None and group in node.host.ids:
                     evictor.offer(node)
 
-    def _drop(self, node: TreeNode) -> None:
+    def dropped(self, node: TreeNode) -> None:
+        """See LowerTier."""
         copy = node.host
-        assert copy is not None, "the node has no copy"
+        if copy is None:
+            return
         assert not copy.moving, "a host copy is dropped while it is written"
         self.not_stored(node)
         for observer in self._observers if not copy.is_empty else ():

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
-from router.index.global_index import GlobalIndex
+from router.index.global_index import GlobalIndex, Matches
+from router.index.mixed import find_mixed
 from router.index.page_table import Hashes
 from router.placement.broken_pairs import BrokenPairs
 from router.placement.expected_pages import Expectation, ExpectedPages
@@ -45,6 +46,7 @@ class Placer:
         self.fleet = Fleet(index, on_assigned)
         self.policy = policy
         self.broken_pairs = broken_pairs or BrokenPairs()
+        self._shares_pages = False
         self.page_tokens = 0  # page size of the model's workers; 0: no worker has been seen yet
         self.mean_output = 0.0  # tokens of recent answers; 0: none yet
         self._mailboxes: dict[str, WorkerRecord] = {}
@@ -59,6 +61,7 @@ class Placer:
             self.policy.forget(worker)
         if records:
             self.page_tokens = records[0].groups[0].page_size
+            self._shares_pages = any(record.shares_pages for record in records)
             self._mailboxes = {record.mailbox: record for record in records}
             self.policy.transfers.fleet(records)
 
@@ -78,7 +81,7 @@ class Placer:
             return None
         if request.alone:
             prefill = prefill.without(frozenset(prefill.names))
-        matches = self._index.find(request.hashes)
+        matches = self._find(request)
         p, d = self._sessions.get(_session(request), (None, None)) if request.session else (None, None)
         on_decode = RoleCandidates(decode, matches, self.page_tokens, decode.row(d))
         while True:
@@ -90,6 +93,12 @@ class Placer:
             ):
                 return choice
             prefill = prefill.without(frozenset((chosen.record.id,)))
+
+    def _find(self, request: PlacementRequest) -> Matches:
+        """What the workers hold of a prompt that its tenant may use."""
+        if request.public_hashes is None or not self._shares_pages:
+            return self._index.find(request.hashes)
+        return find_mixed(self._index, request.public_hashes, request.hashes)
 
     def choose_decode(self, request: PlacementRequest, now: float, avoid: frozenset[str]) -> Choice | None:
         """The least busy decode worker that can take the request with its KV at once. Returns None when none
@@ -103,7 +112,7 @@ class Placer:
         ]
         if not rows:
             return None
-        matches = self._index.find(request.hashes)
+        matches = self._find(request)
         return Choice(
             request,
             RoleCandidates(prefill, matches, self.page_tokens),

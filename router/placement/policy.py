@@ -34,6 +34,7 @@ class PlacementRequest(NamedTuple):
     tenant: str = ""
     priority: int = 0
     alone: bool = False  # D computes the prompt, too
+    public_hashes: Hashes | None = None  # of a tenant's prompt: the names of the same pages where public
 
 
 class RoleCandidates(NamedTuple):

@@ -48,8 +48,9 @@ class RoomRequests:
             hashes = digest_hashes(owned_digests(digests, s.tenant))
             # What is told of a prompt leaves with the first token: one worker computes both.
             alone = s.sampling.prompt_logprobs is not None or s.sampling.pooling is not None
+            public = digest_hashes(digests) if s.tenant else None
             to_place = PlacementRequest(
-                len(prompt), hashes, output_tokens, s.session, s.tenant, s.priority, alone
+                len(prompt), hashes, output_tokens, s.session, s.tenant, s.priority, alone, public
             )
             for choice in range(s.n):
                 request = GenerateRequest(

@@ -20,6 +20,7 @@ from kvcache.eviction import POLICIES
 from kvcache.memory import Memory
 from kvcache.radix_key import Namespace, RadixKey
 from kvcache.request import StateHold, state_slot
+from kvcache.tenancy.config import TenancyConfig
 from tests.kvcache.contents import Contents, Live
 from tests.kvcache.support import Index, Request, groups, memory, request
 
@@ -29,7 +30,7 @@ NAMESPACES = (
     Namespace("m", cache_salt="salt"),
     Namespace("m", is_bigram=True),
 )
-TENANTS = ("", "a")
+TENANTS = ("", "a", "b", "c")
 
 
 class Admissions(RuleBasedStateMachine):
@@ -43,10 +44,12 @@ class Admissions(RuleBasedStateMachine):
         window=st.sampled_from([1, 3, 4, 7, 9]),
         tight=st.booleans(),
         radix=st.integers(0, 9),
+        users=st.sampled_from([0, 2]),
     )
-    def build(self, page_size: int, policy: str, window: int, tight: bool, radix: int) -> None:
+    def build(self, page_size: int, policy: str, window: int, tight: bool, radix: int, users: int) -> None:
         pages = 96 // page_size
         options: dict[str, Any] = {"eviction_policy": policy, "prefix_cache": "radix" if radix else "none"}
+        options["tenancy"] = TenancyConfig(users, secret=b"s")
         if tight:
             options |= {"state_slots": 9, "window_tokens": 64}
         self.memory = self.make_memory(
@@ -175,7 +178,7 @@ class Admissions(RuleBasedStateMachine):
             if position >= req.cache_protected_len:
                 self.contents.kv[
                     int(self.memory.req_to_token_pool.req_to_token[req.req_pool_idx, position])
-                ] = self.contents.prefix(req, position + 1)
+                ] = self.contents.wrote(req, position + 1)
             if swa is not None and position // self.size >= swa.private_from[req.req_pool_idx]:
                 page = int(swa.table[req.req_pool_idx, position // self.size])
                 self.contents.window[page, position % self.size] = self.contents.prefix(req, position + 1)

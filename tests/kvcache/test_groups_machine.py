@@ -25,6 +25,7 @@ from hypothesis.stateful import (
 )
 
 from kvcache.common import alloc_for_decode, release_kv_cache
+from kvcache.radix_key import Namespace
 from kvcache.tree_node import TreeNode
 from tests.kvcache.admissions import Admissions
 from tests.kvcache.contents import Live
@@ -39,6 +40,8 @@ class GroupsMachine(Admissions):
     """See the top. `kinds` are the groups beside the full one."""
 
     steps: ClassVar[int] = 0
+    published: ClassVar[int] = 0  # pages that became public
+    merged: ClassVar[int] = 0  # nodes that gave way to copies
 
     def teardown(self) -> None:
         if not hasattr(self, "memory"):
@@ -127,7 +130,7 @@ class GroupsMachine(Admissions):
             assert self.memory.swa.held_pages(req.req_pool_idx) <= most
         if req.state_hold is not None:
             if start:
-                assert contents.state[read] == contents.prefix(req, start)
+                assert contents.may_use(contents.state[read], contents.prefix(req, start))
             cached = self.cache.tree.all_pages("state")
             assert write in req.state_hold.private, "a forward writes to a state that is not the request's"
             assert write not in cached
@@ -176,6 +179,47 @@ class GroupsMachine(Admissions):
         self.live.remove(live)
         release_kv_cache(self.memory, live.req, is_insert)
         assert live.req.state_hold is None
+
+    @precondition(lambda self: self.memory.promotion is not None)
+    @rule(
+        tokens=Admissions.prompts,
+        turn=st.integers(0, 99),
+        fork=st.integers(0, 24),
+        chunk=st.integers(1, 24),
+        owners=st.lists(st.sampled_from(("a", "b", "c", "d")), min_size=2, max_size=4, unique=True),
+        one_stays=st.booleans(),
+    )
+    def several_ask(
+        self, tokens: list[int], turn: int, fork: int, chunk: int, owners: list[str], one_stays: bool
+    ) -> None:
+        """Tenants with one prompt, one after another; the last may go on."""
+        for owner in owners:
+            before = len(self.live)
+            self.admit(tokens, Namespace("m"), owner, 0, turn, fork)
+            turn = 99 if turn >= 80 else len(self.prompts_seen) - 1
+            fork, tokens = (24, []) if turn < 80 else (fork, tokens)
+            if len(self.live) == before:
+                return
+            live = self.live[-1]
+            while live.scheduled_len < live.prompt_len:
+                start = live.scheduled_len
+                self.launch_chunk(live, chunk)
+                self.land_all(live)
+                if live.scheduled_len == start:
+                    return
+            if not (one_stays and owner == owners[-1]):
+                self.live.remove(live)
+                release_kv_cache(self.memory, live.req, is_insert=True)
+
+    @precondition(lambda self: self.memory.promotion is not None)
+    @rule()
+    def end_epoch(self) -> None:
+        """What enough tenants have becomes public."""
+        promotion = self.memory.promotion
+        promotion.end_epoch()
+        type(self).published += promotion.public_pages
+        type(self).merged += promotion.merged_copies
+        promotion.public_pages = promotion.merged_copies = 0
 
     # -- eviction ----------------------------------------------------------------------------------
 
@@ -259,11 +303,12 @@ class GroupsMachine(Admissions):
                 continue
             end = len(tokens) - extra
             seen = (node.tenant, node.namespace, tuple(tokens[:end]))
-            assert self.contents.kv[int(node.value[-1]) * self.size + self.size - 1] == seen
+            contents, last = self.contents, int(node.value[-1]) * self.size + self.size - 1
+            assert contents.may_use(contents.kv[last], seen)
             if "window" in self.kinds and (page := int(node.parts["window"][-1])):
-                assert self.contents.window[page, self.size - 1] == seen
+                assert contents.may_use(contents.window[page, self.size - 1], seen)
             if "state" in self.kinds and (slot := node.parts["state"].slot):
-                assert self.contents.state[slot] == seen
+                assert contents.may_use(contents.state[slot], seen)
         self.read_events()
         assert sorted(self.index.blocks) == sorted(names)
 
@@ -287,7 +332,11 @@ class GroupsMachine(Admissions):
 
 def machine(kinds: tuple[str, ...]) -> type[GroupsMachine]:
     """The machine for one combination, with its own count of steps."""
-    return type("_".join(("Machine", "full", *kinds)), (GroupsMachine,), {"kinds": kinds, "steps": 0})
+    return type(
+        "_".join(("Machine", "full", *kinds)),
+        (GroupsMachine,),
+        {"kinds": kinds, "steps": 0, "published": 0, "merged": 0},
+    )
 
 
 @pytest.mark.parametrize("kinds", COMBINATIONS, ids="+".join)
@@ -308,3 +357,5 @@ def test_groups_against_the_model_for_long(kinds: tuple[str, ...]) -> None:
         ),
     )
     assert long.steps >= 5000
+    assert long.published > 50
+    assert long.merged > 20

@@ -22,11 +22,12 @@ from hypothesis.stateful import (
 from kvcache.common import alloc_for_decode, alloc_for_extend, release_kv_cache
 from kvcache.eviction import POLICIES
 from kvcache.radix_key import Namespace, RadixKey
+from kvcache.tenancy.config import TenancyConfig
 from tests.kvcache.support import Index, Request, memory, radix_cache, reference_hashes, request
 from wire.page_hash import event_hashes
 
 NAMESPACES = (Namespace("m"), Namespace("m", extra_key="lora"), Namespace("m", cache_salt="salt"))
-TENANTS = ("", "a", "b")
+TENANTS = ("", "a", "b", "c", "d")
 Whose = tuple[str, Namespace]
 
 
@@ -37,9 +38,15 @@ class TreeMachine(RuleBasedStateMachine):
         page_size=st.sampled_from([1, 2, 4]),
         policy=st.sampled_from(sorted(POLICIES)),
         need_sort=st.booleans(),
+        users=st.sampled_from([0, 2]),
     )
-    def build(self, page_size: int, policy: str, need_sort: bool) -> None:
-        self.memory = memory(page_size, 48 // page_size, rows=5, eviction_policy=policy, need_sort=need_sort)
+    def build(self, page_size: int, policy: str, need_sort: bool, users: int) -> None:
+        tenancy = TenancyConfig(users, secret=b"s")
+        self.memory = memory(
+            page_size, 48 // page_size, rows=5, eviction_policy=policy, need_sort=need_sort, tenancy=tenancy
+        )
+        self.users = users
+        self.owners: dict[tuple[Namespace, tuple[int, ...]], set[str]] = {}
         self.cache, self.tree = radix_cache(self.memory), self.memory.cache.tree
         self.index = Index()
         self.content: dict[int, tuple[Whose, tuple[int, ...]]] = {}
@@ -52,10 +59,9 @@ class TreeMachine(RuleBasedStateMachine):
         """The forward: tokens up to `end`, or all there are, get their KV, and all of it is committed."""
         end = min(end, len(req.fill_ids))
         for position in range(req.kv_committed_len, end):
-            self.content[self.row(req)[position]] = (
-                (req.tenant, req.namespace),
-                tuple(req.fill_ids[: position + 1].tolist()),
-            )
+            tokens = tuple(req.fill_ids[: position + 1].tolist())
+            self.content[self.row(req)[position]] = ((req.tenant, req.namespace), tokens)
+            self.owners.setdefault((req.namespace, tokens), set()).add(req.tenant)
         req.kv_committed_len = end
 
     @rule(
@@ -122,12 +128,29 @@ class TreeMachine(RuleBasedStateMachine):
         assert freed >= min(pages, evictable)
         assert self.memory.allocator.available_pages() == before + freed
 
+    @precondition(lambda self: self.users)
+    @rule()
+    def end_epoch(self) -> None:
+        assert self.memory.promotion is not None
+        self.memory.promotion.end_epoch()
+
+    def may_see(self, tenant: str, content: tuple[Whose, tuple[int, ...]]) -> bool:
+        """Whether a tenant may use KV: its own, or where tenants share what is public or enough have
+        computed."""
+        (owner, namespace), tokens = content
+        if tenant == owner:
+            return True
+        owners = self.owners[namespace, tokens]
+        return bool(self.users) and ("" in owners or len(owners) >= self.users)
+
     @invariant()
-    def requests_see_their_own_tokens(self) -> None:
+    def requests_see_what_is_theirs_of_their_tokens(self) -> None:
         for req in self.live:
             tokens = tuple(req.fill_ids.tolist())
             for position, slot in enumerate(self.row(req)[: req.kv_committed_len]):
-                assert self.content[slot] == ((req.tenant, req.namespace), tokens[: position + 1])
+                (_, namespace), seen = self.content[slot]
+                assert (namespace, seen) == (req.namespace, tokens[: position + 1])
+                assert self.may_see(req.tenant, self.content[slot])
 
     @invariant()
     def the_tree_names_pages_of_its_own_tokens(self) -> None:
@@ -138,7 +161,11 @@ class TreeMachine(RuleBasedStateMachine):
             names = reference_hashes(node.namespace, tokens, page_size)[-len(node.value) :]
             assert event_hashes(node.page_digests(page_size)) == names, "a chain that knows the tenant"
             last_slot = int(node.value[-1]) * page_size + page_size - 1
-            assert self.content[last_slot] == ((node.tenant, node.namespace), tuple(tokens))
+            (_, namespace), seen = self.content[last_slot]
+            assert (namespace, seen) == (node.namespace, tuple(tokens))
+            assert self.may_see(node.tenant, self.content[last_slot])
+            assert node.parent is not None
+            assert node.parent.tenant in ("", node.tenant), "a node below another tenant's"
 
     @invariant()
     def everything_balances(self) -> None:

@@ -1,0 +1,8 @@
+"""Tenancy: which private pages become everybody's.
+
+config.py      TenancyConfig
+visibility.py  a private node becomes public; two nodes with the same pages become one
+promotion.py   which private pages become public, and when
+
+Finding public and own pages is the tree's own (kvcache/mixed_path.py).
+"""

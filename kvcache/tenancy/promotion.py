@@ -1,0 +1,121 @@
+"""Promotion: which private pages become public, and when.
+
+Pages become public when enough tenants have computed them, each for itself, and what they continue is public.
+"Enough" is drawn for each place in the tree from [K, 2K), by a secret of the worker: who has K - 1 accounts
+can neither make pages public nor find out by trying who else has them. The decision falls at the end of an
+epoch, for all that came in it, so it does not answer to one request.
+
+One copy becomes public and the others give way to it; what is below them is looked at next. Copies under a
+lock give way at the end of a later epoch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Sequence
+
+from kvcache.radix_key import OWNER_BYTES
+from kvcache.radix_tree import RadixTree
+from kvcache.tenancy.config import TenancyConfig
+from kvcache.tenancy.visibility import fold, is_settled, is_superseded, publish
+from kvcache.tree_node import TOKEN_BYTES, TreeNode
+
+
+class Promotion:
+    """One tree's. All methods are called on the tree's thread."""
+
+    def __init__(self, tree: RadixTree, config: TenancyConfig) -> None:
+        self.public_pages = 0  # that have become public since the start
+        self.merged_copies = 0  # nodes that gave way to others since the start
+        self._tree = tree
+        self._config = config
+        self._parents: dict[TreeNode, None] = {}  # public nodes below which something is new, in order
+        self._epoch_ends_at = 0.0
+
+    def inserted(self, path: Iterable[TreeNode]) -> None:
+        """A tenant has inserted `path`, or used it: look at where its own pages begin."""
+        first = next((node for node in path if node.tenant), None)
+        if first is not None and first.parent is not None:
+            self._parents[first.parent] = None
+
+    def may_grow(self, last: TreeNode | None) -> bool:
+        """Whether a request that has locked the path of `last` may add to it."""
+        return last is None or not is_superseded(self._tree, last)
+
+    def tick(self, now: float) -> None:
+        """Called every now and then: end the epoch when its time has come. Seconds of one clock."""
+        if now >= self._epoch_ends_at:
+            self._epoch_ends_at = now + self._config.epoch_s
+            self.end_epoch()
+
+    def end_epoch(self) -> None:
+        """Make public what has enough owners, and let copies of public pages give way."""
+        parents, self._parents = list(self._parents), {}
+        while parents:
+            parent = parents.pop()
+            if self._is_in_tree(parent):
+                parents += self._share_below(parent)
+
+    def _is_in_tree(self, node: TreeNode) -> bool:
+        size = self._tree.page_size
+        while node.parent is not None:
+            if node.parent.children.get(node.child_key(size)) is not node:
+                return False
+            node = node.parent
+        return node is self._tree.root
+
+    def _share_below(self, parent: TreeNode) -> list[TreeNode]:
+        """The public children of `parent` below which copies have come together."""
+        copies: dict[bytes, list[TreeNode]] = {}
+        for slot, child in parent.children.items():
+            if child.tenant:
+                copies.setdefault(slot[OWNER_BYTES:], []).append(child)
+        grown = []
+        for slot, owned in copies.items():
+            if slot not in parent.children and not self._publish(parent, owned):
+                continue
+            for copy in owned:
+                if not copy.tenant or copy.parent is not parent:
+                    continue  # the one that has become public, or the rest of it
+                if fold(self._tree, copy, parent.children[slot]):
+                    self.merged_copies += 1
+                else:
+                    self._parents[parent] = None
+            grown.append(parent.children[slot])
+        return grown
+
+    def _publish(self, parent: TreeNode, copies: Sequence[TreeNode]) -> bool:
+        """Make the longest beginning public that enough of `copies` share. Whether there is one."""
+        enough = self._threshold(copies[0])
+        if len(copies) < enough:
+            return False
+        pages = 0
+        for page in itertools.count():
+            parts: dict[bytes, list[TreeNode]] = {}
+            for copy in copies:
+                if page < copy.num_pages:
+                    parts.setdefault(self._page(copy, page), []).append(copy)
+            most = max(parts.values(), key=len, default=[])
+            if len(most) < enough:
+                break
+            copies, pages = most, page + 1
+        donor = next((copy for copy in copies if copy.is_resident and is_settled(copy)), None)
+        if donor is None:
+            self._parents[parent] = None
+            return False
+        (node,) = self._tree.cut([donor], pages)
+        publish(self._tree, node)
+        self.public_pages += node.num_pages
+        return True
+
+    def _page(self, node: TreeNode, page: int) -> bytes:
+        stride = self._tree.page_size * TOKEN_BYTES
+        extra = TOKEN_BYTES if node.namespace.is_bigram else 0
+        return node.tokens[page * stride : (page + 1) * stride + extra]
+
+    def _threshold(self, node: TreeNode) -> int:
+        """How many owners the place of `node` in the tree needs."""
+        place = node.page_digests(self._tree.page_size)[0]
+        drawn = hashlib.blake2b(place, key=self._config.secret[:64], digest_size=8).digest()
+        return self._config.users + int.from_bytes(drawn, "little") % self._config.users

@@ -1,0 +1,97 @@
+"""A private node becomes public, and copies of the same pages become one.
+
+    is_superseded   a path leads through a copy of what is public now
+    publish   a node's pages are everybody's; its children stay their owners', in slots that name the owner
+    fold      `copy` and `kept` begin with the same pages: of those the copy's go, and what is below them goes
+              below the kept ones
+
+A copy goes once nothing locks it on any tier. What the kept pages lack of other groups they take over.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvcache.radix_key import OWNER_BYTES
+from kvcache.radix_tree import RadixTree
+from kvcache.snapshot import tiers_of
+from kvcache.tree_node import TOKEN_BYTES, TreeNode
+
+
+def is_superseded(tree: RadixTree, last: TreeNode) -> bool:
+    """Whether the path of `last` leads through a private copy of pages that are public now.
+
+    Nothing is added below such a copy. What its owner asks for meanwhile may be added below the public pages,
+    and the tree would have one tenant's page twice, under one name.
+    """
+    node = last
+    while node.tenant and node.parent is not None:
+        above = node.parent
+        if not above.tenant:
+            return node.child_key(tree.page_size)[OWNER_BYTES:] in above.children
+        node = above
+    return False
+
+
+def publish(tree: RadixTree, node: TreeNode) -> None:
+    """Make `node` public. Its parent is, and has no public child with the same first page."""
+    parent, size = node.parent, tree.page_size
+    assert parent is not None, "the root is public"
+    assert not parent.tenant, "a public node has a public parent"
+    if tree.lower is not None:
+        tree.lower.renaming(node)
+    tiers = tiers_of(node)
+    for observer in tree.observers:
+        for tier in tiers:
+            observer.removed(node, tier)
+    del parent.children[node.child_key(size)]
+    node.tenant = ""
+    slot = node.child_key(size)
+    assert slot not in parent.children, "two public nodes begin with the same page"
+    parent.children[slot] = node
+    node.children = {child.child_key(size): child for child in node.children.values()}
+    for observer in tree.observers:
+        for tier in tiers:
+            observer.stored(node, tier)
+
+
+def is_settled(node: TreeNode) -> bool:
+    """Whether no move on a lower tier reads or writes the node under its present name."""
+    return node.host is None or not (node.host.locks or node.host.moving)
+
+
+def fold(tree: RadixTree, copy: TreeNode, kept: TreeNode) -> bool:
+    """Let the pages of `copy` that `kept` has, too, give way if nothing holds them. Whether they have.
+
+    They are below parents with the same tokens; the copy is private, and `kept` is public or the same
+    owner's.
+    """
+    pages = _common_pages(tree, copy, kept)
+    (copy,), (kept,) = tree.cut([copy], pages), tree.cut([kept], pages)
+    if copy.lock_ref or not is_settled(copy) or (copy.is_resident and not kept.is_resident):
+        return False
+    for child in list(copy.children.values()):
+        other = kept.children.get(child.child_key(tree.page_size, kept))
+        if other is not None and not fold(tree, child, other):
+            return False
+    for component in tree.others:
+        component.hand_over(copy, kept)
+    for child in copy.children.values():
+        child.parent = kept
+        kept.children[child.child_key(tree.page_size)] = child
+    kept.resident_children += copy.resident_children
+    copy.children, copy.resident_children = {}, 0
+    if copy.is_resident:
+        tree.leave_device(copy)
+    tree.remove(copy)
+    return True
+
+
+def _common_pages(tree: RadixTree, one: TreeNode, other: TreeNode) -> int:
+    """At least 1: the nodes are in slots of the same page."""
+    extra = TOKEN_BYTES if one.namespace.is_bigram else 0
+    shorter = min(len(one.tokens), len(other.tokens))
+    mine, theirs = (np.frombuffer(node.tokens[:shorter], np.int32) for node in (one, other))
+    differs = np.flatnonzero(mine != theirs)
+    same = int(differs[0]) * TOKEN_BYTES if len(differs) else shorter
+    return (same - extra) // (tree.page_size * TOKEN_BYTES)

@@ -1,0 +1,92 @@
+"""Pages that become public, step by step. The machines (test_groups_machine.py) hold the rest."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.errors import ConfigError
+from kvcache.memory import Memory
+from kvcache.tenancy.config import TenancyConfig
+from kvcache.tenancy.promotion import Promotion
+from tests.kvcache.support import key, locked, matched, memory, put, radix_cache
+
+PAGE = 4
+COMMON = [7] * (3 * PAGE)
+
+
+def own(tenant: str) -> list[int]:
+    """The common text, and then a page of the tenant's."""
+    return [*COMMON, *[ord(tenant)] * PAGE]
+
+
+@pytest.fixture
+def shared() -> Memory:
+    """A memory in which two or three tenants make pages public."""
+    return memory(PAGE, 64, tenancy=TenancyConfig(users=2, secret=b"s"))
+
+
+def promotion(built: Memory) -> Promotion:
+    assert built.promotion is not None
+    return built.promotion
+
+
+def test_what_enough_tenants_have_becomes_everybodys_and_no_more(shared: Memory) -> None:
+    for tenant in ("a", "b", "c"):
+        put(shared, own(tenant), tenant=tenant)
+    assert matched(shared, COMMON, tenant="d") == 0, "before the end of the epoch"
+    free = shared.allocator.available_pages()
+    promotion(shared).end_epoch()
+    assert matched(shared, [*COMMON, 0, 0, 0, 0], tenant="d") == len(COMMON)
+    assert [matched(shared, own("a"), tenant=who) for who in ("a", "b", "d")] == [16, 12, 12]
+    assert shared.allocator.available_pages() == free + 6, "two copies of three pages are free"
+    shared.check_memory({"full": []}, [])
+
+
+def test_one_tenant_alone_makes_nothing_public(shared: Memory) -> None:
+    for _ in range(5):
+        put(shared, own("a"), tenant="a")
+        promotion(shared).end_epoch()
+    assert matched(shared, COMMON, tenant="b") == 0
+
+
+def test_a_tenant_extends_public_pages_with_its_own(shared: Memory) -> None:
+    put(shared, COMMON)  # of everybody
+    put(shared, own("a"), tenant="a")
+    assert matched(shared, own("a"), tenant="a") == 16
+    assert matched(shared, own("a"), tenant="b") == len(COMMON)
+    assert matched(shared, own("a")) == len(COMMON)
+
+
+def test_a_locked_copy_gives_way_at_the_end_of_a_later_epoch(shared: Memory) -> None:
+    for tenant in ("a", "b", "c"):
+        put(shared, COMMON, tenant=tenant)
+    held = [radix_cache(shared).match_prefix(key(COMMON, tenant=who)).last_device_node for who in "abc"]
+    for node in held:
+        shared.cache.inc_lock_ref(node)
+    promotion(shared).end_epoch()
+    assert promotion(shared).merged_copies == 0
+    for node in held:
+        shared.cache.dec_lock_ref(node)
+    promotion(shared).end_epoch()
+    assert promotion(shared).merged_copies == 2
+    assert matched(shared, COMMON, tenant="d") == len(COMMON)
+    with locked(shared, COMMON):
+        shared.check_memory({"full": []}, [])
+
+
+def test_thresholds_lie_between_k_and_2k() -> None:
+    needed = set()
+    for start in range(40):
+        built = memory(PAGE, 64, tenancy=TenancyConfig(users=3, secret=bytes([start])))
+        for count in range(1, 7):
+            put(built, COMMON, tenant=f"t{count}")
+            promotion(built).end_epoch()
+            if matched(built, COMMON, tenant="other"):
+                needed.add(count)
+                break
+    assert needed == {3, 4, 5}
+
+
+def test_a_single_user_cannot_be_enough() -> None:
+    with pytest.raises(ConfigError, match="sharing_min_tenants"):
+        TenancyConfig(users=1)
