@@ -23,7 +23,7 @@ class TierRow:
     pages: int | None
     total_pages: int | None
     bytes: int
-    prompt_share: float | None  # of the tokens of prompts since the worker's role began
+    prompt_share: float | None  # of the tokens of prompts since the worker's role began; found here first
     written_bytes: int
     read_bytes: int
     failed: int  # moves to and from the tier below the device
@@ -40,14 +40,15 @@ def _rows(worker: WorkerRecord) -> Iterator[TierRow]:
     to_host, to_device = moves.get("to_host", _NONE), moves.get("to_device", _NONE)
     to_peer = moves.get("to_peer", _NONE)
     page_tokens = worker.groups[0].page_size if worker.groups else 0
+    loaded, read = to_device.pages * page_tokens, moves.get("from_storage", _NONE).pages * page_tokens
     yield TierRow(
         worker.id, "device", *_primary(worker, figures.groups), _held_bytes(worker, figures.groups),
-        _share(worker, figures.cached_tokens), to_device.bytes, to_host.bytes, 0, 0,
+        _share(worker, figures.cached_tokens - loaded), to_device.bytes, to_host.bytes, 0, 0,
     )  # fmt: skip
     if figures.host:
         yield TierRow(
             worker.id, "host", *_primary(worker, figures.host), _held_bytes(worker, figures.host),
-            _share(worker, to_device.pages * page_tokens), to_host.bytes, to_device.bytes + to_peer.bytes,
+            _share(worker, loaded - read), to_host.bytes, to_device.bytes + to_peer.bytes,
             to_host.failed + to_device.failed + to_peer.failed,
             to_host.queued + to_device.queued + to_peer.queued,
         )  # fmt: skip
@@ -55,7 +56,7 @@ def _rows(worker: WorkerRecord) -> Iterator[TierRow]:
         to, back = moves["to_storage"], moves.get("from_storage", _NONE)
         yield TierRow(
             worker.id, "storage", None, None, figures.storage_bytes,
-            _share(worker, back.pages * page_tokens), to.bytes, back.bytes,
+            _share(worker, read), to.bytes, back.bytes,
             to.failed + back.failed, to.queued + back.queued,
         )  # fmt: skip
 
@@ -72,10 +73,10 @@ def _held_bytes(worker: WorkerRecord, groups: Mapping[str, GroupPages]) -> int:
 
 
 def _share(worker: WorkerRecord, tokens: int) -> float | None:
-    """Of the prompts' tokens that were computed or found. Not above 1: what has come back may be used by
-    nobody, and what is loaded twice counts twice."""
-    prompts = worker.figures.cached_tokens + worker.load.prefilled_tokens
-    return min(1.0, tokens / prompts) if prompts else None
+    """Of the tokens of all prompts. Between 0 and 1: what has come up may be used by nobody, and what is
+    loaded twice counts twice."""
+    prompts = worker.figures.prompt_tokens
+    return min(1.0, max(0.0, tokens / prompts)) if prompts else None
 
 
 def row_objects(rows: list[TierRow]) -> list[dict[str, object]]:

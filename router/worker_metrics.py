@@ -42,6 +42,7 @@ _LEVELS: Sequence[tuple[str, str, Read]] = (
 )
 _TOTALS: Sequence[tuple[str, str, Read]] = (
     ("prompts", "Prompts whose prefill began", lambda r: r.load.prompts),
+    ("prompt_tokens", "Tokens of prompts that it took memory for", lambda r: r.figures.prompt_tokens),
     ("prefill_tokens", "Tokens computed by prefill", lambda r: r.load.prefilled_tokens),
     ("decode_tokens", "Tokens computed by decode", lambda r: r.load.decoded_tokens),
     ("output_tokens", "Tokens that requests got", lambda r: r.figures.output_tokens),

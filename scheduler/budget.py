@@ -125,6 +125,7 @@ class BatchAdmission:
         if not req.resumed:
             req.cached_tokens = min(req.cache_protected_len, req.prompt_len)
             self._metrics.cached_tokens += req.cached_tokens
+            self._metrics.prompt_tokens += req.prompt_len
 
     # -- reservations ------------------------------------------------------------------------------
 

@@ -30,7 +30,8 @@ class SchedulerMetrics:
     prompts: int = 0  # admitted for prefill, once more after each retraction
     prefill_tokens: int = 0  # computed by prefill chunks
     decode_tokens: int = 0  # computed by decode rows
-    cached_tokens: int = 0  # found in the tree at admission
+    prompt_tokens: int = 0  # of admitted and reserved prompts, each counted once
+    cached_tokens: int = 0  # of those, found in the tree
     output_tokens: int = 0  # reported by on_tokens
     surplus_tokens: int = 0  # sampled for requests that were over by then
     finished: int = 0

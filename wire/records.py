@@ -94,7 +94,8 @@ class WorkerFigures(msgspec.Struct, frozen=True):
     histograms: dict[
         str, Counts
     ] = {}  # "forward_seconds", "fetch_seconds"; of forwards: "batch_sequences", "batch_tokens"
-    cached_tokens: Natural = 0  # of prompts, found in the tree
+    prompt_tokens: Natural = 0  # of prompts that were given memory, to be computed here or to come from P
+    cached_tokens: Natural = 0  # of those, found in the tree
     output_tokens: Natural = 0
     finished: Natural = 0
     failed: Natural = 0

@@ -58,6 +58,7 @@ def chosen_config(options: WorkerOptions, reserves: bool, device: str) -> CacheC
             ratio=options.hicache_ratio,
             size_bytes=int(options.hicache_size * 1e9),
             write_policy=options.hicache_write_policy,
+            pace_bytes_per_s=options.hicache_write_pace * 1e9,
             decode_offload_tokens=options.hicache_decode_offload_tokens,
             storage=_storage_config(options),
             prefetch_policy=options.hicache_storage_prefetch_policy,

@@ -34,6 +34,7 @@ def worker_figures(memory: Memory, metrics: SchedulerMetrics) -> WorkerFigures:
                 ("fetch_seconds", metrics.fetch_seconds),
             )
         },
+        prompt_tokens=metrics.prompt_tokens,
         cached_tokens=metrics.cached_tokens,
         output_tokens=metrics.output_tokens,
         finished=metrics.finished,

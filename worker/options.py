@@ -133,6 +133,9 @@ class MemoryOptions(Options):
         "write_through",
         description="when pages go to the host: once cached, once another request finds them, when evicted",
     )
+    hicache_write_pace: float = Field(
+        0.0, ge=0, description="GB/s at most of copies to the host, beside which forwards run; 0: no limit"
+    )
     hicache_storage_backend: str = Field(
         "",
         description="where KV pages outlive the worker: file, mooncake ... or module:Class",

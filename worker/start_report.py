@@ -23,11 +23,19 @@ def start_report(config: EngineConfig, runner: ModelRunner, memory: Memory) -> s
         parts.append(f"threads: {torch.get_num_threads()}")
     sizes = memory.config
     nbytes = sum(pool.bytes.nbytes for pool in memory.kv_caches.values())
+    per_token = (
+        sum(pool.num_pages * pool.page_bytes for pool in memory.kv_caches.values()) / sizes.total_tokens
+    )
     kept = "as weights" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     parts.append(
         f"KV for {sizes.total_tokens:,} tokens in {gigabytes(nbytes)} ({kept}; pages of {sizes.page_size}, "
-        f"{sizes.max_context_len:,} tokens a request at most)"
+        f"{per_token:,.0f} bytes a token, {sizes.max_context_len:,} tokens a request at most)"
     )
+    if memory.tiers is not None:
+        arenas = memory.tiers.host.pool.arenas
+        tokens = arenas[memory.specs[0].name].num_pages * memory.page_size
+        host_bytes = sum(arena.bytes.nbytes for arena in arenas.values())
+        parts.append(f"host tier for {tokens:,} tokens in {gigabytes(host_bytes)}")
     return "; ".join(parts)
 
 

@@ -17,7 +17,7 @@ from cluster.cache_table import cache_table, tier_rows
 from cluster.cli import main
 from tests.router.directory.test_directory import record
 from tests.support.fake_worker import group_layout
-from wire.records import GroupPages, MovedPages, Role, WorkerFigures, WorkerLoad, WorkerRecord
+from wire.records import GroupPages, MovedPages, Role, WorkerFigures, WorkerRecord
 
 PAGE_BYTES = group_layout().page_bytes
 
@@ -32,13 +32,13 @@ def workers() -> list[WorkerRecord]:
             "to_device": MovedPages(5, 400_000_000, 0, 1),
             "to_peer": MovedPages(2, 100_000_000, 0, 0),
             "to_storage": MovedPages(300, 2_000_000_000, 4, 7),
-            "from_storage": MovedPages(10, 100_000_000, 5, 1),
+            "from_storage": MovedPages(2, 100_000_000, 5, 1),
         },
         storage_bytes=12_000_000_000,
+        prompt_tokens=800,
         cached_tokens=400,
     )
-    load = WorkerLoad(prefilled_tokens=400)
-    full = record("d1", role=Role.DECODE, load=load, figures=figures)
+    full = record("d1", role=Role.DECODE, figures=figures)
     alone = WorkerFigures(groups={"full": GroupPages(10, 10, 0, 0)})
     return [full, record("p1", figures=alone)]
 
@@ -82,7 +82,7 @@ def test_each_tier_of_each_worker_has_a_row() -> None:
     empty, device, host, storage = rows
     assert (empty.pages, empty.total_pages, empty.bytes, empty.prompt_share) == (0, 10, 0, None)
     assert (device.pages, device.total_pages, device.bytes) == (80, 100, 80 * PAGE_BYTES)
-    assert (device.prompt_share, host.prompt_share, storage.prompt_share) == (0.5, 80 / 800, 160 / 800)
+    assert (device.prompt_share, host.prompt_share, storage.prompt_share) == (0.4, 48 / 800, 32 / 800)
     assert (host.pages, host.total_pages, host.failed, host.queued) == (300, 400, 1, 3)
     assert (host.written_bytes, host.read_bytes) == (3_000_000_000, 500_000_000)
     assert (storage.pages, storage.bytes, storage.failed, storage.queued) == (None, 12_000_000_000, 9, 8)
@@ -90,7 +90,7 @@ def test_each_tier_of_each_worker_has_a_row() -> None:
     Console(file=out, width=140).print(cache_table(rows))
     lines = [line.split() for line in out.getvalue().splitlines()]
     assert lines[3][:4] == ["d1", "host", "300/400", "75%"]
-    assert lines[4] == ["d1", "storage", "-", "-", "12", "20.0%", "2", "0.1", "9", "8"]
+    assert lines[4] == ["d1", "storage", "-", "-", "12", "4.0%", "2", "0.1", "9", "8"]
 
 
 def test_one_tier_of_one_worker_as_json(router: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,7 +76,8 @@ def test_baton_serve_answers_and_leaves_nothing(tmp_path: Path) -> None:
     for role in ("prefill", "decode"):
         assert re.search(rf"s  {role}-\w+: loading demo_model\n", said), said
         assert re.search(
-            rf"s  {role}-\w+: cpu \(\w+ kernels\); .*; threads: \d+; KV for [\d,]+ tokens in ", said
+            rf"s  {role}-\w+: cpu \(\w+ kernels\); .*; threads: \d+; KV for [\d,]+ tokens in .* bytes",
+            said,
         )
     assert run.leftovers(10.0) == []
 

@@ -131,6 +131,7 @@ def test_a_first_use_is_no_second_one() -> None:
             assert both.outputs[room].tokens == right(both, room, ())
             settled(both)
             assert [counts(worker).to_host_pages for worker in workers] == pages
+            assert [w._scheduler.metrics.prompt_tokens for w in workers] == [70 * room, 70 * room]
 
 
 CASES = covering([EVERY, WRITE_POLICIES, (True, False), (4, 16), (24, None)])
