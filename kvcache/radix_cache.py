@@ -103,12 +103,12 @@ class RadixCache(BasePrefixCache):
         path, prefix_len = tree.walk(key, 0 if chunked else 1, below)
         for node in path:
             node.priority = max(node.priority, priority)
-        resident, start = resident_part(path)
+        found = prefix_len // self.page_size
+        resident, start = (path, found) if tree.lower is None else resident_part(path)
         end = total
         if start < total:
             ends = [c.leaf_lengths(offers.get(c.name, NO_PAGES), total) for c in tree.others]
             end = max(start, longest(ends) if ends else total)
-        found = prefix_len // self.page_size
         if len(resident) < len(path):  # the others are on the host alone: they get the device pages, too
             path = tree.cut(path, end) if end < found else path
             tree.restore(path, pages)
