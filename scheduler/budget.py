@@ -5,7 +5,7 @@ from __future__ import annotations
 from scheduler.chunker import Chunk, chunk_end, first_cut
 from scheduler.config import Phase, SchedulerConfig
 from scheduler.metrics import SchedulerMetrics
-from scheduler.pages import Capacity
+from scheduler.pages import Capacity, match_len
 from scheduler.rates import Rates
 from scheduler.req import Req, ReqState
 from scheduler.request_table import RequestTable
@@ -164,11 +164,7 @@ class BatchAdmission:
         claim = self._claim
         if claim is not None and not req.resumed and _before(claim, req) and not self._requests.is_alone():
             return False
-        # The last token must be computed to sample the next, unless its successor is known.
-        match_len = req.prefill_len if req.is_kv_only else req.prefill_len - 1
-        if req.needs_all:
-            match_len = 0
-        if self._pages.take(req, match_len, self._spare(req)):
+        if self._pages.take(req, match_len(req), self._spare(req)):
             self._blocked = None
             self._rates.admitted(req.prefill_len, req.prefill_len - req.scheduled_len)
             self._metrics.prompts += 1

@@ -93,14 +93,14 @@ class Pages:
         if not self.lower.wants(match):
             return False
         wanted = self.pages_of(extent - len(match.device_indices)) * self.page_size
-        fits = self._pool.available_size() > 0 and self._has_room(req, wanted + spare.tokens)
+        fits = self.lower.loaded_pages(req) > 0 or (
+            self._pool.available_size() > 0 and self._has_room(wanted + spare.tokens)
+        )
         return self.lower.brings_back(req, match, fits)
 
-    def _has_room(self, req: Req, tokens: int) -> bool:
-        """Whether the primary group has so many tokens for the request."""
-        if self.free_tokens() >= tokens:
-            return True
-        return self.lower.makes_room(req) and self.free_tokens() >= tokens
+    def _has_room(self, tokens: int) -> bool:
+        """Whether so many tokens can be had, if need be of what was loaded for others."""
+        return self.free_tokens() >= tokens or (self.lower.makes_room() and self.free_tokens() >= tokens)
 
     @staticmethod
     def key(req: Req, length: int) -> RadixKey:
@@ -123,9 +123,8 @@ class Pages:
         self.lower.forget(req)  # what was loaded for it has its locks now, and the rest counts as free
         prefix = len(match.device_indices)
         wanted = self.pages_of(extent - prefix) * self.page_size
-        if not self._fits(row, wanted, spare) and not (
-            self.lower.makes_room(req) and self._fits(row, wanted, spare)
-        ):
+        fits = self._fits(row, wanted, spare)
+        if not fits and not (self.lower.makes_room() and self._fits(row, wanted, spare)):
             self._free_row(row)
             cache.dec_lock_ref(node)
             return False
@@ -160,7 +159,9 @@ class Pages:
 
     def extend_window(self, req: Req, end: int) -> bool:
         """Allocate window pages for a chunk that ends at `end`. False, and none, if there are too few."""
-        return self.window is None or self.window.extend(row_of(req), end)
+        if self.window is None or self.window.extend(row_of(req), end):
+            return True
+        return self.lower.makes_room() and self.window.extend(row_of(req), end)
 
     def grow(self, running: RunningBatch) -> bool:
         """Allocate the next page of every request at a page border. False if there are too few pages."""
@@ -247,6 +248,14 @@ def _offload_stride(memory: Memory) -> int:
         return 0
     unit = memory.page_size if memory.states is None else memory.config.mamba_track_interval
     return -(-tiers.decode_offload_tokens // unit) * unit
+
+
+def match_len(req: Req) -> int:
+    """How much of the request's prefill may be cached. The last token must be computed to sample the next,
+    unless its successor is known."""
+    if req.needs_all:
+        return 0
+    return req.prefill_len if req.is_kv_only else req.prefill_len - 1
 
 
 def row_of(req: Req) -> int:

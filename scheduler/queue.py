@@ -19,8 +19,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
-from itertools import accumulate, count
+from heapq import merge
+from itertools import accumulate, chain, count, islice
 from math import inf
+from operator import itemgetter
 
 from scheduler.req import Req
 
@@ -37,10 +39,10 @@ class _Line:
     since: int = 0  # the number of its last turn, or of when it began to wait: decides between equal counters
     reqs: list[Req] = field(default_factory=list)
 
-    def turns(self) -> list[tuple[int, float]]:
-        """`served` and `since` at each request's turn, if nothing of them is cached. Turns to come have no
-        number yet: `inf`."""
-        starts = accumulate((req.prefill_len for req in self.reqs[:-1]), initial=self.served)
+    def turns(self, most: int | None = None) -> list[tuple[int, float]]:
+        """`served` and `since` at each request's turn, if nothing of them is cached, of the first `most` or
+        of all. Turns to come have no number yet: `inf`."""
+        starts = accumulate((req.prefill_len for req in self.reqs[:most][:-1]), initial=self.served)
         return [(start, inf if index else self.since) for index, start in enumerate(starts)]
 
 
@@ -66,6 +68,12 @@ class WaitingQueue:
         if self._resumed:
             return self._resumed[0]
         return self._next().reqs[0] if self._lines else None
+
+    def first(self, most: int) -> list[Req]:
+        """The next requests, `most` or all, in the order of their turns if nothing of them is cached."""
+        lines = [zip(line.turns(most), line.reqs, strict=False) for line in self._lines.values()]
+        others = (req for _, req in merge(*lines, key=itemgetter(0)))
+        return list(islice(chain(self._resumed, others), most))
 
     def push(self, req: Req) -> None:
         """Add a request. `req.resumed` must not change while it waits."""

@@ -21,6 +21,7 @@ from scheduler.chunker import Chunk
 from scheduler.config import Phase, SchedulerConfig
 from scheduler.fetch_table import FetchTable
 from scheduler.hand_off import HandOff
+from scheduler.load_ahead import LoadAhead
 from scheduler.metrics import SchedulerMetrics
 from scheduler.node_policy import NodePolicy
 from scheduler.pages import Pages
@@ -62,6 +63,7 @@ class Scheduler:
         )
         self._requests = RequestTable(self._pages, self._running)
         self._admission = BatchAdmission(config, self._requests, self.metrics, self._rates)
+        self._load_ahead = LoadAhead(self._requests, self._admission)
         self._results = Results(self._requests, policy, self.metrics)
         pre_alloc_rows = max(self._pool.size - config.max_running_requests, 0)
         self.hand_off = HandOff(
@@ -129,6 +131,7 @@ class Scheduler:
             self._launch(chunks)
         for req in complete:  # after the launch, because the policy may abort any request
             self._results.prefilled(req)
+        self._load_ahead.begin()
         taken = self._take_results(self.config.overlap_depth if launched else 0)
         return launched or taken or answered or moved or bool(complete) or self._unblock()
 
@@ -155,7 +158,7 @@ class Scheduler:
         """Pages for the tokens that this step decodes. While they are short, requests are retracted."""
         while not self._pages.grow(self._running):
             # A pending result may end a request; and a request that a forward computes cannot be retracted.
-            if self._take_results(0):
+            if self._pages.lower.makes_room() or self._take_results(0):
                 continue
             chunked = self._requests.chunked
             self._retract(pick_victim([*self._running.reqs, *([chunked] if chunked else [])]))

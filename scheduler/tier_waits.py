@@ -22,6 +22,11 @@ class TierWaits:
         return self._tiers is not None and self._tiers.poll()
 
     @property
+    def is_on(self) -> bool:
+        """Whether there are lower tiers."""
+        return self._tiers is not None
+
+    @property
     def is_idle(self) -> bool:
         """Whether nothing moves."""
         return self._tiers is None or self._tiers.is_idle
@@ -41,21 +46,31 @@ class TierWaits:
 
     def wants(self, match: MatchResult) -> bool:
         """Whether to load what the host has of a match."""
-        return self._tiers is not None and self._tiers.moves.wants(match)
+        return self._tiers is not None and self._tiers.moves.loads.wants(match)
 
     def brings_back(self, req: Req, match: MatchResult, fits: bool) -> bool:
         """Whether the request must wait while that is loaded. `fits`: there is memory for the request."""
-        return self._tiers is not None and self._tiers.moves.bring_back((req.room, req.epoch), match, fits)
+        if self._tiers is None:
+            return False
+        return self._tiers.moves.loads.bring_back((req.room, req.epoch), match, fits)
+
+    def brings_ahead(self, req: Req, match: MatchResult) -> None:
+        """Load that before the request's turn, if it is much."""
+        if self._tiers is not None and self._tiers.moves.loads.wants(match):
+            self._tiers.moves.loads.bring_ahead((req.room, req.epoch), match)
+
+    def loaded_pages(self, req: Req) -> int:
+        """Pages of the request's prompt that are not free, because they are loaded for it or will be."""
+        return 0 if self._tiers is None else self._tiers.moves.loads.loaded_pages((req.room, req.epoch))
+
+    def makes_room(self) -> bool:
+        """Memory is short. Whether some can be evicted now that was loaded for requests which wait."""
+        return self._tiers is not None and self._tiers.moves.loads.make_room()
 
     def admitted(self, req: Req, node: TreeNode | None) -> None:
         """The request has found what ends at `node`. If it has run before, that may be its own."""
         if self._tiers is not None and node is not None and not req.resumed:
             self._tiers.moves.consider(node.path(), is_found=True)
-
-    def makes_room(self, req: Req) -> bool:
-        """The request lacks memory. Whether some is evictable now that was kept for another request, whose
-        turn has not come."""
-        return self._tiers is not None and self._tiers.moves.make_room((req.room, req.epoch))
 
     def forget(self, req: Req) -> None:
         """The request waits for nothing any more."""

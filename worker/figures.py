@@ -64,7 +64,7 @@ def _moves(memory: Memory) -> dict[str, MovedPages]:
     if memory.tiers is None:
         return {}
     moves, at_once = memory.tiers.moves, memory.tiers.host.written_back
-    counts, writing, loading = moves.counts, sum(1 for _ in moves.held_on_host()), bool(moves.held())
+    counts, writing = moves.counts, sum(1 for _ in moves.held_on_host())
     read = memory.tiers.reads.counts
     moved = {
         "to_host": MovedPages(
@@ -74,7 +74,7 @@ def _moves(memory: Memory) -> dict[str, MovedPages]:
             writing,
         ),
         "to_device": MovedPages(
-            counts.to_device_pages, counts.to_device_bytes, counts.failed_loads, int(loading)
+            counts.to_device_pages, counts.to_device_bytes, counts.failed_loads, moves.loads.loading
         ),
         "to_peer": MovedPages(read.host_pages, read.host_bytes, read.failed, memory.tiers.reads.under_way),
     }

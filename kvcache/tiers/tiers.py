@@ -50,13 +50,13 @@ class Tiers:
 
     def forget(self, user: Hashable) -> None:
         """The user waits for nothing any more: not for a load, nor for storage."""
-        self.moves.release(user)
+        self.moves.loads.release(user)
         if self.storage is not None:
             self.storage.prefetches.forget(user)
 
     def held(self, group: str) -> Pages:
         """Device pages that are neither free nor in the tree."""
-        return self.moves.held().get(group, NO_PAGES)
+        return self.moves.loads.held().get(group, NO_PAGES)
 
     def check(self, nodes: Iterable[TreeNode]) -> Generator[None, None, None]:
         """Assert that every host page has one owner, and that no copy is locked while nothing moves and

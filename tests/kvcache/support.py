@@ -163,12 +163,16 @@ class HandMover:
         """See WorkQueue."""
         self.waiting.append((lane, work, done))
 
-    def do(self, lane: str, fails: bool = False) -> bool:
-        """Do the first work of a lane, or let it fail. Whether there was any."""
-        at = next((i for i, (name, *_) in enumerate(self.waiting) if name == lane), None)
-        if at is None:
+    def count(self, lane: str) -> int:
+        """How much work of a lane has not been begun."""
+        return sum(name == lane for name, *_ in self.waiting)
+
+    def do(self, lane: str, fails: bool = False, which: int = 0) -> bool:
+        """Do a work of a lane, the first or another, or let it fail. Whether there was any."""
+        of_lane = [i for i, (name, *_) in enumerate(self.waiting) if name == lane]
+        if not of_lane:
             return False
-        _, work, done = self.waiting.pop(at)
+        _, work, done = self.waiting.pop(of_lane[which % len(of_lane)])
         self.finished.append((done, Failed(OSError("no luck")) if fails else work()))
         return True
 

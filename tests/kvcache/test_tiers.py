@@ -58,7 +58,7 @@ def free_on_host(built: Memory) -> int:
 def begin_load(built: Memory) -> None:
     match = built.cache.match_prefix(key(TOKENS))
     assert match.host_hit_length == 32
-    assert tiers_of(built).moves.bring_back("one", match, fits=True)
+    assert tiers_of(built).moves.loads.bring_back("one", match, fits=True)
 
 
 def test_a_load_of_what_was_computed_meanwhile_frees_its_pages(built: Memory, mover: HandMover) -> None:

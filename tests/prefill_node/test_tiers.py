@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvcache.tiers.config import PREFETCH_POLICIES, WRITE_POLICIES
-from kvcache.tiers.moves import MoveCounts
+from kvcache.tiers.loads import MoveCounts
 from tests.support.hand_off import GROUPS, Pair, held, pair, prompt_of, right
 from tests.support.oracle import EVERY, covering
 from tests.support.reference import reference_generate

@@ -71,6 +71,7 @@ def test_uses_are_not_counted() -> None:
     while len(req.output_ids) < 50:
         step(rig)
     assert on_host(rig, req) <= len(PROMPT)
+    assert max(node.hit_count for node in rig.memory.cache.tree.nodes()) <= 1, "its last chunk uses the first"
     while not rig.scheduler.idle:
         step(rig)
     rig.close()
