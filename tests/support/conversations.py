@@ -128,8 +128,8 @@ class Served:
     def check(self, rounds: Sequence[Sequence[Turn]], together: bool = False) -> None:
         """All turns of all conversations: one after another, or those of a round `together`."""
         for number, turns in enumerate(rounds):
-            for time in range(self._times):
-                for batch in [turns] if together else [[turn] for turn in turns]:
+            for batch in [turns] if together else [[turn] for turn in turns]:
+                for time in range(self._times):
                     tokens = self.answers([turn.prompt for turn in batch])
                     where = f"round {number}, time {time}, {len(batch[0].prompt)} tokens"
                     assert tokens == [turn.answer for turn in batch], where
