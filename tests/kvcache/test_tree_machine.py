@@ -94,9 +94,11 @@ class TreeMachine(RuleBasedStateMachine):
     def next_chunk(self, index: int, chunk: int) -> None:
         req = self.live[index % len(self.live)]
         left = len(req.fill_ids) - req.kv_committed_len
+        promotion, before = self.memory.promotion, req.cache_protected_len
+        may_grow = promotion is None or promotion.may_grow(req.last_node)
         self.cache.cache_unfinished_req(req, chunked=left > 0)
         aligned = req.kv_committed_len // self.memory.page_size * self.memory.page_size
-        assert req.cache_protected_len == aligned
+        assert req.cache_protected_len == (aligned if may_grow else before)
         assert req.prefix_indices.tolist() == self.row(req)[: req.kv_committed_len]
         self.compute(req, req.kv_committed_len + chunk)
 
