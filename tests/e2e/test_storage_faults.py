@@ -79,6 +79,7 @@ def test_a_worker_killed_in_a_write_leaves_a_storage_that_serves(
         # The other worker goes on with what the dying one began.
         assert_right(running, model, [*prompts, *prompts])
         assert dying.process.wait(20) == -9
+        wait_until_stored(running, second)
         left = [file.stat() for file in (storage / "partial").iterdir()]
         assert [file.st_nlink for file in left] == [2 if place == "linked" else 1]
         whole = page_files(storage)[0].stat().st_size

@@ -33,11 +33,11 @@ def prompts(seed: int, count: int = 16) -> list[list[int]]:
     ]
 
 
-def assert_right(running: Stack, asked: list[list[int]]) -> None:
+def assert_right(running: Stack, asked: list[list[int]], groups: tuple[str, ...]) -> None:
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda prompt: running.generate(prompt, NEW_TOKENS), asked))
     assert [answer["output_ids"] for answer in answers] == [
-        fake_generate(prompt, NEW_TOKENS) for prompt in asked
+        fake_generate(prompt, NEW_TOKENS, groups=groups) for prompt in asked
     ]
 
 
@@ -86,14 +86,14 @@ def test_the_index_is_what_workers_hold_on_each_tier(
         "kv_events_config": {"buffer_batches": 8},
     }  # fmt: skip
     with tiered(tiny_model, tmp_path / "one", tmp_path / "kv", router={"policy": "kv"}, **options) as running:
-        assert_right(running, prompts(1))
-        assert_right(running, prompts(1)[::-1])
+        assert_right(running, prompts(1), groups)
+        assert_right(running, prompts(1)[::-1], groups)
         everywhere = agree(running)
         assert min(everywhere.values()) > 20
         for seed, nodes in enumerate((running.prefill, running.decode), start=2):
             victim = nodes[0]
             with ThreadPoolExecutor(1) as pool:
-                asking = pool.submit(assert_right, running, prompts(seed))
+                asking = pool.submit(assert_right, running, prompts(seed), groups)
                 wait_until_busy(running, victim)
                 victim.kill()
                 asking.result(60.0)
@@ -103,7 +103,7 @@ def test_the_index_is_what_workers_hold_on_each_tier(
             nodes.insert(0, victim)
             running.start_again(victim)
             assert indexed(running, nodes[0]) == {tier: set() for tier in MEDIA.values()}
-            assert_right(running, prompts(seed))
+            assert_right(running, prompts(seed), groups)
             agree(running)
         running.admin.post("/admin/cache/clear", params={"tier": "host"}).raise_for_status()
         assert agree(running)["host"] < everywhere["host"]

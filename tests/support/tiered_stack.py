@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness.local_stack import Stack, stack
+from tests.harness.processes import Child
 
 PAGE_SIZE = 8
 STORED_S = 20.0
@@ -49,10 +50,10 @@ def tiered(
         yield running
 
 
-def wait_until_stored(running: Stack) -> None:
-    """Until every worker has written what it has cached."""
+def wait_until_stored(running: Stack, *workers: Child) -> None:
+    """Until these workers, or all, have written what they have cached."""
     deadline = time.monotonic() + STORED_S
-    for worker in running.workers:
+    for worker in workers or running.workers:
         while not running.inspect(worker, "tiers")["is_idle"]:
             assert time.monotonic() < deadline, f"{worker.ready} never stops moving"
 
