@@ -121,8 +121,11 @@ class GlobalIndex:
         self._table.store(self._slots[worker], _tier(medium), as_hashes(hashes))
 
     def remove(self, worker: str, hashes: Sequence[int] | Hashes, medium: str | None) -> None:
-        """Pages left a tier."""
-        self._table.remove(self._slots[worker], _tier(medium), as_hashes(hashes))
+        """Pages left a tier. Those that left the device had come: they are not expected any more."""
+        slot, tier, pages = self._slots[worker], _tier(medium), as_hashes(hashes)
+        self._table.remove(slot, tier, pages)
+        if tier is Tier.GPU:
+            self._table.remove(slot, Tier.EXPECTED, pages)
 
     def clear(self, worker: str) -> None:
         """A worker's cache was reset. Pages that are expected may still come."""

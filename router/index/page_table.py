@@ -46,7 +46,8 @@ class PageTable(Protocol):
         """The worker holds nothing in the tiers of this mask (HELD or ALL)."""
 
     def apply(self, slot: int, payload: bytes) -> int:
-        """Apply an event batch of Baton's own form, for the tiers GPU, CPU and STORAGE.
+        """Apply an event batch of Baton's own form, for the tiers GPU, CPU and STORAGE. Pages that leave GPU
+        had come: they are not expected any more.
 
         Returns the number of its events, or -1 for a batch of another form; then nothing has changed.
         """

@@ -15,6 +15,8 @@ using Tiers = uint32_t;  // a mask of 1 << tier
 constexpr int kTiers = 4;
 constexpr Tiers kAllTiers = (1u << kTiers) - 1;
 constexpr Tiers kHeldTiers = 0b0111;  // all but EXPECTED
+constexpr Tiers kDevice = 0b0001;
+constexpr Tiers kExpected = 0b1000;
 constexpr Slot kMaxSlot = (1u << 28) - 1;
 
 inline uint64_t mixed(uint64_t value) {

@@ -115,6 +115,9 @@ class PageTable {
     sweep();
   }
 
+  // What pages lose that leave these tiers: those that were on the device had come, and are not expected any more.
+  static Tiers left(Tiers tiers) { return tiers & kDevice ? tiers | kExpected : tiers; }
+
   // Applies a batch. Returns the number of events, or -1 if nothing has changed. `find` may run between two events.
   int64_t apply(Slot slot, const uint8_t* payload, size_t size) {
     const Batch batch = read_batch(payload, size);
@@ -122,7 +125,7 @@ class PageTable {
     for (const Event& event : batch.events) {
       const uint64_t* pages = batch.pages.data() + event.first;
       if (event.kind == Event::kStored) store(slot, event.tiers, pages, event.count);
-      else if (event.kind == Event::kRemoved) remove(slot, event.tiers, pages, event.count);
+      else if (event.kind == Event::kRemoved) remove(slot, left(event.tiers), pages, event.count);
       else clear(slot, kHeldTiers);
     }
     return batch.events_read;

@@ -153,3 +153,17 @@ def test_the_load_of_the_bench_is_what_it_says(form: Form) -> None:
         assert index.find(load.hashes[sequences[0]]).pages[worker] == 4
     index.apply("w0", load.removal(int(load.held[0, 0])))
     assert index.find(load.hashes[load.held[0, 0]]).pages[0] == 2
+
+
+@tables
+def test_what_has_come_and_left_the_device_is_not_expected_any_more(table: Callable[[], PageTable]) -> None:
+    index = GlobalIndex(table())
+    index.join("a")
+    walk = as_hashes([1, 2, 3])
+    index.expect(0, walk)
+    index.apply("a", encode_batch(0.0, [stored(1), stored(2), stored(3)]))
+    index.apply("a", encode_batch(0.0, [BlockRemoved(block_hashes=[3], medium="CPU")]))
+    index.apply("a", encode_batch(0.0, [BlockRemoved(block_hashes=[3], medium="GPU")]))
+    assert [int(row[0]) for row in index.find(walk).found] == [2, 0, 0, 0]
+    index.apply("a", encode_batch(0.0, [BlockRemoved(block_hashes=[2], medium="CPU"), AllBlocksCleared()]))
+    assert [int(row[0]) for row in index.find(walk).found] == [2, 0, 0, 2], "none of these says that it came"
