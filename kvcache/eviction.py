@@ -37,8 +37,17 @@ _KEY, _NODE = 0, 3  # in an entry of the heap
 
 def copies_first(policy: Policy) -> Policy:
     """The policy, but for copies of what another worker has: they are evicted before all else. Two workers
-    that fetched from each other would otherwise both evict what they computed, and nobody had it."""
-    return lambda node: policy(node) - _COPY if node.is_copy else policy(node)
+    that fetched from each other would otherwise both evict what they computed, and nobody had it.
+
+    What was computed right below a copy, and is less than it, goes with it: only leaves are evicted, so a
+    question at the end of a copied document would keep all of the document."""
+
+    def key(node: TreeNode) -> int:
+        above = node.parent
+        goes = node.is_copy or (above is not None and above.is_copy and node.num_pages < above.num_pages)
+        return policy(node) - _COPY if goes else policy(node)
+
+    return key
 
 
 def eviction_policy(name: str) -> Policy:

@@ -7,8 +7,9 @@ a prompt's match is the number of its leading pages in the set. The least recent
 A path is always touched from its end to its root, so a page is more recent than everything below it and the
 oldest page is a leaf. Therefore an ordered dict is enough, where a real tree needs a heap of leaves.
 
-Pages that were fetched from another worker are *copies* until something is computed or loaded below them.
-Copies are evicted before all others. Everything below a copy is a copy, so here, too, leaves go first.
+Pages that were fetched from another worker are *copies*, and so is less than that which is computed below
+them. With more, they are copies no longer. Copies are evicted before all others. Everything below a copy is a
+copy, so here, too, leaves go first.
 """
 
 from __future__ import annotations
@@ -120,6 +121,8 @@ class PrefixCache:
                 new.append(page)
             locked[page] = 1
         self.release(len(hashes) * self.page)
+        if self._copies and not copies:
+            copies = len(new) < sum(page in self._copies for page in above.tolist())
         if copies:
             self._copies.update(new)
         elif self._copies:

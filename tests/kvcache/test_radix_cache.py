@@ -426,3 +426,17 @@ def test_a_key_slice_shares_its_tokens() -> None:
     assert len(pairs) == 9
     assert pairs[4:8].tokens.tolist() == [4, 5, 6, 7, 8]
     assert len(pairs[4:4]) == 0
+
+
+def test_a_copy_goes_first_and_takes_a_shorter_end_along() -> None:
+    with memory(pages=32) as built:
+        own, copied, longer = (list(range(first, first + 32)) for first in (0, 100, 200))
+        put(built, own)
+        put(built, copied, is_copy=True)
+        put(built, [*copied, *range(150, 158)])  # less than the copy was computed below it
+        put(built, longer[:8], is_copy=True)
+        put(built, longer)  # and more than the copy
+        built.cache.tree.evict("full", 10)
+        assert [matched(built, one) for one in (own, copied, longer)] == [32, 0, 32]
+        built.cache.tree.evict("full", 1)
+        assert matched(built, own) < 32, "the oldest of the rest"
