@@ -15,7 +15,9 @@ from unittest import mock
 
 from decode_node.worker import DecodeWorker
 from engine.fake import fake_generate
+from kvcache import memory
 from kvtransfer.sender import KVSender
+from tests.kvcache.support import HandMover
 from tests.support.hand_off import ROUTER, SMALL, TRANSFER_S, FakeMailbox, Letter, Network, held
 from wire.codec import decode, encode, pack_tokens, unpack_tokens
 from wire.mailbox import Mail
@@ -57,6 +59,16 @@ class Writes:
         """There are no threads."""
 
 
+class Moves(HandMover):
+    """Stands in for a worker's Mover, likewise."""
+
+    all: list[Moves]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all.append(self)
+
+
 @dataclass
 class Answer:
     """What the router has of one room."""
@@ -67,6 +79,7 @@ class Answer:
     last: int | None = None  # how many there are
     aborted: bool = False
     rejected: Rejected | None = None
+    timeline: Timeline | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -94,7 +107,9 @@ class Fleet:
         workers: list[Worker],
         groups: tuple[str, ...],
         writes: list[Writes],
+        movers: list[Moves],
     ) -> None:
+        """`movers`: of workers that have a tier below the device, by worker; empty where they have none."""
         self.network = network
         self.clock = clock
         self.workers = workers
@@ -102,6 +117,7 @@ class Fleet:
         self.answers: dict[int, Answer] = {}
         self.stopped: set[int] = set()
         self.writes = writes
+        self.movers = movers
         self._addresses = [worker.record().mailbox for worker in workers]
 
     def address(self, worker: int) -> str:
@@ -184,6 +200,14 @@ class Fleet:
         waiting.pop(0).run_one()
         return True
 
+    def move(self, worker: int, lane: str | None = None, fails: bool = False) -> bool:
+        """The worker's mover does what has waited longest, of one lane or of all, also while its loop is
+        stopped. Whether there was something."""
+        mover = self.movers[worker] if self.movers else None
+        if mover is None or not mover.waiting:
+            return False
+        return mover.do(mover.waiting[0][0] if lane is None else lane, fails)
+
     def down(self, worker: int, state: PeerState = PeerState.DOWN) -> None:
         """All others learn that a worker is down (or up again)."""
         for index, other in enumerate(self.workers):
@@ -196,7 +220,10 @@ class Fleet:
         quiet = 0
         while quiet < 3:
             assert time.monotonic() < deadline, "the fleet never came to rest"
-            done = [self.turn(worker) | self.write(worker) for worker in range(len(self.workers))]
+            done = [
+                self.turn(worker) | self.write(worker) | self.move(worker)
+                for worker in range(len(self.workers))
+            ]
             busy = any(done)
             for _ in range(len(self.network.letters)):
                 before = len(self.network.letters)
@@ -225,6 +252,7 @@ class Fleet:
         message = letter.message
         match message:
             case Timeline():
+                self.answers[message.room].timeline = message
                 receipt = Receipt(message.room, message.epoch, kind_of(message))
                 self.network.letters.append(Letter(ROUTER, letter.sender, receipt))
             case Rejected():
@@ -270,15 +298,17 @@ def fleet(
     }
     with ExitStack() as cleanup:
         writes = type("FleetWrites", (Writes,), {"all": []})
+        movers = type("FleetMoves", (Moves,), {"all": []})
         cleanup.enter_context(mock.patch.object(lending, "SenderThreads", writes))
         cleanup.enter_context(mock.patch.object(parts, "Mailbox", mailbox))
+        cleanup.enter_context(mock.patch.object(memory, "Mover", movers))
         for module in (loop, mail, role):
             cleanup.enter_context(mock.patch.object(module, "time", fake_time))
         workers: list[Worker] = []
         for index in range(size):
             own = WorkerOptions(**{**common, **(differs or {}).get(index, {})})
             workers.append(cleanup.enter_context(_closing(DecodeWorker(own))))
-        yield Fleet(network, clock, workers, groups, writes.all)  # type: ignore[attr-defined]
+        yield Fleet(network, clock, workers, groups, writes.all, movers.all)  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -1,19 +1,27 @@
 """Three workers that fetch from each other, with pools that are too small; a machine chooses what happens.
 
 Messages of fetches are delivered in any order, lost and doubled; requests are aborted, workers stop and are
-called down; writes happen late, while the holder evicts. Every answer is right as far as it goes, and at any
+called down; writes happen late, while the holder evicts. With a host tier, pages move down and come back
+meanwhile, or fail to. Every answer is right as far as it goes, and at any
 moment every page of every worker has exactly one owner. When everything has been delivered all requests have
 ended: no fetch waits for another one.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections import Counter
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from tests.support.fleet import Fleet, fleet
 from tests.support.hand_off import SMALL, prompt_of
@@ -28,12 +36,16 @@ class Fetches(RuleBasedStateMachine):
     """Rooms on any worker, with any other one as their source."""
 
     groups: ClassVar[tuple[str, ...]] = ()
+    host: ClassVar[dict[str, Any]] = {}  # options of the host tier
+    seen: ClassVar[Counter[str]] = Counter()  # in all runs: what came of fetches, and cached tokens by source
 
     def __init__(self) -> None:
         super().__init__()
         small = {"max_mamba_cache_size": 16} if "state" in self.groups else {}
         assert set(self.groups) <= set(SMALL)
-        self._context = fleet(3, self.groups, max_total_tokens=200, max_running_requests=3, **small)
+        self._context = fleet(
+            3, self.groups, max_total_tokens=200, max_running_requests=3, **small, **self.host
+        )
         self.fleet: Fleet = self._context.__enter__()
         self.rooms = 0
 
@@ -72,6 +84,11 @@ class Fetches(RuleBasedStateMachine):
     @rule(worker=WORKERS)
     def write(self, worker: int) -> None:
         self.fleet.write(worker)
+
+    @precondition(lambda self: any(mover.waiting for mover in self.fleet.movers))
+    @rule(worker=WORKERS, lane=st.sampled_from(["backups", "loads"]), fails=st.booleans())
+    def move(self, worker: int, lane: str, fails: bool) -> None:
+        self.fleet.move(worker, lane, fails)
 
     @rule(worker=WORKERS, pages=st.integers(1, 50))
     def evict(self, worker: int, pages: int) -> None:
@@ -120,6 +137,9 @@ class Fetches(RuleBasedStateMachine):
             self.fleet.run_dry()
             assert not [room for room, answer in self.fleet.answers.items() if answer.open]
             self.fleet.settle()
+            for worker in range(3):
+                self.seen.update(self.fleet.metrics(worker).fetches)
+                self.seen.update(self.fleet.metrics(worker).cached_from)
         finally:
             self._context.__exit__(None, None, None)
 
@@ -142,6 +162,19 @@ class FetchesAll(Fetches):
     groups = ("window", "state")
 
 
+class FetchesHost(Fetches):
+    """Workers with a host tier: what is fetched is backed up, and what was evicted comes back."""
+
+    host: ClassVar[dict[str, Any]] = {"hicache_ratio": 2.0}
+
+
+class FetchesHostAll(Fetches):
+    """The same with windows and states, and nodes that go to the host when they are evicted."""
+
+    groups = ("window", "state")
+    host: ClassVar[dict[str, Any]] = {"hicache_ratio": 1.0, "hicache_write_policy": "write_back"}
+
+
 _SETTINGS = settings(stateful_step_count=50, suppress_health_check=list(HealthCheck), print_blob=True)
 
 
@@ -161,6 +194,22 @@ class TestFetchesAll(FetchesAll.TestCase):  # type: ignore[misc]
     settings = settings(_SETTINGS, max_examples=8)
 
 
+def run_with_host(machine: type[Fetches], times: settings) -> None:
+    """Run it, and see that pages came from other workers and from the host."""
+    machine.seen = Counter()
+    run_state_machine_as_test(machine, settings=times)  # type: ignore[no-untyped-call]
+    assert machine.seen["done"] > 0
+    assert machine.seen["host"] > 0
+
+
+WITH_HOST = pytest.mark.parametrize("machine", [FetchesHost, FetchesHostAll])
+
+
+@WITH_HOST
+def test_fetches_beside_a_host_tier(machine: type[Fetches]) -> None:
+    run_with_host(machine, settings(_SETTINGS, max_examples=15, stateful_step_count=60))
+
+
 _LONG = settings(_SETTINGS, max_examples=150, stateful_step_count=80)
 
 
@@ -172,3 +221,9 @@ class TestFetchesLong(Fetches.TestCase):  # type: ignore[misc]
 @pytest.mark.invariants
 class TestFetchesAllLong(FetchesAll.TestCase):  # type: ignore[misc]
     settings = _LONG
+
+
+@pytest.mark.invariants
+@WITH_HOST
+def test_fetches_beside_a_host_tier_long(machine: type[Fetches]) -> None:
+    run_with_host(machine, _LONG)
