@@ -8,15 +8,17 @@ from dataclasses import asdict, dataclass
 from rich.table import Table
 
 from router.dashboard.figures import in_order
+from wire.messages import CacheSource
 from wire.records import GroupPages, MovedPages, WorkerRecord
 
 _NONE = MovedPages()
+_FAILED = ("failed", "late")  # fetches that were given up
 
 
 @dataclass(frozen=True)
 class TierRow:
-    """One tier of one worker. Pages are those of the primary group, bytes those of all groups; None: not
-    known."""
+    """One tier of one worker; "peer" is what it has copied of other workers' caches (read), they of its
+    own (written). Pages are those of the primary group, bytes those of all groups; None: not known."""
 
     worker: str
     tier: str
@@ -39,16 +41,14 @@ def _rows(worker: WorkerRecord) -> Iterator[TierRow]:
     figures, moves = worker.figures, worker.figures.moves
     to_host, to_device = moves.get("to_host", _NONE), moves.get("to_device", _NONE)
     to_peer = moves.get("to_peer", _NONE)
-    page_tokens = worker.groups[0].page_size if worker.groups else 0
-    loaded, read = to_device.pages * page_tokens, moves.get("from_storage", _NONE).pages * page_tokens
     yield TierRow(
         worker.id, "device", *_primary(worker, figures.groups), _held_bytes(worker, figures.groups),
-        _share(worker, figures.cached_tokens - loaded), to_device.bytes, to_host.bytes, 0, 0,
+        _share(worker, "device"), to_device.bytes, to_host.bytes, 0, 0,
     )  # fmt: skip
     if figures.host:
         yield TierRow(
             worker.id, "host", *_primary(worker, figures.host), _held_bytes(worker, figures.host),
-            _share(worker, loaded - read), to_host.bytes, to_device.bytes + to_peer.bytes,
+            _share(worker, "host"), to_host.bytes, to_device.bytes + to_peer.bytes,
             to_host.failed + to_device.failed + to_peer.failed,
             to_host.queued + to_device.queued + to_peer.queued,
         )  # fmt: skip
@@ -56,8 +56,14 @@ def _rows(worker: WorkerRecord) -> Iterator[TierRow]:
         to, back = moves["to_storage"], moves.get("from_storage", _NONE)
         yield TierRow(
             worker.id, "storage", None, None, figures.storage_bytes,
-            _share(worker, read), to.bytes, back.bytes,
+            _share(worker, "storage"), to.bytes, back.bytes,
             to.failed + back.failed, to.queued + back.queued,
+        )  # fmt: skip
+    if figures.fetches:
+        failed = sum(count for outcome, count in figures.fetches.items() if outcome in _FAILED)
+        yield TierRow(
+            worker.id, "peer", None, None, 0, _share(worker, "peer"),
+            figures.lent_bytes, figures.fetched_bytes, failed, 0,
         )  # fmt: skip
 
 
@@ -72,11 +78,10 @@ def _held_bytes(worker: WorkerRecord, groups: Mapping[str, GroupPages]) -> int:
     return sum(max(of.total - of.free, 0) * sizes.get(name, 0) for name, of in groups.items())
 
 
-def _share(worker: WorkerRecord, tokens: int) -> float | None:
-    """Of the tokens of all prompts. Between 0 and 1: what has come up may be used by nobody, and what is
-    loaded twice counts twice."""
-    prompts = worker.figures.prompt_tokens
-    return min(1.0, max(0.0, tokens / prompts)) if prompts else None
+def _share(worker: WorkerRecord, source: CacheSource) -> float | None:
+    """Of the tokens of all prompts."""
+    prompts, figures = worker.figures.prompt_tokens, worker.figures
+    return figures.cached_from.get(source, 0) / prompts if prompts else None
 
 
 def row_objects(rows: list[TierRow]) -> list[dict[str, object]]:

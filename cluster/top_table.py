@@ -27,6 +27,7 @@ def _summary(now: Snapshot, fleet: FleetFigures, before: Snapshot | None) -> Tab
     since = "since the start" if before is None else f"last {now.at - before.at:.0f} s"
     errors = [f"{count:.0f} x {status}" for status, count in sorted(fleet.statuses.items())]
     near = [f"{name} {_rate(speed)}" for name, speed in sorted(fleet.transfers.items())]
+    sources = [f"{share:.0%} from {name}" for name, share in fleet.cached_from.items()]
     rows = {
         "model": models,
         "routers": routers,
@@ -36,7 +37,7 @@ def _summary(now: Snapshot, fleet: FleetFigures, before: Snapshot | None) -> Tab
         "figures": since,
         "requests": _per_second(fleet.requests_s),
         "output": _per_second(fleet.output_tokens_s, "tokens"),
-        "hit rate": "-" if fleet.hit_rate is None else f"{fleet.hit_rate:.1%}",
+        "hit rate": "-" if fleet.hit_rate is None else "  ".join([f"{fleet.hit_rate:.1%}", *sources]),
         "TTFT p50 p95 p99": " ".join(map(_seconds, fleet.ttft_s)),
         "ITL p50 p95 p99": " ".join(map(_seconds, fleet.itl_s)),
         "transfer": "  ".join([_rate(fleet.transfer_bytes_s), *near]),

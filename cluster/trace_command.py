@@ -81,6 +81,9 @@ def table(trace: Event) -> list[str]:
         "not yet" if about[name] is None else f"{about[name]:.2f} ms" for name in ("ttft_ms", "total_ms")
     )
     lines.append(f"first token: {ttft}; whole request: {total}; KV moved: {about['kv_bytes']} bytes")
+    for worker, tokens in sorted(about["cached_from"].items()):
+        sources = ", ".join(f"{count:,} from {source}" for source, count in tokens.items())
+        lines.append(f"prompt tokens cached on {worker}: {sources}")
     return lines
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -113,6 +113,13 @@ class RequestTrace:
     def _since_arrival(self, at_ns: int) -> float | None:
         return (at_ns - self.arrived_ns) / 1e6 if at_ns else None
 
+    def _cached_from(self) -> dict[str, dict[str, int]]:
+        """Prompt tokens that each worker found cached, by where it had them from."""
+        found: dict[str, Counter[str]] = {}
+        for (_, _, worker), timeline in self.timelines.items():
+            found.setdefault(worker, Counter()).update(timeline.cached_from)
+        return {worker: dict(tokens) for worker, tokens in found.items() if tokens}
+
     def _summary(self) -> dict[str, Any]:
         last = self.placements[-1] if self.placements else {}
         return {
@@ -124,6 +131,7 @@ class RequestTrace:
             "statuses": [{"worker": worker, "said": said} for (_, worker), said in self.statuses.items()],
             "kv_bytes": self.kv_bytes,
             "kv_backend": self.kv_backend,
+            "cached_from": self._cached_from(),
             "token_ns": {str(room): list(steps) for room, steps in self.steps.items()},
             "ttft_ms": self._since_arrival(self.first_token_ns),
             "total_ms": self._since_arrival(self.finished_ns),

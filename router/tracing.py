@@ -62,6 +62,7 @@ def worker_attributes(told: Timeline) -> Attributes:
     if told.kv_bytes:
         about |= {"baton.kv_bytes": told.kv_bytes, "baton.kv_backend": told.kv_backend}
         about |= {"baton.kv_seconds": told.kv_seconds}
+    about |= {f"baton.cached_from.{source}": tokens for source, tokens in told.cached_from.items()}
     return about
 
 

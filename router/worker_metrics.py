@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from wire.messages import CacheSource
 from wire.records import WorkerRecord
 
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
@@ -163,10 +164,13 @@ def _pages(workers: Iterable[WorkerRecord]) -> Iterator[Family]:
         "baton_worker_evicted_pages", "Cached KV pages that gave way", labels=(*_LABELS, "group", "tier")
     )
     cached = CounterMetricFamily(
-        "baton_worker_cached_tokens", "Prompt tokens found in the worker's tree", labels=(*_LABELS, "tier")
+        "baton_worker_cached_tokens",
+        "Prompt tokens found in the worker's tree, by where their KV came from; a peer is another worker",
+        labels=(*_LABELS, "tier"),
     )
     for record in workers:
-        cached.add_metric([*_named(record), _DEVICE], record.figures.cached_tokens)
+        for source in get_args(CacheSource):
+            cached.add_metric([*_named(record), source], record.figures.cached_from.get(source, 0))
         for tier, groups in ((_DEVICE, record.figures.groups), (_HOST, record.figures.host)):
             for group, of in groups.items():
                 used = max(of.total - of.free - of.evictable, 0)

@@ -124,8 +124,10 @@ class BatchAdmission:
     def _count_cached(self, req: Req) -> None:
         if not req.resumed:
             req.cached_tokens = min(req.cache_protected_len, req.prompt_len)
+            req.cached_from = req.sources.split(req.cached_tokens)
             self._metrics.cached_tokens += req.cached_tokens
             self._metrics.prompt_tokens += req.prompt_len
+            self._metrics.cached_from.update(req.cached_from)
 
     # -- reservations ------------------------------------------------------------------------------
 

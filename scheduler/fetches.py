@@ -132,7 +132,8 @@ class Fetches:
             {name: own[~np.isin(own, kept.get(name, NO_PAGES))] for name, own in hold.pages.items()}
         )
         self._forget(hold)
-        return max(len(match.device_indices) - hold.have, 0)
+        hold.req.sources.peer = max(len(match.device_indices) - hold.have, 0)
+        return hold.req.sources.peer
 
     def give_up(self, hold: FetchHold) -> GroupPages:
         """Nothing of the fetch is used. Returns its pages, which are still allocated: they belong in

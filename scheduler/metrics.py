@@ -32,6 +32,7 @@ class SchedulerMetrics:
     decode_tokens: int = 0  # computed by decode rows
     prompt_tokens: int = 0  # of admitted and reserved prompts, each counted once
     cached_tokens: int = 0  # of those, found in the tree
+    cached_from: Counter[str] = field(default_factory=Counter)  # those, by where their KV came from
     output_tokens: int = 0  # reported by on_tokens
     surplus_tokens: int = 0  # sampled for requests that were over by then
     finished: int = 0

@@ -15,8 +15,10 @@ from engine.grammar import GrammarCompiler, GrammarState
 from engine.sampling_state import SamplingState
 from kvcache.radix_key import Namespace
 from kvcache.request import StateHold
+from scheduler.prompt_sources import PromptSources
 from wire.codec import unpack_tokens
 from wire.grammars import LONGEST_GRAMMAR
+from wire.messages import CacheSource
 from wire.request import GenerateRequest, Pooling, TokenLogprobs
 from wire.sampling_ranges import check_sampling
 from wire.stages import RequestStage, Stamp, stamp
@@ -93,11 +95,12 @@ class Req:
     """
 
     __slots__ = (
-        "_filled", "_tokens", "cache_protected_len", "cached_tokens", "closing", "emitted_len",
+        "_filled", "_tokens", "cache_protected_len", "cached_from", "cached_tokens", "closing", "emitted_len",
         "hidden_sum", "in_flight", "is_kv_only", "kv_allocated_len", "kv_committed_len", "last_node",
         "limit_len", "namespace", "origin_input_ids", "output_ids", "prefill_len", "prefix_indices",
         "prompt_logprobs", "rank", "req_pool_idx", "request", "reserved", "resumed", "retractions",
-        "running_index", "sampling", "scheduled_len", "stages_seen", "stamps", "state", "state_hold",
+        "running_index", "sampling", "scheduled_len", "sources", "stages_seen", "stamps", "state",
+        "state_hold",
     )  # fmt: skip
 
     def __init__(
@@ -136,6 +139,8 @@ class Req:
         self.prefill_len = 0
         self.is_kv_only = False
         self.cached_tokens = 0  # prefix found in the tree when first admitted here
+        self.sources = PromptSources()
+        self.cached_from: dict[CacheSource, int] = {}  # that prefix, by where its KV came from
         self.in_flight = 0  # launched forwards whose results have not been taken
         self.running_index = -1  # its index in the decode batch, -1 outside
         self.stamps: list[Stamp] = []

@@ -50,14 +50,18 @@ class TierWaits:
 
     def brings_back(self, req: Req, match: MatchResult, fits: bool) -> bool:
         """Whether the request must wait while that is loaded. `fits`: there is memory for the request."""
-        if self._tiers is None:
+        user = (req.room, req.epoch)
+        if self._tiers is None or not self._tiers.moves.loads.bring_back(user, match, fits):
             return False
-        return self._tiers.moves.loads.bring_back((req.room, req.epoch), match, fits)
+        req.sources.host = max(req.sources.host, match.host_hit_length)
+        return True
 
     def brings_ahead(self, req: Req, match: MatchResult) -> None:
         """Load that before the request's turn, if it is much."""
         if self._tiers is not None and self._tiers.moves.loads.wants(match):
             self._tiers.moves.loads.bring_ahead((req.room, req.epoch), match)
+            if self.loaded_pages(req):
+                req.sources.host = max(req.sources.host, match.host_hit_length)
 
     def loaded_pages(self, req: Req) -> int:
         """Pages of the request's prompt that are not free, because they are loaded for it or will be."""
@@ -74,5 +78,9 @@ class TierWaits:
 
     def forget(self, req: Req) -> None:
         """The request waits for nothing any more."""
-        if self._tiers is not None:
-            self._tiers.forget((req.room, req.epoch))
+        if self._tiers is None:
+            return
+        user = (req.room, req.epoch)
+        if self._tiers.storage is not None:
+            req.sources.storage = max(req.sources.storage, self._tiers.storage.prefetches.arrived(user))
+        self._tiers.forget(user)

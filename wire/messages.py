@@ -139,6 +139,8 @@ class Inspected(Message, frozen=True, tag="inspected"):
 
 
 CacheTier = Literal["device", "host", "storage"]
+CacheSource = Literal["device", "host", "storage", "peer"]
+"""Where a worker has cached tokens of a prompt from; a peer is another worker."""
 
 
 class ClearCache(Message, frozen=True, tag="clear_cache"):
@@ -191,7 +193,8 @@ class Tokens(Message, frozen=True, tag="tokens"):
 class Timeline(RoomMessage, frozen=True, tag="timeline", omit_defaults=True):
     """A worker has ended its part in a room: its stamps, when the last of these stages ended (nanoseconds of
     the Unix clock), and the KV that it received (decode): how many bytes, over which backend, from the worker
-    at which mailbox, and how long some of it was being written.
+    at which mailbox, and how long some of it was being written. `cached_from`: tokens of the prompt that it
+    found cached at admission, by where their KV came from.
 
     Repeated until a Receipt, like Reserved and Rejected.
     """
@@ -203,6 +206,7 @@ class Timeline(RoomMessage, frozen=True, tag="timeline", omit_defaults=True):
     kv_from: str = ""
     kv_seconds: Quantity = 0.0
     ended_ns: Natural = 0  # 0: from a worker that does not say it
+    cached_from: dict[CacheSource, Natural] = {}
 
 
 class RoomStatus(RoomMessage, frozen=True, tag="room_status", omit_defaults=True):

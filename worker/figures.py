@@ -36,6 +36,7 @@ def worker_figures(memory: Memory, metrics: SchedulerMetrics) -> WorkerFigures:
         },
         prompt_tokens=metrics.prompt_tokens,
         cached_tokens=metrics.cached_tokens,
+        cached_from=dict(metrics.cached_from),
         output_tokens=metrics.output_tokens,
         finished=metrics.finished,
         failed=metrics.failed,

@@ -190,7 +190,10 @@ class WorkerRole(ABC, Generic[RoomType]):
 
     def timeline(self, room: RoomType) -> Timeline:
         """The stages of the room on this worker, for the router's trace."""
-        return Timeline(room.room, room.epoch, self.worker_id, room.req.stamps, ended_ns=now_ns())
+        req = room.req
+        return Timeline(
+            req.room, req.epoch, self.worker_id, req.stamps, ended_ns=now_ns(), cached_from=req.cached_from
+        )
 
     def status(self, room: RoomType) -> RoomStatus:
         """Where a room is of which the router has heard nothing for a while."""

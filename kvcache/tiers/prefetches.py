@@ -133,6 +133,11 @@ class Prefetches:
             return False
         return self._config.prefetch_policy == "wait_complete" or self._clock() < prefetch.deadline
 
+    def arrived(self, user: Hashable) -> int:
+        """Tokens that have come for the user so far."""
+        prefetch = self._of.get(user)
+        return 0 if prefetch is None else prefetch.read * self._tree.page_size
+
     def forget(self, user: Hashable) -> None:
         """The user does not wait any more. What has arrived by then may give way now; a prefetch that nobody
         wants is stopped, unless it is a trial: that has its deadline."""

@@ -107,6 +107,7 @@ class FleetFigures:
     requests_s: float | None
     output_tokens_s: float | None
     hit_rate: float | None  # share of prompt tokens that were cached
+    cached_from: dict[str, float]  # of what workers found cached, shares by where its KV came from
     ttft_s: tuple[float | None, float | None, float | None]  # p50, p95, p99
     itl_s: tuple[float | None, float | None, float | None]
     transfers: dict[str, float]  # locality -> bytes per second while some were written
@@ -133,12 +134,14 @@ def fleet_figures(now: Snapshot, before: Snapshot | None) -> FleetFigures:
 
     prompts = counted.total("baton_router_prompt_tokens_total")
     seconds = counted.by("baton_router_transfer_seconds_total", "locality")
+    cached = counted.by("baton_worker_cached_tokens_total", "tier")
     return FleetFigures(
         rooms=now.samples.total("baton_router_rooms"),
         queued=now.samples.total("baton_router_queued_rooms"),
         requests_s=per_second("baton_router_requests_total"),
         output_tokens_s=per_second("baton_router_output_tokens_total"),
         hit_rate=counted.total("baton_router_cached_tokens_total") / prompts if prompts else None,
+        cached_from={tier: tokens / sum(cached.values()) for tier, tokens in cached.items() if tokens},
         ttft_s=quantiles("baton_router_ttft_seconds"),
         itl_s=quantiles("baton_router_itl_seconds"),
         transfers={

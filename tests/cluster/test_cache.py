@@ -37,6 +37,10 @@ def workers() -> list[WorkerRecord]:
         storage_bytes=12_000_000_000,
         prompt_tokens=800,
         cached_tokens=400,
+        cached_from={"device": 200, "host": 80, "storage": 80, "peer": 40},
+        fetches={"done": 3, "late": 2, "skipped_short": 9},
+        fetched_bytes=700_000_000,
+        lent_bytes=900_000_000,
     )
     full = record("d1", role=Role.DECODE, figures=figures)
     alone = WorkerFigures(groups={"full": GroupPages(10, 10, 0, 0)})
@@ -77,20 +81,21 @@ def router() -> Iterator[str]:
 def test_each_tier_of_each_worker_has_a_row() -> None:
     rows = tier_rows(workers())
     assert [(row.worker, row.tier) for row in rows] == [
-        ("p1", "device"), ("d1", "device"), ("d1", "host"), ("d1", "storage"),
+        ("p1", "device"), ("d1", "device"), ("d1", "host"), ("d1", "storage"), ("d1", "peer"),
     ]  # fmt: skip
-    empty, device, host, storage = rows
+    empty, device, host, storage, peer = rows
     assert (empty.pages, empty.total_pages, empty.bytes, empty.prompt_share) == (0, 10, 0, None)
     assert (device.pages, device.total_pages, device.bytes) == (80, 100, 80 * PAGE_BYTES)
-    assert (device.prompt_share, host.prompt_share, storage.prompt_share) == (0.4, 48 / 800, 32 / 800)
+    assert [row.prompt_share for row in rows[1:]] == [200 / 800, 80 / 800, 80 / 800, 40 / 800]
     assert (host.pages, host.total_pages, host.failed, host.queued) == (300, 400, 1, 3)
     assert (host.written_bytes, host.read_bytes) == (3_000_000_000, 500_000_000)
     assert (storage.pages, storage.bytes, storage.failed, storage.queued) == (None, 12_000_000_000, 9, 8)
+    assert (peer.read_bytes, peer.written_bytes, peer.failed) == (700_000_000, 900_000_000, 2)
     out = StringIO()
     Console(file=out, width=140).print(cache_table(rows))
     lines = [line.split() for line in out.getvalue().splitlines()]
     assert lines[3][:4] == ["d1", "host", "300/400", "75%"]
-    assert lines[4] == ["d1", "storage", "-", "-", "12", "4.0%", "2", "0.1", "9", "8"]
+    assert lines[4] == ["d1", "storage", "-", "-", "12", "10.0%", "2", "0.1", "9", "8"]
 
 
 def test_one_tier_of_one_worker_as_json(router: str, capsys: pytest.CaptureFixture[str]) -> None:

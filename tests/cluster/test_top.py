@@ -133,6 +133,10 @@ baton_router_restarts_total {restarts}
 baton_router_requests_total{{process="0",status="503"}} {errors}
 baton_router_requests_total{{process="1",status="503"}} {errors}
 baton_router_requests_total{{process="1",status="400"}} 9
+# TYPE baton_worker_cached_tokens_total counter
+baton_worker_cached_tokens_total{{worker="p0",tier="device"}} {100 * errors}
+baton_worker_cached_tokens_total{{worker="p1",tier="peer"}} {300 * errors}
+baton_worker_cached_tokens_total{{worker="p1",tier="storage"}} 7
 """
     )
 
@@ -143,6 +147,7 @@ def test_what_is_now_is_no_difference_and_what_is_counted_is() -> None:
     assert (fleet.rooms, fleet.queued, fleet.suspected, fleet.restarts) == (9.0, 4.0, 1.0, 7.0)
     assert fleet.statuses == {"503": 40.0}, "of both processes; none of those that were there before"
     assert fleet.requests_s == 20.0
+    assert fleet.cached_from == {"device": 0.25, "peer": 0.75}, "of what was found since"
     assert fleet_figures(now, None).statuses == {"503": 60.0, "400": 9.0}
     assert now.samples.total("baton_router_requests_total", process="1") == 39.0
     assert now.samples.total("baton_router_requests_total", process="1", status="503") == 30.0
@@ -166,7 +171,8 @@ def test_a_hit_rate_of_nothing_cached_is_zero() -> None:
 
 
 def test_the_frame_shows_the_fleet() -> None:
-    registry, _, rooms = metrics()
+    registry, requests, rooms = metrics()
+    requests.prompt_tokens.inc(10, "m")
     rooms.observe_transfer(TransferPair("p", "d", Locality.RACK), 4_000_000_000, 2.0)
     file = StringIO()
     now = snapshot(added([counted(1, 3), samples(registry)]))
@@ -175,6 +181,7 @@ def test_the_frame_shows_the_fleet() -> None:
     assert "rooms 9 run, 4 wait in routers" in lines
     assert "workers 1 prefill, 1 decode, 1 suspected" in lines
     assert "transfer - rack 2 GB/s" in lines
+    assert "hit rate 0.0% 25% from device 75% from peer 1% from storage" in lines
     assert "errors 9 x 400 6 x 503 1 restarts" in lines
 
 

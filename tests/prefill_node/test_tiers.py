@@ -68,7 +68,7 @@ def test_storage_outlives_the_workers(groups: tuple[str, ...], policy: str, tmp_
         "hicache_storage_prefetch_if_slower": True,
     }
     prompts = [prompt_of(seed, 70) for seed in range(3)]
-    computed = []
+    computed, stored = [], []
     for _ in range(2):
         with pair(groups, **options) as both:
             for room, prompt in enumerate(prompts, start=1):
@@ -76,9 +76,12 @@ def test_storage_outlives_the_workers(groups: tuple[str, ...], policy: str, tmp_
                 both.run_dry()
                 assert both.outputs[room].tokens == right(both, room, groups)
             settled(both)
-            computed.append(sum(w._scheduler.metrics.prefill_tokens for w in (both.prefill, both.decode)))
+            counted = [worker.parts.role.scheduler.metrics for worker in (both.prefill, both.decode)]
+            computed.append(sum(one.prefill_tokens for one in counted))
+            stored.append(sum(one.cached_from["storage"] for one in counted))
     if policy != "best_effort":  # which waits for nothing
         assert computed[1] <= computed[0] / 4
+        assert stored[0] < stored[1]
 
 
 @pytest.mark.parametrize("split", [True, False], ids=["apart", "colocated"])
@@ -93,6 +96,9 @@ def test_what_was_evicted_comes_back(groups: tuple[str, ...], policy: str, split
             done = counts(worker)
             assert done.loads > 0, "nothing came back from the host"
             assert done.failed_loads == done.failed_backups == 0
+            counted = worker.parts.role.scheduler.metrics
+            assert counted.cached_from["host"] > 0
+            assert counted.cached_from.total() == counted.cached_tokens
         settled(both)
 
 

@@ -153,6 +153,7 @@ def test_what_workers_say_of_themselves_has_a_series_for_each() -> None:
             groups=groups,
             retracted=2,
             cached_tokens=48,
+            cached_from={"host": 16, "peer": 32},
             histograms={"forward_seconds": Counts((0.1, 1.0), (2, 1, 0), 1.5)},
         ),
     )
@@ -166,7 +167,11 @@ def test_what_workers_say_of_themselves_has_a_series_for_each() -> None:
     assert seen[f"baton_worker_retractions_total{{{of}}}"] == 2
     assert seen[f"baton_worker_forward_seconds_sum{{{of}}}"] == 1.5
     assert seen[f'baton_worker_forward_seconds_bucket{{le="1.0",{of}}}'] == 3
-    assert seen['baton_worker_cached_tokens_total{model="m",role="prefill",tier="device",worker="d0"}'] == 48
+    cached = [
+        seen[f'baton_worker_cached_tokens_total{{model="m",role="prefill",tier="{tier}",worker="d0"}}']
+        for tier in ("device", "host", "storage", "peer")
+    ]
+    assert cached == [0, 16, 0, 32]
     paged = f'baton_worker_kv_pages{{group="full",model="{busy.model}",role="{busy.role}",'
     pages = {
         state: seen[f'{paged}state="{state}",tier="device",worker="d0"}}']

@@ -36,6 +36,10 @@ def test_what_another_worker_computed_is_fetched_and_only_the_rest_computed(grou
         workers.run_dry()
         assert computed(workers, 1) == 2, "all but the last page border's state, window and KV"
         assert workers.metrics(1).fetched_tokens == 88
+        assert workers.metrics(1).cached_from == {"peer": 88}
+        timeline = workers.answers[2].timeline
+        assert timeline is not None
+        assert timeline.cached_from == {"peer": 88}
         for room in (1, 2):
             assert workers.answers[room].tokens == workers.right(room)
         workers.settle()
