@@ -63,8 +63,8 @@ def _add_cluster(replay: argparse.ArgumentParser) -> None:
     _add_count(replay, "--hicache-size", "the same in GB, instead of the ratio", worker.hicache_size)
     replay.add_argument(
         "--peer-fetch",
-        action="store_true",
-        help="workers fetch KV from those that the router names; prefix-affinity names none",
+        action=argparse.BooleanOptionalAction,
+        help="workers fetch KV from those that the router names (default: under kv; never: prefix-affinity)",
     )
 
 

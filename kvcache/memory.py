@@ -109,6 +109,13 @@ class Memory:
         """For the worker's record."""
         return tuple(spec.to_layout(self.page_size) for spec in self.specs)
 
+    @property
+    def host_tokens(self) -> int:
+        """The host tier's capacity, in tokens of the primary group; 0 without one."""
+        if self.tiers is None:
+            return 0
+        return self.tiers.host.pool.arenas[self.specs[0].name].num_pages * self.page_size
+
     def close(self) -> None:
         """Close the tiers and give up the pools' buffers. A tensor over one stays usable."""
         if self.tiers is not None:

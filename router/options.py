@@ -105,8 +105,9 @@ class PlacementOptions(Options):
     prefill_on_decode_tokens: int = Field(
         16, ge=0, description="when at most this many prompt tokens are left to compute, D does it alone"
     )
-    peer_fetch: bool = Field(
-        False, description="workers are told who holds KV that they lack, and may fetch it; all must know how"
+    peer_fetch: bool | None = Field(
+        None,
+        description="workers are told who holds KV that they lack, and may fetch it; null: under policy `kv`",
     )
     expect_s: float = Field(
         10.0, gt=0, description="pages of a prompt on its way count as held at most this long"

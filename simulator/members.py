@@ -103,7 +103,7 @@ class Members:
             ),
             max_context_tokens=model.kv_tokens, total_tokens=model.kv_tokens,
             max_running_requests=model.max_running, pid=0, host=self._host(name), rack=self._rack(name),
-            transfer_backends=(), host_tokens=model.host_tokens,
+            transfer_backends=(), host_tokens=model.host_tokens, peer_fetch=True,
         )  # fmt: skip
         worker = ModelledWorker(self._clock, record, model, self._listener, self._itl)
         self._lives[name, incarnation] = worker

@@ -89,8 +89,8 @@ def make_options(arguments: argparse.Namespace) -> SimulationOptions:
             put(raw, path, value)
     if arguments.colocated:
         put(raw, "prefill", 0)
-    if arguments.peer_fetch:
-        put(raw, "peer_fetch", True)
+    if arguments.peer_fetch is not None:
+        put(raw, "peer_fetch", arguments.peer_fetch)
     for assignment in arguments.set:
         assign(raw, assignment)
     return parse_options(SimulationOptions, raw)

@@ -139,6 +139,8 @@ class Worker:
             shares_pages=services.memory.promotion is not None,
             max_context_tokens=self._limits.max_context_tokens,
             total_tokens=services.memory.total_tokens,
+            host_tokens=services.memory.host_tokens,
+            peer_fetch=self.options.peer_fetch,
             max_running_requests=self.options.max_running_requests,
             pid=os.getpid(),
             process_start=self._process_start,

@@ -244,6 +244,11 @@ class PeerOptions(Options):
         0.05, gt=0, description="a fetch may take that long, or as long as computing what it brings"
     )
 
+    @property
+    def peer_fetch(self) -> bool:
+        """Whether this worker takes part: it fetches, and lends."""
+        return self.peer_fetches_per_source > 0 and self.peer_lend_share > 0
+
 
 class LivenessOptions(Options):
     """Leases and bounds on silence."""

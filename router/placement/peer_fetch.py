@@ -2,8 +2,9 @@
 
 A *holder* is a worker that takes new work and, by the index, holds a longer prefix of the prompt than the
 candidate, on the device or in host memory. What is only expected there, or lies in its storage, is no source.
-Holders are workers of both roles. For a candidate w and a holder x, in the unit of kv_policy.py, where a
-token that w computes itself costs `each`:
+Holders are workers of both roles. A worker says in its record whether it fetches and lends, or does neither.
+For a candidate w and a holder x, in the unit of kv_policy.py, where a token that w computes itself costs
+`each`:
 
     gain(x, w)  = tokens of the pages that x holds and w does not; those on their way to w are not missing
     fetch(x, w) = fetch_start + price(x, w) (1 + fetch_share running(x)) gain(x, w)
@@ -96,6 +97,7 @@ class PeerFetch:
         real = matches.found[0] - matches.storage
         real -= matches.expected
         held = np.minimum(real.take(fleet.slots), usable)
+        held *= fleet.able
         has = np.minimum(matches.pages.take(fleet.slots), usable)
         rows = (held > has[has.argmin()]).nonzero()[0]
         if len(rows) == 0:
@@ -105,7 +107,7 @@ class PeerFetch:
             best = np.lexsort((running, -held.take(rows)))[:MOST_HOLDERS]
             rows, running = rows.take(best), running.take(best)
         pages = held.take(rows)
-        gain = np.maximum(pages[:, None] - has, 0) * np.float64(page_tokens)
+        gain = np.maximum(pages[:, None] - has, 0) * (fleet.able * np.float64(page_tokens))
         price = fleet.prices(rows)
         price *= (1.0 + self._weights.fetch_share * running)[:, None]
         saved: Floats = fleet.each - price
@@ -135,6 +137,7 @@ class _FetchPrices:
         self.slots = np.concatenate([prefill.slots, decode.slots])
         self.columns = np.arange(len(self.names))
         self.each = np.repeat([weights.prefill_left, weights.decode_prefill], [len(prefill), len(decode)])
+        self.able = np.array([one.record.peer_fetch for one in self.estimates], np.int64)
         self._prices = rates.prices(weights)
         self._known: dict[int, Floats] = {}
         records = [one.record for one in self.estimates]

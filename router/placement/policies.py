@@ -26,13 +26,15 @@ def make_policy(
     weights: PolicyWeights,
     alone_tokens: int,
     chance: random.Random | None = None,
-    peer_fetch: bool = False,
+    peer_fetch: bool | None = None,
 ) -> Policy:
     """Make a policy. Raises ConfigError, with the known names, for an unknown name.
 
-    `peer_fetch`: it names workers to fetch from. `prefix-affinity` does not: it has no index.
+    `peer_fetch`: it names workers to fetch from; None: if it is `kv`. `prefix-affinity` never does: it has no
+    index.
     """
     if name not in POLICIES:
         raise ConfigError("policy", f"{name!r} is unknown", f"choose one of {', '.join(POLICIES)}")
-    peers = PeerFetch(weights) if peer_fetch else None
+    fetches = name == "kv" if peer_fetch is None else peer_fetch
+    peers = PeerFetch(weights) if fetches else None
     return POLICIES[name](weights, alone_tokens, chance or random.Random(), peers)  # noqa: S311 (spreads load)

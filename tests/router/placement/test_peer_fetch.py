@@ -28,7 +28,9 @@ NEXT_TOKEN = 8  # tokens of a prompt after its last whole page
 class Named(Placer):
     """A placer whose index a test can write to."""
 
-    def __init__(self, name: str = "kv", weights: PolicyWeights = DEFAULTS, peer_fetch: bool = True) -> None:
+    def __init__(
+        self, name: str = "kv", weights: PolicyWeights = DEFAULTS, peer_fetch: bool | None = True
+    ) -> None:
         self.index = GlobalIndex()
         super().__init__(self.index, make_policy(name, weights, 0, random.Random(1), peer_fetch), 10.0)
 
@@ -55,7 +57,7 @@ def worker(name: str, queued: int = 0, host: str = "") -> WorkerRecord:
         queued_prefill_tokens=queued, free_tokens=1 << 20, headroom_tokens=1 << 20, headroom_rows=64
     )
     role = Role.DECODE if name.startswith("d") else Role.PREFILL
-    return record(name, role=role, load=load, host=host or name, total_tokens=1 << 20)
+    return record(name, role=role, load=load, host=host or name, total_tokens=1 << 20, peer_fetch=True)
 
 
 def placed_on(choice: Choice) -> str:
@@ -167,12 +169,27 @@ def test_a_near_holder_is_preferred() -> None:
     assert source.worker == "p2"
 
 
-@pytest.mark.parametrize(("name", "peer_fetch"), [("prefix-affinity", True), ("kv", False)])
-def test_prefix_affinity_and_a_router_without_the_option_name_nobody(name: str, peer_fetch: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "peer_fetch"), [("prefix-affinity", True), ("kv", False), ("round-robin", None)]
+)
+def test_these_policies_name_nobody(name: str, peer_fetch: bool | None) -> None:
     made = Named(name, peer_fetch=peer_fetch)
     made.see(worker("p0", queued=50_000), worker("p1"), worker("d0"))
     made.hold("p0", 600)
     assert all(made.source(600) is None for _ in range(3))
+
+
+@pytest.mark.parametrize("unable", ["p0", "p1"])
+def test_who_cannot_fetch_neither_fetches_nor_lends(unable: str) -> None:
+    workers = [worker("p0", queued=50_000), worker("p1"), worker("d0")]
+    named = []
+    for some in (workers, [replace(one, peer_fetch=one.id != unable) for one in workers]):
+        made = Named(peer_fetch=None)
+        made.see(*some)
+        made.hold("p0", 600)
+        named.append(made.source(600))
+    assert named[0] is not None
+    assert named[1] is None
 
 
 def test_holders_share_the_fetches_and_are_free_again_after_the_first_token() -> None:
@@ -258,7 +275,9 @@ def test_the_choice_is_the_cheapest_of_queue_fetch_and_compute(
             gain = PAGE * (min(pages, fleet[source].held) - both)
             if gain <= 0:
                 return np.inf
-            price = weighed.transfer * (weighed.same_host if one.host == fleet[source].host else 1.0)
+            # A nearer pair is never dearer than a farther one.
+            near = min(weighed.same_host, weighed.same_machine, weighed.same_rack)
+            price = weighed.transfer * (near if one.host == fleet[source].host else 1.0)
             total += weighed.fetch_start + (price - weighed.prefill_left) * gain
         return total
 
