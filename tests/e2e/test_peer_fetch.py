@@ -1,6 +1,6 @@
 """Real processes: a prefill worker fetches what another one has computed, and computes only the rest.
 
-The test is the router: it names the source itself. Every answer equals transformers.generate.
+The test is the router in most of them: it names the source itself. Every answer equals transformers.generate.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from bench.fetch import ANSWER_TOKENS, ask_all, prompts
+from tests.e2e.asking import ask, timeline
 from tests.harness.local_stack import Stack, stack
 from tests.harness.processes import Child
 from tests.support.reference import draw_model
@@ -172,3 +174,47 @@ def test_a_holder_that_stops_or_dies_in_the_middle_of_its_write(
         front.stack.settle()
         assert front.run(prompts[1], -1) == answers[1]
         front.stack.settle()
+
+
+DOCUMENTS, TIMES, SPREAD = 9, 5, 5.0
+
+
+def test_a_stack_that_takes_turns_computes_less_with_fetches(tmp_path: Path) -> None:
+    """The router names the sources. The pool of each worker holds a third of the documents."""
+    asked = prompts(DOCUMENTS, TIMES, SPREAD)
+    model, right = draw_model("qwen3", tmp_path / "models", 18, asked, ANSWER_TOKENS)
+    fetched, apart = (
+        ask_all(model, tmp_path / str(fetch), asked, DOCUMENTS // 3, fetch, peer_fetch_min_s=20.0)
+        for fetch in (True, False)
+    )
+    assert fetched.answers == apart.answers == right
+    assert apart.fetched == 0
+    assert fetched.fetches["done"] > 0
+    assert fetched.computed <= 0.75 * apart.computed
+
+
+def test_the_trace_says_what_was_fetched(tmp_path: Path) -> None:
+    (prompt,) = prompts_of(1)
+    model, (answer,) = draw_model("qwen3", tmp_path / "models", 1, [prompt], OUTPUT)
+    with stack(
+        model,
+        tmp_path / "run",
+        2,
+        1,
+        router={"policy": "round-robin", "peer_fetch": True, "prefill_on_decode_tokens": 0},
+        dtype="float32",
+        threads=1,
+        page_size=PAGE,
+        max_total_tokens=2048,
+        peer_fetch_min_tokens=PAGE,
+        peer_fetch_min_s=20.0,
+    ) as running:
+        sampling = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": OUTPUT}
+        whole = PROMPT - PROMPT % PAGE
+        for name, cached in (("one", {}), ("two", {"peer": whole})):
+            said = ask(running, prompt, sampling, {"X-Request-Id": name})
+            assert said["output_ids"] == answer
+            about = timeline(running, name, 3)["about"]
+            assert about["cached_from"].get(about["prefill"], {}) == cached
+            assert about["cached_from"].get(about["decode"], {}) == ({"device": whole} if cached else {})
+        running.settle()
