@@ -226,4 +226,4 @@ class TestFetchesAllLong(FetchesAll.TestCase):  # type: ignore[misc]
 @pytest.mark.invariants
 @WITH_HOST
 def test_fetches_beside_a_host_tier_long(machine: type[Fetches]) -> None:
-    run_with_host(machine, _LONG)
+    run_with_host(machine, settings(_LONG, max_examples=60))
