@@ -55,9 +55,10 @@ class RadixCache(BasePrefixCache):
         """
         tree = self.tree
         path, cached = tree.walk(key)
-        whole = tree.usable(path, cached // self.page_size, with_host=True)
         if tree.lower is None:
-            return self._result(whole, cached)
+            left = tree.usable(path, cached // self.page_size) if tree.others else path
+            return self._result(left, cached)
+        whole = tree.usable(path, cached // self.page_size, with_host=True)
         resident, pages = resident_part(whole)
         total = pages + sum(node.num_pages for node in whole[len(resident) :])
         match = self._result(tree.usable(resident, pages), cached)

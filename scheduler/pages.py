@@ -120,7 +120,7 @@ class Pages:
         row = rows[0]
         if self.window is not None:
             self.window.attach(row, starts_at, match.part("window"))
-        self.lower.forget(req)  # what was loaded for it has its locks now, and the rest counts as free
+        self.lower.found(req)  # what was loaded for it has its locks now, and the rest counts as free
         prefix = len(match.device_indices)
         wanted = self.pages_of(extent - prefix) * self.page_size
         fits = self._fits(row, wanted, spare)

@@ -71,8 +71,15 @@ class TierWaits:
         """Memory is short. Whether some can be evicted now that was loaded for requests which wait."""
         return self._tiers is not None and self._tiers.moves.loads.make_room()
 
+    def found(self, req: Req) -> None:
+        """The request has locked what was loaded for it, or has no use for it."""
+        if self._tiers is not None:
+            self._tiers.moves.loads.release((req.room, req.epoch))
+
     def admitted(self, req: Req, node: TreeNode | None) -> None:
-        """The request has found what ends at `node`. If it has run before, that may be its own."""
+        """The request has found what ends at `node`, and waits for nothing any more. If it has run before,
+        what it found may be its own."""
+        self.forget(req)
         if self._tiers is not None and node is not None and not req.resumed:
             self._tiers.moves.consider(node.path(), is_found=True)
 

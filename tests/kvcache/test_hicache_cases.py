@@ -9,12 +9,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+
 from common.secrets import ClusterSecret
 from kvcache.memory import Memory
 from kvcache.storage.config import StorageConfig
 from kvcache.tiers.config import TierConfig
 from kvcache.tiers.storage_tier import StorageTier
 from kvcache.tiers.tiers import Tiers
+from tests.kvcache.driver import Driver
 from tests.kvcache.storage.support import MemoryStore
 from tests.kvcache.support import HandMover, groups, key, matched, memory, put
 
@@ -154,3 +157,204 @@ def test_what_was_read_for_one_request_outlives_what_is_read_for_the_next() -> N
         made.rest()
         made.tiers.forget("two")
         assert (made.on_host(TOKENS), made.on_host(OTHERS)) == (0, 32)
+
+
+# -- the rules of the host tier -------------------------------------------------------------------------
+
+
+def test_a_child_has_a_copy_only_below_a_parent_with_one() -> None:
+    """The parent's backup finds no room, then fails."""
+    with cases(storage=False, ratio=0.25) as made:
+        put(made.memory, OTHERS[:16])
+        made.rest()
+        made.evict()
+        match = made.memory.cache.match_prefix(key(OTHERS[:16]))
+        assert made.tiers.moves.loads.bring_back("one", match, fits=True)
+        put(made.memory, TOKENS[:16])
+        put(made.memory, TOKENS[:20])
+        assert made.lanes() == ["loads"], "the only copy is being read"
+        made.rest()
+        made.tiers.forget("one")
+        put(made.memory, TOKENS[:20])
+        assert made.lanes() == ["backups"], "a host of four pages holds the parent"
+        assert made.mover.do("backups", fails=True)
+        made.rest()
+        made.evict()
+        assert made.on_host(TOKENS[:20]) == 16
+
+
+def test_what_is_given_up_on_the_host_has_no_copy_below_it_and_is_not_read() -> None:
+    """Evicted from the device or not: what is on both tiers gives way, too, and then is on the device."""
+    with cases(storage=False, ratio=1.0) as made:
+        put(made.memory, TOKENS[:16])
+        put(made.memory, TOKENS)
+        made.rest()
+        put(made.memory, OTHERS)
+        made.rest()
+        assert made.host_free() == 0
+        made.evict(8)
+        assert made.on_host(TOKENS) == 32
+        match = made.memory.cache.match_prefix(key(TOKENS))
+        assert made.tiers.moves.loads.bring_back("one", match, fits=True)
+        host = made.tiers.host
+        taken = host.alloc({"full": 8})
+        assert taken is not None, "a copy of what is on the device gives way"
+        assert host.alloc({"full": 1}) is None, "what a load reads has given way"
+        made.rest()
+        made.tiers.forget("one")
+        last = host.alloc({"full": 4})
+        assert last is not None
+        made.evict()
+        assert made.on_host(TOKENS) == 16, "the child's copy goes before its parent's"
+        for pages in (taken, last):
+            host.pool.free(pages)
+
+
+def test_a_load_is_all_or_nothing_and_long_enough() -> None:
+    with cases(storage=False, load_back_threshold=10) as made:
+        for tokens in (range(100, 108), TOKENS):
+            put(made.memory, tokens)
+            made.rest()
+        made.evict()
+        loads, cache = made.tiers.moves.loads, made.memory.cache
+        assert not loads.wants(cache.match_prefix(key(range(100, 108))))
+        match = cache.match_prefix(key(TOKENS))
+        assert loads.wants(match)
+        held = made.memory.allocator.alloc_pages(9)
+        assert held is not None
+        assert not loads.bring_back("one", match, fits=True), "seven of eight pages"
+        assert made.memory.allocator.available_pages() == 7
+        made.memory.allocator.free_page_ids(held)
+        assert loads.bring_back("one", match, fits=True)
+        made.rest()
+        assert matched(made.memory, TOKENS) == 32
+        made.tiers.forget("one")
+
+
+def test_selective_backups_come_with_the_second_use() -> None:
+    with cases(write_policy="write_through_selective") as made:
+        put(made.memory, TOKENS)
+        put(made.memory, TOKENS)
+        assert made.lanes() == [], "a request inserts its path several times"
+        found = made.memory.cache.match_prefix(key(TOKENS)).last_device_node
+        assert found is not None
+        made.tiers.moves.consider(found.path(), is_found=True)
+        assert made.lanes() == ["backups"]
+        made.rest()
+        assert len(made.store.blobs) == 8
+
+
+def test_write_back_copies_what_is_evicted_and_nothing_else() -> None:
+    with cases(write_policy="write_back") as made:
+        put(made.memory, TOKENS)
+        put(made.memory, OTHERS)
+        made.rest()
+        assert made.host_free() == 32
+        assert made.evict(8) == 8
+        assert (made.on_host(TOKENS), made.on_host(OTHERS)) == (32, 0)
+        assert matched(made.memory, OTHERS) == 32
+        made.rest()
+        assert len(made.store.blobs) == 8
+
+
+# -- storage --------------------------------------------------------------------------------------------
+
+
+def stored(made: Cases) -> None:
+    """TOKENS are in storage, and nowhere else."""
+    put(made.memory, TOKENS)
+    made.rest()
+    made.clear_host()
+    assert made.host_free() == made.tiers.host.pool.arenas["full"].num_pages
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.0])
+def test_a_small_host_does_not_turn_storage_off(ratio: float) -> None:
+    """sglang#26449: a ratio of 1 did."""
+    with cases(ratio=ratio) as made:
+        for tokens in (TOKENS, OTHERS, range(200, 232)):
+            put(made.memory, tokens)
+            made.rest()
+            made.evict()
+        assert len(made.store.blobs) == 24
+        assert made.on_host(TOKENS) == 0
+        assert made.storage.prefetches.prefetch("one", key(TOKENS))
+        made.rest()
+        match = made.memory.cache.match_prefix(key(TOKENS))
+        assert match.host_hit_length == 32
+        assert made.tiers.moves.loads.bring_back("one", match, fits=True)
+        made.rest()
+        assert matched(made.memory, TOKENS) == 32
+        made.tiers.forget("one")
+
+
+@pytest.mark.parametrize("policy", ["wait_complete", "timeout", "best_effort"])
+def test_a_finished_prefetch_is_noticed_at_once(policy: str) -> None:
+    """sglang#32724: only when its request's turn came. Here nobody asks for the request in between."""
+    with cases(prefetch_policy=policy) as made:
+        stored(made)
+        assert made.storage.prefetches.prefetch("one", key(TOKENS))
+        assert made.storage.prefetches.waits("one") == (policy != "best_effort")
+        made.mover.do_all()
+        made.tiers.poll()
+        made.mover.do_all()
+        made.tiers.poll()
+        assert not made.storage.prefetches.waits("one")
+        assert made.on_host(TOKENS) == 32
+        made.tiers.forget("one")
+
+
+@pytest.mark.parametrize("kinds", [(), ("window",), ("state",), ("window", "state")], ids="+".join)
+@pytest.mark.parametrize("steps", range(4))
+def test_an_abort_leaves_no_host_page_behind(kinds: tuple[str, ...], steps: int) -> None:
+    """sglang#9927, #37103, #13483: at any time after the prefetch began; what is read twice is freed, too."""
+    with cases(kinds=kinds) as made:
+        driver = Driver(made.memory)
+        driver.run(TOKENS)
+        driver.check()
+        made.rest()
+        made.clear_host()
+        arenas = made.tiers.host.pool.arenas
+        assert made.storage.prefetches.prefetch("one", key(TOKENS[:31]))
+        for _ in range(steps):
+            made.mover.do("reads")
+            made.tiers.poll()
+        made.tiers.forget("one")
+        made.rest()
+        made.tiers.host.clear()
+        assert {g: a.num_pages - a.allocator.available_pages() for g, a in arenas.items()} == dict.fromkeys(
+            arenas, 0
+        )
+
+
+@pytest.mark.parametrize("kinds", [(), ("window",), ("state",), ("window", "state")], ids="+".join)
+def test_a_page_that_storage_has_no_longer_is_a_miss(kinds: tuple[str, ...]) -> None:
+    """sglang#30322, #31881, #40193: storage said that it has all pages; one is gone when it is read."""
+    with cases(kinds=kinds) as made:
+        driver = Driver(made.memory)
+        driver.run(TOKENS)
+        made.rest()
+        made.clear_host()
+        count = len(made.store.blobs)
+        assert made.storage.prefetches.prefetch("one", key(TOKENS[:31]))
+        assert made.mover.do("reads")
+        made.tiers.poll()
+        full = [name for name in made.store.blobs if len(made.store.blobs[name]) > 500]
+        made.store.discard(full[3])
+        made.rest()
+        assert made.on_host(TOKENS) == matched(made.memory, TOKENS) == 0
+        made.tiers.forget("one")
+        assert made.host_free() == 32
+        assert driver.run(TOKENS) == 0, "it is computed"
+        made.rest()
+        assert len(made.store.blobs) == count, "and stored again"
+
+
+def test_storage_that_lost_the_end_of_a_prefix_is_asked_for_less() -> None:
+    with cases() as made:
+        stored(made)
+        made.store.discard(list(made.store.blobs)[5])
+        assert made.storage.prefetches.prefetch("one", key(TOKENS))
+        made.rest()
+        assert made.on_host(TOKENS) == 20
+        made.tiers.forget("one")

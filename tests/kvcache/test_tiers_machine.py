@@ -159,7 +159,9 @@ class TiersMachine(GroupsMachine):
             late = Index(index.medium)
             for batch in batches:
                 late.read(batch)
-            assert late.blocks == index.blocks
+            assert late.blocks.keys() == index.blocks.keys()
+            # Where tenants share, what follows a page that became public was told under its old name.
+            assert self.memory.promotion is not None or late.blocks == index.blocks
 
     def stored_is_there(self) -> None:
         """Of what events have told of storage nothing is missing there."""
@@ -242,10 +244,17 @@ class TiersMachine(GroupsMachine):
 
     @rule(turns=st.lists(st.integers(0, 79), min_size=2, max_size=3))
     def ask_again(self, turns: list[int]) -> None:
-        """What was cached is on the host alone, and several of the prompts come back at once."""
+        """Who waits gives up. What was cached is on the host alone, and several of the prompts come back at
+        once."""
+        while self.waiting:
+            self.retry(0, gives_up=True)
         self.press(96)
         for turn in turns:
             self.admit([0, 1], Namespace("m"), "", 0, turn, 24)
+        while self.mover.do("reads"):  # what storage has of them comes first
+            self.memory.tiers.poll()
+        for index in reversed(range(len(self.waiting))):
+            self.retry(index, gives_up=False)
 
     @rule(chance=st.integers(0, 19))
     def clear_host(self, chance: int) -> None:
@@ -304,14 +313,14 @@ class TiersMachine(GroupsMachine):
                 for offset in range(self.size if group != "state" else 0):
                     length = i * self.size + offset + 1
                     if page and group == "full":
-                        assert contents.kv[int(page) * self.size + offset] == seen(length)
+                        assert contents.may_use(contents.kv[int(page) * self.size + offset], seen(length))
                     elif page:
-                        assert contents.window[int(page), offset] == seen(length)
+                        assert contents.may_use(contents.window[int(page), offset], seen(length))
                     elif host:
-                        assert contents.known[int(below[host, offset])] == seen(length)
+                        assert contents.may_use(contents.known[int(below[host, offset])], seen(length))
                 if group == "state":
                     label = contents.state[int(page)] if page else contents.known[int(below[host])]
-                    assert label == seen(read.pages * self.size)
+                    assert contents.may_use(label, seen(read.pages * self.size))
         type(self).read_below += int(np.count_nonzero(read.host["full"]))
         self.memory.tiers.reads.end(read, is_whole=True)
 

@@ -93,3 +93,27 @@ def test_what_was_loaded_for_one_gives_way_to_a_reservation(groups: tuple[str, .
     rig.scheduler.hand_off.withdraw(waits)
     run(rig, mover)
     rig.close()
+
+
+@pytest.mark.parametrize("groups", GROUPS, ids="+".join)
+def test_what_was_read_for_a_request_stays_until_its_turn(groups: tuple[str, ...]) -> None:
+    """It does not fit beside the one that runs. Meanwhile the host gives up whatever it may."""
+    mover = HandMover()
+    rig = rig_of(mover, groups, storage=STORAGE, prefetch_policy="wait_complete", prefetch_if_slower=True)
+    cache_on_host(rig, mover)
+    tiers = tiers_of(rig)
+    assert tiers.host.clear() == 6
+    rig.add(range(300, 400), 12)
+    rig.step()
+    waits = rig.add([*CACHED, 2], 2)
+    for _ in range(4):
+        mover.do_all()
+        rig.step()
+    assert waits.state is ReqState.WAITING
+    assert tiers.storage is not None
+    assert tiers.storage.counts.read_pages == 6
+    tiers.host.clear()
+    run(rig, mover)
+    assert tiers.moves.counts.loads == 1
+    rig.assert_outputs()
+    rig.close()
