@@ -48,7 +48,9 @@ def test_one_frame_shows_both_routers_and_all_workers(tiny_model: Path, tmp_path
     said = {line[0]: line[1:] for line in lines if line}
     assert said["routers"] == ["2", "answer"]
     assert said["workers"] == ["1", "prefill,", "2", "decode"]
-    assert said["hit"] == ["rate", f"{32 / 96:.1%}", "100%", "from", "device"]
+    assert said["hit"][:2] == ["rate", f"{32 / 96:.1%}"]
+    # Where it came from is in the workers' next heartbeat.
+    assert said["hit"][2:] in ([], ["100%", "from", "device"])
     for worker in running.workers:
         assert worker.ready["id"] in said
     assert all(word.endswith("s") for word in said["TTFT"][-3:])
