@@ -59,7 +59,7 @@ oracle: setup  ## the whole matrix against transformers.generate
 tiers: setup  ## oracle over tiers: each family, write and prefetch policy, what comes from host and storage, restarts
 	@$(TEST_ENV) $(PY) -m tools.run_tests "not peers" tests/prefill_node/test_tiers.py \
 		tests/prefill_node/test_tiers_oracle.py tests/scheduler/test_tier_waits.py tests/kvcache/test_tiers.py \
-		tests/kvcache/test_hicache_cases.py tests/kvcache/test_tiers_machine.py tests/kvcache/storage/test_oracle.py
+		tests/kvcache/test_hicache_cases.py tests/kvcache/test_tiers_machine.py tests/prefill_node/test_ship_from_host.py
 
 mutants: setup  ## over 300 curated one-line faults: do the tests see them? (ONLY=kvcache/: some of them)
 	@$(TEST_ENV) $(PY) -m tests.mutants --only "$(ONLY)"
