@@ -124,6 +124,8 @@ class RadixCache(BasePrefixCache):
             self._moves.consider(path)
         if self._promotion is not None and key.tenant:
             self._promotion.inserted(path)
+        elif self._promotion is not None and found < end:
+            self._promotion.arrived(path[-1])
         return InsertResult(start * self.page_size, self._result(path, end * self.page_size))
 
     def insert_copy(

@@ -39,6 +39,11 @@ class Promotion:
         if first is not None and first.parent is not None:
             self._parents[first.parent] = None
 
+    def arrived(self, node: TreeNode) -> None:
+        """A public node has come that no tenant has made so here: copies of its pages give way to it."""
+        assert node.parent is not None, "the root was always there"
+        self._parents[node.parent] = None
+
     def may_grow(self, last: TreeNode | None) -> bool:
         """Whether a request that has locked the path of `last` may add to it."""
         return last is None or not is_superseded(self._tree, last)

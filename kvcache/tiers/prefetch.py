@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from kvcache.allocator import Pages
 from kvcache.radix_key import RadixKey
-from kvcache.tiers.agreement import Presence
-from kvcache.tiers.host_parts import HostPart
 from kvcache.tiers.host_tier import HostTier
 from kvcache.tiers.pieces import pieces
+from kvcache.tiers.stored_way import StoredNames, StoredWay
 from kvcache.tree_node import TreeNode
 
 
 @dataclass(slots=True, eq=False)
 class Prefetch:
-    """The pages [start, end) of `key`, on their way from storage into host pages `ids`, which have the
-    groups' forms for a path of `end` pages."""
+    """A way of `key` through storage, whose pages come into host pages `ids`. These have the groups' forms
+    for a path of `way.end` pages."""
 
     key: RadixKey
-    start: int
-    names: dict[str, list[bytes]]  # by group, a storage key for each page from `start` on
+    stored: StoredNames
+    way: StoredWay  # empty until it is known what is there
     deadline: float
     is_trial: bool  # it should take longer than computing
     users: set[Hashable] = field(default_factory=set)
-    end: int = 0
+    names: dict[str, list[bytes]] = field(default_factory=dict)  # by group, one for each page of the way
     ids: dict[str, Pages] = field(default_factory=dict)
-    read: int = 0  # pages of the primary group that have arrived, from `start` on
+    read: int = 0  # pages of the primary group that have arrived, from the way's start on
     kept: list[tuple[TreeNode, int]] = field(default_factory=list)  # nodes whose copies are locked; pages
     seconds: float = 0.0  # that the backend has taken for it; the mover's thread adds them
     is_stopped: bool = False
@@ -53,24 +50,3 @@ class Prefetch:
             for piece, _, _ in pieces(node, pages):
                 host.unlock(piece)
         self.kept = []
-
-
-def usable(there: Presence, parts: Mapping[str, HostPart], start: int) -> int:
-    """How many of the pages that were asked for, from the first on, a forward can continue from. The first of
-    `parts` is the primary group's."""
-    primary, *others = parts
-    missing = np.flatnonzero(~there[primary])
-    most = int(missing[0]) if len(missing) else len(there[primary])
-    for pages in range(most, 0, -1):
-        if all(_continues(there[group][:pages], parts[group], start, pages) for group in others):
-            return pages
-    return 0
-
-
-def _continues(there: np.ndarray, part: HostPart, start: int, pages: int) -> bool:
-    """Whether storage has what a group needs at the end of `pages` pages. What it needs from before `start`
-    the tree has."""
-    if not part.is_by_page:
-        return bool(there[-1])
-    needed = part.needed(start + pages)
-    return bool(there[max(0, needed.start - start) :].all())

@@ -1,10 +1,10 @@
 """Prefetches: what a request's prompt has in storage, read into host pages while the request waits.
 
-A prefetch asks first what is there, then takes host pages for it, and reads. It ends where every group can
-continue: of a window group the last window is read, of a state group the state there. Two requests with the
-same missing prefix share one. What has arrived stays on the host until the requests have their turn. What
-would be computed sooner is not read, but for a trial now and then, for which no request waits. The backend is
-called on the mover's threads.
+A prefetch asks first what is there (stored_way.py), then takes host pages for it, and reads. It ends where
+every group can continue: of a window group the last window is read, of a state group the state there. Two
+requests of one tenant with the same missing prefix share one. What has arrived enters the tree (arrivals.py)
+and stays on the host until the requests have their turn. What would be computed sooner is not read, but for a
+trial now and then, for which no request waits. The backend is called on the mover's threads.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from kvcache.radix_tree import RadixTree
 from kvcache.storage.backend import StorageBackend
 from kvcache.storage.keys import StorageKeys
 from kvcache.tiers.agreement import RankReport, agree
+from kvcache.tiers.arrivals import StorageArrivals, public_key
 from kvcache.tiers.config import TierConfig
-from kvcache.tiers.host_parts import portions
 from kvcache.tiers.host_pool import HostPool
 from kvcache.tiers.host_tier import HostTier, scattered
 from kvcache.tiers.mover import Failed, WorkQueue
-from kvcache.tiers.prefetch import Prefetch, usable
+from kvcache.tiers.prefetch import Prefetch
 from kvcache.tiers.read_times import ReadTimes
+from kvcache.tiers.stored_way import Begins, StoredNames, StoredWay
 from kvcache.tree_node import TreeNode
 from wire.page_hash import PageDigest, page_digests
 
@@ -35,6 +36,8 @@ _READ_PAGES = 32
 _HOST_SHARE = 2
 """What is read for requests that wait takes one page in so many of the host's, but for a single long one."""
 _OVER = RankReport({}, 0, is_over=True)
+_Place = tuple[str, PageDigest]
+"""Whose prefetch, and the first page that the tree lacks. Tenants share none: one would wait for another."""
 
 
 @dataclass(slots=True)
@@ -60,7 +63,9 @@ class Prefetches:
         keys: StorageKeys,
         counts: StorageCounts,
         clock: Callable[[], float],
+        on_public: Callable[[TreeNode], None] | None,
     ) -> None:
+        """`on_public` is told of new public nodes."""
         self._config = config
         self._tree = tree
         self._host = host
@@ -70,10 +75,11 @@ class Prefetches:
         self._keys = keys
         self._counts = counts
         self._clock = clock
+        self._arrivals = StorageArrivals(tree, host, on_public)
         self._times = ReadTimes()
         self._parts = host.parts
         self._primary = tree.components[0].name
-        self._prefetches: dict[PageDigest, Prefetch] = {}  # by the digest of the first page
+        self._prefetches: dict[_Place, Prefetch] = {}
         self._of: dict[Hashable, Prefetch] = {}  # by user
 
     def __len__(self) -> int:
@@ -86,9 +92,8 @@ class Prefetches:
         again has what it had."""
         if user in self._of:
             return not self._of[user].is_over
-        path, cached = self._tree.walk(key)
-        size = self._tree.page_size
-        cached = sum(node.num_pages for node in self._tree.usable(path, cached // size, with_host=True))
+        begins = self._begins(key)
+        size, cached = self._tree.page_size, begins.own
         total = len(key) // size
         tokens = (total - cached) * size
         if tokens < max(1, self._config.prefetch_threshold):
@@ -96,22 +101,38 @@ class Prefetches:
         digests = page_digests(
             key.namespace.seed, key[: total * size].tokens.tobytes(), size, key.namespace.is_bigram
         )
-        same = self._prefetches.get(digests[cached])
+        place = (key.tenant, digests[cached])
+        same = self._prefetches.get(place)
         if same is None:
             is_trial = not self._pays(tokens, tokens_per_s)
             if is_trial and not self._times.try_again(self._clock()):
                 self._counts.skipped_reads += 1
                 return False
-            names = {g: self._keys.keys(g, digests[cached:], key.tenant) for g in self._parts}
-            deadline = self._clock() + self._bound_s(total - cached)
-            same = Prefetch(key, cached, names, deadline, is_trial)
-            self._prefetches[digests[cached]] = same
-            self._mover.submit(
-                "reads", self._asker(same), lambda end: self._found(digests[cached], same, end)
+            stored = StoredNames(
+                self._keys, list(self._parts), digests, begins, key.tenant, self._tree.shares
             )
+            deadline = self._clock() + self._bound_s(total - cached)
+            same = Prefetch(key, stored, StoredWay(cached, cached, cached), deadline, is_trial)
+            self._prefetches[place] = same
+            self._mover.submit("reads", self._asker(same), lambda end: self._found(place, same, end))
         same.users.add(user)
         self._of[user] = same
         return True
+
+    def _begins(self, key: RadixKey) -> Begins:
+        """Behind what the tree has of the key, and behind the public pages that it has of it."""
+        path, own = self._cached(key)
+        if not path or not path[-1].tenant:
+            return Begins(own, own)
+        if not self._tree.shares:
+            return Begins(own, own)
+        return Begins(own, self._cached(public_key(key))[1])
+
+    def _cached(self, key: RadixKey) -> tuple[list[TreeNode], int]:
+        """What a forward can continue from, of device and host, and its pages."""
+        path, tokens = self._tree.walk(key)
+        path = self._tree.usable(path, tokens // self._tree.page_size, with_host=True)
+        return path, sum(node.num_pages for node in path)
 
     def _pays(self, tokens: int, tokens_per_s: float) -> bool:
         if self._config.prefetch_if_slower:
@@ -156,23 +177,25 @@ class Prefetches:
             if prefetch.is_stopped:
                 return _OVER
             began = self._clock()
-            there = {group: np.array(self._backend.exists(names)) for group, names in prefetch.names.items()}
+            asked = prefetch.stored.asked()
+            there = {group: np.array(self._backend.exists(names)) for group, names in asked.items()}
             prefetch.seconds += self._clock() - began
             return RankReport(there, 0, is_over=False)
 
         return ask
 
-    def _found(self, first: PageDigest, prefetch: Prefetch, told: RankReport | Failed) -> None:
-        """Take host pages for what can be had and used, from the first page of the key on."""
+    def _found(self, place: _Place, prefetch: Prefetch, told: RankReport | Failed) -> None:
+        """Take host pages for what can be had and used, from the first page of the way on."""
         found = _OVER if isinstance(told, Failed) else agree([told])
         prefetch.stop_if_late(self._clock())
-        end = prefetch.start
+        way = prefetch.way
         if not found.is_over and not prefetch.is_stopped:
-            end += usable(found.there, self._parts, prefetch.start)
-        if end == prefetch.start or self._is_much(end - prefetch.start):
-            self._end(first, prefetch)
+            way = prefetch.stored.way(found.there, self._parts)
+        start, _, end = way
+        if end == start or self._is_much(end - start):
+            self._end(place, prefetch)
             return
-        wanted, start = {}, prefetch.start
+        wanted = {}
         for group, part in self._parts.items():
             if not part.is_by_page:
                 wanted[group] = np.ones(1, np.int32)
@@ -183,28 +206,28 @@ class Prefetches:
             wanted[group] = form
         taken = self._host.alloc({group: int(form.sum()) for group, form in wanted.items()})
         if taken is None:
-            self._end(first, prefetch)
+            self._end(place, prefetch)
             return
-        prefetch.end = end
+        prefetch.way, prefetch.names = way, prefetch.stored.names(way)
         prefetch.ids = {group: scattered(wanted[group], ids) for group, ids in taken.items()}
-        self._read_more(first, prefetch)
+        self._read_more(place, prefetch)
 
     def _is_much(self, pages: int) -> bool:
         """Whether so many pages more were too much on the host for requests that wait."""
         known = {id(p): p for p in (*self._prefetches.values(), *self._of.values())}
-        taken = sum(max(p.end - p.start, 0) for p in known.values())
+        taken = sum(p.way.end - p.way.start for p in known.values())
         return taken > 0 and taken + pages > self._pool.arenas[self._primary].num_pages // _HOST_SHARE
 
-    def _read_more(self, first: PageDigest, prefetch: Prefetch) -> None:
+    def _read_more(self, place: _Place, prefetch: Prefetch) -> None:
         """Read the next pages; with the last ones those of the other groups."""
-        begin = prefetch.start + prefetch.read
-        end = min(begin + _READ_PAGES, prefetch.end)
+        start, _, last = prefetch.way
+        begin = start + prefetch.read
+        end = min(begin + _READ_PAGES, last)
         names, pages = self._part(prefetch, self._primary, begin, end)
-        if end == prefetch.end:
+        if end == last:
             for group, part in self._parts.items():
                 if group != self._primary:
-                    first_page = prefetch.start if part.is_by_page else prefetch.end - 1
-                    more = self._part(prefetch, group, first_page, prefetch.end)
+                    more = self._part(prefetch, group, start if part.is_by_page else last - 1, last)
                     names, pages = names + more[0], pages + more[1]
 
         def read() -> RankReport:
@@ -218,14 +241,14 @@ class Prefetches:
             if arrived.read:
                 prefetch.read += arrived.read
                 self._counts.read_pages += arrived.read
-                if end == prefetch.end or len(self._parts) == 1:
-                    self._enter(prefetch, end)
-            if arrived.is_over or end == prefetch.end:
+                if end == last or len(self._parts) == 1:
+                    self._arrivals.enter(prefetch, end)
+            if arrived.is_over or end == last:
                 self._pool.free(prefetch.ids)
-                self._end(first, prefetch)
+                self._end(place, prefetch)
             else:
                 prefetch.stop_if_late(self._clock())
-                self._read_more(first, prefetch)
+                self._read_more(place, prefetch)
 
         self._mover.submit("reads", read, done)
 
@@ -234,54 +257,17 @@ class Prefetches:
     ) -> tuple[list[bytes], list[memoryview]]:
         """Names and host pages of a group's pages [begin, end), or of the state after them."""
         arena, is_by_page = self._pool.arenas[group], self._parts[group].is_by_page
-        names = prefetch.names[group][begin - prefetch.start : end - prefetch.start]
+        start = prefetch.way.start
+        names = prefetch.names[group][begin - start : end - start]
         ids = prefetch.ids[group][begin:end] if is_by_page else prefetch.ids[group]
         kept = [(name, arena.view(page)) for name, page in zip(names, ids.tolist(), strict=True) if page]
         return [name for name, _ in kept], [page for _, page in kept]
 
-    def _enter(self, prefetch: Prefetch, end: int) -> None:
-        """Put the first `end` pages into the tree, as far as they are not there yet."""
-        ids = {
-            group: of[:end].copy() if self._parts[group].is_by_page else of.copy()
-            for group, of in prefetch.ids.items()
-        }
-        for group, part in self._parts.items():
-            prefetch.ids[group][: end if part.is_by_page else 1] = 0
-        tree, key = self._tree, prefetch.key[: end * self._tree.page_size]
-        path, tokens = tree.walk(key)
-        cached = tokens // tree.page_size
-        if cached < int(np.flatnonzero(ids[self._primary])[0]):  # what they continue has gone meanwhile
-            self._pool.free(ids)
-            return
-        if cached < end:
-            path.append(tree.append_host(path[-1] if path else tree.root, key, cached, end))
-        start = 0
-        for node in path:
-            stop = start + node.num_pages
-            self._fill(node, portions(self._parts, ids, start, stop, end))
-            start = stop
-        prefetch.let_go(self._host)
-        if prefetch.users:
-            prefetch.keep(path)
-
-    def _fill(self, node: TreeNode, ids: Mapping[str, Pages]) -> None:
-        """Give the node's host copy what it lacks of `ids`; the rest is free again."""
-        if node.host is None or node.host.moving:
-            self._pool.free(ids)
-            return
-        taken, surplus = {}, {}
-        for group, arrived in ids.items():
-            lacks = self._parts[group].on_host([node]) == 0
-            taken[group] = np.where(lacks, arrived, 0).astype(np.int32)
-            surplus[group] = np.where(lacks, 0, arrived).astype(np.int32)
-        self._pool.free(surplus)
-        self._host.landed(node, taken, is_stored=True)
-
-    def _end(self, first: PageDigest, prefetch: Prefetch) -> None:
+    def _end(self, place: _Place, prefetch: Prefetch) -> None:
         prefetch.is_over = True
         if prefetch.seconds:
             self._times.measured(prefetch.read, prefetch.seconds, self._clock())
-        del self._prefetches[first]
+        del self._prefetches[place]
 
     @property
     def are_kept(self) -> bool:

@@ -32,10 +32,12 @@ class StorageTier:
         backend: StorageBackend,
         keys: StorageKeys,
         clock: Callable[[], float] = time.monotonic,
+        on_public: Callable[[TreeNode], None] | None = None,
     ) -> None:
+        """`on_public` is told of public nodes that have come from there."""
         self.counts = StorageCounts()
         self.backend = backend
-        self.prefetches = Prefetches(config, tree, host, mover, backend, keys, self.counts, clock)
+        self.prefetches = Prefetches(config, tree, host, mover, backend, keys, self.counts, clock, on_public)
         self._tree = tree
         self._host = host
         self._mover = mover
