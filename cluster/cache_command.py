@@ -13,15 +13,18 @@ import msgspec
 from rich.console import Console
 
 from cluster.admin_page import add_admin_arguments, admin_change, admin_page, read_admin_key
-from cluster.cache_table import cache_table, row_objects, tier_rows
+from cluster.cache_table import cache_table, row_objects, sharing_table, tier_rows
 from cluster.local import find_admin_listener
+from cluster.tree import TreeSource
 from common.errors import ConfigError, WorkerLost
+from kvcache.tenancy.report import SharingReport
 from wire.messages import CacheTier
 from wire.records import WorkerRecord
 
 HELP = (
     "Print for each tier (device, host, storage) of each worker of a running Baton: pages and GB held, the "
     "share of the prompts' tokens that came from there, GB written and read, moves that failed or wait. "
+    "Where tenants share, print for each worker what is public and what private, and how it is used. "
     "`baton cache clear` has workers forget what is cached and not in use."
 )
 _TIERS: tuple[CacheTier, ...] = get_args(CacheTier)
@@ -63,9 +66,20 @@ def _show(arguments: argparse.Namespace, url: str, key: str | None) -> int:
     ]
     if arguments.json:
         print(json.dumps(row_objects(rows)))
-    else:
-        width = None if sys.stdout.isatty() else _COLUMNS
-        Console(width=width, highlight=False).print(cache_table(rows))
+        return 0
+    console = Console(width=None if sys.stdout.isatty() else _COLUMNS, highlight=False)
+    console.print(cache_table(rows))
+    sharing = [
+        worker.id for worker in workers if worker.shares_pages and arguments.worker in (None, worker.id)
+    ]
+    if sharing and arguments.tier in ("all", "device"):
+        reports = TreeSource(url, key).report(sharing, "sharing")
+        console.print()
+        console.print(
+            sharing_table(
+                {one: msgspec.json.decode(said, type=SharingReport) for one, said in reports.items()}
+            )
+        )
     return 0
 
 

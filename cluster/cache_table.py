@@ -1,4 +1,4 @@
-"""The table of `baton cache`: a row for each tier of each worker."""
+"""The tables of `baton cache`: a row for each tier of each worker, and for each visibility."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 
 from rich.table import Table
 
+from kvcache.tenancy.report import SharingReport
+from kvcache.tenancy.usage import Usage
 from router.dashboard.figures import in_order
 from wire.messages import CacheSource
 from wire.records import GroupPages, MovedPages, WorkerRecord
@@ -110,6 +112,20 @@ def cache_table(rows: list[TierRow]) -> Table:
             str(row.failed),
             str(row.queued),
         )
+    return table
+
+
+def sharing_table(reports: Mapping[str, SharingReport]) -> Table:
+    """What each worker has cached, by visibility, for a person."""
+    columns = ("nodes", "tokens", *Usage._fields)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("worker")
+    table.add_column("visibility")
+    for name in columns:
+        table.add_column(name, justify="right")
+    for worker, report in reports.items():
+        for visibility, sums in report.visibilities.items():
+            table.add_row(worker, visibility, *(f"{sums[name]:,}" for name in columns))
     return table
 
 

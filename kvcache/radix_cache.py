@@ -122,10 +122,10 @@ class RadixCache(BasePrefixCache):
             path.append(tree.append(parent, key, pages[:end], found, priority, offers, is_copy))
         if self._moves is not None:
             self._moves.consider(path)
-        if self._promotion is not None and key.tenant:
-            self._promotion.inserted(path)
-        elif self._promotion is not None and found < end:
-            self._promotion.arrived(path[-1])
+        if self._promotion is not None:
+            self._promotion.inserted(key.tenant, path)
+            if not key.tenant and found < end:
+                self._promotion.arrived(path[-1])
         return InsertResult(start * self.page_size, self._result(path, end * self.page_size))
 
     def insert_copy(

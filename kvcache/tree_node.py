@@ -34,7 +34,7 @@ class TreeNode:
     __slots__ = (
         "children", "created", "digests", "entry", "hit_count", "host", "is_copy", "last_access",
         "lock_ref", "namespace", "num_pages", "num_tokens", "offers", "page_ids", "parent", "parts",
-        "priority", "resident_children", "tenant", "tokens",
+        "priority", "resident_children", "tenant", "tokens", "usage",
     )  # fmt: skip
 
     def __init__(
@@ -67,6 +67,7 @@ class TreeNode:
         self.priority = 0
         self.is_copy = False  # its pages were fetched from a worker that has them, too
         self.tenant = tenant  # whose requests alone may use these pages; "": everybody's
+        self.usage = 0  # counters, where tenants share (kvcache/tenancy/usage.py)
         self.offers = 0  # a bit for each evictor that has this node on offer
         self.entry: list[Any] | None = None  # the leaf evictor's entry of this node
 
@@ -161,6 +162,7 @@ class TreeNode:
         upper.hit_count = self.hit_count
         upper.priority = self.priority
         upper.is_copy = self.is_copy
+        upper.usage = self.usage
         if self.host is not None:
             upper.host = self.host.upper_half()
         if self.digests is not None:

@@ -140,6 +140,8 @@ class Pages:
         req.last_node = node
         req.cache_protected_len = req.kv_committed_len = req.scheduled_len = prefix
         self.lower.admitted(req, node)
+        if self.memory.promotion is not None:
+            self.memory.promotion.admitted(req.tenant, node)
         return True
 
     def _fits(self, row: int, wanted: int, spare: Capacity) -> bool:

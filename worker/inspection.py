@@ -10,6 +10,7 @@ import msgspec
 
 from kvcache.memory import Memory
 from kvcache.report import node_reports, pretty_print
+from kvcache.tenancy.report import sharing_report
 from kvcache.tiers.report import tier_report
 from scheduler.scheduler import Scheduler
 from worker.rooms import Rooms
@@ -21,17 +22,15 @@ def worker_report(what: str, memory: Memory, scheduler: Scheduler, rooms: Rooms[
         case "memory":
             return json.dumps(asdict(scheduler.check_memory()))
         case "tree":
-            return pretty_print(memory.cache.tree)
+            return pretty_print(memory.cache.tree, memory.promotion)
         case "nodes":
-            return json.dumps(node_reports(memory.cache.tree))
+            return json.dumps(node_reports(memory.cache.tree, memory.promotion))
         case "load":
             return msgspec.json.encode(scheduler.load()).decode()
         case "metrics":
             return json.dumps(scheduler.metrics.report())
         case "sharing":
-            shared = memory.promotion
-            pages, merged = (shared.public_pages, shared.merged_copies) if shared is not None else (0, 0)
-            return json.dumps({"public_pages": pages, "merged_copies": merged})
+            return json.dumps(asdict(sharing_report(memory.cache.tree, memory.promotion)))
         case "tiers":
             return json.dumps(tier_report(memory.tiers))
         case "rooms":

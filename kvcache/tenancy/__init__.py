@@ -3,6 +3,8 @@
 config.py      TenancyConfig
 visibility.py  a private node becomes public; two nodes with the same pages become one
 promotion.py   which private pages become public, and when
+usage.py       per node and epoch: hits and distinct tenants
+report.py      visibility and counters for `baton tree` and `baton cache`
 
 Finding public and own pages is the tree's own (kvcache/mixed_path.py).
 """

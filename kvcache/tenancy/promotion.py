@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from kvcache.radix_key import OWNER_BYTES
 from kvcache.radix_tree import RadixTree
 from kvcache.tenancy.config import TenancyConfig
+from kvcache.tenancy.usage import NodeUsage
 from kvcache.tenancy.visibility import fold, is_settled, is_superseded, publish
 from kvcache.tree_node import TOKEN_BYTES, TreeNode
 
@@ -28,13 +29,21 @@ class Promotion:
     def __init__(self, tree: RadixTree, config: TenancyConfig) -> None:
         self.public_pages = 0  # that have become public since the start
         self.merged_copies = 0  # nodes that gave way to others since the start
+        self.usage = NodeUsage(2 * config.users)
         self._tree = tree
         self._config = config
         self._parents: dict[TreeNode, None] = {}  # public nodes below which something is new, in order
         self._epoch_ends_at = 0.0
 
-    def inserted(self, path: Iterable[TreeNode]) -> None:
-        """A tenant has inserted `path`, or used it: look at where its own pages begin."""
+    def admitted(self, tenant: str, last: TreeNode | None) -> None:
+        """A request of `tenant` ("": of nobody) was admitted, and has locked what the cache has of it: the
+        path of `last`."""
+        if last is not None:
+            self.usage.used(last.path(), tenant, hits=1)
+
+    def inserted(self, tenant: str, path: Sequence[TreeNode]) -> None:
+        """A request of `tenant` has inserted `path`, or used it: look at where its own pages begin."""
+        self.usage.used(path, tenant)
         first = next((node for node in path if node.tenant), None)
         if first is not None and first.parent is not None:
             self._parents[first.parent] = None
@@ -56,6 +65,7 @@ class Promotion:
 
     def end_epoch(self) -> None:
         """Make public what has enough owners, and let copies of public pages give way."""
+        self.usage.next_epoch()
         parents, self._parents = list(self._parents), {}
         while parents:
             parent = parents.pop()
@@ -83,7 +93,7 @@ class Promotion:
             for copy in owned:
                 if not copy.tenant or copy.parent is not parent:
                     continue  # the one that has become public, or the rest of it
-                if fold(self._tree, copy, parent.children[slot]):
+                if fold(self._tree, self.usage, copy, parent.children[slot]):
                     self.merged_copies += 1
                 else:
                     self._parents[parent] = None

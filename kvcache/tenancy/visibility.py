@@ -5,7 +5,8 @@
     fold      `copy` and `kept` begin with the same pages: of those the copy's go, and what is below them goes
               below the kept ones
 
-A copy goes once nothing locks it on any tier. What the kept pages lack of other groups they take over.
+A copy goes once nothing locks it on any tier. What the kept pages lack of other groups they take over, and
+their counters are added.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 from kvcache.radix_key import OWNER_BYTES
 from kvcache.radix_tree import RadixTree
 from kvcache.snapshot import tiers_of
+from kvcache.tenancy.usage import NodeUsage
 from kvcache.tree_node import TOKEN_BYTES, TreeNode
 
 
@@ -60,7 +62,7 @@ def is_settled(node: TreeNode) -> bool:
     return node.host is None or not (node.host.locks or node.host.moving)
 
 
-def fold(tree: RadixTree, copy: TreeNode, kept: TreeNode) -> bool:
+def fold(tree: RadixTree, usage: NodeUsage, copy: TreeNode, kept: TreeNode) -> bool:
     """Let the pages of `copy` that `kept` has, too, give way if nothing holds them. Whether they have.
 
     They are below parents with the same tokens; the copy is private, and `kept` is public or the same
@@ -72,10 +74,11 @@ def fold(tree: RadixTree, copy: TreeNode, kept: TreeNode) -> bool:
         return False
     for child in list(copy.children.values()):
         other = kept.children.get(child.child_key(tree.page_size, kept))
-        if other is not None and not fold(tree, child, other):
+        if other is not None and not fold(tree, usage, child, other):
             return False
     for component in tree.others:
         component.hand_over(copy, kept)
+    usage.merge(copy, kept)
     for child in copy.children.values():
         child.parent = kept
         kept.children[child.child_key(tree.page_size)] = child
