@@ -2,7 +2,7 @@
 
     hit_cur   requests of this epoch that found the node's pages in the cache
     u_cnt_l   tenants that used the node in this epoch, who found or computed it: exact up to 2K, then 2K.
-              A private node's is its owner, if anybody
+              A private node's is its owner, if anybody. Requests without a tenant count as one more
     hit_pre   as hit_cur, of the epoch before
     u_pre     as u_cnt_l, of the epoch before
 
@@ -34,9 +34,6 @@ class Usage(NamedTuple):
     u_cnt_l: int
     hit_pre: int
     u_pre: int
-
-
-UNUSED = Usage(0, 0, 0, 0)
 
 
 class _Held(NamedTuple):

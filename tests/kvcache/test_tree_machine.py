@@ -24,6 +24,7 @@ from kvcache.eviction import POLICIES
 from kvcache.radix_key import Namespace, RadixKey
 from kvcache.tenancy.config import TenancyConfig
 from tests.kvcache.support import Index, Request, memory, radix_cache, reference_hashes, request
+from tests.kvcache.tenancy.usage_model import UsageModel
 from wire.page_hash import event_hashes
 
 NAMESPACES = (Namespace("m"), Namespace("m", extra_key="lora"), Namespace("m", cache_salt="salt"))
@@ -51,6 +52,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.index = Index()
         self.content: dict[int, tuple[Whose, tuple[int, ...]]] = {}
         self.live: list[Request] = []
+        self.usage = UsageModel(self.memory)
 
     def row(self, req: Request) -> list[int]:
         return self.memory.req_to_token_pool.req_to_token[req.req_pool_idx, : req.kv_allocated_len].tolist()
@@ -75,7 +77,7 @@ class TreeMachine(RuleBasedStateMachine):
         req = request(tokens, namespace=namespace, tenant=tenant, priority=priority)
         match = self.cache.match_prefix(RadixKey(req.fill_ids[:-1], namespace, tenant))
         self.cache.inc_lock_ref(match.last_device_node)
-        prefix = len(match.device_indices)
+        prefix, page_size = len(match.device_indices), self.memory.page_size
         req.prefix_indices, req.last_node = match.device_indices, match.last_device_node
         req.cache_protected_len = req.kv_committed_len = prefix
         rows = self.memory.req_to_token_pool.alloc(1)
@@ -86,6 +88,9 @@ class TreeMachine(RuleBasedStateMachine):
             self.cache.dec_lock_ref(match.last_device_node)
             return
         assert req.kv_allocated_len == -(-len(tokens) // self.memory.page_size) * self.memory.page_size
+        if self.memory.promotion is not None:
+            self.memory.promotion.admitted(tenant, req.last_node)
+            self.usage.found(tenant, self.row(req)[:prefix:page_size])
         self.compute(req, prefix + first_chunk)
         self.live.append(req)
 
@@ -99,6 +104,8 @@ class TreeMachine(RuleBasedStateMachine):
         self.cache.cache_unfinished_req(req, chunked=left > 0)
         aligned = req.kv_committed_len // self.memory.page_size * self.memory.page_size
         assert req.cache_protected_len == (aligned if may_grow else before)
+        if may_grow:
+            self.usage.has(req.tenant, self.row(req)[: aligned : self.memory.page_size])
         assert req.prefix_indices.tolist() == self.row(req)[: req.kv_committed_len]
         self.compute(req, req.kv_committed_len + chunk)
 
@@ -121,7 +128,15 @@ class TreeMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(index=st.integers(0, 99), is_insert=st.booleans())
     def finish(self, index: int, is_insert: bool) -> None:
-        release_kv_cache(self.memory, self.live.pop(index % len(self.live)), is_insert)
+        req = self.live.pop(index % len(self.live))
+        promotion, last = self.memory.promotion, req.last_node
+        is_used = promotion is not None and is_insert and promotion.may_grow(last)
+        length = req.kv_committed_len // self.memory.page_size * self.memory.page_size
+        release_kv_cache(self.memory, req, is_insert)
+        if is_used:
+            path, _ = self.tree.walk(RadixKey(req.fill_ids[:length], req.namespace, req.tenant), below=last)
+            pages = np.concatenate([np.empty(0, np.int32), *(node.value for node in path)])
+            self.usage.has(req.tenant, (pages * self.memory.page_size).tolist())
 
     @rule(pages=st.integers(1, 30))
     def evict(self, pages: int) -> None:
@@ -134,7 +149,8 @@ class TreeMachine(RuleBasedStateMachine):
     @rule()
     def end_epoch(self) -> None:
         assert self.memory.promotion is not None
-        self.memory.promotion.end_epoch()
+        with self.usage.epoch_ends():
+            self.memory.promotion.end_epoch()
 
     def may_see(self, tenant: str, content: tuple[Whose, tuple[int, ...]]) -> bool:
         """Whether a tenant may use KV: its own, or where tenants share what is public or enough have
@@ -168,6 +184,10 @@ class TreeMachine(RuleBasedStateMachine):
             assert self.may_see(node.tenant, self.content[last_slot])
             assert node.parent is not None
             assert node.parent.tenant in ("", node.tenant), "a node below another tenant's"
+
+    @invariant()
+    def counters_are_what_the_model_counts(self) -> None:
+        self.usage.check()
 
     @invariant()
     def everything_balances(self) -> None:
