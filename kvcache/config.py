@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from common.errors import ConfigError
 from common.ports import ANY_PORT, Ports
 from kvcache.eviction import eviction_policy
+from kvcache.shares.config import SharesConfig
 from kvcache.tenancy.config import TenancyConfig
 from kvcache.tiers.config import TierConfig
 
@@ -53,6 +54,7 @@ class CacheConfig:
     events: KVEventsConfig = field(default_factory=KVEventsConfig)
     tiers: TierConfig = field(default_factory=TierConfig)
     tenancy: TenancyConfig = field(default_factory=TenancyConfig)
+    shares: SharesConfig = field(default_factory=SharesConfig)
 
     def __post_init__(self) -> None:
         if self.page_size < 1 or self.page_size & (self.page_size - 1):

@@ -94,6 +94,12 @@ class Evictor:
             node.offers &= ~self._bit
             self._on_offer -= 1
 
+    def expel(self, node: TreeNode) -> None:
+        """Withdraw `node` for good: another evictor with the same bit may get it. Looks at every entry."""
+        self.withdraw(node)
+        self._heap = [entry for entry in self._heap if entry[_NODE] is not node]
+        heapq.heapify(self._heap)
+
     def pop(self, may_go: Callable[[TreeNode], bool]) -> TreeNode | None:
         """The first node in policy order for which `may_go` is true; None if there is none. That node, and
         the nodes before it, are no longer on offer."""

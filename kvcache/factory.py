@@ -20,6 +20,7 @@ from kvcache.observer import TreeObserver
 from kvcache.pool import ReqToTokenPool
 from kvcache.radix_cache import RadixCache
 from kvcache.radix_tree import RadixTree
+from kvcache.shares.pages import TenantPages
 from kvcache.storage.backend import StorageBackend
 from kvcache.storage.keys import StorageKeys
 from kvcache.swa_allocator import SWATokenToKVPoolAllocator, window_tail
@@ -73,16 +74,22 @@ def build_prefix_cache(
     """
     primary, policy, page_size = specs[0].name, config.eviction_policy, config.page_size
     window = next((spec.window for spec in specs if isinstance(spec, KVGroupSpec) and spec.window), None)
-    components: list[TreeComponent] = [FullComponent(primary, allocators[primary], policy)]
+    # What tenants have is counted where it matters for eviction; elsewhere it would cost time.
+    counts = config.tenancy.enabled or config.shares.enabled
+    tenants = {
+        name: TenantPages(config.shares, allocator.num_pages) if counts else None
+        for name, allocator in allocators.items()
+    }
+    components: list[TreeComponent] = [FullComponent(primary, allocators[primary], policy, tenants[primary])]
     parts: list[HostPart] = [FullHostPart(components[0])]
     locks: WindowLocks | None = None
     if window is not None:
-        locks = WindowLocks(allocators["window"].num_pages, policy)
+        locks = WindowLocks(allocators["window"].num_pages, policy, tenants["window"])
         tail = window_tail(window, page_size)
-        components.append(WindowComponent(allocators["window"], locks, tail))
+        components.append(WindowComponent(allocators["window"], locks, tail, tenants["window"]))
         parts.append(WindowHostPart(components[-1], locks, tail))
     if "state" in allocators:
-        components.append(StateComponent(allocators["state"], policy))
+        components.append(StateComponent(allocators["state"], policy, tenants["state"]))
         parts.append(StateHostPart(components[-1]))
 
     is_radix = config.prefix_cache == "radix"

@@ -45,6 +45,7 @@ class RadixCache(BasePrefixCache):
         self._moves = moves
         self._promotion = promotion
         self._offsets = np.arange(self.page_size)
+        self._trims = any(component.tenants is not None for component in tree.components)
 
     # -- matching ----------------------------------------------------------------------------------
 
@@ -157,6 +158,8 @@ class RadixCache(BasePrefixCache):
         """Cache the committed whole pages. The request's row then names the tree's pages, locked for it."""
         self._cache(req, chunked, ends=False)
         req.prefix_indices = self._row_slots(req, 0, req.kv_committed_len).astype(np.int64)
+        if self._trims:
+            self.tree.trim(req.tenant)
 
     def cache_finished_req(self, req: CachedRequest, is_insert: bool = True) -> None:
         """Cache the committed whole pages; free and unlock all else."""
@@ -166,6 +169,8 @@ class RadixCache(BasePrefixCache):
         self.dec_lock_ref(req.last_node)
         req.last_node = None
         req.cache_protected_len = 0
+        if self._trims:
+            self.tree.trim(req.tenant)
 
     def _cache(self, req: CachedRequest, chunked: bool, ends: bool) -> None:
         """Insert as much as every group can give, free the duplicates, and lock the result."""

@@ -11,7 +11,9 @@ Per node on the path a match costs one dict lookup and one comparison of bytes; 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -23,8 +25,11 @@ from kvcache.lower_tier import LowerTier
 from kvcache.mixed_path import mixed_path
 from kvcache.observer import StorageMedium, TreeObserver
 from kvcache.radix_key import Namespace, RadixKey
+from kvcache.shares.evictor import SharedEvictor
 from kvcache.tree_node import TOKEN_BYTES, TreeNode
 from wire.page_hash import owner_key
+
+Pop = Callable[[Callable[[TreeNode], bool]], TreeNode | None]
 
 
 class RadixTree:
@@ -186,6 +191,18 @@ class RadixTree:
                     observer.stored(node, StorageMedium.GPU)
             start = end
 
+    def give(self, node: TreeNode, tenant: str) -> None:
+        """`node` is the tenant's from now on. Its slot among its parent's children is the caller's to change,
+        and observers are the caller's to tell."""
+        counted = [component for component in self.components if component.tenants is not None]
+        for component in counted:
+            component.give(node, tenant)
+            component.evictor.expel(node)
+        node.tenant = tenant
+        for component in counted:
+            if node.page_ids and component.may_evict(node):
+                component.evictor.offer(node)
+
     # -- locks -------------------------------------------------------------------------------------
 
     def lock(self, node: TreeNode) -> None:
@@ -219,12 +236,21 @@ class RadixTree:
         way with all that it holds once its part alone does not suffice. A leaf has no child on the device.
         """
         component = self._by_group.get(group)
-        if component is None:
-            return 0
+        return 0 if component is None else self._evict(component, pages, component.evictor.pop)
+
+    def trim(self, tenant: str) -> None:
+        """Evict of the tenant's own pages what it has beyond its max_share, as far as no lock keeps it."""
+        for component in self.components:
+            excess = 0 if component.tenants is None else component.tenants.excess(tenant)
+            if excess and isinstance(component.evictor, SharedEvictor):
+                self._evict(component, excess, partial(component.evictor.pop_of, tenant))
+
+    def _evict(self, component: TreeComponent, pages: int, pop: Pop) -> int:
+        """Free `pages` pages of a group, of the nodes that `pop` gives."""
         before = component.evictable()
         left = before - pages
         while (evictable := component.evictable()) > left:
-            node = component.evictor.pop(component.may_evict)
+            node = pop(component.may_evict)
             if node is None:
                 break
             is_free_leaf = not node.resident_children and not node.lock_ref
@@ -296,9 +322,12 @@ class RadixTree:
         Yields between slices of the tree, in which it must not change.
         """
         tallies = {component: Tally() for component in self.components}
+        owned: dict[str, Counter[str]] = {c.name: Counter() for c in self.components if c.tenants is not None}
         for nodes in in_slices(self.nodes()):
             for component, tally in tallies.items():
                 component.tally(nodes, tally)
+                for node in nodes if component.tenants is not None else ():
+                    owned[component.name][node.tenant] += component.pages_on(node)
                 yield from count(component.name, component.all_pages(nodes))
             for node in nodes:
                 resident = sum(child.is_resident for child in node.children.values())
@@ -314,6 +343,8 @@ class RadixTree:
             assert tally.locked == protected, f"{tally.locked} locked {name} pages, not {protected}"
             unlocked, evictable = tally.kept - tally.locked, component.evictable()
             assert unlocked == evictable, f"{unlocked} evictable {name} pages, not {evictable}"
+            if component.tenants is not None:
+                assert +owned[name] == component.tenants.held, f"{name} pages are miscounted by tenant"
 
 
 def resident_part(path: list[TreeNode]) -> tuple[list[TreeNode], int]:

@@ -7,6 +7,8 @@ import numpy.typing as npt
 
 from kvcache.allocator import Pages
 from kvcache.eviction import Evictor
+from kvcache.shares.evictor import SharedEvictor
+from kvcache.shares.pages import TenantPages
 from kvcache.tree_node import TreeNode
 
 
@@ -17,8 +19,8 @@ class WindowLocks:
     concerns no lock. A node with a page that no row locks is on offer at `evictor`.
     """
 
-    def __init__(self, num_pages: int, policy: str) -> None:
-        self.evictor = Evictor(policy, 2)
+    def __init__(self, num_pages: int, policy: str, tenants: TenantPages | None = None) -> None:
+        self.evictor = Evictor(policy, 2) if tenants is None else SharedEvictor(policy, 2, tenants)
         self.counts: npt.NDArray[np.int32] = np.zeros(num_pages + 1, np.int32)
         self.owner: npt.NDArray[np.object_] = np.empty(num_pages + 1, object)  # the node of each page
         self.kept_pages = 0

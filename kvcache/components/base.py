@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from kvcache.allocator import NO_PAGES, Pages
 from kvcache.eviction import Evictor
+from kvcache.shares.pages import TenantPages
 from kvcache.tree_node import TreeNode
 
 Lengths = npt.NDArray[np.bool_]
@@ -55,6 +56,26 @@ class TreeComponent(ABC):
     name: str
     """The group's name."""
     evictor: Evictor
+    tenants: TenantPages | None = None
+    """Counts the pages on the tree by tenant, where tenants have shares."""
+
+    # -- tenants -----------------------------------------------------------------------------------
+
+    def count(self, node: TreeNode, pages: int) -> None:
+        """`node` has so many pages of this group more, or fewer."""
+        if self.tenants is not None:
+            self.tenants.add(node.tenant, pages)
+
+    def give(self, node: TreeNode, tenant: str) -> None:
+        """`node` is about to be the tenant's: what this group keeps on it counts there from now on."""
+        if self.tenants is not None:
+            pages = self.pages_on(node)
+            self.tenants.add(node.tenant, -pages)
+            self.tenants.add(tenant, pages)
+
+    def pages_on(self, node: TreeNode) -> int:
+        """How many pages this group keeps on `node`."""
+        return len(self.all_pages([node]))
 
     # -- matching ----------------------------------------------------------------------------------
 

@@ -9,6 +9,8 @@ import numpy as np
 from kvcache.allocator import BaseTokenToKVPoolAllocator, Pages
 from kvcache.components.base import PartReport, Tally, TreeComponent
 from kvcache.eviction import LeafEvictor
+from kvcache.shares.evictor import SharedLeafEvictor
+from kvcache.shares.pages import TenantPages
 from kvcache.tree_node import TreeNode
 
 
@@ -19,9 +21,18 @@ class FullComponent(TreeComponent):
     unlocked leaves.
     """
 
-    def __init__(self, name: str, allocator: BaseTokenToKVPoolAllocator, policy: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        allocator: BaseTokenToKVPoolAllocator,
+        policy: str,
+        tenants: TenantPages | None = None,
+    ) -> None:
         self.name = name
-        self.evictor: LeafEvictor = LeafEvictor(policy, 1)
+        self.tenants = tenants
+        self.evictor: LeafEvictor | SharedLeafEvictor = LeafEvictor(policy, 1)
+        if tenants is not None:
+            self.evictor = SharedLeafEvictor(policy, 1, tenants)
         self._allocator = allocator
         self._page_size = allocator.page_size
         self._evictable_tokens = 0
@@ -35,6 +46,8 @@ class FullComponent(TreeComponent):
         """Count the node as evictable; its pages came with it."""
         del start, offer
         self._evictable_tokens += node.num_tokens
+        if self.tenants is not None:
+            self.tenants.add(node.tenant, node.num_pages)
         assert node.parent is not None, "the root holds no pages"
         self.evictor.grown(node.parent, node)
 
@@ -73,6 +86,8 @@ class FullComponent(TreeComponent):
         self.evictor.withdraw(node)
         self._allocator.free_evicted(node.value)
         self._evictable_tokens -= node.num_tokens
+        if self.tenants is not None:
+            self.tenants.add(node.tenant, -node.num_pages)
 
     def evictable(self) -> int:
         """Pages of nodes without a lock."""

@@ -17,6 +17,8 @@ from kvcache.components.holdings import GroupHoldings
 from kvcache.eviction import Evictor
 from kvcache.group_allocator import GroupAllocator
 from kvcache.request import STATE_PAIR, CachedRequest, StateHold, state_slot
+from kvcache.shares.evictor import SharedEvictor
+from kvcache.shares.pages import TenantPages
 from kvcache.tree_node import TreeNode
 
 
@@ -38,8 +40,11 @@ class StateComponent(TreeComponent):
 
     name = "state"
 
-    def __init__(self, allocator: BaseTokenToKVPoolAllocator, policy: str) -> None:
-        self.evictor = Evictor(policy, 4)
+    def __init__(
+        self, allocator: BaseTokenToKVPoolAllocator, policy: str, tenants: TenantPages | None = None
+    ) -> None:
+        self.tenants = tenants
+        self.evictor = Evictor(policy, 4) if tenants is None else SharedEvictor(policy, 4, tenants)
         self._allocator = allocator
         self._kept = 0
         self._protected = 0
@@ -86,6 +91,7 @@ class StateComponent(TreeComponent):
         part = _part(node)
         part.slot = slot
         self._kept += 1
+        self.count(node, 1)
         if part.locks:
             self._protected += 1
         else:
@@ -102,6 +108,7 @@ class StateComponent(TreeComponent):
         if slot and not _part(kept).slot:
             _part(copy).slot = 0
             self._kept -= 1
+            self.count(copy, -1)
             self._keep(kept, slot)
 
     # -- locks -------------------------------------------------------------------------------------
@@ -137,7 +144,7 @@ class StateComponent(TreeComponent):
         """Free the state, unless the node is an unlocked leaf, which would then be a tombstone."""
         del wanted
         if not is_free_leaf:
-            self._drop(_part(node))
+            self._drop(node)
 
     def free(self, node: TreeNode) -> None:
         """Free the node's state, if it has one."""
@@ -145,12 +152,14 @@ class StateComponent(TreeComponent):
         assert not part.locks, "a locked state on an unlocked node"
         self.evictor.withdraw(node)
         if part.slot:
-            self._drop(part)
+            self._drop(node)
 
-    def _drop(self, part: SavedState) -> None:
+    def _drop(self, node: TreeNode) -> None:
+        part = _part(node)
         self._allocator.free_evicted(np.array([part.slot], np.int32))
         part.slot = 0
         self._kept -= 1
+        self.count(node, -1)
 
     # -- looking -----------------------------------------------------------------------------------
 

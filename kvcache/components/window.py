@@ -16,6 +16,7 @@ from kvcache.allocator import NO_PAGES, BaseTokenToKVPoolAllocator, Pages
 from kvcache.components.base import Lengths, PartReport, Tally, TreeComponent
 from kvcache.components.holdings import GroupHoldings
 from kvcache.request import CachedRequest
+from kvcache.shares.pages import TenantPages
 from kvcache.swa_allocator import SWATokenToKVPoolAllocator
 from kvcache.tree_node import TreeNode
 from kvcache.window_locks import WindowLocks
@@ -29,8 +30,15 @@ class WindowComponent(TreeComponent):
 
     name = "window"
 
-    def __init__(self, allocator: BaseTokenToKVPoolAllocator, locks: WindowLocks, tail: int) -> None:
+    def __init__(
+        self,
+        allocator: BaseTokenToKVPoolAllocator,
+        locks: WindowLocks,
+        tail: int,
+        tenants: TenantPages | None = None,
+    ) -> None:
         """`tail`: how many pages before a page border a query there sees."""
+        self.tenants = tenants
         self.evictor = locks.evictor
         self._allocator = allocator
         self._locks = locks
@@ -91,6 +99,7 @@ class WindowComponent(TreeComponent):
         if len(where):
             self._part(node)[where] = offer[where]
             self._locks.keep(node, offer[where])
+            self.count(node, len(where))
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
         """Divide the array."""
@@ -105,6 +114,8 @@ class WindowComponent(TreeComponent):
         pages = theirs[where]
         mine[where], theirs[where] = pages, 0
         self._locks.move(kept, pages)
+        self.count(copy, -len(pages))
+        self.count(kept, len(pages))
 
     # -- shrinking ---------------------------------------------------------------------------------
 
@@ -134,6 +145,7 @@ class WindowComponent(TreeComponent):
         pages = part[where]
         part[where] = 0
         self._locks.drop(pages)
+        self.count(node, -len(pages))
         self._allocator.free_evicted(pages)
 
     # -- looking -----------------------------------------------------------------------------------

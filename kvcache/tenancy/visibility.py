@@ -47,7 +47,7 @@ def publish(tree: RadixTree, node: TreeNode) -> None:
         for tier in tiers:
             observer.removed(node, tier)
     del parent.children[node.child_key(size)]
-    node.tenant = ""
+    tree.give(node, "")
     slot = node.child_key(size)
     assert slot not in parent.children, "two public nodes begin with the same page"
     parent.children[slot] = node

@@ -26,7 +26,7 @@ class Driver:
         """Match, lock and take what the prompt needs; there must be room."""
         built, req = self.memory, request(tokens, **fields)
         total = len(req.fill_ids)
-        match = built.cache.match_prefix(RadixKey(req.fill_ids[:-1], req.namespace))
+        match = built.cache.match_prefix(RadixKey(req.fill_ids[:-1], req.namespace, req.tenant))
         built.cache.inc_lock_ref(match.last_device_node)
         prefix = len(match.device_indices)
         rows = built.req_to_token_pool.alloc(1)

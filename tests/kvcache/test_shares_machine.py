@@ -1,0 +1,165 @@
+"""Shares of memory against a model of who may be evicted: tenants x shares x requests x locks x evictions.
+
+At every eviction the model looks at the whole tree: which leaves are free, what each tenant has, and what it
+would have without its first leaf. The evictor has to take a leaf that the rules allow.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvcache.eviction import POLICIES
+from kvcache.observer import StorageMedium
+from kvcache.shares.config import SharesConfig, TenantShare
+from kvcache.tenancy.config import TenancyConfig
+from kvcache.tree_node import TreeNode
+from tests.kvcache.driver import Driver
+from tests.kvcache.support import Request, groups, memory
+
+PAGES, PAGE = 24, 2
+TENANTS = ("", "a", "b", "c", "d")
+SHARES = st.tuples(st.sampled_from([0.0, 0.2, 0.4]), st.sampled_from([0.4, 0.6, 1.0])).map(
+    lambda pair: TenantShare(*pair)
+)
+NAMED = st.fixed_dictionaries({}, optional={"a": SHARES, "b": SHARES}) | st.just({"": TenantShare(0.2, 0.4)})
+
+
+class SharesMachine(RuleBasedStateMachine):
+    """An observer of the tree, too: it looks before a node goes."""
+
+    @initialize(
+        policy=st.sampled_from(sorted(POLICIES)), named=NAMED, others=SHARES,
+        users=st.sampled_from([0, 2]), kinds=st.sampled_from([(), ("window",), ("window", "state")]),
+    )  # fmt: skip
+    def build(
+        self, policy: str, named: dict[str, TenantShare], others: TenantShare, users: int, kinds: Any
+    ) -> None:
+        self.shares, self.key = SharesConfig(named, others), POLICIES[policy]
+        self.exact = not kinds  # with other groups a leaf can go with the one below it
+        self.memory = memory(
+            PAGE, PAGES, rows=4, specs=groups(*kinds, window=4), eviction_policy=policy, shares=self.shares,
+            tenancy=TenancyConfig(users, secret=b"s"), state_slots=24, window_tokens=PAGES * PAGE,
+            mamba_track_interval=PAGE,
+        )  # fmt: skip
+        self.driver, self.tree = Driver(self.memory), self.memory.cache.tree
+        self.tree.observers = (*self.tree.observers, self)
+        self.allowed: str | None = None
+        self.live: list[Request] = []
+        for name in ("evict", "trim"):
+            setattr(self.tree, name, self.watched(name, getattr(self.tree, name)))
+
+    def watched(self, name: str, method: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            with self.allows("any" if name == "evict" else f"of {arguments[0]}"):
+                return method(*arguments)
+
+        return call
+
+    @contextmanager
+    def allows(self, what: str) -> Iterator[None]:
+        self.allowed = what
+        yield
+        self.allowed = None
+
+    # -- the model ---------------------------------------------------------------------------------
+
+    def held(self) -> Counter[str]:
+        held: Counter[str] = Counter()
+        for node in self.tree.nodes():
+            held[node.tenant] += len(node.value)
+        return held
+
+    def rank(self, node: TreeNode, held: int) -> int:
+        share = self.shares.named.get(node.tenant, self.shares.others if node.tenant else TenantShare())
+        least, most = int(share.min_share * PAGES), int(share.max_share * PAGES)
+        if held > most:
+            return 0
+        if held - node.num_pages >= least:
+            return 1
+        return 2 if held > least else 3
+
+    def stored(self, node: TreeNode, medium: StorageMedium) -> None:
+        """See TreeObserver."""
+
+    def removed(self, node: TreeNode, medium: StorageMedium) -> None:
+        """See TreeObserver."""
+        if self.allowed is None or not self.exact:
+            return
+        free = [n for n in self.tree.nodes() if not n.children and not n.lock_ref]
+        firsts: dict[str, TreeNode] = {}
+        for leaf in sorted(free, key=lambda n: (self.key(n), n.created)):
+            firsts.setdefault(leaf.tenant, leaf)
+        assert firsts[node.tenant] is node, "not the tenant's first in policy order"
+        held = self.held()
+        if self.allowed != "any":
+            assert self.allowed == f"of {node.tenant}", "trimmed another tenant"
+            assert self.rank(node, held[node.tenant]) == 0, "trimmed without need"
+            return
+        lowest = min(self.rank(leaf, held[tenant]) for tenant, leaf in firsts.items())
+        assert self.rank(node, held[node.tenant]) == lowest, "something else was to go first"
+
+    # -- rules -------------------------------------------------------------------------------------
+
+    @rule(
+        tokens=st.lists(st.integers(0, 2), min_size=2, max_size=14),
+        tenant=st.sampled_from(TENANTS),
+        stays=st.booleans(),
+    )
+    def request(self, tokens: list[int], tenant: str, stays: bool) -> None:
+        worst = self.memory.primary.available_pages() < 10
+        if worst or len(self.live) >= 3:
+            return
+        req = self.driver.admit(tokens, tenant=tenant)
+        for _ in self.driver.prefill(req, 4):
+            pass
+        if stays:
+            self.live.append(req)
+        else:
+            self.driver.finish(req)
+
+    @precondition(lambda self: self.live)
+    @rule(index=st.integers(0, 9), is_insert=st.booleans())
+    def finish(self, index: int, is_insert: bool) -> None:
+        self.driver.finish(self.live.pop(index % len(self.live)), is_insert)
+
+    @rule(pages=st.integers(1, 12))
+    def evict(self, pages: int) -> None:
+        evictable = self.tree.evictable("full")
+        assert self.tree.evict("full", pages) >= min(pages, evictable), "less than was counted can be evicted"
+
+    @precondition(lambda self: self.memory.promotion is not None)
+    @rule()
+    def end_epoch(self) -> None:
+        assert self.memory.promotion is not None
+        self.memory.promotion.end_epoch()
+
+    @invariant()
+    def everything_balances(self) -> None:
+        self.driver.check()
+        counted = self.tree.components[0].tenants
+        if counted is not None:
+            assert counted.held == +self.held()
+
+
+def test_shares_against_the_model() -> None:
+    run_state_machine_as_test(SharesMachine, settings=settings(max_examples=40, stateful_step_count=30))
+
+
+@pytest.mark.invariants
+def test_shares_against_the_model_for_long() -> None:
+    run_state_machine_as_test(SharesMachine, settings=settings(max_examples=400, stateful_step_count=60))
