@@ -6,6 +6,7 @@ would have without its first leaf. The evictor has to take a leaf that the rules
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,11 +45,13 @@ class SharesMachine(RuleBasedStateMachine):
 
     @initialize(
         policy=st.sampled_from(sorted(POLICIES)), named=NAMED, others=SHARES,
-        users=st.sampled_from([0, 2]), kinds=st.sampled_from([(), ("window",), ("window", "state")]),
+        users=st.sampled_from([0, 2]), kinds=st.sampled_from([(), (), ("window", "state")]),
+        chance=st.randoms(),
     )  # fmt: skip
     def build(
-        self, policy: str, named: dict[str, TenantShare], others: TenantShare, users: int, kinds: Any
-    ) -> None:
+        self, policy: str, named: dict[str, TenantShare], others: TenantShare, users: int, kinds: Any,
+        chance: random.Random,
+    ) -> None:  # fmt: skip
         self.shares, self.key = SharesConfig(named, others), POLICIES[policy]
         self.exact = not kinds  # with other groups a leaf can go with the one below it
         self.memory = memory(
@@ -62,6 +65,10 @@ class SharesMachine(RuleBasedStateMachine):
         self.live: list[Request] = []
         for name in ("evict", "trim"):
             setattr(self.tree, name, self.watched(name, getattr(self.tree, name)))
+        for _ in range(12):  # the tree is not empty
+            length = chance.randint(2, 9)
+            tokens = [chance.randint(0, 9) * 10, *(chance.randint(0, 1) for _ in range(length))]
+            self.driver.run(tokens, tenant=chance.choice(TENANTS))
 
     def watched(self, name: str, method: Any) -> Any:
         def call(*arguments: Any) -> Any:
@@ -116,15 +123,15 @@ class SharesMachine(RuleBasedStateMachine):
     # -- rules -------------------------------------------------------------------------------------
 
     @rule(
-        tokens=st.lists(st.integers(0, 2), min_size=2, max_size=14),
+        first=st.integers(0, 9),
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9),
         tenant=st.sampled_from(TENANTS),
         stays=st.booleans(),
     )
-    def request(self, tokens: list[int], tenant: str, stays: bool) -> None:
-        worst = self.memory.primary.available_pages() < 10
-        if worst or len(self.live) >= 3:
+    def request(self, first: int, tokens: list[int], tenant: str, stays: bool) -> None:
+        if self.memory.primary.available_pages() < 6 or len(self.live) >= 3:
             return
-        req = self.driver.admit(tokens, tenant=tenant)
+        req = self.driver.admit([first * 10, *tokens], tenant=tenant)
         for _ in self.driver.prefill(req, 4):
             pass
         if stays:
@@ -137,7 +144,7 @@ class SharesMachine(RuleBasedStateMachine):
     def finish(self, index: int, is_insert: bool) -> None:
         self.driver.finish(self.live.pop(index % len(self.live)), is_insert)
 
-    @rule(pages=st.integers(1, 12))
+    @rule(pages=st.integers(1, 5))
     def evict(self, pages: int) -> None:
         evictable = self.tree.evictable("full")
         assert self.tree.evict("full", pages) >= min(pages, evictable), "less than was counted can be evicted"
@@ -157,7 +164,7 @@ class SharesMachine(RuleBasedStateMachine):
 
 
 def test_shares_against_the_model() -> None:
-    run_state_machine_as_test(SharesMachine, settings=settings(max_examples=40, stateful_step_count=30))
+    run_state_machine_as_test(SharesMachine, settings=settings(max_examples=60, stateful_step_count=30))
 
 
 @pytest.mark.invariants
