@@ -13,7 +13,7 @@ from kvcache.components.base import longest
 from kvcache.components.holdings import GroupHoldings
 from kvcache.pool import ReqToTokenPool
 from kvcache.radix_key import RadixKey
-from kvcache.radix_tree import RadixTree, resident_part
+from kvcache.radix_tree import RadixTree, resident_part, trim
 from kvcache.request import CachedRequest
 from kvcache.tenancy.promotion import Promotion
 from kvcache.tiers.moves import TierMoves
@@ -159,7 +159,7 @@ class RadixCache(BasePrefixCache):
         self._cache(req, chunked, ends=False)
         req.prefix_indices = self._row_slots(req, 0, req.kv_committed_len).astype(np.int64)
         if self._trims:
-            self.tree.trim(req.tenant)
+            trim(self.tree, req.tenant)
 
     def cache_finished_req(self, req: CachedRequest, is_insert: bool = True) -> None:
         """Cache the committed whole pages; free and unlock all else."""
@@ -170,7 +170,7 @@ class RadixCache(BasePrefixCache):
         req.last_node = None
         req.cache_protected_len = 0
         if self._trims:
-            self.tree.trim(req.tenant)
+            trim(self.tree, req.tenant)
 
     def _cache(self, req: CachedRequest, chunked: bool, ends: bool) -> None:
         """Insert as much as every group can give, free the duplicates, and lock the result."""

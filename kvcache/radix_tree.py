@@ -29,8 +29,6 @@ from kvcache.shares.evictor import SharedEvictor
 from kvcache.tree_node import TOKEN_BYTES, TreeNode
 from wire.page_hash import owner_key
 
-Pop = Callable[[Callable[[TreeNode], bool]], TreeNode | None]
-
 
 class RadixTree:
     """Prefixes of all namespaces under one root, which holds nothing and is never evicted."""
@@ -191,18 +189,6 @@ class RadixTree:
                     observer.stored(node, StorageMedium.GPU)
             start = end
 
-    def give(self, node: TreeNode, tenant: str) -> None:
-        """`node` is the tenant's from now on. Its slot among its parent's children is the caller's to change,
-        and observers are the caller's to tell."""
-        counted = [component for component in self.components if component.tenants is not None]
-        for component in counted:
-            component.give(node, tenant)
-            component.evictor.expel(node)
-        node.tenant = tenant
-        for component in counted:
-            if node.page_ids and component.may_evict(node):
-                component.evictor.offer(node)
-
     # -- locks -------------------------------------------------------------------------------------
 
     def lock(self, node: TreeNode) -> None:
@@ -229,25 +215,21 @@ class RadixTree:
 
     # -- shrinking ---------------------------------------------------------------------------------
 
-    def evict(self, group: str, pages: int) -> int:
+    def evict(self, group: str, pages: int, of: str | None = None) -> int:
         """Free at least `pages` pages of a group in policy order, or all that can be freed; returns how many.
+        `of`: of this tenant's nodes alone.
 
         Of an inner node, or one whose path is locked, only this group's part is freed. An unlocked leaf gives
         way with all that it holds once its part alone does not suffice. A leaf has no child on the device.
         """
         component = self._by_group.get(group)
-        return 0 if component is None else self._evict(component, pages, component.evictor.pop)
-
-    def trim(self, tenant: str) -> None:
-        """Evict of the tenant's own pages what it has beyond its max_share, as far as no lock keeps it."""
-        for component in self.components:
-            excess = 0 if component.tenants is None else component.tenants.excess(tenant)
-            if excess and isinstance(component.evictor, SharedEvictor):
-                self._evict(component, excess, partial(component.evictor.pop_of, tenant))
-
-    def _evict(self, component: TreeComponent, pages: int, pop: Pop) -> int:
-        """Free `pages` pages of a group, of the nodes that `pop` gives."""
-        before = component.evictable()
+        if component is None:
+            return 0
+        evictor, before = component.evictor, component.evictable()
+        pop: Callable[[Callable[[TreeNode], bool]], TreeNode | None] = evictor.pop
+        if of is not None:
+            assert isinstance(evictor, SharedEvictor), "nothing is known of tenants"
+            pop = partial(evictor.pop_of, of)
         left = before - pages
         while (evictable := component.evictable()) > left:
             node = pop(component.may_evict)
@@ -327,7 +309,7 @@ class RadixTree:
             for component, tally in tallies.items():
                 component.tally(nodes, tally)
                 for node in nodes if component.tenants is not None else ():
-                    owned[component.name][node.tenant] += component.pages_on(node)
+                    owned[component.name][node.tenant] += len(component.all_pages([node]))
                 yield from count(component.name, component.all_pages(nodes))
             for node in nodes:
                 resident = sum(child.is_resident for child in node.children.values())
@@ -361,3 +343,11 @@ def evict_all(tree: RadixTree) -> int:
     """Evict all that no lock keeps, of every group. Returns how many pages of the primary group."""
     freed = [tree.evict(component.name, component.evictable()) for component in tree.components]
     return freed[0] if freed else 0
+
+
+def trim(tree: RadixTree, tenant: str) -> None:
+    """Evict of the tenant's own pages what it has beyond its max_share, as far as no lock keeps it."""
+    for component in tree.components:
+        excess = 0 if component.tenants is None else component.tenants.excess(tenant)
+        if excess:
+            tree.evict(component.name, excess, tenant)

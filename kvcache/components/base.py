@@ -69,13 +69,9 @@ class TreeComponent(ABC):
     def give(self, node: TreeNode, tenant: str) -> None:
         """`node` is about to be the tenant's: what this group keeps on it counts there from now on."""
         if self.tenants is not None:
-            pages = self.pages_on(node)
+            pages = len(self.all_pages([node]))
             self.tenants.add(node.tenant, -pages)
             self.tenants.add(tenant, pages)
-
-    def pages_on(self, node: TreeNode) -> int:
-        """How many pages this group keeps on `node`."""
-        return len(self.all_pages([node]))
 
     # -- matching ----------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """A private node becomes public, and copies of the same pages become one.
 
     is_superseded   a path leads through a copy of what is public now
+    give            a node has another owner from now on
     publish   a node's pages are everybody's; its children stay their owners', in slots that name the owner
     fold      `copy` and `kept` begin with the same pages: of those the copy's go, and what is below them goes
               below the kept ones
@@ -47,7 +48,7 @@ def publish(tree: RadixTree, node: TreeNode) -> None:
         for tier in tiers:
             observer.removed(node, tier)
     del parent.children[node.child_key(size)]
-    tree.give(node, "")
+    give(tree, node, "")
     slot = node.child_key(size)
     assert slot not in parent.children, "two public nodes begin with the same page"
     parent.children[slot] = node
@@ -55,6 +56,19 @@ def publish(tree: RadixTree, node: TreeNode) -> None:
     for observer in tree.observers:
         for tier in tiers:
             observer.stored(node, tier)
+
+
+def give(tree: RadixTree, node: TreeNode, tenant: str) -> None:
+    """`node` is the tenant's from now on. Its slot among its parent's children is the caller's to change, and
+    observers are the caller's to tell."""
+    counted = [component for component in tree.components if component.tenants is not None]
+    for component in counted:
+        component.give(node, tenant)
+        component.evictor.expel(node)
+    node.tenant = tenant
+    for component in counted:
+        if node.is_resident and component.may_evict(node):
+            component.evictor.offer(node)
 
 
 def is_settled(node: TreeNode) -> bool:
