@@ -176,7 +176,7 @@ class RadixCache(BasePrefixCache):
         """Insert as much as every group can give, free the duplicates, and lock the result."""
         key = RadixKey(req.fill_ids[: req.kv_committed_len], req.namespace, req.tenant)
         length = self._insertable(req, len(key) // self.page_size * self.page_size)
-        if self._promotion is not None and not self._promotion.may_grow(req.last_node):
+        if self._promotion is not None and not self._promotion.may_grow(key[:length], req.last_node):
             return
         if length < max(req.cache_protected_len, 1):
             for node in req.last_node.path() if req.last_node is not None and not chunked else ():

@@ -15,7 +15,8 @@ import hashlib
 import itertools
 from collections.abc import Sequence
 
-from kvcache.radix_key import OWNER_BYTES
+from kvcache.mixed_path import mixed_path
+from kvcache.radix_key import OWNER_BYTES, RadixKey
 from kvcache.radix_tree import RadixTree
 from kvcache.tenancy.config import TenancyConfig
 from kvcache.tenancy.usage import NodeUsage
@@ -53,9 +54,15 @@ class Promotion:
         assert node.parent is not None, "the root was always there"
         self._parents[node.parent] = None
 
-    def may_grow(self, last: TreeNode | None) -> bool:
-        """Whether a request that has locked the path of `last` may add to it."""
-        return last is None or not is_superseded(self._tree, last)
+    def may_grow(self, key: RadixKey, last: TreeNode | None) -> bool:
+        """Whether a request that has locked the path of `last` may add the pages of `key` to it: not if its
+        tenant has them in a copy of what is public. The tree would have a page twice, under one name."""
+        if last is None or not key.tenant:
+            return True
+        if is_superseded(self._tree, last):
+            return False
+        size, root = self._tree.page_size, self._tree.root
+        return mixed_path(key, size, root, None)[1] <= mixed_path(key, size, root, last)[1]
 
     def tick(self, now: float) -> None:
         """Called every now and then: end the epoch when its time has come. Seconds of one clock."""

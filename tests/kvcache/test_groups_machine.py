@@ -195,7 +195,7 @@ class GroupsMachine(Admissions):
         """Tenants with one prompt, one after another; the last may go on."""
         for owner in owners:
             before = len(self.live)
-            self.admit(tokens, Namespace("m"), owner, 0, turn, fork)
+            self.ask(tokens, owner, turn, fork)
             turn = 99 if turn >= 80 else len(self.prompts_seen) - 1
             fork, tokens = (24, []) if turn < 80 else (fork, tokens)
             if len(self.live) == before:
@@ -210,6 +210,10 @@ class GroupsMachine(Admissions):
             if not (one_stays and owner == owners[-1]):
                 self.live.remove(live)
                 release_kv_cache(self.memory, live.req, is_insert=True)
+
+    def ask(self, tokens: list[int], tenant: str, turn: int, fork: int) -> None:
+        """A request that waits for nothing else."""
+        self.admit(tokens, Namespace("m"), tenant, 0, turn, fork)
 
     @precondition(lambda self: self.memory.promotion is not None)
     @rule()

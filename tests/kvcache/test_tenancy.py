@@ -90,3 +90,18 @@ def test_thresholds_lie_between_k_and_2k() -> None:
 def test_a_single_user_cannot_be_enough() -> None:
     with pytest.raises(ConfigError, match="sharing_min_tenants"):
         TenancyConfig(users=1)
+
+
+def test_a_page_that_a_tenant_has_in_a_locked_copy_is_not_added_below_public_ones(shared: Memory) -> None:
+    for tenant in ("a", "b", "c"):
+        put(shared, own(tenant), tenant=tenant)
+    copy = radix_cache(shared).match_prefix(key(own("b"), tenant="b")).last_device_node
+    shared.cache.inc_lock_ref(copy)
+    promotion(shared).end_epoch()
+    public = radix_cache(shared).match_prefix(key(COMMON, tenant="d")).last_device_node
+    assert promotion(shared).may_grow(key([*COMMON, *[0] * PAGE], tenant="b"), public)
+    assert not promotion(shared).may_grow(key(own("b"), tenant="b"), public)
+    assert promotion(shared).may_grow(key(own("d"), tenant="d"), public)
+    shared.cache.dec_lock_ref(copy)
+    promotion(shared).end_epoch()
+    assert promotion(shared).may_grow(key([*COMMON, *[0] * PAGE], tenant="b"), public)
