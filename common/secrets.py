@@ -54,6 +54,11 @@ class ClusterSecret:
             log.error("the changed cluster secret cannot be used, the old one stays: %s", error)
 
 
+def secret_in_use(secret: ClusterSecret | None) -> bytes:
+    """The secret from which keys are derived now; b"" in a cluster without one."""
+    return secret.accepted[0] if secret is not None else b""
+
+
 def open_secret(path: Path | None) -> ClusterSecret | None:
     """The secret in a file, else that of BATON_CLUSTER_SECRET, else None.
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from common.errors import ConfigError
 from common.ports import ANY_PORT, Ports
+from common.secrets import ClusterSecret
 from kvcache.eviction import eviction_policy
 from kvcache.shares.config import SharesConfig
 from kvcache.tenancy.config import TenancyConfig
@@ -24,7 +25,8 @@ class KVEventsConfig:
     interface: str = "127.0.0.1"  # sockets bind to it
     ports: Ports = ANY_PORT
     buffer_batches: int = 10_000  # kept for replay
-    max_queued_events: int = 100_000  # recorded but not taken; beyond it a snapshot replaces them
+    max_queued_events: int = 100_000  # of a socket, recorded but not taken; a snapshot replaces more
+    secret: ClusterSecret | None = None  # of the names of private pages
 
     def __post_init__(self) -> None:
         for name in ("buffer_batches", "max_queued_events"):

@@ -23,18 +23,17 @@ from kvcache.balance import Balance, run_through
 from kvcache.buffers import PoolBuffer, allocate_private, allocate_shared
 from kvcache.config import CacheConfig
 from kvcache.device_memory import allocate_exported
-from kvcache.events import EventRecorder
+from kvcache.events import EventRecorder, TreeEvents
 from kvcache.factory import CacheParts, LowerParts, build_prefix_cache
 from kvcache.layout import GroupSpec, KVGroupSpec, LatentGroupSpec, StateGroupSpec
 from kvcache.pool import KVCache, MambaPool, MHAKVCache, MLAKVCache, ReqToTokenPool
 from kvcache.request import GroupPages as GroupPages
-from kvcache.snapshot import TreeSnapshot
+from kvcache.snapshot import TreeSnapshots
 from kvcache.storage.factory import open_storage
 from kvcache.storage.keys import StorageKeys
 from kvcache.tiers.copier import open_copier
 from kvcache.tiers.host_pool import HostPool
 from kvcache.tiers.mover import Mover, WorkQueue
-from wire.events import AnyEvent
 from wire.records import GroupLayout
 
 OTHER_GROUPS: list[list[str]] = [[], ["window"], ["state"], ["window", "state"]]
@@ -148,14 +147,17 @@ class Memory:
 
     # -- events ------------------------------------------------------------------------------------
 
-    def take_events(self) -> list[AnyEvent]:
+    def take_events(self) -> TreeEvents:
         """KV events since the last call; after an overflow, a clear and all that is cached now. Empty when
         events are off."""
-        return [] if self._recorder is None else self._recorder.take_events(self.cache.tree.nodes())
+        if self._recorder is None:
+            return TreeEvents([], [])
+        return self._recorder.take_events(self.cache.tree.nodes())
 
-    def snapshot(self) -> TreeSnapshot:
+    def snapshot(self) -> TreeSnapshots:
         """All that is cached: what a consumer knows that has read every event taken so far."""
-        return TreeSnapshot.of(self.cache.tree.nodes(), self.page_size)
+        assert self._recorder is not None, "events are off"
+        return self._recorder.snapshot(self.cache.tree.nodes())
 
     # -- quarantine --------------------------------------------------------------------------------
 
@@ -290,7 +292,7 @@ def build_memory(config: CacheConfig, specs: Sequence[GroupSpec], mover: WorkQue
     allocators = {spec.name: _allocator(config, spec) for spec in specs}
     recorder = None
     if config.events.enable:
-        recorder = EventRecorder(config.page_size, config.events.max_queued_events)
+        recorder = EventRecorder(config.page_size, config.events.max_queued_events, config.events.secret)
     kv_caches = {spec.name: _pool(config, spec, allocators[spec.name].num_pages) for spec in specs}
     lower = None
     if config.tiers.enabled:

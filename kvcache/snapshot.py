@@ -1,5 +1,8 @@
 """TreeSnapshot: what a tree holds at one moment, from which another thread makes KV events later.
 
+Public and private pages are published on a socket each, so there is a snapshot of each. The events of a
+private page have its name, that of the page before it, and nothing from which its tokens could be guessed.
+
 The tree's thread takes it: a few references per node. That is enough, because what they refer to never
 changes: a node's tokens are bytes, its digests a list that a split replaces and does not change, a namespace
 is frozen. Encoding events under a lock on the tree was rejected: it would stop the engine a hundred times
@@ -34,26 +37,30 @@ class NodeImage(NamedTuple):
     tiers: tuple[StorageMedium, ...]
 
     @classmethod
-    def of(cls, node: TreeNode, page_size: int) -> NodeImage:
-        """The image of a node. On the tree's thread."""
+    def of(cls, node: TreeNode, page_size: int, secret: bytes) -> NodeImage:
+        """The image of a node. `secret`: see owned_digests. On the tree's thread."""
         above = node.parent
         has_parent = above is not None and above.parent is not None
         parent = None
         if above is not None and has_parent:
-            (parent,) = owned_digests(above.page_digests(page_size)[-1:], above.tenant)
+            (parent,) = owned_digests(above.page_digests(page_size)[-1:], above.tenant, secret)
         digests, tiers = node.page_digests(page_size), tiers_of(node)
         return cls(node.namespace, node.tokens, digests, parent, node.tenant, tiers)
 
-    def stored(self, page_size: int, medium: StorageMedium) -> BlockStored:
+    def stored(self, page_size: int, medium: StorageMedium, secret: bytes) -> BlockStored:
         """The event that announces these pages in a medium."""
+        parent = None if self.parent is None else event_hash(self.parent)
+        if self.tenant:
+            names = event_hashes(owned_digests(self.digests, self.tenant, secret))
+            return BlockStored(names, parent, [], page_size, lora_id=None, medium=medium, lora_name=None)
         namespace = self.namespace
         tokens = np.frombuffer(self.tokens, np.int32)
         token_ids: list[Any] = tokens.tolist()
         if namespace.is_bigram:
             token_ids = np.stack((tokens[:-1], tokens[1:]), axis=1).tolist()
         return BlockStored(
-            block_hashes=event_hashes(owned_digests(self.digests, self.tenant)),
-            parent_block_hash=None if self.parent is None else event_hash(self.parent),
+            block_hashes=event_hashes(self.digests),
+            parent_block_hash=parent,
             token_ids=token_ids,
             block_size=page_size,
             lora_id=None,
@@ -61,7 +68,6 @@ class NodeImage(NamedTuple):
             lora_name=None,
             extra_keys=[[namespace.extra_key]] * len(self.digests) if namespace.extra_key else None,
             cache_salt=namespace.cache_salt or None,
-            tenant=self.tenant or None,
         )
 
 
@@ -75,15 +81,11 @@ def tiers_of(node: TreeNode) -> tuple[StorageMedium, ...]:
 
 @dataclass(frozen=True, slots=True)
 class TreeSnapshot:
-    """Every node of a tree, parents before children."""
+    """Every public node of a tree, or every private one, parents before children."""
 
     page_size: int
     nodes: list[NodeImage]
-
-    @classmethod
-    def of(cls, nodes: Iterable[TreeNode], page_size: int) -> TreeSnapshot:
-        """The snapshot of `nodes`, parents before children. On the tree's thread."""
-        return cls(page_size, [NodeImage.of(node, page_size) for node in nodes])
+    secret: bytes = b""  # see owned_digests
 
     def batches(self, at_most: int) -> Iterator[list[AnyEvent]]:
         """Event batches that replace all that a consumer knew: AllBlocksCleared, then every node.
@@ -96,10 +98,26 @@ class TreeSnapshot:
         batch: list[AnyEvent] = [AllBlocksCleared()]
         filled = 0
         for node in self.nodes:
-            batch += [node.stored(self.page_size, tier) for tier in node.tiers]
+            batch += [node.stored(self.page_size, tier, self.secret) for tier in node.tiers]
             filled += len(node.digests) * len(node.tiers)
             if filled >= enough:
                 yield batch
                 batch, filled = [], 0
         if batch:
             yield batch
+
+
+class TreeSnapshots(NamedTuple):
+    """All of a tree at one moment, by the socket on which it is published."""
+
+    public: TreeSnapshot
+    private: TreeSnapshot
+
+    @classmethod
+    def of(cls, nodes: Iterable[TreeNode], page_size: int, secret: bytes) -> TreeSnapshots:
+        """The snapshots of `nodes`, parents before children. On the tree's thread."""
+        public: list[NodeImage] = []
+        private: list[NodeImage] = []
+        for node in nodes:
+            (private if node.tenant else public).append(NodeImage.of(node, page_size, secret))
+        return cls(TreeSnapshot(page_size, public), TreeSnapshot(page_size, private, secret))

@@ -104,7 +104,7 @@ class Router:
         self._long_texts = LongTexts()
         self.models = {
             (name := one.served_model_name): Model.load(
-                one, RoomRequests(name), self._versions.by_name[name], self._long_texts
+                one, RoomRequests(name, secret), self._versions.by_name[name], self._long_texts
             )
             for one in options.served
         }

@@ -9,6 +9,7 @@ unknown. A bad event does not drop its batch: it is returned as `Unread`, with t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -35,7 +36,8 @@ class BlockStored(KVEvent, frozen=True, tag="BlockStored", omit_defaults=True):
     """Pages became reusable: `block_hashes[i]` covers `token_ids[i * block_size : (i + 1) * block_size]`.
 
     Fields without a default are always on the wire. token_ids are always sent, because consumers hash
-    them their own way. A hash is 64 bits, and engines write it signed or unsigned: compare modulo 2**64.
+    them their own way; only on the socket of private pages they are empty. A hash is 64 bits, and engines
+    write it signed or unsigned: compare modulo 2**64.
     """
 
     block_hashes: list[int]
@@ -49,7 +51,6 @@ class BlockStored(KVEvent, frozen=True, tag="BlockStored", omit_defaults=True):
     cache_salt: str | None = None
     group_idx: int | None = None  # vLLM: which KV group of a hybrid model; we publish the primary one only
     kv_cache_spec_kind: str | None = None  # vLLM: what that group is
-    tenant: str | None = None  # ours: whose requests alone may use the pages; the hashes are theirs, too
 
 
 class BlockRemoved(KVEvent, frozen=True, tag="BlockRemoved", omit_defaults=True):
@@ -71,7 +72,7 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True):
     """`ts` is seconds of the Unix clock; three elements are always sent."""
 
     ts: float
-    events: list[AnyEvent]
+    events: Sequence[AnyEvent]
     dp_rank: int | None
 
 
@@ -102,7 +103,7 @@ class ReadBatch(NamedTuple):
     """A decoded batch: what was understood, in order, and what was not."""
 
     ts: float
-    events: list[AnyEvent]
+    events: Sequence[AnyEvent]
     unread: list[Unread]
 
 
@@ -114,7 +115,7 @@ _loose = msgspec.msgpack.Decoder()
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
-def encode_batch(ts: float, events: list[AnyEvent], dp_rank: int = 0) -> bytes:
+def encode_batch(ts: float, events: Sequence[AnyEvent], dp_rank: int = 0) -> bytes:
     """One batch, ready for the wire."""
     return _encoder.encode(EventBatch(ts, events, dp_rank))
 

@@ -27,7 +27,7 @@ class PortOptions(Options):
     """Which TCP ports Baton's own sockets have, for firewalls (docs/security.md)."""
 
     mailboxes: PortText = Field("0", description="of requests and control, one for each process")
-    events: PortText = Field("0", description="of KV events and their replay, two for each worker")
+    events: PortText = Field("0", description="of KV events and their replay, four for each worker")
     kv: PortText = Field("0", description="of KV pages over tcp and of Mooncake's grants, for each D")
     mooncake: PortText = Field("0", description="of Mooncake's own sockets, two for each worker that uses it")
 

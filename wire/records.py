@@ -124,7 +124,7 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     incarnation: Natural
     role: Role
     mailbox: str  # ZeroMQ address for requests and KV control
-    events: str  # PUB address of KV events, "" when disabled
+    events: str  # PUB address of KV events of public pages, "" when disabled
     replay: str  # ROUTER address that replays them
     model: str  # served model name
     fingerprint: str  # digest of the weights and their dtype: only workers with equal ones exchange pages
@@ -146,3 +146,5 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     host_tokens: Natural = 0  # KV capacity of the primary group in host memory
     shares_pages: bool = False  # its tenants use public pages, not only their own
     peer_fetch: bool = False  # it copies pages of other workers' caches, and they may copy its own
+    private_events: str = ""  # PUB address of KV events of tenants' private pages; "": there are none
+    private_replay: str = ""  # ROUTER address that replays them

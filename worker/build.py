@@ -104,8 +104,10 @@ def open_publisher(
         return None
     publisher = EventPublisher(memory.config.events, curve, on_snapshot_wanted)
     memory.take_events()  # they are in the snapshot
-    snapshot = memory.snapshot()
-    if snapshot.nodes:
-        for batch in snapshot.batches(memory.config.events.buffer_batches):
-            publisher.publish(batch)
+    public, private = memory.snapshot()
+    most = memory.config.events.buffer_batches
+    for batch in public.batches(most) if public.nodes else ():
+        publisher.publish(batch)
+    for batch in private.batches(most) if private.nodes else ():
+        publisher.publish((), batch)
     return publisher

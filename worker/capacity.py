@@ -92,6 +92,7 @@ def _events_config(options: WorkerOptions) -> KVEventsConfig:
         interface=options.interface,
         ports=options.ports.of("events"),
         buffer_batches=events.buffer_batches,
+        secret=options.secret(),
     )
 
 

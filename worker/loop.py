@@ -130,8 +130,10 @@ class Worker:
             incarnation=self._heartbeat.incarnation if self._heartbeat is not None else 0,
             role=self._role.name,
             mailbox=services.mailbox.address,
-            events=publisher.address if publisher else "",
-            replay=publisher.replay_address if publisher else "",
+            events=publisher.public.address if publisher else "",
+            replay=publisher.public.replay_address if publisher else "",
+            private_events=publisher.private.address if publisher else "",
+            private_replay=publisher.private.replay_address if publisher else "",
             model=self.options.model_name,
             fingerprint=spec.fingerprint,
             version=self.options.model_version,
@@ -269,9 +271,9 @@ class Worker:
         if publisher is None:
             return
         memory = self._services.memory
-        publisher.publish(memory.take_events())
+        publisher.publish(*memory.take_events())
         if publisher.snapshot_wanted:
-            publisher.publish_snapshot(memory.snapshot())
+            publisher.publish_snapshot(*memory.snapshot())
 
     def _update_load(self, now: float) -> None:
         self._load_at = now

@@ -11,7 +11,7 @@ from wire.options import PortOptions, is_loopback
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _LESS_KV = "lower max_total_tokens, store KV in fewer bits (kv_cache_dtype), or use a larger node"
-_SOCKETS = {"mailboxes": 1, "events": 2, "kv": 1, "mooncake": 2}  # of one process that needs any
+_SOCKETS = {"mailboxes": 1, "events": 4, "kv": 1, "mooncake": 2}  # of one process that needs any
 
 
 def check_config(case: Case) -> Iterator[Finding]:

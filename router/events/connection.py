@@ -1,8 +1,9 @@
-"""PublisherConnection: the sockets to one publisher of KV events. On the event plane's thread."""
+"""PublisherConnection: the sockets to one stream of KV events. On the event plane's thread."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import zmq
 
@@ -11,6 +12,26 @@ from router.events.sockets import Sockets
 from wire.records import WorkerRecord
 
 _AT_ONCE = 1000  # messages of one publisher, so that others get their turn
+
+
+class EventSource(NamedTuple):
+    """The addresses of one stream of a worker's KV events: of its public pages, or of its private ones."""
+
+    name: str  # of the worker and the stream, for people
+    events: str
+    replay: str  # "": nothing can be replayed
+    is_private: bool = False
+
+
+def sources_of(record: WorkerRecord) -> list[EventSource]:
+    """The streams that a worker publishes."""
+    sources = []
+    if record.events:
+        sources.append(EventSource(record.id, record.events, record.replay))
+    if record.private_events:
+        name = f"{record.id} (private pages)"
+        sources.append(EventSource(name, record.private_events, record.private_replay, is_private=True))
+    return sources
 
 
 class PublisherConnection:
@@ -22,24 +43,25 @@ class PublisherConnection:
 
     def __init__(
         self,
-        record: WorkerRecord,
+        source: EventSource,
+        is_foreign: bool,
         sockets: Sockets,
         read_live: Callable[[float], None],
         read_replay: Callable[[float], None],
     ) -> None:
-        """The functions are called with the time when there is something to read. Raises WireError or
-        ZMQError for an invalid address."""
-        self._record = record
+        """`is_foreign`: of an external engine. The functions are called with the time when there is something
+        to read. Raises WireError or ZMQError for an invalid address."""
+        self._source = source
         self._sockets = sockets
         self._read_replay = read_replay
-        self._live = sockets.connect(zmq.SUB, record.events, read_live)
+        self._live = sockets.connect(zmq.SUB, source.events, read_live)
         try:
             self._replay = self._connect_replay()
         except (WireError, zmq.ZMQError):
             sockets.close(self._live)
             raise
         self._monitor: zmq.Socket[bytes] | None = None
-        if record.page_hashes == "foreign":
+        if is_foreign:
             self._monitor = self._live.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             sockets.watch(self._monitor, read_live)
 
@@ -97,6 +119,6 @@ class PublisherConnection:
                 return
 
     def _connect_replay(self) -> zmq.Socket[bytes] | None:
-        if not self._record.replay:
+        if not self._source.replay:
             return None
-        return self._sockets.connect(zmq.DEALER, self._record.replay, self._read_replay)
+        return self._sockets.connect(zmq.DEALER, self._source.replay, self._read_replay)

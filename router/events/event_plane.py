@@ -1,8 +1,10 @@
 """EventPlane: follows every worker's KV events and keeps the global index up to date.
 
-One thread owns the sockets and is the only writer of the index; it has a Feed per worker (feed.py). One other
-thread calls `follow`, `forget` and `close`. A worker that was restarted has a new incarnation in its record,
-and its old pages are dropped at once.
+One thread owns the sockets and is the only writer of the index. It has a Feed (feed.py) for each stream of a
+worker: one of public pages and, of Baton's own workers, one of private pages. The streams have no common
+order, and none is needed: no page is in both under one name. One other thread calls `follow`, `forget` and
+`close`. A worker that was restarted has a new incarnation in its record, and its old pages are dropped at
+once.
 """
 
 from __future__ import annotations
@@ -11,10 +13,13 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import zmq
 
 from common.errors import WireError
+from router.events.connection import EventSource, sources_of
 from router.events.counters import EventCounters
 from router.events.external_engine import ExternalHashes, ExternalReader
 from router.events.feed import Feed, Known, Reader
@@ -30,6 +35,14 @@ _TICK_S = 0.1
 _URGENT_TICK_S = 0.02
 
 
+@dataclass(frozen=True, slots=True)
+class _Followed:
+    """A worker, and the streams of it that can be followed."""
+
+    incarnation: int
+    feeds: list[Feed]
+
+
 class EventPlane:
     """Fills an index from the workers that `follow` names. Close it."""
 
@@ -38,7 +51,7 @@ class EventPlane:
         self.counters = EventCounters()
         self._context = zmq.Context()
         self._sockets = Sockets(self._context, curve)
-        self._feeds: dict[str, Feed] = {}
+        self._followed: dict[str, _Followed] = {}
         self._commands: deque[tuple[str, WorkerRecord | None]] = deque()
         self._wake_in = self._context.socket(zmq.PAIR)
         self._wake_out = self._context.socket(zmq.PAIR)
@@ -62,7 +75,8 @@ class EventPlane:
 
     def unsure(self) -> list[str]:
         """Workers that may hold pages that are not in the index."""
-        return [worker for worker, feed in list(self._feeds.items()) if feed.known is not Known.ALL]
+        followed = list(self._followed.items())
+        return [worker for worker, one in followed if any(feed.known is not Known.ALL for feed in one.feeds)]
 
     @property
     def bad_events(self) -> int:
@@ -93,13 +107,17 @@ class EventPlane:
                 now = time.monotonic()
                 if now - ticked_at >= tick_s:
                     ticked_at = now
-                    for feed in self._feeds.values():
+                    for feed in self._feeds():
                         feed.tick(now)
-                urgent = any(feed.urgent for feed in self._feeds.values())
+                urgent = any(feed.urgent for feed in self._feeds())
                 tick_s = _URGENT_TICK_S if urgent else _TICK_S
         except BaseException:
             log.exception("the event plane has failed; the index is no longer updated")
             raise
+
+    def _feeds(self) -> Iterator[Feed]:
+        for followed in self._followed.values():
+            yield from followed.feeds
 
     def _take_commands(self, now: float) -> None:
         self._wake_in.recv()
@@ -107,42 +125,48 @@ class EventPlane:
             self._follow_or_forget(*self._commands.popleft(), now)
 
     def _follow_or_forget(self, worker: str, record: WorkerRecord | None, now: float) -> None:
-        feed = self._feeds.get(worker)
-        if feed is not None and (record is None or record.incarnation != feed.record.incarnation):
-            feed.close()
-            del self._feeds[worker]
-            self.counters.forget(worker)
+        followed = self._followed.get(worker)
+        if followed is not None and (record is None or record.incarnation != followed.incarnation):
+            for feed in followed.feeds:
+                feed.close()
+                self.counters.forget(feed.name)
+            del self._followed[worker]
             if record is None:
                 self._index.drop(worker)
             else:
                 self._index.reset(worker)
-        if record is None or not record.events or worker in self._feeds:
+        if record is None or worker in self._followed or not (sources := sources_of(record)):
             return
         self._index.join(worker)
-        try:
-            feed = Feed(record, self._sockets, self._reader(record), self.counters)
-        except (WireError, zmq.ZMQError) as error:
-            log.error("worker %s: its events cannot be followed: %s", worker, error)
-            return
-        self._feeds[worker] = feed
-        feed.tick(now)
+        feeds = []
+        for source in sources:
+            reader = self._reader(record, source)
+            try:
+                feeds.append(Feed(source, record.page_hashes, self._sockets, reader, self.counters))
+            except (WireError, zmq.ZMQError) as error:
+                log.error("worker %s: its events cannot be followed: %s", source.name, error)
+        if feeds:
+            self._followed[worker] = _Followed(record.incarnation, feeds)
+        for feed in feeds:
+            feed.tick(now)
 
-    def _reader(self, record: WorkerRecord) -> Reader:
+    def _reader(self, record: WorkerRecord, source: EventSource) -> Reader:
         if record.page_hashes == "foreign":
             hashes = ExternalHashes(record.model, record.groups[0].page_size)
             return ExternalReader(self._index, record.id, hashes)
-        return _OwnReader(self._index, record.id)
+        return _OwnReader(self._index, record.id, source.is_private)
 
 
 class _OwnReader:
-    """Applies the batches of a Baton worker, whose hashes the index uses."""
+    """Applies the batches of a stream of a Baton worker, whose hashes the index uses."""
 
-    def __init__(self, index: GlobalIndex, worker: str) -> None:
+    def __init__(self, index: GlobalIndex, worker: str, is_private: bool) -> None:
         self._index = index
         self._worker = worker
+        self._is_private = is_private
 
     def apply(self, payload: bytes) -> list[Unread]:
-        return self._index.apply(self._worker, payload)
+        return self._index.apply(self._worker, payload, self._is_private)
 
     def clear(self) -> None:
-        self._index.clear(self._worker)
+        self._index.clear(self._worker, self._is_private)

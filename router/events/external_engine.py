@@ -245,11 +245,10 @@ class ExternalReader:
             self.clear()
             return
         if isinstance(event, BlockStored):
-            pages, change = self._hashes.stored(event), self._index.store
-        else:
-            pages, change = self._hashes.removed(event), self._index.remove
-        if pages:
-            change(self._worker, digest_hashes(pages), event.medium)
+            if pages := self._hashes.stored(event):
+                self._index.store(self._worker, digest_hashes(pages), event.medium)
+        elif pages := self._hashes.removed(event):
+            self._index.remove(self._worker, digest_hashes(pages), event.medium)
 
 
 def _fold(state: _State, keys: list[Any]) -> _State:

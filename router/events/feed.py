@@ -1,9 +1,10 @@
-"""Feed: one worker's KV events, from its publisher into the index.
+"""Feed: one stream of a worker's KV events, from its publisher into the index.
 
 A replay is requested on joining (for what was published before), when batches are missing, and every half
 second, because the last batch before a silence may be the lost one, and the publisher may be another by now
-(ordering.py). When missing batches cannot be replayed, the worker's pages are forgotten, because a page that
-is wrongly believed to be there costs more than one that is not known.
+(ordering.py). When missing batches cannot be replayed, the stream's pages are forgotten, because a page that
+is wrongly believed to be there costs more than one that is not known. A worker's other stream, and what it
+has told, is left alone.
 
 All of it runs on the event plane's thread.
 """
@@ -16,12 +17,12 @@ from enum import Enum, auto
 from typing import Protocol
 
 from common.errors import WireError
-from router.events.connection import PublisherConnection
+from router.events.connection import EventSource, PublisherConnection
 from router.events.counters import EventCounters
 from router.events.ordering import EventOrdering, OrderingStep, Verdict
 from router.events.sockets import Sockets
 from wire.events import Unread, begins_with_clear
-from wire.records import WorkerRecord
+from wire.records import PageHashes
 
 log = logging.getLogger("router.events.event_plane")
 
@@ -29,12 +30,12 @@ _REPLAY_EVERY_S = 0.5
 _REPLAY_AT_MOST_EVERY_S = 0.02  # when a replay does not close the gap
 _STALLED_S = 2.0  # a replay of which nothing comes for this long is abandoned
 _GIVE_UP_S = 5.0  # batches that are missing for this long are lost
-_SNAPSHOT_EVERY_S = 5.0  # while a worker of ours is known in part
+_SNAPSHOT_EVERY_S = 5.0  # while a stream of ours is known in part
 _END = -1
 
 
 class Known(Enum):
-    """How much of what a worker holds is in the index. The index never has more than the worker."""
+    """How much of what a stream tells is in the index. The index never has more than the worker."""
 
     NOTHING = auto()
     ALL = auto()
@@ -42,23 +43,29 @@ class Known(Enum):
 
 
 class Reader(Protocol):
-    """Applies one worker's batches to the index."""
+    """Applies the batches of one stream to the index."""
 
     def apply(self, payload: bytes) -> Sequence[Unread]:
         """Apply one batch. Returns the events that could not be used; raises WireError when none could."""
 
     def clear(self) -> None:
-        """Forget all pages of this worker."""
+        """Forget all pages of this stream."""
 
 
 class Feed:
-    """One worker. Call `tick` often; close it."""
+    """One stream. Call `tick` often; close it."""
 
     def __init__(
-        self, record: WorkerRecord, sockets: Sockets, reader: Reader, counters: EventCounters
+        self,
+        source: EventSource,
+        hashes: PageHashes,
+        sockets: Sockets,
+        reader: Reader,
+        counters: EventCounters,
     ) -> None:
-        """Raises WireError or ZMQError for an invalid address."""
-        self.record = record
+        """`hashes`: see WorkerRecord.page_hashes. Raises WireError or ZMQError for an invalid address."""
+        self._source = source
+        self._ours = hashes == "baton"
         self.known = Known.NOTHING
         self._sockets = sockets
         self._reader = reader
@@ -68,6 +75,11 @@ class Feed:
         self._requested_at = self._heard_at = self._forgot_at = float("-inf")
         self._missing: int | None = None  # the first missing batch
         self._missing_since = 0.0
+
+    @property
+    def name(self) -> str:
+        """The stream's, for people."""
+        return self._source.name
 
     @property
     def urgent(self) -> bool:
@@ -113,7 +125,7 @@ class Feed:
         return not self._connection.can_replay or now - self._missing_since >= _GIVE_UP_S
 
     def _give_up_missing(self, now: float) -> None:
-        log.warning("worker %s: missing events cannot be replayed; its pages are forgotten", self.record.id)
+        log.warning("worker %s: missing events cannot be replayed; its pages are forgotten", self.name)
         self._counters.resets += 1
         if self._ordering.distrusted:
             self._start_over(now)
@@ -123,8 +135,8 @@ class Feed:
             self._apply(self._ordering.skip_gap())
 
     def _needs_snapshot(self, now: float) -> bool:
-        """A worker of ours is known in part. Its publisher sends a snapshot for what it cannot replay."""
-        ours = self._connection.can_replay and self.record.page_hashes == "baton"
+        """A stream of ours is known in part. Its publisher sends a snapshot for what it cannot replay."""
+        ours = self._connection.can_replay and self._ours
         return ours and self.known is Known.PART and now - self._forgot_at >= _SNAPSHOT_EVERY_S
 
     def _request_replay(self, now: float) -> None:
@@ -132,7 +144,7 @@ class Feed:
             return
         self._requested_at = self._heard_at = now
         if not self._connection.request(self._ordering.request_replay()):  # abandoned after _STALLED_S
-            log.debug("worker %s: the queue to its replay socket is full", self.record.id)
+            log.debug("worker %s: the queue to its replay socket is full", self.name)
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -142,7 +154,7 @@ class Feed:
         ordering = self._ordering
         for frames in self._connection.live():
             if len(frames) != 3 or len(frames[1]) != 8:
-                self._counters.bad(self.record.id, "frames", "not [topic, 8-byte number, batch]")
+                self._counters.bad(self.name, "frames", "not [topic, 8-byte number, batch]")
             else:
                 self._apply(ordering.live(int.from_bytes(frames[1], "big"), frames[2]))
 
@@ -150,7 +162,7 @@ class Feed:
         for frames in self._connection.replay():
             self._heard_at = now
             if len(frames) not in (3, 4) or len(frames[-2]) != 8:  # older framing has no topic
-                self._counters.bad(self.record.id, "frames", "not a reply to a replay request")
+                self._counters.bad(self.name, "frames", "not a reply to a replay request")
                 continue
             number = int.from_bytes(frames[-2], "big", signed=True)
             if number == _END:
@@ -163,7 +175,7 @@ class Feed:
 
     def _take(self, step: OrderingStep, now: float) -> None:
         if step.verdict is Verdict.START_OVER:
-            log.warning("worker %s: its event stream is another one; its pages are forgotten", self.record.id)
+            log.warning("worker %s: its event stream is another one; its pages are forgotten", self.name)
             self._counters.restarts += 1
             self._start_over(now)
             return
@@ -178,7 +190,7 @@ class Feed:
             self._reader.clear()
             self.known = Known.ALL
         else:
-            log.warning("worker %s: old events are lost; its pages are forgotten", self.record.id)
+            log.warning("worker %s: old events are lost; its pages are forgotten", self.name)
             self._counters.resets += 1
             self._forget(now)
 
@@ -187,11 +199,11 @@ class Feed:
             try:
                 unread = self._reader.apply(batch)
             except WireError as error:
-                self._counters.bad(self.record.id, "batch", str(error))
+                self._counters.bad(self.name, "batch", str(error))
                 continue
             self._counters.batches += 1
             for event in unread:
-                self._counters.bad(self.record.id, event.kind, event.reason)
+                self._counters.bad(self.name, event.kind, event.reason)
 
     def _forget(self, now: float) -> None:
         self._reader.clear()
@@ -208,4 +220,6 @@ class Feed:
         self._request_replay(now)
 
     def _connect(self) -> PublisherConnection:
-        return PublisherConnection(self.record, self._sockets, self._read_live, self._read_replay)
+        return PublisherConnection(
+            self._source, not self._ours, self._sockets, self._read_live, self._read_replay
+        )

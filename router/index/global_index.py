@@ -1,8 +1,10 @@
 """GlobalIndex: which worker holds which pages, from the KV events that workers publish.
 
 A page is named by its event hash, which is chained over everything before it. So a worker's match is the
-number of leading hashes that it holds. The pages are in a PageTable (page_table.py), where a worker is a
-slot. A worker keeps its slot until `drop`; then another worker may get it.
+number of leading hashes that it holds. A tenant's private page has a name of its own (wire/page_hash.py), so
+the index needs no owners: only whether a page was told on the worker's stream of private pages, because that
+stream can be cleared alone. The pages are in a PageTable (page_table.py), where a worker is a slot. A worker
+keeps its slot until `drop`; then another worker may get it.
 
 Pages that are *expected* on a worker count as held (router/placement/expected_pages.py).
 
@@ -97,28 +99,33 @@ class GlobalIndex:
         """A worker's process was replaced. Forget its pages, those expected too; it keeps its slot."""
         self._table.clear(self._slots[worker], ALL)
 
-    def apply(self, worker: str, payload: bytes) -> list[Unread]:
-        """Apply an event batch. Returns the events that could not be used; raises WireError if none could."""
+    def apply(self, worker: str, payload: bytes, is_private: bool = False) -> list[Unread]:
+        """Apply a batch of the worker's events about its public pages, or its private ones.
+
+        Returns the events that could not be used; raises WireError if none could.
+        """
         slot = self._slots[worker]
-        if self._table.apply(slot, payload) >= 0:
+        if self._table.apply(slot, payload, is_private) >= 0:
             return []
         batch = decode_batch(payload)
         unread = list(batch.unread)
         for event in batch.events:
             try:
                 if isinstance(event, BlockStored):
-                    self.store(worker, event.block_hashes, event.medium)
+                    self.store(worker, event.block_hashes, event.medium, is_private)
                 elif isinstance(event, BlockRemoved):
                     self.remove(worker, event.block_hashes, event.medium)
                 elif isinstance(event, AllBlocksCleared):
-                    self.clear(worker)
+                    self.clear(worker, is_private)
             except ValueError as error:
                 unread.append(Unread(event, str(error), "medium"))
         return unread
 
-    def store(self, worker: str, hashes: Sequence[int] | Hashes, medium: str | None) -> None:
+    def store(
+        self, worker: str, hashes: Sequence[int] | Hashes, medium: str | None, is_private: bool = False
+    ) -> None:
         """Pages became reusable. Raises ValueError for an unknown tier."""
-        self._table.store(self._slots[worker], _tier(medium), as_hashes(hashes))
+        self._table.store(self._slots[worker], _tier(medium), as_hashes(hashes), is_private)
 
     def remove(self, worker: str, hashes: Sequence[int] | Hashes, medium: str | None) -> None:
         """Pages left a tier. Those that left the device had come: they are not expected any more."""
@@ -127,9 +134,10 @@ class GlobalIndex:
         if tier is Tier.GPU:
             self._table.remove(slot, Tier.EXPECTED, pages)
 
-    def clear(self, worker: str) -> None:
-        """A worker's cache was reset. Pages that are expected may still come."""
-        self._table.clear(self._slots[worker], HELD)
+    def clear(self, worker: str, is_private: bool = False) -> None:
+        """What a worker told of its public pages, or of its private ones, is void. Pages that are expected
+        may still come."""
+        self._table.clear_told(self._slots[worker], is_private)
 
     def expect(self, slot: int, hashes: Hashes) -> None:
         """Pages are on their way to the worker in `slot`."""

@@ -29,6 +29,7 @@ class Tier(IntEnum):
     EXPECTED = 3
 
 
+_PRIVATE = 0b10000  # a mark beside the tiers; it goes with the last of them
 HELD = 0b0111  # a mask of the tiers that KV events report
 ALL = 0b1111
 
@@ -36,8 +37,8 @@ ALL = 0b1111
 class PageTable(Protocol):
     """Safe to call from several threads. `find` waits for `apply` at most as long as one batch takes."""
 
-    def store(self, slot: int, tier: int, hashes: Hashes) -> None:
-        """The worker in `slot` holds these pages in `tier`."""
+    def store(self, slot: int, tier: int, hashes: Hashes, is_private: bool = False) -> None:
+        """The worker in `slot` holds these pages in `tier`. `is_private`: they are among its private ones."""
 
     def remove(self, slot: int, tier: int, hashes: Hashes) -> None:
         """They have left that tier. Pages that were not there are ignored."""
@@ -45,9 +46,13 @@ class PageTable(Protocol):
     def clear(self, slot: int, tiers: int) -> None:
         """The worker holds nothing in the tiers of this mask (HELD or ALL)."""
 
-    def apply(self, slot: int, payload: bytes) -> int:
+    def clear_told(self, slot: int, is_private: bool = False) -> None:
+        """The worker holds in the tiers HELD none of the pages that it told among its private ones, or among
+        its public ones."""
+
+    def apply(self, slot: int, payload: bytes, is_private: bool = False) -> int:
         """Apply an event batch of Baton's own form, for the tiers GPU, CPU and STORAGE. Pages that leave GPU
-        had come: they are not expected any more.
+        had come: they are not expected any more. `is_private`: the batch is about private pages.
 
         Returns the number of its events, or -1 for a batch of another form; then nothing has changed.
         """
@@ -79,17 +84,18 @@ def make_page_table() -> PageTable:
 
 
 class PythonPageTable:
-    """A dict per page from slot to a mask of tiers."""
+    """A dict per page from slot to a mask of tiers, and the mark of private pages."""
 
     def __init__(self) -> None:
         self._pages: dict[int, dict[int, int]] = {}
         self._lock = threading.Lock()
 
-    def store(self, slot: int, tier: int, hashes: Hashes) -> None:
+    def store(self, slot: int, tier: int, hashes: Hashes, is_private: bool = False) -> None:
+        given = 1 << tier | (_PRIVATE if is_private else 0)
         with self._lock:
             for page in hashes.tolist():
                 holders = self._pages.setdefault(page, {})
-                holders[slot] = holders.get(slot, 0) | 1 << tier
+                holders[slot] = holders.get(slot, 0) | given
 
     def remove(self, slot: int, tier: int, hashes: Hashes) -> None:
         with self._lock:
@@ -101,7 +107,13 @@ class PythonPageTable:
             for page in [page for page, holders in self._pages.items() if slot in holders]:
                 self._take(page, slot, tiers)
 
-    def apply(self, slot: int, payload: bytes) -> int:  # noqa: ARG002  the caller applies it event by event
+    def clear_told(self, slot: int, is_private: bool = False) -> None:
+        with self._lock:
+            for page, holders in list(self._pages.items()):
+                if bool(holders.get(slot, 0) & _PRIVATE) == is_private:
+                    self._take(page, slot, HELD)
+
+    def apply(self, slot: int, payload: bytes, is_private: bool = False) -> int:  # noqa: ARG002  the caller does, by event
         return -1
 
     def find(self, hashes: Hashes, found: npt.NDArray[np.int32]) -> None:
@@ -137,7 +149,7 @@ class PythonPageTable:
         if holders is None or slot not in holders:
             return
         holders[slot] &= ~tiers
-        if not holders[slot]:
+        if not holders[slot] & ALL:
             del holders[slot]
             if not holders:
                 del self._pages[page]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 
+from common.secrets import ClusterSecret, secret_in_use
 from router.index.global_index import digest_hashes
 from router.placement.placer import Placer
 from router.placement.policy import PlacementRequest
@@ -29,8 +30,10 @@ class RoomNumbers:
 class RoomRequests:
     """Hashes the prompts of one model."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, secret: ClusterSecret | None = None) -> None:
+        """`secret`: the cluster's, from which the names of tenants' pages are derived."""
         self._model = model
+        self._secret = secret
         self._seed = namespace_seed(model)  # of most requests
 
     def make(self, submission: Submission, placer: Placer) -> list[tuple[GenerateRequest, PlacementRequest]]:
@@ -45,7 +48,7 @@ class RoomRequests:
         for prompt in s.prompts:
             packed = pack_tokens(prompt)
             digests = page_digests(seed, packed, page_tokens) if page_tokens else []
-            hashes = digest_hashes(owned_digests(digests, s.tenant))
+            hashes = digest_hashes(owned_digests(digests, s.tenant, secret_in_use(self._secret)))
             # What is told of a prompt leaves with the first token: one worker computes both.
             alone = s.sampling.prompt_logprobs is not None or s.sampling.pooling is not None
             public = digest_hashes(digests) if s.tenant else None

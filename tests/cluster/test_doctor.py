@@ -95,7 +95,7 @@ def test_a_range_that_is_taken() -> None:
 def test_a_range_that_is_too_small() -> None:
     ports = {"events": PortsFree("20200-20209", 10, 10)}
     one = fault(findings({"ports": ports}, decode={"autoscaling_config": {"max_replicas": 6}}))
-    assert one.found == "ports.events 20200-20209: 10 of 10 free, 18 may be needed"
+    assert one.found == "ports.events 20200-20209: 10 of 10 free, 36 may be needed"
 
 
 def test_an_announced_address_that_is_not_reached() -> None:

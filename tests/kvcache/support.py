@@ -197,31 +197,45 @@ class HandMover:
 
 
 class Index:
-    """What a consumer believes of one tier: block name -> name of the block before it. Strict about what it
-    is told."""
+    """What a consumer of both streams believes of one tier: block name -> name of the block before it. Strict
+    about what it is told."""
 
     def __init__(self, medium: str = "GPU") -> None:
         self.medium = medium
-        self.blocks: dict[int, int | None] = {}
+        self.public: dict[int, int | None] = {}
+        self.private: dict[int, int | None] = {}
+        self._ever_public: set[int] = set()
 
-    def read(self, events: list[AnyEvent]) -> None:
+    @property
+    def blocks(self) -> dict[int, int | None]:
+        """Those of both streams."""
+        assert not self.public.keys() & self.private.keys()
+        return self.public | self.private
+
+    def read(self, public: Sequence[AnyEvent], private: Sequence[AnyEvent] = ()) -> None:
         """Apply events as they travel: through our encoder and plain msgpack."""
-        for event in msgpack.unpackb(encode_batch(0.0, events))[1]:
-            if event.get("medium", self.medium) == self.medium:
-                self.apply(event)
+        for events, blocks in ((public, self.public), (private, self.private)):
+            for event in msgpack.unpackb(encode_batch(0.0, events))[1]:
+                if event.get("medium", self.medium) == self.medium:
+                    self._apply(event, blocks)
 
-    def apply(self, event: dict[str, Any]) -> None:
-        """One decoded event."""
+    def _apply(self, event: dict[str, Any], blocks: dict[int, int | None]) -> None:
         if event["type"] == "AllBlocksCleared":
-            self.blocks.clear()
+            blocks.clear()
         elif event["type"] == "BlockRemoved":
             for name in event["block_hashes"]:
-                del self.blocks[name]
+                del blocks[name]
         else:
             parent = event["parent_block_hash"]
-            assert parent is None or parent in self.blocks or self.medium != "GPU", "an orphan"
-            assert len(event["token_ids"]) == len(event["block_hashes"]) * event["block_size"]
+            above = blocks.keys() | self._ever_public if blocks is self.private else blocks.keys()
+            assert parent is None or parent in above or self.medium != "GPU", "an orphan"
+            if blocks is self.private:
+                assert event["token_ids"] == []
+                assert not event.keys() & {"cache_salt", "extra_keys"}
+            else:
+                assert len(event["token_ids"]) == len(event["block_hashes"]) * event["block_size"]
+                self._ever_public.update(event["block_hashes"])
             for name in event["block_hashes"]:
-                assert name not in self.blocks, "stored twice"
-                self.blocks[name] = parent
+                assert name not in blocks, "stored twice"
+                blocks[name] = parent
                 parent = name

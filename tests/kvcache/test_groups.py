@@ -220,12 +220,12 @@ def test_ancestors_without_a_state_go_with_the_last_leaf() -> None:
     driver = drive("state")
     driver.run([*A, *B, 9], chunk=8)
     index = Index()
-    index.read(driver.memory.take_events())
+    index.read(*driver.memory.take_events())
     assert driver.memory.cache.tree.evict("state", 1) == 1
-    assert driver.memory.take_events() == [], "a dropped state is silent"
+    assert driver.memory.take_events() == ([], []), "a dropped state is silent"
     assert len(index.blocks) == 4
     assert driver.memory.cache.tree.evict("full", 1) == 4, "the leaf, and then A, which had no state left"
-    index.read(driver.memory.take_events())
+    index.read(*driver.memory.take_events())
     assert not index.blocks
     driver.check()
 
@@ -244,7 +244,7 @@ def test_a_leaf_that_loses_its_window_under_a_lock_goes_with_the_last_lock() -> 
     assert cached_tokens(built) == 8, "its full pages are locked"
     driver.finish(req, is_insert=False)
     assert cached_tokens(built) == 0
-    assert [event.block_hashes for event in built.take_events()] != []
+    assert [event.block_hashes for event in built.take_events().public] != []
     driver.check()
 
 

@@ -317,7 +317,7 @@ class GroupsMachine(Admissions):
         assert sorted(self.index.blocks) == sorted(names)
 
     def read_events(self) -> None:
-        self.index.read(self.memory.take_events())
+        self.index.read(*self.memory.take_events())
 
     def locks_are_where_they_should_be(self, node: TreeNode) -> None:
         free_leaf = node.is_resident and not node.resident_children and not node.lock_ref

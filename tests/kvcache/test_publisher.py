@@ -10,6 +10,7 @@ import pytest
 import zmq
 
 from kvcache.config import KVEventsConfig
+from kvcache.event_stream import EventStream
 from kvcache.publisher import EventPublisher
 from tests.support.members import SECRET, curve_of
 from wire.addresses import parse_address
@@ -70,8 +71,8 @@ def numbers_until(socket: zmq.Socket, last: int) -> list[int]:
 def test_batches_are_numbered_and_can_be_replayed(connect: Connect, secret: str | None) -> None:
     curve = curve_of(secret)
     with EventPublisher(KVEventsConfig(enable=True), curve) as publisher:
-        sub = connect(zmq.SUB, publisher.address, curve)
-        dealer = connect(zmq.DEALER, publisher.replay_address, curve)
+        sub = connect(zmq.SUB, publisher.public.address, curve)
+        dealer = connect(zmq.DEALER, publisher.public.replay_address, curve)
         publisher.publish([])
         publisher.publish([AllBlocksCleared()])
         assert [number for number, _ in replay(dealer, 0)] == [0]
@@ -96,13 +97,13 @@ def test_a_start_too_old_begins_with_the_oldest_kept(connect: Connect) -> None:
     with EventPublisher(KVEventsConfig(enable=True, buffer_batches=3)) as publisher:
         for number in range(5):
             publisher.publish([BlockRemoved([number], "GPU")])
-        dealer = connect(zmq.DEALER, publisher.replay_address)
+        dealer = connect(zmq.DEALER, publisher.public.replay_address)
         assert numbers_until(dealer, 4) == [2, 3, 4]
 
 
 def test_a_malformed_request_is_ignored_and_the_next_is_answered(connect: Connect) -> None:
     with EventPublisher(KVEventsConfig(enable=True)) as publisher:
-        dealer = connect(zmq.DEALER, publisher.replay_address)
+        dealer = connect(zmq.DEALER, publisher.public.replay_address)
         dealer.send_multipart([b"nonsense"])
         dealer.send_multipart([b"", b"short"])
         assert replay(dealer, 0) == []
@@ -111,13 +112,33 @@ def test_a_malformed_request_is_ignored_and_the_next_is_answered(connect: Connec
 def test_a_restart_binds_fresh_ports_and_closing_twice_is_fine() -> None:
     config = KVEventsConfig(enable=True)
     with EventPublisher(config) as first, EventPublisher(config) as second:
-        assert len({first.address, first.replay_address, second.address, second.replay_address}) == 4
+        streams = (first.public, first.private, second.public, second.private)
+        assert len({address for one in streams for address in (one.address, one.replay_address)}) == 8
     first.close()
+
+
+def test_public_and_private_events_have_streams_of_their_own(connect: Connect) -> None:
+    """Each has its numbers, its buffer and its subscribers; a gap in one is none in the other."""
+    with EventPublisher(KVEventsConfig(enable=True, buffer_batches=3)) as publisher:
+        public, private = (connect(zmq.DEALER, one.replay_address) for one in streams_of(publisher))
+        for number in range(5):
+            publisher.publish([BlockRemoved([number], "GPU")])
+        publisher.publish([], [BlockRemoved([-1], "GPU")])
+        publisher.publish([BlockRemoved([5], "GPU")], [BlockRemoved([-2], "GPU")])
+        assert numbers_until(public, 5) == [3, 4, 5]
+        assert numbers_until(private, 1) == [0, 1]
+        for dealer, sign in ((public, 1), (private, -1)):
+            for _, payload in replay(dealer, 0):
+                assert all(event["block_hashes"][0] * sign > 0 for event in msgpack.unpackb(payload)[1])
+
+
+def streams_of(publisher: EventPublisher) -> tuple[EventStream, EventStream]:
+    return publisher.public, publisher.private
 
 
 def test_the_full_buffer_is_replayed_whole(connect: Connect) -> None:
     with EventPublisher(KVEventsConfig(enable=True)) as publisher:
         for number in range(10_500):
             publisher.publish([BlockRemoved([number], "GPU")])
-        dealer = connect(zmq.DEALER, publisher.replay_address)
+        dealer = connect(zmq.DEALER, publisher.public.replay_address)
         assert numbers_until(dealer, 10_499) == list(range(500, 10_500))

@@ -77,7 +77,7 @@ def test_a_bigram_page_needs_one_token_more_and_reports_pairs() -> None:
     assert matched(built, [*range(8), 99], bigram) == 4, "parts in the last token, before any split"
     assert matched(built, range(8), bigram) == 4
     assert matched(built, range(9), bigram) == 8
-    (event,) = built.take_events()
+    (event,) = built.take_events().public
     assert event.token_ids == [[i, i + 1] for i in range(8)]
 
 
@@ -129,23 +129,27 @@ def test_evicting_one_tenants_copy_leaves_the_others() -> None:
     built, index = memory(), Index()
     for name in ("a", "b", ""):
         put(built, A + B, tenant=name)
-    index.read(built.take_events())
+    index.read(*built.take_events())
     built.cache.tree.evict("full", 2)
-    index.read(built.take_events())
+    index.read(*built.take_events())
     assert [matched(built, A + B, tenant=name) for name in ("a", "b", "")] == [0, len(A + B), len(A + B)]
     kept = [name for tenant in ("b", "") for name in reference_hashes(NAMESPACE, A + B, 4, tenant)]
     assert sorted(index.blocks) == sorted(kept)
 
 
-def test_events_name_the_tenant_and_no_event_names_none() -> None:
+def test_a_private_page_is_told_on_its_own_stream_by_nothing_but_names() -> None:
     built = memory()
-    put(built, A, tenant="a")
-    put(built, A)
-    mine, shared = msgpack.unpackb(encode_batch(0.0, built.take_events()))[1]
-    assert (mine["tenant"], mine["block_hashes"]) == ("a", reference_hashes(NAMESPACE, A, 4, "a"))
-    assert (list(mine)[-1], "tenant" in shared) == ("tenant", False)
-    assert shared["block_hashes"] == reference_hashes(NAMESPACE, A, 4)
-    assert mine["token_ids"] == shared["token_ids"]
+    salted = Namespace("model", extra_key="lora", cache_salt="s")
+    put(built, A, salted, tenant="a")
+    put(built, A, salted)
+    (shared,), (mine,) = (msgpack.unpackb(encode_batch(0.0, events))[1] for events in built.take_events())
+    assert mine == {
+        "type": "BlockStored", "block_hashes": reference_hashes(salted, A, 4, "a"),
+        "parent_block_hash": None, "token_ids": [], "block_size": 4, "lora_id": None, "medium": "GPU",
+        "lora_name": None,
+    }  # fmt: skip
+    assert shared["block_hashes"] == reference_hashes(salted, A, 4)
+    assert shared["token_ids"] == A
 
 
 def test_a_chunked_prefill_is_no_hit_on_itself() -> None:
@@ -237,7 +241,7 @@ def test_events_are_chained_by_the_written_definition_and_survive_splits() -> No
     put(built, A + B + C, salted)
     put(built, A + C, salted)
     put(built, A + B + C + A, salted)
-    first, second, third = built.take_events()
+    first, second, third = built.take_events().public
     assert third.parent_block_hash == first.block_hashes[-1], "the last page above, not the first"
     assert first.block_hashes == reference_hashes(salted, A + B + C, 4)
     assert first.parent_block_hash is None
@@ -246,7 +250,7 @@ def test_events_are_chained_by_the_written_definition_and_survive_splits() -> No
     assert second.block_hashes == reference_hashes(salted, A + C, 4)[1:]
     assert second.parent_block_hash == first.block_hashes[0]
     built.cache.tree.evict("full", 25)
-    removed = [name for event in built.take_events() for name in event.block_hashes]
+    removed = [name for event in built.take_events().public for name in event.block_hashes]
     assert sorted(removed) == sorted(first.block_hashes + second.block_hashes + third.block_hashes)
 
 
@@ -254,7 +258,7 @@ def test_hashes_are_computed_only_when_events_are_on() -> None:
     silent = memory(events=KVEventsConfig(enable=False))
     put(silent, A)
     assert [node.digests for node in silent.cache.tree.nodes()] == [None]
-    assert silent.take_events() == []
+    assert silent.take_events() == ([], [])
 
 
 def test_an_overflow_becomes_a_clear_and_a_snapshot(caplog: pytest.LogCaptureFixture) -> None:
@@ -263,14 +267,14 @@ def test_an_overflow_becomes_a_clear_and_a_snapshot(caplog: pytest.LogCaptureFix
     for name in range(6):
         put(built, [name] * 8)
         if name == 0:
-            index.read(built.take_events())
+            index.read(*built.take_events())
     built.cache.tree.evict("full", 2)
     assert caplog.text.count("not taken in time") == 1
-    index.read(built.take_events())
+    index.read(*built.take_events())
     expected = [name for i in range(1, 6) for name in reference_hashes(NAMESPACE, [i] * 8, 4)]
     assert sorted(index.blocks) == sorted(expected)
     built.cache.tree.evict("full", 2)
-    events = built.take_events()
+    events, _ = built.take_events()
     assert [type(event) for event in events] == [BlockRemoved], "what follows a snapshot is none"
     index.read(events)
     assert len(index.blocks) == 8
@@ -283,7 +287,7 @@ def test_a_tree_that_lost_everything_grows_again() -> None:
     assert built.allocator.available_pages() == 64
     assert cached_tokens(built) == 0
     index = Index()
-    index.read(built.take_events())
+    index.read(*built.take_events())
     assert not index.blocks
     put(built, A)
     assert matched(built, A) == 4

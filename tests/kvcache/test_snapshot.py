@@ -32,7 +32,7 @@ def test_a_snapshot_is_of_its_moment_whatever_the_tree_does_then() -> None:
     built = memory()
     put(built, range(16))
     put(built, range(100, 140))
-    snapshot = built.snapshot()
+    snapshot = built.snapshot().public
     before = [event for batch in snapshot.batches(1) for event in batch]
     put(built, [*range(8), *range(50, 58)])  # splits
     built.cache.tree.evict("full", 10)
@@ -48,7 +48,7 @@ def test_a_snapshot_has_no_more_batches_than_it_may(sizes: list[int], at_most: i
     built = memory(1, 512)
     for i, size in enumerate(sizes):
         put(built, [1000 + i] * size)
-    snapshot = built.snapshot()
+    snapshot = built.snapshot().public
     with mock.patch("kvcache.snapshot._BATCH_PAGES", 1):
         batches = list(snapshot.batches(at_most))
     assert 1 <= len(batches) <= at_most
@@ -63,7 +63,7 @@ def test_a_large_tree_comes_in_batches_of_a_bounded_size() -> None:
     built = memory(1, 20_000)
     for i in range(30):
         put(built, [i] * 600)
-    snapshot = built.snapshot()
+    snapshot = built.snapshot().public
     pages = [
         sum(len(event.block_hashes) for event in batch if isinstance(event, BlockStored))
         for batch in snapshot.batches(10_000)
@@ -73,7 +73,7 @@ def test_a_large_tree_comes_in_batches_of_a_bounded_size() -> None:
 
 
 def test_who_comes_too_late_gets_all_that_is_cached_and_then_what_follows() -> None:
-    with TreeWorker(buffer_batches=4) as worker, Replay(worker.publisher.replay_address) as replay:
+    with TreeWorker(buffer_batches=4) as worker, Replay(worker.publisher.public.replay_address) as replay:
         for i in range(12):
             worker.put([i] * 8)
         worker.evict(24)
@@ -95,7 +95,7 @@ def test_the_numbers_of_a_snapshot_lie_above_what_the_peer_has(buffer: int) -> N
     """One batch would hold it; with this many pages it has as many as there may be."""
     with (
         TreeWorker(buffer_batches=buffer, page_size=1, pages=40_000) as worker,
-        Replay(worker.publisher.replay_address) as replay,
+        Replay(worker.publisher.public.replay_address) as replay,
     ):
         for i in range(10):
             worker.put([i] * 3000)
@@ -113,7 +113,7 @@ def test_peers_that_wait_share_one_snapshot() -> None:
     with EventPublisher(config, None, wanted.release) as publisher, ExitStack() as cleanup:
         for number in range(5):
             publisher.publish([BlockRemoved([number], "GPU")])
-        peers = [cleanup.enter_context(Replay(publisher.replay_address)) for _ in range(3)]
+        peers = [cleanup.enter_context(Replay(publisher.public.replay_address)) for _ in range(3)]
         for peer in peers:
             peer.send(0)
             peer.send(1)
@@ -121,26 +121,26 @@ def test_peers_that_wait_share_one_snapshot() -> None:
             assert wanted.acquire(timeout=SECONDS)
         assert publisher.snapshot_wanted
         put(built, range(8))
-        publisher.publish_snapshot(built.snapshot())
+        publisher.publish_snapshot(*built.snapshot())
         assert not publisher.snapshot_wanted
         answers = [peer.receive() for peer in peers]
         assert all(answer == answers[0] for answer in answers)
         assert len(names_in([*answers[0].values()])) == 2
-        assert publisher.snapshots == 1
-        publisher.publish_snapshot(built.snapshot())
+        assert publisher.public.snapshots == 1
+        publisher.publish_snapshot(*built.snapshot())
         for peer in peers:
             assert list(peer.ask(3)) == [3, 4], "each peer was answered once"
-        assert publisher.snapshots == 1, "nobody waits any more"
+        assert publisher.public.snapshots == 1, "nobody waits any more"
 
 
 def test_a_snapshot_nobody_waits_for_is_not_sent() -> None:
     with EventPublisher(KVEventsConfig(enable=True, buffer_batches=2), None, lambda: None) as publisher:
-        publisher.publish_snapshot(TreeSnapshot(4, []))
+        publisher.publish_snapshot(TreeSnapshot(4, []), TreeSnapshot(4, []))
         publisher.publish([AllBlocksCleared()])
-        with Replay(publisher.replay_address) as replay:
+        with Replay(publisher.public.replay_address) as replay:
             assert list(replay.ask(2**64 - 1)) == []
             assert list(replay.ask(0)) == [0]
-        assert publisher.snapshots == 0
+        assert publisher.public.snapshots == 0
 
 
 OPERATIONS = st.one_of(
@@ -165,7 +165,7 @@ def test_replays_and_snapshots_say_what_the_tree_holds(
     for what it lacks after each operation, loses what it knows, or joins anew."""
     with TreeWorker(buffer, pages=64, specs=groups("state")) as worker:
         driver = Driver(worker.memory)
-        replay = Replay(worker.publisher.replay_address)
+        replay = Replay(worker.publisher.public.replay_address)
         consumer, expected = Index(), 0
         for what, first, second in [*operations, ("read", None, None)]:
             with worker.turn() as built:

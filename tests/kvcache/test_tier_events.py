@@ -44,7 +44,8 @@ class Scene:
             self.tiers.poll()
 
     def read(self) -> list[AnyEvent]:
-        events = self.built.take_events()
+        events, private = self.built.take_events()
+        assert private == []
         for index in self.indexes.values():
             index.read(events)
         return events
@@ -52,7 +53,7 @@ class Scene:
     def told(self) -> dict[str, set[int]]:
         """The pages in each tier: what all events have said, which is what a snapshot says now."""
         self.read()
-        snapshot = list(self.built.snapshot().batches(at_most=2))
+        snapshot = list(self.built.snapshot().public.batches(at_most=2))
         for medium, index in self.indexes.items():
             late = Index(medium)
             for events in snapshot:

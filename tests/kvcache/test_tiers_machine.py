@@ -136,7 +136,7 @@ class TiersMachine(GroupsMachine):
         events = self.memory.take_events()
         indexes = self.index, self.host_index, self.storage_index
         for index in indexes:
-            index.read(events)
+            index.read(*events)
         names, stored, seen = [], [], self.contents
         assert isinstance(seen, LabelledContents)
         for node in self.cache.tree.nodes():
@@ -154,11 +154,13 @@ class TiersMachine(GroupsMachine):
 
     def snapshots_say_the_same(self, indexes: Sequence[Index]) -> None:
         """Who comes too late learns of each tier what the events have said."""
-        batches = list(self.memory.snapshot().batches(at_most=3))
+        public, private = (list(part.batches(at_most=3)) for part in self.memory.snapshot())
         for index in indexes:
             late = Index(index.medium)
-            for batch in batches:
+            for batch in public:
                 late.read(batch)
+            for batch in private:
+                late.read((), batch)
             assert late.blocks.keys() == index.blocks.keys()
             # Where tenants share, what follows a page that became public was told under its old name.
             assert self.memory.promotion is not None or late.blocks == index.blocks

@@ -200,7 +200,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @invariant()
     def events_rebuild_the_tree(self) -> None:
-        self.index.read(self.memory.take_events())
+        self.index.read(*self.memory.take_events())
         names: list[int] = []
         for node in self.tree.nodes():
             tokens = np.frombuffer(b"".join(step.tokens for step in node.path()), np.int32).tolist()

@@ -70,8 +70,8 @@ def blocks(indexer: httpx.Client) -> int:
 
 
 def held(worker: TreeWorker, prompt: list[int]) -> int:
-    """Tokens of a prompt that the worker does hold."""
-    pages, chain = worker.pages(), Chain("model", "", "")
+    """Tokens of a prompt that the worker does hold, for everybody."""
+    pages, chain = worker.public_pages(), Chain("model", "", "")
     length = 0
     while length + PAGE <= len(prompt) and chain.add(tuple(prompt[length : length + PAGE])) in pages:
         length += PAGE
@@ -88,6 +88,7 @@ def test_dynamo_reads_our_stream_without_loss(indexer: httpx.Client, buffer: int
             shared = rng.choice(prompts)[: rng.randrange(20)] if prompts else []
             prompts.append([*shared, *(rng.randrange(1000) for _ in range(rng.randrange(4, 40)))])
             worker.put(prompts[-1])
+            worker.put([7, *prompts[-1]], "ada")  # on the stream of private pages, which it does not read
             if turn % 4 == 3:
                 worker.evict(60)
 
@@ -98,11 +99,11 @@ def test_dynamo_reads_our_stream_without_loss(indexer: httpx.Client, buffer: int
             assert time.monotonic() < deadline, "Dynamo believes something else"
             turns(worker, 1)
             time.sleep(0.1)  # between batches, not instead of an event: it tells nobody when it has read one
-        wait_until(lambda: blocks(indexer) == len(worker.pages()))
+        wait_until(lambda: blocks(indexer) == len(worker.public_pages()))
 
-    with TreeWorker(buffer) as worker, LossyProxy(worker.publisher.address, 0.0, 1) as proxy:
+    with TreeWorker(buffer) as worker, LossyProxy(worker.addresses["events"], 0.0, 1) as proxy:
         turns(worker, 10)
-        addresses = {"endpoint": proxy.address, "replay_endpoint": worker.publisher.replay_address}
+        addresses = {"endpoint": proxy.address, "replay_endpoint": worker.addresses["replay"]}
         joined = indexer.post(
             "/register", json={"instance_id": WORKER, "model_name": "m", "block_size": PAGE, **addresses}
         )
@@ -113,5 +114,5 @@ def test_dynamo_reads_our_stream_without_loss(indexer: httpx.Client, buffer: int
         wait_until(lambda: proxy.lost > 0)
         proxy.loss = 0.0
         agree(worker)
-        assert bool(worker.publisher.snapshots) == (buffer == 4)
+        assert bool(worker.publisher.public.snapshots) == (buffer == 4)
         assert any(0 < held(worker, prompt) < len(prompt) // PAGE * PAGE for prompt in prompts)

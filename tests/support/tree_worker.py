@@ -9,15 +9,20 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+from common.secrets import ClusterSecret, secret_in_use
 from kvcache.config import KVEventsConfig
 from kvcache.layout import GroupSpec
 from kvcache.memory import Memory
 from kvcache.publisher import EventPublisher
+from kvcache.tenancy.config import TenancyConfig
+from kvcache.tree_node import TreeNode
 from tests.kvcache.support import SPEC, memory, put
 from wire.page_hash import event_hashes, owned_digests
+
+NO_SHARING = TenancyConfig()
 
 
 class TreeWorker:
@@ -30,14 +35,24 @@ class TreeWorker:
         pages: int = 4096,
         specs: Sequence[GroupSpec] = (SPEC,),
         max_queued_events: int = 100_000,
+        secret: ClusterSecret | None = None,
+        tenancy: TenancyConfig = NO_SHARING,
     ) -> None:
-        config = KVEventsConfig(True, buffer_batches=buffer_batches, max_queued_events=max_queued_events)
-        self.memory = memory(page_size, pages, specs=specs, events=config)
+        self._secret = secret
+        config = KVEventsConfig(
+            True, buffer_batches=buffer_batches, max_queued_events=max_queued_events, secret=secret
+        )
+        self.memory = memory(page_size, pages, specs=specs, events=config, tenancy=tenancy)
         self.deaf = False  # as an engine in a long forward: no snapshot is given
         self._wanted = threading.Event()
         self._closing = False
         self._lock = threading.Lock()
         self.publisher = EventPublisher(config, None, self._wanted.set)
+        public, private = self.publisher.public, self.publisher.private
+        self.addresses = {  # as in a worker's record
+            "events": public.address, "replay": public.replay_address,
+            "private_events": private.address, "private_replay": private.replay_address,
+        }  # fmt: skip
         self._thread = threading.Thread(target=self._give_snapshots, daemon=True)
         self._thread.start()
 
@@ -64,12 +79,23 @@ class TreeWorker:
 
     def pages(self) -> set[int]:
         """The names of what the tree holds, under the lock: all of it has been published."""
+        return self.public_pages() | self.private_pages()
+
+    def public_pages(self) -> set[int]:
+        """Those of public pages."""
+        return self._names(lambda node: not node.tenant)
+
+    def private_pages(self) -> set[int]:
+        """Those of private pages."""
+        return self._names(lambda node: bool(node.tenant))
+
+    def _names(self, chosen: Callable[[TreeNode], bool]) -> set[int]:
+        size, secret = self.memory.page_size, secret_in_use(self._secret)
         with self._lock:
-            size = self.memory.page_size
             return {
                 name
-                for node in self.memory.cache.tree.nodes()
-                for name in event_hashes(owned_digests(node.page_digests(size), node.tenant))
+                for node in filter(chosen, self.memory.cache.tree.nodes())
+                for name in event_hashes(owned_digests(node.page_digests(size), node.tenant, secret))
             }
 
     def close(self) -> None:
@@ -85,9 +111,9 @@ class TreeWorker:
         self.close()
 
     def _publish(self) -> None:
-        self.publisher.publish(self.memory.take_events())
+        self.publisher.publish(*self.memory.take_events())
         if self.publisher.snapshot_wanted and not self.deaf:
-            self.publisher.publish_snapshot(self.memory.snapshot())
+            self.publisher.publish_snapshot(*self.memory.snapshot())
 
     def _give_snapshots(self) -> None:
         while not self._closing:
@@ -103,14 +129,13 @@ def say(answer: object) -> None:
 
 
 def main() -> None:
-    """Lines of JSON: `{"put": [tokens]}` or `{"evict": tokens}` in, the tree's pages out."""
+    """Lines of JSON: `{"put": [tokens], "tenant": name}` or `{"evict": tokens}` in, the tree's pages out."""
     with TreeWorker(buffer_batches=int(sys.argv[1])) as worker:
-        addresses = {"events": worker.publisher.address, "replay": worker.publisher.replay_address}
-        say(addresses)
+        say(worker.addresses)
         for line in sys.stdin:
             command = json.loads(line)
             if "put" in command:
-                worker.put(command["put"])
+                worker.put(command["put"], command.get("tenant", ""))
             else:
                 worker.evict(command["evict"])
             say(sorted(worker.pages()))

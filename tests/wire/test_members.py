@@ -177,14 +177,16 @@ class Recorder:
 
 @pytest.mark.parametrize("reader", [OTHER_SECRET, None])
 @pytest.mark.parametrize("kind", [zmq.SUB, zmq.DEALER])
-def test_strangers_read_no_events(kind: int, reader: str | None) -> None:
+@pytest.mark.parametrize("stream", ["public", "private"])
+def test_strangers_read_no_events(stream: str, kind: int, reader: str | None) -> None:
     with EventPublisher(KVEventsConfig(enable=True), curve_of()) as publisher:
-        address = publisher.address if kind == zmq.SUB else publisher.replay_address
+        chosen = getattr(publisher, stream)
+        address = chosen.address if kind == zmq.SUB else chosen.replay_address
         with reading(kind, reader, address) as stranger, reading(kind, SECRET, address) as friend:
             deadline = time.monotonic() + WAIT_S
             while not friend.poll(50):
                 assert time.monotonic() < deadline, "a member reads"
-                publisher.publish([AllBlocksCleared()])
+                publisher.publish([AllBlocksCleared()], [AllBlocksCleared()])
                 if kind == zmq.DEALER:
                     friend.send_multipart([b"", bytes(8)])
                     with suppress(zmq.Again):  # a refused connection takes nothing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import hmac
 
 import pytest
 
@@ -63,5 +64,11 @@ def test_a_tenants_copies_have_names_of_their_own_and_without_a_tenant_nothing_c
     assert owned_digests(digests, "ß") == [
         hashlib.blake2b(d, key=key, digest_size=32).digest() for d in digests
     ]
+    for secret in (b"one", b"two"):
+        derived = hmac.digest(secret, b"baton event names 1" + "ß".encode(), "sha256")
+        assert owned_digests(digests, "ß", secret) == [
+            hashlib.blake2b(d, key=derived, digest_size=32).digest() for d in digests
+        ]
+        assert owned_digests(digests, "", secret) is digests
     names = {name for tenant in ("", "a", "b", "ß") for name in event_hashes(owned_digests(digests, tenant))}
     assert len(names) == 4 * len(digests)

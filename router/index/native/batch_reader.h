@@ -180,7 +180,8 @@ class EventReader {
       if (!reader_.text(name) || !field(name, event)) return false;
     }
     event.count = pages_.size() - event.first;
-    if (event.kind == Event::kStored) return has(kHashes | kTokens | kSize) && tokens_ == event.count * size_;
+    const bool whole = tokens_ == 0 || tokens_ == event.count * size_;  // private pages are told without tokens
+    if (event.kind == Event::kStored) return has(kHashes | kTokens | kSize) && whole;
     return event.kind == Event::kCleared || (event.kind == Event::kRemoved && has(kHashes));
   }
 
@@ -204,8 +205,7 @@ class EventReader {
     uint64_t ignored;
     Text text;
     if (name.is("parent_block_hash") || name.is("lora_id")) return reader_.nil() || reader_.integer(ignored);
-    if (name.is("lora_name") || name.is("cache_salt") || name.is("tenant"))
-      return reader_.nil() || reader_.text(text);
+    if (name.is("lora_name") || name.is("cache_salt")) return reader_.nil() || reader_.text(text);
     if (name.is("group_idx") || name.is("kv_cache_spec_kind")) return reader_.nil();  // Python knows which counts
     if (name.is("extra_keys")) return reader_.nil() || (reader_.array(ignored) && reader_.skip(ignored));
     return reader_.skip(1);

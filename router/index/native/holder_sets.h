@@ -1,5 +1,5 @@
-// The holders of pages: interned sets of (slot, mask of tiers). So a page needs one number for any number of
-// workers, and pages that were inserted together share a set.
+// The holders of pages: interned sets of (slot, mask of tiers and a mark). So a page needs one number for any number
+// of workers, and pages that were inserted together share a set.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -17,7 +17,9 @@ constexpr Tiers kAllTiers = (1u << kTiers) - 1;
 constexpr Tiers kHeldTiers = 0b0111;  // all but EXPECTED
 constexpr Tiers kDevice = 0b0001;
 constexpr Tiers kExpected = 0b1000;
-constexpr Slot kMaxSlot = (1u << 28) - 1;
+constexpr Tiers kPrivate = 0b10000;  // a mark beside the tiers: the page was told among the worker's private ones
+constexpr int kHolderBits = kTiers + 1;
+constexpr Slot kMaxSlot = (1u << (32 - kHolderBits)) - 1;
 
 inline uint64_t mixed(uint64_t value) {
   value = (value ^ (value >> 33)) * 0xFF51AFD7ED558CCDull;
@@ -28,18 +30,22 @@ inline uint64_t mixed(uint64_t value) {
 // One member of a set. Sets are sorted by member, and so by slot.
 struct Holder {
   uint32_t code;
-  Holder(Slot slot, Tiers tiers) : code(slot << kTiers | tiers) {}
-  Slot slot() const { return code >> kTiers; }
+  Holder(Slot slot, Tiers marked) : code(slot << kHolderBits | marked) {}
+  Slot slot() const { return code >> kHolderBits; }
   Tiers tiers() const { return code & kAllTiers; }
+  Tiers marked() const { return code & (kAllTiers | kPrivate); }
   bool operator==(Holder other) const { return code == other.code; }
 };
 
-// A change to one slot's tiers in a set.
+// A change to one slot's tiers and mark in a set. The mark goes with the last tier.
 struct Change {
   Slot slot;
   Tiers taken;
   Tiers given;
-  Tiers of(Tiers tiers) const { return (tiers & ~taken) | given; }
+  Tiers of(Tiers marked) const {
+    const Tiers left = (marked & ~taken) | given;
+    return left & kAllTiers ? left : 0;
+  }
   bool operator==(const Change& other) const {
     return slot == other.slot && taken == other.taken && given == other.given;
   }
@@ -62,7 +68,7 @@ class HolderSets {
   // The set that `id` becomes, or kEmptySet when no member is left. A set lives until its last page is dropped, so
   // the caller must give it pages before it asks for the next set.
   SetId changed(SetId id, const Change& change) {
-    Step& step = steps_[mixed(uint64_t{id} << 32 | change.slot << 8 | change.taken << 4 | change.given) % kSteps];
+    Step& step = steps_[mixed(uint64_t{id} << 32 | change.slot << 10 | change.taken << 5 | change.given) % kSteps];
     if (step.from == id && step.from_life == sets_[id].life && step.change == change &&
         step.to_life == sets_[step.to].life)
       return step.to;
@@ -79,15 +85,17 @@ class HolderSets {
     if (set.pages == 0 && id != kEmptySet) release(id);
   }
 
-  // Removes a slot from every set, in these tiers. Sets change in place, so that pages need not be visited. Two
-  // sets may then have the same members, and `computed` finds only one of them. Returns the number of pages that
-  // no worker holds any more.
-  uint64_t forget(Slot slot, Tiers tiers) {
+  // Removes a slot from every set, in these tiers, where `chosen(holder)` is true. Sets change in place, so that pages
+  // need not be visited. Two sets may then have the same members, and `computed` finds only one of them. Returns the
+  // number of pages that no worker holds any more.
+  template <typename Chosen>
+  uint64_t forget(Slot slot, Tiers tiers, Chosen chosen) {
     const Change change{slot, tiers, 0};
     uint64_t dead = 0;
     for (SetId id = 1; id < sets_.size(); ++id) {
       const auto place = lower(sets_[id].members, slot);
       if (place == sets_[id].members.end() || place->slot() != slot || !(place->tiers() & tiers)) continue;
+      if (!chosen(*place)) continue;
       retire(id);
       apply(sets_[id].members, change);
       if (sets_[id].members.empty()) dead += sets_[id].pages;
@@ -150,17 +158,17 @@ class HolderSets {
   static void apply(Members& members, const Change& change) {
     const auto place = lower(members, change.slot);
     const bool there = place != members.end() && place->slot() == change.slot;
-    const Tiers tiers = change.of(there ? place->tiers() : 0);
+    const Tiers marked = change.of(there ? place->marked() : 0);
     const auto at = members.begin() + (place - members.begin());
-    if (there && tiers) *at = Holder(change.slot, tiers);
+    if (there && marked) *at = Holder(change.slot, marked);
     else if (there) members.erase(at);
-    else if (tiers) members.insert(at, Holder(change.slot, tiers));
+    else if (marked) members.insert(at, Holder(change.slot, marked));
   }
 
   SetId computed(SetId id, const Change& change) {
     const auto place = lower(sets_[id].members, change.slot);
     const bool there = place != sets_[id].members.end() && place->slot() == change.slot;
-    const Tiers before = there ? place->tiers() : 0;
+    const Tiers before = there ? place->marked() : 0;
     if (change.of(before) == before) return id;
     const SetId made = fresh_id();
     Members& members = sets_[made].members;

@@ -65,6 +65,16 @@ bool check_count(Py_ssize_t given, Py_ssize_t wanted) {
   return given == wanted;
 }
 
+// `wanted` arguments, the last of which is a truth value and may be left out: false.
+bool parse_last_truth(PyObject* const* args, Py_ssize_t given, Py_ssize_t wanted, bool& value) {
+  value = false;
+  if (given == wanted - 1) return true;
+  if (!check_count(given, wanted)) return false;
+  const int truth = PyObject_IsTrue(args[wanted - 1]);
+  value = truth > 0;
+  return truth >= 0;
+}
+
 bool parse(PyObject* argument, uint32_t most, const char* rule, uint32_t& value) {
   const long number = PyLong_AsLong(argument);
   if (number == -1 && PyErr_Occurred()) return false;
@@ -80,7 +90,7 @@ struct Object {
 baton::PageTable& table_of(PyObject* self) { return *reinterpret_cast<Object*>(self)->table; }
 
 bool parse_slot(PyObject* argument, baton::Slot& slot) {
-  return parse(argument, baton::kMaxSlot, "a slot is a number from 0 to 2**28 - 1", slot);
+  return parse(argument, baton::kMaxSlot, "a slot is a number from 0 to 2**27 - 1", slot);
 }
 
 bool parse_slot_and_tiers(PyObject* const* args, Py_ssize_t given, baton::Slot& slot, baton::Tiers& tiers) {
@@ -94,25 +104,28 @@ bool check_hashes(const Buffer& hashes) {
 
 using Write = void (baton::PageTable::*)(baton::Slot, baton::Tiers, const uint64_t*, size_t);
 
-PyObject* write(PyObject* self, PyObject* const* args, Py_ssize_t given, Write change) {
+PyObject* write(PyObject* self, PyObject* const* args, baton::Tiers mark, Write change) {
   baton::Slot slot;
   uint32_t tier;
-  if (!check_count(given, 3) || !parse_slot(args[0], slot)) return nullptr;
+  if (!parse_slot(args[0], slot)) return nullptr;
   if (!parse(args[1], baton::kTiers - 1, "a tier is a number from 0 to 3", tier)) return nullptr;
   const Buffer hashes(args[2], PyBUF_ND);
   if (!check_hashes(hashes)) return nullptr;
   return guarded([&] {
-    (table_of(self).*change)(slot, 1u << tier, static_cast<const uint64_t*>(hashes->buf), hashes->shape[0]);
+    (table_of(self).*change)(slot, 1u << tier | mark, static_cast<const uint64_t*>(hashes->buf), hashes->shape[0]);
     return Py_None;
   });
 }
 
 PyObject* store(PyObject* self, PyObject* const* args, Py_ssize_t given) {
-  return Py_XNewRef(write(self, args, given, &baton::PageTable::store));
+  bool is_private;
+  if (!parse_last_truth(args, given, 4, is_private)) return nullptr;
+  return Py_XNewRef(write(self, args, is_private ? baton::kPrivate : 0, &baton::PageTable::store));
 }
 
 PyObject* remove(PyObject* self, PyObject* const* args, Py_ssize_t given) {
-  return Py_XNewRef(write(self, args, given, &baton::PageTable::remove));
+  if (!check_count(given, 3)) return nullptr;
+  return Py_XNewRef(write(self, args, 0, &baton::PageTable::remove));
 }
 
 PyObject* clear(PyObject* self, PyObject* const* args, Py_ssize_t given) {
@@ -126,16 +139,28 @@ PyObject* clear(PyObject* self, PyObject* const* args, Py_ssize_t given) {
   }));
 }
 
+PyObject* clear_told(PyObject* self, PyObject* const* args, Py_ssize_t given) {
+  baton::Slot slot;
+  bool is_private;
+  if (!parse_last_truth(args, given, 2, is_private) || !parse_slot(args[0], slot)) return nullptr;
+  return Py_XNewRef(guarded([&] {
+    const WithoutGil released;
+    table_of(self).clear_told(slot, is_private);
+    return Py_None;
+  }));
+}
+
 PyObject* apply(PyObject* self, PyObject* const* args, Py_ssize_t given) {
   baton::Slot slot;
-  if (!check_count(given, 2) || !parse_slot(args[0], slot)) return nullptr;
+  bool is_private;
+  if (!parse_last_truth(args, given, 3, is_private) || !parse_slot(args[0], slot)) return nullptr;
   const Buffer payload(args[1], PyBUF_SIMPLE);
   if (!payload) return nullptr;
   return guarded([&] {
     int64_t events;
     {
       const WithoutGil released;
-      events = table_of(self).apply(slot, static_cast<const uint8_t*>(payload->buf), payload->len);
+      events = table_of(self).apply(slot, static_cast<const uint8_t*>(payload->buf), payload->len, is_private);
     }
     return PyLong_FromLongLong(events);
   });
@@ -202,7 +227,7 @@ void destroy(PyObject* self) {
 
 #define FAST(name) {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(name)), METH_FASTCALL, nullptr}
 PyMethodDef methods[] = {
-    FAST(store), FAST(remove), FAST(clear), FAST(apply), FAST(find), FAST(held),
+    FAST(store), FAST(remove), FAST(clear), FAST(clear_told), FAST(apply), FAST(find), FAST(held),
     {"nbytes", nbytes, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

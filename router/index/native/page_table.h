@@ -108,25 +108,26 @@ class PageTable {
     sweep();
   }
 
-  // Takes time in proportion to the number of sets, not of pages.
+  // These take time in proportion to the number of sets, not of pages.
   void clear(Slot slot, Tiers tiers) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    live_ -= sets_.forget(slot, tiers);
-    sweep();
+    forget(slot, tiers, [](Holder) { return true; });
+  }
+  void clear_told(Slot slot, bool is_private) {
+    forget(slot, kHeldTiers, [is_private](Holder holder) { return !(holder.marked() & kPrivate) != is_private; });
   }
 
   // What pages lose that leave these tiers: those that were on the device had come, and are not expected any more.
   static Tiers left(Tiers tiers) { return tiers & kDevice ? tiers | kExpected : tiers; }
 
   // Applies a batch. Returns the number of events, or -1 if nothing has changed. `find` may run between two events.
-  int64_t apply(Slot slot, const uint8_t* payload, size_t size) {
+  int64_t apply(Slot slot, const uint8_t* payload, size_t size, bool is_private) {
     const Batch batch = read_batch(payload, size);
     if (!batch.understood) return -1;
     for (const Event& event : batch.events) {
       const uint64_t* pages = batch.pages.data() + event.first;
-      if (event.kind == Event::kStored) store(slot, event.tiers, pages, event.count);
+      if (event.kind == Event::kStored) store(slot, event.tiers | (is_private ? kPrivate : 0), pages, event.count);
       else if (event.kind == Event::kRemoved) remove(slot, left(event.tiers), pages, event.count);
-      else clear(slot, kHeldTiers);
+      else clear_told(slot, is_private);
     }
     return batch.events_read;
   }
@@ -220,6 +221,13 @@ class PageTable {
       sets.drop_pages(from, moved);
     }
   };
+
+  template <typename Chosen>
+  void forget(Slot slot, Tiers tiers, Chosen chosen) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    live_ -= sets_.forget(slot, tiers, chosen);
+    sweep();
+  }
 
   template <typename EntryOf>
   void change_pages(const Change& change, const uint64_t* pages, size_t count, EntryOf entry_of) {

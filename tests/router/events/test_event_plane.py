@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import json
 import random
+import secrets
 import subprocess
 import sys
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from common.secrets import open_secret
+from kvcache.tenancy.config import TenancyConfig
 from router.events import feed as event_feed
 from router.events.event_plane import EventPlane
 from router.index.global_index import GlobalIndex
 from tests.router.conftest import ROOT, wait_until
 from tests.router.directory.test_directory import record
+from tests.support.kv_events_reader import Pages, Replay
 from tests.support.raw_publisher import LossyProxy, RawPublisher
 from tests.support.tree_worker import TreeWorker
 from wire.events import AllBlocksCleared, BlockRemoved, BlockStored
-from wire.page_hash import event_hash, namespace_seed, page_digests
+from wire.page_hash import event_hash, event_hashes, namespace_seed, owned_digests, page_digests
 
 SOON_S = 1.0
+SHARING = TenancyConfig(2, secret=b"s")
 
 
 def stored(*hashes: int, medium: str | None = "GPU") -> BlockStored:
@@ -38,11 +44,12 @@ class Seen:
         self.plane = EventPlane(self.index, None)
 
     def follow(self, publisher: Any, worker: str = "w", incarnation: int = 1, **fields: Any) -> None:
-        """Follow anything that has addresses."""
-        addresses = {
-            "events": getattr(publisher, "events", None) or publisher.address,
-            "replay": getattr(publisher, "replay", None) or publisher.replay_address,
-        }
+        """Follow a publisher, or all streams of a worker."""
+        addresses = (
+            {"events": publisher.events, "replay": publisher.replay}
+            if isinstance(publisher, RawPublisher)
+            else publisher.addresses
+        )
         self.plane.follow(record(worker, incarnation, **{**addresses, **fields}))
 
     def wait_for(self, pages: set[int], worker: str = "w", timeout_s: float = 10.0) -> None:
@@ -195,14 +202,23 @@ def test_an_address_that_is_none_harms_nobody(
 # -- trees --------------------------------------------------------------------------------------------------
 
 
-def busy(worker: TreeWorker, rng: random.Random, turns: int) -> None:
-    """Prompts with shared prefixes come, and pages go."""
+TENANTS = ("", "", "ada", "bob", "eve")
+
+
+def busy(worker: TreeWorker, rng: random.Random, turns: int, tenants: Sequence[str] = TENANTS) -> None:
+    """Prompts with shared prefixes come, and pages go and become public."""
     for _ in range(turns):
-        if rng.random() < 0.3:
+        what = rng.random()
+        if what < 0.25:
             worker.evict(rng.randrange(1, 200))
+        elif what < 0.35 and worker.memory.promotion is not None:
+            with worker.turn() as built:
+                assert built.promotion is not None
+                built.promotion.end_epoch()
         else:
             shared = [rng.randrange(3)] * rng.randrange(0, 60)
-            worker.put([*shared, *(rng.randrange(1000) for _ in range(rng.randrange(4, 40)))])
+            own = [rng.randrange(1000) for _ in range(rng.randrange(4, 40))]
+            worker.put([*shared, *own], rng.choice(tenants))
 
 
 def agree(seen: Seen, workers: dict[str, TreeWorker]) -> None:
@@ -215,9 +231,12 @@ def agree(seen: Seen, workers: dict[str, TreeWorker]) -> None:
 @contextmanager
 def lossy(worker: TreeWorker, loss: float, seed: int) -> Iterator[dict[str, str]]:
     """Addresses of a worker whose live events are lost now and then."""
-    with LossyProxy(worker.publisher.address, loss, seed) as proxy:
-        yield {"events": proxy.address, "replay": worker.publisher.replay_address}
-        assert proxy.lost or not loss
+    with (
+        LossyProxy(worker.addresses["events"], loss, seed) as public,
+        LossyProxy(worker.addresses["private_events"], loss, seed + 1) as private,
+    ):
+        yield {**worker.addresses, "events": public.address, "private_events": private.address}
+        assert public.lost or not loss
 
 
 @pytest.mark.parametrize("buffer", [10_000, 4, 1])
@@ -225,11 +244,11 @@ def test_whatever_is_lost_the_index_is_the_union_of_the_trees(seen: Seen, buffer
     """Three workers: one loses nothing, two lose some and much, within their buffers and beyond."""
     rng = random.Random(buffer)
     with ExitStack() as cleanup:
-        workers = {name: cleanup.enter_context(TreeWorker(buffer)) for name in "abc"}
+        workers = {name: cleanup.enter_context(TreeWorker(buffer, tenancy=SHARING)) for name in "abc"}
         for loss, (name, worker) in zip((0.0, 0.2, 0.9), workers.items(), strict=True):
             busy(worker, rng, 5)
             addresses = cleanup.enter_context(lossy(worker, loss, buffer))
-            seen.follow(worker.publisher, name, **addresses)
+            seen.follow(worker, name, **addresses)
         for _ in range(3):
             for worker in workers.values():
                 busy(worker, rng, 30)
@@ -243,14 +262,14 @@ def test_whatever_is_lost_the_index_is_the_union_of_the_trees(seen: Seen, buffer
 def test_a_router_that_joins_late_knows_everything_soon(seen: Seen) -> None:
     with TreeWorker(buffer_batches=4) as worker:
         busy(worker, random.Random(1), 60)
-        seen.follow(worker.publisher)
+        seen.follow(worker)
         agree(seen, {"w": worker})
-        assert seen.plane.counters.snapshots == 1
+        assert seen.plane.counters.snapshots == 2, "one of each stream"
         busy(worker, random.Random(2), 3)
         agree(seen, {"w": worker})
         late = Seen()
         try:
-            late.follow(worker.publisher)
+            late.follow(worker)
             agree(late, {"w": worker})
         finally:
             late.plane.close()
@@ -260,7 +279,7 @@ def test_an_overflowing_recorder_and_an_emptied_tree_are_followed(
     seen: Seen, caplog: pytest.LogCaptureFixture
 ) -> None:
     with TreeWorker(buffer_batches=4, max_queued_events=3) as worker:
-        seen.follow(worker.publisher)
+        seen.follow(worker)
         with worker.turn():
             for i in range(9):
                 worker.put_silently([i] * 8)
@@ -282,7 +301,7 @@ def test_a_worker_that_gives_no_snapshot_for_long_is_known_in_part_and_then_whol
         worker.deaf = True
         for i in range(10):
             worker.put([i] * 8)
-        seen.follow(worker.publisher, **addresses)
+        seen.follow(worker, **addresses)
 
         def known_in_part() -> bool:
             worker.put([random.randrange(1000)] * 8)
@@ -293,6 +312,123 @@ def test_a_worker_that_gives_no_snapshot_for_long_is_known_in_part_and_then_whol
         assert seen.plane.unsure() == ["w"]
         worker.deaf = False
         wait_until(lambda: seen.plane.unsure() == [] and seen.index.held("w") == worker.pages())
+
+
+@pytest.mark.parametrize("lost", ["events", "private_events"])
+@pytest.mark.parametrize("buffer", [10_000, 2], ids=["replay", "snapshot"])
+def test_a_promotion_while_one_stream_has_a_gap(seen: Seen, lost: str, buffer: int) -> None:
+    """What is removed from one stream is stored on the other. Neither waits for the other, and in the end
+    each page is known under the name that it has."""
+    with (
+        TreeWorker(buffer, tenancy=TenancyConfig(2, secret=b"s")) as worker,
+        LossyProxy(worker.addresses[lost], 0.0, 1) as proxy,
+    ):
+        seen.follow(worker, **{lost: proxy.address})
+        tenants = ("ada", "bob", "eve", "joe")
+        for tenant in tenants:
+            worker.put([1] * 16, tenant)
+        worker.put([2] * 8, "ada")
+        agree(seen, {"w": worker})
+        assert not worker.public_pages()
+        proxy.loss = 1.0
+        with worker.turn() as built:
+            assert built.promotion is not None
+            built.promotion.end_epoch()
+        worker.put([*[1] * 16, *[3] * 8], "ada")
+        for i in range(4):
+            worker.put([10 + i] * 4, "ada")
+            worker.put([10 + i] * 4)
+        wait_until(lambda: proxy.lost > 0)
+        proxy.loss = 0.0
+        assert len(worker.public_pages()) == 4 + 4
+        assert worker.private_pages()
+        agree(seen, {"w": worker})
+        assert seen.plane.unsure() == []
+        assert (seen.plane.resets, seen.plane.counters.restarts) == (0, 0)
+
+
+def test_a_stream_that_is_lost_for_good_costs_the_other_nothing(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pages are forgotten, and the worker is known in part, while the other stream's pages stay."""
+    for name, seconds in {"_STALLED_S": 0.1, "_GIVE_UP_S": 0.3, "_SNAPSHOT_EVERY_S": 0.3}.items():
+        monkeypatch.setattr(event_feed, name, seconds)
+    with (
+        TreeWorker(buffer_batches=2) as worker,
+        LossyProxy(worker.addresses["private_events"], 0, 1) as proxy,
+    ):
+        seen.follow(worker, private_events=proxy.address)
+        worker.put([1] * 8)
+        worker.put([1] * 8, "ada")
+        agree(seen, {"w": worker})
+        worker.deaf, proxy.loss = True, 1.0
+        for i in range(4):
+            worker.put([50 + i] * 8, "ada")
+        proxy.loss = 0.0
+
+        def forgotten() -> bool:
+            worker.put([random.randrange(1000)] * 8, "ada")
+            return seen.plane.resets > 0
+
+        wait_until(forgotten)
+        assert worker.public_pages() <= seen.index.held("w")
+        assert seen.plane.unsure() == ["w"]
+        worker.deaf = False
+        wait_until(lambda: seen.plane.unsure() == [] and seen.index.held("w") == worker.pages())
+
+
+def test_a_new_secret_gives_private_pages_new_names(seen: Seen, tmp_path: Path) -> None:
+    first, second = secrets.token_hex(16), secrets.token_hex(16)
+    file = tmp_path / "secret"
+    file.write_text(first)
+    file.chmod(0o600)
+    secret = open_secret(file)
+    with TreeWorker(secret=secret) as worker:
+        seen.follow(worker)
+        worker.put([1] * 8)
+        worker.put([1] * 8, "ada")
+        agree(seen, {"w": worker})
+        before = worker.private_pages()
+        digests = page_digests(namespace_seed("model"), array("i", [1] * 8).tobytes(), 4)
+        assert before == set(event_hashes(owned_digests(digests, "ada", first.encode())))
+        file.write_text(f"{second}\n{first}")
+        wait_until(lambda: secret is not None and secret.accepted[0] == second.encode())
+        worker.evict(0)  # a turn
+        assert not before & worker.private_pages()
+        agree(seen, {"w": worker})
+        worker.evict(16)
+        wait_until(lambda: seen.index.held("w") == set())
+
+
+# -- what others may read -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("buffer", [10_000, 3], ids=["replay", "snapshot"])
+def test_the_public_stream_alone_tells_of_every_public_page_and_of_no_private_one(buffer: int) -> None:
+    """Read by a decoder of its own, which follows the chain of tokens: an orphan and a private name are
+    errors."""
+    rng, seen_private = random.Random(buffer), False
+    with (
+        TreeWorker(buffer, tenancy=TenancyConfig(2, secret=b"s")) as worker,
+        Replay(worker.addresses["replay"]) as public,
+        Replay(worker.addresses["private_replay"]) as private,
+    ):
+        reader, first = Pages("model"), 0
+        for _ in range(15):
+            busy(worker, rng, 4)
+            batches = public.ask(first)
+            first = min(batches, default=first)
+            reader.apply(batches, first)
+            first += len(batches)
+            assert set(reader.held) == worker.public_pages()
+            told = b"".join(private.ask(0).values())
+            nodes = list(worker.memory.cache.tree.nodes())
+            below = [node for node in nodes if node.tenant and node.parent.parent and not node.parent.tenant]
+            seen_private = seen_private or bool(below)
+            assert not any(name.encode() in told for name in TENANTS if name)
+            assert not any(node.tokens[:16] in told for node in nodes)
+        assert seen_private, "a private page below a public one"
+        assert reader.held
 
 
 class WorkerProcess:
@@ -329,12 +465,12 @@ def test_a_worker_that_is_killed_and_started_again_loses_its_old_pages_at_once(s
     try:
         seen.plane.follow(record("w", 1, **first.addresses))
         for i in range(8):
-            held = first.do(put=[i] * 20)
+            held = first.do(put=[i] * 20, tenant="ada" if i % 2 else "")
         seen.wait_for(held, timeout_s=SOON_S)
         assert len(held) == 40
         first.kill()
         for i in range(8):
-            second.do(put=[100 + i] * 12)
+            second.do(put=[100 + i] * 12, tenant="" if i % 2 else "ada")
         held = second.do(evict=30)
         seen.plane.follow(record("w", 2, **second.addresses))
         seen.wait_for(held, timeout_s=SOON_S)

@@ -40,7 +40,8 @@ def test_the_index_finds_what_the_tree_finds(seed: int) -> None:
         if draw.random() < 0.2:
             built.cache.tree.evict("full", draw.randrange(1, 6))
     for name, built in workers.items():
-        index.apply(name, encode_batch(1.0, built.take_events()))
+        for events, is_private in zip(built.take_events(), (False, True), strict=True):
+            index.apply(name, encode_batch(1.0, events), is_private)
     assert any(not node.tenant for built in workers.values() for node in built.cache.tree.nodes())
     for tenant in ("a", "b", "c", "d"):
         for _ in range(30):

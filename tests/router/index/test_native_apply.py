@@ -37,20 +37,19 @@ anything = st.recursive(
 @st.composite
 def ours(draw: st.DrawFn) -> AnyEvent:
     hashes = draw(pages)
-    kind = draw(st.sampled_from(["store", "bigram", "remove", "clear"]))
+    kind = draw(st.sampled_from(["store", "bigram", "private", "remove", "clear"]))
     if kind == "clear":
         return AllBlocksCleared()
     if kind == "remove":
         return BlockRemoved(hashes, draw(media))
     size = draw(st.integers(1, 3))
-    numbers = range(200, 200 + size * len(hashes))
+    numbers = range(200, 200 + size * len(hashes)) if kind != "private" else range(0)
     return BlockStored(
         hashes, draw(st.none() | st.sampled_from(PAGES)),
         [[token, token + 1] for token in numbers] if kind == "bigram" else list(numbers),
         size, draw(st.none() | st.integers(0, 9)), draw(media), draw(st.none() | text),
         extra_keys=draw(st.none() | st.lists(anything, max_size=2)),
         cache_salt=draw(st.none() | st.just("s")),
-        tenant=draw(st.none() | text),
     )  # fmt: skip
 
 
@@ -104,6 +103,27 @@ def both(payloads: list[bytes]) -> tuple[PageTable, list[int]]:
 def test_our_own_batches_are_all_understood(batches: list[list[AnyEvent]]) -> None:
     _, said = both([encode_batch(1.5, events) for events in batches])
     assert said == [len(events) for events in batches]
+
+
+def test_what_a_stream_clears_are_its_own_pages() -> None:
+    """Of each table, applied natively and event by event."""
+    index = GlobalIndex(PythonPageTable())
+    index.join("w")
+    table = make_page_table()
+
+    def stored(*pages: int) -> BlockStored:
+        return BlockStored(list(pages), None, [], 1, None, "CPU", None)
+
+    public, private = encode_batch(1.0, [stored(1, 2)]), encode_batch(1.0, [stored(-1, -2)])
+    clear = encode_batch(1.0, [AllBlocksCleared(), stored(7)])
+    left = {False: [-2, -1, 7], True: [1, 2, 7]}
+    for is_private in (False, True):
+        for payload, which in ((public, False), (private, True), (clear, is_private)):
+            assert table.apply(0, payload, which) > 0
+            index.apply("w", payload, which)
+        assert sorted(table.held(0, HELD)) == sorted(index.held("w")) == left[is_private]
+        table.clear(0, HELD)
+        index.reset("w")
 
 
 @given(st.lists(other_events(), max_size=5), st.none() | st.integers(0, 300))
@@ -163,6 +183,7 @@ def test_any_bytes(payload: bytes) -> None:
         {"block_hashes": [1], "token_ids": [1], "block_size": 1, "group_idx": 1},
         {"block_hashes": [1], "token_ids": [1], "block_size": 1, "kv_cache_spec_kind": "sliding_window"},
         {"block_hashes": [1], "token_ids": [1]},
+        {"block_hashes": [1, 2], "token_ids": [[1, 2]], "block_size": 1},
         {"token_ids": [], "block_size": 1},
         {"block_hashes": [1], "token_ids": [1], "block_size": 1, "type": "BlockMoved"},
     ],

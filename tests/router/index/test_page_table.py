@@ -60,13 +60,19 @@ class TablesAgree(RuleBasedStateMachine):
     def start(self) -> None:
         self.tables: list[PageTable] = [make_page_table(), PythonPageTable()]
         self.truth: dict[tuple[int, int], set[Tier]] = {}
+        self.private: set[tuple[int, int]] = set()  # until the last tier is gone
 
-    @rule(slot=slots, tier=tiers, walk=walks)
-    def store(self, slot: int, tier: Tier, walk: list[int]) -> None:
+    @rule(slot=slots, tier=tiers, walk=walks, is_private=st.booleans())
+    def store(self, slot: int, tier: Tier, walk: list[int], is_private: bool) -> None:
         for table in self.tables:
-            table.store(slot, tier, as_hashes(walk))
+            table.store(slot, tier, as_hashes(walk), is_private)
         for page in walk:
-            self.truth.setdefault((slot, page), set()).add(tier)
+            held = self.truth.setdefault((slot, page), set())
+            if not held:
+                self.private.discard((slot, page))
+            held.add(tier)
+            if is_private:
+                self.private.add((slot, page))
 
     @rule(slot=slots, tier=tiers, walk=walks)
     def remove(self, slot: int, tier: Tier, walk: list[int]) -> None:
@@ -82,6 +88,14 @@ class TablesAgree(RuleBasedStateMachine):
         for (holder, _), held in self.truth.items():
             if holder == slot:
                 held -= {tier for tier in Tier if mask >> tier & 1}
+
+    @rule(slot=slots, is_private=st.booleans())
+    def clear_told(self, slot: int, is_private: bool) -> None:
+        for table in self.tables:
+            table.clear_told(slot, is_private)
+        for place, held in self.truth.items():
+            if place[0] == slot and (place in self.private) == is_private:
+                held &= {Tier.EXPECTED}
 
     @rule(walk=walks)
     def match(self, walk: list[int]) -> None:
@@ -187,7 +201,7 @@ def test_wrong_arguments_are_refused() -> None:
     good = as_hashes([1])
     for slot, tier, hashes in (
         (-1, 0, good),
-        (2**28, 0, good),
+        (2**27, 0, good),
         (0, 4, good),
         (0, -1, good),
         (0, 0, good.astype(np.int32)),

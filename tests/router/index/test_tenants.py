@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from kvcache.memory import Memory
 from router.index.global_index import GlobalIndex, as_hashes
 from router.index.page_table import PageTable, PythonPageTable, make_page_table
 from tests.kvcache.support import NAMESPACE, memory, put
-from wire.events import AnyEvent, encode_batch
+from wire.events import BlockStored, encode_batch
 from wire.page_hash import event_hashes, owned_digests, page_digests
 
 PAGE = 4
@@ -27,9 +27,9 @@ class Seen:
         self.index = GlobalIndex(table)
         self.index.join("w")
 
-    def tell(self, events: Iterable[AnyEvent] | None = None) -> None:
-        batch = self.memory.take_events() if events is None else list(events)
-        assert self.index.apply("w", encode_batch(1.0, batch)) == []
+    def tell(self) -> None:
+        for events, is_private in zip(self.memory.take_events(), (False, True), strict=True):
+            assert self.index.apply("w", encode_batch(1.0, events), is_private) == []
 
     def names(self, tenant: str) -> list[int]:
         """What a tenant's pages of TOKENS are called."""
@@ -70,9 +70,16 @@ def test_a_snapshot_knows_the_tenants(table: Callable[[], PageTable]) -> None:
     seen = Seen(table())
     fill(seen.memory)
     put(seen.memory, TOKENS[:PAGE] + [9] * PAGE, tenant="a")  # a node below another: its parent is a's
-    for events in seen.memory.snapshot().batches(at_most=1):
-        seen.tell(events)
-        stored = [event for event in events if getattr(event, "parent_block_hash", None) is not None]
-        assert {event.tenant for event in stored} == {"a"}
-        assert {event.parent_block_hash for event in stored} == {seen.names("a")[0]}
-    assert [seen.found(tenant) for tenant in ("a", "b", "")] == [3, 2, 1]
+    seen.tell()
+    held = seen.index.held("w")
+    public, private = (next(one.batches(at_most=1)) for one in seen.memory.snapshot())
+    parents = {event.parent_block_hash for event in private if isinstance(event, BlockStored)}
+    assert parents == {None, seen.names("a")[0]}
+    for events, is_private, left in ((public, False, [3, 2, 1]), (private, True, [3, 2, 1])):
+        assert seen.index.apply("w", encode_batch(1.0, events), is_private) == []
+        assert [seen.found(tenant) for tenant in ("a", "b", "")] == left, "a stream clears its own pages"
+    assert seen.index.held("w") == held
+    seen.index.clear("w")
+    assert [seen.found(tenant) for tenant in ("a", "b", "")] == [3, 2, 0]
+    seen.index.clear("w", is_private=True)
+    assert seen.index.held("w") == set()

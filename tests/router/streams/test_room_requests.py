@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from common.secrets import ClusterSecret
 from kvcache.radix_key import Namespace
 from router.index.global_index import GlobalIndex
 from router.options import PolicyWeights
@@ -30,7 +31,10 @@ MODEL, PAGE = "m", 16
     ],
     ids=lambda one: "+".join(one) or "none",
 )
-def test_a_prompts_pages_have_the_workers_names(space: dict[str, str], tenant: str) -> None:
+@pytest.mark.parametrize("secret", [None, ClusterSecret((b"in use", b"accepted"))], ids=["", "secret"])
+def test_a_prompts_pages_have_the_workers_names(
+    space: dict[str, str], tenant: str, secret: ClusterSecret | None
+) -> None:
     placer = Placer(GlobalIndex(), make_policy("kv", PolicyWeights(), 0), 10.0)
     placer.update([record("p", model=MODEL)], 0.0)
     prompts = [list(range(3 * PAGE + 1)), [7] * PAGE]
@@ -38,13 +42,15 @@ def test_a_prompts_pages_have_the_workers_names(space: dict[str, str], tenant: s
         request_id="r", prompts=prompts, n=2, sampling=SamplingParams(), tenant=tenant, priority=3,
         first_room=RoomNumbers().take(4), **space,
     )  # fmt: skip
-    made = RoomRequests(MODEL).make(submission, placer)
+    made = RoomRequests(MODEL, secret).make(submission, placer)
     assert [request.choice for request, _ in made] == [0, 1, 0, 1]
     assert len({request.room for request, _ in made}) == 4
     for (request, to_place), prompt in zip(made, [prompts[0]] * 2 + [prompts[1]] * 2, strict=True):
         tokens = np.array(prompt, np.int32).tobytes()
         digests = page_digests(Namespace(MODEL, **space).seed, tokens, PAGE)
-        assert to_place.hashes.tolist() == event_hashes(owned_digests(digests, tenant))
+        assert to_place.hashes.tolist() == event_hashes(
+            owned_digests(digests, tenant, b"in use" if secret else b"")
+        )
         assert (request.extra_key, request.cache_salt) == (
             space.get("extra_key", ""), space.get("cache_salt", ""),
         )  # fmt: skip
