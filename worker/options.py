@@ -232,7 +232,10 @@ class PeerOptions(Options):
     """Pages from other workers' caches."""
 
     peer_lend_share: float = Field(
-        0.25, ge=0, le=1, description="of its pages, what a worker may have locked for others that copy them"
+        0.25,
+        ge=0,
+        le=1,
+        description="of its pages on device and host each, what may be locked for workers that copy them",
     )
     peer_fetches_per_source: int = Field(
         4, ge=0, description="fetches from one worker at a time; 0: nothing is fetched"

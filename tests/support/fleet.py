@@ -45,9 +45,10 @@ class Writes:
 
     all: list[Writes]  # one for each worker, in the order of opening
 
-    def __init__(self, transport: Any, regions: Any, on_sent: Any, threads: int) -> None:
+    def __init__(self, transport: Any, regions: Any, on_sent: Any, threads: int, arenas: Any) -> None:
         self.transport = transport
         self.regions = regions
+        self.arenas = arenas
         self.post = on_sent
         self.waiting: list[KVSender] = []
         self.all.append(self)

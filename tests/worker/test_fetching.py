@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 from msgspec import structs
 
+from kvcache.tiers.tiers import Tiers
+from kvtransfer.select import PoolSender
 from tests.support.fleet import Fleet, fleet
 from tests.support.granted_writer import GrantedWriter
 from tests.support.hand_off import GROUPS, TRANSFER_S, Letter, held, prompt_of
 from wire.checksums import NO_CHECKSUMS
 from wire.mailbox import Mail
 from wire.messages import Fetch, Fetched, FetchRefused, RefusalCause
+from wire.peer_monitors import PeerState
 
 every_model = pytest.mark.parametrize("groups", GROUPS, ids=lambda groups: "+".join(("full", *groups)))
 
@@ -99,6 +103,157 @@ def test_a_shorter_prefix_is_granted(groups: tuple[str, ...]) -> None:
         assert computed(workers, 1) == 90 - workers.metrics(1).fetched_tokens
         assert workers.answers[2].tokens == workers.right(2)
         workers.settle()
+
+
+def tiers_of(workers: Fleet, worker: int) -> Tiers:
+    tiers = workers.workers[worker].parts.services.memory.tiers
+    assert tiers is not None
+    return tiers
+
+
+def evict(workers: Fleet, worker: int, pages: int) -> None:
+    """So many pages of each group leave the worker's device."""
+    tree = workers.workers[worker].parts.services.memory.cache.tree
+    for group in ("full", *workers.groups):
+        tree.evict(group, pages)
+
+
+def locked_on_host(workers: Fleet, worker: int) -> int:
+    """Pages of the worker's host whose copies are locked."""
+    nodes = workers.workers[worker].parts.services.memory.cache.tree.nodes()
+    return sum(node.num_pages for node in nodes if node.host is not None and node.host.locks)
+
+
+@every_model
+@pytest.mark.parametrize("evicted", [5, 23], ids=["its end", "all of it"])
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_what_is_on_the_host_is_lent_from_there(groups: tuple[str, ...], policy: str, evicted: int) -> None:
+    """Worker 0 loads nothing, and worker 1 gets the prefix that both tiers hold."""
+    prompt = prompt_of(1, 90)
+    with fleet(2, groups, hicache_ratio=2.0, hicache_write_policy=policy) as workers:
+        computed_once(workers, prompt)
+        evict(workers, 0, evicted)
+        workers.ask(2, 1, prompt, holder=0)
+        workers.run_dry()
+        reads, loads = tiers_of(workers, 0).reads, tiers_of(workers, 0).moves.counts.loads
+        assert reads.counts.host_pages >= evicted - 1, "but for the last page, which is not asked for"
+        assert (reads.counts.failed, loads) == (0, 0)
+        assert workers.metrics(0).lent_pages == 22
+        assert workers.metrics(1).cached_from == {"peer": 88}
+        assert computed(workers, 1) == 2
+        assert workers.answers[2].tokens == workers.right(2)
+        workers.settle()
+
+
+@every_model
+def test_pages_lent_from_the_host_stay_there_until_they_are_written(groups: tuple[str, ...]) -> None:
+    """The holder gives up all that it can on both tiers while they are lent, and computes something else."""
+    prompt = prompt_of(1, 90)
+    with fleet(2, groups, hicache_ratio=1.0) as workers:
+        computed_once(workers, prompt)
+        evict(workers, 0, 1000)
+        workers.ask(2, 1, prompt, holder=0)
+        fetch, holder = until(workers, Fetch), workers.workers[0]
+        holder.turn([Mail(fetch.sender, fetch.message)])
+        assert locked_on_host(workers, 0) == 22
+        evict(workers, 0, 1000)
+        tiers_of(workers, 0).host.clear()
+        workers.stopped.add(1)
+        workers.ask(3, 0, prompt_of(3, 90))
+        for _ in range(40):
+            workers.turn(0)
+            while workers.network.letters and workers.network.letters[0].to == workers.address(0):
+                workers.deliver()
+        holder.check_memory()
+        assert locked_on_host(workers, 0) == 22
+        workers.stopped.clear()
+        workers.run_dry()
+        assert locked_on_host(workers, 0) == 0
+        assert workers.metrics(1).fetched_tokens == 88
+        for room in (2, 3):
+            assert workers.answers[room].tokens == workers.right(room)
+        workers.settle()
+
+
+@every_model
+@pytest.mark.parametrize("how", ["aborted", "down"])
+def test_a_loan_from_the_host_whose_requester_is_gone_ends_with_its_write(
+    groups: tuple[str, ...], how: str
+) -> None:
+    prompt = prompt_of(1, 90)
+    with fleet(2, groups, hicache_ratio=1.0) as workers:
+        computed_once(workers, prompt)
+        evict(workers, 0, 1000)
+        workers.ask(2, 1, prompt, holder=0)
+        fetch = until(workers, Fetch)
+        workers.workers[0].turn([Mail(fetch.sender, fetch.message)])
+        if how == "aborted":
+            workers.abort(2)
+            while workers.network.letters:
+                workers.deliver()
+        else:
+            workers.stopped.add(1)
+            workers.down(1)
+            workers.turn(0)
+        assert locked_on_host(workers, 0) == 22, "the write has not ended"
+        workers.run_dry()
+        assert locked_on_host(workers, 0) == 0
+        assert tiers_of(workers, 0).is_idle
+        assert (tiers_of(workers, 0).reads.counts.failed, workers.metrics(0).lent_pages) == (1, 0)
+        workers.stopped.clear()
+        workers.down(1, PeerState.UP)
+        workers.ask(3, 1, prompt, holder=0)
+        workers.run_dry()
+        assert workers.answers[3].tokens == workers.right(3)
+        workers.settle()
+
+
+@pytest.mark.parametrize(
+    ("share", "evicted", "outcome"), [(0.25, 1000, "all"), (0.2, 1000, "nothing"), (0.125, 11, "a part")]
+)
+def test_no_more_is_lent_from_the_host_than_a_share_of_it(share: float, evicted: int, outcome: str) -> None:
+    """Of 128 pages on the device, and of 64 on the host. When that is too few, the device's part is lent."""
+    prompt = prompt_of(1, 60)  # of its 15 pages 14 are asked for
+    with fleet(2, hicache_ratio=0.5, peer_lend_share=share) as workers:
+        computed_once(workers, prompt)
+        evict(workers, 0, evicted)
+        workers.ask(2, 1, prompt, holder=0)
+        workers.run_dry()
+        fetched, from_host = workers.metrics(1).fetched_tokens, tiers_of(workers, 0).reads.counts.host_pages
+        if outcome == "nothing":
+            assert (workers.metrics(1).fetches, fetched) == ({"refused_busy": 1}, 0)
+        elif outcome == "all":
+            assert (fetched, from_host) == (56, 14)
+        else:
+            assert 0 < fetched <= 4 * 4
+            assert from_host == 0
+        assert workers.answers[2].tokens == workers.right(2)
+        workers.settle()
+
+
+def test_where_the_transport_cannot_read_the_host_only_the_device_s_part_is_lent() -> None:
+    prompt = prompt_of(1, 90)
+    with (
+        fleet(2, hicache_ratio=2.0) as workers,
+        mock.patch.object(PoolSender, "reads_host", return_value=False),
+    ):
+        computed_once(workers, prompt)
+        evict(workers, 0, 5)
+        workers.ask(2, 1, prompt, holder=0)
+        workers.run_dry()
+        assert tiers_of(workers, 0).reads.counts.host_pages == 0
+        on_device = workers.metrics(1).fetched_tokens
+        assert 0 < on_device <= 18 * 4
+        assert computed(workers, 1) == 90 - on_device
+        assert workers.answers[2].tokens == workers.right(2)
+        workers.settle()
+
+
+def test_a_worker_says_whether_it_fetches_and_how_much_its_host_holds() -> None:
+    with fleet(2, hicache_ratio=2.0, differs={1: {"peer_lend_share": 0.0}}) as workers:
+        records = [worker.record() for worker in workers.workers]
+        assert [record.peer_fetch for record in records] == [True, False]
+        assert [record.host_tokens for record in records] == [1024, 1024]
 
 
 def test_what_is_absent_is_refused_at_once_and_computed() -> None:

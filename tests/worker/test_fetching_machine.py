@@ -2,9 +2,9 @@
 
 Messages of fetches are delivered in any order, lost and doubled; requests are aborted, workers stop and are
 called down; writes happen late, while the holder evicts. With a host tier, pages move down and come back
-meanwhile, or fail to. Every answer is right as far as it goes, and at any
-moment every page of every worker has exactly one owner. When everything has been delivered all requests have
-ended: no fetch waits for another one.
+meanwhile, or fail to, and are lent from there. Every answer is right as far as it goes, and at any moment
+every page of every worker has exactly one owner. When everything has been delivered all requests have ended:
+no fetch waits for another one.
 """
 
 from __future__ import annotations
@@ -95,6 +95,27 @@ class Fetches(RuleBasedStateMachine):
         for group in ("full", *self.groups):
             self.fleet.workers[worker].parts.services.memory.cache.tree.evict(group, pages)
 
+    @precondition(lambda self: self.host)
+    @rule(worker=WORKERS, clear=st.sampled_from([False, False, False, True]))
+    def demote(self, worker: int, clear: bool) -> None:
+        """All that it can leaves the worker's device for its host, and then that, too, if `clear`."""
+        while self.fleet.move(worker):
+            self.fleet.turn(worker)
+        self.evict(worker, 1000)
+        tiers = self.fleet.workers[worker].parts.services.memory.tiers
+        assert tiers is not None
+        if clear:
+            tiers.host.clear()
+
+    @precondition(lambda self: self.host)
+    @rule(worker=WORKERS, holder=WORKERS, family=st.integers(0, 2), length=st.integers(30, 90))
+    def ask_below(self, worker: int, holder: int, family: int, length: int) -> None:
+        """What one worker has computed, and has on its host, is asked of another."""
+        self.ask(holder, holder, family, length, 1)
+        self.fleet.run_dry()
+        self.demote(holder, clear=False)
+        self.ask(worker, holder, family, length, 1)
+
     @rule(seconds=st.sampled_from([0.3, 1.0, 6.0]))
     def pass_time(self, seconds: float) -> None:
         self.fleet.pass_time(seconds)
@@ -140,6 +161,10 @@ class Fetches(RuleBasedStateMachine):
             for worker in range(3):
                 self.seen.update(self.fleet.metrics(worker).fetches)
                 self.seen.update(self.fleet.metrics(worker).cached_from)
+                tiers = self.fleet.workers[worker].parts.services.memory.tiers
+                if tiers is not None:
+                    assert tiers.is_idle
+                    self.seen["lent from host"] += tiers.reads.counts.host_pages
         finally:
             self._context.__exit__(None, None, None)
 
@@ -195,11 +220,12 @@ class TestFetchesAll(FetchesAll.TestCase):  # type: ignore[misc]
 
 
 def run_with_host(machine: type[Fetches], times: settings) -> None:
-    """Run it, and see that pages came from other workers and from the host."""
+    """Run it, and see that pages came from other workers, from the host and from other workers' hosts."""
     machine.seen = Counter()
     run_state_machine_as_test(machine, settings=times)  # type: ignore[no-untyped-call]
     assert machine.seen["done"] > 0
     assert machine.seen["host"] > 0
+    assert machine.seen["lent from host"] > 0
 
 
 WITH_HOST = pytest.mark.parametrize("machine", [FetchesHost, FetchesHostAll])
