@@ -82,9 +82,12 @@ class Pages:
         The request's own window pages are part of `spare`. The primary group's slots are allocated at once:
         an admitted prompt never stops half-way because there are too few.
         """
-        match = self.memory.cache.match_prefix(self.key(req, match_len))
-        if self.brings_back(req, match, spare, req.prefill_len):
-            return False
+        key = self.key(req, match_len)
+        match = self.memory.cache.match_prefix(key)
+        if self.lower.wants(match):
+            if self.brings_back(req, match, spare, req.prefill_len):
+                return False
+            match = self.memory.cache.match_prefix(key)  # a load that found no room may have evicted of it
         return self.take_slots(req, match, len(match.device_indices), spare, req.prefill_len)
 
     def brings_back(self, req: Req, match: MatchResult, spare: Capacity, extent: int) -> bool:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Hashable
+from unittest import mock
 
+import numpy as np
 import pytest
 
+from kvcache.base_prefix_cache import MatchResult
+from kvcache.radix_key import Namespace, RadixKey
 from kvcache.tiers.config import TierConfig
 from kvcache.tiers.loads import LoadBacks
 from scheduler.config import SchedulerConfig
@@ -202,4 +207,34 @@ def test_small_pools_and_moves_in_any_order(groups: tuple[str, ...], seed: int) 
             break
     run(rig)
     rig.assert_outputs(*gone)
+    rig.close()
+
+
+@pytest.mark.parametrize("groups", GROUPS, ids="+".join)
+def test_a_load_that_finds_no_room_may_evict_what_was_matched(groups: tuple[str, ...]) -> None:
+    """It evicts first, and keeps only what it needs itself: the window and state at the end of what is on the
+    device are not that."""
+    rig = rig_of(groups)
+    tokens = prompt(1)
+    rig.add(tokens[:40], 1)
+    run(rig)
+    on_device = rig.memory.cache.match_prefix(RadixKey(np.array(tokens, np.int32), Namespace("m")))
+    assert len(on_device.device_indices) == 40
+    rig.add(tokens, 1)
+    run(rig)
+    rig.memory.cache.tree.evict("full", 5)
+    tried = []
+
+    def finds_no_room(loads: LoadBacks, owner: Hashable, match: MatchResult, fits: bool) -> bool:
+        tried.append((len(match.device_indices), match.host_hit_length))
+        for name, allocator in rig.memory.allocators.items():
+            rig.memory.cache.tree.evict(name, allocator.num_pages)
+        return False
+
+    with mock.patch.object(LoadBacks, "bring_back", finds_no_room):
+        req = rig.add([*tokens, 1], 4)
+        run(rig)
+    assert tried[0] == (40, 40)
+    assert req.cached_tokens == 0
+    rig.assert_outputs()
     rig.close()
