@@ -21,7 +21,7 @@ from wire.codec import unpack_tokens
 from wire.holds import Hold
 from wire.messages import FETCH_EPOCH, Fetch, Fetched, FetchRefused, RefusalCause
 from wire.peer_monitors import PeerState
-from worker.lent_prefixes import LentPrefix, LentPrefixes, Refusal, placed
+from worker.lent_prefixes import LentPrefix, LentPrefixes, NotLent, placed
 from worker.services import Services
 
 _THREADS = 2  # a stopped requester holds one of them
@@ -96,9 +96,9 @@ class Lending:
             return  # a repeat
         try:
             if loan is not None:
-                raise Refusal(RefusalCause.BUSY, "another worker has a transfer of that number")
+                raise NotLent(RefusalCause.BUSY, "another worker has a transfer of that number")
             self._lend(requester, fetch, now)
-        except Refusal as refusal:
+        except NotLent as refusal:
             self._answer(requester, FetchRefused(fetch.transfer, refusal.cause, str(refusal)), now)
 
     def on_peer(self, mailbox: str, state: PeerState) -> None:
@@ -121,15 +121,15 @@ class Lending:
     # -- one loan ----------------------------------------------------------------------------------
 
     def _lend(self, requester: str, fetch: Fetch, now: float) -> None:
-        """Lock what is here of the prefix and hand it to a thread. Raises Refusal."""
+        """Lock what is here of the prefix and hand it to a thread. Raises NotLent."""
         key, services = self._key(fetch), self._services
         if sum(loan.requester == requester for loan in self._loans.values()) >= _MOST_TO_ONE:
-            raise Refusal(RefusalCause.BUSY, "as much as may be lent to one worker is lent to it")
+            raise NotLent(RefusalCause.BUSY, "as much as may be lent to one worker is lent to it")
         pool = services.transfer.sender
         try:
             endpoint = pool.choose(fetch)
         except TransferError as error:
-            raise Refusal(RefusalCause.UNREACHABLE, str(error)) from None
+            raise NotLent(RefusalCause.UNREACHABLE, str(error)) from None
         lent = self._prefixes.lock(key, fetch.have, fetch.groups, pool.reads_host(endpoint))
         services.transfer.used(endpoint, requester, now)
         sender = KVSender(
@@ -147,17 +147,17 @@ class Lending:
         sender.send(lent.device, end, True, needed_from, lent.host)
 
     def _key(self, fetch: Fetch) -> RadixKey:
-        """What the tree knows the prefix by. Raises Refusal."""
+        """What the tree knows the prefix by. Raises NotLent."""
         transfer, page = self._services.transfer, self._page_size
         namespace = Namespace(self._services.options.model_name, fetch.extra_key, fetch.cache_salt)
         try:
             tokens = unpack_tokens(fetch.tokens)
         except WireError as error:
-            raise Refusal(RefusalCause.DIFFERENT, str(error)) from None
+            raise NotLent(RefusalCause.DIFFERENT, str(error)) from None
         if (fetch.fingerprint, fetch.layout) != (transfer.fingerprint, transfer.layout):
-            raise Refusal(RefusalCause.DIFFERENT, "its KV is of another model, or laid out otherwise")
+            raise NotLent(RefusalCause.DIFFERENT, "its KV is of another model, or laid out otherwise")
         if namespace.seed != fetch.seed or len(tokens) % page or set(fetch.groups) != set(transfer.regions):
-            raise Refusal(RefusalCause.DIFFERENT, "it names its pages otherwise")
+            raise NotLent(RefusalCause.DIFFERENT, "it names its pages otherwise")
         return RadixKey(tokens, namespace, fetch.tenant)
 
     def _written(self, sent: Sent, now: float) -> None:

@@ -20,7 +20,7 @@ from kvcache.tree_node import TreeNode
 from wire.messages import GroupTarget, RefusalCause
 
 
-class Refusal(Exception):
+class NotLent(Exception):
     """Nothing is lent."""
 
     def __init__(self, cause: RefusalCause, reason: str) -> None:
@@ -64,16 +64,16 @@ class LentPrefixes:
         self, key: RadixKey, have: int, targets: Mapping[str, GroupTarget], from_host: bool
     ) -> LentPrefix:
         """The longest prefix of `key` that is here and fits the share. It must have more than `have` tokens.
-        `targets`: of the requester. `from_host`: what is on the host alone can be sent. Raises Refusal."""
+        `targets`: of the requester. `from_host`: what is on the host alone can be sent. Raises NotLent."""
         match = self._memory.cache.match_prefix(key)
         here, below = len(match.device_indices), match.host_hit_length if from_host else 0
         if here + below <= have:
-            raise Refusal(RefusalCause.ABSENT, f"{(here + below) // self._page_size} pages of it are here")
+            raise NotLent(RefusalCause.ABSENT, f"{(here + below) // self._page_size} pages of it are here")
         lent = self._read(key[: here + below], match, targets) if below else None
         if lent is None and here > have:
             lent = self._locked(match)
         if lent is None:
-            raise Refusal(RefusalCause.BUSY, "as many pages as may be lent are lent")
+            raise NotLent(RefusalCause.BUSY, "as many pages as may be lent are lent")
         self._lent.add(lent)
         return lent
 
