@@ -65,7 +65,7 @@ class Evictor:
 
     def __init__(self, policy: str, bit: int) -> None:
         """`bit` is this evictor's own in `TreeNode.offers`."""
-        self._policy = copies_first(eviction_policy(policy))
+        self._plain = self._policy = eviction_policy(policy)
         self._bit = bit
         self.keys_fall = policy in _FALLING
         # [policy's key, creation, count of pushes, node]. Of nodes with equal keys, which were used together,
@@ -73,6 +73,11 @@ class Evictor:
         self._heap: list[list[Any]] = []
         self._pushed = 0
         self._on_offer = 0
+
+    def expect_copies(self) -> None:
+        """From now on there are copies of what another worker has. Without them the order is not asked for
+        what it does with them: it would cost a sixth of each eviction."""
+        self._policy = copies_first(self._plain)
 
     def offer(self, node: TreeNode) -> None:
         """`node` may be evicted. It stays on offer until `pop` takes it off, or `withdraw`."""

@@ -104,7 +104,8 @@ class RadixCache(BasePrefixCache):
         assert total == len(key) // self.page_size, "one page id for every whole page of the key"
         path, prefix_len = tree.walk(key, 0 if chunked else 1, below)
         for node in path:
-            node.priority = max(node.priority, priority)
+            if node.priority < priority:  # max() would take longer, for each node of the path
+                node.priority = priority
         found = prefix_len // self.page_size
         resident, start = (path, found) if tree.lower is None else resident_part(path)
         end = total

@@ -26,7 +26,7 @@ from kvcache.mixed_path import mixed_path
 from kvcache.observer import StorageMedium, TreeObserver
 from kvcache.radix_key import Namespace, RadixKey
 from kvcache.shares.evictor import SharedEvictor
-from kvcache.tree_node import TOKEN_BYTES, TreeNode
+from kvcache.tree_node import COPY, TOKEN_BYTES, TreeNode
 from wire.page_hash import owner_key
 
 
@@ -88,7 +88,7 @@ class RadixTree:
                 child.last_access = tick
                 child.hit_count += hits
                 path.append(child)
-                at += child.num_tokens * TOKEN_BYTES
+                at += child.num_pages * stride
                 child = child.children.get(raw[at : at + first]) if at < end else None
         if self._keys_fall:
             for component in self.components:
@@ -145,9 +145,12 @@ class RadixTree:
         begin, end = start * self.page_size, len(pages) * self.page_size
         tokens = key[begin:end].tokens.tobytes()
         ids = pages[start:].astype(np.int32).tobytes()
-        node = TreeNode(parent, key.namespace, tokens, ids, end - begin, self.walks, key.tenant)
+        node = TreeNode(parent, key.namespace, tokens, ids, len(pages) - start, self.walks, key.tenant)
         node.priority = priority
-        node.is_copy = is_copy
+        if is_copy:
+            node.offers = COPY
+            for component in self.components:
+                component.evictor.expect_copies()
         parent.children[node.child_key(self.page_size)] = node
         parent.resident_children += 1
         if self.others:
@@ -163,9 +166,7 @@ class RadixTree:
         still empty."""
         begin, stop = start * self.page_size, end * self.page_size
         tokens = key[begin:stop].tokens.tobytes()
-        node = TreeNode(
-            parent, key.namespace, tokens, b"", stop - begin, self.walks, key.tenant, num_pages=end - start
-        )
+        node = TreeNode(parent, key.namespace, tokens, b"", end - start, self.walks, key.tenant)
         parent.children[node.child_key(self.page_size)] = node
         node.host = HostCopy()
         if self.others:
@@ -208,7 +209,7 @@ class RadixTree:
         """Offer `node` for eviction if it is an unlocked leaf of the device now; if it is a tombstone, it
         gives way at once."""
         while not (node.lock_ref or node.resident_children or node is self.root):
-            if not any(component.is_tombstone(node) for component in self.others):
+            if not self.others or not any(component.is_tombstone(node) for component in self.others):
                 self.components[0].evictor.offer(node)
                 return
             node = self._give_way(node)
@@ -235,11 +236,14 @@ class RadixTree:
             node = pop(component.may_evict)
             if node is None:
                 break
-            is_free_leaf = not node.resident_children and not node.lock_ref
-            if self.lower is not None and component is not self.components[0]:
-                self.lower.shrinking(node)
-            component.shrink(node, evictable - left, is_free_leaf)
-            if is_free_leaf and component.evictable() > left:
+            goes = component is self.components[0]  # of the primary group a leaf has nothing to give but all
+            if not goes:
+                is_free_leaf = not node.resident_children and not node.lock_ref
+                if self.lower is not None:
+                    self.lower.shrinking(node)
+                component.shrink(node, evictable - left, is_free_leaf)
+                goes = is_free_leaf and component.evictable() > left
+            if goes:
                 self._settle(self._give_way(node))
             elif component.may_evict(node):
                 component.evictor.offer(node)

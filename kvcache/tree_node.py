@@ -14,6 +14,9 @@ from wire.page_hash import PageDigest, owner_key, page_digests
 
 TOKEN_BYTES = 4
 PAGE_ID_BYTES = 4
+COPY = 1 << 32
+"""In `TreeNode.offers`: the pages were fetched from a worker that has them, too. A field of its own would
+make every node larger."""
 NO_PARTS: dict[str, Any] = {}
 """The parts of every node of a tree that has the primary group only; it stays empty."""
 
@@ -32,9 +35,9 @@ class TreeNode:
     """
 
     __slots__ = (
-        "children", "created", "digests", "entry", "hit_count", "host", "is_copy", "last_access",
-        "lock_ref", "namespace", "num_pages", "num_tokens", "offers", "page_ids", "parent", "parts",
-        "priority", "resident_children", "tenant", "tokens", "usage",
+        "children", "created", "digests", "entry", "hit_count", "host", "last_access", "lock_ref",
+        "namespace", "num_pages", "offers", "page_ids", "parent", "parts", "priority",
+        "resident_children", "tenant", "tokens", "usage",
     )  # fmt: skip
 
     def __init__(
@@ -43,18 +46,16 @@ class TreeNode:
         namespace: Namespace,
         tokens: bytes,
         page_ids: bytes,
-        num_tokens: int,
+        num_pages: int,
         tick: int,
         tenant: str = "",
-        num_pages: int | None = None,
     ) -> None:
-        """`num_pages` is to be given for a node on the host alone; a resident one has an id for each page."""
+        """`page_ids` is empty for a node on the host alone; a resident one has an id for each page."""
         self.parent = parent
         self.namespace = namespace
         self.tokens = tokens
         self.page_ids = page_ids
-        self.num_pages = len(page_ids) // PAGE_ID_BYTES if num_pages is None else num_pages
-        self.num_tokens = num_tokens
+        self.num_pages = num_pages
         self.children: dict[bytes, TreeNode] = {}
         self.resident_children = 0
         self.host: HostCopy | None = None
@@ -65,10 +66,9 @@ class TreeNode:
         self.last_access = tick
         self.hit_count = 0
         self.priority = 0
-        self.is_copy = False  # its pages were fetched from a worker that has them, too
         self.tenant = tenant  # whose requests alone may use these pages; "": everybody's
         self.usage = 0  # counters, where tenants share (kvcache/tenancy/usage.py)
-        self.offers = 0  # a bit for each evictor that has this node on offer
+        self.offers = 0  # a bit for each evictor that has this node on offer, and COPY
         self.entry: list[Any] | None = None  # the leaf evictor's entry of this node
 
     @property
@@ -77,9 +77,19 @@ class TreeNode:
         return np.frombuffer(self.page_ids, np.int32)
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of the pages; in a bigram namespace units."""
+        return len(self.tokens) // TOKEN_BYTES - self.namespace.is_bigram
+
+    @property
     def is_resident(self) -> bool:
         """Whether the pages are on the device."""
         return bool(self.page_ids)
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the pages were fetched from a worker that has them, too."""
+        return bool(self.offers & COPY)
 
     def token_array(self) -> npt.NDArray[np.int32]:
         """The tokens, a read-only view."""
@@ -151,17 +161,16 @@ class TreeNode:
             self.namespace,
             self.tokens[: (border + extra) * TOKEN_BYTES],
             self.page_ids[: pages * PAGE_ID_BYTES],
-            border,
+            pages,
             self.created,
             self.tenant,
-            pages,
         )
         upper.resident_children = 1 if self.page_ids else 0
         upper.last_access = self.last_access
         upper.lock_ref = self.lock_ref
         upper.hit_count = self.hit_count
         upper.priority = self.priority
-        upper.is_copy = self.is_copy
+        upper.offers = self.offers & COPY
         upper.usage = self.usage
         if self.host is not None:
             upper.host = self.host.upper_half()
@@ -171,7 +180,6 @@ class TreeNode:
         self.tokens = self.tokens[border * TOKEN_BYTES :]
         self.page_ids = self.page_ids[pages * PAGE_ID_BYTES :]
         self.num_pages -= pages
-        self.num_tokens -= border
         self.parent = upper
         upper.children[self.child_key(page_size)] = self
         return upper

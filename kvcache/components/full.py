@@ -34,9 +34,8 @@ class FullComponent(TreeComponent):
         if tenants is not None:
             self.evictor = SharedLeafEvictor(policy, 1, tenants)
         self._allocator = allocator
-        self._page_size = allocator.page_size
-        self._evictable_tokens = 0
-        self._protected_tokens = 0
+        self._evictable_pages = 0
+        self._protected_pages = 0
 
     def gather(self, path: Sequence[TreeNode]) -> Pages:
         """The path's page ids."""
@@ -45,7 +44,7 @@ class FullComponent(TreeComponent):
     def insert(self, node: TreeNode, start: int, offer: Pages) -> None:
         """Count the node as evictable; its pages came with it."""
         del start, offer
-        self._evictable_tokens += node.num_tokens
+        self._evictable_pages += node.num_pages
         if self.tenants is not None:
             self.tenants.add(node.tenant, node.num_pages)
         assert node.parent is not None, "the root holds no pages"
@@ -57,11 +56,11 @@ class FullComponent(TreeComponent):
         step = node
         while (parent := step.parent) is not None:
             if not step.lock_ref:
-                moved += step.num_tokens
+                moved += step.num_pages
             step.lock_ref += 1
             step = parent
-        self._evictable_tokens -= moved
-        self._protected_tokens += moved
+        self._evictable_pages -= moved
+        self._protected_pages += moved
 
     def unlock(self, node: TreeNode) -> None:
         """Undo one `lock` of the same node."""
@@ -71,10 +70,10 @@ class FullComponent(TreeComponent):
         while (parent := step.parent) is not None:
             left = step.lock_ref = step.lock_ref - 1
             if not left:
-                moved += step.num_tokens
+                moved += step.num_pages
             step = parent
-        self._evictable_tokens += moved
-        self._protected_tokens -= moved
+        self._evictable_pages += moved
+        self._protected_pages -= moved
 
     def may_evict(self, node: TreeNode) -> bool:
         """Only unlocked leaves may."""
@@ -85,17 +84,17 @@ class FullComponent(TreeComponent):
         assert node.lock_ref == 0, "a locked node is never evicted"
         self.evictor.withdraw(node)
         self._allocator.free_evicted(node.value)
-        self._evictable_tokens -= node.num_tokens
+        self._evictable_pages -= node.num_pages
         if self.tenants is not None:
             self.tenants.add(node.tenant, -node.num_pages)
 
     def evictable(self) -> int:
         """Pages of nodes without a lock."""
-        return self._evictable_tokens // self._page_size
+        return self._evictable_pages
 
     def protected(self) -> int:
         """Pages of locked nodes."""
-        return self._protected_tokens // self._page_size
+        return self._protected_pages
 
     def tally(self, nodes: Sequence[TreeNode], tally: Tally) -> None:
         """A node with a locked child is locked, as often as all its children."""

@@ -45,6 +45,7 @@ class SharedEvictor(Evictor):
 
     def __init__(self, policy: str, bit: int, tenants: TenantPages) -> None:
         super().__init__(policy, bit)
+        self.expect_copies()
         self._name = policy
         self._tenants = tenants
         self._queues: dict[str, _Queue] = {}
@@ -165,6 +166,7 @@ class SharedEvictor(Evictor):
         queue = self._queues.get(tenant)
         if queue is None:
             queue = self._queues[tenant] = _Queue(tenant, self.heap(self._name, self._bit))
+            queue.nodes.expect_copies()
         return queue
 
     def _order(self, node: TreeNode) -> Order:

@@ -65,6 +65,8 @@ class HostTier:
         self._write_back = write_back
         policy = _FALLS.get(policy, policy)
         self._evictors = {c.name: Evictor(policy, _FIRST_BIT << i) for i, c in enumerate(parts)}
+        for evictor in self._evictors.values():
+            evictor.expect_copies()
 
     # -- what the tree asks ------------------------------------------------------------------------
 

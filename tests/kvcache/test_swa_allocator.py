@@ -43,7 +43,7 @@ def take(swa: SWATokenToKVPoolAllocator, n: int) -> np.ndarray:
     pages = swa.allocator.alloc_pages(n)
     assert pages is not None
     for page in pages:
-        swa.locks.keep(TreeNode(None, NAMESPACE, b"", page.tobytes(), 0, 0), page[None])
+        swa.locks.keep(TreeNode(None, NAMESPACE, b"", page.tobytes(), 1, 0), page[None])
     return pages
 
 
