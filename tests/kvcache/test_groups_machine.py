@@ -196,8 +196,8 @@ class GroupsMachine(Admissions):
         for owner in owners:
             before = len(self.live)
             self.ask(tokens, owner, turn, fork)
-            turn = 99 if turn >= 80 else len(self.prompts_seen) - 1
-            fork, tokens = (24, []) if turn < 80 else (fork, tokens)
+            turn = 99 if turn >= 80 or len(self.prompts_seen) > 80 else len(self.prompts_seen) - 1
+            fork, tokens = 0, self.prompts_seen[-1][1]
             if len(self.live) == before:
                 return
             live = self.live[-1]
