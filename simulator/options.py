@@ -107,6 +107,11 @@ class SimulationOptions(PlacementOptions, LeaseOptions):
     slo_itl_s: float = Field(0.05, gt=0, description="a request's mean time between tokens, at most")
     speed: float = Field(1.0, gt=0, description="factor by which arrivals are faster than in the trace")
     seed: int = 1
+    ignore_tenants: bool = Field(False, description="everybody is one tenant, and all pages are shared")
+    sharing_min_tenants: int = Field(
+        0, ge=0, description="K: pages that K to 2K - 1 tenants have asked for become everybody's; 0: never"
+    )
+    sharing_epoch_s: float = Field(60.0, gt=0, description="how often pages become everybody's")
     events: bool = Field(True, description="workers publish KV events")
     event_delay_s: float = Field(0.005, ge=0, description="until a KV event is in the index")
     report_interval_s: float = Field(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from simulator.attempt import Attempt
@@ -14,6 +14,7 @@ from simulator.frontend import Frontend, PagesMoved
 from simulator.members import Members
 from simulator.options import SimulationOptions
 from simulator.request import Request, TraceRequest
+from simulator.tenants import PageNames
 from simulator.worker import ModelledWorker
 from wire.messages import AssignedLoads
 from wire.records import WorkerRecord
@@ -48,6 +49,7 @@ class Simulation:
         self._trace = trace
         self.options = options
         self._open = len(trace.requests)
+        self._names = PageNames(options.sharing_min_tenants, options.sharing_epoch_s)
         self.members = Members(self.clock, options, self, self.itl)
         self.fleet = ScaledFleet(self.clock, options, self.members, self._needed)
         self.routers = [Frontend(self.clock, options, number, self) for number in range(options.routers)]
@@ -121,6 +123,8 @@ class Simulation:
         receiver.peers.take(sender, message, self.clock.now)
 
     def _arrive(self, number: int, trace: TraceRequest) -> None:
+        if not self.options.ignore_tenants:
+            trace = replace(trace, hashes=self._names.of(trace.tenant, trace.hashes, self.clock.now))
         request = Request(number, trace, self.clock.now)
         self.requests.append(request)
         if trace.prompt_tokens + trace.output_tokens > self.options.worker.kv_tokens:

@@ -73,8 +73,10 @@ def _parse(name: str, lines: list[bytes]) -> Trace:
     return Trace(Path(name).stem, sorted(requests, key=lambda one: one.at_s))
 
 
-def _request(at_s: float, prompt: int, output: int, blocks: list[int], session: str = "") -> TraceRequest:
-    return TraceRequest(at_s, prompt, output, np.array(blocks[: prompt // BLOCK], np.int64), session)
+def _request(
+    at_s: float, prompt: int, output: int, blocks: list[int], session: str = "", tenant: str = ""
+) -> TraceRequest:
+    return TraceRequest(at_s, prompt, output, np.array(blocks[: prompt // BLOCK], np.int64), session, tenant)
 
 
 def _chat(name: str, chance: random.Random) -> Trace:
@@ -86,6 +88,22 @@ def _chat(name: str, chance: random.Random) -> Trace:
     return _ordered(name, requests)
 
 
+def _tenants(name: str, chance: random.Random) -> Trace:
+    """Half an hour of 60 tenants: 60 documents that 30 to 60 of them read, all below one system prompt, and
+    conversations of each."""
+    ids, requests = count(), list[TraceRequest]()
+    system, tenants = _blocks(ids, 2), [f"tenant {number}" for number in range(60)]
+    for _ in range(60):
+        document = system + _blocks(ids, chance.randint(4, 24))
+        for tenant in chance.sample(tenants, chance.randint(30, 60)):
+            requests.append(_tail(chance, ids, chance.uniform(0, 1800), document, (50, 500), tenant))
+    for tenant in tenants:
+        for session in range(15):
+            start, named = chance.uniform(0, 1800), f"{tenant} chat {session}"
+            requests += _conversation(chance, ids, named, start, system, (200, 2000), tenant)
+    return _ordered(name, requests)
+
+
 def _conversation(
     chance: random.Random,
     ids: Iterator[int],
@@ -93,6 +111,7 @@ def _conversation(
     start: float,
     blocks: list[int],
     question: tuple[int, int],
+    tenant: str = "",
 ) -> list[TraceRequest]:
     """Each turn's prompt is everything before it and a question. The next prompt includes the answer."""
     turns, at, requests = 1 + int(chance.expovariate(1 / 4)), start, []
@@ -101,7 +120,7 @@ def _conversation(
         length += chance.randint(*question)
         blocks += _blocks(ids, -(-length // BLOCK) - len(blocks))
         output = min(1000, 2 + int(chance.expovariate(1 / 200)))
-        requests.append(_request(at, length, output, blocks, session))
+        requests.append(_request(at, length, output, blocks, session, tenant))
         if length % BLOCK:
             blocks = blocks[:-1]  # the answer completes this page, which changes its hash
         length += output
@@ -151,12 +170,18 @@ def _long(name: str, chance: random.Random) -> Trace:
 
 
 def _tail(
-    chance: random.Random, ids: Iterator[int], at: float, blocks: list[int], tail: tuple[int, int]
+    chance: random.Random,
+    ids: Iterator[int],
+    at: float,
+    blocks: list[int],
+    tail: tuple[int, int],
+    tenant: str = "",
 ) -> TraceRequest:
     """A prompt that begins with these blocks and ends with tokens of its own."""
     own = chance.randint(*tail)
     output = min(1000, 2 + int(chance.expovariate(1 / 150)))
-    return _request(at, len(blocks) * BLOCK + own, output, blocks + _blocks(ids, -(-own // BLOCK)))
+    hashes = blocks + _blocks(ids, -(-own // BLOCK))
+    return _request(at, len(blocks) * BLOCK + own, output, hashes, tenant=tenant)
 
 
 def _arrivals(chance: random.Random, rate: float, seconds: float) -> Iterator[float]:
@@ -179,6 +204,7 @@ GENERATORS: dict[str, Callable[[str, random.Random], Trace]] = {
     "hot": _hot,
     "agents": _agents,
     "long": _long,
+    "tenants": _tenants,
     "diurnal": diurnal,
     "shift": shift,
 }
