@@ -18,7 +18,7 @@ control, whose victim and attacker are one tenant, as where all share. `ratios`:
 
     auc_on       the largest of the stages' `upper`: what 95% of resamplings of the probes stay below of the
                  area under a classifier's ROC curve (logistic regression over all features, trained on one
-                 half of the probes and tested on the other, both ways)
+                 half of the probes and tested on the other; the mean of both ways of ten divisions)
     auc_control  this area for the control, by the time to the first token alone; below 0.95 the run shows
                  nothing
 
@@ -126,7 +126,7 @@ class Attack:
 
     def _warm(self, tenant: str) -> None:
         with ProbeClient(self._running.url, self._keys[tenant], OUTPUT_TOKENS) as client:
-            client.ask(self._common + self._tokens(PAGE_SIZE))
+            client.ask(self._common + self._tokens(2 * PAGE_SIZE))  # more than D computes alone
 
     def sized(self) -> int:
         """Tokens of a text that take MISS_S longer to compute than to find."""

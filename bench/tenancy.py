@@ -9,8 +9,11 @@ tenant). `ratios`:
     common_hits       prompt tokens of common texts from the cache, ours / shared
     all_hits          the same of all prompts
     others_hit_rate   share of the others' prompts from the cache, while one tenant sends ten times as much
-                      (new documents of its own) / in the same ten minutes without that
-    others_ttft_p95   their time to the first token, likewise
+                      as usual / in the same ten minutes without that
+    others_ttft_p95   their time to the first token, likewise. Half of the memory is public pages' at least,
+                      and a tenant has at most a twentieth
+    shares_heavy_*    both, where the burst is new documents of 512 to 1,536 tokens alone
+    no_shares_*       both, without such shares of the memory
 
 `values`:
 
@@ -25,15 +28,16 @@ tenant). `ratios`:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from bench.common import argument_parser, print_result
 from bench.tenancy_rig import Served, TenancyRig, Worker, sharing
 from bench.tenancy_trace import LENGTH_S, TENANTS, TenantRequest, TenantTraces, overheard
+from kvcache.shares.config import SharesConfig, TenantShare
 from kvcache.tenancy.config import TenancyConfig
 
 POOL_TOKENS = 1 << 17
@@ -42,15 +46,20 @@ USERS = 2
 EPOCH_S = 10.0
 STRANGERS = 0.02  # of the private prompts
 NOISY = "tenant 0"
+SHARES = SharesConfig({"": TenantShare(min_share=0.5)}, TenantShare(min_share=0.4 / TENANTS, max_share=0.05))
 USERS_CURVE = (2, 3, 5, 8, 12)
 EPOCHS_CURVE = (1.0, 10.0, 60.0, 300.0)
 
 
 def serve(
-    trace: Sequence[TenantRequest], tenancy: TenancyConfig | None = None, *, one_tenant: bool = False
+    trace: Sequence[TenantRequest],
+    tenancy: TenancyConfig | None = None,
+    *,
+    one_tenant: bool = False,
+    shares: SharesConfig | None = None,
 ) -> list[Served]:
     """Answer a trace on a fresh worker."""
-    worker = Worker(POOL_TOKENS, tenancy or TenancyConfig(), one_tenant)
+    worker = Worker(POOL_TOKENS, tenancy or TenancyConfig(), one_tenant, shares or SharesConfig())
     return TenancyRig(worker, USERS).serve(trace)
 
 
@@ -67,25 +76,45 @@ def summary(served: Sequence[Served]) -> dict[str, float]:
     }
 
 
-def _others(served: Sequence[Served]) -> tuple[float, float]:
-    """In the middle third, of all but the noisy tenant: the hit rate and the 95th percentile of TTFT."""
+class Others(NamedTuple):
+    """In the middle third, of all but the noisy tenant."""
+
+    hit_rate: float
+    ttft_p95: float
+
+
+_FIGURES: dict[str, Callable[[Others], float]] = {
+    "hit_rate": lambda others: others.hit_rate,
+    "ttft_p95": lambda others: others.ttft_p95,
+}
+
+
+def _others(served: Sequence[Served]) -> Others:
     during = [
         one
         for one in served
         if one.request.tenant != NOISY and LENGTH_S / 3 <= one.request.at_s < LENGTH_S * 2 / 3
     ]
     asked = sum(len(one.request.prompt) for one in during)
-    return sum(one.cached for one in during) / asked, float(np.quantile([one.ttft_s for one in during], 0.95))
+    rate = sum(one.cached for one in during) / asked
+    return Others(rate, float(np.quantile([one.ttft_s for one in during], 0.95)))
 
 
-def burst(traces: TenantTraces, usual: Sequence[TenantRequest]) -> dict[str, tuple[float, float]]:
-    """What the others have of it, with and without."""
-    noise = traces.burst(usual, NOISY)
-    loud = sorted([*usual, *noise], key=lambda one: one.at_s)
+def bursts(traces: TenantTraces, usual: Sequence[TenantRequest]) -> dict[str, dict[str, Others]]:
+    """What the others have without a burst and with both kinds, by whether tenants have shares of memory."""
+    quiet: dict[str, list[TenantRequest]] = {"none": []}
+    noises = quiet | {name: traces.burst(usual, NOISY, name == "heavy") for name in ("usual", "heavy")}
     return {
-        name: _others(serve(trace, sharing(USERS, EPOCH_S)))
-        for name, trace in (("without", usual), ("with", loud))
+        name: {
+            kind: _others(serve(_merged(usual, noise), sharing(USERS, EPOCH_S), shares=shares))
+            for kind, noise in noises.items()
+        }
+        for name, shares in (("shares", SHARES), ("no_shares", None))
     }
+
+
+def _merged(one: Sequence[TenantRequest], other: Sequence[TenantRequest]) -> list[TenantRequest]:
+    return sorted([*one, *other], key=lambda request: request.at_s)
 
 
 def curves(trace: Sequence[TenantRequest], shared: int) -> dict[str, dict[str, float]]:
@@ -101,6 +130,11 @@ def curves(trace: Sequence[TenantRequest], shared: int) -> dict[str, dict[str, f
     }
 
 
+def _ratio(kinds: Mapping[str, Others], kind: str, figure: str) -> float:
+    get = _FIGURES[figure]
+    return round(get(kinds[kind]) / get(kinds["none"]), 4)
+
+
 def main() -> None:
     """Measure, print, draw."""
     parser = argument_parser(__doc__)
@@ -109,20 +143,23 @@ def main() -> None:
     given = parser.parse_args()
     traces = TenantTraces(given.seed)
     usual = traces.usual()
-    trace = sorted([*usual, *overheard(usual, STRANGERS, given.seed)], key=lambda one: one.at_s)
+    trace = _merged(usual, overheard(usual, STRANGERS, given.seed))
     modes = {
         "separate": serve(trace),
         "ours": serve(trace, sharing(USERS, EPOCH_S)),
         "shared": serve(trace, one_tenant=True),
     }
     told = {name: summary(served) for name, served in modes.items()}
-    others = burst(traces, usual)
+    others = bursts(traces, usual)
     ratios = {
         "common_hits": round(told["ours"]["common_hit_tokens"] / told["shared"]["common_hit_tokens"], 4),
         "all_hits": round(told["ours"]["hit_tokens"] / told["shared"]["hit_tokens"], 4),
-        "others_hit_rate": round(others["with"][0] / others["without"][0], 4),
-        "others_ttft_p95": round(others["with"][1] / others["without"][1], 4),
+        "others_hit_rate": _ratio(others["shares"], "usual", "hit_rate"),
+        "others_ttft_p95": _ratio(others["shares"], "usual", "ttft_p95"),
     }
+    for name, kind in (("shares", "heavy"), ("no_shares", "usual"), ("no_shares", "heavy")):
+        for figure in _FIGURES:
+            ratios[f"{name}_{kind}_{figure}"] = _ratio(others[name], kind, figure)
     values: dict[str, Any] = {
         "private_tokens_shared": sum(one.foreign for one in modes["ours"]),
         "seen_by_stranger_if_shared": sum(
@@ -132,8 +169,7 @@ def main() -> None:
         "requests": len(trace),
         "tenants": TENANTS,
         "others_in_burst": {
-            name: {"hit_rate": round(rate, 3), "ttft_p95": round(ttft, 3)}
-            for name, (rate, ttft) in others.items()
+            name: {kind: one._asdict() for kind, one in kinds.items()} for name, kinds in others.items()
         },
     }
     if given.png is not None:

@@ -16,6 +16,7 @@ from bench.tenancy_trace import ANSWER_TOKENS, PAGE_SIZE, VOCABULARY, TenantRequ
 from engine.fake import fake_spec
 from kvcache.config import CacheConfig
 from kvcache.memory import build_memory
+from kvcache.shares.config import SharesConfig
 from kvcache.tenancy.config import TenancyConfig
 from scheduler.config import SchedulerConfig
 from scheduler.req import Req, RequestLimits
@@ -37,6 +38,7 @@ class Worker:
     pool_tokens: int
     tenancy: TenancyConfig = field(default_factory=TenancyConfig)
     one_tenant: bool = False  # everybody is: all is shared
+    shares: SharesConfig = field(default_factory=SharesConfig)
 
 
 def sharing(users: int, epoch_s: float) -> TenancyConfig:
@@ -112,6 +114,7 @@ class TenancyRig:
             max_running_requests=_RUNNING,
             page_size=PAGE_SIZE,
             tenancy=worker.tenancy,
+            shares=worker.shares,
         )
         self._worker = worker
         self._memory = build_memory(sizes, spec.groups)

@@ -76,18 +76,19 @@ class TenantTraces:
             made += self._conversations(f"tenant {number}") + self._own_documents(f"tenant {number}")
         return sorted(made, key=lambda one: one.at_s)
 
-    def burst(self, usual: Sequence[TenantRequest], tenant: str) -> list[TenantRequest]:
+    def burst(self, usual: Sequence[TenantRequest], tenant: str, heavy: bool) -> list[TenantRequest]:
         """What a tenant sends besides `usual` so that in the middle third of the trace it sends ten times as
-        much: new documents of its own."""
+        much: requests like its usual ones whose private part is new, or, `heavy`, new documents only."""
         begin, end = LENGTH_S / 3, LENGTH_S * 2 / 3
-        during = [one for one in usual if one.tenant == tenant and begin <= one.at_s < end]
-        return sorted(
-            (
-                self._request(self._chance.uniform(begin, end), tenant, self._systems[0], self._own_text())
-                for _ in range((_TIMES_IN_BURST - 1) * len(during))
-            ),
-            key=lambda one: one.at_s,
-        )
+        own = [one for one in usual if one.tenant == tenant]
+        made = []
+        for _ in range((_TIMES_IN_BURST - 1) * sum(begin <= one.at_s < end for one in own)):
+            like, at = self._chance.choice(own), self._chance.uniform(begin, end)
+            common, private = like.prompt[: like.common], self._tokens(len(like.prompt) - like.common)
+            if heavy:
+                common, private = self._systems[0], self._some(_OWN_TOKENS)
+            made.append(self._request(at, tenant, common, private))
+        return sorted(made, key=lambda one: one.at_s)
 
     # -- kinds of requests -------------------------------------------------------------------------
 
@@ -131,9 +132,6 @@ class TenantTraces:
         self, at_s: float, tenant: str, common: npt.NDArray[np.int32], own: npt.NDArray[np.int32]
     ) -> TenantRequest:
         return TenantRequest(at_s, tenant, np.concatenate([common, own]), len(common))
-
-    def _own_text(self) -> npt.NDArray[np.int32]:
-        return self._some(_OWN_TOKENS)
 
     def _some(self, between: tuple[int, int]) -> npt.NDArray[np.int32]:
         return self._tokens(self._chance.randint(*between))

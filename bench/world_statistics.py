@@ -19,6 +19,7 @@ Worlds = npt.NDArray[np.bool_]
 _RARE = 0.01  # share of the probes below which a category is one of "others" for the classifier
 _RIDGE = 1.0  # added to the curvature of each weight
 _NEWTON_STEPS = 25
+_DIVISIONS = 10  # of the probes in halves; one alone may be lucky
 
 
 @dataclass(frozen=True)
@@ -81,23 +82,37 @@ class Guessed:
 
 
 def classify(seen: Sequence[Observed], worlds: Worlds, rounds: int, draw: np.random.Generator) -> Guessed:
-    """Train on one half and test on the other, and the other way round; the mean of both."""
-    order = draw.permutation(len(worlds))
-    halves = order[: len(order) // 2], order[len(order) // 2 :]
-    tested: list[tuple[Floats, Worlds]] = []
-    for train, test in (halves, halves[::-1]):
-        table = _table(seen, train)
-        weights = _logistic(table[train], worlds[train])
-        tested.append((table[test] @ weights, worlds[test]))
-    resampled = []
-    for _ in range(rounds):
-        chosen = [draw.integers(0, len(of), len(of)) for _, of in tested]
-        resampled.append(_mean_auc([(s[at], of[at]) for (s, of), at in zip(tested, chosen, strict=True)]))
-    return Guessed(_mean_auc(tested), float(np.quantile(resampled, 0.95)))
+    """Train on one half and test on the other, and the other way round, for several divisions: the mean."""
+    tested = [one for _ in range(_DIVISIONS) for one in _both_ways(seen, worlds, draw)]
+    everybody = np.arange(len(worlds))
+    resampled = [_mean_auc(tested, worlds, draw.integers(0, len(worlds), len(worlds))) for _ in range(rounds)]
+    return Guessed(_mean_auc(tested, worlds, everybody), float(np.quantile(resampled, 0.95)))
 
 
-def _mean_auc(tested: Sequence[tuple[Floats, Worlds]]) -> float:
-    return float(np.mean([auc(scores, worlds) for scores, worlds in tested]))
+@dataclass(frozen=True)
+class _Tested:
+    """Scores of all probes by a classifier, and which of them are in the half that it was not trained on."""
+
+    scores: Floats
+    is_test: npt.NDArray[np.bool_]
+
+
+def _both_ways(seen: Sequence[Observed], worlds: Worlds, draw: np.random.Generator) -> list[_Tested]:
+    is_first = draw.permutation(len(worlds)) < len(worlds) // 2
+    tested = []
+    for is_test in (is_first, ~is_first):
+        table = _table(seen, np.flatnonzero(~is_test))
+        tested.append(_Tested(table @ _logistic(table[~is_test], worlds[~is_test]), is_test))
+    return tested
+
+
+def _mean_auc(tested: Sequence[_Tested], worlds: Worlds, probes: npt.NDArray[np.intp]) -> float:
+    """Over those of `probes` that each classifier was not trained on."""
+    areas = []
+    for one in tested:
+        chosen = probes[one.is_test[probes]]
+        areas.append(auc(one.scores[chosen], worlds[chosen]))
+    return float(np.mean(areas))
 
 
 def _share_as_far(distances: Floats) -> float:

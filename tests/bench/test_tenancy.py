@@ -36,12 +36,18 @@ def test_common_texts_have_many_tenants_and_others_have_one(usual: list[TenantRe
         assert all(tenants[page] == {one.tenant} for page in one.pages[common:])
 
 
-def test_a_burst_is_ten_times_what_its_tenant_sends(usual: list[TenantRequest]) -> None:
-    noise = TenantTraces(3).burst(usual, "tenant 5")
+@pytest.mark.parametrize("heavy", [False, True])
+def test_a_burst_is_ten_times_what_its_tenant_sends(heavy: bool) -> None:
+    traces = TenantTraces(3)
+    usual = traces.usual()
+    noise = traces.burst(usual, "tenant 5", heavy)
     begin, end = LENGTH_S / 3, LENGTH_S * 2 / 3
     during = [one for one in usual if one.tenant == "tenant 5" and begin <= one.at_s < end]
     assert len(noise) == 9 * len(during) > 0
     assert all(one.tenant == "tenant 5" and begin <= one.at_s < end for one in noise)
+    known = {one.pages[one.common // 16] for one in usual}
+    assert not known & {one.pages[one.common // 16] for one in noise}, "what is private is new"
+    assert heavy == all(len(one.prompt) - one.common >= 512 for one in noise)
 
 
 def test_what_is_private_is_shared_only_where_all_is(short: list[TenantRequest]) -> None:
