@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from cluster.deployments import (
     DynamicDeployment,
     ModelSection,
     PrefillDeployment,
     RouterDeployment,
+    TenantOptions,
     WorkerDeployment,
 )
 from cluster.model_cache import ModelCache
@@ -34,6 +35,7 @@ from router.placement.policies import make_policy
 from wire.options import ServedModel, SocketOptions
 from wire.records import Role
 from worker.options import GPU_MEMORY_UTILIZATION, WorkerOptions, WorkerSettings
+from worker.tenant_options import TenantShareOptions, check_shares
 
 AGREED_OPTIONS = ("page_size", "dtype", "weight_dtype", "kv_cache_dtype")
 """Options whose difference between P and D makes every hand-off impossible."""
@@ -73,6 +75,11 @@ class ServeConfig(ServedModel, OutputOptions, SocketOptions):
     worker: WorkerSettings = Field(
         default_factory=WorkerSettings, description="worker options that prefill and decode share"
     )
+    tenants: dict[str, TenantOptions] = Field(
+        default={},
+        description="weights and shares of memory by tenant, for the router and all workers; their own "
+        "options come before",
+    )
     router: RouterDeployment = RouterDeployment()
     roles: Literal["fixed", "dynamic"] = Field(
         default="fixed", description="fixed: prefill and decode; dynamic: workers that change their roles"
@@ -80,6 +87,12 @@ class ServeConfig(ServedModel, OutputOptions, SocketOptions):
     prefill: PrefillDeployment = PrefillDeployment()
     decode: WorkerDeployment = WorkerDeployment()
     dynamic: DynamicDeployment = DynamicDeployment()
+
+    @field_validator("tenants")
+    @classmethod
+    def _fit(cls, value: dict[str, TenantOptions]) -> dict[str, TenantOptions]:
+        check_shares(value)
+        return value
 
     @property
     def served(self) -> tuple[ModelSection, ...]:
@@ -118,9 +131,13 @@ class ServeConfig(ServedModel, OutputOptions, SocketOptions):
     def worker_options(self, key: str) -> WorkerOptions:
         """Options of one deployment's workers, without a directory."""
         section, one = self.worker_sections()[key], self.model_of(key)
+        shares = {
+            tenant: TenantShareOptions(min_share=given.min_share, max_share=given.max_share)
+            for tenant, given in self.tenants.items()
+        }
         # A replica computes with what it reserved: a fraction of a core is one thread. A fraction of a GPU is
         # that fraction of its memory.
-        default: dict[str, Any] = {"threads": max(1, int(section.num_cpus))}
+        default: dict[str, Any] = {"threads": max(1, int(section.num_cpus)), "tenants": shares}
         if 0 < section.num_gpus < 1:
             default["gpu_memory_utilization"] = GPU_MEMORY_UTILIZATION * section.num_gpus
         return WorkerOptions(
@@ -147,7 +164,10 @@ class ServeConfig(ServedModel, OutputOptions, SocketOptions):
             )
             for name, versions in sections.items()
         )
-        return RouterOptions(**self.router.options.given(), **self._sockets(), models=models)
+        given = self.router.options.given()
+        weights = {tenant: options.weight for tenant, options in self.tenants.items()}
+        given["tenant_weights"] = {**weights, **given.get("tenant_weights", {})}
+        return RouterOptions(**given, **self._sockets(), models=models)
 
     def router_config(self) -> RouterConfig:
         """What a router takes while it runs."""

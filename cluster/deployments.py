@@ -11,6 +11,7 @@ from common.options import Options
 from router.options import MOST_WEIGHT, OutputOptions, RouterSettings
 from wire.options import ServedModel
 from worker.options import WorkerSettings
+from worker.tenant_options import TenantShareOptions
 
 
 class Autoscaling(Options):
@@ -152,6 +153,14 @@ class DynamicDeployment(WorkerDeployment):
     ttft_s: float = Field(default=2.0, gt=0, description="p95 of TTFT to meet (docs/scaling.md)")
     itl_s: float = Field(default=0.05, gt=0, description="p95 of ITL to meet")
     period_s: float = Field(default=5.0, gt=0, description="between two decisions who has which role")
+
+
+class TenantOptions(TenantShareOptions):
+    """What a tenant gets of the workers' memory, and of the turns of rooms that wait."""
+
+    weight: float = Field(
+        default=1.0, gt=0, description="of the tenant when rooms wait, as in the router's tenant_weights"
+    )
 
 
 class ModelSection(ServedModel, OutputOptions):

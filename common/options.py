@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -46,12 +46,15 @@ def parse_options(kind: type[OptionsType], raw: Mapping[str, Any]) -> OptionsTyp
 
 def _section(kind: type[BaseModel], path: Sequence[str | int]) -> type[BaseModel]:
     """The model that describes the section at `path`."""
+    is_name = False
     for part in path:
-        if isinstance(part, int):
-            continue  # the place in a list of sections
+        if isinstance(part, int) or is_name:
+            is_name = False
+            continue  # the place in a list of sections, or the name in a mapping
         annotation: Any = kind.model_fields[str(part)].annotation
         kinds = (annotation, *get_args(annotation))  # a section, or a section or None
         kind = next(one for one in kinds if isinstance(one, type) and issubclass(one, BaseModel))
+        is_name = get_origin(annotation) is dict
     return kind
 
 

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from common.tenant_labels import TenantLabels
 from router.events.counters import EventCounters
 from router.keys import Keys
 from router.measures import Count, Distribution
@@ -29,7 +30,9 @@ _TOKENS = (-16384, -4096, -1024, -256, -64, -1, 0, 63, 255, 1023, 4095, 16383)  
 class RoomMetrics:
     """Updated per room and epoch, never per token."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, tenants: TenantLabels | None = None) -> None:
+        """`tenants` may be shared with other metrics."""
+        self._tenants = tenants or TenantLabels()
         self.restarts = Count(registry, "baton_router_restarts", "Rooms started again")
         self.restart_causes = Count(
             registry, "baton_router_restart_causes", "Rooms started again, by the cause", "cause"
@@ -57,7 +60,11 @@ class RoomMetrics:
         self.ttft_error = Distribution(
             registry, "baton_router_ttft_error_seconds", "Predicted minus actual time to first token", _ERRORS
         )
-        self.queued = Distribution(
+        self._tenant_queued = Count(
+            registry, "baton_router_tenant_queue_seconds",
+            "Seconds from arrival until a choice has workers, of all choices together, by tenant", "tenant",
+        )  # fmt: skip
+        self._queued = Distribution(
             registry, "baton_router_queue_seconds", "Arrival of a request until a choice of it has workers",
             SECONDS, "model",
         )  # fmt: skip
@@ -79,6 +86,11 @@ class RoomMetrics:
             registry, "baton_router_cached_tokens_error",
             "Prompt tokens cached as the index said, less what the worker found, by request", _TOKENS,
         )  # fmt: skip
+
+    def observe_queued(self, seconds: float, model: str, tenant: str) -> None:
+        """A choice has workers, so many seconds after its request came."""
+        self._queued.observe(seconds, model)
+        self._tenant_queued.inc(seconds, self._tenants.of(tenant))
 
     def observe_transfer(self, pair: TransferPair, nbytes: int, seconds: float) -> None:
         """A room's KV has come, in so many seconds with a write in progress."""

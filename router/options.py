@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from common.host import HTTP_PORT, LOOPBACK
 from common.options import Options
 from common.ports import Ports, PortText
+from common.tenant_labels import MOST_LABELS, TenantLabels
 from common.used_ports import LONGEST_LEASE_S
 from wire.options import SocketOptions
 
@@ -215,6 +216,11 @@ class AdminOptions(Options):
     admin_key_file: Path | None = Field(
         None, description="its key; several lines: several keys; null: BATON_ADMIN_KEY, or no key"
     )
+    metrics_tenants: int = Field(
+        MOST_LABELS, ge=0,
+        description="tenants that metrics tell apart: those with a weight first, then who comes first; all "
+        "others are `other`, and requests without a tenant `anonymous`",
+    )  # fmt: skip
     metrics_compat: MetricsCompat | None = Field(
         None, description="vllm: /metrics has the figures under vLLM's names, too, for its dashboards"
     )
@@ -353,6 +359,10 @@ class RouterOptions(RouterSettings, ConnectionOptions, OutputOptions, SocketOpti
                 version_weights=self.version_weights,
             ),
         )
+
+    def tenant_labels(self) -> TenantLabels:
+        """What metrics call tenants."""
+        return TenantLabels(self.tenant_weights, self.metrics_tenants)
 
     def shared_resume_key(self) -> str | None:
         """The key of event ids for routers that are started together: drawn here, unless it is given. None:

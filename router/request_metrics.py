@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry
 
 from common.errors import BatonError, Overloaded
+from common.tenant_labels import TenantLabels
 from router.measures import Count, Distribution
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -18,9 +19,11 @@ _CHOICES = (1, 2, 4, 8, 16, 32, 64, 128)
 class RequestMetrics:
     """Updated per request, and `itl` whenever a choice gets tokens."""
 
-    def __init__(self, registry: CollectorRegistry, models: Iterable[str] = ()) -> None:
+    def __init__(
+        self, registry: CollectorRegistry, models: Iterable[str] = (), tenants: TenantLabels | None = None
+    ) -> None:
         """Histograms of `models` are there before the first request: Prometheus cannot tell how much a series
-        has grown that it has not seen before."""
+        has grown that it has not seen before. `tenants` may be shared with other metrics."""
         self.requests = Count(registry, "baton_router_requests", "Requests by HTTP status", "status")
         self._rejects = Count(
             registry, "baton_router_rejects", "Requests that were answered with an error, by cause", "cause"
@@ -39,6 +42,17 @@ class RequestMetrics:
             registry, "baton_router_cached_tokens", "Prompt tokens that were not computed", "model"
         )
         self.output_tokens = Count(registry, "baton_router_output_tokens", "Output tokens", "model")
+        self._tenants = tenants or TenantLabels()
+        self._tenant_requests = Count(
+            registry, "baton_router_tenant_requests", "Requests that came to their end, by tenant", "tenant"
+        )
+        self._tenant_prompt_tokens = Count(
+            registry, "baton_router_tenant_prompt_tokens", "Prompt tokens, by tenant", "tenant"
+        )
+        self._tenant_cached_tokens = Count(
+            registry, "baton_router_tenant_cached_tokens", "Prompt tokens that were not computed, by tenant",
+            "tenant",
+        )  # fmt: skip
 
         def by_model(name: str, about: str, bounds: tuple[float, ...]) -> Distribution:
             distribution = Distribution(registry, f"baton_router_{name}", about, bounds, "model")
@@ -62,6 +76,13 @@ class RequestMetrics:
         self.max_tokens = by_model(
             "request_max_tokens", "Most output tokens of a choice, as asked for", _TOKENS
         )
+
+    def ended(self, tenant: str, prompt_tokens: int, cached_tokens: int) -> None:
+        """A tenant's request has come to its end."""
+        label = self._tenants.of(tenant)
+        self._tenant_requests.inc(1, label)
+        self._tenant_prompt_tokens.inc(prompt_tokens, label)
+        self._tenant_cached_tokens.inc(cached_tokens, label)
 
     def rejected(self, error: BatonError) -> None:
         """A request was answered with an error."""

@@ -76,7 +76,8 @@ class Router:
         """
         self.options = options
         self.registry = registry = CollectorRegistry()
-        self.metrics = RequestMetrics(registry, [one.served_model_name for one in options.served])
+        tenants, names = options.tenant_labels(), [one.served_model_name for one in options.served]
+        self.metrics = RequestMetrics(registry, names, tenants)
         self.keys = Keys("api_keys_file", options.api_keys_file, API_KEYS_ENV, described_keys)
         self.started_at = int(time.time())
         self.tracing = open_tracing(os.environ)
@@ -120,7 +121,7 @@ class Router:
         self._inspections = Inspections(send)
         self._events = EventPlane(index, curve)
         EventMetrics(registry, self._events.counters)
-        metrics = RoomMetrics(registry)
+        metrics = RoomMetrics(registry, tenants)
         self._dispatcher = rooms = Dispatcher(options, self._versions, traces, metrics, send)
         self._claims = Claims(rooms, send)
         self.clients = ClientHolds(options.body_timeout_s, options.unread_timeout_s, metrics.swept)
@@ -129,7 +130,7 @@ class Router:
         )
         self.responses = KeptResponses(options, self._mailbox.send, lambda: known.peers.others)
         SuspicionMetrics(registry, known.suspicions)
-        WorkerMetrics(registry, lambda: known.workers)
+        WorkerMetrics(registry, lambda: known.workers, tenants)
         VersionMetrics(registry, self._versions)
         levels = rooms.rooms, rooms.waiting, known.peers, index, self.responses
         LevelMetrics(registry, *levels, lambda: known.workers)

@@ -5,6 +5,7 @@ Counters are of one process of a worker. They begin anew with it, which `rate()`
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import TypeVar, get_args
@@ -14,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from common.tenant_labels import OTHER, TenantLabels
 from wire.messages import CacheSource
 from wire.records import WorkerRecord
 
@@ -73,8 +75,15 @@ class WorkerMetrics(Collector):
     """Every figure has the labels worker, role and model; pages have their group's name and their
     tier, too."""
 
-    def __init__(self, registry: CollectorRegistry, workers: Callable[[], Iterable[WorkerRecord]]) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        workers: Callable[[], Iterable[WorkerRecord]],
+        tenants: TenantLabels | None = None,
+    ) -> None:
+        """`tenants` may be shared with other metrics."""
         self._workers = workers
+        self._tenants = tenants or TenantLabels()
         registry.register(self)
 
     def collect(self) -> Iterator[Family]:
@@ -87,6 +96,7 @@ class WorkerMetrics(Collector):
             yield _histogram(name, about, workers)
         yield from _pages(workers)
         yield from _moves(workers)
+        yield _tenant_pages(workers, self._tenants)
         yield _fetches(workers)
         yield _information(workers)
         swept = CounterMetricFamily(
@@ -153,6 +163,23 @@ def _fetches(workers: Iterable[WorkerRecord]) -> Family:
     for record in workers:
         for outcome, count in record.figures.fetches.items():
             family.add_metric([*_named(record), outcome], count)
+    return family
+
+
+def _tenant_pages(workers: Iterable[WorkerRecord], labels: TenantLabels) -> Family:
+    family = GaugeMetricFamily(
+        "baton_worker_tenant_pages",
+        "KV pages of the primary group that are cached, by tenant, where tenants have shares or share pages; "
+        "public pages are anonymous",
+        labels=(*_LABELS, "tenant"),
+    )
+    for record in workers:
+        figures = record.figures
+        pages = Counter({OTHER: figures.other_tenants_pages} if figures.other_tenants_pages else {})
+        for tenant, count in figures.tenant_pages.items():
+            pages[labels.of(tenant)] += count
+        for label, count in pages.items():
+            family.add_metric([*_named(record), label], count)
     return family
 
 

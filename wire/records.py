@@ -107,6 +107,8 @@ class WorkerFigures(msgspec.Struct, frozen=True):
     fetched_bytes: Natural = 0
     lent_pages: Natural = 0
     lent_bytes: Natural = 0
+    tenant_pages: dict[str, Natural] = {}  # cached of the primary group, of those that have most
+    other_tenants_pages: Natural = 0  # of the other tenants together
 
 
 PageHashes = Literal["baton", "foreign"]

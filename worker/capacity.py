@@ -66,6 +66,7 @@ def chosen_config(options: WorkerOptions, reserves: bool, device: str) -> CacheC
             prefetch_if_slower=options.hicache_storage_prefetch_if_slower,
         ),
         tenancy=TenancyConfig(options.sharing_min_tenants, options.sharing_epoch_s),
+        shares=options.shares(),
     )
 
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import heapq
+from operator import itemgetter
+
 from kvcache.memory import Memory
+from kvcache.radix_tree import pages_by_tenant
 from kvcache.storage.backend import StorageStats
 from scheduler.metrics import SchedulerMetrics
 from wire.records import Counts, GroupPages, MovedPages, WorkerFigures
+
+_TENANTS_TOLD = 64  # the record goes to every router several times a second
 
 
 def worker_figures(memory: Memory, metrics: SchedulerMetrics) -> WorkerFigures:
     """Read on the engine loop, several times a second."""
     tree, stored = memory.cache.tree, _stored(memory)
+    tenants = pages_by_tenant(tree)
+    told = dict(heapq.nlargest(_TENANTS_TOLD, tenants.items(), key=itemgetter(1)))
     return WorkerFigures(
         groups={
             name: GroupPages(
@@ -47,6 +55,8 @@ def worker_figures(memory: Memory, metrics: SchedulerMetrics) -> WorkerFigures:
         fetched_bytes=metrics.fetched_bytes,
         lent_pages=metrics.lent_pages,
         lent_bytes=metrics.lent_bytes,
+        tenant_pages=told,
+        other_tenants_pages=sum(tenants.values()) - sum(told.values()),
     )
 
 

@@ -19,6 +19,7 @@ from kvcache.tiers.config import TierConfig
 from scheduler.config import SchedulerConfig
 from wire.checksums import ChecksumMode
 from wire.options import ServedModel, SocketOptions
+from worker.tenant_options import TenantSharesOptions
 
 GPU_MEMORY_UTILIZATION = 0.9
 """Of a worker that has a GPU to itself."""
@@ -290,6 +291,7 @@ class PlaceOptions(Options):
 class WorkerSettings(
     EngineOptions,
     MemoryOptions,
+    TenantSharesOptions,
     SchedulingOptions,
     HandOffOptions,
     PeerOptions,

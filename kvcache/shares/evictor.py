@@ -6,7 +6,7 @@ rank is next (pages.py), and of equal ranks the first in policy order:
     above max_share  >  above min_share without these pages  >  above min_share  >  the rest
 
 The queues that may have a node of the second rank are in a heap of queues, by their first nodes. One whose
-first node turns out to be guaranteed is set aside until its tenant gets more. So a `pop` costs a few steps of
+first node turns out to be guaranteed is set aside until its tenant offers more. So a `pop` costs a few steps of
 two heaps, not a step per tenant, as long as any tenant has pages to spare.
 
 Of nodes that were used together a private one goes before a public one, which serves more tenants.
@@ -25,6 +25,7 @@ from kvcache.tree_node import TreeNode
 
 MayGo = Callable[[TreeNode], bool]
 Order = tuple[int, bool, int]
+_LOWEST: Order = (-(1 << 192), False, 0)  # below that of every node
 _ORDER, _QUEUE = 0, 2  # in an entry of the heap of queues
 
 
@@ -81,10 +82,6 @@ class SharedEvictor(Evictor):
 
     def pop(self, may_go: MayGo) -> TreeNode | None:
         """The first node of the lowest rank for which `may_go` is true; see Evictor."""
-        for tenant in self._tenants.take_grown():
-            queue = self._queues.get(tenant)
-            if queue is not None and queue in self._aside:
-                self._list_first(queue, may_go)
         excessive = [self._queues[one] for one in self._tenants.excessive if one in self._queues]
         queue = self._least(excessive, may_go) or self._spare(may_go) or self._least(self._aside, may_go)
         return None if queue is None else queue.nodes.pop(may_go)
@@ -138,13 +135,6 @@ class SharedEvictor(Evictor):
             queue.nodes.offer(node)
         return node
 
-    def _list_first(self, queue: _Queue, may_go: MayGo) -> None:
-        node = self._first(queue, may_go)
-        if node is None:
-            self._drop(queue)
-        else:
-            self._list(queue, self._order(node))
-
     def _drop(self, queue: _Queue) -> None:
         """The queue is empty."""
         del self._queues[queue.tenant]
@@ -154,7 +144,9 @@ class SharedEvictor(Evictor):
     def _list(self, queue: _Queue, order: Order) -> None:
         """The queue has a node of this order."""
         if queue.entry is None or order < queue.entry[_ORDER]:
-            self._aside.pop(queue, None)
+            if queue in self._aside:  # it may have nodes before this one
+                del self._aside[queue]
+                order = _LOWEST
             self._pushed += 1
             queue.entry = [order, self._pushed, queue]
             heapq.heappush(self._next, queue.entry)

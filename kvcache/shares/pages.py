@@ -25,7 +25,6 @@ class TenantPages:
         self.excessive: dict[str, None] = {}  # tenants above their max_share
         self._shares = shares
         self._num_pages = num_pages
-        self._grown: dict[str, None] = {}
 
     def add(self, tenant: str, pages: int) -> None:
         """The tenant has so many pages more, or fewer."""
@@ -39,13 +38,6 @@ class TenantPages:
             self.excessive[tenant] = None
         else:
             self.excessive.pop(tenant, None)
-        if pages > 0:
-            self._grown[tenant] = None
-
-    def take_grown(self) -> dict[str, None]:
-        """The tenants that got pages since the last call."""
-        grown, self._grown = self._grown, {}
-        return grown
 
     def rank(self, tenant: str, pages: int) -> Rank:
         """What evicting this many pages of the tenant would mean."""

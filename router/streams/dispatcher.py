@@ -177,7 +177,7 @@ class Dispatcher:
         if epoch == 0:
             self._expect_first(number, choice, now)
             waited_ns = max(time.time_ns() - room.request.arrived_ns, 0)
-            self._metrics.queued.observe(waited_ns / 1e9, assignment.model.name)
+            self._metrics.observe_queued(waited_ns / 1e9, assignment.model.name, room.request.tenant)
         placement = assignment.version.placer.place(choice, now)
         assignment.admission.placed(number, placement.prefill_tokens)
         prefill = placement.prefill.id if placement.prefill is not None else None

@@ -78,6 +78,7 @@ class RequestLog:
             metrics.finished.inc(1, model, end)
         metrics.prompt_tokens.inc(prompt, model)
         metrics.cached_tokens.inc(generation.cached_tokens(), model)
+        metrics.ended(submission.tenant, prompt, generation.cached_tokens())
         metrics.output_tokens.inc(output, model)
         metrics.prompt_length.observe(prompt, model)
         metrics.output_length.observe(output, model)

@@ -13,6 +13,7 @@ from cluster.app import _worker_settings, application
 from cluster.config import ServeConfig, parse_config, read_config
 from cluster.role_keeper import RolePlan
 from common.errors import ConfigError
+from kvcache.shares.config import SharesConfig, TenantShare
 from wire.records import Role
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -58,6 +59,10 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
         ),
         ({"router": {"options": {"polici": "kv"}}}, "router.options.polici", "unknown key"),
         ({"served_model_name": " "}, "served_model_name", "empty name"),
+        ({"tenants": {"a": {"min_share": 0.7}, "b": {"min_share": 0.4}}}, "tenants", "1.1 together"),
+        ({"tenants": {"a": {"min_share": 0.7, "max_share": 0.2}}}, "tenants.a", "above max_share"),
+        ({"tenants": {"a": {"share": 0.7}}}, "tenants.a.share", "unknown key"),
+        ({"worker": {"tenants": {"a": {"min_share": 2}}}}, "worker.tenants.a.min_share", "less than"),
         ({"interface": "HEAD_ADDRESS"}, "interface", "HEAD_ADDRESS is a placeholder"),
         (
             {"decode": {"env": {"REDIS": "REDIS_ADDRESS"}}},
@@ -89,6 +94,25 @@ def test_worker_options_are_shared_then_overridden() -> None:
     assert (prefill.threads, decode.threads) == (1, 2)  # what the replica reserves
     assert prefill.served_model_name == decode.served_model_name == "tiny"
     assert prefill.cluster_secret_file == Path("/etc/baton/cluster_secret")
+
+
+def test_tenants_are_named_once_for_the_router_and_all_workers() -> None:
+    config = parse_config(
+        {
+            "model": "m",
+            "tenants": {"a": {"weight": 3, "min_share": 0.25}, "b": {"max_share": 0.5}},
+            "worker": {"tenant_defaults": {"max_share": 0.75}},
+            "decode": {"options": {"tenants": {"a": {"min_share": 0.5}}}},
+            "router": {"options": {"tenant_weights": {"b": 2}}},
+        }
+    )
+    assert config.router_options().tenant_weights == {"a": 3, "b": 2}
+    prefill = config.worker_options(Role.PREFILL).shares()
+    assert prefill == SharesConfig(
+        {"a": TenantShare(0.25), "b": TenantShare(0, 0.5)}, TenantShare(max_share=0.75)
+    )
+    assert config.worker_options(Role.DECODE).shares().named == {"a": TenantShare(0.5)}
+    assert not parse_config({"model": "m"}).worker_options(Role.DECODE).shares().enabled
 
 
 def test_a_fraction_of_a_gpu_is_that_fraction_of_its_memory() -> None:

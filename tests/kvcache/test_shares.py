@@ -13,8 +13,10 @@ from kvcache.memory import Memory
 from kvcache.radix_tree import RadixTree
 from kvcache.shares.config import SharesConfig, TenantShare
 from kvcache.tenancy.config import TenancyConfig
+from scheduler.metrics import SchedulerMetrics
 from tests.kvcache.driver import Driver
 from tests.kvcache.support import groups, key, matched, memory, put, radix_cache
+from worker.figures import worker_figures
 
 PAGE = 4
 
@@ -119,6 +121,7 @@ def test_pages_change_owners_with_their_nodes() -> None:
     for tenant in "abc":
         driver.run([*[7] * 2 * PAGE, *[ord(tenant)] * PAGE, 1], tenant=tenant)
     assert held(built) == {"a": 3, "b": 3, "c": 3}
+    built.cache.tree.evict("window", 1)  # a's copy, which becomes public, takes from another what it lacks
     assert built.promotion is not None
     built.promotion.end_epoch()
     assert held(built) == {"": 2, "a": 1, "b": 1, "c": 1}
@@ -126,6 +129,31 @@ def test_pages_change_owners_with_their_nodes() -> None:
     for group in ("window", "state", "full"):
         built.cache.tree.evict(group, 3)
         driver.check()
+
+
+def test_a_leaf_that_becomes_public_is_evicted_as_a_public_one() -> None:
+    tenancy, shares = TenancyConfig(2, secret=b"s"), SharesConfig({"": TenantShare(min_share=0.5)})
+    built = memory(PAGE, 16, tenancy=tenancy, shares=shares)
+    for tenant in "abc":
+        put(built, [7] * PAGE, tenant=tenant)
+    put(built, pages_of_text("new"), tenant="a")
+    assert built.promotion is not None
+    built.promotion.end_epoch()
+    assert held(built) == {"": 1, "a": 1}
+    built.cache.tree.evict("full", 1)
+    assert held(built) == {"": 1}
+
+
+def test_a_tenant_that_grows_is_again_in_the_order_of_all() -> None:
+    built = shared(a=TenantShare(min_share=0.125))
+    for name, tenant in ("Aa", "Ba", "Cb", "Db"):
+        put(built, pages_of_text(name), tenant=tenant)
+    tree = built.cache.tree
+    tree.evict("full", 1)  # C: of a nothing can be spared
+    assert held(built) == {"a": 2, "b": 1}
+    put(built, pages_of_text("E"), tenant="a")
+    tree.evict("full", 1)  # A: it is older than D
+    assert held(built) == {"a": 2, "b": 1}
 
 
 def test_states_have_shares_of_their_own() -> None:
@@ -188,3 +216,14 @@ def test_a_share_that_cannot_be_is_refused() -> None:
 def test_nothing_is_counted_without_shares() -> None:
     tree: RadixTree = memory(PAGE, 16).cache.tree
     assert [component.tenants for component in tree.components] == [None]
+
+
+def test_a_workers_record_names_the_tenants_with_most_pages() -> None:
+    built = memory(PAGE, 256, tenancy=TenancyConfig(2, secret=b"s"))
+    for number in range(70):
+        put(built, pages_of_text(chr(65 + number), 1 + number // 35), tenant=f"t{number}")
+    figures = worker_figures(built, SchedulerMetrics())
+    assert len(figures.tenant_pages) == 64
+    assert figures.tenant_pages["t69"] == 2
+    assert sum(figures.tenant_pages.values()) + figures.other_tenants_pages == 105
+    assert worker_figures(memory(PAGE, 16), SchedulerMetrics()).tenant_pages == {}

@@ -22,13 +22,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvcache.eviction import POLICIES
+from kvcache.eviction import POLICIES, copies_first
 from kvcache.observer import StorageMedium
 from kvcache.shares.config import SharesConfig, TenantShare
 from kvcache.tenancy.config import TenancyConfig
 from kvcache.tree_node import TreeNode
 from tests.kvcache.driver import Driver
-from tests.kvcache.support import Request, groups, memory
+from tests.kvcache.support import Request, groups, memory, put
 
 PAGES, PAGE = 24, 2
 TENANTS = ("", "a", "b", "c", "d")
@@ -50,7 +50,7 @@ class SharesMachine(RuleBasedStateMachine):
         self, policy: str, named: dict[str, TenantShare], others: TenantShare, users: int, kinds: Any,
         chance: random.Random,
     ) -> None:  # fmt: skip
-        self.shares, self.key = SharesConfig(named, others), POLICIES[policy]
+        self.shares, self.key = SharesConfig(named, others), copies_first(POLICIES[policy])
         self.exact = not kinds  # with other groups a leaf can go with the one below it
         self.memory = memory(
             PAGE, PAGES, rows=4, specs=groups(*kinds, window=4), eviction_policy=policy, shares=self.shares,
@@ -130,6 +130,12 @@ class SharesMachine(RuleBasedStateMachine):
             self.live.append(req)
         else:
             self.driver.finish(req)
+
+    @rule(first=st.integers(0, 9), pages=st.integers(1, 3), tenant=st.sampled_from(TENANTS))
+    def fetch(self, first: int, pages: int, tenant: str) -> None:
+        """Pages come from elsewhere: nothing is trimmed for them."""
+        if self.exact and self.memory.allocator.available_pages() >= pages:
+            put(self.memory, [first * 10, *[1] * (pages * PAGE - 1)], tenant=tenant, is_copy=True)
 
     @precondition(lambda self: self.live)
     @rule(index=st.integers(0, 9), is_insert=st.booleans())

@@ -7,6 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from common.errors import BatonError, ModelNotFound, Overloaded
+from common.tenant_labels import TenantLabels
 from router.events.counters import EventCounters
 from router.merged_metrics import MergedMetrics, MetricFamily, collect, exposition
 from router.metrics import EventMetrics, LevelMetrics, RoomMetrics
@@ -245,3 +246,32 @@ def test_vllms_names_say_the_same() -> None:
     assert seen[f"vllm:num_preemptions_total{{{worker}}}"] == 2
     assert seen[f"vllm:iteration_tokens_total_sum{{{worker}}}"] == 99
     assert any(name.startswith("vllm:cache_config_info{block_size=") for name in seen)
+
+
+def test_tenants_beyond_the_most_are_counted_together() -> None:
+    registry, labels = CollectorRegistry(), TenantLabels(["named"], most=2)
+    requests, rooms = RequestMetrics(registry, tenants=labels), RoomMetrics(registry, labels)
+    for tenant in ("first", "second", "", "named", "third", "first"):
+        requests.ended(tenant, prompt_tokens=10, cached_tokens=4)
+        rooms.observe_queued(0.5, "m", tenant)
+    figures = WorkerFigures(tenant_pages={"first": 3, "second": 2, "third": 1, "": 5}, other_tenants_pages=7)
+    WorkerMetrics(registry, lambda: [record("d0", figures=figures)], labels)
+    seen = values(registry)
+
+    def by_tenant(name: str) -> dict[str, float]:
+        found = {label: seen.get(f'{name}{{tenant="{label}"}}') for label in TENANT_LABELS}
+        return {label: value for label, value in found.items() if value is not None}
+
+    counts = {"named": 1, "first": 2, "anonymous": 1, "other": 2}
+    assert by_tenant("baton_router_tenant_requests_total") == counts
+    assert by_tenant("baton_router_tenant_prompt_tokens_total") == {k: 10 * n for k, n in counts.items()}
+    assert by_tenant("baton_router_tenant_cached_tokens_total") == {k: 4 * n for k, n in counts.items()}
+    assert by_tenant("baton_router_tenant_queue_seconds_total") == {k: n / 2 for k, n in counts.items()}
+    assert seen['baton_router_queue_seconds_count{model="m"}'] == 6
+    of = 'baton_worker_tenant_pages{model="m",role="prefill",tenant='
+    assert {label: seen.get(f'{of}"{label}",worker="d0"}}') for label in TENANT_LABELS} == {
+        "named": None, "first": 3, "second": None, "third": None, "anonymous": 5, "other": 10,
+    }  # fmt: skip
+
+
+TENANT_LABELS = ("named", "first", "second", "third", "anonymous", "other")
