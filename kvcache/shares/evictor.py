@@ -6,8 +6,8 @@ rank is next (pages.py), and of equal ranks the first in policy order:
     above max_share  >  above min_share without these pages  >  above min_share  >  the rest
 
 The queues that may have a node of the second rank are in a heap of queues, by their first nodes. One whose
-first node turns out to be guaranteed is set aside until its tenant offers more. So a `pop` costs a few steps of
-two heaps, not a step per tenant, as long as any tenant has pages to spare.
+first node turns out to be guaranteed is set aside until its tenant offers more. So a `pop` costs a few steps
+of two heaps, not a step per tenant, as long as any tenant has pages to spare.
 
 Of nodes that were used together a private one goes before a public one, which serves more tenants.
 """
