@@ -19,8 +19,10 @@ from router.directory.server import DirectoryHost
 from tests.router.conftest import wait_until
 from tests.support.kv_events_reader import Pages, pages_of, replayed
 from wire.codec import pack_tokens
+from wire.events import BlockStored, decode_batch
 from wire.mailbox import Mailbox
 from wire.messages import Abort, AnyMessage, Decode, Inspect, Inspected, Rejected, RoleSet, SetRole, Tokens
+from wire.page_hash import event_hashes, namespace_seed, owned_digests, page_digests
 from wire.records import Role
 from wire.request import GenerateRequest, SamplingParams
 from wire.security import curve_for
@@ -84,12 +86,13 @@ class Cluster:
             return None
         return found[0]
 
-    def begin_long_room(self, worker: SwitchingWorker) -> None:
+    def begin_long_room(self, worker: SwitchingWorker, tenant: str = "") -> None:
         """A room that does not end by itself. Returns when it runs."""
         sampling = SamplingParams(max_new_tokens=3000, ignore_eos=True)
         request = GenerateRequest(
-            request_id="r", room=1, epoch=1, prompt=pack_tokens([*range(40)]), sampling=sampling
-        )
+            request_id="r", room=1, epoch=1, prompt=pack_tokens([*range(40)]), sampling=sampling,
+            tenant=tenant,
+        )  # fmt: skip
         self.mailbox.send(worker.record().mailbox, Decode(request))
         assert self.wait_for(Tokens) is not None
 
@@ -122,6 +125,24 @@ def test_a_change_of_role_is_a_new_incarnation_that_tells_its_tree_first(cluster
     pages.apply(replayed(after.replay))
     assert pages.held == pages_of(held, "fake", 4)
     assert len(pages.held) >= 10
+
+
+def test_after_a_change_of_role_private_pages_are_told_on_their_own_stream(cluster: Cluster) -> None:
+    worker = cluster.worker()
+    cluster.begin_long_room(worker, tenant="ada")
+    before = worker.record()
+    cluster.mailbox.send(before.mailbox, Abort(1, 1))
+    assert cluster.ask(before.mailbox, Role.PREFILL) == ""
+    wait_until(lambda: worker.record().role is Role.PREFILL and worker.record().incarnation > 0, 10.0)
+    after = worker.record()
+    assert after.private_events != before.private_events
+    told = [
+        event for batch in replayed(after.private_replay).values() for event in decode_batch(batch).events
+    ]
+    names = [name for event in told if isinstance(event, BlockStored) for name in event.block_hashes]
+    digests = page_digests(namespace_seed("fake"), pack_tokens([*range(40)]), 4)
+    assert names[:10] == event_hashes(owned_digests(digests, "ada"))
+    assert replayed(after.replay) == {}
 
 
 def test_what_is_asked_during_a_change_is_answered_and_begins_no_other(cluster: Cluster) -> None:
