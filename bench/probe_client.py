@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import itertools
 import json
+import re
 import statistics
 import time
 from typing import Any, Self
@@ -15,6 +16,7 @@ from bench.world_statistics import Observed
 _TIMEOUT_S = 120.0
 _IDLE_S = 2.0  # the server closes connections that were idle for longer
 _DONE = b"[DONE]"
+_NUMBER = re.compile(r"\d+(\.\d+)?")  # of a header; an id such as 5e1234 is none
 
 
 class ProbeClient:
@@ -115,8 +117,8 @@ def _observed(
         "fingerprint": str(last.get("system_fingerprint")),
     }
     for name, value in headers:
-        try:
+        if _NUMBER.fullmatch(value):
             numbers[f"header {name.lower()}"] = float(value)
-        except ValueError:
+        else:
             categories[f"header {name.lower()}"] = value
     return Observed(numbers, categories)

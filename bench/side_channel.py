@@ -25,7 +25,7 @@ control, whose victim and attacker are one tenant, as where all share. `ratios`:
 `values`:
 
     min_p        the smallest p of permutation tests of all features of all stages, by Holm's correction
-    miss_ms      by how much a miss of the control takes longer than a hit: prompts are sized for 60
+    miss_ms      by how much a miss of the control takes longer than a hit: prompts are sized for 65
     stages       by stage: `auc`, `upper`, and the smallest corrected p with its feature
 """
 
@@ -35,7 +35,6 @@ import json
 import math
 import random
 import secrets
-import statistics
 import tempfile
 import time
 from collections.abc import Sequence
@@ -61,7 +60,7 @@ OUTPUT_TOKENS = 4
 BATCH = 40  # texts; a stage is done for all of them before the next one begins
 CONTROLS = 0.1  # of the probes, and at least _FEWEST_CONTROLS of each world
 EPOCH_S = 0.25
-MISS_S = 0.060
+MISS_S = 0.065
 PERMUTATIONS = 20_000
 RESAMPLINGS = 1000
 EVERYBODY = "everybody"
@@ -69,6 +68,7 @@ _FEWEST_CONTROLS = 20
 _LONGEST = 1024
 _BOUND_S = 60.0
 _SIZING_TOKENS = 256
+_LEAST_COST_S = 0.001
 
 
 @dataclass
@@ -134,8 +134,8 @@ class Attack:
         for _ in range(7):
             text = self._common + self._tokens(_SIZING_TOKENS)
             miss, hit = (client.ask(text).numbers["ttft_ms"] / 1e3 for _ in range(2))
-            costs.append((miss - hit) / _SIZING_TOKENS)
-        pages = math.ceil(MISS_S / statistics.median(costs) / PAGE_SIZE)
+            costs.append(max(miss - hit, _LEAST_COST_S) / _SIZING_TOKENS)
+        pages = math.ceil(MISS_S / min(costs) / PAGE_SIZE)  # other work makes the rest slower
         return COMMON_TOKENS + min(max(4, pages) * PAGE_SIZE, _LONGEST - COMMON_TOKENS)
 
     # -- probes ------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ tenant). `ratios`:
     modes             by mode: hit_tokens, common_hit_tokens, ttft_p50 (s), goodput (requests answered within
                       SLO_S each second)
 
-`--png FILE` also measures and draws what K and the epoch's length cost (`curves`).
+`--png FILE` also measures and draws what K, the length of an epoch and a small pool cost (`curves`).
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ EPOCH_S = 10.0
 STRANGERS = 0.02  # of the private prompts
 NOISY = "tenant 0"
 SHARES = SharesConfig({"": TenantShare(min_share=0.5)}, TenantShare(min_share=0.4 / TENANTS, max_share=0.05))
-USERS_CURVE = (2, 3, 5, 8, 12)
+USERS_CURVE = (2, 3, 5, 8)
 EPOCHS_CURVE = (1.0, 10.0, 60.0, 300.0)
+POOLS_CURVE = (1 << 17, 1 << 18, 1 << 19, 1 << 20)
 
 
 def serve(
@@ -57,9 +58,10 @@ def serve(
     *,
     one_tenant: bool = False,
     shares: SharesConfig | None = None,
+    pool_tokens: int = POOL_TOKENS,
 ) -> list[Served]:
     """Answer a trace on a fresh worker."""
-    worker = Worker(POOL_TOKENS, tenancy or TenancyConfig(), one_tenant, shares or SharesConfig())
+    worker = Worker(pool_tokens, tenancy or TenancyConfig(), one_tenant, shares or SharesConfig())
     return TenancyRig(worker, USERS).serve(trace)
 
 
@@ -117,17 +119,29 @@ def _merged(one: Sequence[TenantRequest], other: Sequence[TenantRequest]) -> lis
     return sorted([*one, *other], key=lambda request: request.at_s)
 
 
-def curves(trace: Sequence[TenantRequest], shared: int) -> dict[str, dict[str, float]]:
-    """By K and by the length of an epoch: hits on common texts, over those where all is shared."""
+def curves(trace: Sequence[TenantRequest]) -> dict[str, dict[str, dict[str, float]]]:
+    """Hits on common texts, over those where all is shared: for each K by the length of an epoch (s) and by
+    the size of the pool (tokens)."""
+    shared = {pool: _common_hits(serve(trace, one_tenant=True, pool_tokens=pool)) for pool in POOLS_CURVE}
 
-    def gain(users: int, epoch_s: float) -> float:
-        served = serve(trace, sharing(users, epoch_s))
-        return round(sum(one.common_hits for one in served) / shared, 4)
+    def gain(users: int, epoch_s: float, pool: int) -> float:
+        served = serve(trace, sharing(users, epoch_s), pool_tokens=pool)
+        return round(_common_hits(served) / shared[pool], 4)
 
     return {
-        f"{epoch_s:g}": {str(users): gain(users, epoch_s) for users in USERS_CURVE}
-        for epoch_s in EPOCHS_CURVE
+        "epochs": {
+            f"{epoch_s:g}": {str(users): gain(users, epoch_s, POOL_TOKENS) for users in USERS_CURVE}
+            for epoch_s in EPOCHS_CURVE
+        },
+        "pools": {
+            str(pool): {str(users): gain(users, EPOCH_S, pool) for users in USERS_CURVE}
+            for pool in POOLS_CURVE
+        },
     }
+
+
+def _common_hits(served: Sequence[Served]) -> int:
+    return sum(one.common_hits for one in served)
 
 
 def _ratio(kinds: Mapping[str, Others], kind: str, figure: str) -> float:
@@ -175,7 +189,7 @@ def main() -> None:
     if given.png is not None:
         from bench.tenancy_plot import draw  # imports matplotlib, which is optional
 
-        values["curves"] = curves(trace, int(told["shared"]["common_hit_tokens"]))
+        values["curves"] = curves(trace)
         draw(values, given.png)
     print_result("tenancy", ratios, values, given.json)
 

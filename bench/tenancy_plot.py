@@ -6,24 +6,34 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-_MODES = {"separate": "nothing shared", "ours": "public pages shared", "shared": "all shared"}
+_MODES = {"separate": "nothing\nshared", "ours": "public\npages", "shared": "all\nshared"}
+
+
+def _curves(axes: Axes, curves: Mapping[str, Mapping[str, float]]) -> None:
+    """One for each name, over K."""
+    for label, points in curves.items():
+        axes.plot(list(map(int, points)), [100 * share for share in points.values()], "o-", label=label)
+    axes.set_title("Hits on common texts")
+    axes.set_xlabel("K (sharing_min_tenants)")
+    axes.set_ylabel("% of those where all is shared")
+    axes.set_ylim(0, 105)
+    axes.legend(fontsize="small")
 
 
 def draw(values: Mapping[str, Any], path: Path) -> None:
     """Draw the `values` of bench.tenancy, with `curves`, as PNG."""
-    figure = Figure(figsize=(14, 4.5), layout="constrained")
+    figure = Figure(figsize=(17, 4.3), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplot_mosaic([["curves", "hits", "times"]])
-    for number, (epoch_s, points) in enumerate(values["curves"].items()):
-        shares = [100 * share for share in points.values()]
-        panels["curves"].plot(list(map(int, points)), shares, f"C{number}o-", label=f"epoch {epoch_s} s")
-    panels["curves"].set_title("Hits on common texts")
-    panels["curves"].set_xlabel("K (sharing_min_tenants)")
-    panels["curves"].set_ylabel("% of those where all is shared")
-    panels["curves"].legend()
+    panels = figure.subplot_mosaic([["epochs", "pools", "hits", "times"]])
+    _curves(panels["epochs"], {f"epoch {name} s": one for name, one in values["curves"]["epochs"].items()})
+    _curves(
+        panels["pools"],
+        {f"pool of {int(name) >> 10}k tokens": one for name, one in values["curves"]["pools"].items()},
+    )
     told, names = values["modes"], list(_MODES.values())
     hits = [100 * told[mode]["hit_tokens"] / told[mode]["prompt_tokens"] for mode in _MODES]
     panels["hits"].bar(names, hits, color=["C3", "C0", "C7"])
