@@ -6,7 +6,8 @@ replay a trace through its router, load or talk to a server, or print the schema
     baton doctor [CONFIG.yaml] [--cluster]      baton config --schema
     baton bench URL [options]                   baton chat [URL] [options]
     baton trace REQUEST [--perfetto FILE]       baton cache [clear] [--worker ID] [--tier TIER]
-    baton top [--once]                          baton --version
+    baton forget TENANT                         baton top [--once]
+    baton --version
 
 Exit codes: 0 done, or ended on request; 1 could not be started, does not answer, or the doctor found a fault;
 2 a configuration that cannot work (one line on stderr names the key, the problem and the remedy; nothing is
@@ -30,6 +31,7 @@ _COMMANDS = {
     "serve": ("cluster.serve_command", "serve a model until Ctrl-C"),
     "tree": ("cluster.tree_command", "show what live workers cache"),
     "cache": ("cluster.cache_command", "show and clear what each tier caches"),
+    "forget": ("cluster.forget_command", "forget what a tenant has cached"),
     "top": ("cluster.top", "watch the fleet"),
     "trace": ("cluster.trace_command", "show where a request's time went"),
     "replay": ("cluster.replay", "replay a trace in virtual time"),

@@ -33,6 +33,11 @@ class LowerTier(Protocol):
         """`node` leaves the tree: free what it has on the host."""
         ...
 
+    def give_up(self, node: TreeNode) -> None:
+        """Free the copy of a node below which there is none, and which nothing reads or writes. A node on the
+        host alone leaves the tree."""
+        ...
+
     def renaming(self, node: TreeNode) -> None:
         """`node` is about to get another owner: what storage has of it has the old name."""
         ...

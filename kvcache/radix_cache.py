@@ -160,7 +160,7 @@ class RadixCache(BasePrefixCache):
         self._cache(req, chunked, ends=False)
         req.prefix_indices = self._row_slots(req, 0, req.kv_committed_len).astype(np.int64)
         if self._trims:
-            trim(self.tree, req.tenant)
+            trim(self.tree, req.tenant_key)
 
     def cache_finished_req(self, req: CachedRequest, is_insert: bool = True) -> None:
         """Cache the committed whole pages; free and unlock all else."""
@@ -171,11 +171,11 @@ class RadixCache(BasePrefixCache):
         req.last_node = None
         req.cache_protected_len = 0
         if self._trims:
-            trim(self.tree, req.tenant)
+            trim(self.tree, req.tenant_key)
 
     def _cache(self, req: CachedRequest, chunked: bool, ends: bool) -> None:
         """Insert as much as every group can give, free the duplicates, and lock the result."""
-        key = RadixKey(req.fill_ids[: req.kv_committed_len], req.namespace, req.tenant)
+        key = RadixKey(req.fill_ids[: req.kv_committed_len], req.namespace, req.tenant_key)
         length = self._insertable(req, len(key) // self.page_size * self.page_size)
         if self._promotion is not None and not self._promotion.may_grow(key[:length], req.last_node):
             return

@@ -203,9 +203,9 @@ class RadixTree:
         if node is not self.root:
             for component in self.components:
                 component.unlock(node)
-            self._settle(node)
+            self.settle(node)
 
-    def _settle(self, node: TreeNode) -> None:
+    def settle(self, node: TreeNode) -> None:
         """Offer `node` for eviction if it is an unlocked leaf of the device now; if it is a tombstone, it
         gives way at once."""
         while not (node.lock_ref or node.resident_children or node is self.root):
@@ -244,7 +244,7 @@ class RadixTree:
                 component.shrink(node, evictable - left, is_free_leaf)
                 goes = is_free_leaf and component.evictable() > left
             if goes:
-                self._settle(self._give_way(node))
+                self.settle(self._give_way(node))
             elif component.may_evict(node):
                 component.evictor.offer(node)
         return before - component.evictable()

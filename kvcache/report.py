@@ -10,6 +10,7 @@ from kvcache.snapshot import tiers_of
 from kvcache.tenancy.promotion import Promotion
 from kvcache.tenancy.report import counters, sharing_report, visibility
 from kvcache.tree_node import TreeNode
+from wire.page_hash import tenant_of_key
 
 SHOWN_TOKENS = 8
 
@@ -19,13 +20,15 @@ def node_reports(tree: RadixTree, promotion: Promotion | None = None) -> list[di
 
     `parent` is the index of the parent's mapping, -1 for the root. `held` says by group name what the group
     keeps on the device for the node: tokens of the primary group, window pages, states. `media` are the tiers
-    that have all of its pages, by the names that KV events have for them. `tenant` owns a private node. Where
-    tenants share, a node has its counters, too (kvcache/tenancy/usage.py).
+    that have all of its pages, by the names that KV events have for them. `tenant` owns a private node, in
+    its `generation` (wire/page_hash.py). Where tenants share, a node has its counters, too
+    (kvcache/tenancy/usage.py).
     """
     index = {id(tree.root): -1}
     reports: list[dict[str, Any]] = []
     for node in tree.nodes():
         assert node.parent is not None, "the root is not listed"
+        tenant, generation = tenant_of_key(node.tenant)
         index[id(node)] = len(reports)
         reports.append(
             {
@@ -34,7 +37,8 @@ def node_reports(tree: RadixTree, promotion: Promotion | None = None) -> list[di
                 "extra_key": node.namespace.extra_key,
                 "cache_salt": node.namespace.cache_salt,
                 "is_bigram": node.namespace.is_bigram,
-                "tenant": node.tenant,
+                "tenant": tenant,
+                "generation": generation,
                 "visibility": visibility(node),
                 "held": {component.name: component.report(node).held for component in tree.components},
                 "media": [str(medium) for medium in tiers_of(node)],
@@ -70,7 +74,7 @@ def pretty_print(tree: RadixTree, promotion: Promotion | None = None) -> str:
 
 
 def _whose(node: TreeNode) -> str:
-    return f" {visibility(node)} of {node.tenant}" if node.tenant else ""
+    return f" {visibility(node)} of {tenant_of_key(node.tenant)[0]}" if node.tenant else ""
 
 
 def _named(values: Mapping[str, int]) -> str:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import get_args
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 import msgspec
 
@@ -19,7 +19,7 @@ from router.index.page_table import Tier
 from router.membership import Membership
 from router.model import Model
 from router.options import MOST_WEIGHT
-from router.page import CHANGE, JSON, Page, json_page
+from router.page import CHANGE, JSON, Page, forgotten_tenant, json_page
 from router.placement.models import Models, model_report
 from router.placement.policy import RoleCandidates
 from router.process_group import ProcessGroup
@@ -27,12 +27,14 @@ from router.streams.assignments import version_key
 from router.streams.generation import Submission
 from router.streams.inspections import Inspections
 from wire.holds import HoldReport
-from wire.messages import CacheTier
+from wire.messages import CacheTier, TenantForgotten
 from wire.request import SamplingParams
 
 _INSPECT_TIMEOUT_S = 10.0
 _LEASES_TIMEOUT_S = 3.0
 _CLEAR_TIMEOUT_S = 8.0  # shorter than `baton cache clear` waits
+_FORGET_TIMEOUT_S = 8.0  # longer than a worker takes to answer, shorter than `baton forget` waits
+_LONGEST_TENANT = 256
 _TELL_TIMEOUT_S = 10.0  # longer than a directory that was started again needs to settle
 _TRACE = "/debug/trace/"
 _TIERS: tuple[CacheTier, ...] = get_args(CacheTier)
@@ -55,7 +57,7 @@ class AdminPages:
     async def open(self, target: str) -> Page:
         """The page at a path with its query string. What goes wrong is a page, too."""
         path, _, query = target.removeprefix(CHANGE).partition("?")
-        given = dict(parse_qsl(query))
+        path, given = unquote(path), dict(parse_qsl(query))
         try:
             return await (self._change(path, given) if target.startswith(CHANGE) else self._open(path, given))
         except BatonError as error:
@@ -84,6 +86,9 @@ class AdminPages:
         return json_page(error_body(f"{path} does not exist here", "invalid_request_error"), 404)
 
     async def _change(self, path: str, query: _Query) -> Page:
+        tenant = forgotten_tenant(path)
+        if tenant is not None:
+            return await self._forget(tenant)
         return await (self._clear(query) if path == "/admin/cache/clear" else self._weigh(query))
 
     async def _metrics(self, _: _Query) -> Page:
@@ -261,6 +266,37 @@ class AdminPages:
                 if answer.problem:
                     problems[worker] = answer.problem
         return json_page({"freed": freed, "problems": problems, "silent": silent})
+
+    async def _forget(self, tenant: str) -> Page:
+        """POST: nothing that a tenant has cached so far is found again, by any later request. Then the
+        workers remove it: what each has removed in the first seconds, by tier, and what is still in use;
+        `silent` are those that did not answer in time, and `told` is false while other routers may not know
+        of it. Pages that are public stay, also those that the tenant has computed, too."""
+        if len(tenant) > _LONGEST_TENANT:
+            raise InvalidRequest(f"a tenant's name has at most {_LONGEST_TENANT} characters", "tenant")
+        generation = self.membership.tenants.forget(tenant)
+        asked = self._mailboxes()
+        told, *said = await asyncio.gather(
+            self.membership.tenants.told(tenant, _FORGET_TIMEOUT_S),
+            *(self.inspections.forget(to, tenant, generation, _FORGET_TIMEOUT_S) for to in asked.values()),
+            return_exceptions=True,
+        )
+        workers, silent = {}, []
+        for worker, answer in zip(asked, said, strict=True):
+            if isinstance(answer, TenantForgotten):
+                workers[worker] = {
+                    "nodes": answer.nodes,
+                    "removed": answer.removed,
+                    "locked_pages": answer.locked_pages,
+                    "unfinished": answer.unfinished,
+                    "problem": answer.problem,
+                }
+            elif isinstance(answer, TimeoutError):
+                silent.append(worker)
+            elif isinstance(answer, BaseException):
+                raise answer
+        answer = {"tenant": tenant, "generation": generation.revision, "told": told is True}
+        return json_page({**answer, "workers": workers, "silent": silent})
 
     def _mailboxes(self, worker: str | None = None) -> dict[str, str]:
         """The mailboxes of all workers, or of the one that is given, by id. Raises InvalidRequest."""

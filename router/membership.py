@@ -13,6 +13,7 @@ from router.local_workers import LocalWorkers
 from router.options import RouterOptions
 from router.placement.models import Models
 from router.placement.peers import TELL_AFTER_S, RouterPeers
+from router.shared_tenants import SharedTenants
 from router.shared_weights import SharedWeights
 from router.streams.dispatcher import Dispatcher
 from router.suspicions import Suspicions
@@ -21,6 +22,7 @@ from wire.loop_mailbox import LoopMailbox
 from wire.messages import AssignedLoads, View
 from wire.peer_monitors import PeerState
 from wire.records import Role, WorkerRecord
+from wire.settings import NO_SETTINGS, Settings
 from wire.sockets import Mail
 
 
@@ -36,6 +38,7 @@ class Membership:
         dispatcher: Dispatcher,
         unanswered: Unanswered,
         admin_url: str,
+        tenants: SharedTenants,
     ) -> None:
         self.workers: list[WorkerRecord] = []  # live, and of the served models
         self.admins: list[str] = []  # URLs of the routers' admin listeners
@@ -54,8 +57,10 @@ class Membership:
             self._server = DirectoryServer(Directory(options.lease_s), mailbox.send)
         configured = {one.served_model_name: one.version_weights for one in options.served}
         self.weights = SharedWeights(models, configured)
+        self.tenants = tenants
+        self._settings = NO_SETTINGS  # of both
         self._client = DirectoryClient(
-            options.directory or mailbox.address, mailbox.send, admin_url, lambda: self.weights.settings
+            options.directory or mailbox.address, mailbox.send, admin_url, self._all_settings
         )
 
     @property
@@ -107,6 +112,13 @@ class Membership:
         if self._flush is not None:
             self._flush.cancel()
 
+    def _all_settings(self) -> Settings:
+        """The same object until something changes."""
+        known = self.weights.settings.with_told(self.tenants.settings)
+        if known is not self._settings and known != self._settings:
+            self._settings = known
+        return self._settings
+
     def _on_exit(self, record: WorkerRecord) -> None:
         now = time.monotonic()
         self.suspicions.on_exit(record, now)
@@ -121,6 +133,7 @@ class Membership:
         self.workers = [record for record in self._client.workers.values() if record.model in served]
         self._models.update(self.workers, now)
         self.weights.take(view.settings)
+        self.tenants.take(view.settings)
         self.peers.meet(view.routers)
         self.admins = view.admins
         self.suspicions.update(change.lost, self.workers, now)

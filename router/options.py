@@ -221,6 +221,11 @@ class AdminOptions(Options):
         description="tenants that metrics tell apart: those with a weight first, then who comes first; all "
         "others are `other`, and requests without a tenant `anonymous`",
     )  # fmt: skip
+    tenant_generations: Path | None = Field(
+        None,
+        description="file that keeps which tenants were forgotten, for when all processes have ended; null: "
+        "none (docs/decisions/0059-forgetting.md)",
+    )
     metrics_compat: MetricsCompat | None = Field(
         None, description="vllm: /metrics has the figures under vLLM's names, too, for its dashboards"
     )

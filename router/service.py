@@ -37,6 +37,7 @@ from router.placement.version import ModelVersion
 from router.process_group import OwnLists, ProcessGroup
 from router.request_lines import RequestLines
 from router.request_metrics import RequestMetrics
+from router.shared_tenants import SharedTenants
 from router.streams.assignments import Assignment, version_gone, version_key
 from router.streams.claims import Claims, FoundRoom
 from router.streams.client_holds import ClientHolds
@@ -57,7 +58,7 @@ from router.worker_metrics import WorkerMetrics
 from wire.holds import Hold
 from wire.loop_mailbox import LoopMailbox
 from wire.mailbox import Mail
-from wire.messages import CacheCleared, Claimed, Inspect, Inspected
+from wire.messages import CacheCleared, Claimed, Inspect, Inspected, TenantForgotten
 from wire.peer_monitors import PeerState
 from wire.security import curve_for
 
@@ -103,9 +104,13 @@ class Router:
         weights = {one.served_model_name: one.version_weights for one in options.served}
         self._versions = Models(weights, make_version)
         self._long_texts = LongTexts()
+        tenants = SharedTenants(options.tenant_generations)
         self.models = {
             (name := one.served_model_name): Model.load(
-                one, RoomRequests(name, secret), self._versions.by_name[name], self._long_texts
+                one,
+                RoomRequests(name, secret, tenants.generation),
+                self._versions.by_name[name],
+                self._long_texts,
             )
             for one in options.served
         }
@@ -126,7 +131,7 @@ class Router:
         self._claims = Claims(rooms, send)
         self.clients = ClientHolds(options.body_timeout_s, options.unread_timeout_s, metrics.swept)
         self.membership = known = Membership(
-            options, self._mailbox, self._versions, self._events, rooms, self._unanswered, admin_url
+            options, self._mailbox, self._versions, self._events, rooms, self._unanswered, admin_url, tenants
         )
         self.responses = KeptResponses(options, self._mailbox.send, lambda: known.peers.others)
         SuspicionMetrics(registry, known.suspicions)
@@ -322,7 +327,7 @@ class Router:
                 pass
             elif isinstance(mail.message, Claimed):
                 self._claims.take(mail.sender, mail.message)
-            elif isinstance(mail.message, Inspected | CacheCleared):
+            elif isinstance(mail.message, Inspected | CacheCleared | TenantForgotten):
                 self._inspections.answer(mail.message)
             elif isinstance(mail.message, Inspect):
                 self._processes.answer(mail.sender, mail.message)

@@ -108,7 +108,7 @@ class Pages:
     @staticmethod
     def key(req: Req, length: int) -> RadixKey:
         """What the cache knows the request's first `length` tokens by."""
-        return RadixKey(req.fill_ids[:length], req.namespace, req.tenant)
+        return RadixKey(req.fill_ids[:length], req.namespace, req.tenant_key)
 
     def take_slots(self, req: Req, match: MatchResult, starts_at: int, spare: Capacity, extent: int) -> bool:
         """`take` slots for `extent` tokens of a request whose first forward here has its first query at
@@ -144,7 +144,7 @@ class Pages:
         req.cache_protected_len = req.kv_committed_len = req.scheduled_len = prefix
         self.lower.admitted(req, node)
         if self.memory.promotion is not None:
-            self.memory.promotion.admitted(req.tenant, node)
+            self.memory.promotion.admitted(req.tenant_key, node)
         return True
 
     def _fits(self, row: int, wanted: int, spare: Capacity) -> bool:

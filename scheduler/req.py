@@ -100,7 +100,7 @@ class Req:
         "limit_len", "namespace", "origin_input_ids", "output_ids", "prefill_len", "prefix_indices",
         "prompt_logprobs", "rank", "req_pool_idx", "request", "reserved", "resumed", "retractions",
         "running_index", "sampling", "scheduled_len", "sources", "stages_seen", "stamps", "state",
-        "state_hold",
+        "state_hold", "tenant_key",
     )  # fmt: skip
 
     def __init__(
@@ -115,6 +115,7 @@ class Req:
         `grammar` is at its beginning."""
         self.request = request
         self.namespace = namespace
+        self.tenant_key = request.tenant_key  # what the tenant's cached pages are known by
         # Its order in queues: the greater priority first, then the earlier arrival at any router.
         self.rank = (-request.priority, request.arrived_ns, next(_arrivals))
         self.state = ReqState.NEW

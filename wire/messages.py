@@ -17,7 +17,7 @@ from wire.checksums import NO_CHECKSUMS, ChecksumMode, PageChecksums
 from wire.numbers import Natural, Quantity
 from wire.records import Role, WorkerRecord
 from wire.request import GenerateRequest, TokenLogprobs, TokenRun
-from wire.settings import NO_SETTINGS, Settings
+from wire.settings import NO_SETTINGS, Settings, TenantGeneration
 from wire.stages import RequestStage, Stamp
 
 
@@ -160,6 +160,39 @@ class CacheCleared(Message, frozen=True, tag="cache_cleared", omit_defaults=True
 
     token: Natural
     freed: dict[CacheTier, Natural]
+    problem: str = ""
+
+
+class ForgetTenant(Message, frozen=True, tag="forget_tenant"):
+    """Router -> worker: the tenant is in this generation now, and what it cached in older ones is to be
+    removed. Answered with TenantForgotten, in seconds; a repeat, which has the same `token`, with the same
+    answer."""
+
+    tenant: str
+    generation: TenantGeneration
+    token: Natural
+
+
+class TierRemoval(msgspec.Struct, frozen=True):
+    """What a worker has removed from a tier: pages of the primary group (of storage blobs), and bytes of all
+    groups."""
+
+    pages: Natural = 0
+    bytes: Natural = 0
+
+
+class TenantForgotten(Message, frozen=True, tag="tenant_forgotten", omit_defaults=True):
+    """What a worker has removed of a tenant; tiers that it does not have are left out.
+
+    `locked_pages` are in use, by streams that began before or by moves between tiers: they go when these end.
+    `unfinished` are the tiers where it goes on. `problem` is why a tier keeps what it has.
+    """
+
+    token: Natural
+    nodes: Natural
+    removed: dict[CacheTier, TierRemoval]
+    locked_pages: Natural = 0
+    unfinished: list[CacheTier] = []
     problem: str = ""
 
 
@@ -569,5 +602,5 @@ AnyMessage = (
     | CacheCleared | Claimed | Tokens | Timeline | RoomStatus | Reserved | Rejected | KVTarget | KVReady
     | KVDone | KVFailed | Release | Join | Joined | Replaced | Announce | Announced | AnnounceRefused
     | Withdraw | Watch | View | SetRole | RoleSet | AssignedLoads | KeepResponse | FindResponse
-    | FoundResponse | DropResponse | Fetch | Fetched | FetchRefused
+    | FoundResponse | DropResponse | Fetch | Fetched | FetchRefused | ForgetTenant | TenantForgotten
 )  # fmt: skip

@@ -8,6 +8,8 @@ chain starts with the namespace, pages of different salts or LoRA ids differ in 
 
 The tenant is not in the chain. In KV events and in the index a tenant's copy of a page has a name of its own:
 the digest under a key that only members of the cluster can derive (`owned_digests`, docs/decisions/0061).
+What is derived from a tenant here is derived from its key string (`tenant_key`): its name, and its generation
+once it was forgotten (docs/decisions/0059-forgetting.md).
 """
 
 from __future__ import annotations
@@ -60,9 +62,29 @@ def page_digests(
     return digests
 
 
+_GENERATION = "\0"  # between a tenant's name and its generation
+
+
+def tenant_key(name: str, generation: int = 0) -> str:
+    """The key string of a tenant: what trees, tiers, events and storage know it by. Those of two generations
+    differ, so that nothing of the older one is found under the newer one. Generation 0 of a name is the name
+    itself; without a tenant the key string is "" in every generation."""
+    if not name or (not generation and _GENERATION not in name):
+        return name
+    return f"{name}{_GENERATION}{generation}"
+
+
+def tenant_of_key(key: str) -> tuple[str, int]:
+    """The name and the generation that `tenant_key` has made a key string of."""
+    name, mark, generation = key.rpartition(_GENERATION)
+    if not mark or not (generation.isascii() and generation.isdigit()):
+        return key, 0
+    return name, int(generation)
+
+
 @lru_cache(4096)
 def owner_key(tenant: str) -> bytes:
-    """32 bytes that stand for a tenant. Who knows the tenant's name knows them."""
+    """32 bytes that stand for a tenant, given by its key string. Who knows that knows them."""
     return hashlib.sha256(b"baton-owner-1" + tenant.encode()).digest()
 
 

@@ -7,6 +7,7 @@ from enum import StrEnum
 import msgspec
 
 from wire.numbers import Natural, Signed
+from wire.page_hash import tenant_key
 
 
 class GrammarKind(StrEnum):
@@ -72,7 +73,7 @@ class GenerateRequest(RequestCore, frozen=True, omit_defaults=True, kw_only=True
     `prompt` is int32 little-endian token ids. `forced` are the output tokens the router has already
     forwarded (a restarted or migrated request): they are input, and the next position is sampled.
     `arrived_ns` is when the request came to its router, by the Unix clock: the same in every epoch, so that a
-    restart keeps its place in the workers' queues.
+    restart keeps its place in the workers' queues. `tenant_generation`: see wire/page_hash.py.
     """
 
     room: Natural
@@ -81,6 +82,12 @@ class GenerateRequest(RequestCore, frozen=True, omit_defaults=True, kw_only=True
     choice: Natural = 0
     forced: tuple[Natural, ...] = ()
     arrived_ns: Natural = 0
+    tenant_generation: Natural = 0
+
+    @property
+    def tenant_key(self) -> str:
+        """What the tenant's cached pages are known by."""
+        return tenant_key(self.tenant, self.tenant_generation)
 
 
 class FinishReason(StrEnum):

@@ -14,7 +14,7 @@ import msgspec
 
 from wire.numbers import Natural, Quantity
 
-_MOST = 1000  # of each kind
+MOST_SETTINGS = 1000  # of each kind
 
 
 class Setting(msgspec.Struct, frozen=True):
@@ -47,16 +47,26 @@ class DeploymentRoles(Setting, frozen=True):
     decode: Natural
 
 
+class TenantGeneration(Setting, frozen=True):
+    """A tenant was forgotten: `revision` is its generation from then on (wire/page_hash.py), and pages of the
+    generations in `forgotten` may still lie somewhere."""
+
+    forgotten: list[Natural]
+
+
 class Settings(msgspec.Struct, frozen=True, omit_defaults=True):
-    """All that was said. `weights` are by model, `roles` by deployment."""
+    """All that was said. `weights` are by model, `roles` by deployment, `tenants` by name."""
 
     weights: dict[str, ModelWeights] = {}
     roles: dict[str, DeploymentRoles] = {}
+    tenants: dict[str, TenantGeneration] = {}
 
     def with_told(self, told: Settings) -> Settings:
         """These with what another process knows and was said later. The same object if that is nothing."""
         weights, roles = _latest(self.weights, told.weights), _latest(self.roles, told.roles)
-        return self if weights is self.weights and roles is self.roles else Settings(weights, roles)
+        tenants = _latest(self.tenants, told.tenants)
+        is_same = weights is self.weights and roles is self.roles and tenants is self.tenants
+        return self if is_same else Settings(weights, roles, tenants)
 
 
 NO_SETTINGS = Settings()
@@ -66,7 +76,7 @@ _Kind = TypeVar("_Kind", bound=Setting)
 
 def _latest(known: dict[str, _Kind], told: Mapping[str, _Kind]) -> dict[str, _Kind]:
     later = {name: one for name, one in told.items() if one.is_later_than(known.get(name))}
-    if later and len(known | later) <= _MOST:
+    if later and len(known | later) <= MOST_SETTINGS:
         return {**known, **later}
     return known
 

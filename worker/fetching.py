@@ -152,7 +152,7 @@ class Fetching:
             seed=namespace.seed,
             extra_key=namespace.extra_key,
             cache_salt=namespace.cache_salt,
-            tenant=fetch.req.tenant,
+            tenant=fetch.req.tenant_key,
             tokens=pack_tokens(fetch.hold.key.tokens),
             have=fetch.hold.have,
             groups=targets,

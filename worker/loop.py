@@ -27,6 +27,7 @@ from wire.messages import Rejected, RejectKind
 from wire.records import Role, WorkerRecord
 from worker.drain import Drain
 from worker.figures import worker_figures
+from worker.forgetting import TenantForgetting
 from worker.heartbeat import Heartbeat
 from worker.holds import swept_holds
 from worker.idle_check import IdleCheck
@@ -80,8 +81,10 @@ class Worker:
         )
         self._drain = Drain()
         self._heartbeat = self._open_heartbeat(resolve_directory)
+        services = self._services
+        self._forgetting = TenantForgetting(services.memory, services.rooms, services.mailbox.send)
         self._mail = MailHandler(
-            self._services, self._role, self._limits, self._drain, self._heartbeat, set_role
+            services, self._role, self._limits, self._drain, self._heartbeat, set_role, self._forgetting
         )
         self._idle_check = IdleCheck(self._scheduler, self.options.idle_check_interval_s)
         self._stop = threading.Event()
@@ -294,6 +297,7 @@ class Worker:
         self._services.outbox.sweep(now)
         if (promotion := self._services.memory.promotion) is not None:
             promotion.tick(now)
+        self._forgetting.tick(now)
         if self._drain.begun:
             self._advance_drain(now)
 

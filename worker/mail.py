@@ -23,6 +23,7 @@ from wire.messages import (
     Fetch,
     Fetched,
     FetchRefused,
+    ForgetTenant,
     Inspect,
     Inspected,
     Joined,
@@ -40,6 +41,7 @@ from wire.records import Role
 from wire.retransmitter import RetransmitKey
 from worker.clearing import CacheClearing
 from worker.drain import Drain
+from worker.forgetting import TenantForgetting
 from worker.heartbeat import DirectoryAnswer, Heartbeat
 from worker.holds import hold_report
 from worker.inspection import worker_report
@@ -66,6 +68,7 @@ class MailHandler:
         drain: Drain,
         heartbeat: Heartbeat | None,
         set_role: Callable[[Role], str],
+        forgetting: TenantForgetting,
     ) -> None:
         """`set_role`: see Worker."""
         self._services = services
@@ -75,6 +78,7 @@ class MailHandler:
         self._heartbeat = heartbeat
         self._set_role = set_role
         self._clearing = CacheClearing(services.memory, services.mailbox.send)
+        self._forgetting = forgetting
 
     def handle(self, mail: Mail) -> None:
         """Act on one message. A repeated message is answered like the first."""
@@ -106,6 +110,8 @@ class MailHandler:
                 services.mailbox.send(mail.sender, Inspected(message.token, report))
             case ClearCache() as message:
                 self._clearing.clear(mail.sender, message)
+            case ForgetTenant() as message:
+                self._forgetting.forget(mail.sender, message)
             case Joined() | Announced() | AnnounceRefused() | Replaced() as message:
                 self._on_directory(mail.sender, message)
             case Fetch() as message:
@@ -135,6 +141,8 @@ class MailHandler:
             for room in self._services.rooms.active():
                 problem = f"another process has joined as {self._services.worker_id}"
                 self._role.fail(room, RejectKind.DRAINING, problem)
+        if isinstance(answer, Announced):
+            self._forgetting.learn(answer.settings.tenants)
         self._heartbeat.on_answer(answer)
 
     def _on_set_role(self, sender: str, message: SetRole) -> None:
@@ -178,7 +186,8 @@ class MailHandler:
             why, problem = RejectKind.DRAINING, f"worker {worker} is leaving"
         else:
             try:
-                return Req.from_request(message.request, self._services.options.model_name, self._limits)
+                request = self._forgetting.current(message.request)
+                return Req.from_request(request, self._services.options.model_name, self._limits)
             except (UserError, WireError) as error:
                 problem = str(error)
         return Rejected(message.room, message.epoch, why, problem)

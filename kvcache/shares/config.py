@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from common.errors import ConfigError
+from wire.page_hash import tenant_of_key
 
 
 @dataclass(frozen=True)
@@ -44,5 +45,5 @@ class SharesConfig:
         return any(share != TenantShare() for share in (*self.named.values(), self.others))
 
     def of(self, tenant: str) -> TenantShare:
-        """The share of a tenant."""
-        return self.named.get(tenant, self.others if tenant else TenantShare())
+        """The share of a tenant, given by its key string (wire/page_hash.py)."""
+        return self.named.get(tenant_of_key(tenant)[0], self.others if tenant else TenantShare())

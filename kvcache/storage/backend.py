@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvcache.storage.blob_store import Held
+
 
 @dataclass(frozen=True)
 class StorageStats:
@@ -59,8 +61,9 @@ class StorageBackend(ABC):
         already; what is there already is kept."""
 
     @abstractmethod
-    def clear(self, prefix: bytes = b"") -> None:
-        """Forget all blobs whose keys begin so: those of one visibility, or all."""
+    def clear(self, prefix: bytes = b"") -> Held | None:
+        """Forget all blobs whose keys begin so: those of one visibility, or all. Returns what was removed, 0
+        where the place does not say; None if it can remove nothing by prefix. Raises what the place does."""
 
     @abstractmethod
     def stats(self) -> StorageStats:

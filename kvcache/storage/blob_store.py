@@ -34,7 +34,7 @@ class SealedBlob(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a store holds; zeros if it does not say."""
+    """What a store holds, or has removed; zeros if it does not say."""
 
     blobs: int = 0
     nbytes: int = 0
@@ -71,8 +71,9 @@ class BlobStore(ABC):
         """Remove a blob that is not what was written, so that it can be written again."""
 
     @abstractmethod
-    def clear(self, prefix: bytes) -> None:
-        """Remove all blobs whose names begin so. `prefix` is empty or a visibility."""
+    def clear(self, prefix: bytes) -> Held | None:
+        """Remove all blobs whose names begin so. `prefix` is empty or a visibility. Returns what was removed,
+        as far as the store says; None if it cannot remove by prefix."""
 
     def held(self) -> Held:
         """What the store holds, perhaps some seconds ago."""

@@ -83,10 +83,10 @@ class FileStore(BlobStore):
     def discard(self, name: bytes) -> None:
         self._remove(self._path(name))
 
-    def clear(self, prefix: bytes) -> None:
-        for path in self._files(_FOLDERS):
-            if os.path.basename(path).startswith(prefix.decode()):
-                self._remove(path)
+    def clear(self, prefix: bytes) -> Held:
+        named = (path for path in self._files(_FOLDERS) if os.path.basename(path).startswith(prefix.decode()))
+        removed = [size for size in map(self._remove, named) if size]
+        return Held(len(removed), sum(removed))
 
     def held(self) -> Held:
         """The number of blobs is counted again every ten seconds."""
@@ -184,20 +184,21 @@ class FileStore(BlobStore):
                 break
         sample.sort()
         freed = 0
-        for _, size, path in sample[: -(-len(sample) // 2)]:
+        for _, _, path in sample[: -(-len(sample) // 2)]:
             if freed >= nbytes:
                 break
-            freed += size if self._remove(path) else 0
+            freed += self._remove(path)
         return freed > 0
 
-    def _remove(self, path: str) -> bool:
+    def _remove(self, path: str) -> int:
+        """How many bytes it took; 0 if it could not be removed."""
         try:
             size = _on_disk(os.stat(path).st_size)
             os.unlink(path)
         except OSError:
-            return False
+            return 0
         self._give_back(size)
-        return True
+        return size
 
     def _give_back(self, size: int) -> None:
         if self._usage is not None:

@@ -28,7 +28,7 @@ from pydantic import Field
 
 from common.errors import ConfigError
 from common.options import Options, parse_options
-from kvcache.storage.blob_store import BlobStore, Outcome, SealedBlob
+from kvcache.storage.blob_store import BlobStore, Held, Outcome, SealedBlob
 from kvcache.storage.bounded_calls import BoundedCalls
 from kvcache.storage.config import StorageConfig
 from kvcache.storage.keys import key_text
@@ -113,9 +113,9 @@ class MooncakeStore(BlobStore):
     def discard(self, name: bytes) -> None:
         self._remove([_key(name)])
 
-    def clear(self, prefix: bytes) -> None:
+    def clear(self, prefix: bytes) -> Held:
         pattern = f"^{_NAMESPACE}{re.escape(prefix.decode())}"
-        self._try(lambda: self._store.remove_by_regex(pattern, True), 0)
+        return Held(max(0, self._try(lambda: int(self._store.remove_by_regex(pattern, True)), 0)))
 
     def close(self) -> None:
         if not self._calls.left_behind:  # they would use what is closed

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from common.errors import ConfigError
 from common.options import Options, parse_options
-from kvcache.storage.blob_store import BlobStore, Outcome, SealedBlob
+from kvcache.storage.blob_store import BlobStore, Held, Outcome, SealedBlob
 from kvcache.storage.config import StorageConfig
 from kvcache.storage.keys import key_text
 
@@ -65,8 +65,10 @@ class S3Store(BlobStore):
     def discard(self, name: bytes) -> None:
         _outcome(lambda: self._remove([self._key(name)]))
 
-    def clear(self, prefix: bytes) -> None:
-        _outcome(lambda: self._clear(prefix.decode()))
+    def clear(self, prefix: bytes) -> Held:
+        removed = [Held()]
+        _outcome(lambda: self._clear(prefix.decode(), removed))
+        return Held(sum(one.blobs for one in removed), sum(one.nbytes for one in removed))
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -107,14 +109,16 @@ class S3Store(BlobStore):
         self._client.put_object(Bucket=self._bucket, Key=self._key(name), Body=b"".join(blob))
         return Outcome.DONE
 
-    def _clear(self, prefix: str) -> Outcome:
+    def _clear(self, prefix: str, removed: list[Held]) -> Outcome:
+        """Each page of the listing is added to `removed`."""
         pages = self._client.get_paginator("list_objects_v2").paginate(
             Bucket=self._bucket, Prefix=self._prefix + prefix
         )
         for page in pages:
-            found = [one["Key"] for one in page.get("Contents", ())]
+            found = page.get("Contents", [])[:_DELETED_AT_ONCE]
             if found:
-                self._remove(found[:_DELETED_AT_ONCE])
+                self._remove([one["Key"] for one in found])
+                removed.append(Held(len(found), sum(one["Size"] for one in found)))
         return Outcome.DONE
 
     def _remove(self, keys: list[str]) -> Outcome:

@@ -73,8 +73,8 @@ class SealedStorage(StorageBackend):
         self._count("write", done, sealed, began)
         return [outcome in (Outcome.DONE, Outcome.PRESENT) for outcome in done]
 
-    def clear(self, prefix: bytes = b"") -> None:
-        self._store.clear(prefix)
+    def clear(self, prefix: bytes = b"") -> Held | None:
+        return self._store.clear(prefix)
 
     def stats(self) -> StorageStats:
         held = self._try(self._store.held, Held())

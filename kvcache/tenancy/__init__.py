@@ -5,6 +5,7 @@ visibility.py  a private node becomes public; two nodes with the same pages beco
 promotion.py   which private pages become public, and when
 usage.py       per node and epoch: hits and distinct tenants
 report.py      visibility and counters for `baton tree` and `baton cache`
+removal.py     what belongs to a tenant goes from device and host
 
 Finding public and own pages is the tree's own (kvcache/mixed_path.py).
 """

@@ -22,6 +22,7 @@ from kvcache.tenancy.config import TenancyConfig
 from kvcache.tenancy.usage import NodeUsage
 from kvcache.tenancy.visibility import fold, is_settled, is_superseded, publish
 from kvcache.tree_node import TOKEN_BYTES, TreeNode
+from wire.page_hash import tenant_of_key
 
 
 class Promotion:
@@ -37,14 +38,14 @@ class Promotion:
         self._epoch_ends_at = 0.0
 
     def admitted(self, tenant: str, last: TreeNode | None) -> None:
-        """A request of `tenant` ("": of nobody) was admitted, and has locked what the cache has of it: the
-        path of `last`."""
+        """A request of `tenant` (its key string; "": of nobody) was admitted, and has locked what the cache
+        has of it: the path of `last`."""
         if last is not None:
-            self.usage.used(last.path(), tenant, hits=1)
+            self.usage.used(last.path(), tenant_of_key(tenant)[0], hits=1)
 
     def inserted(self, tenant: str, path: Sequence[TreeNode]) -> None:
         """A request of `tenant` has inserted `path`, or used it: look at where its own pages begin."""
-        self.usage.used(path, tenant)
+        self.usage.used(path, tenant_of_key(tenant)[0])
         first = next((node for node in path if node.tenant), None)
         if first is not None and first.parent is not None:
             self._parents[first.parent] = None
@@ -109,6 +110,8 @@ class Promotion:
 
     def _publish(self, parent: TreeNode, copies: Sequence[TreeNode]) -> bool:
         """Make the longest beginning public that enough of `copies` share. Whether there is one."""
+        # A tenant that was forgotten may have one of each generation for a moment.
+        copies = list({tenant_of_key(copy.tenant)[0]: copy for copy in copies}.values())
         enough = self._threshold(copies[0])
         if len(copies) < enough:
             return False

@@ -113,7 +113,7 @@ class HostTier:
             if node is None:
                 return
             if group == self._primary:
-                self._give_way(node)
+                self.give_up(node)
             else:
                 assert node.host is not None, "a node on offer has a copy"
                 ids = node.host.ids.pop(group)
@@ -121,10 +121,11 @@ class HostTier:
                 self.pool.free({group: ids})
                 node.host.stored = False
 
-    def _give_way(self, node: TreeNode) -> None:
+    def give_up(self, node: TreeNode) -> None:
+        """See LowerTier."""
         parent = node.parent
         assert parent is not None, "the root has no copy"
-        assert node.host is not None, "a node on offer has a copy"
+        assert node.host is not None, "it has no copy to give up"
         assert not node.host.locks, "a host copy gives way while it is read"
         for group, ids in node.host.ids.items():
             self.evicted_pages[group] += int(np.count_nonzero(ids))
@@ -140,7 +141,7 @@ class HostTier:
         while (node := self._evictors[self._primary].pop(_is_last_copy)) is not None:
             assert node.host is not None, "a node on offer has a copy"
             freed += int(np.count_nonzero(node.host.ids[self._primary]))
-            self._give_way(node)
+            self.give_up(node)
         return freed
 
     # -- copies ------------------------------------------------------------------------------------

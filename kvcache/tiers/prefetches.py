@@ -269,6 +269,10 @@ class Prefetches:
             self._times.measured(prefetch.read, prefetch.seconds, self._clock())
         del self._prefetches[place]
 
+    def tenants(self) -> set[str]:
+        """For whom something is read: their key strings."""
+        return {prefetch.key.tenant for prefetch in self._prefetches.values()}
+
     @property
     def are_kept(self) -> bool:
         """Whether something that was read is kept for a request that waits."""

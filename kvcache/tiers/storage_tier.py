@@ -7,10 +7,11 @@ prefetch   what a request's prompt has there, while the request waits           
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvcache.radix_tree import RadixTree
 from kvcache.storage.backend import StorageBackend
+from kvcache.storage.blob_store import Held
 from kvcache.storage.keys import StorageKeys
 from kvcache.tiers.config import TierConfig
 from kvcache.tiers.host_tier import HostTier
@@ -107,6 +108,21 @@ class StorageTier:
             done(told)
 
         self._mover.submit("writes", work, cleared)  # behind the writes that are under way
+
+    def forget(self, prefixes: Sequence[bytes], done: Callable[[Held | Failed | None], None]) -> None:
+        """Remove all blobs whose keys begin with one of `prefixes`, also what other workers have stored.
+
+        `done` is called in a later poll, with what was removed; None: the backend cannot remove by prefix.
+        """
+
+        def work() -> Held | None:
+            told = [self.backend.clear(prefix) for prefix in prefixes]
+            removed = [one for one in told if one is not None]
+            if len(removed) < len(told):
+                return None
+            return Held(sum(one.blobs for one in removed), sum(one.nbytes for one in removed))
+
+        self._mover.submit("writes", work, done)  # behind the writes that are under way
 
     # -- looking -----------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Awaitable, Callable
+from urllib.parse import quote
 
 from common.errors import BatonError, Unauthorized
 from router.api.asgi import App, Headers, Receive, Scope, Send
@@ -13,7 +14,7 @@ from router.dashboard.assets import POLICY, find_asset
 from router.dashboard.live import LiveFeed
 from router.http_errors import error_body, to_http
 from router.keys import Keys
-from router.page import CHANGE, CHANGES, Page, json_page
+from router.page import CHANGE, CHANGES, Page, forgotten_tenant, json_page
 
 _LIVE = "/admin/live"
 
@@ -53,10 +54,12 @@ async def _send_page(send: Send, page: Page, extra: Headers) -> None:
 async def _page(scope: Scope, open_page: Callable[[str], Awaitable[Page]]) -> Page:
     path, method = scope["path"], scope["method"]
     methods = ("GET", "POST") if path in CHANGES else ("GET",)
+    if forgotten_tenant(path) is not None:
+        methods = ("POST",)
     if method not in methods:
         told = f"{path} takes {' and '.join(methods)} only"
         return json_page(error_body(told, "invalid_request_error"), 405)
-    target = f"{path}?{scope['query_string'].decode('latin-1')}"
+    target = f"{quote(path)}?{scope['query_string'].decode('latin-1')}"
     return await open_page(CHANGE + target if method == "POST" else target)
 
 

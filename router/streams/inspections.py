@@ -7,7 +7,17 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-from wire.messages import AnyMessage, CacheCleared, CacheTier, ClearCache, Inspect, Inspected
+from wire.messages import (
+    AnyMessage,
+    CacheCleared,
+    CacheTier,
+    ClearCache,
+    ForgetTenant,
+    Inspect,
+    Inspected,
+    TenantForgotten,
+)
+from wire.settings import TenantGeneration
 
 _REPEAT_S = 2.0  # until a command is sent again
 
@@ -32,13 +42,24 @@ class Inspections:
         assert isinstance(answer, CacheCleared), "a command has the answer to a question"
         return answer
 
-    def answer(self, message: Inspected | CacheCleared) -> None:
+    async def forget(
+        self, to: str, tenant: str, generation: TenantGeneration, timeout_s: float
+    ) -> TenantForgotten:
+        """Have the worker with the mailbox at `to` forget a tenant. Raises TimeoutError as `clear` does."""
+        command = ForgetTenant(tenant, generation, next(self._tokens))
+        answer = await self._asked(to, command, timeout_s, _REPEAT_S)
+        assert isinstance(answer, TenantForgotten), "a command has the answer to a question"
+        return answer
+
+    def answer(self, message: Inspected | CacheCleared | TenantForgotten) -> None:
         """An answer has come. It is dropped if nothing waits for it."""
         waiting = self._waiting.get(message.token)
         if waiting is not None and not waiting.done():
             waiting.set_result(message.body if isinstance(message, Inspected) else message)
 
-    async def _asked(self, to: str, message: Inspect | ClearCache, timeout_s: float, repeat_s: float) -> Any:
+    async def _asked(
+        self, to: str, message: Inspect | ClearCache | ForgetTenant, timeout_s: float, repeat_s: float
+    ) -> Any:
         """What comes back. The message is sent again every `repeat_s`."""
         waiting = self._waiting[message.token] = asyncio.get_running_loop().create_future()
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 
 from common.secrets import ClusterSecret, secret_in_use
 from router.index.global_index import digest_hashes
@@ -10,7 +11,7 @@ from router.placement.placer import Placer
 from router.placement.policy import PlacementRequest
 from router.streams.generation import Submission
 from wire.codec import pack_tokens
-from wire.page_hash import namespace_seed, owned_digests, page_digests
+from wire.page_hash import namespace_seed, owned_digests, page_digests, tenant_key
 from wire.request import GenerateRequest
 
 
@@ -30,10 +31,17 @@ class RoomNumbers:
 class RoomRequests:
     """Hashes the prompts of one model."""
 
-    def __init__(self, model: str, secret: ClusterSecret | None = None) -> None:
-        """`secret`: the cluster's, from which the names of tenants' pages are derived."""
+    def __init__(
+        self,
+        model: str,
+        secret: ClusterSecret | None = None,
+        generation: Callable[[str], int] = lambda _tenant: 0,
+    ) -> None:
+        """`secret`: the cluster's, from which the names of tenants' pages are derived. `generation` is that
+        of a tenant now (wire/page_hash.py)."""
         self._model = model
         self._secret = secret
+        self._generation = generation
         self._seed = namespace_seed(model)  # of most requests
 
     def make(self, submission: Submission, placer: Placer) -> list[tuple[GenerateRequest, PlacementRequest]]:
@@ -43,12 +51,14 @@ class RoomRequests:
         seed = self._seed
         if s.extra_key or s.cache_salt:
             seed = namespace_seed(self._model, s.extra_key, s.cache_salt)
+        generation = self._generation(s.tenant)
+        owner = tenant_key(s.tenant, generation)
         output_tokens = placer.output_tokens(s.sampling.max_new_tokens)
         requests: list[tuple[GenerateRequest, PlacementRequest]] = []
         for prompt in s.prompts:
             packed = pack_tokens(prompt)
             digests = page_digests(seed, packed, page_tokens) if page_tokens else []
-            hashes = digest_hashes(owned_digests(digests, s.tenant, secret_in_use(self._secret)))
+            hashes = digest_hashes(owned_digests(digests, owner, secret_in_use(self._secret)))
             # What is told of a prompt leaves with the first token: one worker computes both.
             alone = s.sampling.prompt_logprobs is not None or s.sampling.pooling is not None
             public = digest_hashes(digests) if s.tenant else None
@@ -60,7 +70,7 @@ class RoomRequests:
                     request_id=s.request_id, sampling=s.sampling, extra_key=s.extra_key,
                     cache_salt=s.cache_salt, tenant=s.tenant, priority=s.priority,
                     room=s.first_room + len(requests), epoch=0, prompt=packed, choice=choice,
-                    arrived_ns=s.arrived_ns,
+                    arrived_ns=s.arrived_ns, tenant_generation=generation,
                 )  # fmt: skip
                 requests.append((request, to_place))
         return requests

@@ -44,6 +44,10 @@ class Request:
     state_hold: StateHold | None = None
     prefix_indices: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
 
+    @property
+    def tenant_key(self) -> str:
+        return self.tenant
+
 
 def request(tokens: Iterable[int], **fields: Any) -> Request:
     """A request that holds nothing yet."""

@@ -32,11 +32,13 @@ from wire.messages import (
     Announced,
     AnyMessage,
     CacheCleared,
+    CacheTier,
     Claim,
     Claimed,
     ClaimedRoom,
     ClearCache,
     Decode,
+    ForgetTenant,
     GroupTarget,
     Inspect,
     Inspected,
@@ -53,6 +55,8 @@ from wire.messages import (
     Resend,
     Reserved,
     RoomStatus,
+    TenantForgotten,
+    TierRemoval,
     Timeline,
     Tokens,
     TransferEndpoint,
@@ -305,6 +309,9 @@ class FakeWorker:
             self._send(sender, Inspected(message.token, msgspec.json.encode(report).decode()))
         elif isinstance(message, ClearCache):
             self._send(sender, CacheCleared(message.token, dict.fromkeys(message.tiers, 3)))
+        elif isinstance(message, ForgetTenant):
+            removed: dict[CacheTier, TierRemoval] = {"device": TierRemoval(5, 640)}
+            self._send(sender, TenantForgotten(message.token, 2, removed, locked_pages=1))
 
     def _begin(self, sender: str, message: Prefill | Decode) -> None:
         request = message.request

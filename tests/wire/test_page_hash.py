@@ -8,7 +8,15 @@ import hmac
 import pytest
 
 from wire.codec import pack_tokens
-from wire.page_hash import event_hash, event_hashes, namespace_seed, owned_digests, page_digests
+from wire.page_hash import (
+    event_hash,
+    event_hashes,
+    namespace_seed,
+    owned_digests,
+    page_digests,
+    tenant_key,
+    tenant_of_key,
+)
 
 SEED = namespace_seed("model")
 
@@ -72,3 +80,13 @@ def test_a_tenants_copies_have_names_of_their_own_and_without_a_tenant_nothing_c
         assert owned_digests(digests, "", secret) is digests
     names = {name for tenant in ("", "a", "b", "ß") for name in event_hashes(owned_digests(digests, tenant))}
     assert len(names) == 4 * len(digests)
+
+
+def test_the_keys_of_tenants_and_generations_differ() -> None:
+    names = ["a", "b", "a\0", "a\x000", "a\x001", "\0", "ß", "a\0b"]
+    made = {tenant_key(name, generation): (name, generation) for name in names for generation in (0, 1, 10)}
+    assert len(made) == 3 * len(names)
+    assert {key: tenant_of_key(key) for key in made} == made
+    assert tenant_key("a") == "a"
+    assert tenant_key("", 3) == ""
+    assert tenant_of_key("a\0٣") == ("a\0٣", 0), "what no tenant_key has made is a name"

@@ -91,9 +91,10 @@ class MemoryStore(BlobStore):
         with self._lock:
             self.blobs.pop(name, None)
 
-    def clear(self, prefix: bytes) -> None:
+    def clear(self, prefix: bytes) -> Held:
         with self._lock:
-            self.blobs = {name: blob for name, blob in self.blobs.items() if not name.startswith(prefix)}
+            gone = [self.blobs.pop(name) for name in list(self.blobs) if name.startswith(prefix)]
+            return Held(len(gone), sum(map(len, gone)))
 
     def held(self) -> Held:
         with self._lock:

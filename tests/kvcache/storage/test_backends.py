@@ -93,7 +93,9 @@ def test_a_page_of_another_size_is_a_miss(backend: StorageBackend, arena: Arena)
 def test_a_tenant_is_forgotten_and_then_all(backend: StorageBackend, arena: Arena) -> None:
     alice, bob, public = keys(2, tenant="alice"), keys(2, tenant="bob"), keys(2)
     assert backend.set([*alice, *bob, *public], arena.pages[:6]) == [True] * 6
-    backend.clear(visibility("alice"))
+    removed = backend.clear(visibility("alice"))
+    assert removed is not None
+    assert removed.blobs == 2
     assert backend.exists([*alice, *bob, *public]) == [False] * 2 + [True] * 4
     backend.clear()
     assert backend.exists([*bob, *public]) == [False] * 4

@@ -83,6 +83,24 @@ def test_caches_are_cleared_by_the_operator_alone(service: tuple[RouterProcess, 
     assert "nobody" in router.admin.post(f"{path}?worker=nobody").json()["error"]["message"]
 
 
+def test_a_tenant_is_forgotten_by_the_operator_alone(service: tuple[RouterProcess, str, bool]) -> None:
+    router, worker, has_key = service
+    path = "/admin/tenants/a%2Fb%3F%20c/forget"
+    assert httpx.post(f"{router.admin.base_url}{path}").status_code == (401 if has_key else 200)
+    assert router.admin.post(path, headers={"Origin": "http://example.org"}).status_code == 401
+    assert router.admin.get(path).status_code == 405
+    wait_until(lambda: worker in router.admin.post(path).json()["workers"])
+    first, second = (router.admin.post(path).json() for _ in range(2))
+    assert (first["tenant"], first["told"], first["silent"]) == ("a/b? c", True, [])
+    assert second["generation"] > first["generation"] > 0
+    assert first["workers"][worker] == {
+        "nodes": 2, "removed": {"device": {"pages": 5, "bytes": 640}}, "locked_pages": 1, "unfinished": [],
+        "problem": "",
+    }  # fmt: skip
+    assert router.admin.post(f"/admin/tenants/{'x' * 257}/forget").status_code == 400
+    assert router.admin.post("/admin/tenants//forget").status_code == 405
+
+
 def test_the_dashboard_is_open_and_what_it_reads_is_not(service: tuple[RouterProcess, str, bool]) -> None:
     router, worker, has_key = service
     for path, kind in (

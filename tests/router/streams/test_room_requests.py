@@ -14,10 +14,25 @@ from router.placement.policies import make_policy
 from router.streams.generation import Submission
 from router.streams.room_requests import RoomNumbers, RoomRequests
 from tests.router.directory.test_directory import record
-from wire.page_hash import event_hashes, owned_digests, page_digests
+from wire.page_hash import event_hashes, owned_digests, page_digests, tenant_key
 from wire.request import SamplingParams
 
 MODEL, PAGE = "m", 16
+
+
+def test_a_forgotten_tenants_pages_have_other_names() -> None:
+    placer = Placer(GlobalIndex(), make_policy("kv", PolicyWeights(), 0), 10.0)
+    placer.update([record("p", model=MODEL)], 0.0)
+    submission = Submission(request_id="r", prompts=[[7] * PAGE], sampling=SamplingParams(), tenant="t")
+    ((before, placed), *_) = RoomRequests(MODEL).make(submission, placer)
+    made = RoomRequests(MODEL, generation=lambda tenant: 5 if tenant == "t" else 0).make(submission, placer)
+    ((after, placed_after), *_) = made
+    assert (before.tenant_key, after.tenant_key) == ("t", tenant_key("t", 5))
+    assert (after.tenant, placed_after.tenant) == ("t", "t"), "what is counted by tenant keeps its name"
+    assert placed.hashes.tolist() != placed_after.hashes.tolist()
+    assert placed.public_hashes is not None
+    assert placed_after.public_hashes is not None
+    assert placed.public_hashes.tolist() == placed_after.public_hashes.tolist()
 
 
 @pytest.mark.parametrize(
