@@ -104,11 +104,11 @@ class Router:
         weights = {one.served_model_name: one.version_weights for one in options.served}
         self._versions = Models(weights, make_version)
         self._long_texts = LongTexts()
-        tenants = SharedTenants(options.tenant_generations)
+        shared_tenants = SharedTenants(options.tenant_generations)
         self.models = {
             (name := one.served_model_name): Model.load(
                 one,
-                RoomRequests(name, secret, tenants.generation),
+                RoomRequests(name, secret, shared_tenants.generation),
                 self._versions.by_name[name],
                 self._long_texts,
             )
@@ -131,7 +131,14 @@ class Router:
         self._claims = Claims(rooms, send)
         self.clients = ClientHolds(options.body_timeout_s, options.unread_timeout_s, metrics.swept)
         self.membership = known = Membership(
-            options, self._mailbox, self._versions, self._events, rooms, self._unanswered, admin_url, tenants
+            options,
+            self._mailbox,
+            self._versions,
+            self._events,
+            rooms,
+            self._unanswered,
+            admin_url,
+            shared_tenants,
         )
         self.responses = KeptResponses(options, self._mailbox.send, lambda: known.peers.others)
         SuspicionMetrics(registry, known.suspicions)

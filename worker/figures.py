@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from operator import itemgetter
 
 from kvcache.memory import Memory
 from kvcache.radix_tree import pages_by_tenant
 from kvcache.storage.backend import StorageStats
 from scheduler.metrics import SchedulerMetrics
+from wire.page_hash import tenant_of_key
 from wire.records import Counts, GroupPages, MovedPages, WorkerFigures
 
 _TENANTS_TOLD = 64  # the record goes to every router several times a second
@@ -18,7 +20,9 @@ def worker_figures(memory: Memory, metrics: SchedulerMetrics) -> WorkerFigures:
     """Read on the engine loop, several times a second."""
     tree, stored = memory.cache.tree, _stored(memory)
     tenants = pages_by_tenant(tree)
-    told = dict(heapq.nlargest(_TENANTS_TOLD, tenants.items(), key=itemgetter(1)))
+    told: Counter[str] = Counter()  # by name: of a forgotten tenant there may be pages of two generations
+    for key, pages in heapq.nlargest(_TENANTS_TOLD, tenants.items(), key=itemgetter(1)):
+        told[tenant_of_key(key)[0]] += pages
     return WorkerFigures(
         groups={
             name: GroupPages(
