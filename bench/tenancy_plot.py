@@ -17,7 +17,6 @@ def _curves(axes: Axes, curves: Mapping[str, Mapping[str, float]]) -> None:
     """One for each name, over K."""
     for label, points in curves.items():
         axes.plot(list(map(int, points)), [100 * share for share in points.values()], "o-", label=label)
-    axes.set_title("Hits on common texts")
     axes.set_xlabel("K (sharing_min_tenants)")
     axes.set_ylabel("% of those where all is shared")
     axes.set_ylim(0, 105)
@@ -30,10 +29,12 @@ def draw(values: Mapping[str, Any], path: Path) -> None:
     FigureCanvasAgg(figure)
     panels = figure.subplot_mosaic([["epochs", "pools", "hits", "times"]])
     _curves(panels["epochs"], {f"epoch {name} s": one for name, one in values["curves"]["epochs"].items()})
+    panels["epochs"].set_title("Hits on common texts, by epoch")
     _curves(
         panels["pools"],
         {f"pool of {int(name) >> 10}k tokens": one for name, one in values["curves"]["pools"].items()},
     )
+    panels["pools"].set_title("Hits on common texts, by pool")
     told, names = values["modes"], list(_MODES.values())
     hits = [100 * told[mode]["hit_tokens"] / told[mode]["prompt_tokens"] for mode in _MODES]
     panels["hits"].bar(names, hits, color=["C3", "C0", "C7"])
