@@ -15,7 +15,13 @@ conversation has 4,096 tokens, so the tree has 128 N. `values` are microseconds,
     bytes_node_SIZE          resident memory of the tree, per node (page size 16 only)
 
 Page size 16; `_p1` is page size 1; `sglang_` is SGLang's own Python RadixCache, if it can be imported.
-`ratios`: match_1m_vs_10k and evict_1m_vs_10k, 1.0 when size does not matter.
+`ratios`: match_1m_vs_10k and evict_1m_vs_10k, 1.0 when size does not matter. With tenants who share pages
+(bench/radix_tenants.py), at page size 16:
+
+    mixed_lookup        match and lock of a conversation with four public turns and then a tenant's own,
+                        against the same in a tree without tenants; own_lookup, public_lookup: without public
+                        turns, with public turns alone
+    tenant_node_bytes   how many bytes more a node takes
 """
 
 from __future__ import annotations
@@ -31,6 +37,7 @@ import numpy.typing as npt
 
 from bench.common import argument_parser, medians, print_result
 from bench.radix_sglang import open_sglang
+from bench.radix_tenants import tenant_costs
 from bench.radix_tree import BatonTree, Tree
 
 TURN = 128  # tokens, one node
@@ -178,7 +185,8 @@ def main() -> None:
         for what, key in (("match", "match_4096_us"), ("evict", "evict_node_us"))
         if {f"{key}_1m", f"{key}_10k"} <= values.keys()
     }
-    print_result("radix", ratios, values, options.json)
+    tenants = tenant_costs(16)
+    print_result("radix", ratios | tenants.ratios, values | tenants.values, options.json)
 
 
 if __name__ == "__main__":

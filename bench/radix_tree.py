@@ -13,6 +13,8 @@ from kvcache.pool import ReqToTokenPool
 from kvcache.radix_cache import RadixCache
 from kvcache.radix_key import Namespace, RadixKey
 from kvcache.radix_tree import RadixTree
+from kvcache.tenancy.config import TenancyConfig
+from kvcache.tenancy.promotion import Promotion
 
 Tokens = npt.NDArray[np.int32]
 
@@ -48,17 +50,19 @@ class Tree(Protocol):
 class BatonTree:
     """Our tree, without a pool behind its page ids."""
 
-    def __init__(self, page_size: int, tokens: int) -> None:
+    def __init__(self, page_size: int, tokens: int, shares: bool = False) -> None:
+        """`shares`: tenants share pages."""
         self._page_size = page_size
         spare = tokens // 8 + (1 << 16)
         self._allocator = make_allocator((tokens + spare) // page_size, page_size)
-        tree = RadixTree(page_size, [FullComponent("full", self._allocator, "lru")])
-        self.cache = RadixCache(ReqToTokenPool(1, page_size), self._allocator, tree)
+        tree = RadixTree(page_size, [FullComponent("full", self._allocator, "lru")], shares=shares)
+        promotion = Promotion(tree, TenancyConfig(users=2)) if shares else None
+        self.cache = RadixCache(ReqToTokenPool(1, page_size), self._allocator, tree, promotion=promotion)
         self._namespace = Namespace("bench")
         self._pages = np.empty(0, np.int32)
 
-    def key(self, tokens: Tokens) -> RadixKey:
-        return RadixKey(tokens, self._namespace)
+    def key(self, tokens: Tokens, tenant: str = "") -> RadixKey:
+        return RadixKey(tokens, self._namespace, tenant)
 
     def hit(self, key: RadixKey) -> None:
         match = self.cache.match_prefix(key)
@@ -66,8 +70,8 @@ class BatonTree:
         self.cache.inc_lock_ref(match.last_device_node)
         self.cache.dec_lock_ref(match.last_device_node)
 
-    def insert(self, tokens: Tokens) -> None:
-        key = self.key(tokens)
+    def insert(self, tokens: Tokens, tenant: str = "") -> None:
+        key = self.key(tokens, tenant)
         self.reserve(key)
         self.insert_key(key)
 

@@ -66,11 +66,13 @@ class RadixTree:
         path: list[TreeNode] = []
         at = 0
         if key.tenant and self.shares:
-            path = self.cut(*mixed_path(key, self.page_size, self.root, below))
+            path, pages, beyond = mixed_path(key, self.page_size, self.root, below)
+            if beyond:
+                path[-1] = self._split(path[-1], path[-1].num_pages - beyond)
+            at = pages * self.page_size * TOKEN_BYTES
             for node in path:
                 node.last_access = tick
                 node.hit_count += hits
-                at += node.num_tokens * TOKEN_BYTES
         else:
             extra = TOKEN_BYTES if key.namespace.is_bigram else 0
             stride = self.page_size * TOKEN_BYTES

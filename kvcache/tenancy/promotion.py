@@ -63,7 +63,7 @@ class Promotion:
         if is_superseded(self._tree, last):
             return False
         size, root = self._tree.page_size, self._tree.root
-        return mixed_path(key, size, root, None)[1] <= mixed_path(key, size, root, last)[1]
+        return mixed_path(key, size, root, None).pages <= mixed_path(key, size, root, last).pages
 
     def tick(self, now: float) -> None:
         """Called every now and then: end the epoch when its time has come. Seconds of one clock."""

@@ -100,9 +100,10 @@ class TreeMachine(RuleBasedStateMachine):
         req = self.live[index % len(self.live)]
         left = len(req.fill_ids) - req.kv_committed_len
         promotion, before = self.memory.promotion, req.cache_protected_len
-        may_grow = promotion is None or promotion.may_grow(req.last_node)
-        self.cache.cache_unfinished_req(req, chunked=left > 0)
         aligned = req.kv_committed_len // self.memory.page_size * self.memory.page_size
+        key = RadixKey(req.fill_ids[:aligned], req.namespace, req.tenant)
+        may_grow = promotion is None or promotion.may_grow(key, req.last_node)
+        self.cache.cache_unfinished_req(req, chunked=left > 0)
         assert req.cache_protected_len == (aligned if may_grow else before)
         if may_grow:
             self.usage.has(req.tenant, self.row(req)[: aligned : self.memory.page_size])
@@ -130,11 +131,12 @@ class TreeMachine(RuleBasedStateMachine):
     def finish(self, index: int, is_insert: bool) -> None:
         req = self.live.pop(index % len(self.live))
         promotion, last = self.memory.promotion, req.last_node
-        is_used = promotion is not None and is_insert and promotion.may_grow(last)
         length = req.kv_committed_len // self.memory.page_size * self.memory.page_size
+        key = RadixKey(req.fill_ids[:length], req.namespace, req.tenant)
+        is_used = promotion is not None and is_insert and promotion.may_grow(key, last)
         release_kv_cache(self.memory, req, is_insert)
         if is_used:
-            path, _ = self.tree.walk(RadixKey(req.fill_ids[:length], req.namespace, req.tenant), below=last)
+            path, _ = self.tree.walk(key, below=last)
             pages = np.concatenate([np.empty(0, np.int32), *(node.value for node in path)])
             self.usage.has(req.tenant, (pages * self.memory.page_size).tolist())
 
