@@ -57,6 +57,19 @@ def test_a_tenant_extends_public_pages_with_its_own(shared: Memory) -> None:
     assert matched(shared, own("a")) == len(COMMON)
 
 
+def test_of_a_copy_and_public_pages_the_longer_way_is_taken_and_of_equal_ones_the_public(
+    shared: Memory,
+) -> None:
+    put(shared, own("a"), tenant="a")  # before anything is public
+    put(shared, COMMON[:PAGE])
+    assert matched(shared, own("a"), tenant="a") == 16
+    put(shared, own("a"))
+    match = radix_cache(shared).match_prefix(key(own("a"), tenant="a"))
+    assert len(match.device_indices) == 16
+    assert match.last_device_node is not None
+    assert match.last_device_node.tenant == ""
+
+
 def test_a_locked_copy_gives_way_at_the_end_of_a_later_epoch(shared: Memory) -> None:
     for tenant in ("a", "b", "c"):
         put(shared, COMMON, tenant=tenant)
