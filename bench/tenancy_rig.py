@@ -43,7 +43,7 @@ class Worker:
 
 def sharing(users: int, epoch_s: float) -> TenancyConfig:
     """K, and the length of an epoch; K = 0: nothing is shared."""
-    return TenancyConfig(users, epoch_s, _SECRET)
+    return TenancyConfig(users, epoch_s, secret=_SECRET)
 
 
 @dataclass(frozen=True)

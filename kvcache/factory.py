@@ -116,9 +116,8 @@ def build_prefix_cache(
         moves = TierMoves(config.tiers, tree, host, groups, lower.copier, lower.mover)
         storage: StorageTier | None = None
         if lower.storage is not None:
-            on_public = promotion.arrived if promotion is not None else None
             storage = StorageTier(
-                config.tiers, tree, host, lower.mover, lower.storage, lower.keys, on_public=on_public
+                config.tiers, tree, host, lower.mover, lower.storage, lower.keys, promotion=promotion
             )
         tiers = Tiers(host, moves, TierReads(tree, host), storage, lower.mover)
     cache: BasePrefixCache = ChunkCache(pool, allocators[primary], tree, holdings)

@@ -41,3 +41,7 @@ class LowerTier(Protocol):
     def renaming(self, node: TreeNode) -> None:
         """`node` is about to get another owner: what storage has of it has the old name."""
         ...
+
+    def withdrawn(self, node: TreeNode) -> None:
+        """`node` is about to get an owner whom nobody knows: it is not to be stored again."""
+        ...

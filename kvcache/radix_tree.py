@@ -26,7 +26,7 @@ from kvcache.mixed_path import mixed_path
 from kvcache.observer import StorageMedium, TreeObserver
 from kvcache.radix_key import Namespace, RadixKey
 from kvcache.shares.evictor import SharedEvictor
-from kvcache.tree_node import COPY, TOKEN_BYTES, TreeNode
+from kvcache.tree_node import COPY, TOKEN_BYTES, SharedTreeNode, TreeNode
 from wire.page_hash import owner_key
 
 
@@ -46,6 +46,7 @@ class RadixTree:
         self.page_size = page_size
         self.lower = lower
         self.shares = shares
+        self._new_node: type[TreeNode] = SharedTreeNode if shares else TreeNode
         self.components: tuple[TreeComponent, ...] = (*components,)
         self.others: tuple[TreeComponent, ...] = self.components[1:]
         self.root = TreeNode(None, Namespace(""), b"", b"", 0, 0)
@@ -147,7 +148,7 @@ class RadixTree:
         begin, end = start * self.page_size, len(pages) * self.page_size
         tokens = key[begin:end].tokens.tobytes()
         ids = pages[start:].astype(np.int32).tobytes()
-        node = TreeNode(parent, key.namespace, tokens, ids, len(pages) - start, self.walks, key.tenant)
+        node = self._new_node(parent, key.namespace, tokens, ids, len(pages) - start, self.walks, key.tenant)
         node.priority = priority
         if is_copy:
             node.offers = COPY
@@ -168,7 +169,7 @@ class RadixTree:
         still empty."""
         begin, stop = start * self.page_size, end * self.page_size
         tokens = key[begin:stop].tokens.tobytes()
-        node = TreeNode(parent, key.namespace, tokens, b"", end - start, self.walks, key.tenant)
+        node = self._new_node(parent, key.namespace, tokens, b"", end - start, self.walks, key.tenant)
         parent.children[node.child_key(self.page_size)] = node
         node.host = HostCopy()
         if self.others:
@@ -281,6 +282,16 @@ class RadixTree:
                 self.lower.dropped(one)
         assert node.parent is not None, "the root is never removed"
         del node.parent.children[node.child_key(self.page_size)]
+
+    def discard(self, node: TreeNode) -> None:
+        """Remove a node that nothing locks and that has no children, from all tiers."""
+        parent = node.parent
+        assert parent is not None, "the root is never removed"
+        if node.is_resident:
+            self.leave_device(node)
+        self.remove(node)
+        if parent.is_resident:
+            self._settle(parent)
 
     # -- looking -----------------------------------------------------------------------------------
 

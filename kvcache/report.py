@@ -39,7 +39,7 @@ def node_reports(tree: RadixTree, promotion: Promotion | None = None) -> list[di
                 "is_bigram": node.namespace.is_bigram,
                 "tenant": tenant,
                 "generation": generation,
-                "visibility": visibility(node),
+                "visibility": visibility(promotion, node),
                 "held": {component.name: component.report(node).held for component in tree.components},
                 "media": [str(medium) for medium in tiers_of(node)],
                 "lock": node.lock_ref,
@@ -67,14 +67,14 @@ def pretty_print(tree: RadixTree, promotion: Promotion | None = None) -> str:
         held = " ".join(component.report(node).text for component in tree.components)
         line = (
             f"{'  ' * len(node.path())}{node.num_tokens} tokens [{shown}] {held} "
-            f"lock={node.lock_ref} hits={node.hit_count}{_whose(node)} {_named(counters(promotion, node))}"
+            f"lock={node.lock_ref} hits={node.hit_count}{_whose(promotion, node)}"
         )
-        lines.append(line.rstrip())
+        lines.append(f"{line} {_named(counters(promotion, node))}".rstrip())
     return "\n".join(lines)
 
 
-def _whose(node: TreeNode) -> str:
-    return f" {visibility(node)} of {tenant_of_key(node.tenant)[0]}" if node.tenant else ""
+def _whose(promotion: Promotion | None, node: TreeNode) -> str:
+    return f" {visibility(promotion, node)} of {tenant_of_key(node.tenant)[0]}" if node.tenant else ""
 
 
 def _named(values: Mapping[str, int]) -> str:

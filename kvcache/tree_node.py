@@ -19,6 +19,10 @@ COPY = 1 << 32
 make every node larger."""
 NO_PARTS: dict[str, Any] = {}
 """The parts of every node of a tree that has the primary group only; it stays empty."""
+NOBODY: tuple[str, ...] = ()
+"""The founders of a node that is private, or that was public from the start."""
+UNKNOWN = ("",)
+"""The founders of a public node that storage had."""
 
 
 class TreeNode:
@@ -37,8 +41,11 @@ class TreeNode:
     __slots__ = (
         "children", "created", "digests", "entry", "hit_count", "host", "last_access", "lock_ref",
         "namespace", "num_pages", "offers", "page_ids", "parent", "parts", "priority",
-        "resident_children", "tenant", "tokens", "usage",
+        "resident_children", "tenant", "tokens",
     )  # fmt: skip
+
+    founders = NOBODY  # see SharedTreeNode
+    usage = 0
 
     def __init__(
         self,
@@ -67,7 +74,6 @@ class TreeNode:
         self.hit_count = 0
         self.priority = 0
         self.tenant = tenant  # whose requests alone may use these pages; "": everybody's
-        self.usage = 0  # counters, where tenants share (kvcache/tenancy/usage.py)
         self.offers = 0  # a bit for each evictor that has this node on offer, and COPY
         self.entry: list[Any] | None = None  # the leaf evictor's entry of this node
 
@@ -97,14 +103,14 @@ class TreeNode:
 
     def child_key(self, page_size: int, parent: TreeNode | None = None) -> bytes:
         """The key of this node in the children of its parent, or of `parent`: the tokens of its first page.
-        Below the root the namespace comes before them. A private child of a public node has its owner before
-        all else."""
+        Below the root the namespace comes before them. A private child of a node that is not its owner's has
+        its owner before all else."""
         above = parent or self.parent
         assert above is not None, "the root has no parent"
         first = self.tokens[: (page_size + (1 if self.namespace.is_bigram else 0)) * TOKEN_BYTES]
         if above.parent is None:
             return root_slot(self.namespace, self.tenant, first)
-        return owner_key(self.tenant) + first if self.tenant and not above.tenant else first
+        return owner_key(self.tenant) + first if self.tenant and self.tenant != above.tenant else first
 
     def path(self) -> list[TreeNode]:
         """From below the root to this node; empty for the root."""
@@ -156,7 +162,7 @@ class TreeNode:
         assert parent is not None, "the root is not split"
         extra = 1 if self.namespace.is_bigram else 0
         border = pages * page_size
-        upper = TreeNode(
+        upper = type(self)(
             parent,
             self.namespace,
             self.tokens[: (border + extra) * TOKEN_BYTES],
@@ -171,7 +177,6 @@ class TreeNode:
         upper.hit_count = self.hit_count
         upper.priority = self.priority
         upper.offers = self.offers & COPY
-        upper.usage = self.usage
         if self.host is not None:
             upper.host = self.host.upper_half()
         if self.digests is not None:
@@ -183,3 +188,38 @@ class TreeNode:
         self.parent = upper
         upper.children[self.child_key(page_size)] = self
         return upper
+
+
+class SharedTreeNode(TreeNode):
+    """A node of a tree in which tenants share pages.
+
+    `founders` are, of a node that has become public, the tenants who had computed its pages. `usage` has its
+    counters (kvcache/tenancy/usage.py).
+    """
+
+    __slots__ = ("founders", "usage")
+
+    def __init__(
+        self,
+        parent: TreeNode | None,
+        namespace: Namespace,
+        tokens: bytes,
+        page_ids: bytes,
+        num_pages: int,
+        tick: int,
+        tenant: str = "",
+    ) -> None:
+        super().__init__(parent, namespace, tokens, page_ids, num_pages, tick, tenant)
+        self.founders = NOBODY
+        self.usage = 0
+
+    def split(self, pages: int, page_size: int) -> TreeNode:
+        upper = shared(super().split(pages, page_size))
+        upper.founders, upper.usage = self.founders, self.usage
+        return upper
+
+
+def shared(node: TreeNode) -> SharedTreeNode:
+    """A node of a tree in which tenants share pages, but for its root."""
+    assert isinstance(node, SharedTreeNode), "tenants share no pages in this tree"
+    return node

@@ -144,7 +144,7 @@ class Pages:
         req.cache_protected_len = req.kv_committed_len = req.scheduled_len = prefix
         self.lower.admitted(req, node)
         if self.memory.promotion is not None:
-            self.memory.promotion.admitted(req.tenant_key, node)
+            self.memory.promotion.admitted(req.tenant_key, node, req.prefill_len - prefix)
         return True
 
     def _fits(self, row: int, wanted: int, spare: Capacity) -> bool:

@@ -65,7 +65,7 @@ def chosen_config(options: WorkerOptions, reserves: bool, device: str) -> CacheC
             prefetch_threshold=options.hicache_storage_prefetch_threshold,
             prefetch_if_slower=options.hicache_storage_prefetch_if_slower,
         ),
-        tenancy=TenancyConfig(options.sharing_min_tenants, options.sharing_epoch_s),
+        tenancy=TenancyConfig(options.sharing_min_tenants, options.sharing_epoch_s, options.sharing_burst),
         shares=options.shares(),
     )
 

@@ -124,6 +124,12 @@ class MemoryOptions(Options):
     sharing_epoch_s: float = Field(
         TenancyConfig.epoch_s, gt=0, description="how often, in seconds, pages become everybody's"
     )
+    sharing_burst: int = Field(
+        TenancyConfig.burst,
+        ge=0,
+        description="more requests of a tenant in an epoch that end just after others' common pages: a burst "
+        "of guesses, and few tenants' pages stop being everybody's; 0: never",
+    )
     hicache_ratio: float = Field(
         0.0, ge=0, description="KV pages kept in host memory for each one on the device; 0: no host tier"
     )

@@ -3,6 +3,7 @@
 config.py      TenancyConfig
 visibility.py  a private node becomes public; two nodes with the same pages become one
 promotion.py   which private pages become public, and when
+demotion.py    which public pages stop being public, when a tenant seems to guess
 usage.py       per node and epoch: hits and distinct tenants
 report.py      visibility and counters for `baton tree` and `baton cache`
 removal.py     what belongs to a tenant goes from device and host

@@ -19,8 +19,9 @@ from kvcache.mixed_path import mixed_path
 from kvcache.radix_key import OWNER_BYTES, RadixKey
 from kvcache.radix_tree import RadixTree
 from kvcache.tenancy.config import TenancyConfig
+from kvcache.tenancy.demotion import Demotion
 from kvcache.tenancy.usage import NodeUsage
-from kvcache.tenancy.visibility import fold, is_settled, is_superseded, publish
+from kvcache.tenancy.visibility import fold, is_in_tree, is_settled, is_superseded, publish
 from kvcache.tree_node import TOKEN_BYTES, TreeNode
 from wire.page_hash import tenant_of_key
 
@@ -32,16 +33,19 @@ class Promotion:
         self.public_pages = 0  # that have become public since the start
         self.merged_copies = 0  # nodes that gave way to others since the start
         self.usage = NodeUsage(2 * config.users)
+        self.demotion = Demotion(tree, self.usage, config.burst)
         self._tree = tree
         self._config = config
         self._parents: dict[TreeNode, None] = {}  # public nodes below which something is new, in order
         self._epoch_ends_at = 0.0
 
-    def admitted(self, tenant: str, last: TreeNode | None) -> None:
+    def admitted(self, tenant: str, last: TreeNode | None, more_tokens: int) -> None:
         """A request of `tenant` (its key string; "": of nobody) was admitted, and has locked what the cache
-        has of it: the path of `last`."""
+        has of it: the path of `last`. `more_tokens` of its prompt are not cached."""
         if last is not None:
-            self.usage.used(last.path(), tenant_of_key(tenant)[0], hits=1)
+            name, _ = tenant_of_key(tenant)
+            self.usage.used(last.path(), name, hits=1)
+            self.demotion.admitted(name, last, more_tokens)
 
     def inserted(self, tenant: str, path: Sequence[TreeNode]) -> None:
         """A request of `tenant` has inserted `path`, or used it: look at where its own pages begin."""
@@ -56,9 +60,14 @@ class Promotion:
         self._parents[node.parent] = None
 
     def may_grow(self, key: RadixKey, last: TreeNode | None) -> bool:
-        """Whether a request that has locked the path of `last` may add the pages of `key` to it: not if its
-        tenant has them in a copy of what is public. The tree would have a page twice, under one name."""
-        if last is None or not key.tenant:
+        """Whether a request that has locked the path of `last` may add the pages of `key` to it: not if some
+        of it was demoted, nor if its tenant has them in a copy of what is public. The tree would have a page
+        twice, under one name."""
+        if last is None:
+            return True
+        if any(map(self.demotion.holds, last.path())):
+            return False
+        if not key.tenant:
             return True
         if is_superseded(self._tree, last):
             return False
@@ -70,29 +79,25 @@ class Promotion:
         if now >= self._epoch_ends_at:
             self._epoch_ends_at = now + self._config.epoch_s
             self.end_epoch()
+        else:
+            self.demotion.go_on()
 
     def end_epoch(self) -> None:
-        """Make public what has enough owners, and let copies of public pages give way."""
+        """Demote what a burst has touched, make public what has enough owners, and let copies of public pages
+        give way."""
+        self.demotion.end_epoch()
         self.usage.next_epoch()
         parents, self._parents = list(self._parents), {}
         while parents:
             parent = parents.pop()
-            if self._is_in_tree(parent):
+            if not parent.tenant and is_in_tree(self._tree, parent):
                 parents += self._share_below(parent)
-
-    def _is_in_tree(self, node: TreeNode) -> bool:
-        size = self._tree.page_size
-        while node.parent is not None:
-            if node.parent.children.get(node.child_key(size)) is not node:
-                return False
-            node = node.parent
-        return node is self._tree.root
 
     def _share_below(self, parent: TreeNode) -> list[TreeNode]:
         """The public children of `parent` below which copies have come together."""
         copies: dict[bytes, list[TreeNode]] = {}
         for slot, child in parent.children.items():
-            if child.tenant:
+            if child.tenant and not self.demotion.holds(child):
                 copies.setdefault(slot[OWNER_BYTES:], []).append(child)
         grown = []
         for slot, owned in copies.items():
@@ -112,7 +117,7 @@ class Promotion:
         """Make the longest beginning public that enough of `copies` share. Whether there is one."""
         # A tenant that was forgotten may have one of each generation for a moment.
         copies = list({tenant_of_key(copy.tenant)[0]: copy for copy in copies}.values())
-        enough = self._threshold(copies[0])
+        enough, size = self._threshold(copies[0]), self._tree.page_size
         if len(copies) < enough:
             return False
         pages = 0
@@ -122,15 +127,17 @@ class Promotion:
                 if page < copy.num_pages:
                     parts.setdefault(self._page(copy, page), []).append(copy)
             most = max(parts.values(), key=len, default=[])
-            if len(most) < enough:
+            if len(most) < enough or self.demotion.is_barred(most[0].page_digests(size)[page]):
                 break
             copies, pages = most, page + 1
         donor = next((copy for copy in copies if copy.is_resident and is_settled(copy)), None)
-        if donor is None:
+        if donor is None or not pages:
             self._parents[parent] = None
             return False
         (node,) = self._tree.cut([donor], pages)
-        publish(self._tree, node)
+        owners = sorted(tenant_of_key(copy.tenant)[0] for copy in copies)
+        publish(self._tree, node, tuple(owners[: self.usage.most_users]))
+        self.demotion.promoted(node)
         self.public_pages += node.num_pages
         return True
 

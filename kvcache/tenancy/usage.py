@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from kvcache.tree_node import TreeNode
+from kvcache.tree_node import TreeNode, shared
 
 # Bits of the int, from low to high: 32 for the set, 28 for each count of hits, 15 for each of tenants. Above
 # them is the epoch.
@@ -125,4 +125,4 @@ class NodeUsage:
             number = self._numbers[users] = len(self._sets)
             self._sets.append(users)
         hits = min(hits, _MOST_HITS)
-        node.usage = _packed(held._replace(hit_cur=hits, u_cnt_l=len(users), users=number))
+        shared(node).usage = _packed(held._replace(hit_cur=hits, u_cnt_l=len(users), users=number))

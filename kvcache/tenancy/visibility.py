@@ -3,6 +3,7 @@
     is_superseded   a path leads through a copy of what is public now
     give            a node has another owner from now on
     publish   a node's pages are everybody's; its children stay their owners', in slots that name the owner
+    unpublish   its inverse, for a node and all below it: they get owners whom no request can name
     fold      `copy` and `kept` begin with the same pages: of those the copy's go, and what is below them goes
               below the kept ones
 
@@ -12,13 +13,16 @@ their counters are added.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from kvcache.radix_key import OWNER_BYTES
 from kvcache.radix_tree import RadixTree
 from kvcache.snapshot import tiers_of
 from kvcache.tenancy.usage import NodeUsage
-from kvcache.tree_node import TOKEN_BYTES, TreeNode
+from kvcache.tree_node import NOBODY, TOKEN_BYTES, TreeNode, shared
+from wire.page_hash import tenant_of_key
 
 
 def is_superseded(tree: RadixTree, last: TreeNode) -> bool:
@@ -36,8 +40,9 @@ def is_superseded(tree: RadixTree, last: TreeNode) -> bool:
     return False
 
 
-def publish(tree: RadixTree, node: TreeNode) -> None:
-    """Make `node` public. Its parent is, and has no public child with the same first page."""
+def publish(tree: RadixTree, node: TreeNode, founders: tuple[str, ...]) -> None:
+    """Make `node` public. Its parent is, and has no public child with the same first page. `founders` have
+    computed its pages, each for itself."""
     parent, size = node.parent, tree.page_size
     assert parent is not None, "the root is public"
     assert not parent.tenant, "a public node has a public parent"
@@ -49,6 +54,7 @@ def publish(tree: RadixTree, node: TreeNode) -> None:
             observer.removed(node, tier)
     del parent.children[node.child_key(size)]
     give(tree, node, "")
+    shared(node).founders = founders
     slot = node.child_key(size)
     assert slot not in parent.children, "two public nodes begin with the same page"
     parent.children[slot] = node
@@ -69,6 +75,45 @@ def give(tree: RadixTree, node: TreeNode, tenant: str) -> None:
     for component in counted:
         if node.is_resident and component.may_evict(node):
             component.evictor.offer(node)
+
+
+def unpublish(tree: RadixTree, top: TreeNode, new_owner: Callable[[], str]) -> None:
+    """Take `top`, which is public, and all below it from everybody: each owner's pages, and everybody's, get
+    a new owner. A tenant may have the same pages again elsewhere, so its own do not keep their names."""
+    parent, size = top.parent, tree.page_size
+    assert parent is not None, "the root is public"
+    nodes = [top, *top.descendants()]
+    if tree.lower is not None:
+        for node in nodes:
+            tree.lower.withdrawn(node)
+    for observer in tree.observers:
+        for node in reversed(nodes):
+            for tier in tiers_of(node):
+                observer.removed(node, tier)
+    del parent.children[top.child_key(size)]
+    owners: dict[str, str] = {}
+    for node in nodes:
+        if node.tenant not in owners:
+            owners[node.tenant] = new_owner()
+        give(tree, node, owners[node.tenant])
+        shared(node).founders = NOBODY
+    for node in nodes:
+        node.children = {child.child_key(size): child for child in node.children.values()}
+    parent.children[top.child_key(size)] = top
+    for observer in tree.observers:
+        for node in nodes:
+            for tier in tiers_of(node):
+                observer.stored(node, tier)
+
+
+def is_in_tree(tree: RadixTree, node: TreeNode) -> bool:
+    """Whether the node has not been removed, nor one above it."""
+    size = tree.page_size
+    while node.parent is not None:
+        if node.parent.children.get(node.child_key(size)) is not node:
+            return False
+        node = node.parent
+    return node is tree.root
 
 
 def is_settled(node: TreeNode) -> bool:
@@ -93,6 +138,9 @@ def fold(tree: RadixTree, usage: NodeUsage, copy: TreeNode, kept: TreeNode) -> b
     for component in tree.others:
         component.hand_over(copy, kept)
     usage.merge(copy, kept)
+    owner, _ = tenant_of_key(copy.tenant)
+    if kept.founders and owner not in kept.founders and len(kept.founders) < usage.most_users:
+        shared(kept).founders = (*kept.founders, owner)
     for child in copy.children.values():
         child.parent = kept
         kept.children[child.child_key(tree.page_size)] = child

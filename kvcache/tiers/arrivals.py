@@ -6,31 +6,32 @@ page changes its visibility by being read: what does not fit the tree any more i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
 from kvcache.allocator import Pages
 from kvcache.radix_key import RadixKey
 from kvcache.radix_tree import RadixTree
+from kvcache.tenancy.promotion import Promotion
 from kvcache.tenancy.visibility import is_superseded
 from kvcache.tiers.host_parts import portions
 from kvcache.tiers.host_tier import HostTier
 from kvcache.tiers.prefetch import Prefetch
-from kvcache.tree_node import TreeNode
+from kvcache.tree_node import UNKNOWN, TreeNode, shared
 
 
 class StorageArrivals:
     """One worker's. All methods are called on the tree's thread."""
 
-    def __init__(self, tree: RadixTree, host: HostTier, on_public: Callable[[TreeNode], None] | None) -> None:
-        """`on_public` is told of new public nodes."""
+    def __init__(self, tree: RadixTree, host: HostTier, promotion: Promotion | None) -> None:
+        """`promotion` is told of new public nodes, where tenants share."""
         self._tree = tree
         self._host = host
         self._pool = host.pool
         self._parts = host.parts
         self._primary = tree.components[0].name
-        self._on_public = on_public
+        self._promotion = promotion
 
     def enter(self, prefetch: Prefetch, end: int) -> None:
         """Put the first `end` pages into the tree, as far as they are not there yet."""
@@ -65,13 +66,16 @@ class StorageArrivals:
         cached = tokens // tree.page_size
         new = np.flatnonzero(ids[self._primary])
         may_grow = not (tree.shares and path and is_superseded(tree, path[-1]))
+        if cached < end and not key.tenant and self._promotion is not None:
+            may_grow = not self._promotion.demotion.withholds(key)
         if cached < (int(new[0]) if len(new) else end) or (cached < end and not may_grow):
             self._pool.free(ids)
             return []
         if cached < end:
             path.append(tree.append_host(path[-1] if path else tree.root, key, cached, end))
-            if not key.tenant and self._on_public is not None:
-                self._on_public(path[-1])
+            if not key.tenant and self._promotion is not None:
+                shared(path[-1]).founders = UNKNOWN
+                self._promotion.arrived(path[-1])
         start = 0
         for node in path:
             stop = start + node.num_pages

@@ -97,6 +97,12 @@ class HostTier:
             self.not_stored(node)
             self._landed.append(node)
 
+    def withdrawn(self, node: TreeNode) -> None:
+        """See LowerTier."""
+        if node.host is not None:
+            self.not_stored(node)
+            self._landed = [one for one in self._landed if one is not node]
+
     # -- taking ------------------------------------------------------------------------------------
 
     def alloc(self, wanted: Mapping[str, int]) -> dict[str, Pages] | None:
@@ -132,7 +138,6 @@ class HostTier:
         self.dropped(node)
         if not node.is_resident:
             del parent.children[node.child_key(self._page_size)]
-        self._offer(parent)
 
     def clear(self) -> int:
         """Give up every copy, but those that a move reads or writes and those above them. Returns how many
@@ -229,6 +234,8 @@ class HostTier:
             observer.removed(node, StorageMedium.CPU)
         for evictor in self._evictors.values():
             evictor.withdraw(node)
+        if node.parent is not None:  # its copy may be the last of its path now
+            self._offer(node.parent)
         if copy.locks:  # storage reads it; what a load or a send reads stays in the tree
             self._leaving.add(node)
             return

@@ -19,6 +19,7 @@ from kvcache.radix_key import RadixKey
 from kvcache.radix_tree import RadixTree
 from kvcache.storage.backend import StorageBackend
 from kvcache.storage.keys import StorageKeys
+from kvcache.tenancy.promotion import Promotion
 from kvcache.tiers.agreement import RankReport, agree
 from kvcache.tiers.arrivals import StorageArrivals, public_key
 from kvcache.tiers.config import TierConfig
@@ -63,9 +64,9 @@ class Prefetches:
         keys: StorageKeys,
         counts: StorageCounts,
         clock: Callable[[], float],
-        on_public: Callable[[TreeNode], None] | None,
+        promotion: Promotion | None,
     ) -> None:
-        """`on_public` is told of new public nodes."""
+        """`promotion` is told of new public nodes, where tenants share."""
         self._config = config
         self._tree = tree
         self._host = host
@@ -75,7 +76,8 @@ class Prefetches:
         self._keys = keys
         self._counts = counts
         self._clock = clock
-        self._arrivals = StorageArrivals(tree, host, on_public)
+        self._arrivals = StorageArrivals(tree, host, promotion)
+        self._promotion = promotion
         self._times = ReadTimes()
         self._parts = host.parts
         self._primary = tree.components[0].name
@@ -101,6 +103,11 @@ class Prefetches:
         digests = page_digests(
             key.namespace.seed, key[: total * size].tokens.tobytes(), size, key.namespace.is_bigram
         )
+        # What was demoted lies there still, under public names.
+        is_withheld = self._promotion is not None and self._promotion.demotion.withholds(key)
+        if is_withheld and not key.tenant:
+            return False
+        shares = self._tree.shares and not is_withheld
         place = (key.tenant, digests[cached])
         same = self._prefetches.get(place)
         if same is None:
@@ -108,9 +115,7 @@ class Prefetches:
             if is_trial and not self._times.try_again(self._clock()):
                 self._counts.skipped_reads += 1
                 return False
-            stored = StoredNames(
-                self._keys, list(self._parts), digests, begins, key.tenant, self._tree.shares
-            )
+            stored = StoredNames(self._keys, list(self._parts), digests, begins, key.tenant, shares)
             deadline = self._clock() + self._bound_s(total - cached)
             same = Prefetch(key, stored, StoredWay(cached, cached, cached), deadline, is_trial)
             self._prefetches[place] = same

@@ -13,6 +13,7 @@ from kvcache.radix_tree import RadixTree
 from kvcache.storage.backend import StorageBackend
 from kvcache.storage.blob_store import Held
 from kvcache.storage.keys import StorageKeys
+from kvcache.tenancy.promotion import Promotion
 from kvcache.tiers.config import TierConfig
 from kvcache.tiers.host_tier import HostTier
 from kvcache.tiers.mover import Failed, WorkQueue
@@ -33,12 +34,12 @@ class StorageTier:
         backend: StorageBackend,
         keys: StorageKeys,
         clock: Callable[[], float] = time.monotonic,
-        on_public: Callable[[TreeNode], None] | None = None,
+        promotion: Promotion | None = None,
     ) -> None:
-        """`on_public` is told of public nodes that have come from there."""
+        """`promotion` is told of public nodes that have come from there, where tenants share."""
         self.counts = StorageCounts()
         self.backend = backend
-        self.prefetches = Prefetches(config, tree, host, mover, backend, keys, self.counts, clock, on_public)
+        self.prefetches = Prefetches(config, tree, host, mover, backend, keys, self.counts, clock, promotion)
         self._tree = tree
         self._host = host
         self._mover = mover

@@ -23,6 +23,7 @@ from kvcache.request import StateHold, state_slot
 from kvcache.tenancy.config import TenancyConfig
 from tests.kvcache.contents import Contents, Live
 from tests.kvcache.support import Index, Request, groups, memory, request
+from tests.kvcache.tenancy.demotion_model import DemotionModel
 
 NAMESPACES = (
     Namespace("m"),
@@ -45,11 +46,14 @@ class Admissions(RuleBasedStateMachine):
         tight=st.booleans(),
         radix=st.integers(0, 9),
         users=st.sampled_from([0, 2]),
+        burst=st.integers(0, 2),
     )
-    def build(self, page_size: int, policy: str, window: int, tight: bool, radix: int, users: int) -> None:
+    def build(
+        self, page_size: int, policy: str, window: int, tight: bool, radix: int, users: int, burst: int
+    ) -> None:
         pages = 96 // page_size
         options: dict[str, Any] = {"eviction_policy": policy, "prefix_cache": "radix" if radix else "none"}
-        options["tenancy"] = TenancyConfig(users, secret=b"s")
+        options["tenancy"] = TenancyConfig(users, burst=burst, secret=b"s")
         if tight:
             options |= {"state_slots": 9, "window_tokens": 64}
         self.memory = self.make_memory(
@@ -57,7 +61,7 @@ class Admissions(RuleBasedStateMachine):
         )
         self.size, self.window = page_size, window
         self.cache = self.memory.cache
-        self.contents = self.make_contents()
+        self.contents, self.demotion = self.make_contents(), DemotionModel(self.memory)
         self.live: list[Live] = []
         self.fences: list[int] = []
         self.owners = 0
@@ -101,6 +105,9 @@ class Admissions(RuleBasedStateMachine):
         req.last_node = match.last_device_node
         req.cache_protected_len = req.kv_committed_len = live.scheduled_len = prefix
         self.live.append(live)
+        if built.promotion is not None:
+            self.demotion.admitted(req.last_node, req.tenant, total - prefix)
+            built.promotion.admitted(req.tenant, req.last_node, total - prefix)
         return True
 
     prompts = st.lists(st.integers(0, 1), min_size=2, max_size=24)

@@ -42,6 +42,7 @@ class GroupsMachine(Admissions):
     steps: ClassVar[int] = 0
     published: ClassVar[int] = 0  # pages that became public
     merged: ClassVar[int] = 0  # nodes that gave way to copies
+    demoted: ClassVar[int] = 0  # pages that stopped being public
 
     def teardown(self) -> None:
         if not hasattr(self, "memory"):
@@ -216,13 +217,42 @@ class GroupsMachine(Admissions):
         self.admit(tokens, Namespace("m"), tenant, 0, turn, fork)
 
     @precondition(lambda self: self.memory.promotion is not None)
+    @rule(
+        turn=st.integers(0, 79),
+        fork=st.integers(1, 24),
+        owner=st.sampled_from(("a", "b", "c", "d")),
+        guesses=st.lists(st.lists(st.integers(2, 4), min_size=1, max_size=3), min_size=2, max_size=4),
+    )
+    def one_guesses(self, turn: int, fork: int, owner: str, guesses: list[list[int]]) -> None:
+        """A tenant asks for several continuations of the beginning of a known prompt, one after another."""
+        if not self.prompts_seen:
+            return
+        namespace, known = self.prompts_seen[turn % len(self.prompts_seen)]
+        for guess in guesses:
+            before = len(self.live)
+            self.admit(known[:fork] + guess + [0], namespace, owner, 0, 99, 0)
+            if len(self.live) > before:
+                live = self.live.pop()
+                self.land_all(live)
+                release_kv_cache(self.memory, live.req, is_insert=True)
+
+    @precondition(lambda self: self.memory.promotion is not None)
+    @rule()
+    def demotion_goes_on(self) -> None:
+        """Between the ends of epochs: what was demoted is removed once nothing holds it."""
+        self.memory.promotion.demotion.go_on()
+
+    @precondition(lambda self: self.memory.promotion is not None)
     @rule()
     def end_epoch(self) -> None:
-        """What enough tenants have becomes public."""
+        """What enough tenants have becomes public, and what one seems to guess stops being so."""
         promotion = self.memory.promotion
-        promotion.end_epoch()
+        with self.demotion.epoch_ends():
+            promotion.end_epoch()
         type(self).published += promotion.public_pages
         type(self).merged += promotion.merged_copies
+        type(self).demoted += promotion.demotion.demoted_pages
+        promotion.demotion.demoted_pages = 0
         promotion.public_pages = promotion.merged_copies = 0
 
     # -- eviction ----------------------------------------------------------------------------------
@@ -339,7 +369,7 @@ def machine(kinds: tuple[str, ...]) -> type[GroupsMachine]:
     return type(
         "_".join(("Machine", "full", *kinds)),
         (GroupsMachine,),
-        {"kinds": kinds, "steps": 0, "published": 0, "merged": 0},
+        {"kinds": kinds, "steps": 0, "published": 0, "merged": 0, "demoted": 0},
     )
 
 
@@ -363,3 +393,4 @@ def test_groups_against_the_model_for_long(kinds: tuple[str, ...]) -> None:
     assert long.steps >= 5000
     assert long.published > 50
     assert long.merged > 20
+    assert long.demoted > 5

@@ -24,6 +24,7 @@ from kvcache.eviction import POLICIES
 from kvcache.radix_key import Namespace, RadixKey
 from kvcache.tenancy.config import TenancyConfig
 from tests.kvcache.support import Index, Request, memory, radix_cache, reference_hashes, request
+from tests.kvcache.tenancy.demotion_model import DemotionModel
 from tests.kvcache.tenancy.usage_model import UsageModel
 from wire.page_hash import event_hashes
 
@@ -40,9 +41,10 @@ class TreeMachine(RuleBasedStateMachine):
         policy=st.sampled_from(sorted(POLICIES)),
         need_sort=st.booleans(),
         users=st.sampled_from([0, 2]),
+        burst=st.integers(0, 2),
     )
-    def build(self, page_size: int, policy: str, need_sort: bool, users: int) -> None:
-        tenancy = TenancyConfig(users, secret=b"s")
+    def build(self, page_size: int, policy: str, need_sort: bool, users: int, burst: int) -> None:
+        tenancy = TenancyConfig(users, burst=burst, secret=b"s")
         self.memory = memory(
             page_size, 48 // page_size, rows=5, eviction_policy=policy, need_sort=need_sort, tenancy=tenancy
         )
@@ -52,7 +54,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.index = Index()
         self.content: dict[int, tuple[Whose, tuple[int, ...]]] = {}
         self.live: list[Request] = []
-        self.usage = UsageModel(self.memory)
+        self.usage, self.demotion = UsageModel(self.memory), DemotionModel(self.memory)
 
     def row(self, req: Request) -> list[int]:
         return self.memory.req_to_token_pool.req_to_token[req.req_pool_idx, : req.kv_allocated_len].tolist()
@@ -89,7 +91,8 @@ class TreeMachine(RuleBasedStateMachine):
             return
         assert req.kv_allocated_len == -(-len(tokens) // self.memory.page_size) * self.memory.page_size
         if self.memory.promotion is not None:
-            self.memory.promotion.admitted(tenant, req.last_node)
+            self.demotion.admitted(req.last_node, tenant, len(tokens) - prefix)
+            self.memory.promotion.admitted(tenant, req.last_node, len(tokens) - prefix)
             self.usage.found(tenant, self.row(req)[:prefix:page_size])
         self.compute(req, prefix + first_chunk)
         self.live.append(req)
@@ -151,7 +154,7 @@ class TreeMachine(RuleBasedStateMachine):
     @rule()
     def end_epoch(self) -> None:
         assert self.memory.promotion is not None
-        with self.usage.epoch_ends():
+        with self.usage.epoch_ends(), self.demotion.epoch_ends():
             self.memory.promotion.end_epoch()
 
     def may_see(self, tenant: str, content: tuple[Whose, tuple[int, ...]]) -> bool:
@@ -185,7 +188,8 @@ class TreeMachine(RuleBasedStateMachine):
             assert (namespace, seen) == (node.namespace, tuple(tokens))
             assert self.may_see(node.tenant, self.content[last_slot])
             assert node.parent is not None
-            assert node.parent.tenant in ("", node.tenant), "a node below another tenant's"
+            is_gone = self.memory.promotion is not None and self.memory.promotion.demotion.holds(node)
+            assert node.parent.tenant in ("", node.tenant) or is_gone, "a node below another tenant's"
 
     @invariant()
     def counters_are_what_the_model_counts(self) -> None:
