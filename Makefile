@@ -4,7 +4,7 @@ PY := .venv/bin/python
 # Two workers on one small machine share its cores: one compute thread each, unless a bench asks for more.
 TEST_ENV := OMP_NUM_THREADS=1 RAY_DISABLE_IMPORT_WARNING=1 RAY_USAGE_STATS_ENABLED=0
 
-.PHONY: help setup demo demo-tiers check lint types imports dead quick test oracle tiers mutants two-hosts overload observe chaos-ray cluster fuzz fuzz-models invariants e2e chaos clients gpu soak peers wheel demo-quality kv-quant
+.PHONY: help setup demo demo-tiers check lint types imports dead quick test oracle tiers tenancy mutants two-hosts overload observe chaos-ray cluster fuzz fuzz-models invariants e2e chaos clients gpu soak peers wheel demo-quality kv-quant
 
 help:  ## list the targets and their variables
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -60,6 +60,11 @@ tiers: setup  ## oracle over tiers: each family, write and prefetch policy, what
 	@$(TEST_ENV) $(PY) -m tools.run_tests "not peers" tests/prefill_node/test_tiers.py \
 		tests/prefill_node/test_tiers_oracle.py tests/scheduler/test_tier_waits.py tests/kvcache/test_tiers.py \
 		tests/kvcache/test_hicache_cases.py tests/kvcache/test_tiers_machine.py tests/prefill_node/test_ship_from_host.py
+
+tenancy: setup  ## tenants: who may see what, in the machines over trees, groups and tiers; counters, demotion; real processes
+	@$(TEST_ENV) $(PY) -m tools.run_tests "not peers" tests/kvcache/tenancy \
+		tests/kvcache/test_tenancy.py tests/kvcache/test_shared_storage.py tests/kvcache/test_tree_machine.py \
+		tests/kvcache/test_groups_machine.py tests/kvcache/test_tiers_machine.py tests/e2e/test_sharing.py
 
 mutants: setup  ## over 300 curated one-line faults: do the tests see them? (ONLY=kvcache/: some of them)
 	@$(TEST_ENV) $(PY) -m tests.mutants --only "$(ONLY)"

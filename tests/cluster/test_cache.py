@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from io import StringIO
 from typing import ClassVar
@@ -15,6 +16,7 @@ from rich.console import Console
 
 from cluster.cache_table import cache_table, tier_rows
 from cluster.cli import main
+from kvcache.tenancy.report import SharingReport
 from tests.router.directory.test_directory import record
 from tests.support.fake_worker import group_layout
 from wire.records import GroupPages, MovedPages, Role, WorkerFigures, WorkerRecord
@@ -47,12 +49,22 @@ def workers() -> list[WorkerRecord]:
     return [full, record("p1", figures=alone)]
 
 
+PUBLIC = {"nodes": 2, "tokens": 1200, "hit_cur": 7, "u_cnt_l": 4, "hit_pre": 9, "u_pre": 5}
+SHARING = SharingReport(visibilities={"public": PUBLIC})
+
+
 class Router(BaseHTTPRequestHandler):
     asked: ClassVar[list[str]] = []
     answer: ClassVar[object] = {}
+    share: ClassVar[bool] = False
 
     def do_GET(self) -> None:
-        self._say({"workers": [msgspec.to_builtins(one) for one in workers()]})
+        if self.path.startswith("/debug/inspect"):
+            self.asked.append(f"GET {self.path}")
+            self._say(asdict(SHARING))
+            return
+        found = [msgspec.structs.replace(one, shares_pages=self.share) for one in workers()]
+        self._say({"workers": [msgspec.to_builtins(one) for one in found]})
 
     def do_POST(self) -> None:
         self.asked.append(f"POST {self.path}")
@@ -68,7 +80,7 @@ class Router(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def router() -> Iterator[str]:
-    Router.asked = []
+    Router.asked, Router.share = [], False
     server = HTTPServer(("127.0.0.1", 0), Router)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
@@ -106,6 +118,19 @@ def test_one_tier_of_one_worker_as_json(router: str, capsys: pytest.CaptureFixtu
         main(["cache", "--url", router, "--worker", "nobody"])
     assert ended.value.code == 2
     assert "there are: d1, p1" in capsys.readouterr().err
+
+
+def test_what_is_public_is_shown_where_tenants_share(router: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cache", "--url", router]) == 0
+    assert "public" not in capsys.readouterr().out
+    Router.share = True
+    assert main(["cache", "--url", router, "--worker", "d1"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[-2:] == [
+        ["worker", "visibility", *PUBLIC],
+        ["d1", "public", "2", "1,200", "7", "4", "9", "5"],
+    ]
+    assert Router.asked == ["GET /debug/inspect?worker=d1&what=sharing"]
 
 
 def test_clearing_says_what_each_worker_freed_and_who_is_silent(

@@ -46,7 +46,7 @@ class Admissions(RuleBasedStateMachine):
         tight=st.booleans(),
         radix=st.integers(0, 9),
         users=st.sampled_from([0, 2]),
-        burst=st.integers(0, 2),
+        burst=st.sampled_from([0, 1, 1, 2]),
     )
     def build(
         self, page_size: int, policy: str, window: int, tight: bool, radix: int, users: int, burst: int

@@ -216,25 +216,28 @@ class GroupsMachine(Admissions):
         """A request that waits for nothing else."""
         self.admit(tokens, Namespace("m"), tenant, 0, turn, fork)
 
-    @precondition(lambda self: self.memory.promotion is not None)
+    @precondition(lambda self: any(node.founders for node in self.cache.tree.nodes()))
     @rule(
-        turn=st.integers(0, 79),
-        fork=st.integers(1, 24),
-        owner=st.sampled_from(("a", "b", "c", "d")),
-        guesses=st.lists(st.lists(st.integers(2, 4), min_size=1, max_size=3), min_size=2, max_size=4),
+        which=st.integers(0, 99),
+        pages=st.integers(0, 24),
+        owner=st.sampled_from(("a", "d", "e")),
+        guesses=st.lists(st.integers(2, 9), min_size=2, max_size=4, unique=True),
+        ends=st.booleans(),
     )
-    def one_guesses(self, turn: int, fork: int, owner: str, guesses: list[list[int]]) -> None:
-        """A tenant asks for several continuations of the beginning of a known prompt, one after another."""
-        if not self.prompts_seen:
-            return
-        namespace, known = self.prompts_seen[turn % len(self.prompts_seen)]
+    def one_guesses(self, which: int, pages: int, owner: str, guesses: list[int], ends: bool) -> None:
+        """A tenant asks for several continuations of public pages, one after another; the epoch may end."""
+        promoted = [node for node in self.cache.tree.nodes() if node.founders]
+        path = promoted[which % len(promoted)].path()
+        known = np.concatenate([step.token_array()[: step.num_tokens] for step in path]).tolist()
+        left = len(known) - pages % path[-1].num_pages * self.size
         for guess in guesses:
             before = len(self.live)
-            self.admit(known[:fork] + guess + [0], namespace, owner, 0, 99, 0)
+            self.admit([*known[:left], guess, 0], path[-1].namespace, owner, 0, 99, 0)
             if len(self.live) > before:
                 live = self.live.pop()
-                self.land_all(live)
                 release_kv_cache(self.memory, live.req, is_insert=True)
+        if ends:
+            self.end_epoch()
 
     @precondition(lambda self: self.memory.promotion is not None)
     @rule()

@@ -167,16 +167,16 @@ def test_events_tell_that_public_pages_went(shared: Memory) -> None:
     index = Index()
     last = radix_cache(shared).match_prefix(key(COMMON)).last_device_node
     shared.cache.inc_lock_ref(last)
-    index.read(shared.take_events())
+    index.read(*shared.take_events())
     before = set(index.blocks)
     guess(shared, "x", BURST + 1)
     promotion(shared).end_epoch()
-    index.read(shared.take_events())
+    index.read(*shared.take_events())
     assert len(index.blocks) == 6
     assert not before & set(index.blocks), "under names that nobody asks for, until they are removed"
     shared.cache.dec_lock_ref(last)
     promotion(shared).end_epoch()
-    index.read(shared.take_events())
+    index.read(*shared.take_events())
     assert not index.blocks
 
 
