@@ -291,7 +291,7 @@ class RadixTree:
             self.leave_device(node)
         self.remove(node)
         if parent.is_resident:
-            self._settle(parent)
+            self.settle(parent)
 
     # -- looking -----------------------------------------------------------------------------------
 
