@@ -38,10 +38,7 @@ class LowerTier(Protocol):
         host alone leaves the tree."""
         ...
 
-    def renaming(self, node: TreeNode) -> None:
-        """`node` is about to get another owner: what storage has of it has the old name."""
-        ...
-
-    def withdrawn(self, node: TreeNode) -> None:
-        """`node` is about to get an owner whom nobody knows: it is not to be stored again."""
+    def renaming(self, node: TreeNode, is_stored_again: bool = True) -> None:
+        """`node` is about to get another owner: storage has it under the old name. `is_stored_again`: it
+        is to be stored under the new one, too."""
         ...

@@ -283,16 +283,6 @@ class RadixTree:
         assert node.parent is not None, "the root is never removed"
         del node.parent.children[node.child_key(self.page_size)]
 
-    def discard(self, node: TreeNode) -> None:
-        """Remove a node that nothing locks and that has no children, from all tiers."""
-        parent = node.parent
-        assert parent is not None, "the root is never removed"
-        if node.is_resident:
-            self.leave_device(node)
-        self.remove(node)
-        if parent.is_resident:
-            self.settle(parent)
-
     # -- looking -----------------------------------------------------------------------------------
 
     def nodes(self) -> Iterator[TreeNode]:

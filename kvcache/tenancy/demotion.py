@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from kvcache.radix_key import RadixKey
 from kvcache.radix_tree import RadixTree
 from kvcache.tenancy.usage import NodeUsage
-from kvcache.tenancy.visibility import is_in_tree, is_settled, unpublish
+from kvcache.tenancy.visibility import discard, is_in_tree, is_settled, unpublish
 from kvcache.tree_node import TreeNode
 from wire.page_hash import PageDigest, page_digests
 
@@ -134,5 +134,5 @@ class Demotion:
             for node in reversed([top, *top.descendants()]):
                 is_free = not (node.children or node.lock_ref) and is_settled(node)
                 if is_free and is_in_tree(tree, node):
-                    tree.discard(node)
+                    discard(tree, node)
         self._leaving = [top for top in self._leaving if is_in_tree(tree, top)]

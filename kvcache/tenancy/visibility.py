@@ -85,7 +85,7 @@ def unpublish(tree: RadixTree, top: TreeNode, new_owner: Callable[[], str]) -> N
     nodes = [top, *top.descendants()]
     if tree.lower is not None:
         for node in nodes:
-            tree.lower.withdrawn(node)
+            tree.lower.renaming(node, is_stored_again=False)
     for observer in tree.observers:
         for node in reversed(nodes):
             for tier in tiers_of(node):
@@ -104,6 +104,17 @@ def unpublish(tree: RadixTree, top: TreeNode, new_owner: Callable[[], str]) -> N
         for node in nodes:
             for tier in tiers_of(node):
                 observer.stored(node, tier)
+
+
+def discard(tree: RadixTree, node: TreeNode) -> None:
+    """Remove a node that nothing locks and that has no children, from all tiers but storage."""
+    parent = node.parent
+    assert parent is not None, "the root is never removed"
+    if node.is_resident:
+        tree.leave_device(node)
+    tree.remove(node)
+    if parent.is_resident:
+        tree.settle(parent)
 
 
 def is_in_tree(tree: RadixTree, node: TreeNode) -> bool:

@@ -91,17 +91,13 @@ class HostTier:
         """See LowerTier."""
         return {name: part.along(path) for name, part in self.parts.items()}
 
-    def renaming(self, node: TreeNode) -> None:
-        """See LowerTier. It is stored again under its new name."""
-        if node.host is not None:
-            self.not_stored(node)
-            self._landed.append(node)
-
-    def withdrawn(self, node: TreeNode) -> None:
+    def renaming(self, node: TreeNode, is_stored_again: bool = True) -> None:
         """See LowerTier."""
         if node.host is not None:
             self.not_stored(node)
             self._landed = [one for one in self._landed if one is not node]
+            if is_stored_again:
+                self._landed.append(node)
 
     # -- taking ------------------------------------------------------------------------------------
 
