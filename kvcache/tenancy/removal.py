@@ -70,8 +70,8 @@ class TenantRemoval:
         if not node.tenant:
             self._ahead += node.children.values()
         elif self._goes(node.tenant):
-            above = [one for one in node.path() if one.tenant == node.tenant]
-            self._going = [*above, *node.descendants()]
+            top = next(one for one in node.path() if one.tenant == node.tenant)
+            self._going = [top, *top.descendants()]
 
     def _remove(self, node: TreeNode) -> None:
         tree, parent, told = self._tree, node.parent, self._of(node)

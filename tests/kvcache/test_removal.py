@@ -7,13 +7,19 @@ from collections.abc import Callable
 
 import pytest
 
+from common.secrets import ClusterSecret
 from kvcache.memory import Memory
+from kvcache.storage.config import StorageConfig
 from kvcache.tenancy.config import TenancyConfig
 from kvcache.tenancy.removal import Removed, TenantRemoval
 from kvcache.tiers.config import TierConfig
 from tests.kvcache.support import HandMover, groups, key, locked, matched, memory, put, radix_cache
 from wire.page_hash import tenant_key
 
+STORAGE = StorageConfig(
+    backend="tests.kvcache.storage.support:MemoryStore",
+    secret=ClusterSecret((b"of the tests of a tenant's removal.",)),
+)
 PAGE = 4
 BYTES = {"full": 100, "window": 10, "state": 1}
 
@@ -48,6 +54,15 @@ def test_what_is_locked_stays_for_a_later_pass() -> None:
     assert built.check_memory().free_pages == 64 - 6
 
 
+def test_the_upper_part_of_a_node_that_was_split_goes_too() -> None:
+    built = memory(PAGE, 64)
+    put(built, range(24), tenant="a")
+    made = removal(built)
+    put(built, [*range(8), 7, 7, 7, 7], tenant="a")
+    whole_pass(built, made)
+    assert not list(built.cache.tree.nodes())
+
+
 def test_nodes_that_are_split_or_go_between_two_steps() -> None:
     built = memory(PAGE, 64)
     for start in (0, 100):
@@ -72,6 +87,27 @@ def test_public_pages_stay_and_what_is_below_them_goes() -> None:
     told = whole_pass(built, removal(built, lambda owner: owner == old))
     assert told["a"].pages["device"] == 3
     assert [matched(built, range(24), tenant=owner) for owner in (old, new, "b")] == [12, 24, 24]
+    whole_pass(built, removal(built, lambda owner: True))
+    assert built.cache.tree.evict("full", 64) == 3, "what is a leaf now can be evicted"
+
+
+def test_what_is_being_stored_stays_for_a_later_pass() -> None:
+    mover = HandMover()
+    tiers = TierConfig(ratio=2.0, load_back_threshold=1, storage=STORAGE, model_digest=bytes(32))
+    with memory(PAGE, 32, mover=mover, tiers=tiers, max_context_len=64) as built:
+        assert built.tiers is not None
+        put(built, range(24), tenant="a")
+        assert mover.do("backups")
+        built.tiers.poll()
+        assert mover.count("writes") == 1
+        told = whole_pass(built, removal(built))["a"]
+        assert (told.nodes, told.left_pages) == (0, 6)
+        mover.do_all()
+        built.tiers.poll()
+        told = whole_pass(built, removal(built))["a"]
+        assert (told.nodes, told.left_pages) == (1, 0)
+        assert told.pages == {"device": 6, "host": 6}
+        assert built.tiers.host.pool.arenas["full"].allocator.available_pages() == 64
 
 
 @pytest.mark.parametrize("kinds", [(), ("window",), ("state",), ("window", "state")])
