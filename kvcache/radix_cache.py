@@ -15,9 +15,11 @@ from kvcache.pool import ReqToTokenPool
 from kvcache.radix_key import RadixKey
 from kvcache.radix_tree import RadixTree, resident_part, trim
 from kvcache.request import CachedRequest
+from kvcache.tenancy.marks import given_to, grow, keep_found_private, keep_private, may_be_given, withholds
 from kvcache.tenancy.promotion import Promotion
 from kvcache.tiers.moves import TierMoves
 from kvcache.tree_node import NO_PARTS, TreeNode
+from wire.request import NO_MARKS
 
 
 class InsertResult(NamedTuple):
@@ -46,6 +48,7 @@ class RadixCache(BasePrefixCache):
         self._promotion = promotion
         self._offsets = np.arange(self.page_size)
         self._trims = any(component.tenants is not None for component in tree.components)
+        self._tells_ends = any(component.tells_ends for component in tree.others)
 
     # -- matching ----------------------------------------------------------------------------------
 
@@ -116,18 +119,25 @@ class RadixCache(BasePrefixCache):
             path = tree.cut(path, end) if end < found else path
             tree.restore(path, pages)
         # A tenant leaves no state on a public node: it would show others where the tenant's prompt ended.
-        is_whole = min(found, end) == total and not (key.tenant and path and not path[-1].tenant)
+        # The end of a prefix that the operator has named shows nothing.
+        leaves = not key.tenant or not path or bool(path[-1].tenant) or self._ends_as_named(key)
+        given = offers if key.marks is NO_MARKS else given_to(tree, key, path, offers)
         for component in tree.others:
-            component.revive(path, offers.get(component.name, NO_PAGES), is_whole)
-        if found < end:
-            parent = path[-1] if path else tree.root
+            component.revive(path, given.get(component.name, NO_PAGES), leaves and min(found, end) == total)
+        parent = path[-1] if path else tree.root
+        if found < end and key.marks is NO_MARKS:
             path.append(tree.append(parent, key, pages[:end], found, priority, offers, is_copy))
+        elif found < end:
+            path += grow(tree, parent, key, pages[:end], found, priority, offers, is_copy)
+        if key.marks is not NO_MARKS:
+            path = keep_private(tree, key, path)
         if self._moves is not None:
             self._moves.consider(path)
         if self._promotion is not None:
             self._promotion.inserted(key.tenant, path)
-            if not key.tenant and found < end:
-                self._promotion.arrived(path[-1])
+            for node in path if found < end else ():
+                if not node.tenant and node.parent is parent:
+                    self._promotion.arrived(node)
         return InsertResult(start * self.page_size, self._result(path, end * self.page_size))
 
     def insert_copy(
@@ -175,18 +185,25 @@ class RadixCache(BasePrefixCache):
 
     def _cache(self, req: CachedRequest, chunked: bool, ends: bool) -> None:
         """Insert as much as every group can give, free the duplicates, and lock the result."""
-        key = RadixKey(req.fill_ids[: req.kv_committed_len], req.namespace, req.tenant_key)
+        key = RadixKey(req.fill_ids[: req.kv_committed_len], req.namespace, req.tenant_key, req.marks)
         length = self._insertable(req, len(key) // self.page_size * self.page_size)
-        if self._promotion is not None and not self._promotion.may_grow(key[:length], req.last_node):
+        grows = self._promotion is None or self._promotion.may_grow(key[:length], req.last_node)
+        gives = may_be_given(self.tree, key, req.last_node)
+        if not grows or not gives or self._would_tell(key[:length]):
+            keep_found_private(self.tree, key, req.last_node)
             return
         if length < max(req.cache_protected_len, 1):
             for node in req.last_node.path() if req.last_node is not None and not chunked else ():
                 node.hit_count += 1
+            keep_found_private(self.tree, key, req.last_node)
             return
         offers: dict[str, Pages] = {}
         for holdings in self._holdings:
             offer = holdings.offer(req, length, ends)
             if offer is None:
+                return
+            if withholds(self.tree, key[:length], req.last_node, holdings.name, offer):
+                keep_found_private(self.tree, key, req.last_node)
                 return
             offers[holdings.name] = offer
         slots, protected = self._row_slots(req, 0, length), req.cache_protected_len
@@ -204,6 +221,16 @@ class RadixCache(BasePrefixCache):
         req.last_node = match.last_device_node
         req.cache_protected_len = length
 
+    def _ends_as_named(self, key: RadixKey) -> bool:
+        """Whether `key` ends where a prefix of the operator's does."""
+        return len(key) // self.page_size == key.whole_pages(self.page_size)
+
+    def _would_tell(self, key: RadixKey) -> bool:
+        """Whether `key` ends in a node that would be public, and would show that a tenant's forward did."""
+        if key.marks is NO_MARKS or not key.tenant or not self._tells_ends:
+            return False
+        return len(key) // self.page_size <= key.public_pages(self.page_size) and not self._ends_as_named(key)
+
     def _insertable(self, req: CachedRequest, length: int) -> int:
         """The longest length, at most `length`, up to which every group can give its part."""
         before = -1
@@ -216,4 +243,7 @@ class RadixCache(BasePrefixCache):
     def cut_points(self, req: CachedRequest, total: int) -> tuple[int, ...]:
         """What the groups ask for, beyond what the request has already; see BasePrefixCache."""
         points = {point for holdings in self._holdings for point in holdings.cut_points(req, total)}
+        if self._tells_ends and req.marks is not NO_MARKS:  # others go on where the operator's prefix ends
+            key = RadixKey(req.fill_ids[:total], req.namespace, req.tenant_key, req.marks)
+            points.add(key.whole_pages(self.page_size) * self.page_size)
         return tuple(sorted(point for point in points if req.cache_protected_len < point < total))

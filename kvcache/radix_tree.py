@@ -23,11 +23,13 @@ from kvcache.components.base import Tally, TreeComponent, longest
 from kvcache.host_copy import HostCopy
 from kvcache.lower_tier import LowerTier
 from kvcache.mixed_path import mixed_path
+from kvcache.named_path import named_path
 from kvcache.observer import StorageMedium, TreeObserver
 from kvcache.radix_key import Namespace, RadixKey
 from kvcache.shares.evictor import SharedEvictor
-from kvcache.tree_node import COPY, TOKEN_BYTES, SharedTreeNode, TreeNode
+from kvcache.tree_node import COPY, FINAL, TOKEN_BYTES, SharedTreeNode, TreeNode
 from wire.page_hash import owner_key
+from wire.request import NO_MARKS
 
 
 class RadixTree:
@@ -66,10 +68,14 @@ class RadixTree:
         self.walks = tick = self.walks + 1
         path: list[TreeNode] = []
         at = 0
-        if key.tenant and self.shares:
-            path, pages, beyond = mixed_path(key, self.page_size, self.root, below)
-            if beyond:
-                path[-1] = self._split(path[-1], path[-1].num_pages - beyond)
+        if key.tenant and (self.shares or key.marks is not NO_MARKS):
+            if self.shares:
+                path, pages, beyond = mixed_path(key, self.page_size, self.root, below)
+                if beyond:
+                    path[-1] = self._split(path[-1], path[-1].num_pages - beyond)
+            else:
+                path, pages = named_path(key, self.page_size, self.root, below)
+                path = self.cut(path, pages)
             at = pages * self.page_size * TOKEN_BYTES
             for node in path:
                 node.last_access = tick
@@ -154,6 +160,8 @@ class RadixTree:
             node.offers = COPY
             for component in self.components:
                 component.evictor.expect_copies()
+        if key.tenant and parent.permanently_private:
+            node.offers |= FINAL
         parent.children[node.child_key(self.page_size)] = node
         parent.resident_children += 1
         if self.others:
@@ -172,6 +180,7 @@ class RadixTree:
         node = self._new_node(parent, key.namespace, tokens, b"", end - start, self.walks, key.tenant)
         parent.children[node.child_key(self.page_size)] = node
         node.host = HostCopy()
+        node.offers |= parent.offers & FINAL
         if self.others:
             node.parts = {}
         for component in self.others:
@@ -323,6 +332,9 @@ class RadixTree:
                 assert resident == node.resident_children, "resident children are miscounted"
                 assert node.is_resident or not resident, "a node is resident and its parent is not"
                 assert node.is_resident or node.host is not None, "a node is on no tier"
+                assert node.tenant or not node.permanently_private, "a public node is private for ever"
+                final = all(child.permanently_private for child in node.children.values())
+                assert final or not node.permanently_private, "below a page that is private for ever"
             leaves = [n for n in nodes if n.is_resident and not n.resident_children and not n.lock_ref]
             for component in self.others:
                 assert not any(map(component.is_tombstone, leaves)), f"a leaf is a {component.name} tombstone"

@@ -11,6 +11,7 @@ from kvcache.tenancy.promotion import Promotion
 from kvcache.tenancy.report import counters, sharing_report, visibility
 from kvcache.tree_node import TreeNode
 from wire.page_hash import tenant_of_key
+from wire.request import NOBODY
 
 SHOWN_TOKENS = 8
 
@@ -40,6 +41,7 @@ def node_reports(tree: RadixTree, promotion: Promotion | None = None) -> list[di
                 "tenant": tenant,
                 "generation": generation,
                 "visibility": visibility(promotion, node),
+                "permanently_private": node.permanently_private,
                 "held": {component.name: component.report(node).held for component in tree.components},
                 "media": [str(medium) for medium in tiers_of(node)],
                 "lock": node.lock_ref,
@@ -74,7 +76,10 @@ def pretty_print(tree: RadixTree, promotion: Promotion | None = None) -> str:
 
 
 def _whose(promotion: Promotion | None, node: TreeNode) -> str:
-    return f" {visibility(promotion, node)} of {tenant_of_key(node.tenant)[0]}" if node.tenant else ""
+    if not node.tenant:
+        return ""
+    whose = "one request" if node.tenant.startswith(NOBODY) else tenant_of_key(node.tenant)[0]
+    return f" {visibility(promotion, node)}{' for ever' if node.permanently_private else ''} of {whose}"
 
 
 def _named(values: Mapping[str, int]) -> str:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from kvcache.radix_key import Namespace
 from kvcache.tree_node import TreeNode
+from wire.request import PromptMarks
 
 GroupPages = dict[str, npt.NDArray[np.integer]]
 """Page ids (of a state group: slots) by group name. An absent group means nothing of it."""
@@ -99,9 +100,13 @@ class CachedRequest(Protocol):
     last_node: TreeNode | None  # locked on behalf of this request
     state_hold: StateHold | None  # None where the model has no state group
     namespace: Namespace
+    marks: PromptMarks  # which of its pages are public, and which stay private
 
     @property
-    def tenant_key(self) -> str: ...
+    def tenant_key(self) -> str:
+        """Whose its private pages are; "": all of its pages are everybody's."""
+        ...
+
     @property
     def priority(self) -> int: ...
     @property

@@ -17,6 +17,8 @@ PAGE_ID_BYTES = 4
 COPY = 1 << 32
 """In `TreeNode.offers`: the pages were fetched from a worker that has them, too. A field of its own would
 make every node larger."""
+FINAL = 1 << 33
+"""In `TreeNode.offers`: the node is private for ever. It is only ever set."""
 NO_PARTS: dict[str, Any] = {}
 """The parts of every node of a tree that has the primary group only; it stays empty."""
 NOBODY: tuple[str, ...] = ()
@@ -74,7 +76,7 @@ class TreeNode:
         self.hit_count = 0
         self.priority = 0
         self.tenant = tenant  # whose requests alone may use these pages; "": everybody's
-        self.offers = 0  # a bit for each evictor that has this node on offer, and COPY
+        self.offers = 0  # a bit for each evictor that has this node on offer, COPY and FINAL
         self.entry: list[Any] | None = None  # the leaf evictor's entry of this node
 
     @property
@@ -96,6 +98,11 @@ class TreeNode:
     def is_copy(self) -> bool:
         """Whether the pages were fetched from a worker that has them, too."""
         return bool(self.offers & COPY)
+
+    @property
+    def permanently_private(self) -> bool:
+        """Whether these pages never become public, as all below them (kvcache/tenancy/marks.py)."""
+        return bool(self.offers & FINAL)
 
     def token_array(self) -> npt.NDArray[np.int32]:
         """The tokens, a read-only view."""
@@ -176,7 +183,7 @@ class TreeNode:
         upper.lock_ref = self.lock_ref
         upper.hit_count = self.hit_count
         upper.priority = self.priority
-        upper.offers = self.offers & COPY
+        upper.offers = self.offers & (COPY | FINAL)
         if self.host is not None:
             upper.host = self.host.upper_half()
         if self.digests is not None:

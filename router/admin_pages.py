@@ -178,6 +178,7 @@ class AdminPages:
             request_id="", prompts=[prompt], sampling=SamplingParams(),
             extra_key=query.get("extra_key", ""), cache_salt=query.get("cache_salt", ""),
             session=query.get("session", ""), tenant=query.get("tenant", ""),
+            marks=(model.public_prefixes.marks(prompt, None),),
         )  # fmt: skip
         version = model.versions.choose(version_key(submission))
         _, to_place = model.requests.make(submission, version.placer)[0]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from common.errors import ContextTooLong, InvalidRequest, Unavailable
-from router.options import RoutedModel
+from router.options import PublicPrefix, RoutedModel
 from router.placement.models import ModelVersions
 from router.streams.room_requests import RoomRequests
 from router.text.chat import Chat
@@ -14,6 +15,7 @@ from router.text.grammars import Wanted
 from router.text.long_texts import LONG, LongTexts
 from router.text.output_formats import PROMPT_END, OutputFormats, Parsing
 from router.text.output_grammars import CallsWanted
+from router.text.public_prefixes import PublicPrefixes
 from router.text.sampling_defaults import SamplingDefaults, read_defaults
 from router.text.tokenization import Tokenization
 from router.text.tool_formats.calls import Schemas
@@ -31,10 +33,16 @@ class Model:
     versions: ModelVersions
     long_texts: LongTexts
     formats: OutputFormats
+    public_prefixes: PublicPrefixes
 
     @classmethod
     def load(
-        cls, one: RoutedModel, requests: RoomRequests, versions: ModelVersions, long_texts: LongTexts
+        cls,
+        one: RoutedModel,
+        requests: RoomRequests,
+        versions: ModelVersions,
+        long_texts: LongTexts,
+        public_prefixes: Sequence[PublicPrefix] = (),
     ) -> Self:
         """Read the text side of a model's directory. Raises ConfigError."""
         tokenization = Tokenization(one.model)
@@ -43,7 +51,10 @@ class Model:
             tokenization.templates, tokenization.added_ids(), tokenization.detokenizers.special_ids,
             one.tool_call_parser, one.reasoning_parser,
         )  # fmt: skip
-        return cls(one.served_model_name, tokenization, defaults, requests, versions, long_texts, formats)
+        prefixes = PublicPrefixes(tokenization, public_prefixes)
+        return cls(
+            one.served_model_name, tokenization, defaults, requests, versions, long_texts, formats, prefixes
+        )
 
     def parsing(
         self,

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from common.errors import ConfigError
 from common.host import HTTP_PORT, LOOPBACK
 from common.options import Options
 from common.ports import Ports, PortText
@@ -205,6 +206,57 @@ class KeyOptions(Options):
     )  # fmt: skip
 
 
+class PublicPrefix(Options):
+    """A beginning of prompts that is public, given as a text or as a file with it."""
+
+    text: str | None = Field(None, min_length=1, description="the text")
+    file: Path | None = Field(None, description="or a UTF-8 file with it; a newline at its end is no part")
+    form: Literal["system", "prompt"] = Field(
+        "system",
+        description="system: a system message, which the chat template writes; prompt: the beginning of a "
+        "prompt that is given as text",
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> PublicPrefix:
+        if (self.text is None) == (self.file is None):
+            raise ValueError("give either text or file")
+        return self
+
+    def read(self) -> str:
+        """The text. Raises ConfigError for a file that cannot be read, or is empty."""
+        if self.file is None:
+            return self.text or ""
+        try:
+            text = self.file.read_text(encoding="utf-8").removesuffix("\n")
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(
+                "public_prefixes", f"cannot read {self.file}: {error}", "give a readable file"
+            ) from None
+        if not text:
+            raise ConfigError("public_prefixes", f"{self.file} is empty", "remove it, or write the text")
+        return text
+
+
+class PrivacyOptions(Options):
+    """What of prompts is public, and what never is (docs/decisions/0058-marks.md)."""
+
+    public_prefixes: tuple[PublicPrefix, ...] = Field(
+        (),
+        max_length=256,
+        description="system prompts that all tenants share from the first request on, for example "
+        "{file: assistant.txt}",
+    )
+    private_prompt_hook: str = Field(
+        "",
+        description="module:function that is asked of each prompt from which page on it is private for ever; "
+        "empty: nobody is asked",
+    )
+    private_prompt_hook_s: float = Field(
+        0.1, gt=0, le=60, description="for its answer; without one the whole prompt is private"
+    )
+
+
 class AdminOptions(Options):
     """The second listener, for /metrics, /debug and /admin (docs/doors.md)."""
 
@@ -247,6 +299,7 @@ class LogOptions(Options):
 
 class RouterSettings(
     KeyOptions,
+    PrivacyOptions,
     PlacementOptions,
     AdmissionOptions,
     RoomOptions,

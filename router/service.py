@@ -34,6 +34,7 @@ from router.placement.models import Models
 from router.placement.placer import Placer
 from router.placement.policies import make_policy
 from router.placement.version import ModelVersion
+from router.private_hook import PrivatePromptHook
 from router.process_group import OwnLists, ProcessGroup
 from router.request_lines import RequestLines
 from router.request_metrics import RequestMetrics
@@ -111,9 +112,13 @@ class Router:
                 RoomRequests(name, secret, shared_tenants.generation),
                 self._versions.by_name[name],
                 self._long_texts,
+                options.public_prefixes,
             )
             for one in options.served
         }
+        self.private_hook = PrivatePromptHook(
+            options.private_prompt_hook, options.private_prompt_hook_s, registry
+        )
         self.grammars = GrammarChecks()
         self.resume_tokens = ResumeTokens(options, secret)
         self._mailbox = LoopMailbox(

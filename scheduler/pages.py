@@ -108,7 +108,7 @@ class Pages:
     @staticmethod
     def key(req: Req, length: int) -> RadixKey:
         """What the cache knows the request's first `length` tokens by."""
-        return RadixKey(req.fill_ids[:length], req.namespace, req.tenant_key)
+        return RadixKey(req.fill_ids[:length], req.namespace, req.tenant_key, req.marks)
 
     def take_slots(self, req: Req, match: MatchResult, starts_at: int, spare: Capacity, extent: int) -> bool:
         """`take` slots for `extent` tokens of a request whose first forward here has its first query at

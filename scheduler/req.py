@@ -97,7 +97,7 @@ class Req:
     __slots__ = (
         "_filled", "_tokens", "cache_protected_len", "cached_from", "cached_tokens", "closing", "emitted_len",
         "hidden_sum", "in_flight", "is_kv_only", "kv_allocated_len", "kv_committed_len", "last_node",
-        "limit_len", "namespace", "origin_input_ids", "output_ids", "prefill_len", "prefix_indices",
+        "limit_len", "marks", "namespace", "origin_input_ids", "output_ids", "prefill_len", "prefix_indices",
         "prompt_logprobs", "rank", "req_pool_idx", "request", "reserved", "resumed", "retractions",
         "running_index", "sampling", "scheduled_len", "sources", "stages_seen", "stamps", "state",
         "state_hold", "tenant_key",
@@ -115,6 +115,7 @@ class Req:
         `grammar` is at its beginning."""
         self.request = request
         self.namespace = namespace
+        self.marks = request.marks  # which of its pages are public, and which stay private
         self.tenant_key = request.tenant_key  # what the tenant's cached pages are known by
         # Its order in queues: the greater priority first, then the earlier arrival at any router.
         self.rank = (-request.priority, request.arrived_ns, next(_arrivals))

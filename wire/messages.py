@@ -16,7 +16,7 @@ import msgspec
 from wire.checksums import NO_CHECKSUMS, ChecksumMode, PageChecksums
 from wire.numbers import Natural, Quantity
 from wire.records import Role, WorkerRecord
-from wire.request import GenerateRequest, TokenLogprobs, TokenRun
+from wire.request import NO_MARKS, GenerateRequest, PromptMarks, TokenLogprobs, TokenRun
 from wire.settings import NO_SETTINGS, Settings, TenantGeneration
 from wire.stages import RequestStage, Stamp
 
@@ -391,13 +391,14 @@ class Fetch(TransferMessage, frozen=True, tag="fetch"):
     seed: bytes  # of the namespace
     extra_key: str
     cache_salt: str
-    tenant: str
+    tenant: str  # whose private pages are meant; "": everybody's alone
     tokens: bytes  # whole pages, from the prompt's begin
     have: (
         Natural  # tokens with which the requester could go on already: a prefix that is no longer is useless
     )
     groups: dict[str, GroupTarget]  # of a window group as many pages as a query sees; of a state group a slot
     checksums: ChecksumMode
+    marks: PromptMarks = NO_MARKS
 
 
 FETCH_EPOCH = (1 << 31) - 1

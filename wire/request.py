@@ -9,6 +9,9 @@ import msgspec
 from wire.numbers import Natural, Signed
 from wire.page_hash import tenant_key
 
+NOBODY = "\0room "
+"""What the owner of a request without a tenant begins with. No header and no key can name such a tenant."""
+
 
 class GrammarKind(StrEnum):
     """The language in which a grammar is written."""
@@ -56,6 +59,23 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     pooling: Pooling | None = None  # None: no vector of the prompt is told
 
 
+class PromptMarks(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """What was said of a prompt: which of its pages are everybody's, and which never will be.
+
+    `public`: so many tokens at its beginning are of a prefix that the operator has named (`public_prefixes`):
+    their whole pages are public. `whole`: tokens of the longest named prefix that it begins with as a whole;
+    at most `public`. `private_from`: the page from which on it is private for ever, answer included; what the
+    operator has named stays public.
+    """
+
+    public: Natural = 0
+    whole: Natural = 0
+    private_from: Natural | None = None
+
+
+NO_MARKS = PromptMarks()
+
+
 class RequestCore(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """What the router and the workers both need of a request. Extended by what each of them adds."""
 
@@ -73,7 +93,8 @@ class GenerateRequest(RequestCore, frozen=True, omit_defaults=True, kw_only=True
     `prompt` is int32 little-endian token ids. `forced` are the output tokens the router has already
     forwarded (a restarted or migrated request): they are input, and the next position is sampled.
     `arrived_ns` is when the request came to its router, by the Unix clock: the same in every epoch, so that a
-    restart keeps its place in the workers' queues. `tenant_generation`: see wire/page_hash.py.
+    restart keeps its place in the workers' queues. `tenant_generation`: see wire/page_hash.py. `marks` are
+    the router's word on the prompt.
     """
 
     room: Natural
@@ -83,11 +104,25 @@ class GenerateRequest(RequestCore, frozen=True, omit_defaults=True, kw_only=True
     forced: tuple[Natural, ...] = ()
     arrived_ns: Natural = 0
     tenant_generation: Natural = 0
+    marks: PromptMarks = NO_MARKS
 
     @property
     def tenant_key(self) -> str:
-        """What the tenant's cached pages are known by."""
-        return tenant_key(self.tenant, self.tenant_generation)
+        """What its private cached pages are known by; "": all of its pages are everybody's."""
+        known_by = tenant_key(self.tenant, self.tenant_generation)
+        return page_owner(known_by, self.marks, self.room - self.choice)
+
+
+def page_owner(known_by: str, marks: PromptMarks, first_room: int) -> str:
+    """Whose the private pages of a prompt are. `known_by` is the tenant's key string, and `first_room` the
+    room of the prompt's first choice.
+
+    Without a tenant nobody can say whose a private page is. So it is the request's own, and no later request
+    finds it.
+    """
+    if known_by or marks.private_from is None:
+        return known_by
+    return f"{NOBODY}{first_room}"
 
 
 class FinishReason(StrEnum):

@@ -157,6 +157,7 @@ class Fetching:
             have=fetch.hold.have,
             groups=targets,
             checksums=self._services.options.kv_checksums,
+            marks=fetch.req.marks,
         )
 
     # -- the end -----------------------------------------------------------------------------------

@@ -158,7 +158,7 @@ class Lending:
             raise NotLent(RefusalCause.DIFFERENT, "its KV is of another model, or laid out otherwise")
         if namespace.seed != fetch.seed or len(tokens) % page or set(fetch.groups) != set(transfer.regions):
             raise NotLent(RefusalCause.DIFFERENT, "it names its pages otherwise")
-        return RadixKey(tokens, namespace, fetch.tenant)
+        return RadixKey(tokens, namespace, fetch.tenant, fetch.marks)
 
     def _written(self, sent: Sent, now: float) -> None:
         """No page of the loan is read any more."""

@@ -55,6 +55,8 @@ class TreeComponent(ABC):
 
     name: str
     """The group's name."""
+    tells_ends = False
+    """Whether what it keeps on a node shows that a forward ended there."""
     evictor: Evictor
     tenants: TenantPages | None = None
     """Counts the pages on the tree by tenant, where tenants have shares."""

@@ -39,6 +39,7 @@ class StateComponent(TreeComponent):
     """Keeps a SavedState on every node; an offer is one slot, 0 or nothing."""
 
     name = "state"
+    tells_ends = True
 
     def __init__(
         self, allocator: BaseTokenToKVPoolAllocator, policy: str, tenants: TenantPages | None = None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from common.errors import ConfigError
 from wire.page_hash import tenant_of_key
+from wire.request import NOBODY
 
 
 @dataclass(frozen=True)
@@ -46,4 +47,5 @@ class SharesConfig:
 
     def of(self, tenant: str) -> TenantShare:
         """The share of a tenant, given by its key string (wire/page_hash.py)."""
-        return self.named.get(tenant_of_key(tenant)[0], self.others if tenant else TenantShare())
+        is_named = bool(tenant) and not tenant.startswith(NOBODY)
+        return self.named.get(tenant_of_key(tenant)[0], self.others if is_named else TenantShare())

@@ -101,7 +101,8 @@ class Promotion:
                 copies.setdefault(slot[OWNER_BYTES:], []).append(child)
         grown = []
         for slot, owned in copies.items():
-            if slot not in parent.children and not self._publish(parent, owned):
+            may_be_public = [copy for copy in owned if not copy.permanently_private]
+            if slot not in parent.children and not self._publish(parent, may_be_public):
                 continue
             for copy in owned:
                 if not copy.tenant or copy.parent is not parent:
@@ -117,7 +118,7 @@ class Promotion:
         """Make the longest beginning public that enough of `copies` share. Whether there is one."""
         # A tenant that was forgotten may have one of each generation for a moment.
         copies = list({tenant_of_key(copy.tenant)[0]: copy for copy in copies}.values())
-        enough, size = self._threshold(copies[0]), self._tree.page_size
+        enough, size = self._threshold(copies[0]) if copies else 1, self._tree.page_size
         if len(copies) < enough:
             return False
         pages = 0

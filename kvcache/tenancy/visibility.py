@@ -8,7 +8,8 @@
               below the kept ones
 
 A copy goes once nothing locks it on any tier. What the kept pages lack of other groups they take over, and
-their counters are added.
+their counters are added. But public pages take over nothing of a copy that is private for ever: that one only
+goes, as if it were evicted. Of two nodes of one owner, one of which is private for ever, the kept one is.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 from kvcache.radix_key import OWNER_BYTES
 from kvcache.radix_tree import RadixTree
 from kvcache.snapshot import tiers_of
+from kvcache.tenancy.marks import mark
 from kvcache.tenancy.usage import NodeUsage
 from kvcache.tree_node import NOBODY, TOKEN_BYTES, TreeNode, shared
 from wire.page_hash import tenant_of_key
@@ -46,6 +48,7 @@ def publish(tree: RadixTree, node: TreeNode, founders: tuple[str, ...]) -> None:
     parent, size = node.parent, tree.page_size
     assert parent is not None, "the root is public"
     assert not parent.tenant, "a public node has a public parent"
+    assert not node.permanently_private, "what is private for ever becomes public"
     if tree.lower is not None:
         tree.lower.renaming(node)
     tiers = tiers_of(node)
@@ -146,15 +149,20 @@ def fold(tree: RadixTree, usage: NodeUsage, copy: TreeNode, kept: TreeNode) -> b
         other = kept.children.get(child.child_key(tree.page_size, kept))
         if other is not None and not fold(tree, usage, child, other):
             return False
-    for component in tree.others:
-        component.hand_over(copy, kept)
-    usage.merge(copy, kept)
+    if kept.tenant or not copy.permanently_private:
+        for component in tree.others:
+            component.hand_over(copy, kept)
+        usage.merge(copy, kept)
     owner, _ = tenant_of_key(copy.tenant)
     if kept.founders and owner not in kept.founders and len(kept.founders) < usage.most_users:
         shared(kept).founders = (*kept.founders, owner)
+    if kept.tenant and copy.permanently_private:
+        mark(kept)
     for child in copy.children.values():
         child.parent = kept
         kept.children[child.child_key(tree.page_size)] = child
+        if kept.permanently_private:
+            mark(child)
     kept.resident_children += copy.resident_children
     copy.children, copy.resident_children = {}, 0
     if copy.is_resident:

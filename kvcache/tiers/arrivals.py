@@ -13,6 +13,7 @@ import numpy as np
 from kvcache.allocator import Pages
 from kvcache.radix_key import RadixKey
 from kvcache.radix_tree import RadixTree
+from kvcache.tenancy.marks import grow_on_host
 from kvcache.tenancy.promotion import Promotion
 from kvcache.tenancy.visibility import is_superseded
 from kvcache.tiers.host_parts import portions
@@ -72,7 +73,7 @@ class StorageArrivals:
             self._pool.free(ids)
             return []
         if cached < end:
-            path.append(tree.append_host(path[-1] if path else tree.root, key, cached, end))
+            path += grow_on_host(tree, path[-1] if path else tree.root, key, cached, end)
             if not key.tenant and self._promotion is not None:
                 shared(path[-1]).founders = UNKNOWN
                 self._promotion.arrived(path[-1])

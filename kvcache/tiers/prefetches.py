@@ -107,7 +107,8 @@ class Prefetches:
         is_withheld = self._promotion is not None and self._promotion.demotion.withholds(key)
         if is_withheld and not key.tenant:
             return False
-        shares = self._tree.shares and not is_withheld
+        public = total if self._tree.shares or not key.tenant else key.public_pages(size)
+        public = 0 if is_withheld else public
         place = (key.tenant, digests[cached])
         same = self._prefetches.get(place)
         if same is None:
@@ -115,7 +116,9 @@ class Prefetches:
             if is_trial and not self._times.try_again(self._clock()):
                 self._counts.skipped_reads += 1
                 return False
-            stored = StoredNames(self._keys, list(self._parts), digests, begins, key.tenant, shares)
+            stored = StoredNames(
+                self._keys, list(self._parts), digests, begins, key.tenant, min(public, total)
+            )
             deadline = self._clock() + self._bound_s(total - cached)
             same = Prefetch(key, stored, StoredWay(cached, cached, cached), deadline, is_trial)
             self._prefetches[place] = same

@@ -58,13 +58,15 @@ class StoredNames:
         digests: Sequence[PageDigest],
         begins: Begins,
         tenant: str,
-        shares: bool,
+        public_pages: int,
     ) -> None:
-        """`digests` are those of all pages of the prompt. `shares`: its tenant uses public pages, too."""
+        """`digests` are those of all pages of the prompt. Its tenant uses public pages, too, among the first
+        `public_pages`."""
         asked = digests[begins.first :]
         self.begins = begins
         self._pages = len(digests)
-        self._public = {g: keys.keys(g, asked) for g in groups} if shares or not tenant else None
+        self._public = {g: keys.keys(g, asked) for g in groups} if public_pages > begins.first else None
+        self._public_pages = public_pages
         self._own = {g: keys.keys(g, asked, tenant) for g in groups} if tenant else None
 
     def asked(self) -> dict[str, list[bytes]]:
@@ -93,6 +95,7 @@ class StoredNames:
         primary, begins = next(iter(parts)), self.begins
         missing = np.flatnonzero(~public[primary][begins.public - first :])
         border = begins.public + int(missing[0]) if len(missing) else total
+        border = min(border, max(self._public_pages, begins.public))
         found = [StoredWay(begins.own, begins.own, begins.own)]
         for start, until in ((begins.own, begins.own), (begins.public, border)):
             if until >= begins.own:  # else it would be a second way to own pages that the tree has

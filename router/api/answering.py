@@ -23,7 +23,7 @@ from router.streams.generation import Answer, ChoiceCounts, Generation, Submissi
 from router.streams.resume import HEADER, MOST_CHOICES, ChoicePosition, Resumption
 from router.streams.resumed_output import Resumed
 from router.text.output_formats import Parsing
-from wire.request import OutputDelta, SamplingParams
+from wire.request import NO_MARKS, OutputDelta, PromptMarks, SamplingParams
 
 _QUIET_S = 2.5  # a stream to which nothing is sent for this long, or twice as long, is sent a comment
 DONE = b"data: [DONE]\n\n"
@@ -101,7 +101,7 @@ def tenant_of(router: Router, request: HttpRequest) -> str:
     return "" if key is None else key.tenant
 
 
-def make_submission(
+async def make_submission(
     router: Router,
     model: Model,
     request: HttpRequest,
@@ -120,7 +120,8 @@ def make_submission(
     """
     if request.header(_LAST_EVENT_ID) and not body.stream:
         raise InvalidRequest("only a stream can be resumed: repeat this request without the header", HEADER)
-    key = request.key
+    key, tenant = request.key, tenant_of(router, request)
+    marks = await _marks(router, model, tenant, prompts, body.private_from_page)
     return Submission(
         request_id=request.request_id,
         prompts=prompts,
@@ -133,7 +134,7 @@ def make_submission(
         keep_stop=params.include_stop_str_in_output or params.no_stop_trim,
         extra_key=body.extra_key,
         cache_salt=body.cache_salt,
-        tenant=tenant_of(router, request),
+        tenant=tenant,
         priority=body.priority if key is None else min(body.priority, key.max_priority),
         session=_label(request, b"x-baton-session") or session,
         opening=opening,
@@ -142,7 +143,23 @@ def make_submission(
         first_room=router.number_rooms(len(prompts) * params.n),
         seed_given=params.seed is not None,
         length_given=length_given,
+        marks=marks,
     )
+
+
+async def _marks(
+    router: Router, model: Model, tenant: str, prompts: list[list[int]], private_from: int | None
+) -> tuple[PromptMarks, ...]:
+    """What workers are told of each prompt. `private_from`: the page that the request names; the operator's
+    hook may name an earlier one."""
+    asked = [
+        router.private_hook.private_from(tenant, prompt, model.tokenization.decode) for prompt in prompts
+    ]
+    marks = []
+    for prompt, found in zip(prompts, await asyncio.gather(*asked), strict=True):
+        pages = [page for page in (private_from, found) if page is not None]
+        marks.append(model.public_prefixes.marks(prompt, min(pages, default=None)))
+    return () if all(one is NO_MARKS for one in marks) else tuple(marks)
 
 
 @contextmanager

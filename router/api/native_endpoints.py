@@ -105,7 +105,7 @@ async def generate(router: Router, request: HttpRequest) -> None:
         sampling = replace(sampling, prompt_logprobs=top)
     if body.stream and sampling.prompt_logprobs is not None:
         raise InvalidRequest("a prompt's log-probabilities are not streamed", "logprob_start_len")
-    submission = make_submission(router, model, request, body, params, prompts, sampling)
+    submission = await make_submission(router, model, request, body, params, prompts, sampling)
     if body.stream:
         await stream(router, request, submission, "generate", NativeEvents)
     else:
@@ -205,7 +205,7 @@ async def health_generate(router: Router, request: HttpRequest) -> None:
     body = GenerateBody(input_ids=prompt)
     params = NativeSampling(max_new_tokens=1, temperature=0.0, ignore_eos=True)
     sampling = params.sampling(1, None, model, None)
-    submission = make_submission(router, model, request, body, params, [prompt], sampling)
+    submission = await make_submission(router, model, request, body, params, [prompt], sampling)
     with generating(router, request, submission, router.assign(submission), Collection(1)) as generation:
         while await generation.more():
             pass

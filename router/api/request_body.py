@@ -71,6 +71,11 @@ class RequestBody(BaseModel):
     priority: int = Field(0, ge=-(2**31), lt=2**31)
     cache_salt: Label = ""
     extra_key: Label = ""
+    private_from_page: int | None = Field(
+        None, ge=0, lt=2**31,
+        description="from this page of KV on, prompt and answer are never shared with other tenants; 0: all "
+        "but what the operator has made public",
+    )  # fmt: skip
 
 
 class SamplingBody(StructureFields):

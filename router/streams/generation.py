@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from common.errors import BatonError, SlowClient
 from router.text.detokenize import Detokenizer
 from router.text.stop_strings import StopStrings
-from wire.request import FinishReason, OutputDelta, RequestCore
+from wire.request import FinishReason, OutputDelta, PromptMarks, RequestCore
 
 MOST_UNREAD = 1 << 20
 """Bytes of a stream that may wait for a client to read. With more, the request is aborted: if it paused, its
@@ -46,6 +46,7 @@ class Submission(RequestCore, frozen=True, kw_only=True):
     first_room: int = 0  # choice k has room first_room + k
     seed_given: bool = True  # by the client; else the router drew it
     length_given: bool = True  # by the client; else max_new_tokens is what the context leaves
+    marks: tuple[PromptMarks, ...] = ()  # of each prompt; (): of none
 
     @property
     def choice_count(self) -> int:

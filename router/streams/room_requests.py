@@ -12,7 +12,7 @@ from router.placement.policy import PlacementRequest
 from router.streams.generation import Submission
 from wire.codec import pack_tokens
 from wire.page_hash import namespace_seed, owned_digests, page_digests, tenant_key
-from wire.request import GenerateRequest
+from wire.request import NO_MARKS, GenerateRequest, PromptMarks, page_owner
 
 
 class RoomNumbers:
@@ -52,16 +52,19 @@ class RoomRequests:
         if s.extra_key or s.cache_salt:
             seed = namespace_seed(self._model, s.extra_key, s.cache_salt)
         generation = self._generation(s.tenant)
-        owner = tenant_key(s.tenant, generation)
+        known_by = tenant_key(s.tenant, generation)
         output_tokens = placer.output_tokens(s.sampling.max_new_tokens)
         requests: list[tuple[GenerateRequest, PlacementRequest]] = []
-        for prompt in s.prompts:
+        for prompt, marks in zip(s.prompts, s.marks or [NO_MARKS] * len(s.prompts), strict=True):
             packed = pack_tokens(prompt)
             digests = page_digests(seed, packed, page_tokens) if page_tokens else []
-            hashes = digest_hashes(owned_digests(digests, owner, secret_in_use(self._secret)))
+            owner = page_owner(known_by, marks, s.first_room + len(requests))
+            named = _public_pages(marks, s.tenant, page_tokens)
+            private = owned_digests(digests[named:], owner, secret_in_use(self._secret))
+            hashes = digest_hashes(digests[:named] + private)
             # What is told of a prompt leaves with the first token: one worker computes both.
             alone = s.sampling.prompt_logprobs is not None or s.sampling.pooling is not None
-            public = digest_hashes(digests) if s.tenant else None
+            public = digest_hashes(digests) if owner else None
             to_place = PlacementRequest(
                 len(prompt), hashes, output_tokens, s.session, s.tenant, s.priority, alone, public
             )
@@ -70,7 +73,14 @@ class RoomRequests:
                     request_id=s.request_id, sampling=s.sampling, extra_key=s.extra_key,
                     cache_salt=s.cache_salt, tenant=s.tenant, priority=s.priority,
                     room=s.first_room + len(requests), epoch=0, prompt=packed, choice=choice,
-                    arrived_ns=s.arrived_ns, tenant_generation=generation,
+                    arrived_ns=s.arrived_ns, tenant_generation=generation, marks=marks,
                 )  # fmt: skip
                 requests.append((request, to_place))
         return requests
+
+
+def _public_pages(marks: PromptMarks, tenant: str, page_tokens: int) -> int:
+    """Pages that are everybody's whoever computes them: what the operator has named, and of a prompt without
+    a tenant what comes before its mark. (As kvcache/radix_key.py says it to workers.)"""
+    named = marks.public // page_tokens if page_tokens else 0
+    return named if tenant else max(named, marks.private_from or 0)

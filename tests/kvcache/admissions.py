@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,6 +25,7 @@ from kvcache.tenancy.config import TenancyConfig
 from tests.kvcache.contents import Contents, Live
 from tests.kvcache.support import Index, Request, groups, memory, request
 from tests.kvcache.tenancy.demotion_model import DemotionModel
+from wire.request import NO_MARKS, PromptMarks, page_owner
 
 NAMESPACES = (
     Namespace("m"),
@@ -32,6 +34,11 @@ NAMESPACES = (
     Namespace("m", is_bigram=True),
 )
 TENANTS = ("", "a", "b", "c")
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    """How many tokens two lists begin with alike."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 class Admissions(RuleBasedStateMachine):
@@ -47,9 +54,18 @@ class Admissions(RuleBasedStateMachine):
         radix=st.integers(0, 9),
         users=st.sampled_from([0, 2]),
         burst=st.sampled_from([0, 1, 1, 2]),
+        listed=st.lists(st.lists(st.integers(0, 1), min_size=2, max_size=16), max_size=2),
     )
     def build(
-        self, page_size: int, policy: str, window: int, tight: bool, radix: int, users: int, burst: int
+        self,
+        page_size: int,
+        policy: str,
+        window: int,
+        tight: bool,
+        radix: int,
+        users: int,
+        burst: int,
+        listed: list[list[int]],
     ) -> None:
         pages = 96 // page_size
         options: dict[str, Any] = {"eviction_policy": policy, "prefix_cache": "radix" if radix else "none"}
@@ -61,6 +77,7 @@ class Admissions(RuleBasedStateMachine):
         )
         self.size, self.window = page_size, window
         self.cache = self.memory.cache
+        self.listed, self.rooms = listed, 0
         self.contents, self.demotion = self.make_contents(), DemotionModel(self.memory)
         self.live: list[Live] = []
         self.fences: list[int] = []
@@ -72,12 +89,25 @@ class Admissions(RuleBasedStateMachine):
         return memory(*sizes, **options)
 
     def make_contents(self) -> Contents:
-        return Contents(self.memory)
+        return Contents(self.memory, self.listed)
 
     # -- requests come -----------------------------------------------------------------------------
 
     def key(self, req: Request, length: int) -> RadixKey:
-        return RadixKey(req.fill_ids[:length], req.namespace, req.tenant)
+        return RadixKey(req.fill_ids[:length], req.namespace, req.tenant_key, req.marks)
+
+    def live_for(
+        self, tokens: list[int], namespace: Namespace, tenant: str, priority: int = 0, mark: int | None = None
+    ) -> Live:
+        """A request with the marks that a router would give it: `mark` is where it becomes private."""
+        agrees = [_common(one, tokens) for one in self.listed]
+        whole = [len(one) for one, n in zip(self.listed, agrees, strict=True) if n == len(one)]
+        marks = PromptMarks(max(agrees, default=0), max(whole, default=0), mark)
+        self.rooms += 1
+        owner = page_owner(tenant, marks, self.rooms)
+        if marks == NO_MARKS:
+            marks = NO_MARKS
+        return Live(request(tokens, namespace=namespace, tenant=owner, priority=priority, marks=marks))
 
     def take(self, live: Live, match: Any, starts_at: int) -> bool:
         """As a scheduler admits: lock, row, window, slots, states; all or nothing."""
@@ -111,6 +141,7 @@ class Admissions(RuleBasedStateMachine):
         return True
 
     prompts = st.lists(st.integers(0, 1), min_size=2, max_size=24)
+    marked = st.sampled_from([None] * 7 + [0, 2, 5])
 
     @rule(
         tokens=prompts,
@@ -119,16 +150,24 @@ class Admissions(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         turn=st.integers(0, 99),
         fork=st.integers(0, 24),
+        mark=marked,
     )
     def admit(
-        self, tokens: list[int], namespace: Namespace, tenant: str, priority: int, turn: int, fork: int
+        self,
+        tokens: list[int],
+        namespace: Namespace,
+        tenant: str,
+        priority: int,
+        turn: int,
+        fork: int,
+        mark: int | None = None,
     ) -> None:
         """A new prompt; or a known one, of any tenant, cut off at `fork`, that goes on with `tokens`."""
         if self.prompts_seen and turn < 80:
             namespace, known = self.prompts_seen[turn % len(self.prompts_seen)]
             tokens = (known[:fork] + tokens)[:24]
         self.prompts_seen.append((namespace, tokens))
-        live = Live(request(tokens, namespace=namespace, tenant=tenant, priority=priority))
+        live = self.live_for(tokens, namespace, tenant, priority, mark)
         match = self.cache.match_prefix(self.key(live.req, len(tokens) - 1))
         length = len(match.device_indices)
         assert length <= match.branching_len <= len(tokens) - 1
@@ -146,9 +185,14 @@ class Admissions(RuleBasedStateMachine):
         del live, match
         return False
 
-    @rule(tokens=prompts, namespace=st.sampled_from(NAMESPACES), tenant=st.sampled_from(TENANTS))
-    def reserve(self, tokens: list[int], namespace: Namespace, tenant: str) -> None:
-        live = Live(request(tokens, namespace=namespace, tenant=tenant))
+    @rule(
+        tokens=prompts,
+        namespace=st.sampled_from(NAMESPACES),
+        tenant=st.sampled_from(TENANTS),
+        mark=marked,
+    )
+    def reserve(self, tokens: list[int], namespace: Namespace, tenant: str, mark: int | None) -> None:
+        live = self.live_for(tokens, namespace, tenant, mark=mark)
         req, total = live.req, len(tokens)
         match = self.cache.match_parts(self.key(req, total))
         if not self.take(live, match, total):

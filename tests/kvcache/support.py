@@ -23,6 +23,7 @@ from kvcache.request import StateHold
 from kvcache.tiers.mover import Done, Failed, Work, WorkQueue
 from kvcache.tree_node import TreeNode
 from wire.events import AnyEvent, encode_batch
+from wire.request import NO_MARKS, PromptMarks
 
 SPEC = KVGroupSpec(layer_ids=(0, 1), kv_heads=2, head_dim=4, dtype=torch.float32)
 NAMESPACE = Namespace("model")
@@ -43,6 +44,7 @@ class Request:
     last_node: TreeNode | None = None
     state_hold: StateHold | None = None
     prefix_indices: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    marks: PromptMarks = NO_MARKS
 
     @property
     def tenant_key(self) -> str:
@@ -88,9 +90,14 @@ def radix_cache(built: Memory) -> RadixCache:
     return built.cache
 
 
-def key(tokens: Iterable[int], namespace: Namespace = NAMESPACE, tenant: str = "") -> RadixKey:
+def key(
+    tokens: Iterable[int],
+    namespace: Namespace = NAMESPACE,
+    tenant: str = "",
+    marks: PromptMarks = NO_MARKS,
+) -> RadixKey:
     """A key of plain ints."""
-    return RadixKey(np.array(list(tokens), np.int32), namespace, tenant)
+    return RadixKey(np.array(list(tokens), np.int32), namespace, tenant, marks)
 
 
 def cached_tokens(built: Memory) -> int:
@@ -119,10 +126,11 @@ def put(
     tokens: Iterable[int],
     namespace: Namespace = NAMESPACE,
     tenant: str = "",
+    marks: PromptMarks = NO_MARKS,
     **options: Any,
 ) -> list[int]:
     """Insert fresh pages for `tokens`, free the duplicates; the canonical page ids."""
-    wanted = key(tokens, namespace, tenant)
+    wanted = key(tokens, namespace, tenant, marks)
     pages = built.allocator.alloc_pages(len(wanted) // built.page_size)
     assert pages is not None
     inserted = radix_cache(built).insert(wanted, pages, **options)
@@ -130,9 +138,15 @@ def put(
     return pages_of(built, inserted.match)
 
 
-def matched(built: Memory, tokens: Iterable[int], namespace: Namespace = NAMESPACE, tenant: str = "") -> int:
+def matched(
+    built: Memory,
+    tokens: Iterable[int],
+    namespace: Namespace = NAMESPACE,
+    tenant: str = "",
+    marks: PromptMarks = NO_MARKS,
+) -> int:
     """How many tokens of a prefix are cached."""
-    return len(built.cache.match_prefix(key(tokens, namespace, tenant)).device_indices)
+    return len(built.cache.match_prefix(key(tokens, namespace, tenant, marks)).device_indices)
 
 
 def reference_hashes(namespace: Namespace, tokens: list[int], page_size: int, tenant: str = "") -> list[int]:

@@ -28,7 +28,7 @@ from kvcache.common import alloc_for_decode, release_kv_cache
 from kvcache.radix_key import Namespace
 from kvcache.tree_node import TreeNode
 from tests.kvcache.admissions import Admissions
-from tests.kvcache.contents import Live
+from tests.kvcache.contents import FINAL, Live
 from tests.kvcache.support import reference_hashes
 from wire.page_hash import event_hashes
 
@@ -342,6 +342,8 @@ class GroupsMachine(Admissions):
             seen = (node.tenant, node.namespace, tuple(tokens[:end]))
             contents, last = self.contents, int(node.value[-1]) * self.size + self.size - 1
             assert contents.may_use(contents.kv[last], seen)
+            if contents.kv[last][0].endswith(FINAL):
+                assert node.permanently_private, "what was private for ever is so no longer"
             if "window" in self.kinds and (page := int(node.parts["window"][-1])):
                 assert contents.may_use(contents.window[page, self.size - 1], seen)
             if "state" in self.kinds and (slot := node.parts["state"].slot):

@@ -71,8 +71,8 @@ class Labels(MutableMapping[Any, Seen]):
 class LabelledContents(Contents):
     """Contents in the pools."""
 
-    def __init__(self, built: Memory) -> None:
-        super().__init__(built)
+    def __init__(self, built: Memory, listed: Sequence[list[int]]) -> None:
+        super().__init__(built, listed)
         pools: dict[str, Any] = built.kv_caches
         self.known: list[Seen] = []
         self.kv = Labels(pools["full"].data[:, 1, 1, 1, :, 3], self.known, built.page_size)
@@ -123,7 +123,7 @@ class TiersMachine(GroupsMachine):
         return memory(*sizes, mover=self.mover, tiers=tiers, **options)
 
     def make_contents(self) -> Contents:
-        return LabelledContents(self.memory)
+        return LabelledContents(self.memory, self.listed)
 
     def take(self, live: Live, match: Any, starts_at: int) -> bool:
         taken = super().take(live, match, starts_at)
@@ -304,7 +304,7 @@ class TiersMachine(GroupsMachine):
         if pressed:
             self.press(95)
         namespace, tokens = self.prompts_seen[which % len(self.prompts_seen)]
-        key = RadixKey(np.array(tokens, np.int32), namespace, tenant)
+        key = self.key(self.live_for(tokens, namespace, tenant).req, len(tokens))
         key, reads = key[: len(key) // self.size * self.size], self.memory.tiers.reads
         if not self.reading:  # each read locks a part of the device
             groups = dict.fromkeys(self.memory.kv_caches, 0) | {"full": start}

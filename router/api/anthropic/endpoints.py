@@ -26,7 +26,7 @@ async def messages(router: Router, request: HttpRequest) -> None:
     grammar, parsing = await grammar_and_parsing(router, model, prompt, tools, wanted)
     cut, params = length < body.max_tokens, body.sampling_fields()
     sampling = params.sampling(length, None, model, grammar)
-    submission = make_submission(
+    submission = await make_submission(
         router, model, request, body, params, [prompt], sampling, "", not cut, chat.opening, parsing
     )
 

@@ -44,7 +44,7 @@ async def embeddings(router: Router, request: HttpRequest) -> None:
     pooling = body.pooling or router.options.pooling
     params = SamplingBody(temperature=0.0)  # workers compute one token at least
     sampling = replace(params.sampling(1, None, model, None), pooling=Pooling(pooling))
-    submission = make_submission(router, model, request, body, params, prompts, sampling)
+    submission = await make_submission(router, model, request, body, params, prompts, sampling)
     collection = Collection(len(prompts))
     with generating(router, request, submission, router.assign(submission), collection) as generation:
         while await generation.more():

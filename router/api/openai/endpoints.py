@@ -44,7 +44,7 @@ async def chat_completions(router: Router, request: HttpRequest) -> None:
     style = ChatStyle(model.tokenization.detokenizers, body.shown(body.logprobs))
     if parsing is not None:
         style = PartsStyle(model.tokenization.detokenizers, style.shown, parsing, body.parts_wanted())
-    submission = make_submission(
+    submission = await make_submission(
         router, model, request, body, body, [prompt], sampling, body.session,
         body.wanted is not None, chat.opening, parsing,
     )  # fmt: skip
@@ -66,7 +66,7 @@ async def completions(router: Router, request: HttpRequest) -> None:
     echoed = _texts(model, body, prompts) if body.echo else None
     shown = body.shown(body.logprobs is not None)
     style = CompletionStyle(model.tokenization.detokenizers, shown, echoed, body.max_tokens > 0)
-    submission = make_submission(router, model, request, body, body, prompts, sampling, body.session)
+    submission = await make_submission(router, model, request, body, body, prompts, sampling, body.session)
     await _answer(router, request, body, submission, style)
 
 

@@ -37,7 +37,7 @@ async def create(router: Router, request: HttpRequest) -> None:
         router, model, prompt, body.tool_fields(), body.wanted_grammar(), not body.skip_special_tokens
     )
     sampling = body.sampling(length, body.scored, model, grammar)
-    submission = make_submission(
+    submission = await make_submission(
         router, model, request, body, body, [prompt], sampling, body.prompt_cache_key,
         body.max_output_tokens is not None, chat.opening, parsing,
     )  # fmt: skip
