@@ -21,6 +21,7 @@ from __future__ import annotations
 import secrets
 from collections import OrderedDict
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from kvcache.radix_key import RadixKey
 from kvcache.radix_tree import RadixTree
@@ -36,6 +37,13 @@ BARRED_EPOCHS = 10
 _MOST_BARRED = 4096  # places; the oldest is forgotten first
 
 
+class _Guess(NamedTuple):
+    """Where the match of a request ended that may be a guess."""
+
+    last: TreeNode
+    place: PageDigest  # of its last page
+
+
 class Demotion:
     """One tree's. All methods are called on the tree's thread."""
 
@@ -45,19 +53,20 @@ class Demotion:
         self._tree = tree
         self._usage = usage
         self._burst = burst
-        self._guesses: dict[str, list[TreeNode]] = {}  # of this epoch, by tenant: where their matches ended
+        self._guesses: dict[str, list[_Guess]] = {}  # of this epoch, by tenant
         self._due: list[TreeNode] = []  # to be demoted when no move on a lower tier uses them
         self._leaving: list[TreeNode] = []  # demoted, and still in the tree
         self._owners = f"demoted:{secrets.token_hex(16)}:"  # the names of owners begin so, and no tenant's
         self._last_owner = 0
-        # First pages of what was demoted and not promoted since, and until which epoch that is barred.
+        # Pages with which something demoted begins, or ended that was evicted before; until which epoch.
         self._barred: OrderedDict[PageDigest, int] = OrderedDict()
 
     def admitted(self, tenant: str, last: TreeNode, more_tokens: int) -> None:
         """A request has locked the path of `last`, all that is cached of it, and computes so much more."""
         is_guess = more_tokens < GUESS_PAGES * self._tree.page_size
         if self._burst and is_guess and last.founders and tenant not in last.founders:
-            self._guesses.setdefault(tenant, []).append(last)
+            place = last.page_digests(self._tree.page_size)[-1]
+            self._guesses.setdefault(tenant, []).append(_Guess(last, place))
 
     def holds(self, node: TreeNode) -> bool:
         """Whether the node was demoted."""
@@ -82,10 +91,14 @@ class Demotion:
 
     def end_epoch(self) -> None:
         """Demote what bursts of this epoch have touched."""
-        guesses, self._guesses = self._guesses, {}
-        for ends in guesses.values():
-            if len(ends) > self._burst:
-                self._due += dict.fromkeys(ends)
+        by_tenant, self._guesses = self._guesses, {}
+        for guesses in by_tenant.values():
+            for guess in guesses if len(guesses) > self._burst else ():
+                if is_in_tree(self._tree, guess.last):
+                    self._due.append(guess.last)
+                else:  # evicted meanwhile; others' copies must not become public in its place
+                    self._bar(guess.place)
+        self._due = list(dict.fromkeys(self._due))
         self.go_on()
 
     def go_on(self) -> None:
@@ -119,6 +132,9 @@ class Demotion:
         self.demoted_pages += sum(node.num_pages for node in nodes if not node.tenant)
         unpublish(self._tree, top, self._new_owner)
         self._leaving.append(top)
+        self._bar(place)
+
+    def _bar(self, place: PageDigest) -> None:
         self._barred[place] = self._usage.epoch + 1 + BARRED_EPOCHS
         self._barred.move_to_end(place)
         if len(self._barred) > _MOST_BARRED:
