@@ -113,7 +113,7 @@ class Evictor:
             entry = heap[0]
             node: TreeNode = entry[_NODE]
             now = self._policy(node)
-            if now > entry[_KEY] and node.offers & self._bit:  # used since it was offered
+            if now != entry[_KEY] and node.offers & self._bit:  # used since it was offered, or moved
                 entry[_KEY:_NODE] = now, node.created, entry[2]
                 heapq.heapreplace(heap, entry)
                 continue

@@ -21,7 +21,7 @@ from kvcache.radix_key import Namespace, RadixKey
 from kvcache.radix_tree import RadixTree
 from kvcache.report import pretty_print
 from kvcache.request import CachedRequest
-from kvcache.tree_node import TreeNode
+from kvcache.tree_node import COPY, TreeNode
 from tests.kvcache.support import (
     NAMESPACE,
     Index,
@@ -292,6 +292,20 @@ def test_a_tree_that_lost_everything_grows_again() -> None:
     put(built, A)
     assert matched(built, A) == 4
     built.check_memory()
+
+
+def test_a_node_whose_key_has_fallen_is_evicted_all_the_same() -> None:
+    """As of one that comes below a copy, when copies of public pages give way."""
+    evictor = Evictor("lru", 8)
+    evictor.expect_copies()
+    space = Namespace("m")
+    above = TreeNode(None, space, b"", b"", 2, 1)
+    node, newer = (TreeNode(above, space, b"", b"", 1, tick) for tick in (2, 3))
+    newer.parent = None
+    for one in (node, newer):
+        evictor.offer(one)
+    above.offers |= COPY
+    assert [evictor.pop(lambda one: True) for _ in range(3)] == [node, newer, None]
 
 
 class Marked(TreeComponent):
