@@ -7,7 +7,7 @@ go on in the old generation, so passes are repeated until none of them is left; 
 more.
 
 A request that comes in an older generation, from a router that has not heard of the new one, runs in the new
-one.
+one, and a worker that has not heard of it is lent nothing of the older ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvcache.storage.blob_store import Held
 from kvcache.storage.keys import visibility
 from kvcache.tenancy.removal import DEVICE, HOST, Removed, TenantRemoval
 from kvcache.tiers.mover import Failed
-from wire.messages import AnyMessage, CacheTier, ForgetTenant, TenantForgotten, TierRemoval
+from wire.messages import AnyMessage, CacheTier, Fetch, ForgetTenant, TenantForgotten, TierRemoval
 from wire.page_hash import tenant_key, tenant_of_key
 from wire.request import GenerateRequest
 from wire.settings import TenantGeneration
@@ -91,6 +91,14 @@ class TenantForgetting:
         if known is None or known.revision <= request.tenant_generation:
             return request
         return replace(request, tenant_generation=known.revision)
+
+    def current_fetch(self, fetch: Fetch) -> Fetch:
+        """The same for what a worker asks for that has not heard of the new generation either."""
+        name, generation = tenant_of_key(fetch.tenant)
+        known = self._known.get(name)
+        if known is None or known.revision <= generation:
+            return fetch
+        return replace(fetch, tenant=tenant_key(name, known.revision))
 
     def forget(self, sender: str, message: ForgetTenant) -> None:
         """Act on a message. A pass over the tree comes before the answer."""

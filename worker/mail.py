@@ -115,7 +115,8 @@ class MailHandler:
             case Joined() | Announced() | AnnounceRefused() | Replaced() as message:
                 self._on_directory(mail.sender, message)
             case Fetch() as message:
-                self._role.lending.on_fetch(mail.sender, message, time.monotonic())
+                fetch = self._forgetting.current_fetch(message)
+                self._role.lending.on_fetch(mail.sender, fetch, time.monotonic())
             case Fetched() | FetchRefused() as message:
                 self._role.fetching.on_answer(mail.sender, message, time.monotonic())
             case SetRole() as message:

@@ -14,13 +14,17 @@ import pytest
 
 from decode_node.worker import DecodeWorker
 from kvcache.storage.keys import visibility
+from tests.kvcache.support import memory
+from wire.checksums import ChecksumMode
 from wire.codec import pack_tokens
 from wire.mailbox import Mailbox
-from wire.messages import AnyMessage, Decode, ForgetTenant, Inspect, Inspected, TenantForgotten, Tokens
+from wire.messages import AnyMessage, Decode, Fetch, ForgetTenant, Inspect, Inspected, TenantForgotten, Tokens
 from wire.page_hash import tenant_key
 from wire.request import GenerateRequest, SamplingParams
 from wire.settings import TenantGeneration
+from worker.forgetting import TenantForgetting
 from worker.options import WorkerOptions
+from worker.rooms import Rooms
 
 PAGE, PROMPT = 4, 64
 SECONDS = 30.0
@@ -145,6 +149,18 @@ def test_a_request_of_an_older_generation_runs_in_the_new_one(worker: TenantsWor
     assert worker.ask("a", 1, FIRST.revision) > 0
     worker.rest()
     assert worker.nodes("a") == 0 < worker.nodes(tenant_key("a", FIRST.revision))
+
+
+def test_nothing_of_an_older_generation_is_lent() -> None:
+    def asked(tenant: str) -> Fetch:
+        return Fetch(1, "w", "h", "", "", [], b"", "", "", tenant, b"", 0, {}, ChecksumMode.NONE)
+
+    rooms: Rooms[Any] = Rooms(1.0, 1.0)
+    forgetting = TenantForgetting(memory(PAGE, 16), rooms, lambda *_: None)
+    forgetting.learn({"a": FIRST})
+    assert forgetting.current_fetch(asked("a")).tenant == tenant_key("a", FIRST.revision)
+    for tenant in ("", "b", tenant_key("a", FIRST.revision), tenant_key("a", FIRST.revision + 1)):
+        assert forgetting.current_fetch(asked(tenant)) == asked(tenant)
 
 
 def test_a_stream_ends_in_its_generation_and_what_it_leaves_goes(tmp_path: Path) -> None:
