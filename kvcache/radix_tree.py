@@ -26,8 +26,9 @@ from kvcache.mixed_path import mixed_path
 from kvcache.named_path import named_path
 from kvcache.observer import StorageMedium, TreeObserver
 from kvcache.radix_key import Namespace, RadixKey
+from kvcache.second_chances import use_chance
 from kvcache.shares.evictor import SharedEvictor
-from kvcache.tree_node import COPY, FINAL, TOKEN_BYTES, SharedTreeNode, TreeNode
+from kvcache.tree_node import ALL_CHANCES, COPY, FINAL, TOKEN_BYTES, SharedTreeNode, TreeNode
 from wire.page_hash import owner_key
 from wire.request import NO_MARKS
 
@@ -249,6 +250,10 @@ class RadixTree:
             if node is None:
                 break
             goes = component is self.components[0]  # of the primary group a leaf has nothing to give but all
+            if node.offers & ALL_CHANCES and goes and of is None and not self._keys_fall:
+                use_chance(node, self.walks)
+                evictor.offer(node)
+                continue
             if not goes:
                 is_free_leaf = not node.resident_children and not node.lock_ref
                 if self.lower is not None:

@@ -19,9 +19,11 @@ COPY = 1 << 32
 make every node larger."""
 FINAL = 1 << 33
 """In `TreeNode.offers`: the node is private for ever. It is only ever set."""
+ONE_CHANCE, ALL_CHANCES = 1 << 34, 7 << 34
+"""In `TreeNode.offers`: how often the node stays when it would be evicted (second_chances.py)."""
 NO_PARTS: dict[str, Any] = {}
 """The parts of every node of a tree that has the primary group only; it stays empty."""
-NOBODY: tuple[str, ...] = ()
+NO_FOUNDERS: tuple[str, ...] = ()
 """The founders of a node that is private, or that was public from the start."""
 UNKNOWN = ("",)
 """The founders of a public node that storage had."""
@@ -46,7 +48,7 @@ class TreeNode:
         "resident_children", "tenant", "tokens",
     )  # fmt: skip
 
-    founders = NOBODY  # see SharedTreeNode
+    founders = NO_FOUNDERS  # see SharedTreeNode
     usage = 0
 
     def __init__(
@@ -76,7 +78,7 @@ class TreeNode:
         self.hit_count = 0
         self.priority = 0
         self.tenant = tenant  # whose requests alone may use these pages; "": everybody's
-        self.offers = 0  # a bit for each evictor that has this node on offer, COPY and FINAL
+        self.offers = 0  # a bit for each evictor that has this node on offer, COPY, FINAL, chances
         self.entry: list[Any] | None = None  # the leaf evictor's entry of this node
 
     @property
@@ -183,7 +185,7 @@ class TreeNode:
         upper.lock_ref = self.lock_ref
         upper.hit_count = self.hit_count
         upper.priority = self.priority
-        upper.offers = self.offers & (COPY | FINAL)
+        upper.offers = self.offers & (COPY | FINAL | ALL_CHANCES)
         if self.host is not None:
             upper.host = self.host.upper_half()
         if self.digests is not None:
@@ -217,7 +219,7 @@ class SharedTreeNode(TreeNode):
         tenant: str = "",
     ) -> None:
         super().__init__(parent, namespace, tokens, page_ids, num_pages, tick, tenant)
-        self.founders = NOBODY
+        self.founders = NO_FOUNDERS
         self.usage = 0
 
     def split(self, pages: int, page_size: int) -> TreeNode:

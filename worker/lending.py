@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from common.errors import TransferError, WireError
 from kvcache.radix_key import Namespace, RadixKey
+from kvcache.second_chances import give_chances
 from kvtransfer.sender import KVSender, SenderThreads, Sent
 from scheduler.metrics import SchedulerMetrics
 from wire.codec import unpack_tokens
@@ -42,7 +43,9 @@ class _Loan:
 class Lending:
     """All loans of one worker, by transfer. Engine loop's thread only."""
 
-    def __init__(self, services: Services, metrics: SchedulerMetrics) -> None:
+    def __init__(self, services: Services, metrics: SchedulerMetrics, second_chances: bool) -> None:
+        """`second_chances`: what was lent is evicted later (kvcache/second_chances.py)."""
+        self._second_chances = second_chances
         self._services = services
         self._metrics = metrics
         self._page_size = services.memory.page_size
@@ -169,6 +172,8 @@ class Lending:
             )
             self._metrics.lent_bytes += sent.kv_bytes
             self._metrics.lent_pages += loan.lent.pages
+            if self._second_chances:
+                give_chances(loan.lent.last)
         else:
             answer = FetchRefused(sent.room, RefusalCause.UNREACHABLE, sent.error)
         self._prefixes.unlock(loan.lent, is_whole=sent.error is None)

@@ -23,7 +23,7 @@ from kvcache.radix_tree import RadixTree
 from kvcache.snapshot import tiers_of
 from kvcache.tenancy.marks import mark
 from kvcache.tenancy.usage import NodeUsage
-from kvcache.tree_node import NOBODY, TOKEN_BYTES, TreeNode, shared
+from kvcache.tree_node import NO_FOUNDERS, TOKEN_BYTES, TreeNode, shared
 from wire.page_hash import tenant_of_key
 
 
@@ -99,7 +99,7 @@ def unpublish(tree: RadixTree, top: TreeNode, new_owner: Callable[[], str]) -> N
         if node.tenant not in owners:
             owners[node.tenant] = new_owner()
         give(tree, node, owners[node.tenant])
-        shared(node).founders = NOBODY
+        shared(node).founders = NO_FOUNDERS
     for node in nodes:
         node.children = {child.child_key(size): child for child in node.children.values()}
     parent.children[top.child_key(size)] = top

@@ -12,8 +12,9 @@ For a candidate w and a holder x, in the unit of kv_policy.py, where a token tha
 
 `price` is that of a transfer between the two (transfer_rates.py): measured, or the prior. `running` is the
 number of fetches from x that this router has named and whose rooms have no first token yet. The holder that
-saves most is named, if it saves anything. The last token of a prompt is always computed, and with it its
-page. The MOST_HOLDERS that hold most are compared, for all candidates at once.
+saves most is named, if it saves anything; of equals a decode worker, which keeps longer what it has lent
+(kvcache/second_chances.py). The last token of a prompt is always computed, and with it its page. The
+MOST_HOLDERS that hold most are compared, for all candidates at once.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class PeerFetch:
             return None
         running = self._running_of(fleet.names, rows)
         if len(rows) > MOST_HOLDERS:
-            best = np.lexsort((running, -held.take(rows)))[:MOST_HOLDERS]
+            best = np.sort(np.lexsort((running, -held.take(rows)))[:MOST_HOLDERS])
             rows, running = rows.take(best), running.take(best)
         pages = held.take(rows)
         gain = np.maximum(pages[:, None] - has, 0) * (fleet.able * np.float64(page_tokens))
@@ -112,7 +113,7 @@ class PeerFetch:
         price *= (1.0 + self._weights.fetch_share * running)[:, None]
         saved: Floats = fleet.each - price
         saved *= gain
-        source = saved.argmax(0)
+        source = len(rows) - 1 - saved[::-1].argmax(0)  # of equals the last: decode workers
         columns = fleet.columns
         saved = saved[source, columns] - self._weights.fetch_start
         np.maximum(saved, 0.0, out=saved)

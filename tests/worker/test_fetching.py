@@ -452,6 +452,24 @@ def test_copies_are_evicted_before_what_was_computed_here() -> None:
         workers.settle()
 
 
+def test_what_a_decode_worker_lent_is_evicted_after_what_it_did_not() -> None:
+    lent, newer = prompt_of(1, 61), prompt_of(2, 61)
+    with fleet(2) as workers:
+        computed_once(workers, lent)
+        workers.ask(2, 1, lent, n=1, holder=0)
+        workers.ask(3, 0, newer, n=1)
+        workers.run_dry()
+        assert workers.metrics(0).lent_pages == 15
+        workers.ask(4, 0, prompt_of(3, 5), n=1)
+        workers.run_dry()
+        evict(workers, 0, 15)
+        for room, prompt in ((5, lent), (6, newer)):
+            workers.ask(room, 0, prompt, n=1)
+            workers.run_dry()
+        assert [sum(workers.answers[room].timeline.cached_from.values()) for room in (5, 6)] == [60, 0]  # type: ignore[union-attr]
+        workers.settle()
+
+
 def test_fetches_of_two_requests_do_not_hold_up_a_third() -> None:
     prompt = prompt_of(1, 60)
     with fleet(2) as workers:

@@ -105,6 +105,16 @@ def test_a_decode_worker_is_a_source_and_so_is_host_memory() -> None:
     assert (source.worker, source.pages) == ("d0", 300)
 
 
+def test_of_a_prefill_and_a_decode_worker_with_the_same_pages_the_decode_worker_is_named() -> None:
+    made = Named()
+    made.see(worker("p0", queued=50_000), worker("p1"), worker("d0"), worker("d1"))
+    made.hold("p0", 600)
+    made.hold("d0", 600)
+    source = made.source(600)
+    assert source is not None
+    assert source.worker == "d0"
+
+
 def test_pages_that_are_expected_or_in_storage_are_no_source() -> None:
     made = Named("round-robin")
     made.see(worker("p0"), worker("p1"), worker("d0"))
