@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 
 from kvcache.memory import Memory
 from kvcache.radix_tree import evict_all
 from kvcache.tiers.mover import Failed
 from wire.messages import AnyMessage, CacheCleared, CacheTier, ClearCache
-
-_KEPT_ANSWERS = 64
+from worker.command_answers import CommandAnswers
 
 
 class CacheClearing:
@@ -22,20 +20,13 @@ class CacheClearing:
 
     def __init__(self, memory: Memory, send: Callable[[str, AnyMessage], None]) -> None:
         self._memory = memory
-        self._send = send
-        self._answers: OrderedDict[tuple[str, int], CacheCleared | None] = OrderedDict()
+        self._answers = CommandAnswers[CacheCleared](send)
 
     def clear(self, sender: str, message: ClearCache) -> None:
         """Act on a message. The answer to one that clears a storage goes out when that is done."""
         key = sender, message.token
-        if key in self._answers:
-            answer = self._answers[key]
-            if answer is not None:
-                self._send(sender, answer)
+        if not self._answers.is_new(key):
             return
-        self._answers[key] = None
-        if len(self._answers) > _KEPT_ANSWERS:
-            self._answers.popitem(last=False)
         freed: dict[CacheTier, int] = {}
         tiers = self._memory.tiers
         if "device" in message.tiers:
@@ -43,18 +34,13 @@ class CacheClearing:
         if "host" in message.tiers and tiers is not None:
             freed["host"] = tiers.host.clear()
         if "storage" not in message.tiers or tiers is None or tiers.storage is None:
-            self._answer(key, CacheCleared(message.token, freed))
+            self._answers.answer(key, CacheCleared(message.token, freed))
             return
 
         def done(told: int | Failed) -> None:
             if isinstance(told, Failed):
-                self._answer(key, CacheCleared(message.token, freed, f"storage: {told.error!r}"))
+                self._answers.answer(key, CacheCleared(message.token, freed, f"storage: {told.error!r}"))
             else:
-                self._answer(key, CacheCleared(message.token, {**freed, "storage": told}))
+                self._answers.answer(key, CacheCleared(message.token, {**freed, "storage": told}))
 
         tiers.storage.clear(done)
-
-    def _answer(self, key: tuple[str, int], answer: CacheCleared) -> None:
-        if key in self._answers:
-            self._answers[key] = answer
-        self._send(key[0], answer)

@@ -13,7 +13,6 @@ one, and a worker that has not heard of it is lent nothing of the older ones.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,9 +28,9 @@ from wire.messages import AnyMessage, CacheTier, Fetch, ForgetTenant, TenantForg
 from wire.page_hash import tenant_key, tenant_of_key
 from wire.request import GenerateRequest
 from wire.settings import TenantGeneration
+from worker.command_answers import CommandAnswers
 from worker.rooms import Rooms
 
-_KEPT_ANSWERS = 64
 _NODES = 64  # of the tree that are looked at between two looks at the clock
 _SWEEP_S = 0.005  # what one sweep of the loop may take for it
 _PAUSE_S = 1.0  # between two passes
@@ -69,11 +68,10 @@ class TenantForgetting:
     ) -> None:
         self._memory = memory
         self._rooms = rooms
-        self._send = send
         self._clock = clock
         self._known: dict[str, TenantGeneration] = {}
         self._under_way: dict[str, _Forgotten] = {}
-        self._answers: OrderedDict[tuple[str, int], TenantForgotten | None] = OrderedDict()
+        self._answers = CommandAnswers[TenantForgotten](send)
         page_bytes = {layout.name: layout.page_bytes for layout in memory.layouts()}
         self._removal = TenantRemoval(memory.cache.tree, page_bytes, self._is_old)
         self._next_pass_at: float | None = None  # None: a pass is under way
@@ -103,18 +101,12 @@ class TenantForgetting:
     def forget(self, sender: str, message: ForgetTenant) -> None:
         """Act on a message. A pass over the tree comes before the answer."""
         key = sender, message.token
-        if key in self._answers:
-            answer = self._answers[key]
-            if answer is not None:
-                self._send(sender, answer)
+        if not self._answers.is_new(key):
             return
-        self._answers[key] = None
-        if len(self._answers) > _KEPT_ANSWERS:
-            self._answers.popitem(last=False)
         self.learn({message.tenant: message.generation})
         under_way = self._under_way.get(message.tenant)
         if under_way is None:  # this worker has heard of it before, and is done
-            self._answer(key, TenantForgotten(message.token, 0, {}))
+            self._answers.answer(key, TenantForgotten(message.token, 0, {}))
         else:
             under_way.asked.append(key)
 
@@ -231,10 +223,5 @@ class TenantForgetting:
                     unfinished.append("storage")
         for key in one.asked:
             args = removed.nodes, told, removed.left_pages, unfinished, one.problem
-            self._answer(key, TenantForgotten(key[1], *args))
+            self._answers.answer(key, TenantForgotten(key[1], *args))
         one.asked = []
-
-    def _answer(self, key: tuple[str, int], answer: TenantForgotten) -> None:
-        if key in self._answers:
-            self._answers[key] = answer
-        self._send(key[0], answer)
