@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -24,6 +25,7 @@ _BY_SIGNAL = 128  # as shells add it to the number of the signal that ended a pr
 _TERM_S = 3.0  # for what is left to end by itself
 _KILL_S = 10.0
 _POLL_S = 0.02
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM)
 
 
 def leave_session() -> int | None:
@@ -36,9 +38,11 @@ def leave_session() -> int | None:
     sys.stdout.flush()
     sys.stderr.flush()
     caller = os.getpid()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)  # until this process passes them on
     child = os.fork()
     if child:
-        return _wait_for(child)
+        return _wait_for(child, mask)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     os.setsid()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != caller:  # it was killed before it could be watched
@@ -46,7 +50,7 @@ def leave_session() -> int | None:
     return None
 
 
-def _wait_for(child: int) -> int:
+def _wait_for(child: int, mask: Iterable[int]) -> int:
     passed: list[int] = []
 
     def pass_on(number: int, _: object) -> None:
@@ -55,8 +59,9 @@ def _wait_for(child: int) -> int:
             os.kill(child, number if len(passed) < 3 else signal.SIGKILL)
 
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _PASSED_ON:
         signal.signal(number, pass_on)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     _, status = os.waitpid(child, 0)
     _end_children()
     code = os.waitstatus_to_exitcode(status)

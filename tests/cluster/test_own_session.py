@@ -20,7 +20,7 @@ from cluster.own_session import leave_session
 
 def go_on():
     stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    {handlers}
     helper = subprocess.Popen(["sleep", "60"])
     print(os.getpid(), helper.pid, flush=True)
     {work}
@@ -28,20 +28,21 @@ def go_on():
 code = leave_session()
 sys.exit(go_on() if code is None else code)
 """
+_STOPS = "signal.signal(signal.SIGTERM, lambda *_: stop.set())"
+_ASKED = '[signal.signal(number, lambda *_: print("asked", flush=True)) for number in (2, 15)]'
 _DRAIN = """stop.wait()
     print("helper", "runs" if helper.poll() is None else "has ended", flush=True)
     return 3"""
 
-_REFUSE = """[signal.signal(number, lambda *_: print("asked", flush=True)) for number in (2, 15)]
-    while True: signal.pause()"""
+_REFUSE = "while True: signal.pause()"
 
 
 class _Started:
     """A command in a process group of its own, and the PIDs that it printed."""
 
-    def __init__(self, work: str) -> None:
+    def __init__(self, work: str, handlers: str = _STOPS) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _COMMAND.format(work=work)],
+            [sys.executable, "-c", _COMMAND.format(work=work, handlers=handlers)],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             text=True,
@@ -98,7 +99,7 @@ def test_a_crash_leaves_nothing(work: str, code: int) -> None:
 
 
 def test_the_third_signal_kills() -> None:
-    started = _Started(_REFUSE)
+    started = _Started(_REFUSE, _ASKED)
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
             started.process.send_signal(number)

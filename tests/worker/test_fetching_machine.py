@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
+    initialize,
     invariant,
     precondition,
     rule,
@@ -192,8 +193,14 @@ class FetchesHost(Fetches):
 
     host: ClassVar[dict[str, Any]] = {"hicache_ratio": 2.0}
 
+    @initialize(holder=WORKERS, next_one=st.integers(1, 2), length=st.integers(30, 90))
+    def begin_below(self, holder: int, next_one: int, length: int) -> None:
+        """Every run lends from a host at least once, whatever the rules are that it draws."""
+        self.ask_below((holder + next_one) % 3, holder, 0, length)
+        self.fleet.run_dry()
 
-class FetchesHostAll(Fetches):
+
+class FetchesHostAll(FetchesHost):
     """The same with windows and states, and nodes that go to the host when they are evicted."""
 
     groups = ("window", "state")
