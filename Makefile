@@ -61,10 +61,11 @@ tiers: setup  ## oracle over tiers: each family, write and prefetch policy, what
 		tests/prefill_node/test_tiers_oracle.py tests/scheduler/test_tier_waits.py tests/kvcache/test_tiers.py \
 		tests/kvcache/test_hicache_cases.py tests/kvcache/test_tiers_machine.py tests/prefill_node/test_ship_from_host.py
 
-tenancy: setup  ## tenants: who may see what, in the machines over trees, groups and tiers; counters, demotion; real processes
+tenancy: setup  ## tenants: who may see what, in the machines over trees, groups and tiers; oracle over all families
 	@$(TEST_ENV) $(PY) -m tools.run_tests "not peers" tests/kvcache/tenancy \
 		tests/kvcache/test_tenancy.py tests/kvcache/test_shared_storage.py tests/kvcache/test_tree_machine.py \
-		tests/kvcache/test_groups_machine.py tests/kvcache/test_tiers_machine.py tests/e2e/test_sharing.py
+		tests/kvcache/test_groups_machine.py tests/kvcache/test_tiers_machine.py \
+		tests/prefill_node/test_tenants_oracle.py tests/e2e/test_sharing.py tests/e2e/test_marks.py tests/e2e/test_forget.py
 
 mutants: setup  ## over 300 curated one-line faults: do the tests see them? (ONLY=kvcache/: some of them)
 	@$(TEST_ENV) $(PY) -m tests.mutants --only "$(ONLY)"

@@ -38,7 +38,12 @@ class LowerTier(Protocol):
         host alone leaves the tree."""
         ...
 
-    def renaming(self, node: TreeNode, is_stored_again: bool = True) -> None:
-        """`node` is about to get another owner: storage has it under the old name. `is_stored_again`: it
-        is to be stored under the new one, too."""
+    def renaming(self, node: TreeNode) -> None:
+        """`node` is about to become public: storage has it under its owner's name, and is to get it under the
+        public one, too."""
+        ...
+
+    def withdrawing(self, node: TreeNode) -> None:
+        """`node` is about to get an owner whom no request can name: it is not stored any more, and if it is
+        public, storage is to forget it."""
         ...

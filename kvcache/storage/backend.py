@@ -61,6 +61,11 @@ class StorageBackend(ABC):
         already; what is there already is kept."""
 
     @abstractmethod
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Forget these blobs, as far as the place can: LMCache's server cannot, and only this process stops
+        reading them."""
+
+    @abstractmethod
     def clear(self, prefix: bytes = b"") -> Held | None:
         """Forget all blobs whose keys begin so: those of one visibility, or all. Returns what was removed, 0
         where the place does not say; None if it can remove nothing by prefix. Raises what the place does."""

@@ -68,7 +68,7 @@ class BlobStore(ABC):
 
     @abstractmethod
     def discard(self, name: bytes) -> None:
-        """Remove a blob that is not what was written, so that it can be written again."""
+        """Remove a blob. It can be written again."""
 
     @abstractmethod
     def clear(self, prefix: bytes) -> Held | None:

@@ -73,6 +73,10 @@ class SealedStorage(StorageBackend):
         self._count("write", done, sealed, began)
         return [outcome in (Outcome.DONE, Outcome.PRESENT) for outcome in done]
 
+    def remove(self, keys: Sequence[bytes]) -> None:
+        for place in self._places(keys):
+            self._try(lambda: self._store.discard(place.name), None)  # noqa: B023 - called at once
+
     def clear(self, prefix: bytes = b"") -> Held | None:
         return self._store.clear(prefix)
 

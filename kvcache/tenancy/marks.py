@@ -4,9 +4,10 @@
     named by the operator:       the tenant's, and public once      the tenant's, for ever:
     everybody's at once          enough others have them            permanently_private
 
-A key's new pages become a node for each of these parts. What the operator has named is public whatever the
-request says: its text is known. A node below a private one is private, too, and below a permanently private
-one it is that for ever.
+A key's new pages become a node for each of these parts: those of the first are appended as everybody's, and
+the node of the rest is cut where the third begins. What the operator has named is public whatever the request
+says: its text is known. A node below a private one is private, too, and below a permanently private one it is
+that for ever.
 """
 
 from __future__ import annotations
@@ -25,18 +26,16 @@ class _Part(NamedTuple):
 
     end: int
     key: RadixKey  # whose they are
-    is_final: bool
 
 
 def _parts(key: RadixKey, page_size: int, parent: TreeNode, start: int, end: int) -> Iterator[_Part]:
     """The parts of pages [start, end), which are new below `parent`."""
     public = key.public_pages(page_size) if not parent.tenant else start
-    borders = (public, key.private_page(page_size), end)
-    for kind, border in enumerate(borders):
-        stop = min(border, end)
-        if stop > start:
-            yield _Part(stop, key.everybodys() if kind == 0 else key, kind == 2)
-            start = stop
+    border = min(max(public, start), end)
+    if start < border:
+        yield _Part(border, key.everybodys())
+    if border < end:
+        yield _Part(end, key)
 
 
 def grow(
@@ -49,13 +48,12 @@ def grow(
     offers: Mapping[str, Pages],
     is_copy: bool,
 ) -> list[TreeNode]:
-    """RadixTree.append, in parts: the new nodes, each below the one before."""
+    """RadixTree.append, in parts: the new nodes, each below the one before. `keep_private` marks them."""
     inner = {c.name: offers.get(c.name, NO_PAGES) for c in tree.others if not c.tells_ends}
     nodes: list[TreeNode] = []
     for part in _parts(key, tree.page_size, parent, start, len(pages)):
         given = offers if part.end == len(pages) else inner
         parent = tree.append(parent, part.key, pages[: part.end], start, priority, given, is_copy)
-        parent.offers |= FINAL if part.is_final else 0
         nodes.append(parent)
         start = part.end
     return nodes

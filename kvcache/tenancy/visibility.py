@@ -88,7 +88,7 @@ def unpublish(tree: RadixTree, top: TreeNode, new_owner: Callable[[], str]) -> N
     nodes = [top, *top.descendants()]
     if tree.lower is not None:
         for node in nodes:
-            tree.lower.renaming(node, is_stored_again=False)
+            tree.lower.withdrawing(node)
     for observer in tree.observers:
         for node in reversed(nodes):
             for tier in tiers_of(node):

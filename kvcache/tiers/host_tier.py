@@ -27,6 +27,7 @@ from kvcache.tiers.copier import Copier, nonzero
 from kvcache.tiers.host_parts import HostPart
 from kvcache.tiers.host_pool import HostPool
 from kvcache.tree_node import TreeNode
+from wire.page_hash import PageDigest
 
 _FIRST_BIT = 8  # of TreeNode.offers; the device's evictors have those below
 _FALLS = {"mru": "lru"}  # an evictor is told of uses where keys fall, and this one is not
@@ -59,6 +60,7 @@ class HostTier:
         self.parts = {part.name: part for part in parts}  # the primary group's first
         self._primary = parts[0].name
         self._landed: list[TreeNode] = []
+        self._withdrawn: list[PageDigest] = []  # of pages that have stopped being public
         self._leaving: set[TreeNode] = set()  # not in the tree; their copies go when they are read no more
         self._observers = tuple(observers)
         self._page_size = page_size
@@ -91,13 +93,22 @@ class HostTier:
         """See LowerTier."""
         return {name: part.along(path) for name, part in self.parts.items()}
 
-    def renaming(self, node: TreeNode, is_stored_again: bool = True) -> None:
+    def renaming(self, node: TreeNode) -> None:
         """See LowerTier."""
         if node.host is not None:
-            self.not_stored(node)
-            self._landed = [one for one in self._landed if one is not node]
-            if is_stored_again:
-                self._landed.append(node)
+            self._not_to_be_stored(node)
+            self._landed.append(node)
+
+    def withdrawing(self, node: TreeNode) -> None:
+        """See LowerTier."""
+        if node.host is not None:
+            self._not_to_be_stored(node)
+        if not node.tenant:
+            self._withdrawn += node.page_digests(self._page_size)
+
+    def _not_to_be_stored(self, node: TreeNode) -> None:
+        self.not_stored(node)
+        self._landed = [one for one in self._landed if one is not node]
 
     # -- taking ------------------------------------------------------------------------------------
 
@@ -172,6 +183,11 @@ class HostTier:
         have lost their copies again."""
         landed, self._landed = self._landed, []
         return [node for node in landed if node not in self._leaving]
+
+    def take_withdrawn(self) -> list[PageDigest]:
+        """Pages that have stopped being public since the last call."""
+        withdrawn, self._withdrawn = self._withdrawn, []
+        return withdrawn
 
     def stored(self, node: TreeNode) -> None:
         """Storage has all that the node has on the host."""

@@ -1,6 +1,7 @@
 """StorageTier: pages between the host and a storage backend. The backend is called on the mover's threads.
 
 write      after a backup has landed: the node's host pages                         host -> storage
+remove     what has stopped being public, under its public names
 prefetch   what a request's prompt has there, while the request waits               storage -> host
 """
 
@@ -53,6 +54,13 @@ class StorageTier:
         for node in self._host.take_landed():
             if node.host is not None and not node.host.stored and node not in self._writing:
                 self._write(node)
+
+    def remove_withdrawn(self) -> None:
+        """Begin to remove what has stopped being public since the last call, whoever has stored it."""
+        digests = self._host.take_withdrawn()
+        if digests:
+            keys = [key for group in self._host.parts for key in self._keys.keys(group, digests)]
+            self._mover.submit("writes", lambda: self.backend.remove(keys), lambda _: None)
 
     def _write(self, node: TreeNode) -> None:
         copy = node.host

@@ -39,6 +39,7 @@ class Tiers:
         moved. Never waits."""
         moved = self._mover.take_done()
         if self.storage is not None:
+            self.storage.remove_withdrawn()
             self.storage.write_new()
         return moved
 

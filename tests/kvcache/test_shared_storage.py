@@ -61,6 +61,16 @@ class SharingWorker:
         self.memory.promotion.end_epoch()
         self.rest()
 
+    def burst(self, tokens: Sequence[int]) -> None:
+        """A tenant has guessed all of `tokens` too often; the epoch ends."""
+        promotion = self.memory.promotion
+        assert promotion is not None
+        for _ in range(TenancyConfig.burst + 1):
+            match = radix_cache(self.memory).match_prefix(key([*tokens, *[999] * PAGE], tenant="guesser"))
+            assert match.last_device_node is not None
+            promotion.admitted("guesser", match.last_device_node, PAGE)
+        self.publish()
+
     def forget(self) -> None:
         """Nothing is on device or host."""
         self.memory.cache.tree.evict("full", 1000)
@@ -183,6 +193,20 @@ def test_what_became_public_while_it_was_read_privately_is_dropped(workers: Work
     assert second.tiers.host.pool.arenas["full"].allocator.available_pages() == 64 - 3 - 1
     second.tiers.forget("one")
     assert second.owners() == [("", 3), ("a", 1)]
+
+
+def test_what_stops_being_public_is_removed_from_storage(workers: Workers, tmp_path: Path) -> None:
+    first, second = workers
+    make_public(first)
+    assert (stored(tmp_path, ""), stored(tmp_path, "a")) == (3, 4)
+    first.burst(COMMON)
+    assert first.memory.promotion is not None
+    assert first.memory.promotion.demotion.demoted_pages == 3
+    assert (stored(tmp_path, ""), stored(tmp_path, "a")) == (0, 4), "a tenant's own blobs stay"
+    for worker in workers:
+        assert worker.read(with_end(9), "d") == 0
+    assert second.read(with_end(0), "a") == len(COMMON) + PAGE
+    assert first.read(with_end(0), "a") == len(COMMON) + PAGE, "its own, though the place is barred"
 
 
 @pytest.mark.parametrize("kinds", [("window",), ("state",), ("window", "state")])

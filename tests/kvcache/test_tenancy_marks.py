@@ -15,6 +15,7 @@ from kvcache.request import StateHold, state_slot
 from kvcache.storage.config import StorageConfig
 from kvcache.tenancy.config import TenancyConfig
 from kvcache.tiers.config import TierConfig
+from tests.kvcache.driver import Driver
 from tests.kvcache.support import (
     NAMESPACE,
     HandMover,
@@ -298,4 +299,67 @@ def test_a_request_that_adds_nothing_marks_what_it_used() -> None:
     assert marked == ["a"]
     end_epoch(built)
     radix_cache(built).tree.evict("full", 64)
+    built.check_memory({"full": []}, [])
+
+
+@pytest.mark.parametrize(("marks", "found"), [(private_from(0), 0), (NO_MARKS, len(SYSTEM))])
+def test_public_pages_get_no_window_pages_of_a_marked_prompt(marks: PromptMarks, found: int) -> None:
+    built = memory(PAGE, 64, specs=groups("window"), tenancy=TenancyConfig(2, secret=b"s"))
+    requests = Driver(built)
+    requests.run([*SYSTEM, 1])
+    requests.run([*own("x", 3), 1])
+    with locked(built, own("x", 3)):  # what is left is the window of the system prompt's end
+        built.cache.tree.evict("window", 3)
+    assert matched(built, SYSTEM, tenant="b") == 0
+    requests.run([*SYSTEM, 1], tenant="a", marks=marks)
+    assert matched(built, SYSTEM, tenant="b") == found
+    built.check_memory({"full": [], "window": []}, [])
+
+
+@pytest.mark.parametrize(("marks", "found"), [(private_from(1), 0), (NO_MARKS, len(SYSTEM))])
+def test_public_pages_on_the_host_alone_get_no_device_pages_of_a_marked_prompt(
+    marks: PromptMarks, found: int
+) -> None:
+    mover = HandMover()
+    built = memory(
+        PAGE, 64, mover=mover, tenancy=TenancyConfig(2, secret=b"s"), tiers=TierConfig(ratio=2.0)
+    )  # fmt: skip
+    requests = Driver(built)
+    requests.run([*SYSTEM, 1])
+    _settle(built, mover)
+    built.cache.tree.evict("full", 64)
+    match = built.cache.match_prefix(key([*SYSTEM, 1], tenant="b"))
+    assert (len(match.device_indices), match.host_hit_length) == (0, len(SYSTEM))
+    requests.run([*SYSTEM, 1], tenant="a", marks=marks)
+    assert matched(built, [*SYSTEM, 1], tenant="b") == found
+    _settle(built, mover)
+    built.check_memory({"full": []}, [])
+
+
+def test_pages_from_storage_are_marked_as_their_request_says() -> None:
+    mover = HandMover()
+    built = memory(
+        PAGE,
+        64,
+        mover=mover,
+        tenancy=TenancyConfig(2, secret=b"s"),
+        tiers=TierConfig(
+            ratio=2.0,
+            storage=StorageConfig(backend="tests.kvcache.storage.support:MemoryStore", secret=SECRET),
+            model_digest=bytes(32),
+            prefetch_threshold=1,
+        ),
+    )
+    tiers = built.tiers
+    assert tiers is not None
+    assert tiers.storage is not None
+    put(built, own("a"), tenant="a")
+    _settle(built, mover)
+    built.cache.tree.evict("full", 64)
+    tiers.host.clear()
+    assert tiers.storage.prefetches.prefetch("a", key(own("a"), tenant="a", marks=private_from(2)))
+    _settle(built, mover)
+    tiers.storage.prefetches.forget("a")
+    nodes = [(node.num_pages, node.permanently_private) for node in built.cache.tree.nodes()]
+    assert sorted(nodes) == [(2, False), (2, True)]
     built.check_memory({"full": []}, [])

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvcache.tiers.tiers import Tiers
-from tests.support.hand_off import Pair, held, pair, prompt_of
+from tests.support.hand_off import Output, Pair, held, pair, prompt_of
 from tests.support.reference import MIN_MARGIN, REDRAWN, reference_generate
 from tests.support.tiny_models import make_tiny
+from wire.request import NO_MARKS, PromptMarks
 from worker.loop import Worker
 
 CONVERSATIONS = 3
@@ -36,15 +37,26 @@ class Turn(NamedTuple):
 Answers = Callable[[list[int]], list[int]]
 
 
-def converse(answers: Answers) -> list[list[Turn]]:
+class Speaker(NamedTuple):
+    """Who asks in a conversation."""
+
+    tenant: str = ""
+    marks: PromptMarks = NO_MARKS
+
+
+NOBODY = Speaker()
+
+
+def converse(answers: Answers, conversations: int = CONVERSATIONS, common: int = 0) -> list[list[Turn]]:
     """By turn: what is asked in each conversation, and what is answered. A prompt is the last one with its
-    answer, and some more tokens."""
+    answer, and some more tokens; the first `common` tokens are the same in all of them."""
+    beginning = _tokens(conversations, common)
     rounds: list[list[Turn]] = []
     for number in range(TURNS):
         prompts = [
             [*before.prompt, *before.answer, *_tokens(100 * number + i, MORE_TOKENS)]
             for i, before in enumerate(rounds[-1] if rounds else ())
-        ] or [_tokens(i, FIRST_TOKENS) for i in range(CONVERSATIONS)]
+        ] or [[*beginning, *_tokens(i, FIRST_TOKENS - common)] for i in range(conversations)]
         rounds.append([Turn(prompt, answers(prompt)) for prompt in prompts])
     return rounds
 
@@ -54,7 +66,9 @@ def _tokens(seed: int, length: int) -> list[int]:
 
 
 @lru_cache(maxsize=4)
-def known_conversations(family: str, directory: Path, seed: int = 3) -> tuple[Path, list[list[Turn]]]:
+def known_conversations(
+    family: str, directory: Path, conversations: int = CONVERSATIONS, common: int = 0, seed: int = 3
+) -> tuple[Path, list[list[Turn]]]:
     """A tiny model that answers clearly (see `draw_model`), and conversations with transformers' answers."""
     for candidate in range(seed, seed + 50):
         path = make_tiny(family, directory, candidate)
@@ -65,7 +79,7 @@ def known_conversations(family: str, directory: Path, seed: int = 3) -> tuple[Pa
             margins.append(margin)
             return tokens
 
-        rounds = converse(answer)
+        rounds = converse(answer, conversations, common)
         if min(margins) >= MIN_MARGIN:
             return path, rounds
         REDRAWN.append(f"{family}: seed {candidate} redrawn (margin, conversations)")
@@ -102,41 +116,57 @@ def tiers_of(worker: Worker) -> Tiers:
 class Served:
     """Conversations on a pair of workers."""
 
-    def __init__(self, both: Pair, split: bool, times: int = 1, temperature: float = 0.0) -> None:
-        """`times`: how often each prompt is asked. A repeat sends it to the host under some policies."""
+    def __init__(
+        self,
+        both: Pair,
+        split: bool,
+        times: int = 1,
+        temperature: float = 0.0,
+        speakers: Sequence[Speaker] = (),
+    ) -> None:
+        """`times`: how often each prompt is asked. A repeat sends it to the host under some policies.
+        `speakers`, by conversation: nobody where there are none."""
         self.both = both
         self.workers = (both.prefill, both.decode) if split else (both.decode,)
         self._split = split
         self._times = times
         self._temperature = temperature
+        self._speakers = speakers
         self._room = 0
 
-    def answers(self, prompts: Sequence[list[int]]) -> list[list[int]]:
+    def outputs(self, prompts: Sequence[list[int]], speakers: Sequence[Speaker]) -> list[Output]:
         """Ask all at once, and wait until nothing moves."""
         rooms = range(self._room + 1, self._room + 1 + len(prompts))
         self._room += len(prompts)
-        for room, prompt in zip(rooms, prompts, strict=True):
+        for room, prompt, speaker in zip(rooms, prompts, speakers, strict=True):
             self.both.ask(
-                room, prompt, NEW_TOKENS, self._split, temperature=self._temperature, seed=len(prompt)
+                room,
+                prompt,
+                NEW_TOKENS,
+                self._split,
+                temperature=self._temperature,
+                seed=len(prompt),
+                **speaker._asdict(),
             )
         self.both.run_dry()
         outputs = [self.both.outputs[room] for room in rooms]
         for output in outputs:
             assert output.finish is not None, output.rejected
-        return [output.tokens for output in outputs]
+        return outputs
 
     def check(self, rounds: Sequence[Sequence[Turn]], together: bool = False) -> None:
         """All turns of all conversations: one after another, or those of a round `together`."""
         for number, turns in enumerate(rounds):
-            for batch in [turns] if together else [[turn] for turn in turns]:
+            asked = list(zip(turns, self._speakers or [NOBODY] * len(turns), strict=True))
+            for batch in [asked] if together else [[one] for one in asked]:
                 for time in range(self._times):
-                    tokens = self.answers([turn.prompt for turn in batch])
-                    where = f"round {number}, time {time}, {len(batch[0].prompt)} tokens"
-                    assert tokens == [turn.answer for turn in batch], where
+                    outputs = self.outputs([turn.prompt for turn, _ in batch], [who for _, who in batch])
+                    where = f"round {number}, time {time}, {len(batch[0][0].prompt)} tokens"
+                    assert [output.tokens for output in outputs] == [turn.answer for turn, _ in batch], where
 
-    def answer(self, prompt: list[int]) -> list[int]:
+    def answer(self, prompt: list[int], speaker: Speaker = NOBODY) -> list[int]:
         """Ask one."""
-        return self.answers([prompt])[0]
+        return self.outputs([prompt], [speaker])[0].tokens
 
     def evicted(self) -> int:
         """Pages that left the device, of the worker that has evicted least."""
@@ -154,11 +184,15 @@ class Served:
 
 @contextmanager
 def served(
-    options: dict[str, Any], split: bool, times: int = 1, temperature: float = 0.0
+    options: dict[str, Any],
+    split: bool,
+    times: int = 1,
+    temperature: float = 0.0,
+    speakers: Sequence[Speaker] = (),
 ) -> Iterator[Served]:
     """A new pair of workers. At the end nothing failed to move, and nothing is held on any tier."""
     with pair(**options) as both:
-        conversations = Served(both, split, times, temperature)
+        conversations = Served(both, split, times, temperature, speakers)
         yield conversations
         both.settle(60.0)
         for worker in (both.prefill, both.decode):

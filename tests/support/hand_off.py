@@ -41,7 +41,7 @@ from wire.messages import (
     kind_of,
 )
 from wire.peer_monitors import PeerState
-from wire.request import FinishReason, GenerateRequest, SamplingParams
+from wire.request import NO_MARKS, FinishReason, GenerateRequest, PromptMarks, SamplingParams
 from worker import loop, mail, parts, role
 from worker.loop import Worker
 from worker.options import KVEventsOptions, WorkerOptions
@@ -109,6 +109,7 @@ class Output:
     rejected: Rejected | None = None  # in the current epoch
     statuses: list[RoomStatus] = field(default_factory=list)  # of any epoch
     aborted: bool = False
+    cached_tokens: int = 0  # of the prompt, as it was told with position 0
 
     @property
     def open(self) -> bool:
@@ -138,6 +139,8 @@ class Pair:
         top_logprobs: int | None = None,
         temperature: float = 0.0,
         seed: int = 0,
+        tenant: str = "",
+        marks: PromptMarks = NO_MARKS,
     ) -> None:
         """A new room, started on both workers (or on decode alone). `seed` is of what is sampled."""
         sampling = SamplingParams(
@@ -154,6 +157,8 @@ class Pair:
             prompt=pack_tokens(prompt),
             sampling=sampling,
             arrived_ns=arrived_ns,
+            tenant=tenant,
+            marks=marks,
         )
         self.outputs[room] = Output(request, split)
         self.start(room)
@@ -307,6 +312,8 @@ class Pair:
                     if run.start > have:
                         self._ask_again(run.room)
                         continue
+                    if run.start == have == 0:
+                        output.cached_tokens = run.cached_tokens
                     output.tokens += run.tokens[have - run.start :]
                     output.finish = output.finish or run.finish
                     if output.finish is not None:

@@ -102,6 +102,14 @@ def test_a_tenant_is_forgotten_and_then_all(backend: StorageBackend, arena: Aren
     assert backend.set(alice, arena.pages[:2]) == [True] * 2
 
 
+def test_single_blobs_are_removed(backend: StorageBackend, arena: Arena) -> None:
+    names = keys(4)
+    assert backend.set(names, arena.pages[:4]) == [True] * 4
+    backend.remove([names[1], names[3], *keys(1, tenant="nobody")])
+    assert backend.exists(names) == [True, False, True, False]
+    assert backend.set(names[1:2], arena.pages[1:2]) == [True], "it can be stored again"
+
+
 def test_an_empty_batch(backend: StorageBackend) -> None:
     assert (backend.exists([]), backend.get([], []), backend.set([], [])) == ([], [], [])
 
