@@ -6,14 +6,16 @@ of this machine.
 decode floor    (all weight bytes once + KV bytes of the batch) / best read bandwidth of the same threads over
                 1 GiB of huge pages
 prefill floor   (2 x non-embedding parameters x 512 + attention FLOPs + one row of logits) / best bfloat16
-                GEMM rate at M=512: of our kernel with that instruction set; for the best one, of torch too
+                GEMM rate at M=512: of our kernel with that instruction set; for the best one, of torch too,
+                where the CPU multiplies bfloat16 (elsewhere torch's products are far slower)
 mixed floor     the sum of the floors of decode_b1 and prefill_512, for one step that does both
 int8_decode_b1, int8_decode_b8, int8_prefill_512
                 not of a floor: time with bfloat16 weights / time with int8 weights (`weight_dtype`)
 
 `values.<isa>`: floor time / our time, both medians of alternate measurements, and tokens per second.
-`ratios`: those of the machine's best instruction set, and `avx2_decode_b1`, ...: time with AVX2 / time with
-AVX512-BF16. `--profile` prints the time of each part of the decoder in a step, on stderr.
+`ratios`: those of the machine's best instruction set, and `avx2_decode_b1`, `avx512_vnni_decode_b1`, ...:
+time with these / time with AVX512-BF16, or with the best one of a machine without it. `--profile` prints the
+time of each part of the decoder in a step, on stderr.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ CONTEXT = 512
 BATCHES = (1, 8, 16)
 INT8 = ("decode_b1", "decode_b8", "prefill_512")
 RATIOS = ("decode_b1", "decode_b8", "prefill_512", "mixed", *(f"int8_{name}" for name in INT8))
+MULTIPLIES_BF16 = ("avx512_bf16", "amx")
 DECODE_STEPS = 24
 READ_BYTES = 1 << 30
 GEMM_SHAPES = ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072))  # shape M's (outputs, inputs)
@@ -203,7 +206,7 @@ def run(rig: EngineRig, rounded: EngineRig | None, isas: list[str], rounds: int,
     """Measure, and print the result. `rounded`: the model with int8 weights."""
     sides: dict[str, Callable[[], float]] = {"read": ReadBandwidth()}
     for isa in isas:
-        sides |= sides_of(rig, rounded, isa, with_torch=isa == isas[0])
+        sides |= sides_of(rig, rounded, isa, with_torch=isa == isas[0] and isa in (*MULTIPLIES_BF16, "torch"))
     alternate(sides, 1)  # warm-up
     measured = medians(alternate(sides, rounds))
     values: dict[str, Any] = {"read_gb_s": round(measured["read"] / 1e9, 1)}
@@ -215,9 +218,10 @@ def run(rig: EngineRig, rounded: EngineRig | None, isas: list[str], rounds: int,
         }
         values[isa] = summary(rig.hf_config, measured["read"], own)
     ratios = {name: values[isas[0]][name] for name in RATIOS if name in values[isas[0]]}
-    if {"avx2", "avx512_bf16"} <= set(isas):
+    yardstick = "avx512_bf16" if "avx512_bf16" in isas else isas[0]
+    for isa in isas[isas.index(yardstick) + 1 :]:
         for name in ("decode_b1", "decode_b8", "prefill_512", "mixed"):
-            ratios[f"avx2_{name}"] = round(measured[f"avx2 {name}"] / measured[f"avx512_bf16 {name}"], 3)
+            ratios[f"{isa}_{name}"] = round(measured[f"{isa} {name}"] / measured[f"{yardstick} {name}"], 3)
     print_result("floor", ratios, values, as_json)
 
 

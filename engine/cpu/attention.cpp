@@ -13,6 +13,7 @@ namespace {
 
 const AttentionKernels& kernels() {
 #if defined(__x86_64__)
+  if (current_isa() >= kBf16) return attention_bf16;
   if (current_isa() >= kAvx512) return attention_avx512;
   if (current_isa() >= kAvx2) return attention_avx2;
 #endif
@@ -22,6 +23,7 @@ const AttentionKernels& kernels() {
 // Attention by products on this CPU, or null if there is none.
 AttendItem products() {
 #if defined(__x86_64__)
+  if (current_isa() >= kBf16) return attend_by_products_bf16;
   if (current_isa() >= kAvx512) return attend_by_products_avx512;
   if (current_isa() >= kAvx2) return attend_by_products_avx2;
 #endif

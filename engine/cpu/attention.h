@@ -92,7 +92,8 @@ struct AttentionKernels {
 extern const AttentionKernels attention_base;  // any CPU the compiler targets by default
 #if defined(__x86_64__)
 extern const AttentionKernels attention_avx2;
-extern const AttentionKernels attention_avx512;  // with AVX512-BF16
+extern const AttentionKernels attention_avx512;
+extern const AttentionKernels attention_bf16;
 #endif
 
 // Attention of many new tokens of a sequence as matrix products, for bfloat16. An item converts the context to the format
@@ -101,7 +102,8 @@ extern const AttentionKernels attention_avx512;  // with AVX512-BF16
 // whole context is not converted once for all items, because that memory would grow with the context.
 #if defined(__x86_64__)
 void attend_by_products_avx2(const AttentionCall& call, const AttentionItem& item);
-void attend_by_products_avx512(const AttentionCall& call, const AttentionItem& item);  // with AMX if there is one
+void attend_by_products_avx512(const AttentionCall& call, const AttentionItem& item);
+void attend_by_products_bf16(const AttentionCall& call, const AttentionItem& item);  // with AMX if there is one
 #endif
 
 inline int64_t padded(int64_t tokens) { return (tokens + 31) / 32 * 32; }

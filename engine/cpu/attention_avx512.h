@@ -1,4 +1,4 @@
-// AVX512-BF16 forms of score_tile and add_values for bfloat16 K and V. Included inside attention_item.h.
+// AVX-512 forms of score_tile and add_values for bfloat16 K and V. Included inside attention_item.h.
 #include <immintrin.h>
 
 // Sums of 16 vectors, lane i = sum of v[i]: four levels of pairwise adds instead of 16 separate reductions.
@@ -15,6 +15,24 @@ inline __m512 sum_each(__m512* v) {
                          _mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0xdd));
   return _mm512_add_ps(_mm512_shuffle_f32x4(v[0], v[1], 0x88), _mm512_shuffle_f32x4(v[0], v[1], 0xdd));
 }
+
+// 32 bfloat16 as one operand of a dot product.
+#if defined(__AVX512BF16__)
+using Pairs = __m512bh;
+inline Pairs pairs(__m512i bits) { return (__m512bh)bits; }
+inline __m512 dot(__m512 sum, Pairs a, Pairs b) { return _mm512_dpbf16_ps(sum, a, b); }
+#else
+struct Pairs {
+  __m512 even, odd;
+};
+inline Pairs pairs(__m512i bits) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)),
+          _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
+}
+inline __m512 dot(__m512 sum, Pairs a, Pairs b) {
+  return _mm512_fmadd_ps(a.odd, b.odd, _mm512_fmadd_ps(a.even, b.even, sum));
+}
+#endif
 
 constexpr int kNear = 8;  // rows
 
@@ -44,11 +62,11 @@ void score_keys(Rows<bf16>& rows, const bf16* const* keys, const bf16* const* ah
       for (auto& sum : row) sum = _mm512_setzero_ps();
     for (int d = 0; d < dim; d += 32) {
       const __mmask16 lanes = dim - d >= 32 ? 0xffff : 0xff;
-      __m512bh q[R];
-      for (int r = 0; r < R; ++r) q[r] = (__m512bh)_mm512_maskz_loadu_epi32(lanes, rows.q[r0 + r] + d);
+      Pairs q[R];
+      for (int r = 0; r < R; ++r) q[r] = pairs(_mm512_maskz_loadu_epi32(lanes, rows.q[r0 + r] + d));
       for (int i = 0; i < 4; ++i) {
-        const __m512bh key = (__m512bh)_mm512_maskz_loadu_epi32(lanes, k[i] + d);
-        for (int r = 0; r < R; ++r) acc[r][i] = _mm512_dpbf16_ps(acc[r][i], q[r], key);
+        const Pairs key = pairs(_mm512_maskz_loadu_epi32(lanes, k[i] + d));
+        for (int r = 0; r < R; ++r) acc[r][i] = dot(acc[r][i], q[r], key);
       }
     }
     for (int r = 0; r < R; ++r)

@@ -1,5 +1,5 @@
 // One attention work item, compiled once per instruction set (BATON_KERNELS names the table it fills).
-// Loops are plain C++ that the compiler vectorises. With AVX512-BF16 the two that read K and V are replaced.
+// Loops are plain C++ that the compiler vectorises. With AVX-512 the two that read K and V are replaced.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -66,7 +66,7 @@ void add_values(Rows<T>& rows, const T* const* values, const T* const*, int n, i
   }
 }
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 #include "attention_avx512.h"
 #endif
 

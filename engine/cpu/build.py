@@ -28,16 +28,12 @@ COMMON_FLAGS = [
     "-pthread",
     "-Wall",
 ]
-AVX512 = [
-    "-march=x86-64-v4",
-    "-ffp-contract=fast",
-    "-mavx512bf16",
-    "-mavx512vnni",
-    "-mprefer-vector-width=512",
-]
-ISA_FLAGS: dict[str, list[str]] = {"avx2": ["-march=x86-64-v3", "-ffp-contract=fast"], "avx512": AVX512}
+AVX2 = ["-march=x86-64-v3", "-ffp-contract=fast"]
+AVX512 = ["-march=x86-64-v4", "-ffp-contract=fast", "-mavx512vnni", "-mprefer-vector-width=512"]
+BF16 = [*AVX512, "-mavx512bf16"]
+AMX = [*BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"]
+ISA_FLAGS = {"avx2": AVX2, "avx512": AVX512, "bf16": BF16, "amx": AMX}
 """Flags by the last word of a source file's name. Other files get the compiler's default target."""
-ISA_FLAGS["amx"] = [*AVX512, "-mamx-tile", "-mamx-bf16", "-mamx-int8"]
 
 
 def _units() -> list[Path]:

@@ -8,6 +8,7 @@
 namespace {
 
 const baton::DecoderKernels& kernels() {
+  if (baton::current_isa() >= baton::kBf16) return baton::decoder_bf16;
   return baton::current_isa() >= baton::kAvx512 ? baton::decoder_avx512 : baton::decoder_avx2;
 }
 

@@ -50,6 +50,7 @@ struct DecoderKernels {
   void (*run)(const DecoderCall& call, AttentionPlan& plan);
 };
 extern const DecoderKernels decoder_avx2;
-extern const DecoderKernels decoder_avx512;  // with AVX512-BF16; its products use AMX if the machine has it
+extern const DecoderKernels decoder_avx512;
+extern const DecoderKernels decoder_bf16;  // its products use AMX if the machine has it
 
 }  // namespace baton

@@ -1,4 +1,4 @@
-"""A dense Llama-shaped decoder whose whole forward is one C++ call (decoder_avx512.cpp).
+"""A dense Llama-shaped decoder whose whole forward is one C++ call (decoder_item.h).
 
 Python computes only the embedding look-up and the rotary angles. With transformers modules, the Python code
 of 28 layers takes milliseconds per step.

@@ -26,11 +26,11 @@ bool amx_allowed() {
 Isa detect() {
 #if defined(__x86_64__)
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return kBase;
-  const bool avx512 = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") &&
-                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq");
+  const bool avx512 = __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
   if (!avx512) return kAvx2;
-  return amx_allowed() ? kAmx : kAvx512;
+  if (!__builtin_cpu_supports("avx512bf16")) return kAvx512;
+  return amx_allowed() ? kAmx : kBf16;
 #else
   return kBase;
 #endif

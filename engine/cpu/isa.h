@@ -3,8 +3,8 @@
 
 namespace baton {
 
-// kAvx512: with BF16, VNNI and VL/BW/DQ; kAmx: and AMX with BF16 and INT8.
-enum Isa : int { kBase = 0, kAvx2 = 1, kAvx512 = 2, kAmx = 3 };
+// kAvx512: with VNNI and VL/BW/DQ; kBf16: and AVX512-BF16; kAmx: and AMX with BF16 and INT8.
+enum Isa : int { kBase = 0, kAvx2 = 1, kAvx512 = 2, kBf16 = 3, kAmx = 4 };
 
 Isa detected_isa();        // of this CPU and operating system
 Isa current_isa();         // at most detected_isa()

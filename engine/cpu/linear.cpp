@@ -13,6 +13,7 @@ namespace baton {
 Gemm gemm_for() {
   switch (current_isa()) {
     case kAmx: return gemm_amx;
+    case kBf16: return gemm_bf16;
     case kAvx512: return gemm_avx512;
     default: return gemm_avx2;
   }

@@ -2,7 +2,7 @@
 // (linear_int8.h).
 //
 // The pack of a [n, k] weight is [n / 16][k / 2][16][2]. A 64-byte line holds two neighbouring k of 16 outputs and is
-// the operand of one AVX512-BF16 dot product, and two shifts make floats of it for AVX2;
+// the operand of one AVX512-BF16 dot product, and a shift and a mask make floats of it where there is none;
 // 16 consecutive lines are one AMX tile. A thread that computes some
 // outputs reads ONE linear stream, so one copy of the weights serves decode, which is bound by memory bandwidth, and
 // prefill, which is bound by arithmetic.
@@ -31,6 +31,8 @@ void gemm_avx2(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t dept
                  int64_t ldc);
 void gemm_avx512(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t depth, int64_t k, int groups, float* c,
                  int64_t ldc);
+void gemm_bf16(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t depth, int64_t k, int groups, float* c,
+               int64_t ldc);
 void gemm_amx(const bf16* a, int64_t lda, int m, const bf16* pack, int64_t depth, int64_t k, int groups, float* c,
                  int64_t ldc);
 // Memory to prefetch into the second-level cache during a product: some lines at each step.

@@ -9,7 +9,7 @@
 namespace baton {
 namespace {
 
-constexpr int kAhead = 2048;   // bytes to prefetch ahead, as in linear_avx512.cpp
+constexpr int kAhead = 2048;   // bytes to prefetch ahead, as in linear_bf16.cpp
 constexpr int64_t kDepth = 1024;
 constexpr int kRegisters = 6;  // rows whose sums (two vectors each) stay in registers beside a line
 

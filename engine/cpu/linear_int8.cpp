@@ -16,6 +16,7 @@ namespace baton {
 GemmInt8 gemm_int8_for(int64_t rows) {
   switch (current_isa()) {
     case kAmx: return rows > kFewRows ? gemm_int8_amx : gemm_int8_avx512;
+    case kBf16:
     case kAvx512: return gemm_int8_avx512;
     default: return gemm_int8_avx2;
   }

@@ -8,7 +8,7 @@
 namespace baton {
 namespace {
 
-constexpr int kAhead = 2048;  // bytes to prefetch ahead, as in linear_avx512.cpp
+constexpr int kAhead = 2048;  // bytes to prefetch ahead, as in linear_bf16.cpp
 
 inline __m512i four(const int8_t* p) {
   int32_t all;

@@ -1,7 +1,7 @@
 """Loads the compiled kernels and mirrors their C structs.
 
 `kernels()` returns the library, or raises KernelsUnavailable with the reason; the caller then uses plain
-torch. BATON_CPU_ISA (base, avx2, avx512_bf16 or amx) makes the process use that instruction set.
+torch. BATON_CPU_ISA (base, avx2, avx512_vnni, avx512_bf16 or amx) makes the process use that instruction set.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from common.errors import ConfigError
 from engine.cpu.build import build
 from kvcache.quant import KVFormat
 
-ISA_NAMES = ("base", "avx2", "avx512_bf16", "amx")
+ISA_NAMES = ("base", "avx2", "avx512_vnni", "avx512_bf16", "amx")
 """The instruction sets by their numbers in the kernels (isa.h: Isa). Each includes those before it."""
 STORAGE = {torch.float32: 0, torch.bfloat16: 1}
 """The element types of the kernels, and their numbers there (attention.h: Storage)."""

@@ -1,4 +1,4 @@
-// Sixteen floats with AVX-512 and AVX512-BF16. vector_avx2.h has the same functions: a file that includes one of them is
+// Sixteen floats with AVX-512, and with AVX512-BF16 where a file is compiled for it. vector_avx2.h has the same functions: a file that includes one of them is
 // compiled once per instruction set. Everything has internal linkage, because those files define the same names.
 #pragma once
 #include <immintrin.h>
@@ -12,9 +12,20 @@ using Vec = __m512;
 
 inline Vec load(const float* from) { return _mm512_loadu_ps(from); }
 inline void store(float* to, Vec x) { _mm512_storeu_ps(to, x); }
-inline void store(bf16* to, Vec x) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(x));
+#if defined(__AVX512BF16__)
+inline __m256i rounded(Vec x) { return (__m256i)_mm512_cvtneps_pbh(x); }
+#else
+// Round to nearest even; a NaN stays a NaN.
+inline __m256i rounded(Vec x) {
+  const __m512i bits = _mm512_castps_si512(x);
+  const __m512i even = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(even, _mm512_set1_epi32(0x7fff)));
+  const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
+  const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_mov_epi32(up, nan, quiet), 16));
 }
+#endif
+inline void store(bf16* to, Vec x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), rounded(x)); }
 inline Vec splat(float x) { return _mm512_set1_ps(x); }
 inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
 inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }

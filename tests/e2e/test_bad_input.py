@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +14,11 @@ from transformers import MistralConfig
 from tests.harness.processes import Child
 from tests.support.tiny_models import write_tiny
 
-BOUND_S = 120.0
-
 
 def run(module: str, scratch: Path, **options: Any) -> str:
     """The one line that `python -m MODULE` leaves on stderr."""
-    file = scratch / "options.json"
-    file.write_text(json.dumps(options))
-    done = subprocess.run(
-        [sys.executable, "-m", module, "--options", str(file)],
-        capture_output=True,
-        text=True,
-        timeout=BOUND_S,
-        env={**os.environ, "PYTHONWARNINGS": "ignore"},
-    )
-    assert (done.returncode, done.stdout) == (2, ""), done.stderr
-    (line,) = done.stderr.splitlines()
+    with Child(module, options, scratch, environment={**os.environ, "PYTHONWARNINGS": "ignore"}) as child:
+        (line,) = child.refusal().splitlines()
     assert line.startswith(f"{module.rpartition('.')[2]}: "), line
     return line
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from common.secrets import SECRET_VARIABLE
+from tests.harness.processes import Child
 from tests.support.members import write_secret
 
 _PROGRAMS = {
@@ -27,20 +27,11 @@ def refusal(module: str, scratch: Path, variable: str | None = None, **options: 
     more = _PROGRAMS[module]
     if more is not None:
         options |= {"model": "deploy/demo_model", **more}
-    file = scratch / "options.json"
-    file.write_text(json.dumps(options))
     environment = {key: value for key, value in os.environ.items() if key != SECRET_VARIABLE}
     if variable is not None:
         environment[SECRET_VARIABLE] = variable
-    done = subprocess.run(
-        [sys.executable, "-m", module, "--options", str(file)],
-        capture_output=True,
-        text=True,
-        timeout=120.0,
-        env={**environment, "PYTHONWARNINGS": "ignore"},
-    )
-    assert (done.returncode, done.stdout) == (2, ""), done.stderr
-    return done.stderr
+    with Child(module, options, scratch, environment={**environment, "PYTHONWARNINGS": "ignore"}) as child:
+        return child.refusal()
 
 
 @pytest.mark.parametrize("module", _PROGRAMS)

@@ -11,7 +11,9 @@ import inspect
 import os
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,15 +77,14 @@ def demo_ids() -> torch.Tensor:
     return torch.tensor(ids[: SEQUENCES * LENGTH]).reshape(SEQUENCES, LENGTH)
 
 
-@pytest.fixture(scope="module", params=[*EVERY, "demo"])
-def yardstick(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Yardstick:
-    if request.param == "demo":
-        if not (DEMO / "model.safetensors").is_file():
-            pytest.skip("deploy/demo_model holds no weights")
+@lru_cache(maxsize=2)
+def yardstick_of(model: str, directory: Path) -> Yardstick:
+    """Of a family's tiny model, or of the demo model."""
+    if model == "demo":
         path, ids = DEMO, demo_ids()
     else:
-        seed = EVERY.index(request.param)  # llama and mistral with one seed are one model
-        path = make_tiny(request.param, tmp_path_factory.mktemp("tiny"), seed)
+        seed = EVERY.index(model)  # llama and mistral with one seed are one model
+        path = make_tiny(model, directory, seed)
         ids = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (SEQUENCES, LENGTH)))
     with torch.inference_mode():
         exact, rounded = (
@@ -93,14 +94,31 @@ def yardstick(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return Yardstick(path, ids, exact, (rounded - exact).abs())
 
 
-@pytest.fixture(params=backends(), ids=str)
-def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    forced: Backend = request.param
-    if forced.isa is not None:
-        set_isa(forced.isa)
-    yield forced
-    if forced.isa is not None:
-        set_isa(machine_isas()[-1])
+def cases() -> list[object]:
+    """Every model with every backend. In `make test` with two of them: the fastest, and another in turn."""
+    forms = backends()
+    return [
+        pytest.param(
+            model,
+            backend,
+            id=f"{model}-{backend}",
+            marks=pytest.mark.oracle if j in (i % len(forms), len(forms) - 1) else pytest.mark.oracle_full,
+        )
+        for i, model in enumerate([*EVERY, "demo"])
+        for j, backend in enumerate(forms)
+    ]
+
+
+@contextmanager
+def forced(backend: Backend) -> Iterator[None]:
+    """The engine uses this backend."""
+    if backend.isa is not None:
+        set_isa(backend.isa)
+    try:
+        yield
+    finally:
+        if backend.isa is not None:
+            set_isa(machine_isas()[-1])
 
 
 @torch.inference_mode()
@@ -122,9 +140,13 @@ def teacher_forced(yardstick: Yardstick, backend: Backend) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.oracle
-def test_oracle_bfloat16_is_within_transformers_own_rounding(yardstick: Yardstick, backend: Backend) -> None:
-    logits = teacher_forced(yardstick, backend)
+@pytest.mark.parametrize(("model", "backend"), cases())
+def test_oracle_bfloat16_is_within_transformers_own_rounding(
+    model: str, backend: Backend, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    yardstick = yardstick_of(model, tmp_path_factory.getbasetemp())
+    with forced(backend):
+        logits = teacher_forced(yardstick, backend)
     ours, theirs = (logits - yardstick.exact).abs(), yardstick.error
     worst, mean = float(ours.max() / theirs.max()), float(ours.mean() / theirs.mean())
     print(f"{yardstick.path.name} {backend}: max {worst:.2f}, mean {mean:.2f} of transformers' error")  # noqa: T201

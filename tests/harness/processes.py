@@ -8,6 +8,7 @@ import select
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,6 +34,7 @@ class Child:
         directory: Path,
         runner: tuple[str, ...] = (),
         arguments: tuple[str, ...] = (),
+        environment: Mapping[str, str] = os.environ,
     ) -> None:
         """`runner` is a module (and its arguments) that runs the program under other conditions."""
         directory.mkdir(parents=True, exist_ok=True)
@@ -42,7 +44,7 @@ class Child:
         self.options = options
         self.arguments = arguments
         self.log = file.with_suffix(".log")
-        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
+        environment = {**environment, "TOKENIZERS_PARALLELISM": "false"}
         command = [*runner, module, "--options", str(file), *arguments]
         self.process: ForkedProgram | subprocess.Popen[bytes]
         if module in FORKED:
@@ -91,6 +93,14 @@ class Child:
         """SIGKILL, as when the machine fails."""
         self.process.kill()
         self.process.wait(END_S)
+
+    def refusal(self) -> str:
+        """What a program says on stderr that ends by itself with code 2, and prints nothing."""
+        code = self.process.wait(END_S)
+        assert self.process.stdout is not None
+        told = self.log.read_text()
+        assert (code, self.process.stdout.read()) == (2, b""), told
+        return told
 
     def __enter__(self) -> Self:
         return self

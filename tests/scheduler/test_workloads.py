@@ -10,8 +10,12 @@ from scheduler.config import SchedulerConfig
 from scheduler.req import Req
 from tests.scheduler.rig import EOS, GROUPS, VOCAB, Rig
 
-BLOCKS = [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 5))]
-"""Blocks of seeds; `make quick` plays the first."""
+BLOCKS = [
+    0,
+    pytest.param(1, marks=pytest.mark.slow),
+    *(pytest.param(block, marks=pytest.mark.invariants) for block in range(2, 5)),
+]
+"""Blocks of seeds; `make quick` plays the first, `make test` the second, too."""
 
 
 def _prompt(rng: random.Random, prefixes: list[list[int]], longest: int) -> list[int]:

@@ -1,0 +1,2 @@
+#define BATON_KERNELS attention_bf16
+#include "attention_item.h"

@@ -1,0 +1,3 @@
+#include "vector_avx512.h"
+#define BATON_DECODER decoder_bf16
+#include "decoder_item.h"
