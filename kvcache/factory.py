@@ -25,6 +25,7 @@ from kvcache.storage.backend import StorageBackend
 from kvcache.storage.keys import StorageKeys
 from kvcache.swa_allocator import SWATokenToKVPoolAllocator, window_tail
 from kvcache.tenancy.promotion import Promotion
+from kvcache.tiers.backlog import StorageBacklog
 from kvcache.tiers.copier import Copier
 from kvcache.tiers.host_parts import FullHostPart, HostPart, StateHostPart, WindowHostPart
 from kvcache.tiers.host_pool import HostPool
@@ -94,10 +95,12 @@ def build_prefix_cache(
 
     is_radix = config.prefix_cache == "radix"
     host: HostTier | None = None
+    backlog: StorageBacklog | None = None
     if lower is not None:
         assert is_radix, "a host tier without a radix cache"
         write_back = lower.copier if config.tiers.write_policy == "write_back" else None
-        host = HostTier(lower.pool, parts, observers, page_size, policy, write_back)
+        backlog = StorageBacklog() if lower.storage is not None else None
+        host = HostTier(lower.pool, parts, observers, page_size, policy, write_back, backlog)
     tree = RadixTree(page_size, components if is_radix else (), observers, host, config.tenancy.enabled)
     promotion = Promotion(tree, config.tenancy) if config.tenancy.enabled else None
 
@@ -115,9 +118,9 @@ def build_prefix_cache(
     if lower is not None and host is not None:
         moves = TierMoves(config.tiers, tree, host, groups, lower.copier, lower.mover)
         storage: StorageTier | None = None
-        if lower.storage is not None:
+        if lower.storage is not None and backlog is not None:
             storage = StorageTier(
-                config.tiers, tree, host, lower.mover, lower.storage, lower.keys, promotion=promotion
+                config.tiers, tree, host, lower.mover, lower.storage, lower.keys, backlog, promotion=promotion
             )
         tiers = Tiers(host, moves, TierReads(tree, host), storage, lower.mover)
     cache: BasePrefixCache = ChunkCache(pool, allocators[primary], tree, holdings)

@@ -131,8 +131,8 @@ class Promotion:
             if len(most) < enough or self.demotion.is_barred(most[0].page_digests(size)[page]):
                 break
             copies, pages = most, page + 1
-        settled = sorted(filter(is_settled, copies), key=lambda copy: not copy.is_resident)
-        donor = settled[0] if settled else None  # one on the device, where there is one
+        resident = [copy for copy in copies if copy.is_resident]
+        donor = next(filter(is_settled, resident or copies), None)
         if donor is None or not pages:
             self._parents[parent] = None
             return False

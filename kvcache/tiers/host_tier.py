@@ -23,11 +23,11 @@ from kvcache.balance import Balance
 from kvcache.eviction import Evictor
 from kvcache.host_copy import HostCopy
 from kvcache.observer import StorageMedium, TreeObserver
+from kvcache.tiers.backlog import StorageBacklog
 from kvcache.tiers.copier import Copier, nonzero
 from kvcache.tiers.host_parts import HostPart
 from kvcache.tiers.host_pool import HostPool
 from kvcache.tree_node import TreeNode
-from wire.page_hash import PageDigest
 
 _FIRST_BIT = 8  # of TreeNode.offers; the device's evictors have those below
 _FALLS = {"mru": "lru"}  # an evictor is told of uses where keys fall, and this one is not
@@ -52,19 +52,20 @@ class HostTier:
         page_size: int,
         policy: str,
         write_back: Copier | None,
+        backlog: StorageBacklog | None,
     ) -> None:
-        """`write_back` copies what would leave the device without a copy; None: that is lost."""
+        """`write_back` copies what would leave the device without a copy; None: that is lost. `backlog`: of
+        the storage, if there is one."""
         self.pool = pool
         self.evicted_pages: Counter[str] = Counter()  # since the start, by group
         self.written_back = WrittenBack()
         self.parts = {part.name: part for part in parts}  # the primary group's first
         self._primary = parts[0].name
-        self._landed: list[TreeNode] = []
-        self._withdrawn: list[PageDigest] = []  # of pages that have stopped being public
         self._leaving: set[TreeNode] = set()  # not in the tree; their copies go when they are read no more
         self._observers = tuple(observers)
         self._page_size = page_size
         self._write_back = write_back
+        self._backlog = backlog
         policy = _FALLS.get(policy, policy)
         self._evictors = {c.name: Evictor(policy, _FIRST_BIT << i) for i, c in enumerate(parts)}
         for evictor in self._evictors.values():
@@ -96,19 +97,18 @@ class HostTier:
     def renaming(self, node: TreeNode) -> None:
         """See LowerTier."""
         if node.host is not None:
-            self._not_to_be_stored(node)
-            self._landed.append(node)
+            self.not_stored(node)
+            if self._backlog is not None:
+                self._backlog.add(node)
 
     def withdrawing(self, node: TreeNode) -> None:
         """See LowerTier."""
         if node.host is not None:
-            self._not_to_be_stored(node)
-        if not node.tenant:
-            self._withdrawn += node.page_digests(self._page_size)
-
-    def _not_to_be_stored(self, node: TreeNode) -> None:
-        self.not_stored(node)
-        self._landed = [one for one in self._landed if one is not node]
+            self.not_stored(node)
+        if self._backlog is not None:
+            self._backlog.drop(node)
+            if not node.tenant:
+                self._backlog.withdraw(node.page_digests(self._page_size))
 
     # -- taking ------------------------------------------------------------------------------------
 
@@ -176,18 +176,8 @@ class HostTier:
             self.stored(node)
         elif not is_stored:
             copy.stored = False
-            self._landed.append(node)
-
-    def take_landed(self) -> list[TreeNode]:
-        """The nodes of which storage lacks something that has come to the host since the last call. Some may
-        have lost their copies again."""
-        landed, self._landed = self._landed, []
-        return [node for node in landed if node not in self._leaving]
-
-    def take_withdrawn(self) -> list[PageDigest]:
-        """Pages that have stopped being public since the last call."""
-        withdrawn, self._withdrawn = self._withdrawn, []
-        return withdrawn
+            if self._backlog is not None:
+                self._backlog.add(node)
 
     def stored(self, node: TreeNode) -> None:
         """Storage has all that the node has on the host."""
@@ -242,6 +232,8 @@ class HostTier:
             return
         assert not copy.moving, "a host copy is dropped while it is written"
         self.not_stored(node)
+        if self._backlog is not None:
+            self._backlog.drop(node)
         for observer in self._observers if not copy.is_empty else ():
             observer.removed(node, StorageMedium.CPU)
         for evictor in self._evictors.values():

@@ -15,6 +15,7 @@ from kvcache.storage.backend import StorageBackend
 from kvcache.storage.blob_store import Held
 from kvcache.storage.keys import StorageKeys
 from kvcache.tenancy.promotion import Promotion
+from kvcache.tiers.backlog import StorageBacklog
 from kvcache.tiers.config import TierConfig
 from kvcache.tiers.host_tier import HostTier
 from kvcache.tiers.mover import Failed, WorkQueue
@@ -34,6 +35,7 @@ class StorageTier:
         mover: WorkQueue,
         backend: StorageBackend,
         keys: StorageKeys,
+        backlog: StorageBacklog,
         clock: Callable[[], float] = time.monotonic,
         promotion: Promotion | None = None,
     ) -> None:
@@ -45,19 +47,20 @@ class StorageTier:
         self._host = host
         self._mover = mover
         self._keys = keys
+        self._backlog = backlog
         self._writing: set[TreeNode] = set()
 
     # -- writing -----------------------------------------------------------------------------------
 
     def write_new(self) -> None:
         """Begin to write the nodes that have got a host copy since the last call."""
-        for node in self._host.take_landed():
+        for node in self._backlog.take_new():
             if node.host is not None and not node.host.stored and node not in self._writing:
                 self._write(node)
 
     def remove_withdrawn(self) -> None:
         """Begin to remove what has stopped being public since the last call, whoever has stored it."""
-        digests = self._host.take_withdrawn()
+        digests = self._backlog.take_withdrawn()
         if digests:
             keys = [key for group in self._host.parts for key in self._keys.keys(group, digests)]
             self._mover.submit("writes", lambda: self.backend.remove(keys), lambda _: None)

@@ -216,7 +216,7 @@ class GroupsMachine(Admissions):
         """A request that waits for nothing else."""
         self.admit(tokens, Namespace("m"), tenant, 0, turn, fork)
 
-    @precondition(lambda self: any(node.founders for node in self.cache.tree.nodes()))
+    @precondition(lambda self: bool(self.nodes_with_founders()))
     @rule(
         which=st.integers(0, 99),
         pages=st.integers(0, 24),
@@ -226,7 +226,7 @@ class GroupsMachine(Admissions):
     )
     def one_guesses(self, which: int, pages: int, owner: str, guesses: list[int], ends: bool) -> None:
         """A tenant asks for several continuations of public pages, one after another; the epoch may end."""
-        promoted = [node for node in self.cache.tree.nodes() if node.founders]
+        promoted = self.nodes_with_founders()
         path = promoted[which % len(promoted)].path()
         known = np.concatenate([step.token_array()[: step.num_tokens] for step in path]).tolist()
         left = len(known) - pages % path[-1].num_pages * self.size
@@ -238,6 +238,26 @@ class GroupsMachine(Admissions):
                 release_kv_cache(self.memory, live.req, is_insert=True)
         if ends:
             self.end_epoch()
+
+    @precondition(lambda self: self.memory.promotion is not None)
+    @rule(
+        tokens=Admissions.prompts,
+        chunk=st.integers(1, 24),
+        guesses=st.lists(st.integers(2, 9), min_size=3, max_size=4, unique=True),
+        ends=st.booleans(),
+    )
+    def a_text_is_shared_and_guessed(
+        self, tokens: list[int], chunk: int, guesses: list[int], ends: bool
+    ) -> None:
+        """As many tenants as any place needs ask it, the epoch ends, and one more guesses how it goes on."""
+        self.several_ask(tokens, 99, 0, chunk, ["a", "b", "c"], False)
+        self.end_epoch()
+        promoted = [i for i, node in enumerate(self.nodes_with_founders()) if "c" in node.founders]
+        if promoted:
+            self.one_guesses(promoted[-1], 0, "e", guesses, ends)
+
+    def nodes_with_founders(self) -> list[TreeNode]:
+        return [node for node in self.cache.tree.nodes() if node.founders]
 
     @precondition(lambda self: self.memory.promotion is not None)
     @rule()
@@ -341,6 +361,9 @@ class GroupsMachine(Admissions):
             end = len(tokens) - extra
             seen = (node.tenant, node.namespace, tuple(tokens[:end]))
             contents, last = self.contents, int(node.value[-1]) * self.size + self.size - 1
+            if self.is_nobodys(node):  # a request that had it locked before has not ended
+                assert contents.kv[last][1:] == seen[1:]
+                continue
             assert contents.may_use(contents.kv[last], seen)
             if contents.kv[last][0].endswith(FINAL):
                 assert node.permanently_private, "what was private for ever is so no longer"
@@ -350,6 +373,10 @@ class GroupsMachine(Admissions):
                 assert contents.may_use(contents.state[slot], seen)
         self.read_events()
         assert sorted(self.index.blocks) == sorted(names)
+
+    def is_nobodys(self, node: TreeNode) -> bool:
+        """Whether the node was demoted: no request finds it any more, its owner's neither."""
+        return self.memory.promotion is not None and self.memory.promotion.demotion.holds(node)
 
     def read_events(self) -> None:
         self.index.read(*self.memory.take_events())

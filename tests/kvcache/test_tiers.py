@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -225,3 +226,18 @@ def test_a_node_that_is_lost_while_it_is_stored_frees_its_copy_afterwards(
     rest(built, mover)
     assert free_on_host(built) == 32
     built.check_memory()
+
+
+def test_without_storage_nothing_keeps_a_node_that_is_gone(mover: HandMover) -> None:
+    tiers = TierConfig(ratio=2.0, load_back_threshold=1)
+    with memory(4, 16, mover=mover, tiers=tiers, max_context_len=64) as made:
+        put(made, TOKENS)
+        (node,) = made.cache.tree.nodes()
+        rest(made, mover)
+        evict(made)
+        assert tiers_of(made).host.clear() == 8
+        assert not list(made.cache.tree.nodes())
+        gc.collect()
+        holders = [one for one in gc.get_referrers(node) if isinstance(one, (list, dict, set))]
+        assert holders == []
+        made.check_memory()

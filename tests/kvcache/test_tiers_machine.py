@@ -490,4 +490,4 @@ def test_tiers_against_the_model_for_long(kinds: tuple[str, ...], policy: str, p
     assert long.loads > 50
     assert long.at_once > 2
     assert long.prefetched > 20 or prefetch in ("", "best_effort")
-    assert long.read_below > 50
+    assert long.read_below > 20

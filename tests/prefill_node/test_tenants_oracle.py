@@ -9,15 +9,14 @@ is public, and no more. `make tenancy` runs all of it.
 
 from __future__ import annotations
 
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvcache.tiers.config import PREFETCH_POLICIES, WRITE_POLICIES
-from tests.support.conversations import RESTART, Served, Speaker, Turn, known_conversations, served, small
-from tests.support.oracle import DENSE, EVERY, LATENT, covering
+from tests.support.conversations import RESTART, Served, Speaker, Turn, known_conversations, served
+from tests.support.oracle import DENSE, LATENT
+from tests.support.tier_cases import POLICIES, TierCase, tier_cases
 from wire.request import PromptMarks
 from worker.loop import Worker
 
@@ -27,65 +26,27 @@ EPOCH_S = 30.0
 IN_MAKE_TEST = ("qwen3", "deepseek_v3", "gpt_oss", "lfm2")
 
 
-def cases() -> list[Any]:
-    """Every family with every pair of policies; both with all else. A family's follow each other: its answers
-    are computed once."""
-    policies = list(product(WRITE_POLICIES, PREFETCH_POLICIES))
-    rows: list[Any] = covering(
-        [EVERY, policies, (True, False), (4, 16), (24, None), (8.0, 1.0), (True, False)]
-    )
-    marked, quick = [], set(IN_MAKE_TEST)
-    for row in sorted(rows, key=lambda row: EVERY.index(row[0])):
-        family, (write, prefetch), split, page_size, chunk, ratio, together = row
-        mark = pytest.mark.oracle if family in quick and split and ratio > 1 else pytest.mark.oracle_full
-        if mark is pytest.mark.oracle:
-            quick.discard(family)
-        place, order = "apart" if split else "colocated", "together" if together else "in-turn"
-        name = f"{family}-{write}-{prefetch}-{place}-page{page_size}-chunk{chunk}-host{ratio:.0f}-{order}"
-        marked.append(pytest.param(*row, id=name, marks=mark))
-    return marked
-
-
-@pytest.mark.parametrize(("family", "policies", "split", "page_size", "chunk", "ratio", "together"), cases())
+@pytest.mark.parametrize("case", tier_cases(set(zip(IN_MAKE_TEST, POLICIES[::2], strict=False))))
 def test_the_oracle_with_tenants_over_all_tiers(
-    family: str,
-    policies: tuple[str, str],
-    split: bool,
-    page_size: int,
-    chunk: int | None,
-    ratio: float,
-    together: bool,
-    tmp_path: Path,
-    tmp_path_factory: Any,
+    case: TierCase, tmp_path: Path, tmp_path_factory: Any
 ) -> None:
-    write, prefetch = policies
     path, rounds = known_conversations(
-        family, tmp_path_factory.getbasetemp(), len(SPEAKERS), common=COMMON_TOKENS
+        case.family, tmp_path_factory.getbasetemp(), len(SPEAKERS), common=COMMON_TOKENS
     )
-    options = small(
-        path,
-        tmp_path / "kv",
-        page_size=page_size,
-        chunked_prefill_size=chunk,
-        hicache_ratio=ratio,
-        hicache_write_policy=write,
-        hicache_storage_prefetch_policy=prefetch,
-        sharing_min_tenants=2,
-        sharing_epoch_s=EPOCH_S,
-    )
-    times = 2 if write == "write_through_selective" else 1
+    options = case.options(path, tmp_path / "kv", sharing_min_tenants=2, sharing_epoch_s=EPOCH_S)
     for turns in (rounds[:RESTART], rounds[RESTART:]):
-        with served(options, split, times, speakers=SPEAKERS) as conversations:
+        with served(options, case.split, case.ask_times, speakers=SPEAKERS) as conversations:
             for turn in turns:
-                conversations.check([turn], together)
+                conversations.check([turn], case.together)
                 conversations.both.pass_time(2 * EPOCH_S)
             public = {_public_tokens(worker) for worker in conversations.workers}
-            if ratio > 1 and write != "write_through_selective":  # else copies are lost before the epoch ends
+            keeps = case.host_ratio > 1 and case.policies[0] != "write_through_selective"
+            if keeps:  # elsewhere copies are lost before the epoch ends
                 assert public == {COMMON_TOKENS}
             if turns[-1] is rounds[-1]:  # the second one to ask it may make it public
                 found = _check_stranger(conversations, turns[0][0])
-                if family in (*DENSE, *LATENT):
-                    assert found >= max(public), "some may be in storage alone"
+                if keeps and case.family in (*DENSE, *LATENT):
+                    assert found == COMMON_TOKENS
 
 
 def _public_tokens(worker: Worker) -> int:

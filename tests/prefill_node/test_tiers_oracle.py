@@ -7,7 +7,6 @@ again, and all that they know is in storage. `make tiers` runs all of it.
 
 from __future__ import annotations
 
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,10 @@ from tests.support.conversations import (
     served,
     small,
 )
-from tests.support.oracle import EVERY, covering
+from tests.support.oracle import covering
+from tests.support.tier_cases import POLICIES, TierCase, ask_times, tier_cases
 from tests.support.tiny_models import make_tiny
 
-POLICIES = list(product(WRITE_POLICIES, PREFETCH_POLICIES))
 IN_MAKE_TEST = (
     "llama", "qwen3_moe", "deepseek_v2", "deepseek_v3", "mistral_window", "gpt_oss", "qwen3_next",
     "falcon_h1", "lfm2",
@@ -34,69 +33,29 @@ IN_MAKE_TEST = (
 """One family for each pair of policies."""
 
 
-def ask_times(write: str) -> int:
-    """How often a prompt is asked until all of it is on the host."""
-    return 2 if write == "write_through_selective" else 1
-
-
 # -- against transformers ------------------------------------------------------------------------------
 
 
-def cases() -> list[Any]:
-    """Every family with every pair of policies; both with all else. A family's follow each other: its answers
-    are computed once."""
-    rows: list[Any] = covering(
-        [EVERY, POLICIES, (True, False), (4, 16), (24, None), (8.0, 1.0), (True, False)]
-    )
-    marked, quick = [], set(zip(IN_MAKE_TEST, POLICIES, strict=True))
-    for row in sorted(rows, key=lambda row: EVERY.index(row[0])):
-        family, policies, split, page_size, chunk, ratio, together = row
-        mark = pytest.mark.oracle if (family, policies) in quick else pytest.mark.oracle_full
-        quick.discard((family, policies))
-        place, order = "apart" if split else "colocated", "together" if together else "in-turn"
-        name = f"{family}-{'-'.join(policies)}-{place}-page{page_size}-chunk{chunk}-host{ratio:.0f}-{order}"
-        marked.append(pytest.param(*row, id=name, marks=mark))
-    return marked
-
-
-@pytest.mark.parametrize(("family", "policies", "split", "page_size", "chunk", "ratio", "together"), cases())
-def test_the_oracle_over_all_tiers(
-    family: str,
-    policies: tuple[str, str],
-    split: bool,
-    page_size: int,
-    chunk: int | None,
-    ratio: float,
-    together: bool,
-    tmp_path: Path,
-    tmp_path_factory: Any,
-) -> None:
-    write, prefetch = policies
-    path, rounds = known_conversations(family, tmp_path_factory.getbasetemp())
-    options = small(
-        path,
-        tmp_path / "kv",
-        page_size=page_size,
-        chunked_prefill_size=chunk,
-        hicache_ratio=ratio,
-        hicache_write_policy=write,
-        hicache_storage_prefetch_policy=prefetch,
-    )
+@pytest.mark.parametrize("case", tier_cases(set(zip(IN_MAKE_TEST, POLICIES, strict=True))))
+def test_the_oracle_over_all_tiers(case: TierCase, tmp_path: Path, tmp_path_factory: Any) -> None:
+    write, prefetch = case.policies
+    path, rounds = known_conversations(case.family, tmp_path_factory.getbasetemp())
+    options = case.options(path, tmp_path / "kv")
     waits = prefetch != "best_effort"
-    with served(options, split, ask_times(write)) as before:
+    with served(options, case.split, case.ask_times) as before:
         before.check(rounds[:RESTART])
         assert before.evicted() > 0
-        if waits or ratio > 1:
+        if waits or case.host_ratio > 1:
             assert before.loads() >= CONVERSATIONS, "every second turn comes back"
-        if waits and ratio == 1 and write != "write_back":  # which has no page on both
+        if waits and case.host_ratio == 1 and write != "write_back":  # which has no page on both
             assert before.read_pages() > 0, "the host was too small"
-    with served(options, split, ask_times(write)) as after:
-        after.check(rounds[RESTART:], together)
+    with served(options, case.split, case.ask_times) as after:
+        after.check(rounds[RESTART:], case.together)
         if waits:
             # A write_back worker ends with its last conversation on the device, and nowhere else.
             # A host that holds one conversation reads none for requests that wait behind others.
             assert after.loads() >= (
-                CONVERSATIONS - (write == "write_back") if ratio > 1 or not together else 1
+                CONVERSATIONS - (write == "write_back") if case.host_ratio > 1 or not case.together else 1
             )
             assert after.read_pages() > 0
 

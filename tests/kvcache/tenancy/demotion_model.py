@@ -47,6 +47,12 @@ class DemotionModel:
             if (used := promotion.usage.of(node)) and max(used.u_cnt_l, used.u_pre) >= most
             for digest in self._digests(node)
         }
+        public = {
+            digest
+            for node in self._nodes()
+            if node.founders and not node.tenant
+            for digest in self._digests(node)
+        }
         moving = {digest for node in self._nodes() if not is_settled(node) for digest in self._digests(node)}
         demoted = promotion.demotion.demoted_pages
         yield
@@ -55,7 +61,9 @@ class DemotionModel:
             if node.tenant or not node.founders:
                 continue
             for digest in self._digests(node):
-                if digest in common or self._path(node, digest).isdisjoint(touched):
+                if digest not in public or digest in common:  # it has become public now, or is no secret
+                    continue
+                if self._path(node, digest).isdisjoint(touched):
                     continue
                 assert moving, "what a burst has touched is public still"
                 self._late.add(digest)
