@@ -1,5 +1,6 @@
-// Sixteen floats with AVX-512, and with AVX512-BF16 where a file is compiled for it. vector_avx2.h has the same functions: a file that includes one of them is
-// compiled once per instruction set. Everything has internal linkage, because those files define the same names.
+// Sixteen floats with AVX-512, and with AVX512-BF16 where a file is compiled for it. vector_avx2.h has the same functions:
+// a file that includes one of them is compiled once per instruction set. Everything has internal linkage, because those
+// files define the same names.
 #pragma once
 #include <immintrin.h>
 
