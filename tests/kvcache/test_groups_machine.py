@@ -411,6 +411,7 @@ def test_groups_against_the_model(kinds: tuple[str, ...]) -> None:
 
 
 @pytest.mark.invariants
+@pytest.mark.timeout(900)  # a minute on an idle machine
 @pytest.mark.parametrize("kinds", COMBINATIONS, ids="+".join)
 def test_groups_against_the_model_for_long(kinds: tuple[str, ...]) -> None:
     long = machine(kinds)

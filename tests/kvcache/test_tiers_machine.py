@@ -478,6 +478,7 @@ def test_tiers_against_the_model(kinds: tuple[str, ...], policy: str, prefetch: 
 
 
 @pytest.mark.invariants
+@pytest.mark.timeout(900)  # a minute on an idle machine
 @pytest.mark.parametrize(("kinds", "policy", "prefetch"), cases())
 def test_tiers_against_the_model_for_long(kinds: tuple[str, ...], policy: str, prefetch: str) -> None:
     long = machine(kinds, policy, prefetch)
