@@ -28,7 +28,7 @@ from kvcache.common import alloc_for_decode, release_kv_cache
 from kvcache.radix_key import Namespace
 from kvcache.tree_node import TreeNode
 from tests.kvcache.admissions import Admissions
-from tests.kvcache.contents import FINAL, Live
+from tests.kvcache.contents import FINAL, Live, Seen
 from tests.kvcache.support import reference_hashes
 from wire.page_hash import event_hashes
 
@@ -361,21 +361,23 @@ class GroupsMachine(Admissions):
             end = len(tokens) - extra
             seen = (node.tenant, node.namespace, tuple(tokens[:end]))
             contents, last = self.contents, int(node.value[-1]) * self.size + self.size - 1
-            if self.is_nobodys(node):  # a request that had it locked before has not ended
-                assert contents.kv[last][1:] == seen[1:]
-                continue
-            assert contents.may_use(contents.kv[last], seen)
+            assert self.may_hold(node, contents.kv[last], seen)
             if contents.kv[last][0].endswith(FINAL):
                 assert node.permanently_private, "what was private for ever is so no longer"
             if "window" in self.kinds and (page := int(node.parts["window"][-1])):
-                assert contents.may_use(contents.window[page, self.size - 1], seen)
+                assert self.may_hold(node, contents.window[page, self.size - 1], seen)
             if "state" in self.kinds and (slot := node.parts["state"].slot):
-                assert contents.may_use(contents.state[slot], seen)
+                assert self.may_hold(node, contents.state[slot], seen)
         self.read_events()
         assert sorted(self.index.blocks) == sorted(names)
 
+    def may_hold(self, node: TreeNode, found: Seen, wanted: Seen) -> bool:
+        """Whether a node may have what was written as `found`. Of one that was demoted only tokens count."""
+        return found[1:] == wanted[1:] if self.is_nobodys(node) else self.contents.may_use(found, wanted)
+
     def is_nobodys(self, node: TreeNode) -> bool:
-        """Whether the node was demoted: no request finds it any more, its owner's neither."""
+        """Whether the node was demoted: no request finds it any more, its owner's neither. One that had it
+        locked before has not ended."""
         return self.memory.promotion is not None and self.memory.promotion.demotion.holds(node)
 
     def read_events(self) -> None:

@@ -190,11 +190,11 @@ class TiersMachine(GroupsMachine):
                             node.namespace,
                             tuple(tokens[: (first + i) * size + offset + 1]),
                         )
-                        assert seen.may_use(known, whole)
+                        assert self.may_hold(node, known, whole)
         if held.get("state", np.zeros(1))[0]:
             label = seen.on_host("state")[int(held["state"][0])]
             wanted = (node.tenant, node.namespace, tuple(tokens))
-            assert seen.may_use(seen.known[int(label)], wanted)
+            assert self.may_hold(node, seen.known[int(label)], wanted)
 
     # -- moves -------------------------------------------------------------------------------------
 
