@@ -231,9 +231,9 @@ class HostTier:
         if copy is None:
             return
         assert not copy.moving, "a host copy is dropped while it is written"
-        self.not_stored(node)
         if self._backlog is not None:
             self._backlog.drop(node)
+        self.not_stored(node)
         for observer in self._observers if not copy.is_empty else ():
             observer.removed(node, StorageMedium.CPU)
         for evictor in self._evictors.values():
