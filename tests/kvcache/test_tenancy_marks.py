@@ -34,6 +34,15 @@ from wire.request import NO_MARKS, NOBODY, PromptMarks
 
 PAGE = 4
 SECRET = ClusterSecret((b"of the tests of marked pages alone",))
+STORED = TierConfig(
+    ratio=2.0,
+    load_back_threshold=1,
+    storage=StorageConfig(backend="tests.kvcache.storage.support:MemoryStore", secret=SECRET),
+    model_digest=bytes(32),
+    prefetch_policy="wait_complete",
+    prefetch_threshold=1,
+    prefetch_if_slower=True,
+)
 SYSTEM = [7] * (3 * PAGE)
 NAMED = PromptMarks(public=len(SYSTEM) + 1, whole=len(SYSTEM) + 1)  # one token more than its whole pages
 
@@ -149,15 +158,7 @@ def test_storage_has_a_named_prefix_under_its_public_names() -> None:
         64,
         mover=mover,
         tenancy=TenancyConfig(0, secret=b"s"),
-        tiers=TierConfig(
-            ratio=2.0,
-            load_back_threshold=1,
-            storage=StorageConfig(backend="tests.kvcache.storage.support:MemoryStore", secret=SECRET),
-            model_digest=bytes(32),
-            prefetch_policy="wait_complete",
-            prefetch_threshold=1,
-            prefetch_if_slower=True,
-        ),
+        tiers=STORED,
     )
     tiers = built.tiers
     assert tiers is not None
@@ -343,12 +344,7 @@ def test_pages_from_storage_are_marked_as_their_request_says() -> None:
         64,
         mover=mover,
         tenancy=TenancyConfig(2, secret=b"s"),
-        tiers=TierConfig(
-            ratio=2.0,
-            storage=StorageConfig(backend="tests.kvcache.storage.support:MemoryStore", secret=SECRET),
-            model_digest=bytes(32),
-            prefetch_threshold=1,
-        ),
+        tiers=STORED,
     )
     tiers = built.tiers
     assert tiers is not None
