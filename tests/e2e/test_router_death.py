@@ -26,7 +26,7 @@ from tests.harness.processes import Child
 from tests.support.sse import DONE, SseEvent, sse_events
 
 KEY = "a key that is shared"
-TOKENS = 1500  # more than any worker computes before it notices
+TOKENS = 600  # more than any worker computes before it notices
 ENOUGH = 6  # events that every client has when the router dies
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": TOKENS}
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "ignore_eos": True, "max_tokens": TOKENS}

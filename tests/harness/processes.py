@@ -14,8 +14,8 @@ from typing import Any, Self
 
 from tests.harness.fork import ForkedProgram
 
-FORKED = ("prefill_node", "decode_node", "tests.support.switching_worker")
-"""The programs that import torch, which takes them long."""
+FORKED = ("prefill_node", "decode_node", "tests.support.switching_worker", "router", "router.directory")
+"""The programs whose imports take most of their time in a test."""
 READY_S = 120.0
 END_S = 60.0
 
