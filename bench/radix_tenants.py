@@ -96,6 +96,7 @@ def _lookups(talk: _Talk, page_size: int) -> tuple[float, float]:
 
 def _bytes_node(talk: _Talk, page_size: int, has_tenants: bool) -> float:
     """Memory of a tree and of what is counted on it, per node."""
+    _filled(_Talk(talk.public_tokens // TURN, 1), page_size, has_tenants)  # what is made once, at first use
     gc.collect()
     tracemalloc.start()
     tree = _filled(talk, page_size, has_tenants)

@@ -80,7 +80,9 @@ class RadixTree:
             at = pages * self.page_size * TOKEN_BYTES
             for node in path:
                 node.last_access = tick
-                node.hit_count += hits
+            if hits:
+                for node in path:
+                    node.hit_count += hits
         else:
             extra = TOKEN_BYTES if key.namespace.is_bigram else 0
             stride = self.page_size * TOKEN_BYTES

@@ -11,20 +11,23 @@ rolls when the node is used or read next, so the end of an epoch costs nothing p
 
 A node holds one int (`TreeNode.usage`): the four counters, the epoch, and the number of the set of tenants
 that used it in that epoch. Nodes with the same tenants share a set, and the sets go with the epoch. With the
-int's place on the node that is at most 52 bytes a node, however many tenants use it.
+int's place on the node that is 48 bytes a node, however many tenants use it. Most sets are of one tenant, and
+those are tuples: a frozenset of one takes 216 bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from kvcache.tree_node import TreeNode, shared
 
-# Bits of the int, from low to high: 32 for the set, 28 for each count of hits, 15 for each of tenants. Above
-# them is the epoch.
-_HIT_CUR, _HIT_PRE, _U_CNT_L, _U_PRE, _EPOCH = 32, 60, 88, 103, 118
-_SETS, _MOST_HITS, _MOST_USERS = (1 << 32) - 1, (1 << 28) - 1, (1 << 15) - 1
+# Bits of the int, from low to high: 28 for the set, 22 for each count of hits, 15 for each of tenants. Above
+# them is the epoch: 2^18 epochs fit into 120 bits, beyond which Python's int would take 4 bytes more.
+_HIT_CUR, _HIT_PRE, _U_CNT_L, _U_PRE, _EPOCH = 28, 50, 72, 87, 102
+_SETS, _MOST_HITS, _MOST_USERS = (1 << 28) - 1, (1 << 22) - 1, (1 << 15) - 1
+
+_Users = tuple[str, ...] | frozenset[str]
 
 
 class Usage(NamedTuple):
@@ -77,14 +80,14 @@ class NodeUsage:
         """`most_users`, 2K, are counted exactly."""
         self.epoch = 1  # a node's first one is 0: long ago, as soon as it is used or read
         self.most_users = min(most_users, _MOST_USERS)
-        self._sets: list[frozenset[str]] = [frozenset()]
-        self._numbers: dict[frozenset[str], int] = {frozenset(): 0}
+        self._sets: list[_Users] = [()]
+        self._numbers: dict[_Users, int] = {(): 0}
 
     def next_epoch(self) -> None:
         """All counters roll."""
         self.epoch += 1
-        self._sets = [frozenset()]
-        self._numbers = {frozenset(): 0}
+        self._sets = [()]
+        self._numbers = {(): 0}
 
     def used(self, path: Iterable[TreeNode], tenant: str, hits: int = 0) -> None:
         """A request of `tenant` has found these nodes in the cache (`hits` is 1), or has them now."""
@@ -93,7 +96,7 @@ class NodeUsage:
             users = self._sets[held.users]
             is_new = tenant not in users and len(users) < self.most_users
             if hits or is_new:
-                self._hold(node, held, held.hit_cur + hits, users | {tenant} if is_new else users)
+                self._hold(node, held, held.hit_cur + hits, (*users, tenant) if is_new else users)
 
     def of(self, node: TreeNode) -> Usage:
         """The counters of a node in this epoch."""
@@ -107,7 +110,7 @@ class NodeUsage:
             hit_pre=min(its.hit_pre + now.hit_pre, _MOST_HITS),
             u_pre=min(its.u_pre + now.u_pre, self.most_users),
         )
-        users = self._sets[its.users] | self._sets[now.users]
+        users = {*self._sets[its.users], *self._sets[now.users]}
         self._hold(kept, now, its.hit_cur + now.hit_cur, users)
 
     def _rolled(self, node: TreeNode) -> _Held:
@@ -117,9 +120,10 @@ class NodeUsage:
         before = (held.u_cnt_l, held.hit_cur) if held.epoch == self.epoch - 1 else (0, 0)
         return _Held(self.epoch, u_pre=before[0], u_cnt_l=0, hit_pre=before[1], hit_cur=0, users=0)
 
-    def _hold(self, node: TreeNode, held: _Held, hits: int, users: frozenset[str]) -> None:
-        if len(users) > self.most_users:
-            users = frozenset(sorted(users)[: self.most_users])
+    def _hold(self, node: TreeNode, held: _Held, hits: int, counted: Collection[str]) -> None:
+        if len(counted) > self.most_users:
+            counted = sorted(counted)[: self.most_users]
+        users: _Users = tuple(counted) if len(counted) <= 1 else frozenset(counted)
         number = self._numbers.get(users)
         if number is None:
             number = self._numbers[users] = len(self._sets)

@@ -121,7 +121,7 @@ def test_counters_are_small_however_much_they_count() -> None:
         counted.used([one], f"tenant {tenant}", hits=1 << 27)
     counted.next_epoch()
     counted.used([one], "another", hits=1 << 29)
-    assert counted.of(one) == ((1 << 28) - 1, 1, (1 << 28) - 1, 2000)
+    assert counted.of(one) == ((1 << 22) - 1, 1, (1 << 22) - 1, 2000)
     more = sys.getsizeof(one) - sys.getsizeof(TreeNode(None, NAMESPACE, b"", b"", 0, 0))
     assert more + sys.getsizeof(one.usage) <= MOST_BYTES
 
