@@ -23,6 +23,9 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+
+from kvcache.mixed_path import mixed_path
 from kvcache.radix_key import RadixKey
 from kvcache.radix_tree import RadixTree
 from kvcache.tenancy.usage import NodeUsage
@@ -37,10 +40,10 @@ BARRED_EPOCHS = 10
 _MOST_BARRED = 4096  # places; the oldest is forgotten first
 
 
-class _Guess(NamedTuple):
-    """Where the match of a request ended that may be a guess."""
+class _Touched(NamedTuple):
+    """A public node where the match of a request ended that may be a guess."""
 
-    last: TreeNode
+    node: TreeNode  # as it was: it may have been evicted since
     place: PageDigest  # of its last page
 
 
@@ -53,8 +56,8 @@ class Demotion:
         self._tree = tree
         self._usage = usage
         self._burst = burst
-        self._guesses: dict[str, list[_Guess]] = {}  # of this epoch, by tenant
-        self._due: list[TreeNode] = []  # to be demoted when no move on a lower tier uses them
+        self._guesses: dict[str, list[_Touched]] = {}  # of this epoch, by tenant
+        self._due: list[_Touched] = []  # to be demoted when no move on a lower tier uses them
         self._leaving: list[TreeNode] = []  # demoted, and still in the tree
         self._owners = f"demoted:{secrets.token_hex(16)}:"  # the names of owners begin so, and no tenant's
         self._last_owner = 0
@@ -65,8 +68,7 @@ class Demotion:
         """A request has locked the path of `last`, all that is cached of it, and computes so much more."""
         is_guess = more_tokens < GUESS_PAGES * self._tree.page_size
         if self._burst and is_guess and last.founders and tenant not in last.founders:
-            place = last.page_digests(self._tree.page_size)[-1]
-            self._guesses.setdefault(tenant, []).append(_Guess(last, place))
+            self._guesses.setdefault(tenant, []).append(self._touched(last))
 
     def holds(self, node: TreeNode) -> bool:
         """Whether the node was demoted."""
@@ -93,22 +95,36 @@ class Demotion:
         """Demote what bursts of this epoch have touched."""
         by_tenant, self._guesses = self._guesses, {}
         for guesses in by_tenant.values():
-            for guess in guesses if len(guesses) > self._burst else ():
-                if is_in_tree(self._tree, guess.last):
-                    self._due.append(guess.last)
-                else:  # evicted meanwhile; others' copies must not become public in its place
-                    self._bar(guess.place)
-        self._due = list(dict.fromkeys(self._due))
+            self._due += guesses if len(guesses) > self._burst else ()
         self.go_on()
 
     def go_on(self) -> None:
         """Demote what could not be before, and remove what was demoted and is free now."""
         due, self._due = self._due, []
-        for node in due:
-            if is_in_tree(self._tree, node):
+        for place, touched in {one.place: one for one in due}.items():
+            node = self._found(touched.node)
+            if node is None:  # evicted meanwhile; others' copies must not become public in its place
+                self._bar(place)
+            else:
                 for top in list(self._promoted(node)):
                     self._demote(top)
         self._remove_unlocked()
+
+    def _touched(self, node: TreeNode) -> _Touched:
+        return _Touched(node, node.page_digests(self._tree.page_size)[-1])
+
+    def _found(self, node: TreeNode) -> TreeNode | None:
+        """The node, or if it was evicted what is public in its place now: it may have come from storage or
+        another worker again."""
+        tree = self._tree
+        if is_in_tree(tree, node):
+            return node
+        path = node.path()
+        tokens = np.concatenate(
+            [*(step.token_array()[: step.num_tokens] for step in path), node.token_array()[node.num_tokens :]]
+        )
+        found, pages, _ = mixed_path(RadixKey(tokens, node.namespace), tree.page_size, tree.root, None)
+        return tree.cut(found, pages)[-1] if pages == sum(step.num_pages for step in path) else None
 
     def _promoted(self, node: TreeNode) -> Iterator[TreeNode]:
         """The highest public nodes, `node` or below, that were promoted and that few use."""
@@ -126,7 +142,7 @@ class Demotion:
     def _demote(self, top: TreeNode) -> None:
         nodes = [top, *top.descendants()]
         if not all(map(is_settled, nodes)):
-            self._due.append(top)
+            self._due.append(self._touched(top))
             return
         place = top.page_digests(self._tree.page_size)[0]
         self.demoted_pages += sum(node.num_pages for node in nodes if not node.tenant)

@@ -9,7 +9,7 @@ from kvcache.memory import Memory
 from kvcache.tenancy.config import TenancyConfig
 from kvcache.tenancy.demotion import BARRED_EPOCHS, GUESS_PAGES
 from kvcache.tenancy.promotion import Promotion
-from kvcache.tree_node import TreeNode
+from kvcache.tree_node import UNKNOWN, SharedTreeNode, TreeNode
 from tests.kvcache.support import Index, key, matched, memory, put, radix_cache
 
 PAGE = 4
@@ -138,6 +138,20 @@ def test_a_place_is_barred_for_some_epochs(shared: Memory) -> None:
     guess(shared, "x", BURST + 1)
     promotion(shared).end_epoch()
     assert seen(shared) == 0
+
+
+def test_what_was_evicted_and_came_back_in_the_epoch_is_demoted(shared: Memory) -> None:
+    """As it does from storage, which has no founders."""
+    guess(shared, "x", BURST + 1)
+    shared.cache.tree.evict("full", 64)
+    put(shared, COMMON)
+    last = shared.cache.match_prefix(key(COMMON)).last_device_node
+    assert isinstance(last, SharedTreeNode)
+    last.founders = UNKNOWN
+    assert seen(shared) == len(COMMON)
+    promotion(shared).end_epoch()
+    assert seen(shared) == 0
+    shared.check_memory({"full": []}, [])
 
 
 def test_requests_that_hold_demoted_pages_go_on_and_add_nothing(shared: Memory) -> None:
