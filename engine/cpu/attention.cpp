@@ -134,12 +134,17 @@ void AttentionPlan::write(Team& team, const AttentionCall& call) const {
   else write_tokens<bf16>(call, first, last);
 }
 
-void AttentionPlan::attend(const AttentionCall& call, const AttentionItem& item) const {
+const AttentionItem* AttentionPlan::take() {
+  const int64_t i = Team::next(next_);
+  return i < static_cast<int64_t>(items_.size()) ? &items_[i] : nullptr;
+}
+
+void AttentionPlan::attend(const AttentionCall& call, const AttentionItem& item, const AttentionItem* next) const {
   if (item.products) return products()(call, item);
   const AttentionKernels& table = kernels();
   if (call.format != kPlain)
-    return (call.storage == kFloat32 ? table.quantised_float32 : table.quantised_bfloat16)(call, item);
-  (call.storage == kFloat32 ? table.float32 : table.bfloat16)(call, item);
+    return (call.storage == kFloat32 ? table.quantised_float32 : table.quantised_bfloat16)(call, item, next);
+  (call.storage == kFloat32 ? table.float32 : table.bfloat16)(call, item, next);
 }
 
 void AttentionPlan::merge(Team& team, const AttentionCall& call) const {
@@ -162,7 +167,11 @@ void AttentionPlan::merge(Team& team, const AttentionCall& call) const {
 void AttentionPlan::run(Team& team, const AttentionCall& call) {
   write(team, call);
   team.barrier();
-  for (int64_t i; (i = Team::next(next_)) < static_cast<int64_t>(items_.size());) attend(call, items_[i]);
+  // An item is taken one ahead, so that its first keys are on their way when it begins.
+  for (const AttentionItem *item = take(), *next; item != nullptr; item = next) {
+    next = take();
+    attend(call, *item, next);
+  }
   team.barrier();
   if (team.index == 0) next_.store(0, std::memory_order_relaxed);
   if (partials_.empty()) return;

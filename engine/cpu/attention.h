@@ -83,11 +83,13 @@ struct AttentionItem {
 };
 
 using AttendItem = void (*)(const AttentionCall& call, const AttentionItem& item);
+// `next` is the item that the thread computes after this one, or null. Its first keys are prefetched.
+using AttendRows = void (*)(const AttentionCall& call, const AttentionItem& item, const AttentionItem* next);
 struct AttentionKernels {
-  AttendItem float32;
-  AttendItem bfloat16;
-  AttendItem quantised_float32;  // the pool is quantised; everything else is float32
-  AttendItem quantised_bfloat16;
+  AttendRows float32;
+  AttendRows bfloat16;
+  AttendRows quantised_float32;  // the pool is quantised; everything else is float32
+  AttendRows quantised_bfloat16;
 };
 extern const AttentionKernels attention_base;  // any CPU the compiler targets by default
 #if defined(__x86_64__)
@@ -128,7 +130,8 @@ class AttentionPlan {
   }
 
  private:
-  void attend(const AttentionCall& call, const AttentionItem& item) const;
+  const AttentionItem* take();  // the next item that no thread has, or null
+  void attend(const AttentionCall& call, const AttentionItem& item, const AttentionItem* next) const;
   void write(Team& team, const AttentionCall& call) const;
   void merge(Team& team, const AttentionCall& call) const;
 

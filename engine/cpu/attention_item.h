@@ -106,8 +106,18 @@ inline float share(float top, float sum, const float* sink) {
   return keep / (sum * keep + fast_exp(*sink - most));
 }
 
+// The first keys of an item that is computed next, to prefetch them, at most n. Returns how many there are.
+template <typename T>
+int first_keys(const AttentionCall& call, const AttentionItem& item, int n, const T** rows) {
+  const int tokens = static_cast<int>(call.starts[item.seq + 1] - call.starts[item.seq]);
+  const int from = std::max(item.from, first_seen(call, call.seq_lens[item.seq] - tokens + item.first));
+  n = std::min(n, item.to - from);
+  context_rows<false>(call, call.k, item.seq, item.kv_head, from, n, static_cast<T*>(nullptr), rows);
+  return n;
+}
+
 template <typename T, bool Quantised>
-void attend(const AttentionCall& call, const AttentionItem& item) {
+void attend(const AttentionCall& call, const AttentionItem& item, const AttentionItem* following) {
   const int group = call.heads / call.kv_heads;
   const int dim = call.head_dim;
   const int64_t start = call.starts[item.seq];
@@ -142,11 +152,12 @@ void attend(const AttentionCall& call, const AttentionItem& item) {
     fetch(call.k, first_visible, std::min(kTile, last_visible - first_visible), k_memory[0], keys[0]);
     for (int from = first_visible, tile = 0; from < last_visible; from += kTile, tile ^= 1) {
       const int n = std::min(kTile, last_visible - from);
-      const int after = std::min(kTile, last_visible - from - n);
+      int after = std::min(kTile, last_visible - from - n);
       const T** next = keys[tile ^ 1];
       fetch(call.v, from, n, v_memory, values);
       fetch(call.k, from + n, after, k_memory[tile ^ 1], next);
-      std::fill(next + std::max(after, 0), next + kTile, keys[tile][0]);
+      if (!Quantised && after == 0 && following != nullptr) after = first_keys(call, *following, n, next);
+      std::fill(next + after, next + kTile, keys[tile][0]);
       score_tile(rows, keys[tile], values, n, dim, call.scale);
       if (call.softcap > 0)
         for (int r = 0; r < rows.count; ++r) cap_scores(rows.scores[r], n, 1.0f, call.softcap);
