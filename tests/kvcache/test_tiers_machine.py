@@ -36,6 +36,7 @@ from tests.kvcache.test_groups_machine import COMBINATIONS, GroupsMachine
 
 SECRET = ClusterSecret((b"of the tests of the tiers alone.",))
 STORAGE = StorageConfig(backend="tests.kvcache.storage.support:MemoryStore", secret=SECRET)
+_NEVER_S = 1e9  # an example that takes long behaves as one that does not
 LANES = ("backups", "loads", "writes", "reads", "reads")
 
 
@@ -119,6 +120,8 @@ class TiersMachine(GroupsMachine):
             model_digest=bytes(32),
             prefetch_policy=self.prefetch or "timeout",
             prefetch_threshold=1,
+            prefetch_base_s=_NEVER_S,
+            prefetch_max_s=_NEVER_S,
         )
         return memory(*sizes, mover=self.mover, tiers=tiers, **options)
 
@@ -126,10 +129,11 @@ class TiersMachine(GroupsMachine):
         return LabelledContents(self.memory, self.listed)
 
     def take(self, live: Live, match: Any, starts_at: int) -> bool:
+        assert self.memory.tiers is not None
         taken = super().take(live, match, starts_at)
         if taken and match.last_device_node is not None:
-            assert self.memory.tiers is not None
             self.memory.tiers.moves.consider(match.last_device_node.path(), is_found=True)
+        self.memory.tiers.forget(id(live))  # another may have its id later
         return taken
 
     def read_events(self) -> None:
@@ -405,8 +409,9 @@ class TiersMachine(GroupsMachine):
             length = len(match.device_indices)
             if self.take(live, match, length):
                 self.contents.read(live.req, length)
+        else:
+            tiers.forget(id(live))
         self.waiting.remove(live)
-        tiers.forget(id(live))
 
     @rule(chance=st.integers(0, 4))
     def make_room(self, chance: int) -> None:
