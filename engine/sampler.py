@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.argmax import argmax
 from engine.batch import SamplingRows
 from engine.completion import Completions, HostCompletions
 from engine.reported_logprobs import ReportedLogprobs
@@ -105,10 +106,7 @@ class Sampler:
             self._join(rows.states)
         self._counts.follow(rows.positions)
         self._masks.follow(rows.positions)
-        tokens = logits.argmax(-1)
-        # The sum of a row is finite only if all of its logits are. It takes a tenth of the time of argmax,
-        # and aminmax takes four times as long as argmax.
-        is_finite = logits.sum(-1, dtype=torch.float32).isfinite()
+        tokens, is_finite = argmax(logits)
         status = torch.zeros_like(tokens, dtype=torch.int32)
         for block in self._blocks:
             chosen, is_valid = block.choose(logits, positions)

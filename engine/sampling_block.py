@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from engine.argmax import argmax
 from engine.noise import gumbel, noise_keys
 from engine.sampling_state import SamplingState
 from engine.token_counts import ToDevice, TokenCounts
@@ -75,13 +76,13 @@ class SamplingBlock:
         best = scores.amax(-1, keepdim=True)  # a NaN is the maximum; single scores may be -inf
         is_valid = best.isfinite()
         if not self._draws:
-            return scores.argmax(-1), is_valid[:, 0]
+            return argmax(scores).tokens, is_valid[:, 0]
         # Relative to the best one (0), so that no temperature above 0 overflows. A row without a best score
         # becomes NaN, which nothing drops: it has some token, too.
         scores.sub_(best).div_(self._temperatures)
         ids, scores = self._truncation.apply(scores)
         scores.add_(gumbel(noise_keys(self._streams, positions), ids).mul_(self._is_drawn))
-        return ids.index_select(0, scores.argmax(-1)), is_valid[:, 0]
+        return ids.index_select(0, argmax(scores).tokens), is_valid[:, 0]
 
 
 def _bias(states: Sequence[SamplingState], to_device: ToDevice) -> Step:

@@ -65,6 +65,9 @@ def kernels() -> ctypes.CDLL:
     library.baton_attention.restype = None
     library.baton_read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
     library.baton_read.restype = ctypes.c_uint64
+    address, size = ctypes.c_void_p, ctypes.c_int64
+    library.baton_argmax.argtypes = [address, ctypes.c_int32, *(size,) * 3, address, address, ctypes.c_int]
+    library.baton_argmax.restype = None
     if hasattr(library, "baton_linear"):
         _declare_packed(library)
     wanted = os.environ.get("BATON_CPU_ISA")
