@@ -138,7 +138,10 @@ class ModelRunner:
         """hidden is [T, hidden] here, and logits are those of the sampled sequences."""
         hidden = self._hidden(batch)
         ends = batch.starts()[1:][batch.sampled] - 1
-        return Outputs(hidden, self._lm_head(hidden[upload(ends, self._device)]))
+        last = hidden
+        if not np.array_equal(ends, np.arange(len(hidden))):  # in a decode step each token is sampled from
+            last = hidden[upload(ends, self._device)]
+        return Outputs(hidden, self._lm_head(last))
 
     def _step(self, inputs: StepInputs, layers: PagedLayers, states: PackedStates | None) -> Outputs:
         """A decode step over fixed addresses; recorded."""
