@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from common.freed_memory import return_freed_memory
 from engine.cpu.attention import MAX_HEAD_DIM, CpuAttention
 from engine.cpu.linear import Pack, Weights
 from engine.cpu.op import AttentionCall, kernels
-from engine.paged_layers import PagedLayers
+from engine.paged_layers import DecoderOutput, PagedLayers
 
 MODELS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
 """The transformers classes that FusedDecoder computes."""
@@ -102,7 +101,7 @@ class FusedDecoder(nn.Module):
 
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, paged: PagedLayers, **_: Any
-    ) -> BaseModelOutputWithPast:
+    ) -> DecoderOutput:
         """input_ids, position_ids [1, T] -> last_hidden_state bfloat16 [1, T, hidden], normalised."""
         residual = self.embed_tokens(input_ids[0]).float()
         angles = position_ids[0].float()[:, None] * self._frequencies
@@ -121,7 +120,7 @@ class FusedDecoder(nn.Module):
             self._scratch = torch.empty(needed + 64, dtype=torch.uint8)
         call.scratch = -(-self._scratch.data_ptr() // 64) * 64
         self._library.baton_decoder(ctypes.byref(call))
-        return BaseModelOutputWithPast(last_hidden_state=result[None])
+        return DecoderOutput(result[None])
 
     def start_profile(self) -> None:
         """Start to measure the time of each part of a step, from zero."""

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import linear
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from engine.cuda.layers import FlashInferMLP, fusible_mlp
 from engine.cuda.limits import HEAD_DIMS
-from engine.paged_layers import PagedLayers
+from engine.paged_layers import DecoderOutput, PagedLayers
 
 MODELS = (
     *("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"),
@@ -60,7 +59,7 @@ class FlashInferDecoder(nn.Module):
 
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, paged: PagedLayers, **_: Any
-    ) -> BaseModelOutputWithPast:
+    ) -> DecoderOutput:
         """input_ids, position_ids [1, T] -> last_hidden_state [1, T, hidden], normalised."""
         residual = self.embed_tokens(input_ids[0])
         norms = [layer.input_norm for layer in self._layers] + [self.norm]
@@ -70,7 +69,7 @@ class FlashInferDecoder(nn.Module):
             self._ops.fused_add_rmsnorm(x, residual, layer.mlp_norm, self._eps)
             x = layer.mlp(x[None])[0]
             self._ops.fused_add_rmsnorm(x, residual, norms[number + 1], self._eps)
-        return BaseModelOutputWithPast(last_hidden_state=x[None])
+        return DecoderOutput(x[None])
 
     def _attend(
         self, number: int, layer: _Layer, x: torch.Tensor, positions: torch.Tensor, paged: PagedLayers
