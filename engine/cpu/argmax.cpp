@@ -18,6 +18,7 @@ namespace baton {
 namespace {
 
 constexpr int64_t kBlock = 1024;  // elements that are searched again for the largest one
+constexpr int64_t kElements = 1 << 18;  // for each thread at least: waking one takes as long as reading so many
 
 // The maximum of a block, and 0 if all of it is finite, else NaN.
 struct Block {
@@ -74,6 +75,7 @@ void baton_argmax(const void* elements, int32_t storage, int64_t rows, int64_t c
                       ? baton::argmax(static_cast<const float*>(elements) + r * stride, columns, is_finite[r])
                       : baton::argmax(static_cast<const baton::bf16*>(elements) + r * stride, columns, is_finite[r]);
   };
-  baton::parallel(static_cast<int>(std::clamp<int64_t>(rows, 1, threads)), body);
+  const int64_t worth = std::min(rows, rows * columns / baton::kElements);
+  baton::parallel(static_cast<int>(std::clamp<int64_t>(worth, 1, threads)), body);
 }
 }
