@@ -80,7 +80,7 @@ class RadixTree:
             at = pages * self.page_size * TOKEN_BYTES
             for node in path:
                 node.last_access = tick
-            if hits:
+            if hits:  # a look-up counts none
                 for node in path:
                     node.hit_count += hits
         else:

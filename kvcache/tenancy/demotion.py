@@ -21,7 +21,6 @@ from __future__ import annotations
 import secrets
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 
@@ -40,13 +39,6 @@ BARRED_EPOCHS = 10
 _MOST_BARRED = 4096  # places; the oldest is forgotten first
 
 
-class _Touched(NamedTuple):
-    """A public node where the match of a request ended that may be a guess."""
-
-    node: TreeNode  # as it was: it may have been evicted since
-    place: PageDigest  # of its last page
-
-
 class Demotion:
     """One tree's. All methods are called on the tree's thread."""
 
@@ -56,8 +48,8 @@ class Demotion:
         self._tree = tree
         self._usage = usage
         self._burst = burst
-        self._guesses: dict[str, list[_Touched]] = {}  # of this epoch, by tenant
-        self._due: list[_Touched] = []  # to be demoted when no move on a lower tier uses them
+        self._guesses: dict[str, list[TreeNode]] = {}  # where they ended in this epoch, by tenant
+        self._due: list[TreeNode] = []  # to be demoted when no move on a lower tier uses them
         self._leaving: list[TreeNode] = []  # demoted, and still in the tree
         self._owners = f"demoted:{secrets.token_hex(16)}:"  # the names of owners begin so, and no tenant's
         self._last_owner = 0
@@ -68,7 +60,7 @@ class Demotion:
         """A request has locked the path of `last`, all that is cached of it, and computes so much more."""
         is_guess = more_tokens < GUESS_PAGES * self._tree.page_size
         if self._burst and is_guess and last.founders and tenant not in last.founders:
-            self._guesses.setdefault(tenant, []).append(self._touched(last))
+            self._guesses.setdefault(tenant, []).append(last)
 
     def holds(self, node: TreeNode) -> bool:
         """Whether the node was demoted."""
@@ -101,8 +93,8 @@ class Demotion:
     def go_on(self) -> None:
         """Demote what could not be before, and remove what was demoted and is free now."""
         due, self._due = self._due, []
-        for place, touched in {one.place: one for one in due}.items():
-            node = self._found(touched.node)
+        for place, touched in {self._place(one): one for one in due}.items():
+            node = self._found(touched)
             if node is None:  # evicted meanwhile; others' copies must not become public in its place
                 self._bar(place)
             else:
@@ -110,8 +102,9 @@ class Demotion:
                     self._demote(top)
         self._remove_unlocked()
 
-    def _touched(self, node: TreeNode) -> _Touched:
-        return _Touched(node, node.page_digests(self._tree.page_size)[-1])
+    def _place(self, node: TreeNode) -> PageDigest:
+        """Where the node ends; also of one that was evicted, which keeps its tokens and its path."""
+        return node.page_digests(self._tree.page_size)[-1]
 
     def _found(self, node: TreeNode) -> TreeNode | None:
         """The node, or if it was evicted what is public in its place now: it may have come from storage or
@@ -123,8 +116,9 @@ class Demotion:
         tokens = np.concatenate(
             [*(step.token_array()[: step.num_tokens] for step in path), node.token_array()[node.num_tokens :]]
         )
-        found, pages, _ = mixed_path(RadixKey(tokens, node.namespace), tree.page_size, tree.root, None)
-        return tree.cut(found, pages)[-1] if pages == sum(step.num_pages for step in path) else None
+        key = RadixKey(tokens, node.namespace)
+        found, pages, _ = mixed_path(key, tree.page_size, tree.root, None)
+        return tree.cut(found, pages)[-1] if pages * tree.page_size == len(key) else None
 
     def _promoted(self, node: TreeNode) -> Iterator[TreeNode]:
         """The highest public nodes, `node` or below, that were promoted and that few use."""
@@ -142,7 +136,7 @@ class Demotion:
     def _demote(self, top: TreeNode) -> None:
         nodes = [top, *top.descendants()]
         if not all(map(is_settled, nodes)):
-            self._due.append(self._touched(top))
+            self._due.append(top)
             return
         place = top.page_digests(self._tree.page_size)[0]
         self.demoted_pages += sum(node.num_pages for node in nodes if not node.tenant)

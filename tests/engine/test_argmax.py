@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from engine.argmax import argmax, argmax_by_torch
+from engine.argmax import argmax
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # the last one has no kernel
 
@@ -17,9 +17,9 @@ def draw(rows: int, vocab: int, dtype: torch.dtype, seed: int = 0) -> torch.Tens
 
 
 def same_as_torch(scores: torch.Tensor) -> None:
-    got, wanted = argmax(scores), argmax_by_torch(scores)
-    assert got.tokens.tolist() == wanted.tokens.tolist()
-    assert got.is_finite.tolist() == wanted.is_finite.tolist()
+    got = argmax(scores)
+    assert got.tokens.tolist() == scores.argmax(-1).tolist()
+    assert got.is_finite.tolist() == scores.isfinite().all(-1).tolist()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -64,6 +64,15 @@ def test_rows_may_be_parts_of_others_or_none(dtype: torch.dtype) -> None:
     same_as_torch(scores[1::2])
     same_as_torch(scores.t())
     same_as_torch(scores[:0])
+
+
+def test_many_scores_are_divided_among_threads() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        same_as_torch(draw(3, 300_000, torch.bfloat16))
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_the_largest_finite_scores_are_finite() -> None:
