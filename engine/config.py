@@ -11,7 +11,7 @@ CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "attention": ("auto", "cpu", "torch", "flashinfer"),
     "linear": ("auto", "torch", "packed"),
-    "weight_dtype": ("auto", "int8"),
+    "weight_dtype": ("auto", "bfloat16", "int8"),
     "kv_cache_dtype": tuple(KVFormat),
 }
 
@@ -22,7 +22,9 @@ class EngineConfig:
 
     model: str  # a directory with config.json and safetensors, or a hub id
     dtype: str = "auto"  # of weights and KV; "auto": the dtype in config.json
-    weight_dtype: str = "auto"  # of linear layers on a CPU; "int8": rounded at load, a factor per output
+    weight_dtype: str = (
+        "auto"  # of linear layers on a CPU. "auto": fp8 and MXFP4 as stored; "int8": rounded at load
+    )
     kv_cache_dtype: str = "auto"  # storage format of KV (kvcache.quant); "auto": `dtype`
     generation_config: str = "auto"  # a folder that lists the end tokens; "auto", "vllm": `model` does
     device: str = "cpu"  # a torch device

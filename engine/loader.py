@@ -22,7 +22,8 @@ from common.errors import ConfigError
 from common.freed_memory import return_freed_memory
 from engine.attention import ATTENTION_NAME
 from engine.checkpoint.formats import stored_format
-from engine.checkpoint.reader import read_weights
+from engine.checkpoint.reader import formats_of, read_weights
+from engine.checkpoint.stored import StoredWeights, find_stored
 from engine.config import EngineConfig
 from engine.errors import UnsupportedModel
 from engine.families.base import Dtypes
@@ -74,7 +75,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     family = check_model(hf_config)
     dtype = _dtype(config, hf_config)
     check_weight_dtype(config, dtype)
-    model = _read(config, hf_config, dtype, local)
+    model, stored = _read(config, hf_config, dtype, local)
     model = model.to(config.device).eval().requires_grad_(False)
     family.prepare(model)
     groups = stored_as(
@@ -91,7 +92,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         model_type=hf_config.model_type,
         dtype=dtype,
     )
-    replaced = apply_replacements(model, config, replacement_table(config))
+    replaced = apply_replacements(model, config, replacement_table(config, stored))
     return LoadedModel(model, spec, attention, replaced)
 
 
@@ -102,8 +103,8 @@ def read_tokenizer(model: str) -> str:
     )
 
 
-def _read(config: EngineConfig, hf_config: Any, dtype: torch.dtype, local: bool) -> Any:
-    """The model with its weights, dequantised, on `config.device`.
+def _read(config: EngineConfig, hf_config: Any, dtype: torch.dtype, local: bool) -> tuple[Any, StoredWeights]:
+    """The model with its weights, dequantised, on `config.device`, and how they were stored.
 
     With accelerate each weight goes to another device when it is read; without it all are in the host's
     memory first.
@@ -113,10 +114,11 @@ def _read(config: EngineConfig, hf_config: Any, dtype: torch.dtype, local: bool)
         del plain.quantization_config  # transformers would replace modules, and needs a GPU for some formats
     direct = torch.device(config.device).type != "cpu" and is_accelerate_available()
     try:
+        weights = read_weights(config.model, stored_format(hf_config), dtype, local)
         model, report = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)].from_pretrained(
             None,
             config=plain,
-            state_dict=read_weights(config.model, stored_format(hf_config), dtype, local),
+            state_dict=dict(weights),
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,
             device_map={"": config.device} if direct else None,
@@ -132,7 +134,7 @@ def _read(config: EngineConfig, hf_config: Any, dtype: torch.dtype, local: bool)
     if report["missing_keys"]:  # transformers initialises them at random
         missing = ", ".join(sorted(report["missing_keys"])[:3])
         raise _unreadable(config.model, ValueError(f"no weights for {missing}"))
-    return model
+    return model, find_stored(model, formats_of(weights))
 
 
 def _is_directory(model: str) -> bool:
@@ -216,7 +218,7 @@ def _eos_token_ids(model: nn.Module, hf_config: Any) -> tuple[int, ...]:
 
 def _weights_name(config: EngineConfig, dtype: torch.dtype) -> str:
     """What the weights are in. Workers with int8 weights and workers without them serve different models."""
-    return str(dtype) if config.weight_dtype == "auto" else f"{dtype} {config.weight_dtype}"
+    return f"{dtype} int8" if config.weight_dtype == "int8" else str(dtype)
 
 
 def _fingerprint(model: nn.Module, hf_config: Any, weights: str) -> str:

@@ -14,6 +14,7 @@ from torch import nn
 
 from common.errors import ConfigError
 from common.freed_memory import return_freed_memory
+from engine.checkpoint.stored import StoredWeights
 from engine.config import EngineConfig
 
 Replace = Callable[[nn.Module, EngineConfig], nn.Module | None]
@@ -54,19 +55,22 @@ def check_weight_dtype(config: EngineConfig, dtype: torch.dtype) -> None:
     if torch.device(config.device).type != "cpu":
         problem = f"{config.weight_dtype} is for device cpu, not {config.device}"
         raise ConfigError("engine.weight_dtype", problem, "use auto")
-    from engine.cpu.module_replacements import check_int8
+    from engine.cpu.module_replacements import check_packs
 
-    check_int8(config, dtype)
+    check_packs(config, dtype)
 
 
-def replacement_table(config: EngineConfig) -> ReplacementTable:
-    """The replacements for `config.device`: those of engine/cpu on a CPU, of engine/cuda on CUDA."""
+def replacement_table(config: EngineConfig, stored: StoredWeights) -> ReplacementTable:
+    """The replacements for `config.device`: those of engine/cpu on a CPU, of engine/cuda on CUDA.
+
+    `stored`: how the checkpoint stored the weights; CPUs keep some of its formats.
+    """
     table: ReplacementTable = {}
     kind = torch.device(config.device).type
     if kind == "cpu":
         from engine.cpu.module_replacements import register
 
-        register(table)
+        register(table, stored)
     elif kind == "cuda":
         from engine.cuda.module_replacements import register as register_cuda
 

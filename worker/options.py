@@ -38,8 +38,10 @@ class EngineOptions(Options):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto (the model's), float32, bfloat16 or float16"
     )
-    weight_dtype: Literal["auto", "int8"] = Field(
-        "auto", description="auto (dtype), or int8: weights and inputs of linear layers are rounded, on a CPU"
+    weight_dtype: Literal["auto", "bfloat16", "int8"] = Field(
+        "auto",
+        description="of linear layers: auto (dtype; on a CPU, fp8 and MXFP4 stay as stored), or on a CPU bfloat16 "
+        "or int8 (weights and inputs are rounded)",
     )
     device: str = Field(
         "auto",

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
+
+from engine.checkpoint.stored import StoredMatrix
 
 _ELEMENTS_AT_ONCE = 1 << 18  # of a weight that are in float32 at the same time: they stay in the CPU's cache
 
@@ -13,18 +16,32 @@ Parts = Mapping[str, torch.Tensor]
 """The stored tensors of one weight, by the suffix of their names."""
 
 
+class Stored(Protocol):
+    """A tensor that is read by `stored[...]`, as safetensors' slices are; transformers reads it so."""
+
+    def get_dtype(self) -> str:
+        """safetensors' name of the dtype."""
+        ...
+
+    def get_shape(self) -> list[int]: ...
+
+    def __getitem__(self, index: Any) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True)
 class Format:
     """How one quantised weight is stored: as several tensors whose names have a stem in common.
 
     `dequantise` computes in float32, rounds to the dtype that it is given, and raises ValueError for tensors
-    that do not fit together.
+    that do not fit together. `describe` says how a weight that was dequantised is stored, if a CPU can keep
+    it so.
     """
 
     parts: tuple[str, ...]  # suffixes of the tensors. A name with the first one belongs to a quantised weight
     dequantise: Callable[[Parts, torch.dtype], torch.Tensor]
     optional: tuple[str, ...] = ()  # suffixes of tensors that a weight may have, too
     result: str = ".weight"  # suffix of the name under which transformers knows the weight
+    describe: Callable[[Mapping[str, Stored]], StoredMatrix | None] | None = None
 
 
 def row_blocks(rows: int, columns: int, multiple: int = 1) -> Iterator[slice]:

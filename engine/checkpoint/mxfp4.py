@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.checkpoint.base import Format, Parts
+from engine.checkpoint.stored import StoredMatrix
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The value of each code: a sign, two bits of exponent, one of mantissa."""
@@ -30,4 +31,4 @@ def _dequantise(parts: Parts, dtype: torch.dtype) -> torch.Tensor:
     return weight
 
 
-MXFP4 = Format(("_blocks", "_scales"), _dequantise, result="")
+MXFP4 = Format(("_blocks", "_scales"), _dequantise, result="", describe=lambda _: StoredMatrix("mxfp4"))

@@ -9,28 +9,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from common.start_log import StartProgress
-from engine.checkpoint.base import Format
+from engine.checkpoint.base import Format, Stored
+from engine.checkpoint.stored import StoredMatrix
 
 _PLAIN = ("F64", "F32", "F16", "BF16")
-
-
-class Stored(Protocol):
-    """A tensor that is read by `stored[...]`, as safetensors' slices are; transformers reads it so."""
-
-    def get_dtype(self) -> str:
-        """safetensors' name of the dtype."""
-        ...
-
-    def get_shape(self) -> list[int]: ...
-
-    def __getitem__(self, index: Any) -> torch.Tensor: ...
 
 
 class CountedTensor:
@@ -72,6 +61,10 @@ class QuantisedWeight:
             raise ValueError(f"{self._name}: {error}") from error
         return weight
 
+    def describe(self) -> StoredMatrix | None:
+        """How it is stored, if a CPU can keep it so. Not before it was read: it may not fit together."""
+        return self._format.describe(self._parts) if self._format.describe else None
+
 
 def read_weights(
     model: str, form: Format | None, dtype: torch.dtype, local: bool
@@ -109,6 +102,13 @@ def read_weights(
         ):
             raise ValueError(f"{name} is stored as {weight.get_dtype()}, without {form.parts[0]}")
     return weights
+
+
+def formats_of(weights: Mapping[str, Stored | QuantisedWeight]) -> dict[str, StoredMatrix]:
+    """How weights that were read are stored, by name: those that a CPU can keep so."""
+    quantised = {name: weight for name, weight in weights.items() if isinstance(weight, QuantisedWeight)}
+    described = {name: weight.describe() for name, weight in quantised.items()}
+    return {name: stored for name, stored in described.items() if stored is not None}
 
 
 def _files(model: str, local: bool) -> list[str]:

@@ -14,7 +14,7 @@ from torch import nn
 
 from common.freed_memory import return_freed_memory
 from engine.cpu.attention import MAX_HEAD_DIM, CpuAttention
-from engine.cpu.linear import Pack, Weights
+from engine.cpu.linear import GROUP, Matrix, Packer, Weights
 from engine.cpu.op import AttentionCall, kernels
 from engine.paged_layers import DecoderOutput, PagedLayers
 
@@ -73,9 +73,9 @@ def fusible(model: nn.Module) -> bool:
 class FusedDecoder(nn.Module):
     """Replaces a `fusible` model. Keeps its embedding and rotary frequencies, and packs its other weights."""
 
-    def __init__(self, model: Any, weight_dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(self, model: Any, packer: Packer) -> None:
         super().__init__()
-        self._weight_dtype = weight_dtype
+        self._packer = packer
         self.embed_tokens = model.embed_tokens
         self._frequencies = model.rotary_emb.inv_freq.float()
         self._rotary_scale = float(model.rotary_emb.attention_scaling)
@@ -155,17 +155,20 @@ class FusedDecoder(nn.Module):
         return kept.data_ptr()
 
     def _pack_rows(self, weights: list[torch.Tensor]) -> Weights:
-        pack = Pack(sum(len(weight) for weight in weights), weights[0].shape[1], self._weight_dtype)
-        group = 0
+        """One weight after the other."""
+        matrices, group = [], 0
         for weight in weights:
-            pack.put(weight, group)
-            group += len(weight) // 16
-        self._kept.append(pack)
-        return pack.weights()
+            matrices.append(self._packer.matrix(weight, group))
+            group += len(weight) // GROUP
+        return self._pack(matrices)
 
     def _pack_alternating(self, gate: torch.Tensor, up: torch.Tensor) -> Weights:
-        pack = Pack(len(gate) + len(up), gate.shape[1], self._weight_dtype)
-        pack.put(gate, 0, 2)
-        pack.put(up, 1, 2)
+        """Groups of both in turns."""
+        halves = enumerate((gate, up))
+        return self._pack([self._packer.matrix(half, i, 2) for i, half in halves])
+
+    def _pack(self, matrices: list[Matrix]) -> Weights:
+        rows = sum(len(matrix.weight) for matrix in matrices)
+        pack = self._packer.pack(rows, matrices[0].weight.shape[1], matrices)
         self._kept.append(pack)
         return pack.weights()

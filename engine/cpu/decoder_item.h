@@ -88,11 +88,19 @@ class Clock {
   double last_;
 };
 
+bool all_bfloat16(const DecoderCall& call) {
+  return std::all_of(call.layers, call.layers + call.layer_count, [](const LayerWeights& layer) {
+    for (const Weights* weights : {&layer.qkv, &layer.out, &layer.gate_up, &layer.down})
+      if (weights->format != kBFloat16Pack) return false;
+    return true;
+  });
+}
+
 class Decoder {
  public:
   Decoder(const DecoderCall& call, AttentionPlan& plan)
-      : call_(call), shape_(call), few_(call.tokens <= kFewRows), int8_(call.layers->qkv.scales != nullptr),
-        tiled_(!int8_ && current_isa() >= kAmx), plan_(plan), batch_(*call.attention) {
+      : call_(call), shape_(call), few_(call.tokens <= kFewRows), int8_(call.layers->qkv.format == kInt8Pack),
+        tiled_(current_isa() >= kAmx && all_bfloat16(call)), plan_(plan), batch_(*call.attention) {
     Arena arena(call.scratch);
     buffers_ = take_buffers(arena, shape_, batch_.threads);
     const int64_t head = batch_.head_dim;
@@ -272,7 +280,7 @@ class Decoder {
   const DecoderCall& call_;
   const Shape shape_;
   const bool few_;
-  const bool int8_;
+  const bool int8_;   // all packs are, or none
   const bool tiled_;  // the rows of products are in AMX tiles
   AttentionPlan& plan_;
   AttentionCall batch_;

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.activations import SiLUActivation
 
-from engine.cpu.linear import GROUP, Pack, Weights, packable
+from engine.cpu.linear import GROUP, Matrix, Packer, Weights, packable
 from engine.cpu.op import kernels
 from engine.cpu.threads import kernel_threads
 
@@ -57,18 +57,22 @@ class ExpertsCall(ctypes.Structure):
 class PackedExperts(nn.Module):
     """All experts in two packs, computed by one C++ call. Sums are float32 up to the final result."""
 
-    def __init__(self, experts: Any, weight_dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(self, experts: Any, packer: Packer | None = None) -> None:
         super().__init__()
+        packer = packer or Packer()
         clamped = type(experts).__name__ == CLAMPED
         gate_up, down = _weights(experts)
         count, width, hidden = gate_up.shape
-        self._gate_up = Pack(count * width, hidden, weight_dtype)
-        self._down = Pack(count * hidden, width // 2, weight_dtype)
-        for expert in range(count):
-            gates, ups = _halves(gate_up[expert], clamped)
-            self._gate_up.put(gates, expert * width // GROUP, 2)
-            self._gate_up.put(ups, expert * width // GROUP + 1, 2)
-            self._down.put(down[expert], expert * hidden // GROUP)
+        formats = packer.formats(experts.gate_up_proj, 2 * count)
+        halves = [
+            Matrix(weight, formats[2 * expert + half], expert * width // GROUP + half, 2)
+            for expert in range(count)
+            for half, weight in enumerate(_halves(gate_up[expert], clamped))
+        ]
+        self._gate_up = packer.pack(count * width, hidden, halves)
+        formats = packer.formats(experts.down_proj, count)
+        downs = [Matrix(down[i], formats[i], i * hidden // GROUP) for i in range(count)]
+        self._down = packer.pack(count * hidden, width // 2, downs)
         self._library = kernels()
         assert self._library.baton_experts_call_bytes() == ctypes.sizeof(ExpertsCall)
         self._call = ExpertsCall(

@@ -14,7 +14,7 @@
 
 #include "numeric.h"
 
-#if defined(__AVX512BW__) && defined(__AVX512VL__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -149,6 +149,30 @@ inline void put32(float* to, __m512i x) {
   _mm512_storeu_si512(to, _mm512_slli_epi32(_mm512_cvtepu16_epi32(low), 16));
   _mm512_storeu_si512(to + 16, _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
 }
+#elif defined(__AVX2__)
+// Converts 16 codes, as above. A subnormal number is looked up by the places of its two bytes.
+template <int M, int Bias>
+__m256i widen(__m128i codes) {
+  alignas(16) static constexpr uint16_t kTiny[2][8] = {{0, 0x3780, 0x3800, 0x3840},
+                                                       {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60}};
+  const __m256i table =
+      _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(kTiny[M == 3])));
+  const __m256i code = _mm256_cvtepu8_epi16(codes), magnitude = _mm256_and_si256(code, _mm256_set1_epi16(0x7f));
+  __m256i x = _mm256_add_epi16(_mm256_slli_epi16(magnitude, 7 - M), _mm256_set1_epi16((127 - Bias) << 7));
+  const __m256i places =
+      _mm256_add_epi16(_mm256_mullo_epi16(magnitude, _mm256_set1_epi16(0x0202)), _mm256_set1_epi16(0x0100));
+  const __m256i tiny = _mm256_cmpgt_epi16(_mm256_set1_epi16(1 << M), magnitude);
+  x = _mm256_blendv_epi8(x, _mm256_shuffle_epi8(table, places), tiny);
+  const __m256i special = _mm256_cmpgt_epi16(magnitude, _mm256_set1_epi16(M == 3 ? 0x7e : 0x7b));
+  x = _mm256_add_epi16(x, _mm256_and_si256(special, _mm256_set1_epi16(M == 3 ? 0x7fc0 - 0x43f0 : 0x7f80 - 0x4780)));
+  return _mm256_or_si256(x, _mm256_slli_epi16(_mm256_xor_si256(code, magnitude), 8));
+}
+inline void put16(bf16* to, __m256i x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), x); }
+inline void put16(float* to, __m256i x) {
+  const __m128i halves[] = {_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)};
+  for (int i = 0; i < 2; ++i)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 8 * i), _mm256_slli_epi32(_mm256_cvtepu16_epi32(halves[i]), 16));
+}
 #endif
 
 template <int M, int Bias, typename T>
@@ -158,6 +182,9 @@ void load_codes(const uint8_t* codes, int64_t n, T* to) {
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
   for (; i + 32 <= n; i += 32)
     put32(to + i, widen<M, Bias>(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + i))));
+#elif defined(__AVX2__)
+  for (; i + 16 <= n; i += 16)
+    put16(to + i, widen<M, Bias>(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + i))));
 #endif
   for (; i < n; ++i) put(to + i, table[codes[i]]);
 }

@@ -19,6 +19,8 @@ Gemm gemm_for() {
   }
 }
 
+GemmExpanded gemm_expanded_for() { return current_isa() >= kAvx512 ? gemm_expanded_avx512 : gemm_expanded_avx2; }
+
 Input tiled_together(Team& team, Input a, int64_t m, int64_t k, bf16* memory) {
   const Tiling tiling{m, k};
   int64_t first, last;
@@ -43,8 +45,8 @@ struct Product {
 
   template <typename T>
   void into(T* out) const {
-    const bool many = m > kFewRows, round = many && weights.scales != nullptr;
-    const bool tile = many && weights.scales == nullptr && current_isa() >= kAmx;
+    const bool many = m > kFewRows, round = many && weights.format == kInt8Pack;
+    const bool tile = many && weights.format == kBFloat16Pack && current_isa() >= kAmx;
     char* memory = round ? working_memory(Int8Rows::bytes(m, k)) : tile ? working_memory(m * k * sizeof(bf16)) : nullptr;
     auto body = [&](Team& team) {
       auto store = [&](const float* c, int64_t ldc, int64_t row, int rows, int64_t group, int groups) {
@@ -77,6 +79,9 @@ using baton::kGroup;
 
 extern "C" {
 
+int64_t baton_group_bytes(int format, int64_t k) { return baton::group_bytes(static_cast<baton::PackFormat>(format), k); }
+int baton_weights_bytes() { return sizeof(baton::Weights); }
+
 // Packs the outputs of a row-major [n, k] weight into group `group` of `pack` and every `step`-th group after it.
 // Missing outputs of the last group are zero.
 void baton_pack(const bf16* weight, int64_t n, int64_t k, bf16* pack, int64_t group, int64_t step, int threads) {
@@ -96,15 +101,17 @@ void baton_pack(const bf16* weight, int64_t n, int64_t k, bf16* pack, int64_t gr
   baton::parallel(threads, body);
 }
 
-// Copies outputs of a pack, [count, k]. `scales`: of a pack of int8, whose weights are rounded to bfloat16, or null.
+// Copies outputs of a pack, [count, k]. A pack of int8 has scales, and its weights are rounded to bfloat16. Not for packs
+// that are expanded.
 void baton_unpack(const void* pack, const float* scales, int64_t k, const int64_t* outputs, int64_t count, bf16* out,
                   int threads) {
+  const baton::PackFormat format = scales == nullptr ? baton::kBFloat16Pack : baton::kInt8Pack;
   auto body = [&](baton::Team& team) {
     int64_t first, last;
     team.split(count, first, last);
     for (int64_t i = first; i < last; ++i) {
       const int64_t group = outputs[i] / kGroup, o = outputs[i] % kGroup;
-      const baton::Weights weights = baton::Weights{pack, scales}.from_group(group, k);
+      const baton::Weights weights = baton::Weights{pack, scales, format}.from_group(group, k);
       if (scales != nullptr) {
         baton::unpack_int8(static_cast<const uint8_t*>(weights.pack), k, o, weights.scales[o], out + i * k);
         continue;
@@ -116,11 +123,10 @@ void baton_unpack(const void* pack, const float* scales, int64_t k, const int64_
   baton::parallel(threads, body);
 }
 
-// out[m, n] = a[m, k] * pack + bias, in float32 or, if `rounded`, in bfloat16. `scales`: of a pack of int8, or null; bias
-// may be null.
-void baton_linear(const bf16* a, int64_t lda, int64_t m, const void* pack, const float* scales, int64_t k, int64_t n,
+// out[m, n] = a[m, k] * weights + bias, in float32 or, if `rounded`, in bfloat16. `bias` may be null.
+void baton_linear(const bf16* a, int64_t lda, int64_t m, const baton::Weights* weights, int64_t k, int64_t n,
                   const float* bias, void* out, int rounded, int threads) {
-  const baton::Product product{a, lda, m, {pack, scales}, k, n, bias, threads};
+  const baton::Product product{a, lda, m, *weights, k, n, bias, threads};
   if (rounded) product.into(static_cast<bf16*>(out));
   else product.into(static_cast<float*>(out));
 }

@@ -1,5 +1,5 @@
-// Matrix products with weights packed once at load, as bfloat16 or as int8 with a scale for each output
-// (linear_int8.h).
+// Matrix products with weights packed once at load: as bfloat16, as int8 with a scale for each output (linear_int8.h), or
+// in the 8 or 4 bits of a checkpoint (linear_expanded.h).
 //
 // The pack of a [n, k] weight is [n / 16][k / 2][16][2]. A 64-byte line holds two neighbouring k of 16 outputs and is
 // the operand of one AVX512-BF16 dot product, and a shift and a mask make floats of it where there is none;
@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "linear_expanded.h"
 #include "linear_int8.h"
 #include "numeric.h"
 #include "pool.h"
@@ -63,16 +64,36 @@ struct Tiling {
 void gemm_amx_panel(const bf16* a, int64_t m, const bf16* pack, int64_t k, int groups, float* c, Ahead ahead);
 Gemm gemm_for();  // of current_isa(), which is at least AVX2. AMX for any number of rows if it is available, so that a row's sums do not depend on the batch
 
-// The right side of a product: a pack of bfloat16, or of int8 with a scale for each output.
+enum PackFormat : int32_t { kBFloat16Pack = 0, kInt8Pack = 1, kFp8Pack = 2, kMxfp4Pack = 3 };
+
+// The bytes of a group of outputs.
+inline int64_t group_bytes(PackFormat format, int64_t k) {
+  switch (format) {
+    case kInt8Pack: return kGroup * padded_inputs(k);
+    case kFp8Pack: return blocks_of(k) * kFp8BlockBytes;
+    case kMxfp4Pack: return blocks_of(k) * kMxfp4BlockBytes;
+    default: return kGroup * 2 * k;
+  }
+}
+
+// The right side of a product.
 struct Weights {
   const void* pack;
-  const float* scales;  // [outputs], or null for bfloat16
+  const float* scales;  // of int8: [outputs]; else null
+  PackFormat format;
 
   Weights from_group(int64_t group, int64_t k) const {
-    const int64_t bytes = group * kGroup * (scales == nullptr ? 2 * k : padded_inputs(k));
-    return {static_cast<const char*>(pack) + bytes, scales == nullptr ? nullptr : scales + group * kGroup};
+    return {static_cast<const char*>(pack) + group * group_bytes(format, k),
+            scales == nullptr ? nullptr : scales + group * kGroup, format};
   }
 };
+
+// c[m, kUnit * kGroup] = a[m, k] * a pack of fp8 or MXFP4 of up to kUnit groups, for any number of rows, which are not in
+// tiles. A block is expanded once for all rows.
+using GemmExpanded = void (*)(const bf16* a, int64_t lda, int64_t m, const Weights& weights, int64_t k, int groups, float* c);
+void gemm_expanded_avx2(const bf16* a, int64_t lda, int64_t m, const Weights& weights, int64_t k, int groups, float* c);
+void gemm_expanded_avx512(const bf16* a, int64_t lda, int64_t m, const Weights& weights, int64_t k, int groups, float* c);
+GemmExpanded gemm_expanded_for();  // of current_isa(), which is at least AVX2
 
 // Ends the use of AMX tiles by this thread's products, because other code on the thread (oneDNN) uses them, too.
 void release_tiles();
@@ -121,10 +142,11 @@ inline Ahead next_unit(const Weights& weights, int64_t k, int groups, int64_t ro
 // each finished block of float32 sums while it is in the cache. There is no barrier.
 template <typename Done>
 void matmul(const Team& team, Input a, int64_t m, Weights weights, int64_t k, int64_t groups, Done done) {
-  const bool int8 = weights.scales != nullptr;
+  const bool int8 = weights.format == kInt8Pack, expanded = weights.format > kInt8Pack;
   const Int8Rows rounded = !int8 || a.rounded ? a.rounded : rounded_here(a, m, k);
   const GemmInt8 gemm_int8 = gemm_int8_for(m);
   const Gemm gemm = gemm_for();
+  const GemmExpanded gemm_expanded = gemm_expanded_for();
   const int64_t panel = panel_rows(m, int8 ? k : 2 * k), ldc = kUnit * kGroup;
   alignas(64) float c[kPanelRows * kUnit * kGroup];
   int64_t first, last;
@@ -134,9 +156,12 @@ void matmul(const Team& team, Input a, int64_t m, Weights weights, int64_t k, in
     for (int64_t group = first * kUnit; group < std::min(groups, last * kUnit); group += kUnit) {
       const int count = static_cast<int>(std::min<int64_t>(groups - group, kUnit));
       const Weights unit = weights.from_group(group, k), next = weights.from_group(group + count, k);
-      if (a.tiled) {
-        gemm_amx_panel(a.data + start * a.stride, end - start, static_cast<const bf16*>(unit.pack), k, count, c,
-                       next_unit(next, k, count, end - start));
+      if (a.tiled || expanded) {
+        const bf16* rows = a.data + start * a.stride;
+        if (expanded) gemm_expanded(rows, a.stride, end - start, unit, k, count, c);
+        else
+          gemm_amx_panel(rows, end - start, static_cast<const bf16*>(unit.pack), k, count, c,
+                         next_unit(next, k, count, end - start));
         if (m <= kFewRows) prefetch_after(next);
         done(c, ldc, start, static_cast<int>(end - start), group, count);
         continue;

@@ -1,18 +1,24 @@
-"""Linear layers whose weights are packed once, as bfloat16 or int8. linear.h describes the format."""
+"""Linear layers whose weights are packed once. linear.h describes the formats."""
 
 from __future__ import annotations
 
 import ctypes
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from engine.checkpoint.stored import StoredMatrix, StoredWeights
 from engine.cpu.op import KernelsUnavailable, current_isa, kernels
 from engine.cpu.threads import kernel_threads
 from kvcache.buffers import allocate_private
 
 GROUP = 16
 """The number of outputs in one line of a pack."""
+BLOCK_INPUTS = 128
+"""The inputs that share a scale in a pack of fp8 (linear_expanded.h: kBlockInputs)."""
 
 
 def check_packable() -> None:
@@ -26,29 +32,46 @@ def packable(weight: torch.Tensor) -> bool:
     return weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.shape[1] % 32 == 0
 
 
+class PackFormat(enum.IntEnum):
+    """What a pack holds, by the kernels' numbers (linear.h: PackFormat)."""
+
+    BFLOAT16 = 0
+    INT8 = 1
+    FP8 = 2
+    MXFP4 = 3
+
+
 class Weights(ctypes.Structure):
     """`baton::Weights` in linear.h."""
 
-    _fields_ = (("pack", ctypes.c_void_p), ("scales", ctypes.c_void_p))
+    _fields_ = (("pack", ctypes.c_void_p), ("scales", ctypes.c_void_p), ("format", ctypes.c_int32))
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A weight [outputs, inputs] that goes to group `group` of a pack and every `step`-th group after it."""
+
+    weight: torch.Tensor
+    stored: StoredMatrix | None
+    group: int = 0
+    step: int = 1
 
 
 class Pack:
     """A packed weight with `rows` outputs and `inputs` inputs, in huge pages of its own.
 
-    `dtype` is torch.bfloat16, or torch.int8 with a float32 scale for each output (symmetric). Products with a
-    pack of int8 round their left side, too (linear_int8.h).
+    INT8 has a float32 scale for each output (symmetric), and its products round their left side, too
+    (linear_int8.h). FP8 and MXFP4 hold what a checkpoint stored (linear_expanded.h).
     """
 
-    def __init__(self, rows: int, inputs: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(self, rows: int, inputs: int, form: PackFormat = PackFormat.BFLOAT16) -> None:
         self.rows = rows
         self.inputs = inputs
-        self.dtype = dtype
+        self.form = form
         groups = -(-rows // GROUP)
-        self._output_bytes = 2 * inputs
-        if dtype == torch.int8:
-            self._output_bytes = kernels().baton_int8_padded_inputs(inputs)
-        self._buffer = allocate_private(groups * GROUP * self._output_bytes)
-        self._scales = torch.empty(groups * GROUP) if dtype == torch.int8 else None
+        self._group_bytes = kernels().baton_group_bytes(form, inputs)
+        self._buffer = allocate_private(groups * self._group_bytes)
+        self._scales = torch.empty(groups * GROUP) if form is PackFormat.INT8 else None
 
     @property
     def address(self) -> int:
@@ -59,23 +82,34 @@ class Pack:
         """The address of output `first`, a multiple of GROUP, and of its scale."""
         assert first % GROUP == 0
         scales = None if self._scales is None else self._scales.data_ptr() + 4 * first
-        return Weights(self.address + first * self._output_bytes, scales)
+        return Weights(self.address + first // GROUP * self._group_bytes, scales, self.form)
 
-    def put(self, weight: torch.Tensor, group: int = 0, step: int = 1) -> None:
-        """Pack `weight` [outputs, inputs] into group `group` and every `step`-th group after it."""
-        source = weight.detach().contiguous()
+    def put(self, matrix: Matrix) -> bool:
+        """Pack a matrix. False: this pack's format does not have it, bit for bit, and the pack is void."""
+        source = matrix.weight.detach().contiguous()
         assert packable(source)
         assert source.shape[1] == self.inputs
-        shape, to = (source.data_ptr(), len(source), self.inputs), (group, step, kernel_threads())
+        outputs = len(source)
+        shape, to = (source.data_ptr(), outputs, self.inputs), (matrix.group, matrix.step, kernel_threads())
+        if self.form is PackFormat.FP8:
+            assert matrix.stored is not None
+            scales = matrix.stored.input_scales(outputs, self.inputs, BLOCK_INPUTS)
+            if scales is None:
+                return False
+            return bool(kernels().baton_pack_fp8(*shape, self.address, scales.data_ptr(), *to))
+        if self.form is PackFormat.MXFP4:
+            return bool(kernels().baton_pack_mxfp4(*shape, self.address, *to))
         if self._scales is None:
             kernels().baton_pack(*shape, self.address, *to)
         else:
             kernels().baton_pack_int8(*shape, self.address, self._scales.data_ptr(), *to)
+        return True
 
     def unpacked(self, outputs: torch.Tensor) -> torch.Tensor:
         """The weights of outputs [n], int64, as bfloat16 [n, inputs]. Raises IndexError."""
         if any(not 0 <= output < self.rows for output in outputs.tolist()):
             raise IndexError(f"the outputs are 0 to {self.rows - 1}")
+        assert self.form in (PackFormat.BFLOAT16, PackFormat.INT8)
         outputs = outputs.contiguous()
         out = torch.empty(len(outputs), self.inputs, dtype=torch.bfloat16)
         weights = self.weights()
@@ -107,8 +141,7 @@ class Pack:
             x.data_ptr(),
             x.stride(0),
             len(x),
-            weights.pack,
-            weights.scales,
+            ctypes.byref(weights),
             self.inputs,
             count,
             None if bias is None else bias.data_ptr(),
@@ -119,24 +152,54 @@ class Pack:
         return out
 
 
+class Packer:
+    """Packs the weights of one model in the format that its options and its checkpoint ask for."""
+
+    def __init__(self, weight_dtype: str = "auto", stored: StoredWeights | None = None) -> None:
+        """`weight_dtype` as in EngineConfig; `stored`: None is of a checkpoint in bfloat16."""
+        self._int8 = weight_dtype == "int8"
+        self._stored = stored if stored is not None and weight_dtype == "auto" else StoredWeights()
+
+    def matrix(self, parameter: torch.Tensor, group: int = 0, step: int = 1) -> Matrix:
+        """A parameter that is one matrix, and where it goes."""
+        return Matrix(parameter, self.formats(parameter, 1)[0], group, step)
+
+    def formats(self, parameter: torch.Tensor, count: int) -> tuple[StoredMatrix | None, ...]:
+        """How the `count` matrices of a parameter are stored; None: not in a format that is kept."""
+        return self._stored.of(parameter, count)
+
+    def pack(self, rows: int, inputs: int, matrices: Sequence[Matrix]) -> Pack:
+        """A pack of `rows` outputs with these matrices."""
+        forms = {matrix.stored.form if matrix.stored else None for matrix in matrices}
+        form = (
+            PackFormat.INT8 if self._int8 else _FORMS[forms.pop()] if len(forms) == 1 else PackFormat.BFLOAT16
+        )
+        pack = Pack(rows, inputs, form)
+        if not all(pack.put(matrix) for matrix in matrices):
+            pack = Pack(rows, inputs)
+            for matrix in matrices:
+                pack.put(matrix)
+        return pack
+
+
+_FORMS = {None: PackFormat.BFLOAT16, "fp8": PackFormat.FP8, "mxfp4": PackFormat.MXFP4}
+
+
 class PackedLinear(nn.Module):
-    """Replaces an nn.Linear with bfloat16 weights, which are kept in `weight_dtype` (a Pack's).
+    """Replaces an nn.Linear with bfloat16 weights.
 
     The input is bfloat16; sums are float32 and are rounded to `out_dtype`.
     """
 
     def __init__(
-        self,
-        linear: nn.Linear,
-        out_dtype: torch.dtype = torch.bfloat16,
-        weight_dtype: torch.dtype = torch.bfloat16,
+        self, linear: nn.Linear, out_dtype: torch.dtype = torch.bfloat16, packer: Packer | None = None
     ) -> None:
         super().__init__()
+        packer = packer or Packer()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self._out_dtype = out_dtype
-        self.pack = Pack(linear.out_features, linear.in_features, weight_dtype)
-        self.pack.put(linear.weight)
+        self.pack = packer.pack(linear.out_features, linear.in_features, [packer.matrix(linear.weight)])
         self._bias = None if linear.bias is None else linear.bias.detach().float()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

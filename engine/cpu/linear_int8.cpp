@@ -100,8 +100,6 @@ float pack_output(const bf16* output, int64_t k, int o, uint8_t* group) {
 
 extern "C" {
 
-int64_t baton_int8_padded_inputs(int64_t k) { return baton::padded_inputs(k); }
-
 // Packs the outputs of a row-major [n, k] weight, rounded to int8, into group `group` of `pack` and every `step`-th group
 // after it, and their scales into `scales`, [outputs].
 void baton_pack_int8(const baton::bf16* weight, int64_t n, int64_t k, uint8_t* pack, float* scales, int64_t group,

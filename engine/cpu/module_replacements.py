@@ -13,18 +13,21 @@ import torch
 from torch import nn
 
 from common.errors import ConfigError
+from engine.checkpoint.stored import StoredWeights
 from engine.cpu import delta_net, experts
 from engine.cpu.decoder import MODELS, FusedDecoder, fusible
-from engine.cpu.linear import PackedEmbedding, PackedLinear, check_packable, packable
+from engine.cpu.linear import PackedEmbedding, PackedLinear, Packer, check_packable, packable
 from engine.cpu.op import KernelsUnavailable
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
 
 
-def register(table: dict[str, Callable[[nn.Module, EngineConfig], nn.Module | None]]) -> None:
-    """Add the CPU's replacements, for one model."""
-    replacements = CpuReplacements()
+def register(
+    table: dict[str, Callable[[nn.Module, EngineConfig], nn.Module | None]], stored: StoredWeights
+) -> None:
+    """Add the CPU's replacements, for one model whose checkpoint stored its weights as `stored` says."""
+    replacements = CpuReplacements(stored)
     for name in MODELS:
         table[name] = replacements.decoder
     for name in experts.MODELS:
@@ -34,42 +37,46 @@ def register(table: dict[str, Callable[[nn.Module, EngineConfig], nn.Module | No
     table["Linear"] = replacements.linear
 
 
-def check_int8(config: EngineConfig, dtype: torch.dtype) -> None:
-    """Raises ConfigError if weights in `dtype` cannot be packed as int8 here. Loading without them instead
-    would serve a model of twice the size that was asked for."""
+def check_packs(config: EngineConfig, dtype: torch.dtype) -> None:
+    """Raises ConfigError if weights in `dtype` cannot be packed as `config.weight_dtype` here. Loading
+    without int8 instead would serve a model of twice the size that was asked for."""
+    wanted = config.weight_dtype
     if dtype != torch.bfloat16:
         name = str(dtype).removeprefix("torch.")
         raise ConfigError(
-            "engine.weight_dtype", f"int8 is made of bfloat16, not of {name}", "use dtype bfloat16"
+            "engine.weight_dtype", f"{wanted} is made of bfloat16, not of {name}", "use dtype bfloat16"
         )
     if config.linear == "torch":
         raise ConfigError(
-            "engine.weight_dtype", "torch's linear layers have no int8", "use linear auto or packed"
+            "engine.weight_dtype",
+            f"torch's linear layers have no {wanted} packs",
+            "use linear auto or packed",
         )
     try:
         check_packable()
     except KernelsUnavailable as error:
-        raise ConfigError("engine.weight_dtype", f"int8 cannot run: {error}", "use auto") from error
+        raise ConfigError("engine.weight_dtype", f"{wanted} cannot run: {error}", "use auto") from error
 
 
 class CpuReplacements:
     """The replacements of one model. apply_replacements calls the methods for outer modules first."""
 
-    def __init__(self) -> None:
+    def __init__(self, stored: StoredWeights | None = None) -> None:
+        self._stored = stored
         self._fused: FusedDecoder | None = None
 
     def decoder(self, model: nn.Module, config: EngineConfig) -> nn.Module | None:
         """Replace the whole decoder, if the C++ attention op can serve it."""
         if not _packs(config) or config.attention not in ("auto", "cpu") or not fusible(model):
             return None
-        self._fused = FusedDecoder(model, _weight_dtype(config))
+        self._fused = FusedDecoder(model, self._packer(config))
         return self._fused
 
     def experts(self, module: nn.Module, config: EngineConfig) -> nn.Module | None:
         """Replace the experts of one mixture."""
         if not _packs(config) or not experts.fusible(module):
             return None
-        return experts.PackedExperts(module, _weight_dtype(config))
+        return experts.PackedExperts(module, self._packer(config))
 
     def delta_net(self, mixer: nn.Module, config: EngineConfig) -> nn.Module | None:
         """Pack the projections of one gated delta net, and replace its decode steps."""
@@ -90,15 +97,14 @@ class CpuReplacements:
         if not packable(linear.weight) or not _packs(config):
             return None
         if self._fused is None:
-            return PackedLinear(linear, torch.bfloat16, _weight_dtype(config))
-        packed = PackedLinear(linear, torch.float32, _weight_dtype(config))
+            return PackedLinear(linear, torch.bfloat16, self._packer(config))
+        packed = PackedLinear(linear, torch.float32, self._packer(config))
         if self._fused.embed_tokens.weight is linear.weight:
             self._fused.embed_tokens = PackedEmbedding(packed.pack)
         return packed
 
-
-def _weight_dtype(config: EngineConfig) -> torch.dtype:
-    return torch.int8 if config.weight_dtype == "int8" else torch.bfloat16
+    def _packer(self, config: EngineConfig) -> Packer:
+        return Packer(config.weight_dtype, self._stored)
 
 
 def _packs(config: EngineConfig) -> bool:

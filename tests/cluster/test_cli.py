@@ -127,7 +127,7 @@ def test_the_pooling_reaches_the_router(model: str) -> None:
             ("--set", "prefill.options.kv_cache_dtype=fp8_e4m3"),
             ("decode.options.kv_cache_dtype: prefill has fp8_e4m3 and decode has auto", "under worker"),
         ),
-        (("--weight-dtype", "int3"), ("worker.weight_dtype", "'auto' or 'int8'")),
+        (("--weight-dtype", "int3"), ("worker.weight_dtype", "'auto', 'bfloat16' or 'int8'")),
         (("--set", "prefill.options.weight_dtype=int8"), ("decode.options.weight_dtype", "under worker")),
         (("--eviction-policy", "oldest"), ("eviction_policy: 'oldest' is unknown", "lfu", "slru")),
         (("--dtype", "float8"), ("worker.dtype", "'auto', 'float32', 'bfloat16' or 'float16'")),

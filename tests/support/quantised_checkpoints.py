@@ -219,6 +219,15 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantise]] = {
         {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 24], "activation_scheme": "dynamic"},
         scaled(".weight_scale_inv", (16, 24)),
     ),
+    "fp8_wide": (  # blocks as wide as those of published checkpoints, which CPUs keep
+        {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "weight_block_size": [16, 128],
+            "activation_scheme": "dynamic",
+        },
+        scaled(".weight_scale_inv", (16, 128)),
+    ),
     "mxfp4": ({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, mxfp4),
     "awq": (
         {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},

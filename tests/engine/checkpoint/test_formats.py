@@ -27,6 +27,7 @@ from tests.support.reference import MIN_MARGIN, reference_generate
 CASES = [
     ("deepseek_v3", "fp8"),
     ("qwen3_moe", "fp8"),
+    ("qwen3", "fp8_wide"),
     ("gpt_oss", "mxfp4"),
     ("llama", "awq"),
     ("mixtral", "awq"),

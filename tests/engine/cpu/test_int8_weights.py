@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from common.errors import ConfigError
 from engine.config import EngineConfig
 from engine.cpu.experts import PackedExperts
-from engine.cpu.linear import PackedLinear, check_packable
+from engine.cpu.linear import PackedLinear, Packer, check_packable
 from engine.cpu.op import KernelsUnavailable, machine_isas, set_isa
 from engine.loader import load_model
 from tests.engine.cpu.test_experts import make_experts
@@ -36,6 +36,7 @@ float32 with the same rounded weights; of the demo model: from ours with bfloat1
 measuring at most 0.082, 0.067 and 0.009. On the tiny models bfloat16 alone makes 0.023 to 0.040."""
 DEMO = Path(__file__).parents[3] / "deploy" / "demo_model"
 PAGE = 16
+INT8 = Packer("int8")
 
 
 @pytest.fixture(params=ISAS)
@@ -84,7 +85,7 @@ def test_equals_the_product_of_rounded_rows_with_rounded_weights(rows, outputs, 
     x[0, :32] = 0
     x[-1] *= 1000
     want = rounded_rows(x) @ rounded(linear.weight).T + (linear.bias.double() if bias else 0)
-    got = PackedLinear(linear, torch.float32, torch.int8)(x)
+    got = PackedLinear(linear, torch.float32, INT8)(x)
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
 
@@ -98,14 +99,14 @@ def test_integers_are_multiplied_exactly(rows, isa):
     weight[:, 3] = -127
     linear = nn.Linear(1024, 80, bias=False)
     linear.weight = nn.Parameter(torch.from_numpy(weight).bfloat16())
-    got = PackedLinear(linear, torch.float32, torch.int8)(torch.from_numpy(x).bfloat16())
+    got = PackedLinear(linear, torch.float32, INT8)(torch.from_numpy(x).bfloat16())
     assert (got.numpy() == x.astype(np.int32) @ weight.astype(np.int32).T).all()
 
 
 def test_a_row_has_the_same_bits_in_every_batch_and_on_every_instruction_set():
     torch.manual_seed(0)
     linear = nn.Linear(416, 112).bfloat16()
-    layer = PackedLinear(linear, torch.float32, torch.int8)
+    layer = PackedLinear(linear, torch.float32, INT8)
     x = torch.randn(70, 416).bfloat16()
     want = layer(x)
     try:
@@ -122,13 +123,11 @@ def test_a_row_has_the_same_bits_in_every_batch_and_on_every_instruction_set():
 def test_what_is_not_finite_stays_so(rows, value, isa):
     linear = nn.Linear(416, 48, bias=False).bfloat16()
     linear.weight.data[7, 9] = value
-    assert (
-        PackedLinear(linear, torch.float32, torch.int8)(torch.ones(rows, 416).bfloat16())[:, 7].isnan().all()
-    )
+    assert PackedLinear(linear, torch.float32, INT8)(torch.ones(rows, 416).bfloat16())[:, 7].isnan().all()
     linear.weight.data[7, 9] = 1
     x = torch.randn(rows, 416).bfloat16()
     x[-1, 200] = value
-    got = PackedLinear(linear, torch.float32, torch.int8)(x)
+    got = PackedLinear(linear, torch.float32, INT8)(x)
     assert got[-1].isnan().all()
     assert got[:-1].isfinite().all()
 
@@ -138,7 +137,7 @@ def test_experts_equal_experts_with_rounded_weights(family, isa):
     x, chosen = torch.randn(9, 64).bfloat16(), torch.rand(9, 5).topk(2).indices
     weights = torch.rand(9, 2).bfloat16()
     experts = make_experts(torch.bfloat16, family=family)
-    got = PackedExperts(experts, torch.int8)(x, chosen, weights)
+    got = PackedExperts(experts, INT8)(x, chosen, weights)
     exact: Any = experts.double()
     for parameter in (exact.gate_up_proj, exact.down_proj):
         by_output = parameter.data.transpose(1, 2) if experts.is_transposed else parameter.data
@@ -195,7 +194,7 @@ def test_the_demo_model_says_the_same(isa):
     ("options", "words"),
     [
         ({"dtype": "float32"}, r"int8 is made of bfloat16, not of float32.*bfloat16"),
-        ({"dtype": "bfloat16", "linear": "torch"}, r"torch's linear layers have no int8"),
+        ({"dtype": "bfloat16", "linear": "torch"}, r"torch's linear layers have no int8 packs"),
         ({"dtype": "bfloat16", "device": "meta"}, r"for device cpu, not meta"),
     ],
 )

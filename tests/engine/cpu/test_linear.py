@@ -9,7 +9,7 @@ from torch import nn
 from common.errors import ConfigError
 from engine.config import EngineConfig
 from engine.cpu import op
-from engine.cpu.linear import PackedEmbedding, PackedLinear, check_packable
+from engine.cpu.linear import PackedEmbedding, PackedLinear, Packer, check_packable
 from engine.cpu.module_replacements import CpuReplacements
 from engine.cpu.op import KernelsUnavailable, current_isa, machine_isas, set_isa
 from engine.loader import load_model
@@ -74,12 +74,12 @@ def test_strided_input():
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
-def test_an_embedding_reads_outputs_of_a_pack(dtype):
+@pytest.mark.parametrize("weight_dtype", ["bfloat16", "int8"])
+def test_an_embedding_reads_outputs_of_a_pack(weight_dtype):
     linear = nn.Linear(96, 50, bias=False).bfloat16()
     linear.weight.data = torch.randint(-127, 128, (50, 96)).bfloat16()
     linear.weight.data[:, 0] = 127  # the scales of int8 are 1
-    embedding = PackedEmbedding(PackedLinear(linear, weight_dtype=dtype).pack)
+    embedding = PackedEmbedding(PackedLinear(linear, packer=Packer(weight_dtype)).pack)
     ids = torch.arange(50).flip(0).reshape(5, 10).T
     assert torch.equal(embedding(ids), nn.functional.embedding(ids, linear.weight))
     for wrong in (-1, 50):

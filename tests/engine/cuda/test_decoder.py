@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from engine.checkpoint.stored import StoredWeights
 from engine.config import EngineConfig
 from engine.cuda.decoder import FlashInferDecoder, fusible
 from engine.graphs import DecodeLimits
@@ -73,7 +74,7 @@ def on_cuda(path: Path, dtype: torch.dtype, linear: str = "auto") -> dict[str, i
     """What is replaced of a model in `path` on CUDA."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     config = EngineConfig(str(path), device="cuda", linear=linear)
-    replaced = apply_replacements(model, config, replacement_table(config))
+    replaced = apply_replacements(model, config, replacement_table(config, StoredWeights()))
     assert isinstance(model.model, FlashInferDecoder) == bool(replaced)
     return replaced
 

@@ -1,0 +1,64 @@
+// Packs of fp8 and MXFP4 with AVX2.
+#include "vector_avx2.h"
+
+#include "linear_expanded.h"
+
+namespace baton {
+namespace {
+
+inline __m256i table(const uint8_t* bytes) {
+  return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes)));
+}
+
+// As in linear_expanded_avx512.cpp, half a line at a time.
+inline void expand_fp8(const uint8_t* codes, bf16* lines) {
+  const __m256i low_bytes = table(kTinyLowBytes), high_bytes = table(kTinyHighBytes), sizes = _mm256_set1_epi8(0x7f);
+  for (int i = 0; i < kBlockCodes; i += 32) {
+    __builtin_prefetch(codes + i + kExpandAhead);
+    const __m256i code = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + i));
+    const __m256i size = _mm256_and_si256(code, sizes), tiny = _mm256_cmpgt_epi8(_mm256_set1_epi8(8), size);
+    __m256i low = _mm256_and_si256(_mm256_slli_epi16(code, 4), _mm256_set1_epi8(static_cast<char>(0xf0)));
+    __m256i high = _mm256_and_si256(_mm256_srli_epi16(code, 4), _mm256_set1_epi8(7));
+    high = _mm256_add_epi8(high, _mm256_set1_epi8(120 / 2));
+    low = _mm256_blendv_epi8(low, _mm256_shuffle_epi8(low_bytes, size), tiny);
+    high = _mm256_blendv_epi8(high, _mm256_shuffle_epi8(high_bytes, size), tiny);
+    high = _mm256_or_si256(high, _mm256_andnot_si256(sizes, code));
+    bf16* to = lines + i / 64 * 64 + i % 64 / 2;
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_unpacklo_epi8(low, high));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 32), _mm256_unpackhi_epi8(low, high));
+  }
+}
+
+inline void expand_mxfp4(const uint8_t* codes, const int8_t* powers, bf16* lines) {
+  const __m256i low_bytes = table(kMxfp4LowBytes), high_bytes = table(kMxfp4HighBytes), half = _mm256_set1_epi8(15);
+  const auto put = [](bf16* to, __m256i numbers, __m256i power) {
+    const __m256i zero = _mm256_cmpeq_epi16(_mm256_add_epi16(numbers, numbers), _mm256_setzero_si256());  // without the sign
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_add_epi16(numbers, _mm256_andnot_si256(zero, power)));
+  };
+  for (int i = 0; i < kBlockInputs; i += kPowerInputs, powers += 16, codes += 256, lines += kPowerInputs * 16) {
+    for (int part = 0; part < 2; ++part) {  // outputs 0 to 7, and 8 to 15
+      const __m256i of_outputs = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(powers + 8 * part)));
+      const __m256i power =
+          _mm256_or_si256(_mm256_slli_epi32(of_outputs, 23),
+                          _mm256_and_si256(_mm256_slli_epi32(of_outputs, 7), _mm256_set1_epi32(0xffff)));
+      for (int k = 0; k < kPowerInputs; k += 8) {
+        __builtin_prefetch(codes + 8 * k + kExpandAhead);
+        const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + 8 * k + 32 * part));
+        const __m256i halves[] = {_mm256_and_si256(both, half), _mm256_and_si256(_mm256_srli_epi16(both, 4), half)};
+        bf16* to = lines + 16 * k + 16 * part;
+        for (int upper = 0; upper < 2; ++upper) {
+          const __m256i low = _mm256_shuffle_epi8(low_bytes, halves[upper]);
+          const __m256i high = _mm256_shuffle_epi8(high_bytes, halves[upper]);
+          put(to + 64 * upper, _mm256_unpacklo_epi8(low, high), power);
+          put(to + 64 * upper + 32, _mm256_unpackhi_epi8(low, high), power);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace baton
+
+#define BATON_GEMM_EXPANDED gemm_expanded_avx2
+#include "linear_expanded_item.h"

@@ -1,0 +1,95 @@
+"""Checkpoints in fp8 and MXFP4, in bfloat16 on a CPU: weights stay so, and logits are right."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.config import EngineConfig
+from engine.cpu.linear import Packer, PackFormat, check_packable
+from engine.cpu.op import KernelsUnavailable, machine_isas, set_isa
+from engine.loader import load_model
+from tests.engine.cpu.test_int8_weights import logits, share
+from tests.support.quantised_checkpoints import write
+
+try:
+    check_packable()
+except KernelsUnavailable as error:
+    pytest.skip(f"no packed products: {error}", allow_module_level=True)
+ISAS = machine_isas()[1:]  # all but base
+KEPT = {
+    ("qwen3", "fp8_wide"): (PackFormat.FP8, 12, 1),
+    ("llama", "ct_fp8"): (PackFormat.FP8, 12, 1),
+    ("llama", "fp8"): (PackFormat.FP8, 0, 13),  # blocks of 24 inputs
+    ("qwen3_moe", "fp8_wide"): (PackFormat.FP8, 15, 1),
+    ("deepseek_v3", "fp8_wide"): (PackFormat.FP8, 20, 5),
+    ("qwen3_next", "fp8_wide"): (PackFormat.FP8, 26, 7),
+    ("gpt_oss", "mxfp4"): (PackFormat.MXFP4, 8, 17),  # experts
+}
+"""What is kept, in how many packs, and how many hold bfloat16. lm_head's always does."""
+DENSE, FROM_WIDENED = 0.04, 1.1
+"""Of logits, from transformers in float32 with the dequantised weights: the length of the difference, as a
+share of the logits' length. Of dense models at most DENSE (0.012 to 0.026 were measured); of any, at most
+FROM_WIDENED times that of the same checkpoint with its weights widened to bfloat16. (In a mixture a router
+near a tie chooses other experts.)"""
+cases = pytest.mark.parametrize(("family", "form"), KEPT, ids=map("-".join, KEPT))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return tmp_path_factory.mktemp("kept")
+
+
+@pytest.fixture
+def packs(monkeypatch):
+    """The formats of the packs that are made."""
+    made, pack = [], Packer.pack
+
+    def noted(*arguments):
+        made.append(pack(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(Packer, "pack", noted)
+    return made
+
+
+@cases
+def test_packs_hold_what_the_checkpoint_stored(family, form, directory, packs):
+    stored, _ = write(family, directory, 0, form)
+    load_model(EngineConfig(str(stored), dtype="bfloat16"))
+    forms = [pack.form for pack in packs]
+    kept, *counts = KEPT[family, form]
+    assert [forms.count(kept), forms.count(PackFormat.BFLOAT16)] == counts
+    assert sum(counts) == len(forms)
+    packs.clear()
+    load_model(EngineConfig(str(stored), dtype="bfloat16", weight_dtype="bfloat16"))
+    assert {pack.form for pack in packs} == {PackFormat.BFLOAT16}
+
+
+@cases
+@pytest.mark.parametrize("isa", ISAS)
+def test_logits_are_within_the_bounds(family, form, isa, directory):
+    stored, exact = write(family, directory, 0, form)
+    ids = np.random.default_rng(2).integers(0, 256, 120).tolist()
+    model = AutoModelForCausalLM.from_pretrained(exact, dtype=torch.float32)
+    with torch.inference_mode():
+        want = model(torch.tensor([ids])).logits[0]
+    set_isa(isa)
+    try:
+        for chunk in (1000, 7):  # many rows, and few
+            widened = share(logits(stored, ids, "bfloat16", chunk), want)
+            kept = share(logits(stored, ids, "auto", chunk), want)
+            assert kept <= FROM_WIDENED * widened
+            assert kept <= DENSE or family not in ("qwen3", "llama")
+    finally:
+        set_isa(ISAS[-1])
+
+
+def test_both_are_one_model_to_their_peers(directory):
+    stored, _ = write("qwen3", directory, 0, "fp8_wide")
+    kinds = ("auto", "bfloat16")
+    assert (
+        len({load_model(EngineConfig(str(stored), "bfloat16", kind)).spec.fingerprint for kind in kinds}) == 1
+    )
