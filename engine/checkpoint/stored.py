@@ -7,7 +7,7 @@ from them: those of MXFP4 from the weights alone, those of fp8 with the scales, 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -47,12 +47,10 @@ class StoredMatrix:
 class StoredWeights:
     """The stored formats of parameters. A parameter that is freed is forgotten."""
 
-    def __init__(self) -> None:
+    def __init__(self, matrices: Iterable[tuple[torch.Tensor, tuple[StoredMatrix, ...]]] = ()) -> None:
+        """Parameters, and how their matrices are stored, in the order of their experts and outputs."""
         self._matrices: Any = WeakIdKeyDictionary()
-
-    def put(self, parameter: torch.Tensor, matrices: tuple[StoredMatrix, ...]) -> None:
-        """Note how the matrices of a parameter are stored, in the order of its experts and outputs."""
-        self._matrices[parameter] = matrices
+        self._matrices.update(matrices)
 
     def of(self, parameter: torch.Tensor, count: int) -> tuple[StoredMatrix | None, ...]:
         """The formats of a parameter's `count` matrices. None: in the model's dtype, or not known."""
@@ -68,17 +66,18 @@ def find_stored(model: nn.Module, stored: Mapping[str, StoredMatrix]) -> StoredW
     A parameter with another name than in the checkpoint is left out, and so are experts that do not
     all have a format.
     """
-    weights = StoredWeights()
+    found = []
     for name, parameter in model.named_parameters():
-        names = [name] if name in stored else _names_of_experts(name, len(parameter))
+        names = [name] if name in stored else _names_of_experts(name, parameter)
         if names and all(each in stored for each in names):
-            weights.put(parameter, tuple(stored[each] for each in names))
-    return weights
+            found.append((parameter, tuple(stored[each] for each in names)))
+    return StoredWeights(found)
 
 
-def _names_of_experts(name: str, count: int) -> list[str]:
+def _names_of_experts(name: str, parameter: torch.Tensor) -> list[str]:
     experts = _EXPERTS.fullmatch(name)
     if experts is None:
         return []
     stem, kind = experts.groups()
-    return [f"{stem}.{expert}.{part}.weight" for expert in range(count) for part in _PROJECTIONS[kind]]
+    numbers = range(len(parameter))
+    return [f"{stem}.{expert}.{part}.weight" for expert in numbers for part in _PROJECTIONS[kind]]

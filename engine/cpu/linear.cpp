@@ -19,7 +19,14 @@ Gemm gemm_for() {
   }
 }
 
-GemmExpanded gemm_expanded_for() { return current_isa() >= kAvx512 ? gemm_expanded_avx512 : gemm_expanded_avx2; }
+GemmExpanded gemm_expanded_for() {
+  switch (current_isa()) {
+    case kAmx:
+    case kBf16: return gemm_expanded_bf16;
+    case kAvx512: return gemm_expanded_avx512;
+    default: return gemm_expanded_avx2;
+  }
+}
 
 Input tiled_together(Team& team, Input a, int64_t m, int64_t k, bf16* memory) {
   const Tiling tiling{m, k};

@@ -93,6 +93,7 @@ struct Weights {
 using GemmExpanded = void (*)(const bf16* a, int64_t lda, int64_t m, const Weights& weights, int64_t k, int groups, float* c);
 void gemm_expanded_avx2(const bf16* a, int64_t lda, int64_t m, const Weights& weights, int64_t k, int groups, float* c);
 void gemm_expanded_avx512(const bf16* a, int64_t lda, int64_t m, const Weights& weights, int64_t k, int groups, float* c);
+void gemm_expanded_bf16(const bf16* a, int64_t lda, int64_t m, const Weights& weights, int64_t k, int groups, float* c);
 GemmExpanded gemm_expanded_for();  // of current_isa(), which is at least AVX2
 
 // Ends the use of AMX tiles by this thread's products, because other code on the thread (oneDNN) uses them, too.

@@ -11,7 +11,7 @@ inline __m256i table(const uint8_t* bytes) {
 }
 
 // As in linear_expanded_avx512.cpp, half a line at a time.
-inline void expand_fp8(const uint8_t* codes, bf16* lines) {
+void expand_fp8(const uint8_t* codes, bf16* lines) {
   const __m256i low_bytes = table(kTinyLowBytes), high_bytes = table(kTinyHighBytes), sizes = _mm256_set1_epi8(0x7f);
   for (int i = 0; i < kBlockCodes; i += 32) {
     __builtin_prefetch(codes + i + kExpandAhead);
@@ -29,7 +29,8 @@ inline void expand_fp8(const uint8_t* codes, bf16* lines) {
   }
 }
 
-inline void expand_mxfp4(const uint8_t* codes, const int8_t* powers, bf16* lines) {
+void expand_mxfp4(const uint8_t* codes, bf16* lines) {
+  const uint8_t* powers = codes + kBlockCodes / 2;
   const __m256i low_bytes = table(kMxfp4LowBytes), high_bytes = table(kMxfp4HighBytes), half = _mm256_set1_epi8(15);
   const auto put = [](bf16* to, __m256i numbers, __m256i power) {
     const __m256i zero = _mm256_cmpeq_epi16(_mm256_add_epi16(numbers, numbers), _mm256_setzero_si256());  // without the sign
@@ -60,5 +61,14 @@ inline void expand_mxfp4(const uint8_t* codes, const int8_t* powers, bf16* lines
 }  // namespace
 }  // namespace baton
 
-#define BATON_GEMM_EXPANDED gemm_expanded_avx2
 #include "linear_expanded_item.h"
+
+namespace baton {
+
+// Few rows read one group after the other, as one stream.
+void gemm_expanded_avx2(const bf16* a, int64_t lda, int64_t m, const Weights& weights, int64_t k, int groups, float* c) {
+  const int step = m > kFewRows ? groups : 1;
+  for (int g = 0; g < groups; g += step) multiply(a, lda, m, weights.from_group(g, k), k, step, c + g * kGroup);
+}
+
+}  // namespace baton

@@ -54,18 +54,17 @@ def layer_of(weights, stored, bias=False):
     """The packed layer, and the layer that it replaces, with weights rounded to bfloat16."""
     linear = nn.Linear(weights.shape[1], len(weights), bias=bias).bfloat16()
     linear.weight = nn.Parameter(weights.float().bfloat16())
-    known = StoredWeights()
-    known.put(linear.weight, (stored,))
-    return PackedLinear(linear, torch.float32, Packer("auto", known)), linear
+    packer = Packer("auto", StoredWeights([(linear.weight, (stored,))]))
+    return PackedLinear(linear, torch.float32, packer), linear
 
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-@pytest.mark.parametrize("form", ["fp8", "fp8_blocks", "fp8_rows", "mxfp4"])
+@pytest.mark.parametrize("form", ["fp8", "fp8_blocks", "fp8_wide", "fp8_rows", "mxfp4"])
 def test_products_are_those_of_the_stored_numbers(form, outputs, inputs, rows, isa):
     """Not those of weights rounded to bfloat16: a bound that these miss by far."""
     torch.manual_seed(rows)
-    blocks = {"fp8": None, "fp8_blocks": (16, 128), "fp8_rows": (1, inputs)}
+    blocks = {"fp8": None, "fp8_blocks": (16, 128), "fp8_wide": (20, 256), "fp8_rows": (1, inputs)}
     weights, stored = in_mxfp4(outputs, inputs) if form == "mxfp4" else in_fp8(outputs, inputs, blocks[form])
     layer, linear = layer_of(weights, stored, bias=outputs == 48)
     assert layer.pack.form is (PackFormat.MXFP4 if form == "mxfp4" else PackFormat.FP8)
@@ -122,9 +121,8 @@ def test_another_format_can_be_asked_for(weight_dtype, form):
     weights, stored = in_fp8(48, 128, None)
     linear = nn.Linear(128, 48, bias=False).bfloat16()
     linear.weight = nn.Parameter(weights.float().bfloat16())
-    known = StoredWeights()
-    known.put(linear.weight, (stored,))
-    assert PackedLinear(linear, torch.float32, Packer(weight_dtype, known)).pack.form is form
+    packer = Packer(weight_dtype, StoredWeights([(linear.weight, (stored,))]))
+    assert PackedLinear(linear, torch.float32, packer).pack.form is form
 
 
 def matrices_of(experts, name):
@@ -141,7 +139,7 @@ def matrices_of(experts, name):
 @pytest.mark.parametrize(("family", "form"), [("qwen3_moe", "fp8"), ("gpt_oss", "mxfp4")])
 def test_experts_are_those_of_the_stored_numbers(family, form, tokens, isa):
     experts, exact = make_experts(torch.bfloat16, family=family), make_experts(torch.float64, family=family)
-    known = StoredWeights()
+    known = []
     for name in ("gate_up_proj", "down_proj"):
         formats = []
         for view, exact_view in zip(matrices_of(experts, name), matrices_of(exact, name), strict=True):
@@ -149,9 +147,9 @@ def test_experts_are_those_of_the_stored_numbers(family, form, tokens, isa):
             view.copy_(weights.float().bfloat16())
             exact_view.copy_(weights)
             formats.append(stored)
-        known.put(getattr(experts, name), tuple(formats) if form == "fp8" else (StoredMatrix("mxfp4"),))
+        known.append((getattr(experts, name), tuple(formats) if form == "fp8" else (StoredMatrix("mxfp4"),)))
     x, chosen = torch.randn(tokens, 64).bfloat16(), torch.rand(tokens, 5).topk(2).indices
     factors = torch.rand(tokens, 2).bfloat16()
-    got = PackedExperts(experts, Packer("auto", known))(x, chosen, factors).double()
+    got = PackedExperts(experts, Packer("auto", StoredWeights(known)))(x, chosen, factors).double()
     want = exact(x.double(), chosen, factors.double())
     assert (got - want).norm() <= 0.01 * want.norm()

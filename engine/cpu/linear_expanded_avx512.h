@@ -1,0 +1,197 @@
+// Packs of fp8 and MXFP4 with AVX-512, and with AVX512-BF16 where a file is compiled for it. Define BATON_GEMM_EXPANDED first.
+#include <algorithm>
+#include <cstring>
+
+#include "isa.h"
+#include "vector_avx512.h"
+
+#include "linear.h"
+
+namespace baton {
+namespace {
+
+inline __m512i table(const uint8_t* bytes) {
+  return _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes)));
+}
+
+// Gives the lines of a block of fp8, two at a time: lines_of(i, lines) for inputs i to i + 3.
+class Fp8Lines {
+ public:
+  static constexpr int kLines = 2;
+
+  explicit Fp8Lines(const uint8_t* block) : codes_(block) {}
+
+  static int64_t bytes() { return kFp8BlockBytes; }
+  Vec factors() const { return load(reinterpret_cast<const float*>(codes_ + kBlockCodes)); }
+
+  // Lower and upper bytes apart. Moved to the places of bfloat16's bits, an exponent lacks 120, the difference of the
+  // biases; the numbers without an exponent are looked up.
+  void lines_of(int i, __m512i* lines) const {
+    __builtin_prefetch(codes_ + 16 * i + kExpandAhead);
+    const __m512i code = _mm512_loadu_si512(codes_ + 16 * i), size = _mm512_and_si512(code, _mm512_set1_epi8(0x7f));
+    const __mmask64 tiny = _mm512_cmplt_epu8_mask(size, _mm512_set1_epi8(8));
+    __m512i low = _mm512_and_si512(_mm512_slli_epi16(code, 4), _mm512_set1_epi8(static_cast<char>(0xf0)));
+    __m512i high = _mm512_and_si512(_mm512_srli_epi16(code, 4), _mm512_set1_epi8(7));
+    high = _mm512_add_epi8(high, _mm512_set1_epi8(120 / 2));
+    low = _mm512_mask_shuffle_epi8(low, tiny, table(kTinyLowBytes), size);
+    high = _mm512_mask_shuffle_epi8(high, tiny, table(kTinyHighBytes), size);
+    high = _mm512_ternarylogic_epi32(high, code, _mm512_set1_epi8(0x7f), 0xf4);  // high | (code & ~0x7f)
+    lines[0] = _mm512_unpacklo_epi8(low, high);
+    lines[1] = _mm512_unpackhi_epi8(low, high);
+  }
+
+ private:
+  const uint8_t* codes_;
+};
+
+// The same of MXFP4, four lines at a time, inputs i to i + 7.
+class Mxfp4Lines {
+ public:
+  static constexpr int kLines = 4;
+
+  explicit Mxfp4Lines(const uint8_t* block) : codes_(block), powers_(block + kBlockCodes / 2) {}
+
+  static int64_t bytes() { return kMxfp4BlockBytes; }
+  Vec factors() const { return splat(1.0f); }
+
+  // A number is found in two tables, of the lower and of the upper bytes of bfloat16. Then the power of two is added to its
+  // exponent, unless it is 0.
+  void lines_of(int i, __m512i* lines) const {
+    __builtin_prefetch(codes_ + 8 * i + kExpandAhead);
+    const __m128i powers = _mm_loadu_si128(reinterpret_cast<const __m128i*>(powers_ + i / kPowerInputs * 16));
+    const __m512i of_outputs = _mm512_cvtepi8_epi32(powers);
+    const __m512i power = _mm512_or_si512(_mm512_slli_epi32(of_outputs, 23),  // of both numbers of an output in a line
+                                          _mm512_and_si512(_mm512_slli_epi32(of_outputs, 7), _mm512_set1_epi32(0xffff)));
+    const __m512i low = table(kMxfp4LowBytes), high = table(kMxfp4HighBytes), half = _mm512_set1_epi8(15);
+    const __m512i both = _mm512_loadu_si512(codes_ + 8 * i);
+    const __m512i lower = _mm512_and_si512(both, half), upper = _mm512_and_si512(_mm512_srli_epi16(both, 4), half);
+    const __m512i a = _mm512_shuffle_epi8(low, lower), b = _mm512_shuffle_epi8(high, lower);
+    const __m512i c = _mm512_shuffle_epi8(low, upper), d = _mm512_shuffle_epi8(high, upper);
+    const __m512i four[] = {_mm512_unpacklo_epi8(a, b), _mm512_unpackhi_epi8(a, b), _mm512_unpacklo_epi8(c, d),
+                            _mm512_unpackhi_epi8(c, d)};
+    for (int line = 0; line < 4; ++line) {
+      const __mmask32 numbers = _mm512_test_epi16_mask(four[line], _mm512_set1_epi16(0x7fff));
+      lines[line] = _mm512_mask_add_epi16(four[line], numbers, four[line], power);
+    }
+  }
+
+ private:
+  const uint8_t* codes_;
+  const uint8_t* powers_;
+};
+
+template <typename Lines>
+void expand(const uint8_t* block, bf16* to) {
+  const Lines lines(block);
+  for (int i = 0; i < kBlockInputs; i += 2 * Lines::kLines) {
+    __m512i some[Lines::kLines];
+    lines.lines_of(i, some);
+    for (int line = 0; line < Lines::kLines; ++line) _mm512_storeu_si512(to + 16 * i + 32 * line, some[line]);
+  }
+}
+
+void expand_fp8(const uint8_t* block, bf16* lines) { expand<Fp8Lines>(block, lines); }
+void expand_mxfp4(const uint8_t* block, bf16* lines) { expand<Mxfp4Lines>(block, lines); }
+
+// The inputs of a block of M rows, each of which meets two numbers of a line.
+#if defined(__AVX512BF16__)
+template <int M>
+class BlockRows {
+ public:
+  BlockRows(const bf16* a, int64_t lda, int64_t) : a_(a), lda_(lda) {}
+
+  // sum + row m's inputs i and i + 1 times a line.
+  Vec add(Vec sum, int m, int i, __m512i line) const {
+    int32_t both;
+    std::memcpy(&both, a_ + m * lda_ + i, sizeof both);
+    return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(both), (__m512bh)line);
+  }
+
+ private:
+  const bf16* a_;
+  int64_t lda_;
+};
+#else
+template <int M>
+class BlockRows {
+ public:
+  BlockRows(const bf16* a, int64_t lda, int64_t inputs) {
+    for (int m = 0; m < M; ++m)
+      for (int64_t i = 0; i < inputs; i += 16) {
+        const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(a + m * lda + i));
+        _mm512_store_si512(rows_[m] + i, _mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+      }
+  }
+
+  Vec add(Vec sum, int m, int i, __m512i line) const {
+    const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(line, 16));
+    const __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(line, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+    sum = _mm512_fmadd_ps(even, _mm512_set1_ps(rows_[m][i]), sum);
+    return _mm512_fmadd_ps(odd, _mm512_set1_ps(rows_[m][i + 1]), sum);
+  }
+
+ private:
+  alignas(64) float rows_[M][kBlockInputs];
+};
+#endif
+
+// One group times M rows: numbers are multiplied in the registers in which they are expanded.
+template <typename Lines, int M>
+void multiply_few(const bf16* a, int64_t lda, const uint8_t* block, int64_t k, float* c, int64_t ldc) {
+  Vec total[M];
+  for (auto& sum : total) sum = splat(0);
+  for (int64_t first = 0; first < k; first += kBlockInputs, block += Lines::bytes()) {
+    const int inputs = static_cast<int>(std::min<int64_t>(kBlockInputs, k - first));
+    const Lines lines(block);
+    const BlockRows<M> rows(a + first, lda, inputs);
+    Vec sums[2][M];
+    for (auto& part : sums)
+      for (auto& sum : part) sum = splat(0);
+    for (int i = 0; i < inputs; i += 2 * Lines::kLines) {
+      __m512i some[Lines::kLines];
+      lines.lines_of(i, some);
+#pragma GCC unroll 4
+      for (int line = 0; line < Lines::kLines; ++line)
+#pragma GCC unroll 8
+        for (int m = 0; m < M; ++m) sums[line % 2][m] = rows.add(sums[line % 2][m], m, i + 2 * line, some[line]);
+    }
+    for (int m = 0; m < M; ++m) total[m] = mul_add(baton::add(sums[0][m], sums[1][m]), lines.factors(), total[m]);
+  }
+  for (int m = 0; m < M; ++m) store(c + m * ldc, total[m]);
+}
+
+template <typename Lines>
+void multiply_few(int m, const bf16* a, int64_t lda, const uint8_t* block, int64_t k, float* c, int64_t ldc) {
+  switch (m) {
+    case 8: return multiply_few<Lines, 8>(a, lda, block, k, c, ldc);
+    case 7: return multiply_few<Lines, 7>(a, lda, block, k, c, ldc);
+    case 6: return multiply_few<Lines, 6>(a, lda, block, k, c, ldc);
+    case 5: return multiply_few<Lines, 5>(a, lda, block, k, c, ldc);
+    case 4: return multiply_few<Lines, 4>(a, lda, block, k, c, ldc);
+    case 3: return multiply_few<Lines, 3>(a, lda, block, k, c, ldc);
+    case 2: return multiply_few<Lines, 2>(a, lda, block, k, c, ldc);
+    case 1: return multiply_few<Lines, 1>(a, lda, block, k, c, ldc);
+  }
+}
+
+}  // namespace
+}  // namespace baton
+
+#include "linear_expanded_item.h"
+
+namespace baton {
+
+// Few rows read one group after the other, as one stream. With AMX a row's sums must not depend on the number of rows.
+void BATON_GEMM_EXPANDED(const bf16* a, int64_t lda, int64_t m, const Weights& weights, int64_t k, int groups, float* c) {
+  if (m > kFewRows) return multiply(a, lda, m, weights, k, groups, c);
+  for (int g = 0; g < groups; ++g, c += kGroup) {
+    const Weights group = weights.from_group(g, k);
+    const uint8_t* block = static_cast<const uint8_t*>(group.pack);
+    const int rows = static_cast<int>(m);
+    if (current_isa() >= kAmx) multiply(a, lda, m, group, k, 1, c);
+    else if (group.format == kFp8Pack) multiply_few<Fp8Lines>(rows, a, lda, block, k, c, kLdc);
+    else multiply_few<Mxfp4Lines>(rows, a, lda, block, k, c, kLdc);
+  }
+}
+
+}  // namespace baton

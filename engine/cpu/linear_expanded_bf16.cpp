@@ -1,0 +1,2 @@
+#define BATON_GEMM_EXPANDED gemm_expanded_bf16
+#include "linear_expanded_avx512.h"
