@@ -112,7 +112,7 @@ def main() -> None:
     """Command line."""
     parser = argument_parser(__doc__)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--format", action="append", choices=sorted(FORMATS), help="may be repeated")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
