@@ -25,7 +25,7 @@ MODULES = {"P": "prefill_node", "D": "decode_node", "router": "router", "directo
 SLOTS = ("directory/0", "router/0", "router/1", "P/0", "P/1", "D/0", "D/1")
 _ANSWER_S = 5.0
 _GONE_S, _PER_GONE = 20.0, 8
-_CHANNELS = 8  # how many writes ran at once decides how many connections a pair of workers keeps
+_CHANNELS = 8  # of a pair of workers: how many writes ran at once decides how many connections it keeps
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,8 @@ class ChaosStack:
         gone = sum(at > time.monotonic() - _GONE_S for at in self._ended_at)
         found = {}
         for slot, forked in self.running.items():
-            most = self._most_open[slot.partition("/")[0]] + _CHANNELS + gone * _PER_GONE
+            pairs = len(self.workers) - 1 if forked in self.workers else 1
+            most = self._most_open[slot.partition("/")[0]] + pairs * _CHANNELS + gone * _PER_GONE
             if (extra := forked.descriptors() - most) > 0:
                 found[forked.name] = extra
         return found
