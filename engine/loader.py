@@ -124,6 +124,7 @@ def _read(config: EngineConfig, hf_config: Any, dtype: torch.dtype, local: bool)
             device_map={"": config.device} if direct else None,
             output_loading_info=True,
         )
+        stored = find_stored(model, formats_of(weights))
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:  # RuntimeError: another shape
         raise _unreadable(config.model, error) from error
     return_freed_memory()  # of what was dequantised or merged
@@ -134,7 +135,7 @@ def _read(config: EngineConfig, hf_config: Any, dtype: torch.dtype, local: bool)
     if report["missing_keys"]:  # transformers initialises them at random
         missing = ", ".join(sorted(report["missing_keys"])[:3])
         raise _unreadable(config.model, ValueError(f"no weights for {missing}"))
-    return model, find_stored(model, formats_of(weights))
+    return model, stored
 
 
 def _is_directory(model: str) -> bool:

@@ -62,7 +62,7 @@ class QuantisedWeight:
         return weight
 
     def describe(self) -> StoredMatrix | None:
-        """How it is stored, if a CPU can keep it so. Not before it was read: it may not fit together."""
+        """How it is stored, if a CPU can keep it so. Raises ValueError if its tensors do not fit together."""
         return self._format.describe(self._parts) if self._format.describe else None
 
 
@@ -105,7 +105,7 @@ def read_weights(
 
 
 def formats_of(weights: Mapping[str, Stored | QuantisedWeight]) -> dict[str, StoredMatrix]:
-    """How weights that were read are stored, by name: those that a CPU can keep so."""
+    """How weights are stored, by name: those that a CPU can keep so. Raises ValueError."""
     quantised = {name: weight for name, weight in weights.items() if isinstance(weight, QuantisedWeight)}
     described = {name: weight.describe() for name, weight in quantised.items()}
     return {name: stored for name, stored in described.items() if stored is not None}

@@ -87,7 +87,6 @@ using baton::kGroup;
 extern "C" {
 
 int64_t baton_group_bytes(int format, int64_t k) { return baton::group_bytes(static_cast<baton::PackFormat>(format), k); }
-int baton_weights_bytes() { return sizeof(baton::Weights); }
 
 // Packs the outputs of a row-major [n, k] weight into group `group` of `pack` and every `step`-th group after it.
 // Missing outputs of the last group are zero.

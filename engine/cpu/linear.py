@@ -171,9 +171,11 @@ class Packer:
     def pack(self, rows: int, inputs: int, matrices: Sequence[Matrix]) -> Pack:
         """A pack of `rows` outputs with these matrices."""
         forms = {matrix.stored.form if matrix.stored else None for matrix in matrices}
-        form = (
-            PackFormat.INT8 if self._int8 else _FORMS[forms.pop()] if len(forms) == 1 else PackFormat.BFLOAT16
-        )
+        form = PackFormat.BFLOAT16
+        if self._int8:
+            form = PackFormat.INT8
+        elif len(forms) == 1:
+            form = _FORMS[forms.pop()]
         pack = Pack(rows, inputs, form)
         if not all(pack.put(matrix) for matrix in matrices):
             pack = Pack(rows, inputs)
