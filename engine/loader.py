@@ -57,6 +57,7 @@ class LoadedModel:
     spec: ModelSpec
     attention: tuple[AttentionLayer, ...]  # one per layer that attends, in order
     replaced: dict[str, int]  # class name -> number of modules replaced
+    kept: tuple[str, ...]  # formats of the checkpoint in which weights are computed: "fp8", "mxfp4"
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
@@ -93,7 +94,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         dtype=dtype,
     )
     replaced = apply_replacements(model, config, replacement_table(config, stored))
-    return LoadedModel(model, spec, attention, replaced)
+    return LoadedModel(model, spec, attention, replaced, tuple(sorted(stored.kept)))
 
 
 def read_tokenizer(model: str) -> str:

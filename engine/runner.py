@@ -52,6 +52,7 @@ class ModelRunner:
         if config.threads:
             torch.set_num_threads(config.threads)
         self.spec = loaded.spec
+        self.kept_formats = loaded.kept
         self.attention = build_layers(config, loaded, pools)
         self._decoder = getattr(loaded.model, loaded.model.base_model_prefix)
         self._lm_head = loaded.model.lm_head

@@ -16,7 +16,7 @@ def start_report(config: EngineConfig, runner: ModelRunner, memory: Memory) -> s
     weights = str(runner.spec.dtype).removeprefix("torch.")
     parts = [
         _device(config),
-        f"{weights} weights" + (" as int8" if config.weight_dtype == "int8" else ""),
+        f"{weights} weights{_format(config, runner)}",
         f"attention by {', '.join(runner.attention.backend_names) or 'no backend'}",
     ]
     if torch.device(config.device).type == "cpu":
@@ -47,3 +47,9 @@ def _device(config: EngineConfig) -> str:
         return f"{device} ({current_isa()} kernels)"
     except KernelsUnavailable as error:
         return f"{device} (no kernels: {error})"
+
+
+def _format(config: EngineConfig, runner: ModelRunner) -> str:
+    if config.weight_dtype == "int8":
+        return " as int8"
+    return f" ({', '.join(runner.kept_formats)} as stored)" if runner.kept_formats else ""

@@ -51,6 +51,7 @@ class StoredWeights:
         """Parameters, and how their matrices are stored, in the order of their experts and outputs."""
         self._matrices: Any = WeakIdKeyDictionary()
         self._matrices.update(matrices)
+        self.kept: set[str] = set()  # the formats that packs were made of
 
     def of(self, parameter: torch.Tensor, count: int) -> tuple[StoredMatrix | None, ...]:
         """The formats of a parameter's `count` matrices. None: in the model's dtype, or not known."""

@@ -181,6 +181,8 @@ class Packer:
             pack = Pack(rows, inputs)
             for matrix in matrices:
                 pack.put(matrix)
+        if pack.form in (PackFormat.FP8, PackFormat.MXFP4):
+            self._stored.kept.add(pack.form.name.lower())
         return pack
 
 

@@ -11,7 +11,9 @@ from engine.config import EngineConfig
 from engine.cpu.linear import Packer, PackFormat, check_packable
 from engine.cpu.op import KernelsUnavailable, machine_isas, set_isa
 from engine.loader import load_model
+from tests.engine.conftest import PROMPTS
 from tests.engine.cpu.test_int8_weights import logits, share
+from tests.support.hand_off import pair
 from tests.support.quantised_checkpoints import write
 
 try:
@@ -58,13 +60,14 @@ def packs(monkeypatch):
 @cases
 def test_packs_hold_what_the_checkpoint_stored(family, form, directory, packs):
     stored, _ = write(family, directory, 0, form)
-    load_model(EngineConfig(str(stored), dtype="bfloat16"))
+    loaded = load_model(EngineConfig(str(stored), dtype="bfloat16"))
     forms = [pack.form for pack in packs]
     kept, *counts = KEPT[family, form]
     assert [forms.count(kept), forms.count(PackFormat.BFLOAT16)] == counts
     assert sum(counts) == len(forms)
+    assert loaded.kept == ((kept.name.lower(),) if counts[0] else ())
     packs.clear()
-    load_model(EngineConfig(str(stored), dtype="bfloat16", weight_dtype="bfloat16"))
+    assert load_model(EngineConfig(str(stored), dtype="bfloat16", weight_dtype="bfloat16")).kept == ()
     assert {pack.form for pack in packs} == {PackFormat.BFLOAT16}
 
 
@@ -93,3 +96,27 @@ def test_both_are_one_model_to_their_peers(directory):
     assert (
         len({load_model(EngineConfig(str(stored), "bfloat16", kind)).spec.fingerprint for kind in kinds}) == 1
     )
+
+
+@pytest.mark.parametrize(("family", "form"), [("qwen3", "fp8_wide"), ("gpt_oss", "mxfp4")])
+def test_prefill_and_decode_apart_answer_as_one_worker_does(family, form, directory):
+    """One request at a time, so that both compute the same rows together: then bfloat16 has the same bits."""
+    stored, _ = write(family, directory, 0, form)
+    answers = []
+    for split in (True, False):
+        with pair(
+            model=str(stored),
+            dtype="bfloat16",
+            engine="transformers",
+            threads=1,
+            page_size=16,
+            max_total_tokens=2048,
+            max_context_tokens=512,
+        ) as both:
+            for room, prompt in enumerate(PROMPTS, 1):
+                both.ask(room, prompt, 24, split)
+                both.run_dry()
+            answers.append([both.outputs[room].tokens for room in range(1, len(PROMPTS) + 1)])
+            both.settle(60.0)
+    assert answers[0] == answers[1]
+    assert all(len(tokens) == 24 for tokens in answers[0])
