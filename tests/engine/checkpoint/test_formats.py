@@ -205,8 +205,9 @@ def test_an_mxfp4_scale_of_255_makes_numbers_that_are_none() -> None:
     assert weight[0, :, 1].eq(1).all()
 
 
-def test_the_last_rows_are_in_a_block_that_is_cut_off() -> None:
-    """Rows 32 to 39 of 40 are the first half of the third block."""
+def test_the_last_rows_are_in_a_block_that_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows 32 to 39 of 40 are the first half of the third block. All rows are dequantised at once."""
+    monkeypatch.setattr(base, "_ELEMENTS_AT_ONCE", 10_000)
     weight, block = np.random.default_rng(0).normal(size=(40, 48)).astype(np.float32), (16, 24)
     parts, exact = scaled(".weight_scale", block)(weight)
     got = scaled_format(".weight_scale", block).dequantise(parts, torch.float32)
