@@ -16,6 +16,8 @@ from tests.harness.fork import ForkedProgram
 
 FORKED = ("prefill_node", "decode_node", "tests.support.switching_worker", "router", "router.directory")
 """The programs whose imports take most of their time in a test."""
+_NETWORK = "/proc/thread-self/ns/net"
+_OWN_NETWORK = os.stat(_NETWORK).st_ino
 READY_S = 120.0
 END_S = 60.0
 
@@ -47,7 +49,8 @@ class Child:
         environment = {**environment, "TOKENIZERS_PARALLELISM": "false"}
         command = [*runner, module, "--options", str(file), *arguments]
         self.process: ForkedProgram | subprocess.Popen[bytes]
-        if module in FORKED:
+        # The process that forks stays in the network in which it was started; tests/hosts enters others.
+        if module in FORKED and os.stat(_NETWORK).st_ino == _OWN_NETWORK:
             self.process = ForkedProgram(command[0], command[1:], environment, self.log)
         else:
             with self.log.open("w") as log:
