@@ -11,12 +11,12 @@ alternate measurements. `values`: milliseconds.
 from __future__ import annotations
 
 import json
-import statistics
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,8 +24,8 @@ from transformers import PretrainedConfig
 
 from bench.common import alternate, argument_parser, medians, print_result
 from bench.engine_rig import EngineRig
-from bench.family_floor import shapes
-from bench.floor import CONTEXT, DECODE_STEPS
+from bench.family_floor import shapes, step_seconds
+from bench.floor import CONTEXT
 from bench.make_model import make_model, shape_m
 
 Tensors = dict[str, torch.Tensor]
@@ -57,7 +57,8 @@ def to_mxfp4(weight: torch.Tensor) -> Tensors:
     }
 
 
-FORMATS: dict[str, tuple[Callable[[], PretrainedConfig], str, Callable[[torch.Tensor], Tensors], object]] = {
+Quantise = Callable[[torch.Tensor], Tensors]
+FORMATS: dict[str, tuple[Callable[[], PretrainedConfig], str, Quantise, dict[str, Any]]] = {
     "fp8": (shape_m, "_proj.weight", to_fp8, {"fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}),
     "mxfp4": (lambda: shapes()["gpt_oss"], "_proj", to_mxfp4, {}),
 }
@@ -76,7 +77,6 @@ def write(form: str, directory: Path) -> None:
             tensors[name] = weight
     save_file(tensors, path, metadata={"format": "pt"})
     text = json.loads((directory / "config.json").read_text())
-    assert isinstance(settings, dict)
     text["quantization_config"] = {"quant_method": form, **settings}
     (directory / "config.json").write_text(json.dumps(text))
 
@@ -91,7 +91,7 @@ def measure(form: str, threads: int, rounds: int) -> tuple[dict[str, float], dic
         for kept, weight_dtype in (("stored", "auto"), ("widened", "bfloat16")):
             rig = rigs.enter_context(EngineRig(str(directory), threads, weight_dtype=weight_dtype))
             for batch in (1, 8):
-                sides[f"decode_b{batch} {kept}"] = partial(decode, rig, batch)
+                sides[f"decode_b{batch} {kept}"] = partial(step_seconds, rig, batch)
             sides[f"prefill_512 {kept}"] = partial(rig.prefill, CONTEXT)
         alternate(sides, 1)  # warm-up
         took = medians(alternate(sides, rounds))
@@ -101,11 +101,6 @@ def measure(form: str, threads: int, rounds: int) -> tuple[dict[str, float], dic
         for kept in ("stored", "widened"):
             values[f"{form}_{name}_{kept}_ms"] = round(took[f"{name} {kept}"] * 1e3, 2)
     return ratios, values
-
-
-def decode(rig: EngineRig, batch: int) -> float:
-    """The median time of a decode step."""
-    return statistics.median(rig.decode_steps(batch, CONTEXT, DECODE_STEPS))
 
 
 def main() -> None:

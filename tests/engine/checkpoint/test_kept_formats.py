@@ -31,11 +31,12 @@ KEPT = {
     ("gpt_oss", "mxfp4"): (PackFormat.MXFP4, 8, 17),  # experts
 }
 """What is kept, in how many packs, and how many hold bfloat16. lm_head's always does."""
-DENSE, FROM_WIDENED = 0.04, 1.1
+DENSE, FROM_WIDENED, MIXTURE_FROM_WIDENED = 0.04, 1.1, 2.0
 """Of logits, from transformers in float32 with the dequantised weights: the length of the difference, as a
-share of the logits' length. Of dense models at most DENSE (0.012 to 0.026 were measured); of any, at most
-FROM_WIDENED times that of the same checkpoint with its weights widened to bfloat16. (In a mixture a router
-near a tie chooses other experts.)"""
+share of the logits' length. Of dense models at most DENSE (0.012 to 0.026 were measured), and FROM_WIDENED
+times that of the same checkpoint with its weights widened to bfloat16; of mixtures MIXTURE_FROM_WIDENED times
+that (1.01 was measured): there a router near a tie chooses other experts, on each instruction set in its own
+way."""
 cases = pytest.mark.parametrize(("family", "form"), KEPT, ids=map("-".join, KEPT))
 
 
@@ -84,18 +85,18 @@ def test_logits_are_within_the_bounds(family, form, isa, directory):
         for chunk in (1000, 7):  # many rows, and few
             widened = share(logits(stored, ids, "bfloat16", chunk), want)
             kept = share(logits(stored, ids, "auto", chunk), want)
-            assert kept <= FROM_WIDENED * widened
-            assert kept <= DENSE or family not in ("qwen3", "llama")
+            if family in ("qwen3", "llama"):
+                assert kept <= min(DENSE, FROM_WIDENED * widened)
+            else:
+                assert kept <= MIXTURE_FROM_WIDENED * widened
     finally:
         set_isa(ISAS[-1])
 
 
 def test_both_are_one_model_to_their_peers(directory):
     stored, _ = write("qwen3", directory, 0, "fp8_wide")
-    kinds = ("auto", "bfloat16")
-    assert (
-        len({load_model(EngineConfig(str(stored), "bfloat16", kind)).spec.fingerprint for kind in kinds}) == 1
-    )
+    configs = [EngineConfig(str(stored), "bfloat16", kind) for kind in ("auto", "bfloat16")]
+    assert len({load_model(config).spec.fingerprint for config in configs}) == 1
 
 
 @pytest.mark.parametrize(("family", "form"), [("qwen3", "fp8_wide"), ("gpt_oss", "mxfp4")])
