@@ -51,10 +51,10 @@ quick: lint types  ## style, types, and fast unit tests of the rooms that differ
 	@$(TEST_ENV) $(PY) -m tools.quick $(if $(ALL),--all)
 
 test: setup check  ## all that a change must pass: check, unit tests, an oracle subset, one Ray end-to-end
-	@$(TEST_ENV) $(PY) -m tools.run_tests "not oracle_full and not invariants and not e2e and not quality and not peers and not gpu"
+	@$(TEST_ENV) $(PY) -m tools.run_tests "not oracle_full and not emulated and not invariants and not e2e and not quality and not peers and not gpu"
 
 oracle: setup  ## the whole matrix against transformers.generate
-	@$(TEST_ENV) $(PY) -m tools.run_tests "oracle or oracle_full" tests/e2e tests/engine tests/prefill_node tests/kvcache/storage
+	@$(TEST_ENV) $(PY) -m tools.run_tests "oracle or oracle_full or emulated" tests/e2e tests/engine tests/prefill_node tests/kvcache/storage
 
 tiers: setup  ## oracle over tiers: each family, write and prefetch policy, what comes from host and storage, restarts
 	@$(TEST_ENV) $(PY) -m tools.run_tests "not peers" tests/prefill_node/test_tiers.py \
