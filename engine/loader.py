@@ -22,13 +22,18 @@ from common.errors import ConfigError
 from common.freed_memory import return_freed_memory
 from engine.attention import ATTENTION_NAME
 from engine.checkpoint.formats import stored_format
-from engine.checkpoint.reader import formats_of, read_weights
-from engine.checkpoint.stored import StoredWeights, find_stored
+from engine.checkpoint.reader import read_weights
+from engine.checkpoint.stored import StoredTensor, dequantise_parameters
 from engine.config import EngineConfig
 from engine.errors import UnsupportedModel
 from engine.families.base import Dtypes
 from engine.gate import check_model
-from engine.module_replacements import apply_replacements, check_weight_dtype, replacement_table
+from engine.module_replacements import (
+    apply_replacements,
+    check_weight_dtype,
+    replacement_table,
+    takes_stored_weights,
+)
 from engine.spec import ModelSpec
 from kvcache.layout import GroupSpec, stored_as
 from kvcache.quant import KVFormat
@@ -76,8 +81,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     family = check_model(hf_config)
     dtype = _dtype(config, hf_config)
     check_weight_dtype(config, dtype)
-    model, stored = _read(config, hf_config, dtype, local)
-    model = model.to(config.device).eval().requires_grad_(False)
+    model = _read(config, hf_config, dtype, local).to(config.device).eval().requires_grad_(False)
     family.prepare(model)
     groups = stored_as(
         family.groups(hf_config, Dtypes(model=dtype, kv=dtype)), KVFormat(config.kv_cache_dtype)
@@ -93,8 +97,10 @@ def load_model(config: EngineConfig) -> LoadedModel:
         model_type=hf_config.model_type,
         dtype=dtype,
     )
-    replaced = apply_replacements(model, config, replacement_table(config, stored))
-    return LoadedModel(model, spec, attention, replaced, tuple(sorted(stored.kept)))
+    kept: set[str] = set()
+    replaced = apply_replacements(model, config, replacement_table(config, kept))
+    dequantise_parameters(model)
+    return LoadedModel(model, spec, attention, replaced, tuple(sorted(kept)))
 
 
 def read_tokenizer(model: str) -> str:
@@ -104,8 +110,8 @@ def read_tokenizer(model: str) -> str:
     )
 
 
-def _read(config: EngineConfig, hf_config: Any, dtype: torch.dtype, local: bool) -> tuple[Any, StoredWeights]:
-    """The model with its weights, dequantised, on `config.device`, and how they were stored.
+def _read(config: EngineConfig, hf_config: Any, dtype: torch.dtype, local: bool) -> Any:
+    """The model with its weights on `config.device`. On a CPU some may be StoredTensors.
 
     With accelerate each weight goes to another device when it is read; without it all are in the host's
     memory first.
@@ -115,17 +121,17 @@ def _read(config: EngineConfig, hf_config: Any, dtype: torch.dtype, local: bool)
         del plain.quantization_config  # transformers would replace modules, and needs a GPU for some formats
     direct = torch.device(config.device).type != "cpu" and is_accelerate_available()
     try:
-        weights = read_weights(config.model, stored_format(hf_config), dtype, local)
+        keep = takes_stored_weights(config, dtype)
+        weights = read_weights(config.model, stored_format(hf_config), dtype, local, keep)
         model, report = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)].from_pretrained(
             None,
             config=plain,
-            state_dict=dict(weights),
+            state_dict=weights,
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,
             device_map={"": config.device} if direct else None,
             output_loading_info=True,
         )
-        stored = find_stored(model, formats_of(weights))
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:  # RuntimeError: another shape
         raise _unreadable(config.model, error) from error
     return_freed_memory()  # of what was dequantised or merged
@@ -136,7 +142,7 @@ def _read(config: EngineConfig, hf_config: Any, dtype: torch.dtype, local: bool)
     if report["missing_keys"]:  # transformers initialises them at random
         missing = ", ".join(sorted(report["missing_keys"])[:3])
         raise _unreadable(config.model, ValueError(f"no weights for {missing}"))
-    return model, stored
+    return model
 
 
 def _is_directory(model: str) -> bool:
@@ -234,8 +240,14 @@ def _fingerprint(model: nn.Module, hf_config: Any, weights: str) -> str:
         settings.pop(incidental, None)
     digest = hashlib.sha256(json.dumps([settings, weights], sort_keys=True, default=str).encode())
     for name, weight in sorted(model.state_dict().items()):
-        flat = weight.flatten()
-        values = flat[:: max(1, len(flat) // _FINGERPRINT_VALUES)].float().cpu().numpy()
+        values = _evenly_spaced(weight).float().cpu().numpy()
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
         digest.update(values.tobytes())
     return digest.hexdigest()
+
+
+def _evenly_spaced(weight: torch.Tensor) -> torch.Tensor:
+    step = max(1, weight.numel() // _FINGERPRINT_VALUES)
+    if isinstance(weight, StoredTensor):
+        return weight.numbers_at(range(0, weight.numel(), step))
+    return weight.flatten()[::step]

@@ -14,7 +14,6 @@ from torch import nn
 
 from common.errors import ConfigError
 from common.freed_memory import return_freed_memory
-from engine.checkpoint.stored import StoredWeights
 from engine.config import EngineConfig
 
 Replace = Callable[[nn.Module, EngineConfig], nn.Module | None]
@@ -60,17 +59,26 @@ def check_weight_dtype(config: EngineConfig, dtype: torch.dtype) -> None:
     check_packs(config, dtype)
 
 
-def replacement_table(config: EngineConfig, stored: StoredWeights) -> ReplacementTable:
+def takes_stored_weights(config: EngineConfig, dtype: torch.dtype) -> bool:
+    """Whether the replacements for `config.device` pack StoredTensors of a model in `dtype`."""
+    if torch.device(config.device).type != "cpu" or dtype != torch.bfloat16:
+        return False
+    from engine.cpu.module_replacements import packs
+
+    return packs(config)
+
+
+def replacement_table(config: EngineConfig, kept: set[str]) -> ReplacementTable:
     """The replacements for `config.device`: those of engine/cpu on a CPU, of engine/cuda on CUDA.
 
-    `stored`: how the checkpoint stored the weights; CPUs keep some of its formats.
+    Replacements that compute with weights as the checkpoint stored them add the format's name to `kept`.
     """
     table: ReplacementTable = {}
     kind = torch.device(config.device).type
     if kind == "cpu":
         from engine.cpu.module_replacements import register
 
-        register(table, stored)
+        register(table, kept)
     elif kind == "cuda":
         from engine.cuda.module_replacements import register as register_cuda
 

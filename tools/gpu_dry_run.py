@@ -20,7 +20,6 @@ import torch
 import kvtransfer.region
 from common.arguments import ExactParser
 from engine import loader
-from engine.checkpoint.stored import StoredWeights
 from engine.completion import HostCompletions
 from engine.config import EngineConfig
 from engine.graphs import DecodeLimits
@@ -71,7 +70,7 @@ def dry_run(directory: Path) -> dict[str, int]:
             on_fake_cuda(loaded.model)
             pools = _pools(loaded)
             on_cuda = EngineConfig(str(directory), dtype="bfloat16", device="cuda", overlap=False)
-            apply_replacements(loaded.model, on_cuda, replacement_table(on_cuda, StoredWeights()))
+            apply_replacements(loaded.model, on_cuda, replacement_table(on_cuda, set()))
             runner = ModelRunner(loaded, pools, on_cuda, HostCompletions())
             runner.attention = stand_in.flashinfer_layers(loaded, pools)
             recorder = FakeRecorder(device)

@@ -2,33 +2,56 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from engine.checkpoint.base import Format, Parts
-from engine.checkpoint.stored import StoredMatrix
+from engine.checkpoint.base import Format, Parts, row_blocks
+from engine.checkpoint.stored import StoredTensor
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The value of each code: a sign, two bits of exponent, one of mantissa."""
 _BIAS = 127  # of a block's scale, a power of two (E8M0). 255 is NaN
 
 
-def _dequantise(parts: Parts, dtype: torch.dtype) -> torch.Tensor:
+@dataclass(frozen=True)
+class Mxfp4Matrix:
+    """A StoredMatrix of 32 n inputs: codes uint8 [outputs, n, 16], the low half of a byte first, and scales
+    uint8 [outputs, n]."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return self.scales.shape[0], 32 * self.scales.shape[1]
+
+    def rows(self, rows: slice) -> Mxfp4Matrix:
+        """Some of its outputs."""
+        return Mxfp4Matrix(self.codes[rows], self.scales[rows])
+
+    def dequantise(self, into: torch.Tensor) -> None:
+        """Write its numbers to a tensor of the same shape."""
+        values = torch.tensor(_E2M1)
+        for part in row_blocks(*self.shape):
+            codes, scales = self.codes[part], self.scales[part]
+            halves = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
+            powers = torch.ldexp(torch.ones(scales.shape), scales.int() - _BIAS)
+            powers.masked_fill_(scales == 255, torch.nan)
+            into[part] = (values[halves.int()] * powers[..., None]).flatten(1)
+
+
+def _read(parts: Parts, dtype: torch.dtype) -> StoredTensor:
     """blocks uint8 [experts, outputs, n, 16], scales uint8 [experts, outputs, n] -> [experts, 32 n, outputs].
 
-    The low half of a byte is the first of its two numbers. transformers' module keeps inputs before outputs.
+    transformers' module keeps inputs before outputs.
     """
     blocks, scales = parts["_blocks"], parts["_scales"]
     if blocks.dtype != torch.uint8 or blocks.ndim != 4 or blocks.shape[:-1] != scales.shape:
         raise ValueError(f"blocks are {blocks.dtype} {tuple(blocks.shape)}, scales {tuple(scales.shape)}")
-    experts, outputs, count, _ = blocks.shape
-    weight = torch.empty(experts, count * 32, outputs, dtype=dtype)
-    values = torch.tensor(_E2M1)
-    for expert in range(experts):
-        halves = torch.stack((blocks[expert] & 15, blocks[expert] >> 4), dim=-1).flatten(-2)
-        powers = torch.ldexp(torch.ones(outputs, count), scales[expert].int() - _BIAS)
-        powers.masked_fill_(scales[expert] == 255, torch.nan)
-        weight[expert] = (values[halves.int()] * powers[..., None]).flatten(1).T
-    return weight
+    matrices = [(Mxfp4Matrix(*each),) for each in zip(blocks, scales, strict=True)]
+    return StoredTensor(matrices, dtype, experts=True, transposed=True)
 
 
-MXFP4 = Format(("_blocks", "_scales"), _dequantise, result="", describe=lambda _: StoredMatrix("mxfp4"))
+MXFP4 = Format(("_blocks", "_scales"), _read, result="")

@@ -17,7 +17,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from common.start_log import StartProgress
 from engine.checkpoint.base import Format, Stored
-from engine.checkpoint.stored import StoredMatrix
+from engine.checkpoint.stored import StoredTensor
 
 _PLAIN = ("F64", "F32", "F16", "BF16")
 
@@ -44,36 +44,38 @@ class CountedTensor:
 
 
 class QuantisedWeight:
-    """A weight that is dequantised when it is read."""
+    """A weight that is put together when it is read."""
 
-    def __init__(self, name: str, form: Format, parts: Mapping[str, Stored], dtype: torch.dtype) -> None:
+    def __init__(
+        self, name: str, form: Format, parts: Mapping[str, Stored], dtype: torch.dtype, keep: bool
+    ) -> None:
         self._name = name
         self._format = form
         self._parts = parts
         self._dtype = dtype
+        self._keep = keep
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Raises ValueError if the stored tensors do not fit together."""
         parts = {suffix: stored[...] for suffix, stored in self._parts.items()}
         try:
-            weight: torch.Tensor = self._format.dequantise(parts, self._dtype)[index]
+            weight = self._format.read(parts, self._dtype)
         except ValueError as error:
             raise ValueError(f"{self._name}: {error}") from error
-        return weight
-
-    def describe(self) -> StoredMatrix | None:
-        """How it is stored, if a CPU can keep it so. Raises ValueError if its tensors do not fit together."""
-        return self._format.describe(self._parts) if self._format.describe else None
+        if isinstance(weight, StoredTensor) and not self._keep:
+            weight = weight.dequantised()
+        return weight if index is ... else weight[index]
 
 
 def read_weights(
-    model: str, form: Format | None, dtype: torch.dtype, local: bool
+    model: str, form: Format | None, dtype: torch.dtype, local: bool, keep: bool
 ) -> dict[str, Stored | QuantisedWeight]:
     """All weights of `model`, a directory or a hub id, by the names they have when they are not quantised.
 
     Only headers are read. `local`: nothing is downloaded. Quantised weights are given in `dtype`, others as
-    they are stored. Raises OSError or SafetensorError for files that are missing or damaged, and ValueError
-    if a quantised weight is incomplete.
+    they are stored. `keep`: those whose format allows it are StoredTensors; else all are dequantised. Raises
+    OSError or SafetensorError for files that are missing or damaged, and ValueError if a quantised weight is
+    incomplete.
     """
     stored: dict[str, Stored] = {}
     paths = _files(model, local)
@@ -93,7 +95,7 @@ def read_weights(
             if missing:
                 raise ValueError(f"{name} is there, but not {', '.join(missing)}")
             found: Any = {suffix: part for suffix, part in parts.items() if part is not None}
-            weights[stem + form.result] = QuantisedWeight(stem + form.result, form, found, dtype)
+            weights[stem + form.result] = QuantisedWeight(stem + form.result, form, found, dtype, keep)
     for name, weight in weights.items():
         if (
             name.endswith(".weight")
@@ -102,13 +104,6 @@ def read_weights(
         ):
             raise ValueError(f"{name} is stored as {weight.get_dtype()}, without {form.parts[0]}")
     return weights
-
-
-def formats_of(weights: Mapping[str, Stored | QuantisedWeight]) -> dict[str, StoredMatrix]:
-    """How weights are stored, by name: those that a CPU can keep so. Raises ValueError."""
-    quantised = {name: weight for name, weight in weights.items() if isinstance(weight, QuantisedWeight)}
-    described = {name: weight.describe() for name, weight in quantised.items()}
-    return {name: stored for name, stored in described.items() if stored is not None}
 
 
 def _files(model: str, local: bool) -> list[str]:

@@ -2,43 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from engine.checkpoint.base import Format, Parts, Stored, row_blocks
-from engine.checkpoint.stored import StoredMatrix
+from engine.checkpoint.base import Format, Parts, row_blocks
+from engine.checkpoint.stored import StoredTensor
 
 Block = tuple[int, int]
 """Rows and columns of a weight that share a scale."""
 
 
-def scaled_format(scale: str, block: Block | None) -> Format:
-    """weight = `.weight` times its scale, the tensor with suffix `scale`. `block` None: see below."""
-    return Format(
-        (scale, ".weight"),
-        partial(_dequantise, scale=scale, block=block),
-        describe=partial(_describe, scale=scale, block=block),
-    )
+@dataclass(frozen=True)
+class ScaledMatrix:
+    """A StoredMatrix: numbers [outputs, inputs] of 8 bits, and a float32 scale for each `block` of them.
 
-
-def _describe(parts: Mapping[str, Stored], scale: str, block: Block | None) -> StoredMatrix | None:
-    stored = parts[".weight"]
-    if stored.get_dtype() != "F8_E4M3":
-        return None
-    return StoredMatrix("fp8", *_by_block(parts[scale][...], stored.get_shape(), block))
-
-
-def _by_block(scales: torch.Tensor, shape: Sequence[int], block: Block | None) -> tuple[torch.Tensor, Block]:
-    """Float32 scales [blocks of rows, blocks of columns] of a weight, and the size of a block.
-
-    Without a block they are stored as [1] or [rows, 1]. The last blocks may be incomplete.
+    The last blocks may be incomplete.
     """
-    if len(shape) != 2:
-        raise ValueError(f"a quantised weight has the shape {tuple(shape)}, not two dimensions")
-    rows, columns = shape
-    scales = scales.float()
+
+    numbers: torch.Tensor
+    scales: torch.Tensor
+    block: Block
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return self.numbers.shape[0], self.numbers.shape[1]
+
+    def rows(self, rows: slice) -> ScaledMatrix:
+        """Some of its outputs, each with scales of its own."""
+        each = torch.arange(self.shape[0])[rows] // self.block[0]
+        return ScaledMatrix(self.numbers[rows], self.scales[each], (1, self.block[1]))
+
+    def dequantise(self, into: torch.Tensor) -> None:
+        """Write its numbers to a tensor of the same shape."""
+        rows, columns = self.shape
+        for part in row_blocks(rows, columns, self.block[0]):
+            of_rows = self.scales[part.start // self.block[0] : -(-part.stop // self.block[0])]
+            each = of_rows.repeat_interleave(self.block[0], 0)[: part.stop - part.start]
+            into[part] = self.numbers[part].float() * each.repeat_interleave(self.block[1], 1)[:, :columns]
+
+    def input_scales(self, width: int) -> torch.Tensor | None:
+        """Float32 [outputs, inputs / width rounded up]: one for each `width` inputs of an output.
+
+        None if one scale is not enough for that.
+        """
+        outputs, inputs = self.shape
+        count = -(-inputs // width)
+        if self.block[1] >= inputs:
+            columns = self.scales.expand(-1, count)
+        elif self.block[1] % width == 0:
+            columns = self.scales.repeat_interleave(self.block[1] // width, 1)[:, :count]
+        else:
+            return None
+        return columns.repeat_interleave(self.block[0], 0)[:outputs].contiguous()
+
+
+def scaled_format(scale: str, block: Block | None) -> Format:
+    """weight = `.weight` times its scale, the tensor with suffix `scale`. `block` None: see _read."""
+    return Format((scale, ".weight"), partial(_read, scale=scale, block=block))
+
+
+def _read(parts: Parts, dtype: torch.dtype, scale: str, block: Block | None) -> StoredTensor:
+    """Without a block, scales are stored as [1] or [rows, 1]."""
+    numbers, scales = parts[".weight"], parts[scale].float()
+    if numbers.ndim != 2:
+        raise ValueError(f"a quantised weight has the shape {tuple(numbers.shape)}, not two dimensions")
+    rows, columns = numbers.shape
     if block is None:
         scales = scales.reshape(-1, 1)
         block = (1 if len(scales) == rows else rows, columns)
@@ -47,16 +78,4 @@ def _by_block(scales: torch.Tensor, shape: Sequence[int], block: Block | None) -
         raise ValueError(
             f"scales are {tuple(scales.shape)} for a weight of {rows} x {columns}, not {expected}"
         )
-    return scales, block
-
-
-def _dequantise(parts: Parts, dtype: torch.dtype, scale: str, block: Block | None) -> torch.Tensor:
-    stored = parts[".weight"]
-    scales, block = _by_block(parts[scale], stored.shape, block)
-    rows, columns = stored.shape
-    weight = torch.empty(rows, columns, dtype=dtype)
-    for part in row_blocks(rows, columns, block[0]):
-        of_rows = scales[part.start // block[0] : -(-part.stop // block[0])]
-        each = of_rows.repeat_interleave(block[0], 0)[: part.stop - part.start]
-        weight[part] = stored[part].float() * each.repeat_interleave(block[1], 1)[:, :columns]
-    return weight
+    return StoredTensor([[ScaledMatrix(numbers, scales, block)]], dtype, experts=False)

@@ -1,84 +1,205 @@
-"""How a checkpoint stored the weights of a loaded model, so that they can be kept in as few bits.
+"""Weights of a model that are still as the checkpoint stored them, in fewer bits.
 
-Transformers is given weights that are dequantised. Kernels that multiply with fp8 or MXFP4 recover the codes
-from them: those of MXFP4 from the weights alone, those of fp8 with the scales, which are kept here.
+A StoredTensor takes the place of a dequantised weight while transformers renames, merges and transposes
+weights and sets them as parameters. Kernels that multiply stored numbers take its matrices; for all else it
+is dequantised. So such a model is never in memory in the dtype in which it computes.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils._pytree import tree_map_only
 
-_EXPERTS = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
-"""Parameters that transformers makes of many matrices of a checkpoint."""
-_PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class StoredMatrix:
-    """The format of one matrix [outputs, inputs] in the checkpoint."""
+class StoredMatrix(Protocol):
+    """A quantised matrix [outputs, inputs]."""
 
-    form: Literal["fp8", "mxfp4"]
-    scales: torch.Tensor | None = None  # of fp8: float32, one for each block of `block` outputs and inputs
-    block: tuple[int, int] = (1, 1)
+    @property
+    def shape(self) -> tuple[int, int]: ...
 
-    def input_scales(self, outputs: int, inputs: int, width: int) -> torch.Tensor | None:
-        """Of fp8, float32 [outputs, inputs / width rounded up]: one for each `width` inputs of an output.
+    def rows(self, rows: slice) -> StoredMatrix:
+        """Some of its outputs; no number is copied."""
+        ...
 
-        None if one scale is not enough for that.
-        """
-        assert self.scales is not None
-        count = -(-inputs // width)
-        if self.block[1] >= inputs:
-            columns = self.scales.expand(-1, count)
-        elif self.block[1] % width == 0:
-            columns = self.scales.repeat_interleave(self.block[1] // width, 1)[:, :count]
-        else:
-            return None
-        return columns.repeat_interleave(self.block[0], 0)[:outputs].contiguous()
+    def dequantise(self, into: torch.Tensor) -> None:
+        """Write its numbers, rounded from float32, to a tensor of the same shape."""
+        ...
 
 
-class StoredWeights:
-    """The stored formats of parameters. A parameter that is freed is forgotten."""
+class StoredTensor(torch.Tensor):
+    """A matrix, or one for each expert, whose rows are those of stored matrices.
 
-    def __init__(self, matrices: Iterable[tuple[torch.Tensor, tuple[StoredMatrix, ...]]] = ()) -> None:
-        """Parameters, and how their matrices are stored, in the order of their experts and outputs."""
-        self._matrices: Any = WeakIdKeyDictionary()
-        self._matrices.update(matrices)
-        self.kept: set[str] = set()  # the formats that packs were made of
-
-    def of(self, parameter: torch.Tensor, count: int) -> tuple[StoredMatrix | None, ...]:
-        """The formats of a parameter's `count` matrices. None: in the model's dtype, or not known."""
-        found: tuple[StoredMatrix, ...] = self._matrices.get(parameter, ())
-        if len(found) == 1 and found[0].scales is None:  # stored as one
-            return found * count
-        return found if len(found) == count else (None,) * count
-
-
-def find_stored(model: nn.Module, stored: Mapping[str, StoredMatrix]) -> StoredWeights:
-    """The formats of `model`'s parameters, from those of the checkpoint's weights by name.
-
-    A parameter with another name than in the checkpoint is left out, and so are experts that do not
-    all have a format.
+    It has the shape and dtype of the dequantised weight. What transformers does to weights while it loads
+    them (stack, concatenate, transpose, index, slice rows) gives another StoredTensor; any other operation is
+    computed with the dequantised weight. It cannot be written.
     """
-    found = []
-    for name, parameter in model.named_parameters():
-        names = [name] if name in stored else _names_of_experts(name, parameter)
-        if names and all(each in stored for each in names):
-            found.append((parameter, tuple(stored[each] for each in names)))
-    return StoredWeights(found)
+
+    matrices: tuple[tuple[StoredMatrix, ...], ...]
+    """For each matrix of the tensor, those that have its rows, in order."""
+    transposed: bool
+    """Whether the last two dimensions are inputs and outputs, not outputs and inputs."""
+
+    @staticmethod
+    def __new__(
+        cls,
+        matrices: Iterable[Sequence[StoredMatrix]],
+        dtype: torch.dtype,
+        *,
+        experts: bool,
+        transposed: bool = False,
+    ) -> StoredTensor:
+        """`experts`: it has three dimensions. All matrices have the same shape."""
+        whole = tuple(tuple(rows) for rows in matrices)
+        assert experts or len(whole) == 1
+        outputs, inputs = sum(part.shape[0] for part in whole[0]), whole[0][0].shape[1]
+        last = (inputs, outputs) if transposed else (outputs, inputs)
+        made: StoredTensor = torch.Tensor._make_wrapper_subclass(
+            cls, (len(whole), *last) if experts else last, dtype=dtype, device=torch.device("cpu")
+        )
+        made.matrices, made.transposed = whole, transposed
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it as if it were no class method
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        assert not func._schema.is_mutable, f"{func} would write a weight that is stored"
+        kwargs = kwargs or {}
+        if func in _KEPT and (result := _KEPT[func](*args, **kwargs)) is not None:
+            return result
+        args, kwargs = tree_map_only(StoredTensor, StoredTensor.dequantised, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's would print numbers
+        return f"StoredTensor({tuple(self.shape)}, {self.dtype})"
+
+    def dequantised(self) -> torch.Tensor:
+        """The weight as an ordinary tensor."""
+        whole = torch.empty(self.shape, dtype=self.dtype)
+        for matrix, rows in zip(whole.view(-1, *self.shape[-2:]), self.matrices, strict=True):
+            target, first = matrix.T if self.transposed else matrix, 0
+            for part in rows:
+                part.dequantise(target[first : first + part.shape[0]])
+                first += part.shape[0]
+        return whole
+
+    def contiguous(self, **_: Any) -> torch.Tensor:  # type: ignore[override]
+        """Dequantised. Torch's would be this tensor itself, which has no address."""
+        return self.dequantised()
+
+    def numbers_at(self, indices: Iterable[int]) -> torch.Tensor:
+        """The numbers at these places of the flat tensor."""
+        return torch.stack([self._number_at(index) for index in indices])
+
+    def _number_at(self, index: int) -> torch.Tensor:
+        expert, place = divmod(index, math.prod(self.shape[-2:]))
+        output, column = divmod(place, self.shape[-1])
+        if self.transposed:
+            output, column = column, output
+        for part in self.matrices[expert]:
+            if output < part.shape[0]:
+                row = torch.empty(1, part.shape[1], dtype=self.dtype)
+                part.rows(slice(output, output + 1)).dequantise(row)
+                return row[0, column]
+            output -= part.shape[0]
+        raise IndexError(index)
+
+    def _of(self, matrices: Iterable[Sequence[StoredMatrix]], transposed: bool | None = None) -> StoredTensor:
+        """Of the same dtype and dimensions."""
+        transposed = self.transposed if transposed is None else transposed
+        return StoredTensor(matrices, self.dtype, experts=self.dim() == 3, transposed=transposed)
 
 
-def _names_of_experts(name: str, parameter: torch.Tensor) -> list[str]:
-    experts = _EXPERTS.fullmatch(name)
-    if experts is None:
-        return []
-    stem, kind = experts.groups()
-    numbers = range(len(parameter))
-    return [f"{stem}.{expert}.{part}.weight" for expert in numbers for part in _PROJECTIONS[kind]]
+def dequantise_parameters(model: nn.Module) -> None:
+    """Replace the parameters that are still stored."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(parameter, StoredTensor):
+                setattr(module, name, nn.Parameter(parameter.dequantised(), requires_grad=False))
+
+
+# Operations that keep a tensor stored. None: this one cannot.
+
+
+def _same(tensor: StoredTensor) -> StoredTensor:
+    return tensor._of(tensor.matrices)
+
+
+def _stack(tensors: Sequence[Any], dim: int = 0) -> StoredTensor | None:
+    if dim != 0 or not all(isinstance(each, StoredTensor) and each.dim() == 2 for each in tensors):
+        return None
+    first = tensors[0]
+    if any((each.shape, each.transposed) != (first.shape, first.transposed) for each in tensors):
+        return None
+    matrices = [each.matrices[0] for each in tensors]
+    return StoredTensor(matrices, first.dtype, experts=True, transposed=first.transposed)
+
+
+def _concatenate(tensors: Sequence[Any], dim: int = 0) -> StoredTensor | None:
+    """Along the outputs."""
+    if not all(isinstance(each, StoredTensor) and not each.transposed for each in tensors):
+        return None
+    first: StoredTensor = tensors[0]
+    outputs = first.dim() - 2
+    if dim % first.dim() != outputs or any(
+        (each.shape[:outputs], each.shape[-1]) != (first.shape[:outputs], first.shape[-1]) for each in tensors
+    ):
+        return None
+    return first._of([sum(rows, ()) for rows in zip(*(each.matrices for each in tensors), strict=True)])
+
+
+def _select(tensor: StoredTensor, dim: int, index: int) -> StoredTensor | None:
+    """An expert."""
+    if tensor.dim() != 3 or dim != 0:
+        return None
+    return StoredTensor([tensor.matrices[index]], tensor.dtype, experts=False, transposed=tensor.transposed)
+
+
+def _transpose(tensor: StoredTensor, first: int = 0, second: int = 1) -> StoredTensor | None:
+    last = {tensor.dim() - 2, tensor.dim() - 1}
+    if {first % tensor.dim(), second % tensor.dim()} != last:
+        return None
+    return tensor._of(tensor.matrices, not tensor.transposed)
+
+
+def _slice(
+    tensor: StoredTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> StoredTensor | None:
+    """Some outputs of a matrix."""
+    if tensor.dim() != 2 or dim % 2 != int(tensor.transposed):
+        return None
+    start, end, step = slice(start, end, step).indices(tensor.shape[dim])
+    found, first, parts = [], 0, tensor.matrices[0]
+    if step != 1 and len(parts) > 1:
+        return None
+    for part in parts:
+        own = slice(max(0, start - first), min(part.shape[0], end - first), step)
+        if own.start < own.stop:
+            found.append(part if own == slice(0, part.shape[0], 1) else part.rows(own))
+        first += part.shape[0]
+    return tensor._of([found]) if found else None
+
+
+def _split(tensor: StoredTensor, size: int, dim: int = 0) -> list[StoredTensor] | None:
+    parts = [_slice(tensor, dim, at, at + size) for at in range(0, tensor.shape[dim], size)]
+    return None if None in parts else parts  # type: ignore[return-value]
+
+
+_KEPT: dict[Any, Callable[..., Any]] = {
+    aten.detach.default: _same,
+    aten.alias.default: _same,
+    aten.stack.default: _stack,
+    aten.cat.default: _concatenate,
+    aten.select.int: _select,
+    aten.transpose.int: _transpose,
+    aten.t.default: _transpose,
+    aten.slice.Tensor: _slice,
+    aten.split.Tensor: _split,
+}

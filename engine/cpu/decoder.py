@@ -158,14 +158,14 @@ class FusedDecoder(nn.Module):
         """One weight after the other."""
         matrices, group = [], 0
         for weight in weights:
-            matrices.append(self._packer.matrix(weight, group))
+            matrices.append(Matrix(weight, group))
             group += len(weight) // GROUP
         return self._pack(matrices)
 
     def _pack_alternating(self, gate: torch.Tensor, up: torch.Tensor) -> Weights:
         """Groups of both in turns."""
         halves = enumerate((gate, up))
-        return self._pack([self._packer.matrix(half, i, 2) for i, half in halves])
+        return self._pack([Matrix(half, i, 2) for i, half in halves])
 
     def _pack(self, matrices: list[Matrix]) -> Weights:
         rows = sum(len(matrix.weight) for matrix in matrices)

@@ -63,15 +63,13 @@ class PackedExperts(nn.Module):
         clamped = type(experts).__name__ == CLAMPED
         gate_up, down = _weights(experts)
         count, width, hidden = gate_up.shape
-        formats = packer.formats(experts.gate_up_proj, 2 * count)
         halves = [
-            Matrix(weight, formats[2 * expert + half], expert * width // GROUP + half, 2)
+            Matrix(weight, expert * width // GROUP + half, 2)
             for expert in range(count)
             for half, weight in enumerate(_halves(gate_up[expert], clamped))
         ]
         self._gate_up = packer.pack(count * width, hidden, halves)
-        formats = packer.formats(experts.down_proj, count)
-        downs = [Matrix(down[i], formats[i], i * hidden // GROUP) for i in range(count)]
+        downs = [Matrix(down[i], i * hidden // GROUP) for i in range(count)]
         self._down = packer.pack(count * hidden, width // 2, downs)
         self._library = kernels()
         assert self._library.baton_experts_call_bytes() == ctypes.sizeof(ExpertsCall)

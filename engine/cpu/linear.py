@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from engine.checkpoint.stored import StoredMatrix, StoredWeights
+from engine.checkpoint.mxfp4 import Mxfp4Matrix
+from engine.checkpoint.scaled import ScaledMatrix
+from engine.checkpoint.stored import StoredMatrix, StoredTensor
 from engine.cpu.op import KernelsUnavailable, current_isa, kernels
 from engine.cpu.threads import kernel_threads
 from kvcache.buffers import allocate_private
@@ -52,9 +54,26 @@ class Matrix:
     """A weight [outputs, inputs] that goes to group `group` of a pack and every `step`-th group after it."""
 
     weight: torch.Tensor
-    stored: StoredMatrix | None
     group: int = 0
     step: int = 1
+
+    @property
+    def stored(self) -> StoredMatrix | None:
+        """How a checkpoint stored it, if it is still so."""
+        if not isinstance(self.weight, StoredTensor) or self.weight.transposed:
+            return None
+        parts = self.weight.matrices[0]
+        return parts[0] if len(parts) == 1 else None
+
+    @property
+    def form(self) -> PackFormat:
+        """The format that has it bit for bit."""
+        stored = self.stored
+        if isinstance(stored, Mxfp4Matrix):
+            return PackFormat.MXFP4
+        if isinstance(stored, ScaledMatrix) and stored.numbers.dtype == torch.float8_e4m3fn:
+            return PackFormat.FP8
+        return PackFormat.BFLOAT16
 
 
 class Pack:
@@ -86,24 +105,35 @@ class Pack:
 
     def put(self, matrix: Matrix) -> bool:
         """Pack a matrix. False: this pack's format does not have it, bit for bit, and the pack is void."""
+        assert packable(matrix.weight)
+        outputs, inputs = matrix.weight.shape
+        assert inputs == self.inputs
+        to = (matrix.group, matrix.step, kernel_threads())
+        if self.form in (PackFormat.FP8, PackFormat.MXFP4):
+            assert matrix.form is self.form
+            return self._put_stored(matrix.stored, to)
         source = matrix.weight.detach().contiguous()
-        assert packable(source)
-        assert source.shape[1] == self.inputs
-        outputs = len(source)
-        shape, to = (source.data_ptr(), outputs, self.inputs), (matrix.group, matrix.step, kernel_threads())
-        if self.form is PackFormat.FP8:
-            assert matrix.stored is not None
-            scales = matrix.stored.input_scales(outputs, self.inputs, BLOCK_INPUTS)
-            if scales is None:
-                return False
-            return bool(kernels().baton_pack_fp8(*shape, self.address, scales.data_ptr(), *to))
-        if self.form is PackFormat.MXFP4:
-            return bool(kernels().baton_pack_mxfp4(*shape, self.address, *to))
+        shape = (source.data_ptr(), outputs, inputs)
         if self._scales is None:
             kernels().baton_pack(*shape, self.address, *to)
         else:
             kernels().baton_pack_int8(*shape, self.address, self._scales.data_ptr(), *to)
         return True
+
+    def _put_stored(self, stored: StoredMatrix | None, to: tuple[int, int, int]) -> bool:
+        if isinstance(stored, ScaledMatrix):
+            scales = stored.input_scales(BLOCK_INPUTS)
+            if scales is None:
+                return False
+            numbers = stored.numbers
+            assert numbers.stride(1) == 1
+            source = (numbers.data_ptr(), numbers.stride(0), scales.data_ptr(), *numbers.shape)
+            return bool(kernels().baton_pack_fp8(*source, self.address, *to))
+        assert isinstance(stored, Mxfp4Matrix)
+        codes, scales = stored.codes.flatten(1), stored.scales
+        assert codes.stride(1) == scales.stride(1) == 1
+        source = (codes.data_ptr(), codes.stride(0), scales.data_ptr(), scales.stride(0), *stored.shape)
+        return bool(kernels().baton_pack_mxfp4(*source, self.address, *to))
 
     def unpacked(self, outputs: torch.Tensor) -> torch.Tensor:
         """The weights of outputs [n], int64, as bfloat16 [n, inputs]. Raises IndexError."""
@@ -155,38 +185,29 @@ class Pack:
 class Packer:
     """Packs the weights of one model in the format that its options and its checkpoint ask for."""
 
-    def __init__(self, weight_dtype: str = "auto", stored: StoredWeights | None = None) -> None:
-        """`weight_dtype` as in EngineConfig; `stored`: None is of a checkpoint in bfloat16."""
-        self._int8 = weight_dtype == "int8"
-        self._stored = stored if stored is not None and weight_dtype == "auto" else StoredWeights()
-
-    def matrix(self, parameter: torch.Tensor, group: int = 0, step: int = 1) -> Matrix:
-        """A parameter that is one matrix, and where it goes."""
-        return Matrix(parameter, self.formats(parameter, 1)[0], group, step)
-
-    def formats(self, parameter: torch.Tensor, count: int) -> tuple[StoredMatrix | None, ...]:
-        """How the `count` matrices of a parameter are stored; None: not in a format that is kept."""
-        return self._stored.of(parameter, count)
+    def __init__(self, weight_dtype: str = "auto", kept: set[str] | None = None) -> None:
+        """`weight_dtype` as in EngineConfig. A pack in a format of the checkpoint adds its name to `kept`."""
+        self._weight_dtype = weight_dtype
+        self._kept = set() if kept is None else kept
 
     def pack(self, rows: int, inputs: int, matrices: Sequence[Matrix]) -> Pack:
         """A pack of `rows` outputs with these matrices."""
-        forms = {matrix.stored.form if matrix.stored else None for matrix in matrices}
-        form = PackFormat.BFLOAT16
-        if self._int8:
-            form = PackFormat.INT8
-        elif len(forms) == 1:
-            form = _FORMS[forms.pop()]
-        pack = Pack(rows, inputs, form)
+        pack = Pack(rows, inputs, self._form(matrices))
         if not all(pack.put(matrix) for matrix in matrices):
             pack = Pack(rows, inputs)
             for matrix in matrices:
                 pack.put(matrix)
         if pack.form in (PackFormat.FP8, PackFormat.MXFP4):
-            self._stored.kept.add(pack.form.name.lower())
+            self._kept.add(pack.form.name.lower())
         return pack
 
-
-_FORMS = {None: PackFormat.BFLOAT16, "fp8": PackFormat.FP8, "mxfp4": PackFormat.MXFP4}
+    def _form(self, matrices: Sequence[Matrix]) -> PackFormat:
+        if self._weight_dtype == "int8":
+            return PackFormat.INT8
+        forms = {matrix.form for matrix in matrices}
+        if self._weight_dtype == "bfloat16" or len(forms) > 1:
+            return PackFormat.BFLOAT16
+        return forms.pop()
 
 
 class PackedLinear(nn.Module):
@@ -203,7 +224,7 @@ class PackedLinear(nn.Module):
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self._out_dtype = out_dtype
-        self.pack = packer.pack(linear.out_features, linear.in_features, [packer.matrix(linear.weight)])
+        self.pack = packer.pack(linear.out_features, linear.in_features, [Matrix(linear.weight)])
         self._bias = None if linear.bias is None else linear.bias.detach().float()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,12 +1,10 @@
-// Packs bfloat16 weights of which a checkpoint stored 8 or 4 bits.
+// Packs weights of 8 and 4 bits, as a checkpoint stores them.
 #include "linear_expanded.h"
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <cstring>
 
-#include "kv_format.h"
 #include "linear.h"
 
 #if defined(__x86_64__)
@@ -15,17 +13,11 @@ namespace baton {
 namespace {
 
 constexpr uint8_t kNaN = 0x7f;   // of e4m3; a pack has none
+constexpr int kPowerBias = 127;  // of E8M0
 constexpr int kMaxPower = 100;  // of MXFP4, so that numbers stay normal in bfloat16
-
-bool same(float x, bf16 weight) {
-  bf16 rounded;
-  store_float(rounded, x);
-  return rounded.bits == weight.bits;
-}
 
 // The outputs that a team packs: groups of 16, and where they go.
 struct Outputs {
-  const bf16* weight;  // [n, k], row-major
   int64_t n, k;
   uint8_t* pack;
   int64_t group, step;  // of the pack: the first group, and how far the next one is
@@ -50,39 +42,36 @@ bool pack_outputs(const Outputs& outputs, PackFormat format, int threads, Put pu
   return all.load();
 }
 
-// The codes of an output whose weights are a number of e4m3 times the scale of their block of inputs, rounded to bfloat16.
-bool put_fp8(const bf16* weights, int64_t k, const float* scales, int o, uint8_t* group) {
-  bool exact = true;
+// The codes [k] of an output, and the scales of its blocks.
+bool put_fp8(const uint8_t* codes, int64_t k, const float* scales, int o, uint8_t* group) {
+  bool known = true;
   for (int64_t i = 0; i < k; ++i) {
-    const float scale = scales[i / kBlockInputs];
     uint8_t* block = group + i / kBlockInputs * kFp8BlockBytes;
-    std::memcpy(block + kBlockCodes + o * sizeof(float), &scale, sizeof scale);
-    const uint8_t code = format::E4M3::encode(scale == 0 ? to_float(weights[i]) : to_float(weights[i]) / scale);
-    block[Place::of(i % kBlockInputs, o, false).byte] = code;
-    exact = exact && (code & 0x7f) != kNaN && same(format::kFromE4M3[code] * scale, weights[i]);
+    block[Place::of(i % kBlockInputs, o, false).byte] = codes[i];
+    known = known && (codes[i] & 0x7f) != kNaN;
   }
-  return exact;
+  for (int64_t b = 0; b < blocks_of(k); ++b)
+    std::memcpy(group + b * kFp8BlockBytes + kBlockCodes + o * sizeof(float), scales + b, sizeof(float));
+  return known;
 }
 
-// The codes of an output whose weights are, 32 by 32, numbers of e2m1 times a power of two. The largest becomes 4 or 6: if a
-// smaller power fits, this one does, too.
-bool put_mxfp4(const bf16* weights, int64_t k, int o, uint8_t* group) {
-  bool exact = true;
-  for (int64_t first = 0; first < k; first += kPowerInputs) {
-    float most = 0;
-    for (int64_t i = first; i < first + kPowerInputs; ++i) most = std::max(most, std::fabs(to_float(weights[i])));
-    const int power = most > 0 ? std::ilogb(most) - 2 : 0;
-    if (power < -kMaxPower || power > kMaxPower) return false;
+// The codes [k / 2] of an output, and the powers of two [k / 32].
+bool put_mxfp4(const uint8_t* codes, int64_t k, const uint8_t* powers, int o, uint8_t* group) {
+  bool known = true;
+  for (int64_t first = 0; first < k; first += kPowerInputs, codes += kPowerInputs / 2, ++powers) {
     uint8_t* block = group + first / kBlockInputs * kMxfp4BlockBytes;
-    block[kBlockCodes / 2 + first % kBlockInputs / kPowerInputs * 16 + o] = static_cast<uint8_t>(power);
-    for (int64_t i = first; i < first + kPowerInputs; ++i) {
-      const uint32_t code = format::encode_e2m1(std::ldexp(to_float(weights[i]), -power), 1.0f);
-      const Place place = Place::of(i % kBlockInputs, o, true);
+    uint8_t some = 0;
+    for (int64_t i = 0; i < kPowerInputs; ++i) {
+      const uint8_t code = (i % 2 ? codes[i / 2] >> 4 : codes[i / 2]) & 15;
+      const Place place = Place::of((first + i) % kBlockInputs, o, true);
       block[place.byte] |= static_cast<uint8_t>(place.upper ? code << 4 : code);
-      exact = exact && same(std::ldexp(format::kFromE2M1[code], power), weights[i]);
+      some |= code & 7;
     }
+    const int power = some ? *powers - kPowerBias : 0;  // of zeros the power may be any
+    known = known && power >= -kMaxPower && power <= kMaxPower;
+    block[kBlockCodes / 2 + first % kBlockInputs / kPowerInputs * 16 + o] = static_cast<uint8_t>(power);
   }
-  return exact;
+  return known;
 }
 
 }  // namespace
@@ -90,22 +79,24 @@ bool put_mxfp4(const bf16* weights, int64_t k, int o, uint8_t* group) {
 
 extern "C" {
 
-// Packs the outputs of a row-major [n, k] weight into group `group` of `pack` and every `step`-th group after it.
-// Returns 1 if the weights are, bit for bit, numbers of e4m3 times the scales [n, blocks of k], rounded to bfloat16;
-// else 0, and the pack must not be used.
-int baton_pack_fp8(const baton::bf16* weight, int64_t n, int64_t k, uint8_t* pack, const float* scales, int64_t group,
-                   int64_t step, int threads) {
+// Packs n outputs of k codes of e4m3 each, `stride` bytes apart, with their scales [n, blocks of k], into group `group` of
+// `pack` and every `step`-th group after it. Returns 0 if there is a NaN: then the pack must not be used.
+int baton_pack_fp8(const uint8_t* codes, int64_t stride, const float* scales, int64_t n, int64_t k, uint8_t* pack,
+                   int64_t group, int64_t step, int threads) {
   auto put = [&](int64_t output, int o, uint8_t* to) {
-    return baton::put_fp8(weight + output * k, k, scales + output * baton::blocks_of(k), o, to);
+    return baton::put_fp8(codes + output * stride, k, scales + output * baton::blocks_of(k), o, to);
   };
-  return baton::pack_outputs({weight, n, k, pack, group, step}, baton::kFp8Pack, threads, put);
+  return baton::pack_outputs({n, k, pack, group, step}, baton::kFp8Pack, threads, put);
 }
 
-// The same if they are numbers of MXFP4. k is a multiple of 32.
-int baton_pack_mxfp4(const baton::bf16* weight, int64_t n, int64_t k, uint8_t* pack, int64_t group, int64_t step,
-                     int threads) {
-  auto put = [&](int64_t output, int o, uint8_t* to) { return baton::put_mxfp4(weight + output * k, k, o, to); };
-  return baton::pack_outputs({weight, n, k, pack, group, step}, baton::kMxfp4Pack, threads, put);
+// The same of pairs of e2m1, the first in the lower half, and of the E8M0 powers of 32 inputs. k is a multiple of 32. Returns 0
+// if a power is NaN or too large.
+int baton_pack_mxfp4(const uint8_t* codes, int64_t stride, const uint8_t* powers, int64_t powers_stride, int64_t n,
+                     int64_t k, uint8_t* pack, int64_t group, int64_t step, int threads) {
+  auto put = [&](int64_t output, int o, uint8_t* to) {
+    return baton::put_mxfp4(codes + output * stride, k, powers + output * powers_stride, o, to);
+  };
+  return baton::pack_outputs({n, k, pack, group, step}, baton::kMxfp4Pack, threads, put);
 }
 }
 

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from common.errors import ConfigError
-from engine.checkpoint.stored import StoredWeights
 from engine.cpu import delta_net, experts
 from engine.cpu.decoder import MODELS, FusedDecoder, fusible
 from engine.cpu.linear import PackedEmbedding, PackedLinear, Packer, check_packable, packable
@@ -23,11 +22,9 @@ if TYPE_CHECKING:
     from engine.config import EngineConfig
 
 
-def register(
-    table: dict[str, Callable[[nn.Module, EngineConfig], nn.Module | None]], stored: StoredWeights
-) -> None:
-    """Add the CPU's replacements, for one model whose checkpoint stored its weights as `stored` says."""
-    replacements = CpuReplacements(stored)
+def register(table: dict[str, Callable[[nn.Module, EngineConfig], nn.Module | None]], kept: set[str]) -> None:
+    """Add the CPU's replacements, for one model. They add to `kept` the names of stored formats they take."""
+    replacements = CpuReplacements(kept)
     for name in MODELS:
         table[name] = replacements.decoder
     for name in experts.MODELS:
@@ -61,26 +58,26 @@ def check_packs(config: EngineConfig, dtype: torch.dtype) -> None:
 class CpuReplacements:
     """The replacements of one model. apply_replacements calls the methods for outer modules first."""
 
-    def __init__(self, stored: StoredWeights | None = None) -> None:
-        self._stored = stored
+    def __init__(self, kept: set[str] | None = None) -> None:
+        self._kept = kept
         self._fused: FusedDecoder | None = None
 
     def decoder(self, model: nn.Module, config: EngineConfig) -> nn.Module | None:
         """Replace the whole decoder, if the C++ attention op can serve it."""
-        if not _packs(config) or config.attention not in ("auto", "cpu") or not fusible(model):
+        if not packs(config) or config.attention not in ("auto", "cpu") or not fusible(model):
             return None
         self._fused = FusedDecoder(model, self._packer(config))
         return self._fused
 
     def experts(self, module: nn.Module, config: EngineConfig) -> nn.Module | None:
         """Replace the experts of one mixture."""
-        if not _packs(config) or not experts.fusible(module):
+        if not packs(config) or not experts.fusible(module):
             return None
         return experts.PackedExperts(module, self._packer(config))
 
     def delta_net(self, mixer: nn.Module, config: EngineConfig) -> nn.Module | None:
         """Pack the projections of one gated delta net, and replace its decode steps."""
-        if not _packs(config) or not delta_net.fusible(mixer):
+        if not packs(config) or not delta_net.fusible(mixer):
             return None
         for name, child in list(mixer.named_children()):
             if isinstance(child, nn.Linear) and (packed := self.linear(child, config)) is not None:
@@ -94,7 +91,7 @@ class CpuReplacements:
         rounding logits to bfloat16 makes ties. If its weights are the embedding's, they are held once.
         """
         assert isinstance(linear, nn.Linear)
-        if not packable(linear.weight) or not _packs(config):
+        if not packable(linear.weight) or not packs(config):
             return None
         if self._fused is None:
             return PackedLinear(linear, torch.bfloat16, self._packer(config))
@@ -104,10 +101,10 @@ class CpuReplacements:
         return packed
 
     def _packer(self, config: EngineConfig) -> Packer:
-        return Packer(config.weight_dtype, self._stored)
+        return Packer(config.weight_dtype, self._kept)
 
 
-def _packs(config: EngineConfig) -> bool:
+def packs(config: EngineConfig) -> bool:
     """Whether weights are packed. Raises ConfigError if the config requires it and this CPU cannot do it."""
     if config.linear == "torch":
         return False

@@ -84,9 +84,11 @@ def _declare_packed(library: ctypes.CDLL) -> None:
     library.baton_pack_int8.restype = None
     library.baton_unpack.argtypes = [address, address, size, address, size, address, count]
     library.baton_unpack.restype = None
-    library.baton_pack_fp8.argtypes = [address, size, size, address, address, size, size, count]
+    library.baton_pack_fp8.argtypes = [address, size, address, size, size, address, size, size, count]
     library.baton_pack_fp8.restype = count
-    library.baton_pack_mxfp4.argtypes = [address, size, size, address, size, size, count]
+    library.baton_pack_mxfp4.argtypes = [
+        *(address, size, address, size, size, size, address, size, size, count)
+    ]
     library.baton_pack_mxfp4.restype = count
     library.baton_group_bytes.argtypes = [count, size]
     library.baton_group_bytes.restype = size

@@ -179,7 +179,8 @@ def write(family: str, directory: Path, seed: int, form: str) -> tuple[Path, Pat
     shutil.copytree(plain, stored)
     (stored / "model.safetensors").unlink()
     tensors, weights = {}, load_file(plain / "model.safetensors")
-    suffix = "_proj" if quantise is mxfp4 else "proj.weight"
+    of_mixtral = ("w1.weight", "w2.weight", "w3.weight")
+    suffix = "_proj" if quantise is mxfp4 else ("proj.weight", *of_mixtral)
     for name, weight in sorted(weights.items()):
         if ".layers." in name and name.endswith(suffix):
             parts, value_ = quantise(weight.numpy())

@@ -19,6 +19,7 @@ from engine.checkpoint.int4 import gptq_format
 from engine.checkpoint.mxfp4 import MXFP4
 from engine.checkpoint.reader import read_weights
 from engine.checkpoint.scaled import scaled_format
+from engine.checkpoint.stored import StoredTensor
 from engine.config import EngineConfig
 from engine.errors import UnsupportedModel
 from engine.gate import check_model
@@ -194,13 +195,13 @@ def test_a_gptq_zero_point_of_0_is_stored_as_the_largest_number(bits: int) -> No
         ".qzeros": pack(np.full((1, in_word), largest), bits),
         ".scales": torch.full((1, in_word), 0.5).half(),
     }
-    weight = gptq_format(bits, -1, 1).dequantise(parts, torch.float32)
+    weight = gptq_format(bits, -1, 1).read(parts, torch.float32)
     assert weight.equal(torch.from_numpy(numbers) * 0.5)
 
 
 def test_an_mxfp4_scale_of_255_makes_numbers_that_are_none() -> None:
     codes, scales = torch.zeros(1, 2, 1, 16).byte(), torch.tensor([[[255], [127]]]).byte()
-    weight = MXFP4.dequantise({"_blocks": codes + 0x22, "_scales": scales}, torch.float32)
+    weight = MXFP4.read({"_blocks": codes + 0x22, "_scales": scales}, torch.float32)
     assert weight[0, :, 0].isnan().all()
     assert weight[0, :, 1].eq(1).all()
 
@@ -210,15 +211,16 @@ def test_the_last_rows_are_in_a_block_that_is_cut_off(monkeypatch: pytest.Monkey
     monkeypatch.setattr(base, "_ELEMENTS_AT_ONCE", 10_000)
     weight, block = np.random.default_rng(0).normal(size=(40, 48)).astype(np.float32), (16, 24)
     parts, exact = scaled(".weight_scale", block)(weight)
-    got = scaled_format(".weight_scale", block).dequantise(parts, torch.float32)
-    assert got.equal(torch.from_numpy(exact))
+    got = scaled_format(".weight_scale", block).read(parts, torch.float32)
+    assert isinstance(got, StoredTensor)
+    assert got.dequantised().equal(torch.from_numpy(exact))
 
 
 @pytest.mark.parametrize("form", ["fp8", "awq", "ct_int4"])
 def test_the_tensors_of_a_quantised_weight_are_not_weights_of_their_own(form: str, tmp_path: Path) -> None:
     stored, exact = write("llama", tmp_path, 0, form)
     config = AutoConfig.from_pretrained(stored)
-    weights = read_weights(str(stored), stored_format(config), torch.float32, local=True)
+    weights = read_weights(str(stored), stored_format(config), torch.float32, local=True, keep=False)
     assert weights.keys() == load_file(exact / "model.safetensors").keys()
 
 

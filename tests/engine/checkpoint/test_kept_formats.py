@@ -26,6 +26,7 @@ KEPT = {
     ("llama", "ct_fp8"): (PackFormat.FP8, 12, 1),
     ("llama", "fp8"): (PackFormat.FP8, 0, 13),  # blocks of 24 inputs
     ("qwen3_moe", "fp8_wide"): (PackFormat.FP8, 15, 1),
+    ("mixtral", "fp8_wide"): (PackFormat.FP8, 18, 1),
     ("deepseek_v3", "fp8_wide"): (PackFormat.FP8, 20, 5),
     ("qwen3_next", "fp8_wide"): (PackFormat.FP8, 26, 7),
     ("gpt_oss", "mxfp4"): (PackFormat.MXFP4, 8, 17),  # experts

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from engine.checkpoint.stored import StoredMatrix, StoredWeights
+from engine.checkpoint.mxfp4 import Mxfp4Matrix
+from engine.checkpoint.scaled import ScaledMatrix
+from engine.checkpoint.stored import StoredMatrix, StoredTensor
 from engine.cpu.experts import PackedExperts
-from engine.cpu.linear import PackedLinear, Packer, PackFormat, check_packable
+from engine.cpu.linear import Matrix, PackedLinear, Packer, PackFormat, check_packable
 from engine.cpu.op import KernelsUnavailable, machine_isas, set_isa
 from tests.engine.cpu.test_experts import make_experts
 
@@ -30,32 +32,34 @@ def isa(request):
 
 
 def in_fp8(outputs, inputs, block):
-    """Float64 weights, all numbers of e4m3 but NaN among them, and their format."""
+    """Float64 weights, all numbers of e4m3 but NaN among them, and how they are stored."""
     codes = torch.randint(0, 256, (outputs, inputs), dtype=torch.uint8)
-    numbers = codes.where(codes & 127 != 127, codes & 128).view(torch.float8_e4m3fn).double()
+    numbers = codes.where(codes & 127 != 127, codes & 128).view(torch.float8_e4m3fn)
     high, wide = block or (outputs, inputs)
     scales = torch.rand(-(-outputs // high), -(-inputs // wide)) * 3e-3
     scales[0, 0] = 2.0**-9
     each = scales.repeat_interleave(high, 0)[:outputs].repeat_interleave(wide, 1)[:, :inputs]
-    return numbers * each.double(), StoredMatrix("fp8", scales, (high, wide))
+    return numbers.double() * each.double(), ScaledMatrix(numbers, scales, (high, wide))
 
 
 def in_mxfp4(outputs, inputs):
-    """Float64 weights, and their format. Some blocks have no large numbers, and one none but zeros."""
-    most = torch.randint(1, 9, (outputs, inputs // 32, 1))
-    numbers = E2M1[(torch.rand(outputs, inputs // 32, 32) * most).long()]
-    signs = torch.randint(0, 2, numbers.shape) * 2 - 1
-    powers = torch.randint(-20, 8, (outputs, inputs // 32, 1))
-    powers[0], numbers[-1, 0] = -90, 0
-    return torch.ldexp(numbers * signs, powers).flatten(1).double(), StoredMatrix("mxfp4")
+    """Float64 weights, and how they are stored. One block has none but zeros, and a power that bfloat16 has
+    not."""
+    codes = torch.randint(0, 16, (outputs, inputs // 32, 32), dtype=torch.uint8)
+    powers = torch.randint(-20, 8, (outputs, inputs // 32))
+    powers[0], codes[-1, 0], powers[-1, 0] = -90, 8 * (codes[-1, 0] // 8), -127
+    weights = E2M1[(codes & 7).long()] * (1 - 2 * (codes >> 3).int())
+    stored = Mxfp4Matrix(codes[..., ::2] | codes[..., 1::2] << 4, (powers + 127).to(torch.uint8))
+    return torch.ldexp(weights, powers[..., None]).flatten(1).double(), stored
 
 
-def layer_of(weights, stored, bias=False):
-    """The packed layer, and the layer that it replaces, with weights rounded to bfloat16."""
-    linear = nn.Linear(weights.shape[1], len(weights), bias=bias).bfloat16()
-    linear.weight = nn.Parameter(weights.float().bfloat16())
-    packer = Packer("auto", StoredWeights([(linear.weight, (stored,))]))
-    return PackedLinear(linear, torch.float32, packer), linear
+def layer_of(stored: StoredMatrix, bias=False, weight_dtype="auto"):
+    """The packed layer, and the layer that it replaces."""
+    outputs, inputs = stored.shape
+    linear = nn.Linear(inputs, outputs, bias=bias).bfloat16()
+    weight = StoredTensor([[stored]], torch.bfloat16, experts=False)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return PackedLinear(linear, torch.float32, Packer(weight_dtype)), linear
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -66,7 +70,7 @@ def test_products_are_those_of_the_stored_numbers(form, outputs, inputs, rows, i
     torch.manual_seed(rows)
     blocks = {"fp8": None, "fp8_blocks": (16, 128), "fp8_wide": (20, 256), "fp8_rows": (1, inputs)}
     weights, stored = in_mxfp4(outputs, inputs) if form == "mxfp4" else in_fp8(outputs, inputs, blocks[form])
-    layer, linear = layer_of(weights, stored, bias=outputs == 48)
+    layer, linear = layer_of(stored, bias=outputs == 48)
     assert layer.pack.form is (PackFormat.MXFP4 if form == "mxfp4" else PackFormat.FP8)
     x = torch.randn(rows, inputs).bfloat16()
     bias = linear.bias.double() if linear.bias is not None else torch.zeros(outputs).double()
@@ -76,41 +80,73 @@ def test_products_are_those_of_the_stored_numbers(form, outputs, inputs, rows, i
 
 @pytest.mark.skipif("amx" not in ISAS, reason="this machine has no AMX")
 def test_with_amx_the_sums_of_a_row_do_not_depend_on_the_batch():
-    for weights, stored in (in_fp8(48, 416, (16, 128)), in_mxfp4(48, 416)):
-        layer, _ = layer_of(weights, stored)
+    for _, stored in (in_fp8(48, 416, (16, 128)), in_mxfp4(48, 416)):
+        layer, _ = layer_of(stored)
         x = torch.randn(40, 416).bfloat16()
         assert torch.equal(layer(x), torch.cat([layer(x[i : i + 1]) for i in range(40)]))
 
 
-@pytest.mark.parametrize("value", [1e30, 3.14159, 2.0**-120])
-@pytest.mark.parametrize("form", ["fp8", "mxfp4"])
-def test_weights_that_a_format_does_not_have_are_kept_in_bfloat16(form, value):
+@pytest.mark.parametrize("power", [0, 20, 255])  # 2^-127, 2^-107, NaN
+def test_powers_that_leave_the_range_of_bfloat16_are_kept_in_bfloat16(power):
     torch.manual_seed(0)
-    weights, stored = in_fp8(48, 128, (16, 128)) if form == "fp8" else in_mxfp4(48, 128)
-    weights[5, 7] = value
-    layer, linear = layer_of(weights, stored)
+    _, stored = in_mxfp4(48, 128)
+    stored.scales[5, 1] = power
+    layer, linear = layer_of(stored)
     assert layer.pack.form is PackFormat.BFLOAT16
-    assert torch.equal(layer.pack.unpacked(torch.arange(48)), linear.weight)
+    unpacked = layer.pack.unpacked(torch.arange(48))
+    assert torch.equal(unpacked.view(torch.int16), linear.weight.dequantised().view(torch.int16))
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_numbers_that_are_nan_are_kept_in_bfloat16(code):
+    torch.manual_seed(0)
+    _, stored = in_fp8(48, 128, (16, 128))
+    stored.numbers.view(torch.uint8)[5, 7] = code
+    layer, _ = layer_of(stored)
+    assert layer.pack.form is PackFormat.BFLOAT16
+    sums = layer(torch.ones(1, 128).bfloat16())[0]
+    assert sums.isnan().nonzero().flatten().tolist() == [5]
+
+
+def test_numbers_in_int8_are_kept_in_bfloat16():
+    torch.manual_seed(0)
+    numbers = torch.randint(-128, 128, (48, 128), dtype=torch.int8)
+    layer, linear = layer_of(ScaledMatrix(numbers, torch.rand(48, 1), (1, 128)))
+    assert layer.pack.form is PackFormat.BFLOAT16
+    assert torch.equal(layer.pack.unpacked(torch.arange(48)), linear.weight.dequantised())
+
+
+def test_matrices_of_two_formats_are_kept_in_bfloat16():
+    torch.manual_seed(0)
+    stored = [in_fp8(32, 128, None)[1], in_mxfp4(32, 128)[1]]
+    weights = [StoredTensor([[each]], torch.bfloat16, experts=False) for each in stored]
+    pack = Packer().pack(64, 128, [Matrix(weight, 2 * i) for i, weight in enumerate(weights)])
+    assert pack.form is PackFormat.BFLOAT16
+    assert torch.equal(
+        pack.unpacked(torch.arange(64)), torch.cat([weight.dequantised() for weight in weights])
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 9])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite_stays_so(value, rows, isa):
     torch.manual_seed(0)
-    for weights, stored in (in_fp8(48, 128, (16, 128)), in_mxfp4(48, 128)):
+    for _, stored in (in_fp8(48, 128, (16, 128)), in_mxfp4(48, 128)):
         x = torch.randn(rows, 128).bfloat16()
         x[-1, 100] = value
-        layer, _ = layer_of(weights, stored)
+        layer, _ = layer_of(stored)
         assert not layer(x)[-1].isfinite().any()
         assert layer(x)[:-1].isfinite().all()
-        weights[7, 9] = value
-        layer, _ = layer_of(weights, stored)
-        assert not layer(torch.ones(rows, 128).bfloat16())[:, 7].isfinite().any()
+    _, stored = in_fp8(48, 128, (16, 128))
+    stored.scales[0, 0] = value
+    sums = layer_of(stored)[0](torch.ones(rows, 128).bfloat16())
+    assert not sums[:, :16].isfinite().any()
+    assert sums[:, 16:].isfinite().all()
 
 
 def test_blocks_that_cut_what_shares_a_scale_are_kept_in_bfloat16():
-    weights, stored = in_fp8(48, 256, (16, 96))
-    layer, _ = layer_of(weights, stored)
+    _, stored = in_fp8(48, 256, (16, 96))
+    layer, _ = layer_of(stored)
     assert layer.pack.form is PackFormat.BFLOAT16
 
 
@@ -118,38 +154,34 @@ def test_blocks_that_cut_what_shares_a_scale_are_kept_in_bfloat16():
     ("weight_dtype", "form"), [("bfloat16", PackFormat.BFLOAT16), ("int8", PackFormat.INT8)]
 )
 def test_another_format_can_be_asked_for(weight_dtype, form):
-    weights, stored = in_fp8(48, 128, None)
-    linear = nn.Linear(128, 48, bias=False).bfloat16()
-    linear.weight = nn.Parameter(weights.float().bfloat16())
-    packer = Packer(weight_dtype, StoredWeights([(linear.weight, (stored,))]))
-    assert PackedLinear(linear, torch.float32, packer).pack.form is form
-
-
-def matrices_of(experts, name):
-    """Views [outputs, inputs] of a parameter, in the order in which its formats are noted."""
-    for expert in getattr(experts, name).data:
-        view = expert.T if experts.is_transposed else expert
-        if name == "down_proj":
-            yield view
-        else:  # gpt-oss' gates and ups alternate
-            yield from (view[::2], view[1::2]) if experts.is_transposed else view.chunk(2)
+    layer, _ = layer_of(in_fp8(48, 128, None)[1], weight_dtype=weight_dtype)
+    assert layer.pack.form is form
 
 
 @pytest.mark.parametrize("tokens", [1, 9, 40])
 @pytest.mark.parametrize(("family", "form"), [("qwen3_moe", "fp8"), ("gpt_oss", "mxfp4")])
 def test_experts_are_those_of_the_stored_numbers(family, form, tokens, isa):
     experts, exact = make_experts(torch.bfloat16, family=family), make_experts(torch.float64, family=family)
-    known = []
+    transposed = experts.is_transposed
     for name in ("gate_up_proj", "down_proj"):
-        formats = []
-        for view, exact_view in zip(matrices_of(experts, name), matrices_of(exact, name), strict=True):
-            weights, stored = in_mxfp4(*view.shape) if form == "mxfp4" else in_fp8(*view.shape, (16, 128))
-            view.copy_(weights.float().bfloat16())
-            exact_view.copy_(weights)
-            formats.append(stored)
-        known.append((getattr(experts, name), tuple(formats) if form == "fp8" else (StoredMatrix("mxfp4"),)))
+        whole = []
+        for exact_one in getattr(exact, name).data:
+            outputs, inputs = exact_one.T.shape if transposed else exact_one.shape
+            # A checkpoint in fp8 has gates and ups apart.
+            apart = (outputs // 2,) * 2 if form == "fp8" and name == "gate_up_proj" else (outputs,)
+            made = [
+                in_mxfp4(rows, inputs) if form == "mxfp4" else in_fp8(rows, inputs, (16, 128))
+                for rows in apart
+            ]
+            weights = torch.cat([each for each, _ in made])
+            exact_one.copy_(weights.T if transposed else weights)
+            whole.append([stored for _, stored in made])
+        parameter = StoredTensor(whole, torch.bfloat16, experts=True, transposed=transposed)
+        setattr(experts, name, nn.Parameter(parameter, requires_grad=False))
     x, chosen = torch.randn(tokens, 64).bfloat16(), torch.rand(tokens, 5).topk(2).indices
     factors = torch.rand(tokens, 2).bfloat16()
-    got = PackedExperts(experts, Packer("auto", StoredWeights(known)))(x, chosen, factors).double()
+    kept = set()
+    got = PackedExperts(experts, Packer("auto", kept))(x, chosen, factors).double()
+    assert kept == {form}
     want = exact(x.double(), chosen, factors.double())
     assert (got - want).norm() <= 0.01 * want.norm()

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from engine.checkpoint.stored import StoredWeights
 from engine.config import EngineConfig
 from engine.cuda.decoder import FlashInferDecoder, fusible
 from engine.graphs import DecodeLimits
@@ -74,7 +73,7 @@ def on_cuda(path: Path, dtype: torch.dtype, linear: str = "auto") -> dict[str, i
     """What is replaced of a model in `path` on CUDA."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     config = EngineConfig(str(path), device="cuda", linear=linear)
-    replaced = apply_replacements(model, config, replacement_table(config, StoredWeights()))
+    replaced = apply_replacements(model, config, replacement_table(config, set()))
     assert isinstance(model.model, FlashInferDecoder) == bool(replaced)
     return replaced
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.checkpoint.stored import StoredWeights
 from engine.config import EngineConfig
 from engine.cuda.layers import MLPS, NORMS, NORMS_PLUS_ONE, FlashInferMLP, FlashInferNorm, fusible_mlp
 from engine.loader import load_model
@@ -67,7 +66,7 @@ def test_what_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     def on_cuda(dtype: torch.dtype, linear: str = "auto") -> set[str]:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
         config = EngineConfig(str(path), device="cuda", linear=linear)
-        return set(apply_replacements(model, config, replacement_table(config, StoredWeights())))
+        return set(apply_replacements(model, config, replacement_table(config, set())))
 
     assert on_cuda(torch.bfloat16) == REPLACED["gemma2"]
     assert on_cuda(torch.float32) == set()
