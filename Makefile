@@ -4,7 +4,7 @@ PY := .venv/bin/python
 # Two workers on one small machine share its cores: one compute thread each, unless a bench asks for more.
 TEST_ENV := OMP_NUM_THREADS=1 RAY_DISABLE_IMPORT_WARNING=1 RAY_USAGE_STATS_ENABLED=0
 
-.PHONY: help setup demo demo-tiers check lint types imports dead quick test oracle tiers tenancy mutants two-hosts overload observe chaos-ray cluster fuzz fuzz-models invariants e2e chaos clients gpu soak peers wheel demo-quality kv-quant
+.PHONY: help setup demo demo-tiers check lint types imports dead quick test oracle tiers tenancy mutants two-hosts overload observe chaos-ray cluster fuzz fuzz-models invariants e2e chaos clients gpu kernels soak peers wheel demo-quality kv-quant
 
 help:  ## list the targets and their variables
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -51,7 +51,7 @@ quick: lint types  ## style, types, and fast unit tests of the rooms that differ
 	@$(TEST_ENV) $(PY) -m tools.quick $(if $(ALL),--all)
 
 test: setup check  ## all that a change must pass: check, unit tests, an oracle subset, one Ray end-to-end
-	@$(TEST_ENV) $(PY) -m tools.run_tests "not oracle_full and not emulated and not invariants and not e2e and not quality and not peers and not gpu"
+	@$(TEST_ENV) $(PY) -m tools.run_tests "not oracle_full and not emulated and not invariants and not e2e and not quality and not peers and not gpu and not kernels"
 
 oracle: setup  ## the whole matrix against transformers.generate
 	@$(TEST_ENV) $(PY) -m tools.run_tests "oracle or oracle_full or emulated" tests/e2e tests/engine tests/prefill_node tests/kvcache/storage
@@ -109,6 +109,10 @@ gpu: setup  ## all that concerns GPUs: dry run of every family, bench and tests 
 		tests/worker/test_device.py tests/worker/test_gpu_build.py tests/engine/test_graphs.py \
 		tests/engine/test_flashinfer_limits.py tests/engine/test_flashinfer_signatures.py \
 		tests/kvcache/test_device_memory.py tests/kvtransfer/test_cuda_ipc.py
+
+kernels: setup  ## GPU kernels without a GPU: in Triton's interpreter, and as machine code for A100, H100 and B200
+	@$(PY) -c "import triton" 2>/dev/null || [ -d .venv/triton ] || .venv/bin/pip install -q --no-deps --target .venv/triton triton==3.7.1
+	@$(TEST_ENV) TRITON_INTERPRET=1 PYTHONPATH=.venv/triton $(PY) -m tools.run_tests "kernels" tests/engine/cuda
 
 clients: setup  ## 13 clients from the registries against the demo model and a random one (node and npm; environments in .clients)
 	@$(TEST_ENV) TORCH_INDEX="$(TORCH_INDEX)" $(PY) -m tests.clients --only "$(ONLY)"

@@ -60,12 +60,17 @@ def check_weight_dtype(config: EngineConfig, dtype: torch.dtype) -> None:
 
 
 def takes_stored_weights(config: EngineConfig, dtype: torch.dtype) -> bool:
-    """Whether the replacements for `config.device` pack StoredTensors of a model in `dtype`."""
-    if torch.device(config.device).type != "cpu" or dtype != torch.bfloat16:
-        return False
-    from engine.cpu.module_replacements import packs
+    """Whether the replacements for `config.device` take StoredTensors of a model in `dtype`."""
+    kind = torch.device(config.device).type
+    if kind == "cpu":
+        from engine.cpu.module_replacements import packs
 
-    return packs(config)
+        return dtype == torch.bfloat16 and packs(config)
+    if kind == "cuda":
+        from engine.cuda.module_replacements import keeps_stored_weights
+
+        return keeps_stored_weights(config, dtype)
+    return False
 
 
 def replacement_table(config: EngineConfig, kept: set[str]) -> ReplacementTable:
@@ -82,5 +87,5 @@ def replacement_table(config: EngineConfig, kept: set[str]) -> ReplacementTable:
     elif kind == "cuda":
         from engine.cuda.module_replacements import register as register_cuda
 
-        register_cuda(table)
+        register_cuda(table, kept)
     return table

@@ -21,6 +21,7 @@ from engine.completion import Completions, completions_of
 from engine.config import EngineConfig
 from engine.cpu.threads import few_tokens
 from engine.cuda.experts import experts_wait
+from engine.cuda.stored_experts import StoredExperts
 from engine.device_copies import FetchedTensor, upload
 from engine.grammar import GrammarCompiler
 from engine.graphs import CudaRecorder, DecodeGraphs, DecodeLimits, Outputs, Recorder, StepInputs
@@ -57,7 +58,8 @@ class ModelRunner:
         self._decoder = getattr(loaded.model, loaded.model.base_model_prefix)
         self._lm_head = loaded.model.lm_head
         self._device = torch.device(config.device)
-        self._experts_wait = experts_wait(loaded.model.config, loaded.spec.dtype, self._device)
+        stored = any(isinstance(module, StoredExperts) for module in loaded.model.modules())
+        self._experts_wait = not stored and experts_wait(loaded.model.config, loaded.spec.dtype, self._device)
         states = pools.get("state")
         self._states = PackedStates(states) if isinstance(states, MambaPool) else None
         self._last_tokens = LastTokens(self._device)

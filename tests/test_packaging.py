@@ -18,6 +18,7 @@ OPTIONAL = {
     "cuda": "cuda-bindings",
     "flashinfer": "flashinfer-python",
     "mooncake": "mooncake-transfer-engine-cuda13",
+    "triton": "triton",
     "boto3": "boto3",
     "botocore": "botocore",
     "nixl": "nixl",

@@ -13,6 +13,7 @@ top of it, gives kernels to what needs CUDA even so, and finds what would be slo
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -29,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from engine.checkpoint.stored import StoredTensor
 from engine.graphs import Outputs
 
 aten = torch.ops.aten
@@ -352,6 +354,8 @@ def on_fake_cuda(module: torch.nn.Module) -> None:
     made: dict[int, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, StoredTensor):
+            return torch.nn.Parameter(_stored_on_cuda(tensor), requires_grad=False)
         if id(tensor) not in made:
             like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
             is_parameter = isinstance(tensor, torch.nn.Parameter)
@@ -364,6 +368,25 @@ def on_fake_cuda(module: torch.nn.Module) -> None:
             for name, value in list(held.items()):
                 if isinstance(value, torch.Tensor):
                     held[name] = fake(value)
+
+
+def _stored_on_cuda(weight: StoredTensor) -> StoredTensor:
+    """A weight whose stored numbers are fake ones on CUDA."""
+
+    def fake(part: Any) -> Any:
+        tensors = {name: value for name, value in vars(part).items() if isinstance(value, torch.Tensor)}
+        like = {
+            name: torch.empty(each.shape, dtype=each.dtype, device="cuda") for name, each in tensors.items()
+        }
+        return dataclasses.replace(part, **like)
+
+    return StoredTensor(
+        [[fake(part) for part in rows] for rows in weight.matrices],
+        weight.dtype,
+        experts=weight.dim() == 3,
+        transposed=weight.transposed,
+        device=torch.device("cuda"),
+    )
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -22,6 +22,7 @@ from common.arguments import ExactParser
 from engine import loader
 from engine.completion import HostCompletions
 from engine.config import EngineConfig
+from engine.cuda import stored_product
 from engine.graphs import DecodeLimits
 from engine.largest_batch import largest_batch, largest_lens
 from engine.module_replacements import apply_replacements, replacement_table
@@ -33,6 +34,7 @@ from kvtransfer.copies import CudaCopies
 from kvtransfer.region import GroupRegion
 from tests.support import flashinfer_stand_in as stand_in
 from tests.support.driver import Driver
+from tests.support.quantised_checkpoints import write
 from tests.support.tiny_models import FAMILIES, MIXED, make_tiny
 from tests.support.wide_models import WIDE, make_wide
 from tools.fake_cuda import FakeCuda, FakeRecorder, GpuFault, on_fake_cuda
@@ -48,12 +50,21 @@ PARAMS = (
     ),
 )
 
-NAMES = sorted({*FAMILIES, *MIXED} | {f"{family}-wide" for family in WIDE})
+STORED = {
+    "qwen3-fp8": "fp8_wide",
+    "qwen3_moe-wide-fp8": "fp8_wide",
+    "deepseek_v3-fp8": "fp8_wide",
+    "gpt_oss-mxfp4": "mxfp4",
+}
+"""Models whose weights stay as the checkpoint stored them, and the checkpoint's format."""
+NAMES = sorted({*FAMILIES, *MIXED, *STORED} | {f"{family}-wide" for family in WIDE})
 """Families, and with "-wide" models of them whose heads FlashInfer has kernels for."""
 
 
 def make_model(name: str, directory: Path) -> Path:
     """Write the model of one of NAMES."""
+    if name in STORED:
+        return write(name.rpartition("-")[0], directory, 0, STORED[name])[0]
     family, is_wide, _ = name.partition("-wide")
     return make_wide(family, directory, 0) if is_wide else make_tiny(family, directory, 0)
 
@@ -64,13 +75,20 @@ def dry_run(directory: Path) -> dict[str, int]:
     package, mla = stand_in.flashinfer_module()
     modules = {"flashinfer": package, "flashinfer.mla": mla}
     config = EngineConfig(str(directory), dtype="bfloat16", device="meta", attention="torch", overlap=False)
-    with patch.object(loader, "_fingerprint", return_value="dry run"), patch.dict(sys.modules, modules):
+    with (
+        patch.object(loader, "_fingerprint", return_value="dry run"),
+        patch.object(loader, "takes_stored_weights", return_value=True),
+        patch.object(loader, "dequantise_parameters"),  # no module is replaced on "meta": below
+        patch.object(stored_product, "has_kernels", return_value=True),
+        patch.dict(sys.modules, modules),
+    ):
         loaded = loader.load_model(config)
         with FakeCuda() as device, patch.object(stand_in, "capturing", lambda: device.is_capturing):
             on_fake_cuda(loaded.model)
             pools = _pools(loaded)
             on_cuda = EngineConfig(str(directory), dtype="bfloat16", device="cuda", overlap=False)
-            apply_replacements(loaded.model, on_cuda, replacement_table(on_cuda, set()))
+            kept: set[str] = set()
+            apply_replacements(loaded.model, on_cuda, replacement_table(on_cuda, kept))
             runner = ModelRunner(loaded, pools, on_cuda, HostCompletions())
             runner.attention = stand_in.flashinfer_layers(loaded, pools)
             recorder = FakeRecorder(device)
@@ -79,7 +97,8 @@ def dry_run(directory: Path) -> dict[str, int]:
             if not recorder.replays:
                 raise GpuFault("no decode step was replayed from a graph")
             batches = sum(_staged_batches(pool) for pool in pools.values() if pool.page_bytes)
-            return {**device.seen, "replays": recorder.replays, "staged batches": batches}
+            seen = {**device.seen, "replays": recorder.replays, "staged batches": batches}
+            return {**seen, "stored formats": len(kept)}
 
 
 def _pools(loaded: loader.LoadedModel) -> dict[str, Any]:

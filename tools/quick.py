@@ -23,7 +23,7 @@ from tools.shipped import ROOT, shipped_packages
 
 FAST = (
     "not slow and not oracle and not oracle_full and not emulated and not invariants and not e2e"
-    " and not ray_smoke and not quality and not peers"
+    " and not ray_smoke and not quality and not peers and not kernels"
 )
 _WINGED = "router"  # the room whose folders are rooms, too
 _SHARED = ("tests/support/", "tests/harness/", "tests/conftest.py", "pyproject.toml", "requirements.lock")

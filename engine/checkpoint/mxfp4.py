@@ -31,13 +31,17 @@ class Mxfp4Matrix:
         """Some of its outputs."""
         return Mxfp4Matrix(self.codes[rows], self.scales[rows])
 
+    def to(self, device: torch.device) -> Mxfp4Matrix:
+        """The same on a device."""
+        return Mxfp4Matrix(self.codes.to(device), self.scales.to(device))
+
     def dequantise(self, into: torch.Tensor) -> None:
         """Write its numbers to a tensor of the same shape."""
-        values = torch.tensor(_E2M1)
+        values = torch.tensor(_E2M1, device=self.codes.device)
         for part in row_blocks(*self.shape):
             codes, scales = self.codes[part], self.scales[part]
             halves = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
-            powers = torch.ldexp(torch.ones(scales.shape), scales.int() - _BIAS)
+            powers = torch.ldexp(torch.ones(scales.shape, device=scales.device), scales.int() - _BIAS)
             powers.masked_fill_(scales == 255, torch.nan)
             into[part] = (values[halves.int()] * powers[..., None]).flatten(1)
 

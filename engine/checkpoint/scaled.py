@@ -32,8 +32,12 @@ class ScaledMatrix:
 
     def rows(self, rows: slice) -> ScaledMatrix:
         """Some of its outputs, each with scales of its own."""
-        each = torch.arange(self.shape[0])[rows] // self.block[0]
+        each = torch.arange(self.shape[0], device=self.scales.device)[rows] // self.block[0]
         return ScaledMatrix(self.numbers[rows], self.scales[each], (1, self.block[1]))
+
+    def to(self, device: torch.device) -> ScaledMatrix:
+        """The same on a device."""
+        return ScaledMatrix(self.numbers.to(device), self.scales.to(device), self.block)
 
     def dequantise(self, into: torch.Tensor) -> None:
         """Write its numbers to a tensor of the same shape."""

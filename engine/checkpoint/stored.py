@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 aten = torch.ops.aten
+_CPU = torch.device("cpu")
 
 
 class StoredMatrix(Protocol):
@@ -28,8 +29,10 @@ class StoredMatrix(Protocol):
         """Some of its outputs; no number is copied."""
         ...
 
+    def to(self, device: torch.device) -> StoredMatrix: ...
+
     def dequantise(self, into: torch.Tensor) -> None:
-        """Write its numbers, rounded from float32, to a tensor of the same shape."""
+        """Write its numbers, rounded from float32, to a tensor of the same shape and device."""
         ...
 
 
@@ -54,14 +57,15 @@ class StoredTensor(torch.Tensor):
         *,
         experts: bool,
         transposed: bool = False,
+        device: torch.device = _CPU,
     ) -> StoredTensor:
-        """`experts`: it has three dimensions. All matrices have the same shape."""
+        """`experts`: it has three dimensions. All matrices have the same shape, and are on `device`."""
         whole = tuple(tuple(rows) for rows in matrices)
         assert experts or len(whole) == 1
         outputs, inputs = sum(part.shape[0] for part in whole[0]), whole[0][0].shape[1]
         last = (inputs, outputs) if transposed else (outputs, inputs)
         made: StoredTensor = torch.Tensor._make_wrapper_subclass(
-            cls, (len(whole), *last) if experts else last, dtype=dtype, device=torch.device("cpu")
+            cls, (len(whole), *last) if experts else last, dtype=dtype, device=device
         )
         made.matrices, made.transposed = whole, transposed
         return made
@@ -82,7 +86,7 @@ class StoredTensor(torch.Tensor):
 
     def dequantised(self) -> torch.Tensor:
         """The weight as an ordinary tensor."""
-        whole = torch.empty(self.shape, dtype=self.dtype)
+        whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         for matrix, rows in zip(whole.view(-1, *self.shape[-2:]), self.matrices, strict=True):
             target, first = matrix.T if self.transposed else matrix, 0
             for part in rows:
@@ -105,16 +109,17 @@ class StoredTensor(torch.Tensor):
             output, column = column, output
         for part in self.matrices[expert]:
             if output < part.shape[0]:
-                row = torch.empty(1, part.shape[1], dtype=self.dtype)
+                row = torch.empty(1, part.shape[1], dtype=self.dtype, device=self.device)
                 part.rows(slice(output, output + 1)).dequantise(row)
                 return row[0, column]
             output -= part.shape[0]
         raise IndexError(index)
 
     def _of(self, matrices: Iterable[Sequence[StoredMatrix]], transposed: bool | None = None) -> StoredTensor:
-        """Of the same dtype and dimensions."""
+        """Of the same dtype, dimensions and device."""
         transposed = self.transposed if transposed is None else transposed
-        return StoredTensor(matrices, self.dtype, experts=self.dim() == 3, transposed=transposed)
+        experts = self.dim() == 3
+        return StoredTensor(matrices, self.dtype, experts=experts, transposed=transposed, device=self.device)
 
 
 def dequantise_parameters(model: nn.Module) -> None:
@@ -139,7 +144,7 @@ def _stack(tensors: Sequence[Any], dim: int = 0) -> StoredTensor | None:
     if any((each.shape, each.transposed) != (first.shape, first.transposed) for each in tensors):
         return None
     matrices = [each.matrices[0] for each in tensors]
-    return StoredTensor(matrices, first.dtype, experts=True, transposed=first.transposed)
+    return StoredTensor(matrices, first.dtype, experts=True, transposed=first.transposed, device=first.device)
 
 
 def _concatenate(tensors: Sequence[Any], dim: int = 0) -> StoredTensor | None:
@@ -159,7 +164,13 @@ def _select(tensor: StoredTensor, dim: int, index: int) -> StoredTensor | None:
     """An expert."""
     if tensor.dim() != 3 or dim != 0:
         return None
-    return StoredTensor([tensor.matrices[index]], tensor.dtype, experts=False, transposed=tensor.transposed)
+    return StoredTensor(
+        [tensor.matrices[index]],
+        tensor.dtype,
+        experts=False,
+        transposed=tensor.transposed,
+        device=tensor.device,
+    )
 
 
 def _transpose(tensor: StoredTensor, first: int = 0, second: int = 1) -> StoredTensor | None:
@@ -192,6 +203,25 @@ def _split(tensor: StoredTensor, size: int, dim: int = 0) -> list[StoredTensor] 
     return None if None in parts else parts  # type: ignore[return-value]
 
 
+def _moved(
+    tensor: StoredTensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    **_: Any,
+) -> StoredTensor | None:
+    """On another device."""
+    if dtype not in (None, tensor.dtype) or device in (None, tensor.device):
+        return None
+    return StoredTensor(
+        [[part.to(device) for part in rows] for rows in tensor.matrices],
+        tensor.dtype,
+        experts=tensor.dim() == 3,
+        transposed=tensor.transposed,
+        device=device,
+    )
+
+
 _KEPT: dict[Any, Callable[..., Any]] = {
     aten.detach.default: _same,
     aten.alias.default: _same,
@@ -202,4 +232,5 @@ _KEPT: dict[Any, Callable[..., Any]] = {
     aten.t.default: _transpose,
     aten.slice.Tensor: _slice,
     aten.split.Tensor: _split,
+    aten._to_copy.default: _moved,
 }

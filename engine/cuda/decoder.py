@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import linear
 
 from engine.cuda.layers import FlashInferMLP, fusible_mlp
 from engine.cuda.limits import HEAD_DIMS
+from engine.cuda.stored_experts import StoredExperts
+from engine.cuda.stored_product import Products
 from engine.paged_layers import DecoderOutput, PagedLayers
 
 MODELS = (
@@ -42,7 +43,7 @@ class FlashInferDecoder(nn.Module):
     between them: its results differ from transformers' by no more than transformers' own rounding.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, products: Products | None = None) -> None:
         """Raises ImportError if FlashInfer is not installed."""
         super().__init__()
         import flashinfer
@@ -51,8 +52,9 @@ class FlashInferDecoder(nn.Module):
         self.embed_tokens = model.embed_tokens
         self._layers: list[_Layer] = []
         for i in range(len(model.layers)):
-            self._layers.append(_Layer(model.layers[i], model.config))
+            self._layers.append(_Layer(model.layers[i], model.config, products or Products()))
             model.layers[i] = nn.Identity()  # frees the original weights, which are joined now
+        self.mlps = nn.ModuleList(layer.mlp for layer in self._layers)
         self.norm = model.norm.weight
         self._eps = float(model.norm.variance_epsilon)
         self._rotary = _rotary_table(model)
@@ -67,7 +69,7 @@ class FlashInferDecoder(nn.Module):
         for number, layer in enumerate(self._layers):
             x = self._attend(number, layer, x, position_ids[0], paged)
             self._ops.fused_add_rmsnorm(x, residual, layer.mlp_norm, self._eps)
-            x = layer.mlp(x[None])[0]
+            x = self.mlps[number](x[None])[0]
             self._ops.fused_add_rmsnorm(x, residual, norms[number + 1], self._eps)
         return DecoderOutput(x[None])
 
@@ -76,7 +78,7 @@ class FlashInferDecoder(nn.Module):
     ) -> torch.Tensor:
         """What the attention of one layer adds: [T, hidden]."""
         dim = layer.head_dim
-        q, k, v = torch.split(linear(x, layer.qkv, layer.qkv_bias), layer.widths, dim=-1)
+        q, k, v = torch.split(layer.qkv(x, layer.qkv_bias), layer.widths, dim=-1)
         q_heads, k_heads, v_heads = (part.view(len(part), -1, dim) for part in (q, k, v))  # views
         if layer.q_norm is not None:
             self._ops.rmsnorm(q_heads, layer.q_norm, self._eps, out=q_heads)
@@ -85,33 +87,35 @@ class FlashInferDecoder(nn.Module):
         out = torch.empty(q_heads.shape, dtype=x.dtype, device=x.device)
         backend, place = paged.of_layer[number]
         backend.forward(place, q_heads, k_heads, v_heads, out, None)
-        return linear(out.flatten(1), layer.out, layer.out_bias)
+        return layer.out(out.flatten(1), layer.out_bias)
 
 
 class _Layer:
-    """The weights of one layer."""
+    """The weights of one layer, and the products with them."""
 
-    def __init__(self, layer: Any, config: Any) -> None:
+    def __init__(self, layer: Any, config: Any, products: Products) -> None:
         attention = layer.self_attn
         parts = (attention.q_proj, attention.k_proj, attention.v_proj)
         self.head_dim = _head_dim(config)
         self.widths = [len(part.weight) for part in parts]
-        self.qkv = _joined([part.weight for part in parts])
+        self.qkv = products.of(_joined([part.weight for part in parts]))
         self.qkv_bias = None if parts[0].bias is None else _joined([part.bias for part in parts])
-        self.out, self.out_bias = attention.o_proj.weight, attention.o_proj.bias
-        self.mlp = _mlp(layer.mlp)
+        self.out, self.out_bias = products.of(attention.o_proj.weight), attention.o_proj.bias
+        self.mlp = _mlp(layer.mlp, products)
         self.input_norm = layer.input_layernorm.weight
         self.mlp_norm = layer.post_attention_layernorm.weight
         self.q_norm = attention.q_norm.weight if hasattr(attention, "q_norm") else None
         self.k_norm = attention.k_norm.weight if hasattr(attention, "k_norm") else None
 
 
-def _mlp(mlp: Any) -> nn.Module:
-    """A gated MLP in its fused form, or a mixture whose shared expert, if it has one, is such an MLP."""
+def _mlp(mlp: Any, products: Products) -> nn.Module:
+    """A gated MLP in its fused form, or a mixture whose shared expert, if it has one, is such an MLP, and
+    whose experts stay stored if they can."""
     if not hasattr(mlp, "experts"):
-        return FlashInferMLP(mlp)
+        return FlashInferMLP(mlp, products)
     if hasattr(mlp, "shared_expert") and fusible_mlp(mlp.shared_expert):
-        mlp.shared_expert = FlashInferMLP(mlp.shared_expert)
+        mlp.shared_expert = FlashInferMLP(mlp.shared_expert, products)
+    mlp.experts = StoredExperts.of(mlp.experts, products) or mlp.experts
     mixture: nn.Module = mlp
     return mixture
 

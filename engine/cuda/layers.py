@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import linear
+
+from engine.cuda.stored_product import Products
 
 NORMS = (
     "DeepseekV2RMSNorm",
@@ -63,18 +64,32 @@ class FlashInferNorm(nn.Module):
 class FlashInferMLP(nn.Module):
     """Replaces a gated MLP without biases. The weights of gate and up are joined."""
 
-    def __init__(self, mlp: Any) -> None:
+    def __init__(self, mlp: Any, products: Products | None = None) -> None:
         """Raises ImportError if FlashInfer is not installed."""
         super().__init__()
         import flashinfer
 
+        products = products or Products()
         self._gate: Any = getattr(flashinfer, _GATES[type(mlp.act_fn).__name__])
-        self.gate_up = torch.cat((mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()))
-        self.down = mlp.down_proj.weight
+        gate_up = torch.cat((mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()))
+        self._gate_up, self._down = products.of(gate_up), products.of(mlp.down_proj.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., hidden] -> the same shape."""
-        return linear(self._gate(linear(x, self.gate_up)), self.down)
+        return self._down(self._gate(self._gate_up(x)))
+
+
+class StoredLinear(nn.Module):
+    """Replaces a linear layer whose weight stays stored."""
+
+    def __init__(self, linear: nn.Linear, products: Products) -> None:
+        super().__init__()
+        self._product = products.of(linear.weight)
+        self.bias = linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., inputs] -> [..., outputs]."""
+        return self._product(x, self.bias)
 
 
 def fusible_mlp(mlp: Any) -> bool:

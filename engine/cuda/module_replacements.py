@@ -15,26 +15,54 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine.checkpoint.stored import StoredTensor
 from engine.config import EngineConfig
 from engine.cuda.decoder import MODELS, FlashInferDecoder, fusible
-from engine.cuda.layers import MLPS, NORMS, NORMS_PLUS_ONE, FlashInferMLP, FlashInferNorm, fusible_mlp
+from engine.cuda.layers import (
+    MLPS,
+    NORMS,
+    NORMS_PLUS_ONE,
+    FlashInferMLP,
+    FlashInferNorm,
+    StoredLinear,
+    fusible_mlp,
+)
 from engine.cuda.limits import DTYPES
+from engine.cuda.stored_experts import MODELS as EXPERTS
+from engine.cuda.stored_experts import StoredExperts
+from engine.cuda.stored_product import Products, has_kernels
 
 log = logging.getLogger(__name__)
 
 
-def register(table: dict[str, Callable[[nn.Module, EngineConfig], nn.Module | None]]) -> None:
-    """Add CUDA's replacements."""
+def register(table: dict[str, Callable[[nn.Module, EngineConfig], nn.Module | None]], kept: set[str]) -> None:
+    """Add CUDA's replacements, for one model. They add to `kept` the names of stored formats they take."""
+    products = Products(kept)
     for name in MODELS:
-        table[name] = partial(_replace, fusible, FlashInferDecoder)
+        table[name] = partial(_replace, fusible, partial(FlashInferDecoder, products=products))
     for name in MLPS:
-        table[name] = partial(_replace, fusible_mlp, FlashInferMLP)
+        table[name] = partial(_replace, fusible_mlp, partial(FlashInferMLP, products=products))
     for name in (*NORMS, *NORMS_PLUS_ONE):
         table[name] = partial(_replace, lambda _: True, FlashInferNorm)
+    for name in EXPERTS:
+        table[name] = partial(_replace, lambda _: True, partial(StoredExperts.of, products=products))
+    table["Linear"] = partial(_replace, _is_stored, partial(StoredLinear, products=products))
+
+
+def keeps_stored_weights(config: EngineConfig, dtype: torch.dtype) -> bool:
+    """Whether stored weights stay stored."""
+    return config.linear != "torch" and dtype in DTYPES and has_kernels()
+
+
+def _is_stored(linear: Any) -> bool:
+    return isinstance(linear.weight, StoredTensor)
 
 
 def _replace(
-    fits: Callable[[Any], bool], build: Callable[[Any], nn.Module], module: nn.Module, config: EngineConfig
+    fits: Callable[[Any], bool],
+    build: Callable[[Any], nn.Module | None],
+    module: nn.Module,
+    config: EngineConfig,
 ) -> nn.Module | None:
     """Replace a module that `fits` by what `build` makes of it; `linear: torch` keeps it."""
     dtype: torch.dtype = next(module.parameters()).dtype

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.tiny_models import make_tiny
+from tests.support.wide_models import make_wide
 
 Array = np.ndarray[Any, Any]
 Tensors = dict[str, torch.Tensor]
@@ -60,7 +61,8 @@ def value(numbers: Array, scales: Array, zeros: Array, groups: Array) -> Array:
     """(number - zero point) * scale."""
     output, input_ = np.indices(numbers.shape)
     group = groups[input_]
-    return (numbers - zeros[group, output]).astype(np.float32) * scales[group, output]
+    exact: Array = (numbers - zeros[group, output]).astype(np.float32) * scales[group, output]
+    return exact
 
 
 def neighbours(inputs: int) -> Array:
@@ -169,16 +171,22 @@ def mxfp4(weight: Array) -> tuple[Tensors, Array]:
 
 
 def write(family: str, directory: Path, seed: int, form: str) -> tuple[Path, Path]:
-    """The tiny model (family, seed) in the format `form`, in two files, and in float32 as it then is."""
+    """The tiny model (family, seed) in the format `form`, in two files, and in float32 as it then is.
+
+    A family may end with "-wide": tests/support/wide_models.py.
+    """
     settings, quantise = FORMATS[form]
-    plain = make_tiny(family, directory / "plain", seed)
+    plain_name = family.removesuffix("-wide")
+    make = make_tiny if plain_name == family else make_wide
+    plain = make(plain_name, directory / "plain", seed)
     stored, exact = directory / f"{family}-{seed}-{form}", directory / f"{family}-{seed}-{form}-exact"
     if stored.is_dir():
         return stored, exact
     shutil.copytree(plain, exact)
     shutil.copytree(plain, stored)
     (stored / "model.safetensors").unlink()
-    tensors, weights = {}, load_file(plain / "model.safetensors")
+    tensors: Tensors = {}
+    weights: Tensors = load_file(plain / "model.safetensors")
     of_mixtral = ("w1.weight", "w2.weight", "w3.weight")
     suffix = "_proj" if quantise is mxfp4 else ("proj.weight", *of_mixtral)
     for name, weight in sorted(weights.items()):
@@ -198,7 +206,7 @@ def write(family: str, directory: Path, seed: int, form: str) -> tuple[Path, Pat
 
 def _save_in_two(tensors: Tensors, path: Path) -> None:
     """Every other tensor in the second file, so that the tensors of one weight are in both."""
-    places = {}
+    places: dict[str, str] = {}
     for number in (0, 1):
         file = f"model-{number + 1:05}-of-00002.safetensors"
         part = {name: tensors[name].contiguous() for name in sorted(tensors)[number::2]}

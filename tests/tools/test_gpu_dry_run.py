@@ -16,10 +16,10 @@ from engine.device_copies import FetchedTensor, upload
 from engine.last_tokens import LastTokens
 from engine.sampler import Sampler
 from kvtransfer.copies import CudaCopies
-from tools.gpu_dry_run import dry_run, make_model
+from tools.gpu_dry_run import STORED, dry_run, make_model
 
-FAMILIES = ("gpt_oss", "deepseek_v3", "qwen3_next", "qwen3-wide", "qwen3_moe-wide", "gemma2-wide")
-"""One of each kind of layer. `make gpu` runs all families."""
+FAMILIES = ("gpt_oss-mxfp4", "deepseek_v3", "qwen3_next", "qwen3-wide", "qwen3_moe-wide-fp8", "gemma2-wide")
+"""One of each kind of layer, and each format in which weights stay stored. `make gpu` runs all families."""
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +35,7 @@ def test_no_step_of_a_family_would_wait_or_break_on_a_gpu(family: str, tiny: Cal
     assert seen["captured operators"] > 500
     assert seen["copies"] > 100
     assert seen["staged batches"] >= 2
+    assert seen["stored formats"] == (family in STORED)
 
 
 def pageable(monkeypatch: pytest.MonkeyPatch) -> None:

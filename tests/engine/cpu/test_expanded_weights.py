@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from engine.checkpoint.mxfp4 import Mxfp4Matrix
 from engine.checkpoint.scaled import ScaledMatrix
 from engine.checkpoint.stored import StoredMatrix, StoredTensor
 from engine.cpu.experts import PackedExperts
 from engine.cpu.linear import Matrix, PackedLinear, Packer, PackFormat, check_packable
 from engine.cpu.op import KernelsUnavailable, machine_isas, set_isa
 from tests.engine.cpu.test_experts import make_experts
+from tests.support.stored_weights import in_fp8, in_mxfp4, stored_experts
 
 try:
     check_packable()
@@ -21,7 +21,6 @@ except KernelsUnavailable as error:
 ISAS = machine_isas()[1:]  # all but base
 ROWS = [0, 1, 2, 3, 7, 8, 9, 16, 17, 33, 70, 600]
 SHAPES = [(48, 64), (50, 96), (7, 32), (128, 416), (32, 256)]
-E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
 @pytest.fixture(params=ISAS)
@@ -29,28 +28,6 @@ def isa(request):
     set_isa(request.param)
     yield request.param
     set_isa(ISAS[-1])
-
-
-def in_fp8(outputs, inputs, block):
-    """Float64 weights, all numbers of e4m3 but NaN among them, and how they are stored."""
-    codes = torch.randint(0, 256, (outputs, inputs), dtype=torch.uint8)
-    numbers = codes.where(codes & 127 != 127, codes & 128).view(torch.float8_e4m3fn)
-    high, wide = block or (outputs, inputs)
-    scales = torch.rand(-(-outputs // high), -(-inputs // wide)) * 3e-3
-    scales[0, 0] = 2.0**-9
-    each = scales.repeat_interleave(high, 0)[:outputs].repeat_interleave(wide, 1)[:, :inputs]
-    return numbers.double() * each.double(), ScaledMatrix(numbers, scales, (high, wide))
-
-
-def in_mxfp4(outputs, inputs):
-    """Float64 weights, and how they are stored. One block has none but zeros, and a power that bfloat16 has
-    not."""
-    codes = torch.randint(0, 16, (outputs, inputs // 32, 32), dtype=torch.uint8)
-    powers = torch.randint(-20, 8, (outputs, inputs // 32))
-    powers[0], codes[-1, 0], powers[-1, 0] = -90, 8 * (codes[-1, 0] // 8), -127
-    weights = E2M1[(codes & 7).long()] * (1 - 2 * (codes >> 3).int())
-    stored = Mxfp4Matrix(codes[..., ::2] | codes[..., 1::2] << 4, (powers + 127).to(torch.uint8))
-    return torch.ldexp(weights, powers[..., None]).flatten(1).double(), stored
 
 
 def layer_of(stored: StoredMatrix, bias=False, weight_dtype="auto"):
@@ -161,23 +138,7 @@ def test_another_format_can_be_asked_for(weight_dtype, form):
 @pytest.mark.parametrize("tokens", [1, 9, 40])
 @pytest.mark.parametrize(("family", "form"), [("qwen3_moe", "fp8"), ("gpt_oss", "mxfp4")])
 def test_experts_are_those_of_the_stored_numbers(family, form, tokens, isa):
-    experts, exact = make_experts(torch.bfloat16, family=family), make_experts(torch.float64, family=family)
-    transposed = experts.is_transposed
-    for name in ("gate_up_proj", "down_proj"):
-        whole = []
-        for exact_one in getattr(exact, name).data:
-            outputs, inputs = exact_one.T.shape if transposed else exact_one.shape
-            # A checkpoint in fp8 has gates and ups apart.
-            apart = (outputs // 2,) * 2 if form == "fp8" and name == "gate_up_proj" else (outputs,)
-            made = [
-                in_mxfp4(rows, inputs) if form == "mxfp4" else in_fp8(rows, inputs, (16, 128))
-                for rows in apart
-            ]
-            weights = torch.cat([each for each, _ in made])
-            exact_one.copy_(weights.T if transposed else weights)
-            whole.append([stored for _, stored in made])
-        parameter = StoredTensor(whole, torch.bfloat16, experts=True, transposed=transposed)
-        setattr(experts, name, nn.Parameter(parameter, requires_grad=False))
+    experts, exact = stored_experts(make_experts, family, form)
     x, chosen = torch.randn(tokens, 64).bfloat16(), torch.rand(tokens, 5).topk(2).indices
     factors = torch.rand(tokens, 2).bfloat16()
     kept = set()

@@ -1,0 +1,139 @@
+"""The Triton kernel for stored weights, without a GPU: its results in Triton's interpreter, and its machine
+code for each generation of GPUs."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from engine.cuda.stored_experts import tiles_of
+from engine.cuda.stored_product import SCALE_INPUTS, stored_product
+
+pytestmark = pytest.mark.kernels
+CAPABILITIES = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}
+"""Of A100, H100 and B200, and the instructions of their tensor cores, which tiles of many rows must use."""
+MOST_SHARED_BYTES = 99 * 1024  # of a program: what any GPU from 8.0 on has
+
+
+@pytest.fixture
+def kernel() -> Any:
+    """The kernel's module, interpreted. Triton must know that when it is imported."""
+    pytest.importorskip("triton", reason="Triton is not installed: make kernels installs it")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("TRITON_INTERPRET is not 1: make kernels sets it")
+    return importlib.import_module("engine.cuda.stored_kernel")
+
+
+def weights(form: str, experts: int, outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """All codes but NaN. Powers are such that numbers are normal in float16."""
+    if form == "mxfp4":
+        codes = torch.randint(0, 256, (experts, outputs, inputs // 2), dtype=torch.uint8)
+        return codes, torch.randint(120, 130, (experts, outputs, inputs // 32), dtype=torch.uint8)
+    codes = torch.randint(0, 256, (experts, outputs, inputs), dtype=torch.uint8)
+    codes = codes.where(codes & 127 != 127, codes & 128)
+    return codes, torch.rand(experts, outputs, -(-inputs // SCALE_INPUTS)) * 0.01
+
+
+def check(kernel: Any, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, *rest: Any) -> None:
+    """The kernel's result is the definition's, up to the order of float32 sums."""
+    *_, count = rest
+    out = torch.full((count, codes.shape[1]), torch.nan, dtype=x.dtype)
+    kernel.launch(x, codes, scales, *rest[:-1], out, SCALE_INPUTS)
+    want = stored_product(x, codes, scales, *rest)
+    torch.testing.assert_close(out, want, rtol=2e-3, atol=float(2e-3 * want.abs().mean()))
+
+
+# The interpreter multiplies no bfloat16, so rows are float16 here.
+@pytest.mark.parametrize("form", ["fp8", "mxfp4"])
+@pytest.mark.parametrize("rows", [1, 16, 17, 40, 130])
+@pytest.mark.parametrize(("outputs", "inputs"), [(48, 64), (50, 416), (7, 32)])
+def test_results_are_those_of_the_definition(
+    form: str, rows: int, outputs: int, inputs: int, kernel: Any
+) -> None:
+    torch.manual_seed(rows)
+    x = torch.randn(rows, 2 * inputs)[:, :inputs].half()
+    check(kernel, x, *weights(form, 1, outputs, inputs), None, None, 1, rows)
+
+
+@pytest.mark.parametrize("form", ["fp8", "mxfp4"])
+@pytest.mark.parametrize(("tokens", "divisor"), [(1, 2), (9, 2), (60, 1)])
+def test_rows_meet_the_weights_of_their_experts(form: str, tokens: int, divisor: int, kernel: Any) -> None:
+    torch.manual_seed(tokens)
+    x = torch.randn(tokens, 64).half()
+    pairs = tokens * divisor
+    rows, tiles = tiles_of(torch.randint(0, 5, (pairs,)), 5)
+    check(kernel, x, *weights(form, 5, 48, 64), rows, tiles, divisor, pairs)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's, which interprets
+def test_nan_and_the_ends_of_the_range(kernel: Any) -> None:
+    """2^-127 is lost in float16."""
+    x = torch.eye(32).half()
+    codes, scales = weights("mxfp4", 1, 4, 32)
+    scales[0, :, 0] = torch.tensor([0, 115, 135, 255])
+    check_same(kernel, x, codes, scales)
+    codes, factors = weights("fp8", 1, 16, 32)
+    codes[0] = torch.arange(512).view(16, 32) % 256  # all of them
+    check_same(kernel, x, codes, factors)
+
+
+def check_same(kernel: Any, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    """One number a sum: nothing is rounded but by the result."""
+    out = torch.zeros(len(x), codes.shape[1], dtype=x.dtype)
+    kernel.launch(x, codes, scales, None, None, 1, out, SCALE_INPUTS)
+    want = stored_product(x, codes, scales, None, None, 1, len(x))
+    assert torch.equal(out.isnan(), want.isnan())
+    torch.testing.assert_close(out, want, rtol=1e-3, atol=0, equal_nan=True)
+
+
+_COMPILE = """
+import json, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from engine.cuda.stored_kernel import stored_product_kernel as kernel, tile_options
+
+capability, fp8, grouped, rows, dtype = json.loads(sys.argv[1])
+options = tile_options(rows)
+warps, stages = options.pop("num_warps"), options.pop("num_stages")
+constants = {"SCALE_INPUTS": 128, "FP8": fp8, "GROUPED": grouped, "ROWS": rows, **options}
+types = {"x": dtype, "codes": "*u8", "scales": "*fp32" if fp8 else "*u8", "out": dtype}
+types |= {"rows": "*i32", "experts": "*i32"} if grouped else {}
+constants |= {} if grouped else {"rows": None, "experts": None}
+signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+aligned = ("x", "codes", "scales", "out", "inputs", "outputs", "x_stride")
+attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+made = triton.compile(
+    ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes),
+    target=GPUTarget("cuda", capability, 32),
+    options={"num_warps": warps, "num_stages": stages},
+)
+print(json.dumps({"shared": made.metadata.shared, "ptx": made.asm["ptx"], "bytes": len(made.asm["cubin"])}))
+"""
+
+
+@pytest.mark.parametrize("dtype", ["*bf16", "*fp16"])
+@pytest.mark.parametrize(
+    ("fp8", "grouped", "rows"), [(True, False, 16), (False, True, 128), (True, True, 64)]
+)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_it_becomes_machine_code(capability: int, fp8: bool, grouped: bool, rows: int, dtype: str) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed: make kernels installs it")
+    case = json.dumps([capability, fp8, grouped, rows, dtype])
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", _COMPILE, case]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    made = json.loads(done.stdout.splitlines()[-1])
+    assert made["bytes"] > 0
+    assert made["shared"] <= MOST_SHARED_BYTES
+    assert (CAPABILITIES[capability] if rows > 16 else "mma.sync") in made["ptx"]
+    assert "cp.async" in made["ptx"], "weights are loaded while others are multiplied"
+    assert ".local" not in made["ptx"], "registers are spilled"

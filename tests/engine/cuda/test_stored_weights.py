@@ -1,0 +1,192 @@
+"""Weights that stay stored on a GPU: what is computed with them, by the definition of the kernel."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from engine import loader
+from engine.checkpoint.stored import StoredTensor
+from engine.config import EngineConfig
+from engine.cuda import stored_product as products
+from engine.cuda.decoder import FlashInferDecoder
+from engine.cuda.module_replacements import keeps_stored_weights, register
+from engine.cuda.stored_experts import StoredExperts, tiles_of
+from engine.cuda.stored_product import Products, StoredProduct
+from engine.loader import load_model
+from engine.module_replacements import takes_stored_weights
+from tests.engine.cpu.test_experts import make_experts
+from tests.engine.cpu.test_int8_weights import logits, share
+from tests.support.flashinfer_stand_in import flashinfer_module
+from tests.support.quantised_checkpoints import write
+from tests.support.stored_weights import in_fp8, in_mxfp4, stored_experts
+
+FROM_WIDENED = 2.0
+"""The difference of logits from transformers in float32 with the dequantised weights: at most so many times
+that of the same checkpoint with its weights widened to bfloat16."""
+
+
+@pytest.fixture(autouse=True)
+def _with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "has_kernels", lambda: True)
+    monkeypatch.setattr("engine.cuda.module_replacements.has_kernels", lambda: True)
+
+
+def stored(*parts: object) -> StoredTensor:
+    return StoredTensor([parts], torch.bfloat16, experts=False)
+
+
+@pytest.mark.parametrize("form", ["fp8", "fp8_blocks", "fp8_rows", "mxfp4"])
+@pytest.mark.parametrize(("outputs", "inputs"), [(48, 64), (50, 416), (7, 32)])
+def test_a_product_of_joined_weights_is_that_of_the_stored_numbers(
+    form: str, outputs: int, inputs: int
+) -> None:
+    """q, k and v are one product."""
+    torch.manual_seed(0)
+    blocks = {"fp8": None, "fp8_blocks": (16, 128), "fp8_rows": (1, inputs)}
+    made = [
+        in_mxfp4(n, inputs) if form == "mxfp4" else in_fp8(n, inputs, blocks[form]) for n in (outputs, 16)
+    ]
+    kept: set[str] = set()
+    product = Products(kept).of(torch.cat([stored(part) for _, part in made]))
+    assert isinstance(product, StoredProduct)
+    assert kept == {form[:3] if form != "mxfp4" else form}
+    x, bias = torch.randn(2, 5, inputs).bfloat16(), torch.randn(outputs + 16).bfloat16()
+    weights = torch.cat([each for each, _ in made])
+    want = x.double() @ weights.T
+    size = x.double().abs() @ weights.abs().T
+    assert ((product(x).double() - want).abs() <= 1e-6 * size + 2**-8 * want.abs()).all()
+    torch.testing.assert_close(product(x, bias), product(x) + bias)
+
+
+def test_what_no_kernel_multiplies_is_dequantised() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 256).bfloat16()
+    _, narrow = in_fp8(48, 256, (16, 96))
+    _, one = in_fp8(48, 256, (16, 128))
+    _, other = in_mxfp4(48, 256)
+    two_formats = torch.cat([stored(one), stored(other)])
+    for weight in (stored(narrow), two_formats, torch.randn(8, 256).bfloat16()):
+        kept: set[str] = set()
+        product = Products(kept).of(weight)
+        assert not isinstance(product, StoredProduct)
+        assert not kept
+        dense = weight.dequantised() if isinstance(weight, StoredTensor) else weight
+        assert torch.equal(product(x), nn.functional.linear(x, dense))
+
+
+def test_without_triton_weights_are_dequantised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "has_kernels", lambda: False)
+    monkeypatch.setattr("engine.cuda.module_replacements.has_kernels", lambda: False)
+    assert Products().stored(stored(in_mxfp4(16, 64)[1])) is None
+    assert not keeps_stored_weights(EngineConfig("m", device="cuda"), torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "linear", "taken"),
+    [
+        ("cuda", torch.bfloat16, "auto", True),
+        ("cuda:1", torch.float16, "auto", True),
+        ("cuda", torch.float32, "auto", False),
+        ("cuda", torch.bfloat16, "torch", False),
+        ("cpu", torch.float32, "auto", False),
+        ("cpu", torch.bfloat16, "torch", False),
+        ("meta", torch.bfloat16, "auto", False),
+    ],
+)
+def test_where_weights_stay_stored(device: str, dtype: torch.dtype, linear: str, taken: bool) -> None:
+    assert takes_stored_weights(EngineConfig("m", device=device, linear=linear), dtype) == taken
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.data())
+def test_each_pair_is_in_one_tile_of_its_expert(tokens: int, count: int, data: st.DataObject) -> None:
+    chosen = data.draw(st.integers(1, count))
+    ids = data.draw(st.lists(st.permutations(range(count)), min_size=tokens, max_size=tokens))
+    experts = torch.tensor([one[:chosen] for one in ids]).flatten()
+    rows, tiles = tiles_of(experts, count)
+    found = [
+        (pair, expert)
+        for expert, tile in zip(tiles.tolist(), rows.view(len(tiles), -1).tolist(), strict=True)
+        for pair in tile
+        if pair >= 0
+    ]
+    assert sorted(found) == list(enumerate(experts.tolist()))
+    used = {expert for _, expert in found}
+    assert set(tiles.tolist()) <= used | {-1}, "a tile without rows has no weights"
+    same = tiles_of(torch.zeros_like(experts), count)
+    assert (rows.shape, tiles.shape) == tuple(each.shape for each in same), "shapes depend on values"
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 200])
+@pytest.mark.parametrize(("family", "form"), [("qwen3_moe", "fp8"), ("gpt_oss", "mxfp4")])
+def test_experts_are_those_of_the_stored_numbers(tokens: int, family: str, form: str) -> None:
+    experts, exact = stored_experts(make_experts, family, form)
+    kept: set[str] = set()
+    ours = StoredExperts.of(experts, Products(kept))
+    assert ours is not None
+    assert kept == {form}
+    x, chosen = torch.randn(tokens, 64).bfloat16(), torch.rand(tokens, 5).topk(2).indices
+    factors = torch.rand(tokens, 2).bfloat16()
+    got, want = ours(x, chosen, factors).double(), exact(x.double(), chosen, factors.double())
+    assert (got - want).norm() <= 0.01 * want.norm()
+    assert StoredExperts.of(make_experts(torch.bfloat16, family=family), Products()) is None
+
+
+def is_mixture(family: str) -> bool:
+    return "moe" in family or family in ("mixtral", "deepseek_v3", "gpt_oss")
+
+
+@pytest.mark.parametrize("with_flashinfer", [True, False])
+@pytest.mark.parametrize(
+    ("family", "form", "kept"),
+    [
+        ("qwen3", "fp8_wide", "fp8"),
+        ("qwen3-wide", "fp8_wide", "fp8"),
+        ("qwen3_moe-wide", "fp8_wide", "fp8"),
+        ("qwen2_moe-wide", "fp8_wide", "fp8"),
+        ("llama", "fp8", None),  # blocks of 24 inputs
+        ("qwen3_moe", "fp8_wide", "fp8"),
+        ("mixtral", "fp8_wide", "fp8"),
+        ("deepseek_v3", "fp8_wide", "fp8"),
+        ("gpt_oss", "mxfp4", "mxfp4"),
+    ],
+)
+def test_logits_are_within_the_bound(
+    family: str,
+    form: str,
+    kept: str | None,
+    with_flashinfer: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    directory, exact = write(family, tmp_path, 0, form)
+    ids = np.random.default_rng(2).integers(0, 256, 60).tolist()
+    model = AutoModelForCausalLM.from_pretrained(exact, dtype=torch.float32)
+    with torch.inference_mode():
+        want = model(torch.tensor([ids])).logits[0]
+    widened = share(logits(directory, ids, "bfloat16", 1000), want)
+
+    def on_cuda(_config: EngineConfig, kept: set[str]) -> dict[str, object]:
+        table: dict[str, object] = {}
+        register(table, kept)
+        return table
+
+    package, mla = flashinfer_module() if with_flashinfer else (None, None)
+    monkeypatch.setitem(sys.modules, "flashinfer", package)
+    monkeypatch.setitem(sys.modules, "flashinfer.mla", mla)
+    monkeypatch.setattr(loader, "replacement_table", on_cuda)
+    loaded = load_model(EngineConfig(str(directory), dtype="bfloat16"))
+    assert loaded.kept == ((kept,) if kept else ())
+    stored_experts = [module for module in loaded.model.modules() if isinstance(module, StoredExperts)]
+    assert bool(stored_experts) == (kept is not None and is_mixture(family))
+    assert isinstance(loaded.model.model, FlashInferDecoder) == (with_flashinfer and "wide" in family)
+    for chunk in (1000, 7):
+        assert share(logits(directory, ids, "auto", chunk), want) <= FROM_WIDENED * widened

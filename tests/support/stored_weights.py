@@ -1,0 +1,62 @@
+"""Random weights in the formats of checkpoints, and what they are in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.checkpoint.mxfp4 import Mxfp4Matrix
+from engine.checkpoint.scaled import ScaledMatrix
+from engine.checkpoint.stored import StoredTensor
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def in_fp8(outputs: int, inputs: int, block: tuple[int, int] | None) -> tuple[torch.Tensor, ScaledMatrix]:
+    """Float64 weights, all numbers of e4m3 but NaN among them, and how they are stored."""
+    codes = torch.randint(0, 256, (outputs, inputs), dtype=torch.uint8)
+    numbers = codes.where(codes & 127 != 127, codes & 128).view(torch.float8_e4m3fn)
+    high, wide = block or (outputs, inputs)
+    scales = torch.rand(-(-outputs // high), -(-inputs // wide)) * 3e-3
+    scales[0, 0] = 2.0**-9
+    each = scales.repeat_interleave(high, 0)[:outputs].repeat_interleave(wide, 1)[:, :inputs]
+    return numbers.double() * each.double(), ScaledMatrix(numbers, scales, (high, wide))
+
+
+def in_mxfp4(outputs: int, inputs: int) -> tuple[torch.Tensor, Mxfp4Matrix]:
+    """Float64 weights, and how they are stored. One block has none but zeros, and a power that bfloat16 has
+    not."""
+    codes = torch.randint(0, 16, (outputs, inputs // 32, 32), dtype=torch.uint8)
+    powers = torch.randint(-20, 8, (outputs, inputs // 32))
+    powers[0], codes[-1, 0], powers[-1, 0] = -90, 8 * (codes[-1, 0] // 8), -127
+    weights = E2M1[(codes & 7).long()] * (1 - 2 * (codes >> 3).int())
+    stored = Mxfp4Matrix(codes[..., ::2] | codes[..., 1::2] << 4, (powers + 127).to(torch.uint8))
+    return torch.ldexp(weights, powers[..., None]).flatten(1).double(), stored
+
+
+def stored_experts(make: Callable[..., Any], family: str, form: str) -> tuple[Any, Any]:
+    """Experts in bfloat16 whose weights are stored in `form`, and the same in float64.
+
+    `make(dtype, family=family)` makes transformers' module.
+    """
+    experts, exact = make(torch.bfloat16, family=family), make(torch.float64, family=family)
+    transposed = experts.is_transposed
+    for name in ("gate_up_proj", "down_proj"):
+        whole = []
+        for exact_one in getattr(exact, name).data:
+            outputs, inputs = exact_one.T.shape if transposed else exact_one.shape
+            # A checkpoint in fp8 has gates and ups apart.
+            apart = (outputs // 2,) * 2 if form == "fp8" and name == "gate_up_proj" else (outputs,)
+            made = [
+                in_mxfp4(rows, inputs) if form == "mxfp4" else in_fp8(rows, inputs, (16, 128))
+                for rows in apart
+            ]
+            weights = torch.cat([each for each, _ in made])
+            exact_one.copy_(weights.T if transposed else weights)
+            whole.append([stored for _, stored in made])
+        parameter = StoredTensor(whole, torch.bfloat16, experts=True, transposed=transposed)
+        setattr(experts, name, nn.Parameter(parameter, requires_grad=False))
+    return experts, exact
