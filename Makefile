@@ -105,6 +105,7 @@ gpu: setup  ## all that concerns GPUs: dry run of every family, bench and tests 
 	@$(TEST_ENV) $(PY) -m tools.gpu_dry_run
 	@$(TEST_ENV) $(PY) -m bench.gpu --json
 	@$(TEST_ENV) $(PY) -m bench.gpu_transfer --json
+	@$(TEST_ENV) $(PY) -m bench.gpu_products --json
 	@$(TEST_ENV) $(PY) -m tools.run_tests "not oracle_full" --jobs 1 tests/gpu tests/tools/test_gpu_dry_run.py \
 		tests/worker/test_device.py tests/worker/test_gpu_build.py tests/engine/test_graphs.py \
 		tests/engine/test_flashinfer_limits.py tests/engine/test_flashinfer_signatures.py \
