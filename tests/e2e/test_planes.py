@@ -166,7 +166,8 @@ def wait_for_rooms(running: Stack, worker: Child, count: int) -> None:
 
 @pytest.fixture(scope="module")
 def four_workers(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """2P + 2D, with so little memory that pages are evicted."""
+    """2P + 2D, with so little memory that pages are evicted. Steps take a moment: to compute what is cached
+    must cost more than a busy machine adds to other prices."""
     with stack(
         tiny_model,
         tmp_path_factory.mktemp("four"),
@@ -174,6 +175,7 @@ def four_workers(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         decode=2,
         router={"prefill_on_decode_tokens": 0, "max_queued": 0},
         engine="fake",
+        fake_step_s=0.03,
         page_size=PAGE_SIZE,
         chunked_prefill_size=64,
         max_total_tokens=1024,
