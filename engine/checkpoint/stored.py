@@ -8,7 +8,7 @@ is dequantised. So such a model is never in memory in the dtype in which it comp
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -74,8 +74,8 @@ class StoredTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch declares it as if it were no class method
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        assert not func._schema.is_mutable, f"{func} would write a weight that is stored"
         kwargs = kwargs or {}
+        assert not _writes_stored(func, args, kwargs), f"{func} would write a weight that is stored"
         if func in _KEPT and (result := _KEPT[func](*args, **kwargs)) is not None:
             return result
         args, kwargs = tree_map_only(StoredTensor, StoredTensor.dequantised, (args, kwargs))
@@ -128,6 +128,14 @@ def dequantise_parameters(model: nn.Module) -> None:
         for name, parameter in module.named_parameters(recurse=False):
             if isinstance(parameter, StoredTensor):
                 setattr(module, name, nn.Parameter(parameter.dequantised(), requires_grad=False))
+
+
+def _writes_stored(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    arguments = func._schema.arguments
+    given = {argument.name: value for argument, value in zip(arguments, args, strict=False)}
+    given.update(kwargs)
+    written = (given.get(each.name) for each in arguments if each.alias_info and each.alias_info.is_write)
+    return any(isinstance(value, StoredTensor) for value in written)
 
 
 # Operations that keep a tensor stored. None: this one cannot.

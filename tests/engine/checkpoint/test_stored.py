@@ -125,7 +125,11 @@ def test_it_cannot_be_written(stored):
     for write in (lambda: stored.zero_(), lambda: stored.add_(1), lambda: stored.copy_(before)):
         with pytest.raises(AssertionError, match="would write"):
             write()
+    with pytest.raises(AssertionError, match="would write"):
+        torch.add(before, before, out=stored)
     assert stored.dequantised().equal(before)
+    copy = torch.zeros_like(before)
+    assert copy.copy_(stored).equal(before), "it is read by an operation that writes another tensor"
 
 
 def test_parameters_that_no_kernel_takes_are_dequantised():
