@@ -13,18 +13,7 @@ from transformers.activations import SiLUActivation
 from engine.cpu.linear import GROUP, Matrix, Packer, Weights, packable
 from engine.cpu.op import kernels
 from engine.cpu.threads import kernel_threads
-
-CLAMPED = "GptOssExperts"
-MODELS = (
-    "MixtralExperts",
-    "Qwen2MoeExperts",
-    "Qwen3MoeExperts",
-    "Qwen3NextExperts",
-    "DeepseekV2Experts",
-    "DeepseekV3Experts",
-    CLAMPED,
-)
-"""The transformers classes that PackedExperts computes."""
+from engine.expert_classes import CLAMPED
 
 
 def fusible(experts: Any) -> bool:

@@ -17,6 +17,7 @@ from engine.cpu import delta_net, experts
 from engine.cpu.decoder import MODELS, FusedDecoder, fusible
 from engine.cpu.linear import PackedEmbedding, PackedLinear, Packer, check_packable, packable
 from engine.cpu.op import KernelsUnavailable
+from engine.expert_classes import EXPERTS
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
@@ -27,7 +28,7 @@ def register(table: dict[str, Callable[[nn.Module, EngineConfig], nn.Module | No
     replacements = CpuReplacements(kept)
     for name in MODELS:
         table[name] = replacements.decoder
-    for name in experts.MODELS:
+    for name in EXPERTS:
         table[name] = replacements.experts
     for name in delta_net.MODELS:
         table[name] = replacements.delta_net

@@ -28,9 +28,9 @@ from engine.cuda.layers import (
     fusible_mlp,
 )
 from engine.cuda.limits import DTYPES
-from engine.cuda.stored_experts import MODELS as EXPERTS
 from engine.cuda.stored_experts import StoredExperts
 from engine.cuda.stored_product import Products, has_kernels
+from engine.expert_classes import EXPERTS
 
 log = logging.getLogger(__name__)
 

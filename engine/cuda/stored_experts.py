@@ -12,18 +12,7 @@ import torch
 from torch import nn
 
 from engine.cuda.stored_product import Products, StoredProduct
-
-CLAMPED = "GptOssExperts"
-MODELS = (
-    "MixtralExperts",
-    "Qwen2MoeExperts",
-    "Qwen3MoeExperts",
-    "Qwen3NextExperts",
-    "DeepseekV2Experts",
-    "DeepseekV3Experts",
-    CLAMPED,
-)
-"""The transformers classes that StoredExperts computes."""
+from engine.expert_classes import CLAMPED, EXPERTS
 
 
 class StoredExperts(nn.Module):
@@ -32,7 +21,7 @@ class StoredExperts(nn.Module):
     @classmethod
     def of(cls, experts: Any, products: Products) -> StoredExperts | None:
         """None if their weights are not stored, or in a format without a kernel."""
-        if type(experts).__name__ not in MODELS:
+        if type(experts).__name__ not in EXPERTS:
             return None
         gate_up, down = products.stored(experts.gate_up_proj), products.stored(experts.down_proj)
         return None if gate_up is None or down is None else cls(experts, gate_up, down)

@@ -1,0 +1,15 @@
+"""The transformers classes of experts that CPU and CUDA compute themselves."""
+
+from __future__ import annotations
+
+CLAMPED = "GptOssExperts"
+"""Its gates and ups alternate, have biases and are clamped."""
+EXPERTS = (
+    "MixtralExperts",
+    "Qwen2MoeExperts",
+    "Qwen3MoeExperts",
+    "Qwen3NextExperts",
+    "DeepseekV2Experts",
+    "DeepseekV3Experts",
+    CLAMPED,
+)
