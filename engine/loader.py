@@ -23,7 +23,7 @@ from common.freed_memory import return_freed_memory
 from engine.attention import ATTENTION_NAME
 from engine.checkpoint.formats import stored_format
 from engine.checkpoint.reader import read_weights
-from engine.checkpoint.stored import StoredTensor, dequantise_parameters
+from engine.checkpoint.stored import StoredTensor, dequantise_parameters, move_parameters
 from engine.config import EngineConfig
 from engine.errors import UnsupportedModel
 from engine.families.base import Dtypes
@@ -81,7 +81,9 @@ def load_model(config: EngineConfig) -> LoadedModel:
     family = check_model(hf_config)
     dtype = _dtype(config, hf_config)
     check_weight_dtype(config, dtype)
-    model = _read(config, hf_config, dtype, local).to(config.device).eval().requires_grad_(False)
+    model = _read(config, hf_config, dtype, local)
+    move_parameters(model, torch.device(config.device))
+    model = model.to(config.device).eval().requires_grad_(False)
     family.prepare(model)
     groups = stored_as(
         family.groups(hf_config, Dtypes(model=dtype, kv=dtype)), KVFormat(config.kv_cache_dtype)
@@ -111,18 +113,21 @@ def read_tokenizer(model: str) -> str:
 
 
 def _read(config: EngineConfig, hf_config: Any, dtype: torch.dtype, local: bool) -> Any:
-    """The model with its weights on `config.device`. On a CPU some may be StoredTensors.
+    """The model with its weights, some of which may be StoredTensors.
 
     With accelerate each weight goes to another device when it is read; without it all are in the host's
-    memory first.
+    memory first. So are those of a model of which some stay stored: transformers would reserve the GPU's
+    memory for all weights dequantised, in one piece, which is not given back while a weight is in it.
     """
     plain = copy.deepcopy(hf_config)
     if hasattr(plain, "quantization_config"):
         del plain.quantization_config  # transformers would replace modules, and needs a GPU for some formats
-    direct = torch.device(config.device).type != "cpu" and is_accelerate_available()
+    on_cpu = torch.device(config.device).type == "cpu"
     try:
-        keep = takes_stored_weights(config, dtype)
-        weights = read_weights(config.model, stored_format(hf_config), dtype, local, keep)
+        form = stored_format(hf_config)
+        keep = form is not None and form.stays_stored and takes_stored_weights(config, dtype)
+        direct = not on_cpu and not keep and is_accelerate_available()
+        weights = read_weights(config.model, form, dtype, local, keep)
         model, report = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)].from_pretrained(
             None,
             config=plain,

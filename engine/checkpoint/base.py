@@ -38,6 +38,7 @@ class Format:
     read: Callable[[Parts, torch.dtype], torch.Tensor]
     optional: tuple[str, ...] = ()  # suffixes of tensors that a weight may have, too
     result: str = ".weight"  # suffix of the name under which transformers knows the weight
+    stays_stored: bool = False  # whether `read` gives StoredTensors
 
 
 def row_blocks(rows: int, columns: int, multiple: int = 1) -> Iterator[slice]:

@@ -122,6 +122,15 @@ class StoredTensor(torch.Tensor):
         return StoredTensor(matrices, self.dtype, experts=experts, transposed=transposed, device=self.device)
 
 
+def move_parameters(model: nn.Module, device: torch.device) -> None:
+    """Put those that are stored on a device, one by one. Module.to might change what a parameter says of
+    itself without its stored numbers."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(parameter, StoredTensor):
+                setattr(module, name, nn.Parameter(parameter.to(device), requires_grad=False))
+
+
 def dequantise_parameters(model: nn.Module) -> None:
     """Replace the parameters that are still stored."""
     for module in model.modules():

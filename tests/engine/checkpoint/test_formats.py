@@ -17,7 +17,7 @@ from engine.checkpoint import base
 from engine.checkpoint.formats import stored_format
 from engine.checkpoint.int4 import gptq_format
 from engine.checkpoint.mxfp4 import MXFP4
-from engine.checkpoint.reader import read_weights
+from engine.checkpoint.reader import QuantisedWeight, read_weights
 from engine.checkpoint.scaled import scaled_format
 from engine.checkpoint.stored import StoredTensor
 from engine.config import EngineConfig
@@ -222,6 +222,19 @@ def test_the_tensors_of_a_quantised_weight_are_not_weights_of_their_own(form: st
     config = AutoConfig.from_pretrained(stored)
     weights = read_weights(str(stored), stored_format(config), torch.float32, local=True, keep=False)
     assert weights.keys() == load_file(exact / "model.safetensors").keys()
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_format_says_whether_its_weights_stay_stored(form: str, tmp_path: Path) -> None:
+    stored, _ = write("gpt_oss" if form == "mxfp4" else "llama", tmp_path, 0, form)
+    found = stored_format(AutoConfig.from_pretrained(stored))
+    assert found is not None
+    weights = read_weights(str(stored), found, torch.bfloat16, local=True, keep=True)
+    kept = [
+        isinstance(each[...], StoredTensor) for each in weights.values() if isinstance(each, QuantisedWeight)
+    ]
+    assert kept
+    assert set(kept) == {found.stays_stored}
 
 
 def test_a_model_that_says_quantised_and_is_not_is_loaded(tmp_path: Path) -> None:

@@ -10,7 +10,12 @@ from torch import nn
 
 from engine.checkpoint.mxfp4 import Mxfp4Matrix
 from engine.checkpoint.scaled import ScaledMatrix
-from engine.checkpoint.stored import StoredMatrix, StoredTensor, dequantise_parameters
+from engine.checkpoint.stored import (
+    StoredMatrix,
+    StoredTensor,
+    dequantise_parameters,
+    move_parameters,
+)
 
 
 def fp8(outputs: int = 6, inputs: int = 64, seed: int = 0) -> ScaledMatrix:
@@ -130,6 +135,18 @@ def test_it_cannot_be_written(stored):
     assert stored.dequantised().equal(before)
     copy = torch.zeros_like(before)
     assert copy.copy_(stored).equal(before), "it is read by an operation that writes another tensor"
+
+
+def test_parameters_move_with_their_numbers():
+    model = nn.Sequential(nn.Linear(64, 6, bias=False), nn.Linear(2, 2))
+    model[0].weight = nn.Parameter(TENSORS["fp8"], requires_grad=False)
+    move_parameters(model, torch.device("meta"))
+    (part,) = model[0].weight.matrices[0]
+    assert {model[0].weight.device.type, part.numbers.device.type, part.scales.device.type} == {"meta"}
+    assert model[1].weight.device.type == "cpu"
+    whole = TENSORS["gpt-oss"].to("meta")
+    assert all(part.codes.device.type == "meta" for (part,) in whole.matrices)
+    assert (whole.shape, whole.transposed) == (TENSORS["gpt-oss"].shape, True)
 
 
 def test_parameters_that_no_kernel_takes_are_dequantised():
