@@ -125,18 +125,20 @@ class StoredTensor(torch.Tensor):
 def move_parameters(model: nn.Module, device: torch.device) -> None:
     """Put those that are stored on a device, one by one. Module.to might change what a parameter says of
     itself without its stored numbers."""
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if isinstance(parameter, StoredTensor):
-                setattr(module, name, nn.Parameter(parameter.to(device), requires_grad=False))
+    _replace_parameters(model, lambda weight: weight.to(device))
 
 
 def dequantise_parameters(model: nn.Module) -> None:
     """Replace the parameters that are still stored."""
+    _replace_parameters(model, StoredTensor.dequantised)
+
+
+def _replace_parameters(model: nn.Module, made_of: Callable[[StoredTensor], torch.Tensor]) -> None:
+    """Those that are stored."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if isinstance(parameter, StoredTensor):
-                setattr(module, name, nn.Parameter(parameter.dequantised(), requires_grad=False))
+                setattr(module, name, nn.Parameter(made_of(parameter), requires_grad=False))
 
 
 def _writes_stored(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
