@@ -115,11 +115,10 @@ class StoredTensor(torch.Tensor):
             output -= part.shape[0]
         raise IndexError(index)
 
-    def _of(self, matrices: Iterable[Sequence[StoredMatrix]], transposed: bool | None = None) -> StoredTensor:
-        """Of the same dtype, dimensions and device."""
-        transposed = self.transposed if transposed is None else transposed
-        experts = self.dim() == 3
-        return StoredTensor(matrices, self.dtype, experts=experts, transposed=transposed, device=self.device)
+    def _of(self, matrices: Iterable[Sequence[StoredMatrix]], **other: Any) -> StoredTensor:
+        """Of the same dtype, dimensions, order and device, but for what is given of these."""
+        same = {"experts": self.dim() == 3, "transposed": self.transposed, "device": self.device}
+        return StoredTensor(matrices, self.dtype, **{**same, **other})
 
 
 def move_parameters(model: nn.Module, device: torch.device) -> None:
@@ -159,11 +158,10 @@ def _same(tensor: StoredTensor) -> StoredTensor:
 def _stack(tensors: Sequence[Any], dim: int = 0) -> StoredTensor | None:
     if dim != 0 or not all(isinstance(each, StoredTensor) and each.dim() == 2 for each in tensors):
         return None
-    first = tensors[0]
+    first: StoredTensor = tensors[0]
     if any((each.shape, each.transposed) != (first.shape, first.transposed) for each in tensors):
         return None
-    matrices = [each.matrices[0] for each in tensors]
-    return StoredTensor(matrices, first.dtype, experts=True, transposed=first.transposed, device=first.device)
+    return first._of([each.matrices[0] for each in tensors], experts=True)
 
 
 def _concatenate(tensors: Sequence[Any], dim: int = 0) -> StoredTensor | None:
@@ -183,20 +181,14 @@ def _select(tensor: StoredTensor, dim: int, index: int) -> StoredTensor | None:
     """An expert."""
     if tensor.dim() != 3 or dim != 0:
         return None
-    return StoredTensor(
-        [tensor.matrices[index]],
-        tensor.dtype,
-        experts=False,
-        transposed=tensor.transposed,
-        device=tensor.device,
-    )
+    return tensor._of([tensor.matrices[index]], experts=False)
 
 
 def _transpose(tensor: StoredTensor, first: int = 0, second: int = 1) -> StoredTensor | None:
     last = {tensor.dim() - 2, tensor.dim() - 1}
     if {first % tensor.dim(), second % tensor.dim()} != last:
         return None
-    return tensor._of(tensor.matrices, not tensor.transposed)
+    return tensor._of(tensor.matrices, transposed=not tensor.transposed)
 
 
 def _slice(
@@ -232,13 +224,7 @@ def _moved(
     """On another device."""
     if dtype not in (None, tensor.dtype) or device in (None, tensor.device):
         return None
-    return StoredTensor(
-        [[part.to(device) for part in rows] for rows in tensor.matrices],
-        tensor.dtype,
-        experts=tensor.dim() == 3,
-        transposed=tensor.transposed,
-        device=device,
-    )
+    return tensor._of([[part.to(device) for part in rows] for rows in tensor.matrices], device=device)
 
 
 _KEPT: dict[Any, Callable[..., Any]] = {

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from engine.cuda.stored_product import Products, StoredProduct
+from engine.cuda.tiles import tile_rows
 from engine.expert_classes import CLAMPED, EXPERTS
 
 
@@ -70,12 +71,13 @@ def tiles_of(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Ten
     [tiles], or -1. Shapes depend on shapes alone.
     """
     pairs = len(experts)
-    size = _tile_size(pairs, count)
+    size = tile_rows(-(-pairs // count))
     most = pairs // size + min(pairs, count)
     of_expert = torch.zeros(count, dtype=torch.int64, device=experts.device)
     of_expert = of_expert.scatter_add(0, experts, torch.ones_like(experts))
-    ends = ((of_expert + size - 1) // size).cumsum(0)  # of an expert's tiles
-    first_tile = ends - (of_expert + size - 1) // size
+    tiles = (of_expert + size - 1) // size
+    ends = tiles.cumsum(0)
+    first_tile = ends - tiles
     first_pair = of_expert.cumsum(0) - of_expert
     order = experts.argsort(stable=True)
     sorted_experts = experts[order]
@@ -85,11 +87,3 @@ def tiles_of(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Ten
     tile = torch.arange(most, device=experts.device)
     expert = torch.searchsorted(ends, tile, right=True)
     return rows, torch.where(tile < ends[-1], expert, -1).int()
-
-
-def _tile_size(pairs: int, count: int) -> int:
-    """Rows of a tile: a power of two from 16, the least that tensor cores take, to 128."""
-    size = 16
-    while size < 128 and size * count < pairs:
-        size *= 2
-    return size

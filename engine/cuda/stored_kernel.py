@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.cuda.tiles import tile_rows
+
 
 def launch(
     x: torch.Tensor,
@@ -38,11 +40,6 @@ def launch(
         x, codes, scales, rows, experts, out, len(x), inputs, outputs, x.stride(0), divisor,
         SCALE_INPUTS=scale_inputs, FP8=fp8, GROUPED=rows is not None, ROWS=row_tile, **options,
     )  # fmt: skip
-
-
-def tile_rows(rows: int) -> int:
-    """The rows of a tile for products of so many rows: few rows wait for weights, many for arithmetic."""
-    return min(128, max(16, 1 << (rows - 1).bit_length()))
 
 
 def tile_options(rows: int) -> dict[str, Any]:

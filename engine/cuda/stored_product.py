@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import linear
@@ -111,16 +111,8 @@ def stored_product(
 
 
 @stored_product.register_fake
-def _shape(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    rows: torch.Tensor | None,
-    experts: torch.Tensor | None,
-    divisor: int,
-    count: int,
-) -> torch.Tensor:
-    del scales, rows, experts, divisor
+def _shape(x: torch.Tensor, codes: torch.Tensor, *rest: Any) -> torch.Tensor:
+    *_, count = rest
     return x.new_empty(count, codes.shape[1])
 
 
