@@ -1,4 +1,4 @@
-"""What it gains that a GPU multiplies fp8 and MXFP4 weights as they are stored:
+"""What it gains that a GPU multiplies fp8, MXFP4 and int4 weights as they are stored:
 `python -m bench.gpu_products --json`.
 
 Products of rows with 16 matrices [6144, 4096] in turn, more than any cache holds, recorded as a graph:
@@ -20,12 +20,13 @@ import torch
 
 from bench.common import alternate, argument_parser, medians, print_result, seconds
 from common.errors import ConfigError
-from engine.cuda.stored_product import SCALE_INPUTS, Product, StoredProduct
+from engine.cuda.coded_weights import CodedWeights
+from engine.cuda.stored_product import Product, StoredProduct
 from worker.device import choose_device
 
 OUTPUTS, INPUTS, MATRICES = 6144, 4096, 16
 ROWS = (1, 8, 64, 1024)
-FORMATS = ("fp8", "mxfp4")
+FORMATS = ("fp8", "mxfp4", "int4")
 ROUNDS, PASSES = 11, 10
 
 
@@ -34,13 +35,18 @@ def products_of(form: str, device: torch.device, outputs: int, inputs: int, coun
     if form == "bfloat16":
         matrices = torch.randn(count, outputs, inputs, device=device, dtype=torch.bfloat16)
         return [partial(torch.nn.functional.linear, weight=matrix) for matrix in matrices]
-    if form == "fp8":
-        codes = torch.randint(0, 120, (count, 1, outputs, inputs), device=device, dtype=torch.uint8)
-        scales = torch.rand(count, 1, outputs, -(-inputs // SCALE_INPUTS), device=device)
-    else:
-        codes = torch.randint(0, 256, (count, 1, outputs, inputs // 2), device=device, dtype=torch.uint8)
-        scales = torch.randint(120, 128, (count, 1, outputs, inputs // 32), device=device, dtype=torch.uint8)
-    return [StoredProduct(*each) for each in zip(codes, scales, strict=True)]
+    made = partial(torch.randint, device=device, dtype=torch.uint8)
+    shape, scales = (1, outputs), torch.rand(1, outputs, -(-inputs // 128), device=device)
+    of_form: dict[str, Callable[[], CodedWeights]] = {
+        "fp8": lambda: CodedWeights(made(0, 120, (*shape, inputs)), scales, None),
+        "mxfp4": lambda: CodedWeights(
+            made(0, 256, (*shape, inputs // 2)), made(120, 128, (*shape, inputs // 32)), None
+        ),
+        "int4": lambda: CodedWeights(
+            made(0, 256, (*shape, inputs // 2)), scales.half(), made(0, 16, scales.shape)
+        ),
+    }
+    return [StoredProduct(of_form[form]()) for _ in range(count)]
 
 
 def passes(products: list[Product], x: torch.Tensor) -> Callable[[], float]:

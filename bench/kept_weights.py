@@ -1,8 +1,9 @@
-"""What it gains to keep fp8 and MXFP4 weights as they are stored: `python -m bench.kept_weights --json`.
+"""What it gains to keep quantised weights as they are stored: `python -m bench.kept_weights --json`.
 
-Shape M in fp8 (blocks of 128 x 128, as DeepSeek-V3's and Qwen3's), and four layers of gpt-oss-20b's widths
-with 8 experts in MXFP4: seeded noise, context 512, real scheduler steps, sampler included. Each is loaded
-twice: as it is stored, and with `weight_dtype: bfloat16`, for which its weights are widened.
+Shape M in fp8 (blocks of 128 x 128, as DeepSeek-V3's and Qwen3's) and in int4 (GPTQ, groups of 128), and four
+layers of gpt-oss-20b's widths with 8 experts in MXFP4: seeded noise, context 512, real scheduler steps,
+sampler included. Each is loaded twice: as it is stored, and with `weight_dtype: bfloat16`, for which its
+weights are widened.
 
 `ratios`: `<format>_decode_b1`, `_decode_b8`, `_prefill_512`: time widened / time as stored, medians of
 alternate measurements. `values`: milliseconds.
@@ -42,6 +43,19 @@ def to_fp8(weight: torch.Tensor) -> Tensors:
     return {".weight": numbers.to(torch.float8_e4m3fn), ".weight_scale_inv": scales}
 
 
+def to_int4(weight: torch.Tensor) -> Tensors:
+    """[outputs, inputs], multiples of 8 and 128 -> GPTQ's tensors with zero points of 8."""
+    outputs, inputs = weight.shape
+    groups = weight.float().view(outputs, -1, 128)
+    scales = groups.abs().amax(-1) / 7
+    numbers = (groups / scales[..., None]).round().view(outputs, inputs).to(torch.int32) + 8
+    words = torch.zeros(outputs, inputs // 8, dtype=torch.int32)
+    for place in range(8):
+        words |= numbers[:, place::8] << 4 * place
+    zeros = torch.full((scales.shape[1], outputs // 8), 0x77777777, dtype=torch.int32)  # of 8, less one
+    return {".qweight": words.T.contiguous(), ".qzeros": zeros, ".scales": scales.T.half().contiguous()}
+
+
 def to_mxfp4(weight: torch.Tensor) -> Tensors:
     """[experts, inputs, outputs] -> pairs of e2m1 numbers and E8M0 powers, a block of 32 inputs each."""
     experts = []
@@ -59,9 +73,21 @@ def to_mxfp4(weight: torch.Tensor) -> Tensors:
 
 Quantise = Callable[[torch.Tensor], Tensors]
 FORMATS: dict[str, tuple[Callable[[], PretrainedConfig], str, Quantise, dict[str, Any]]] = {
-    "fp8": (shape_m, "_proj.weight", to_fp8, {"fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}),
-    "mxfp4": (lambda: shapes()["gpt_oss"], "_proj", to_mxfp4, {}),
+    "fp8": (
+        shape_m,
+        "_proj.weight",
+        to_fp8,
+        {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]},
+    ),
+    "int4": (
+        shape_m,
+        "_proj.weight",
+        to_int4,
+        {"quant_method": "gptq", "bits": 4, "group_size": 128},
+    ),
+    "mxfp4": (lambda: shapes()["gpt_oss"], "_proj", to_mxfp4, {"quant_method": "mxfp4"}),
 }
+"""The model, the names of its quantised weights, how one is quantised, and quantization_config."""
 
 
 def write(form: str, directory: Path) -> None:
@@ -77,7 +103,7 @@ def write(form: str, directory: Path) -> None:
             tensors[name] = weight
     save_file(tensors, path, metadata={"format": "pt"})
     text = json.loads((directory / "config.json").read_text())
-    text["quantization_config"] = {"quant_method": form, **settings}
+    text["quantization_config"] = settings
     (directory / "config.json").write_text(json.dumps(text))
 
 

@@ -62,7 +62,7 @@ class LoadedModel:
     spec: ModelSpec
     attention: tuple[AttentionLayer, ...]  # one per layer that attends, in order
     replaced: dict[str, int]  # class name -> number of modules replaced
-    kept: tuple[str, ...]  # formats of the checkpoint in which weights are computed: "fp8", "mxfp4"
+    kept: tuple[str, ...]  # formats of the checkpoint in which weights are computed: "fp8", "mxfp4", "int4"
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
@@ -125,7 +125,7 @@ def _read(config: EngineConfig, hf_config: Any, dtype: torch.dtype, local: bool)
     on_cpu = torch.device(config.device).type == "cpu"
     try:
         form = stored_format(hf_config)
-        keep = form is not None and form.stays_stored and takes_stored_weights(config, dtype)
+        keep = form is not None and takes_stored_weights(config, dtype)
         direct = not on_cpu and not keep and is_accelerate_available()
         weights = read_weights(config.model, form, dtype, local, keep)
         model, report = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)].from_pretrained(

@@ -55,6 +55,8 @@ STORED = {
     "qwen3_moe-wide-fp8": "fp8_wide",
     "deepseek_v3-fp8": "fp8_wide",
     "gpt_oss-mxfp4": "mxfp4",
+    "qwen3-wide-awq": "awq",
+    "mixtral-gptq": "gptq",
 }
 """Models whose weights stay as the checkpoint stored them, and the checkpoint's format."""
 NAMES = sorted({*FAMILIES, *MIXED, *STORED} | {f"{family}-wide" for family in WIDE})

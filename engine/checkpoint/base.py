@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from engine.checkpoint.stored import StoredTensor
+
 _ELEMENTS_AT_ONCE = 1 << 18  # of a weight that are in float32 at the same time: they stay in the CPU's cache
 
 Parts = Mapping[str, torch.Tensor]
@@ -30,15 +32,14 @@ class Stored(Protocol):
 class Format:
     """How one quantised weight is stored: as several tensors whose names have a stem in common.
 
-    `read` gives the weight in the dtype that it is given: a StoredTensor, or dequantised in float32 and
-    rounded. It raises ValueError for tensors that do not fit together.
+    `read` gives the weight, whose dtype is the one that it is given. It raises ValueError for tensors that do
+    not fit together.
     """
 
     parts: tuple[str, ...]  # suffixes of the tensors. A name with the first one belongs to a quantised weight
-    read: Callable[[Parts, torch.dtype], torch.Tensor]
+    read: Callable[[Parts, torch.dtype], StoredTensor]
     optional: tuple[str, ...] = ()  # suffixes of tensors that a weight may have, too
     result: str = ".weight"  # suffix of the name under which transformers knows the weight
-    stays_stored: bool = False  # whether `read` gives StoredTensors
 
 
 def row_blocks(rows: int, columns: int, multiple: int = 1) -> Iterator[slice]:

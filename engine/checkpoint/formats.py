@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from engine.checkpoint.base import Format
-from engine.checkpoint.int4 import awq_format, gptq_format, packed_format
+from engine.checkpoint.grouped import awq_format, gptq_format, packed_format
 from engine.checkpoint.mxfp4 import MXFP4
 from engine.checkpoint.scaled import Block, scaled_format
 from engine.errors import UnsupportedModel

@@ -58,4 +58,4 @@ def _read(parts: Parts, dtype: torch.dtype) -> StoredTensor:
     return StoredTensor(matrices, dtype, experts=True, transposed=True)
 
 
-MXFP4 = Format(("_blocks", "_scales"), _read, result="", stays_stored=True)
+MXFP4 = Format(("_blocks", "_scales"), _read, result="")

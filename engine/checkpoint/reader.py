@@ -17,7 +17,6 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from common.start_log import StartProgress
 from engine.checkpoint.base import Format, Stored
-from engine.checkpoint.stored import StoredTensor
 
 _PLAIN = ("F64", "F32", "F16", "BF16")
 
@@ -62,9 +61,8 @@ class QuantisedWeight:
             weight = self._format.read(parts, self._dtype)
         except ValueError as error:
             raise ValueError(f"{self._name}: {error}") from error
-        if isinstance(weight, StoredTensor) and not self._keep:
-            weight = weight.dequantised()
-        return weight if index is ... else weight[index]
+        whole = weight if self._keep else weight.dequantised()
+        return whole if index is ... else whole[index]
 
 
 def read_weights(
@@ -73,9 +71,8 @@ def read_weights(
     """All weights of `model`, a directory or a hub id, by the names they have when they are not quantised.
 
     Only headers are read. `local`: nothing is downloaded. Quantised weights are given in `dtype`, others as
-    they are stored. `keep`: those whose format allows it are StoredTensors; else all are dequantised. Raises
-    OSError or SafetensorError for files that are missing or damaged, and ValueError if a quantised weight is
-    incomplete.
+    they are stored. `keep`: they are StoredTensors, else dequantised. Raises OSError or SafetensorError for
+    files that are missing or damaged, and ValueError if a quantised weight is incomplete.
     """
     stored: dict[str, Stored] = {}
     paths = _files(model, local)

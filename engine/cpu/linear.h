@@ -64,7 +64,14 @@ struct Tiling {
 void gemm_amx_panel(const bf16* a, int64_t m, const bf16* pack, int64_t k, int groups, float* c, Ahead ahead);
 Gemm gemm_for();  // of current_isa(), which is at least AVX2. AMX for any number of rows if it is available, so that a row's sums do not depend on the batch
 
-enum PackFormat : int32_t { kBFloat16Pack = 0, kInt8Pack = 1, kFp8Pack = 2, kMxfp4Pack = 3 };
+enum PackFormat : int32_t {
+  kBFloat16Pack = 0,
+  kInt8Pack = 1,
+  kFp8Pack = 2,
+  kMxfp4Pack = 3,
+  kInt4By128Pack = 4,  // 128 inputs share a factor
+  kInt4By32Pack = 5,
+};
 
 // The bytes of a group of outputs.
 inline int64_t group_bytes(PackFormat format, int64_t k) {
@@ -72,6 +79,8 @@ inline int64_t group_bytes(PackFormat format, int64_t k) {
     case kInt8Pack: return kGroup * padded_inputs(k);
     case kFp8Pack: return blocks_of(k) * kFp8BlockBytes;
     case kMxfp4Pack: return blocks_of(k) * kMxfp4BlockBytes;
+    case kInt4By128Pack: return blocks_of(k) * int4_block_bytes(128);
+    case kInt4By32Pack: return blocks_of(k) * int4_block_bytes(32);
     default: return kGroup * 2 * k;
   }
 }
@@ -88,14 +97,6 @@ struct Weights {
   }
 };
 
-// c[m, kUnit * kGroup] = a[m, k] * a pack of fp8 or MXFP4 of up to kUnit groups, for any number of rows, which are not in
-// tiles. A block is expanded once for all rows.
-using GemmExpanded = void (*)(const bf16* a, int64_t lda, int64_t m, const Weights& weights, int64_t k, int groups, float* c);
-void gemm_expanded_avx2(const bf16* a, int64_t lda, int64_t m, const Weights& weights, int64_t k, int groups, float* c);
-void gemm_expanded_avx512(const bf16* a, int64_t lda, int64_t m, const Weights& weights, int64_t k, int groups, float* c);
-void gemm_expanded_bf16(const bf16* a, int64_t lda, int64_t m, const Weights& weights, int64_t k, int groups, float* c);
-GemmExpanded gemm_expanded_for();  // of current_isa(), which is at least AVX2
-
 // Ends the use of AMX tiles by this thread's products, because other code on the thread (oneDNN) uses them, too.
 void release_tiles();
 
@@ -107,17 +108,38 @@ inline int64_t panel_rows(int64_t m, int64_t row_bytes) {
 
 void scale_columns(float* c, int64_t ldc, int rows, int64_t columns, const float* scales);
 
+// The sums of the inputs of each row that share a factor of a pack.
+struct InputSums {
+  const float* data = nullptr;
+  int64_t stride = 0;  // sums from one row to the next
+
+  float at(int64_t row, int64_t factor) const { return data[row * stride + factor]; }
+  InputSums from_row(int64_t row) const { return {data + row * stride, stride}; }
+};
+
 // The left side of a product.
 struct Input {
   const bf16* data;
   int64_t stride;  // elements from one row to the next; in tiles, k
   bool tiled;  // for AMX
   Int8Rows rounded = {};  // the same for a pack of int8; if there are none, each thread rounds all rows for itself
+  InputSums sums = {};  // for a pack of int4
 
   Input from_row(int64_t row) const {  // a multiple of kRowBlock
-    return {data + row * stride, stride, tiled, rounded ? rounded.from_row(row) : rounded};
+    return {data + row * stride, stride, tiled, rounded ? rounded.from_row(row) : rounded, sums.from_row(row)};
   }
 };
+
+// Of rows [m, k], in this thread's working_memory(). None but for a pack of int4.
+InputSums input_sums(const Input& a, int64_t m, int64_t k, PackFormat format);
+
+// c[m, kUnit * kGroup] = a[m, k] * a pack of fp8, MXFP4 or int4 of up to kUnit groups, for any number of rows, which are not
+// in tiles. A block is expanded once for all rows.
+using GemmExpanded = void (*)(const Input& a, int64_t m, const Weights& weights, int64_t k, int groups, float* c);
+void gemm_expanded_avx2(const Input& a, int64_t m, const Weights& weights, int64_t k, int groups, float* c);
+void gemm_expanded_avx512(const Input& a, int64_t m, const Weights& weights, int64_t k, int groups, float* c);
+void gemm_expanded_bf16(const Input& a, int64_t m, const Weights& weights, int64_t k, int groups, float* c);
+GemmExpanded gemm_expanded_for();  // of current_isa(), which is at least AVX2
 
 // Rounds rows, which are not in tiles. `here`: by this thread, in its working_memory(). `together`: by the team, which
 // waits for the end, in shared memory of Int8Rows::bytes(m, k).
@@ -145,6 +167,7 @@ template <typename Done>
 void matmul(const Team& team, Input a, int64_t m, Weights weights, int64_t k, int64_t groups, Done done) {
   const bool int8 = weights.format == kInt8Pack, expanded = weights.format > kInt8Pack;
   const Int8Rows rounded = !int8 || a.rounded ? a.rounded : rounded_here(a, m, k);
+  a.sums = input_sums(a, m, k, weights.format);
   const GemmInt8 gemm_int8 = gemm_int8_for(m);
   const Gemm gemm = gemm_for();
   const GemmExpanded gemm_expanded = gemm_expanded_for();
@@ -158,10 +181,10 @@ void matmul(const Team& team, Input a, int64_t m, Weights weights, int64_t k, in
       const int count = static_cast<int>(std::min<int64_t>(groups - group, kUnit));
       const Weights unit = weights.from_group(group, k), next = weights.from_group(group + count, k);
       if (a.tiled || expanded) {
-        const bf16* rows = a.data + start * a.stride;
-        if (expanded) gemm_expanded(rows, a.stride, end - start, unit, k, count, c);
+        const Input rows = a.from_row(start);
+        if (expanded) gemm_expanded(rows, end - start, unit, k, count, c);
         else
-          gemm_amx_panel(rows, end - start, static_cast<const bf16*>(unit.pack), k, count, c,
+          gemm_amx_panel(rows.data, end - start, static_cast<const bf16*>(unit.pack), k, count, c,
                          next_unit(next, k, count, end - start));
         if (m <= kFewRows) prefetch_after(next);
         done(c, ldc, start, static_cast<int>(end - start), group, count);

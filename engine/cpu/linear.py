@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from engine.checkpoint.grouped import GroupedMatrix
 from engine.checkpoint.mxfp4 import Mxfp4Matrix
 from engine.checkpoint.scaled import ScaledMatrix
 from engine.checkpoint.stored import StoredMatrix, StoredTensor
@@ -41,6 +42,18 @@ class PackFormat(enum.IntEnum):
     INT8 = 1
     FP8 = 2
     MXFP4 = 3
+    INT4_BY_128 = 4
+    INT4_BY_32 = 5
+
+    @property
+    def of_checkpoint(self) -> str | None:
+        """The name of the checkpoints' format, if this is one."""
+        name = self.name.lower().partition("_")[0]
+        return name if self >= PackFormat.FP8 else None
+
+
+_INT4_INPUTS = {PackFormat.INT4_BY_128: 128, PackFormat.INT4_BY_32: 32}
+"""That share a scale and a zero point."""
 
 
 class Weights(ctypes.Structure):
@@ -73,6 +86,10 @@ class Matrix:
             return PackFormat.MXFP4
         if isinstance(stored, ScaledMatrix) and stored.numbers.dtype == torch.float8_e4m3fn:
             return PackFormat.FP8
+        if isinstance(stored, GroupedMatrix) and stored.bits == 4:
+            for form, inputs in _INT4_INPUTS.items():
+                if stored.by_inputs(inputs) is not None:
+                    return form
         return PackFormat.BFLOAT16
 
 
@@ -80,7 +97,7 @@ class Pack:
     """A packed weight with `rows` outputs and `inputs` inputs, in huge pages of its own.
 
     INT8 has a float32 scale for each output (symmetric), and its products round their left side, too
-    (linear_int8.h). FP8 and MXFP4 hold what a checkpoint stored (linear_expanded.h).
+    (linear_int8.h). Others hold what a checkpoint stored (linear_expanded.h).
     """
 
     def __init__(self, rows: int, inputs: int, form: PackFormat = PackFormat.BFLOAT16) -> None:
@@ -109,7 +126,7 @@ class Pack:
         outputs, inputs = matrix.weight.shape
         assert inputs == self.inputs
         to = (matrix.group, matrix.step, kernel_threads())
-        if self.form in (PackFormat.FP8, PackFormat.MXFP4):
+        if self.form.of_checkpoint is not None:
             assert matrix.form is self.form
             return self._put_stored(matrix.stored, to)
         source = matrix.weight.detach().contiguous()
@@ -129,11 +146,22 @@ class Pack:
             assert numbers.stride(1) == 1
             source = (numbers.data_ptr(), numbers.stride(0), scales.data_ptr(), *numbers.shape)
             return bool(kernels().baton_pack_fp8(*source, self.address, *to))
+        if isinstance(stored, GroupedMatrix):
+            return self._put_int4(stored, to)
         assert isinstance(stored, Mxfp4Matrix)
         codes, scales = stored.codes.flatten(1), stored.scales
         assert codes.stride(1) == scales.stride(1) == 1
         source = (codes.data_ptr(), codes.stride(0), scales.data_ptr(), scales.stride(0), *stored.shape)
         return bool(kernels().baton_pack_mxfp4(*source, self.address, *to))
+
+    def _put_int4(self, stored: GroupedMatrix, to: tuple[int, int, int]) -> bool:
+        inputs = _INT4_INPUTS[self.form]
+        found = stored.by_inputs(inputs)
+        assert found is not None
+        scales, zeros, codes = found[0].float().contiguous(), found[1].contiguous(), stored.codes
+        assert codes.stride(1) == 1
+        source = (codes.data_ptr(), codes.stride(0), scales.data_ptr(), zeros.data_ptr(), inputs)
+        return bool(kernels().baton_pack_int4(*source, *stored.shape, self.address, *to))
 
     def unpacked(self, outputs: torch.Tensor) -> torch.Tensor:
         """The weights of outputs [n], int64, as bfloat16 [n, inputs]. Raises IndexError."""
@@ -197,8 +225,8 @@ class Packer:
             pack = Pack(rows, inputs)
             for matrix in matrices:
                 pack.put(matrix)
-        if pack.form in (PackFormat.FP8, PackFormat.MXFP4):
-            self._kept.add(pack.form.name.lower())
+        if pack.form.of_checkpoint is not None:
+            self._kept.add(pack.form.of_checkpoint)
         return pack
 
     def _form(self, matrices: Sequence[Matrix]) -> PackFormat:

@@ -1,9 +1,10 @@
-// Packs weights of 8 and 4 bits, as a checkpoint stores them.
+// Packs weights of 8 and 4 bits, as a checkpoint stores them, and adds up inputs.
 #include "linear_expanded.h"
 
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <numeric>
 
 #include "linear.h"
 
@@ -74,7 +75,39 @@ bool put_mxfp4(const uint8_t* codes, int64_t k, const uint8_t* powers, int o, ui
   return known;
 }
 
+// The codes [k / 2] of an output; the factors and zero points of each `inputs` of them.
+bool put_int4(const uint8_t* codes, int64_t k, const float* factors, const uint8_t* zeros, int64_t inputs, int o,
+              uint8_t* group) {
+  const int64_t bytes = int4_block_bytes(static_cast<int>(inputs)), parts = kBlockInputs / inputs;
+  for (int64_t i = 0; i < k; ++i) {
+    const uint8_t code = (i % 2 ? codes[i / 2] >> 4 : codes[i / 2]) & 15;
+    const Place place = Place::of(i % kBlockInputs, o, true);
+    group[i / kBlockInputs * bytes + place.byte] |= static_cast<uint8_t>(place.upper ? code << 4 : code);
+  }
+  for (int64_t i = 0; i * inputs < k; ++i) {
+    uint8_t* after_codes = group + i / parts * bytes + kBlockCodes / 2;
+    std::memcpy(after_codes + (i % parts * 16 + o) * sizeof(float), factors + i, sizeof(float));
+    after_codes[parts * 16 * sizeof(float) + i % parts * 16 + o] = zeros[i];
+  }
+  return true;
+}
+
 }  // namespace
+
+InputSums input_sums(const Input& a, int64_t m, int64_t k, PackFormat format) {
+  if (format != kInt4By128Pack && format != kInt4By32Pack) return {};
+  const int64_t inputs = format == kInt4By128Pack ? 128 : 32, count = (k + inputs - 1) / inputs;
+  float* sums = reinterpret_cast<float*>(working_memory(m * count * sizeof(float)));
+  for (int64_t row = 0; row < m; ++row)
+    for (int64_t i = 0; i < k; i += inputs) {
+      float parts[16] = {};  // so that the compiler may add several at once
+      for (int64_t j = i; j < std::min(k, i + inputs); j += 16)
+        for (int l = 0; l < 16; ++l) parts[l] += to_float(a.data[row * a.stride + j + l]);
+      sums[row * count + i / inputs] = std::accumulate(parts, parts + 16, 0.0f);
+    }
+  return {sums, count};
+}
+
 }  // namespace baton
 
 extern "C" {
@@ -97,6 +130,17 @@ int baton_pack_mxfp4(const uint8_t* codes, int64_t stride, const uint8_t* powers
     return baton::put_mxfp4(codes + output * stride, k, powers + output * powers_stride, o, to);
   };
   return baton::pack_outputs({n, k, pack, group, step}, baton::kMxfp4Pack, threads, put);
+}
+
+// The same of pairs of int4, with factors and zero points [n, k / inputs, rounded up]; `inputs` is 128 or 32.
+int baton_pack_int4(const uint8_t* codes, int64_t stride, const float* factors, const uint8_t* zeros, int64_t inputs, int64_t n,
+                    int64_t k, uint8_t* pack, int64_t group, int64_t step, int threads) {
+  const int64_t count = (k + inputs - 1) / inputs;
+  auto put = [&](int64_t output, int o, uint8_t* to) {
+    return baton::put_int4(codes + output * stride, k, factors + output * count, zeros + output * count, inputs, o, to);
+  };
+  const baton::PackFormat format = inputs == 128 ? baton::kInt4By128Pack : baton::kInt4By32Pack;
+  return baton::pack_outputs({n, k, pack, group, step}, format, threads, put);
 }
 }
 

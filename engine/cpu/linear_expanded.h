@@ -1,11 +1,15 @@
-// Products with weights that stay in 8 or 4 bits, as a checkpoint stores them: fp8 (e4m3) and MXFP4.
+// Products with weights that stay in 8 or 4 bits, as a checkpoint stores them: fp8 (e4m3), MXFP4 and int4.
 //
 // The pack of a [n, k] weight is [n / 16][k / 128] blocks of 128 inputs and 16 outputs; the last block of a group is filled
 // up with zeros. Its codes expand to the lines of a pack of bfloat16 (linear.h), without rounding:
 //   fp8    [32][64] codes; [16] float32: the factors of the outputs
 //   MXFP4  [16][64] pairs of codes; [4][16] int8: the power of two of 32 inputs of an output
+//   int4   [16][64] pairs of codes; [128 / G][16] float32: the factors of G inputs of an output; [128 / G][16] uint8: their
+//          zero points. G is 128 or 32
 // A block is expanded into the first-level cache and multiplied there by the kernel for bfloat16, so that each instruction
-// set multiplies as it always does. Products of fp8 weights are multiplied by the block's factors afterwards, in float32.
+// set multiplies as it always does. Products of fp8 and int4 are multiplied by the factors afterwards, in float32. A code of
+// int4 becomes 16 + code, which takes fewer instructions than the difference to a zero point: 16 + zero point times the sum
+// of the inputs is subtracted from a product.
 #pragma once
 #include <cstdint>
 
@@ -17,16 +21,21 @@ constexpr int kBlockInputs = 128;
 constexpr int kBlockCodes = kBlockInputs * 16;
 constexpr int kPowerInputs = 32;  // inputs of an output that share a power of two
 constexpr int kExpandAhead = 2048;  // bytes to prefetch ahead of the codes that are expanded
+constexpr int kInt4Offset = 16;  // of the numbers to which codes of int4 expand
 constexpr int64_t kFp8BlockBytes = kBlockCodes + 16 * sizeof(float);
 constexpr int64_t kMxfp4BlockBytes = kBlockCodes / 2 + kBlockInputs / kPowerInputs * 16;
+// Of int4, where `inputs` share a factor.
+constexpr int64_t int4_block_bytes(int inputs) {
+  return kBlockCodes / 2 + kBlockInputs / inputs * 16 * static_cast<int64_t>(sizeof(float) + 1);
+}
 
 inline int64_t blocks_of(int64_t k) { return (k + kBlockInputs - 1) / kBlockInputs; }
 
 // The place of a weight's code in a block. 16 bytes hold 8 numbers of one line, then 8 of the next, so that tables of lower
-// and of upper bytes are joined by unpacking. Of MXFP4, lower halves of 64 bytes are two lines, and upper halves the next two.
+// and of upper bytes are joined by unpacking. Of 4 bits, lower halves of 64 bytes are two lines, and upper halves the next two.
 struct Place {
   int byte;
-  bool upper;  // of MXFP4: the code is in the upper half
+  bool upper;  // of 4 bits: the code is in the upper half
 
   static Place of(int64_t input, int output, bool halves) {
     const int line = static_cast<int>(input / 2), number = output * 2 + static_cast<int>(input % 2);

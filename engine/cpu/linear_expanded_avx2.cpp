@@ -1,7 +1,8 @@
-// Packs of fp8 and MXFP4 with AVX2.
+// Packs of fp8, MXFP4 and int4 with AVX2.
 #include "vector_avx2.h"
 
-#include "linear_expanded.h"
+#include "linear.h"
+#include "linear_expanded_block.h"
 
 namespace baton {
 namespace {
@@ -10,8 +11,8 @@ inline __m256i table(const uint8_t* bytes) {
   return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes)));
 }
 
-// As in linear_expanded_avx512.cpp, half a line at a time.
-void expand_fp8(const uint8_t* codes, bf16* lines) {
+// As in linear_expanded_avx512.h, half a line at a time.
+void expand(Fp8Block, const uint8_t* codes, bf16* lines) {
   const __m256i low_bytes = table(kTinyLowBytes), high_bytes = table(kTinyHighBytes), sizes = _mm256_set1_epi8(0x7f);
   for (int i = 0; i < kBlockCodes; i += 32) {
     __builtin_prefetch(codes + i + kExpandAhead);
@@ -29,7 +30,7 @@ void expand_fp8(const uint8_t* codes, bf16* lines) {
   }
 }
 
-void expand_mxfp4(const uint8_t* codes, bf16* lines) {
+void expand(Mxfp4Block, const uint8_t* codes, bf16* lines) {
   const uint8_t* powers = codes + kBlockCodes / 2;
   const __m256i low_bytes = table(kMxfp4LowBytes), high_bytes = table(kMxfp4HighBytes), half = _mm256_set1_epi8(15);
   const auto put = [](bf16* to, __m256i numbers, __m256i power) {
@@ -58,6 +59,22 @@ void expand_mxfp4(const uint8_t* codes, bf16* lines) {
   }
 }
 
+template <int Inputs>
+void expand(Int4Block<Inputs>, const uint8_t* codes, bf16* lines) {
+  const __m256i upper_byte = _mm256_set1_epi8(0x41), code = _mm256_set1_epi8(0x78), one = _mm256_set1_epi8(static_cast<char>(0x80));
+  for (int i = 0; i < kBlockCodes / 2; i += 32) {  // 64 bytes are four lines
+    __builtin_prefetch(codes + i + kExpandAhead);
+    const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + i));
+    const __m256i halves[] = {_mm256_slli_epi16(both, 3), _mm256_srli_epi16(both, 1)};
+    bf16* to = lines + i / 64 * 128 + i % 64 / 2;
+    for (int upper = 0; upper < 2; ++upper, to += 64) {
+      const __m256i lower_bytes = _mm256_or_si256(_mm256_and_si256(halves[upper], code), one);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_unpacklo_epi8(lower_bytes, upper_byte));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 32), _mm256_unpackhi_epi8(lower_bytes, upper_byte));
+    }
+  }
+}
+
 }  // namespace
 }  // namespace baton
 
@@ -66,9 +83,12 @@ void expand_mxfp4(const uint8_t* codes, bf16* lines) {
 namespace baton {
 
 // Few rows read one group after the other, as one stream.
-void gemm_expanded_avx2(const bf16* a, int64_t lda, int64_t m, const Weights& weights, int64_t k, int groups, float* c) {
+void gemm_expanded_avx2(const Input& a, int64_t m, const Weights& weights, int64_t k, int groups, float* c) {
   const int step = m > kFewRows ? groups : 1;
-  for (int g = 0; g < groups; g += step) multiply(a, lda, m, weights.from_group(g, k), k, step, c + g * kGroup);
+  with_blocks(weights.format, [&](auto block) {
+    for (int g = 0; g < groups; g += step)
+      multiply<decltype(block)>(a, m, weights.from_group(g, k), k, step, c + g * kGroup);
+  });
 }
 
 }  // namespace baton

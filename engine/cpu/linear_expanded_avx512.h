@@ -1,4 +1,5 @@
-// Packs of fp8 and MXFP4 with AVX-512, and with AVX512-BF16 where a file is compiled for it. Define BATON_GEMM_EXPANDED first.
+// Packs of fp8, MXFP4 and int4 with AVX-512, and with AVX512-BF16 where a file is compiled for it. Define
+// BATON_GEMM_EXPANDED first.
 #include <algorithm>
 #include <cstring>
 
@@ -6,6 +7,7 @@
 #include "vector_avx512.h"
 
 #include "linear.h"
+#include "linear_expanded_block.h"
 
 namespace baton {
 namespace {
@@ -14,15 +16,16 @@ inline __m512i table(const uint8_t* bytes) {
   return _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes)));
 }
 
+template <typename Block>
+class Lines;
+
 // Gives the lines of a block of fp8, two at a time: lines_of(i, lines) for inputs i to i + 3.
-class Fp8Lines {
+template <>
+class Lines<Fp8Block> {
  public:
   static constexpr int kLines = 2;
 
-  explicit Fp8Lines(const uint8_t* block) : codes_(block) {}
-
-  static int64_t bytes() { return kFp8BlockBytes; }
-  Vec factors() const { return load(reinterpret_cast<const float*>(codes_ + kBlockCodes)); }
+  explicit Lines(const uint8_t* block) : codes_(block) {}
 
   // Lower and upper bytes apart. Moved to the places of bfloat16's bits, an exponent lacks 120, the difference of the
   // biases; the numbers without an exponent are looked up.
@@ -45,14 +48,12 @@ class Fp8Lines {
 };
 
 // The same of MXFP4, four lines at a time, inputs i to i + 7.
-class Mxfp4Lines {
+template <>
+class Lines<Mxfp4Block> {
  public:
   static constexpr int kLines = 4;
 
-  explicit Mxfp4Lines(const uint8_t* block) : codes_(block), powers_(block + kBlockCodes / 2) {}
-
-  static int64_t bytes() { return kMxfp4BlockBytes; }
-  Vec factors() const { return splat(1.0f); }
+  explicit Lines(const uint8_t* block) : codes_(block), powers_(block + kBlockCodes / 2) {}
 
   // A number is found in two tables, of the lower and of the upper bytes of bfloat16. Then the power of two is added to its
   // exponent, unless it is 0.
@@ -80,18 +81,43 @@ class Mxfp4Lines {
   const uint8_t* powers_;
 };
 
-template <typename Lines>
-void expand(const uint8_t* block, bf16* to) {
-  const Lines lines(block);
-  for (int i = 0; i < kBlockInputs; i += 2 * Lines::kLines) {
-    __m512i some[Lines::kLines];
+// The same of int4. 16 + code has the exponent of 16, and the code in the upper bits of the mantissa.
+template <int Inputs>
+class Lines<Int4Block<Inputs>> {
+ public:
+  static constexpr int kLines = 4;
+
+  explicit Lines(const uint8_t* block) : codes_(block) {}
+
+  void lines_of(int i, __m512i* lines) const {
+    __builtin_prefetch(codes_ + 8 * i + kExpandAhead);
+    const __m512i both = _mm512_loadu_si512(codes_ + 8 * i), upper_byte = _mm512_set1_epi8(0x41);
+    const __m512i a = lower_bytes(_mm512_slli_epi16(both, 3)), b = lower_bytes(_mm512_srli_epi16(both, 1));
+    lines[0] = _mm512_unpacklo_epi8(a, upper_byte);
+    lines[1] = _mm512_unpackhi_epi8(a, upper_byte);
+    lines[2] = _mm512_unpacklo_epi8(b, upper_byte);
+    lines[3] = _mm512_unpackhi_epi8(b, upper_byte);
+  }
+
+ private:
+  // (x & 0x78) | 0x80
+  static __m512i lower_bytes(__m512i x) {
+    return _mm512_ternarylogic_epi32(x, _mm512_set1_epi8(0x78), _mm512_set1_epi8(static_cast<char>(0x80)), 0xea);
+  }
+
+  const uint8_t* codes_;
+};
+
+template <typename Block>
+void expand(Block, const uint8_t* block, bf16* to) {
+  const Lines<Block> lines(block);
+  constexpr int kLines = Lines<Block>::kLines;
+  for (int i = 0; i < kBlockInputs; i += 2 * kLines) {
+    __m512i some[kLines];
     lines.lines_of(i, some);
-    for (int line = 0; line < Lines::kLines; ++line) _mm512_storeu_si512(to + 16 * i + 32 * line, some[line]);
+    for (int line = 0; line < kLines; ++line) _mm512_storeu_si512(to + 16 * i + 32 * line, some[line]);
   }
 }
-
-void expand_fp8(const uint8_t* block, bf16* lines) { expand<Fp8Lines>(block, lines); }
-void expand_mxfp4(const uint8_t* block, bf16* lines) { expand<Mxfp4Lines>(block, lines); }
 
 // The inputs of a block of M rows, each of which meets two numbers of a line.
 #if defined(__AVX512BF16__)
@@ -136,41 +162,48 @@ class BlockRows {
 #endif
 
 // One group times M rows: numbers are multiplied in the registers in which they are expanded.
-template <typename Lines, int M>
-void multiply_few(const bf16* a, int64_t lda, const uint8_t* block, int64_t k, float* c, int64_t ldc) {
+template <typename Block, int M>
+void multiply_few(const Input& a, const uint8_t* block, int64_t k, float* c, int64_t ldc) {
+  constexpr int kLines = Lines<Block>::kLines;
   Vec total[M];
   for (auto& sum : total) sum = splat(0);
-  for (int64_t first = 0; first < k; first += kBlockInputs, block += Lines::bytes()) {
+  for (int64_t first = 0; first < k; first += kBlockInputs, block += Block::kBytes) {
     const int inputs = static_cast<int>(std::min<int64_t>(kBlockInputs, k - first));
-    const Lines lines(block);
-    const BlockRows<M> rows(a + first, lda, inputs);
-    Vec sums[2][M];
-    for (auto& part : sums)
-      for (auto& sum : part) sum = splat(0);
-    for (int i = 0; i < inputs; i += 2 * Lines::kLines) {
-      __m512i some[Lines::kLines];
-      lines.lines_of(i, some);
+    const Lines<Block> lines(block);
+    const BlockRows<M> rows(a.data + first, a.stride, inputs);
+    for (int from = 0; from < inputs; from += Block::kInputs) {
+      Vec sums[2][M];
+      for (auto& part : sums)
+        for (auto& sum : part) sum = splat(0);
+      for (int i = from; i < std::min(inputs, from + Block::kInputs); i += 2 * kLines) {
+        __m512i some[kLines];
+        lines.lines_of(i, some);
 #pragma GCC unroll 4
-      for (int line = 0; line < Lines::kLines; ++line)
+        for (int line = 0; line < kLines; ++line)
 #pragma GCC unroll 8
-        for (int m = 0; m < M; ++m) sums[line % 2][m] = rows.add(sums[line % 2][m], m, i + 2 * line, some[line]);
+          for (int m = 0; m < M; ++m) sums[line % 2][m] = rows.add(sums[line % 2][m], m, i + 2 * line, some[line]);
+      }
+      const Part part = Block::part(block, from / Block::kInputs);
+      for (int m = 0; m < M; ++m) {
+        const float of_inputs = Block::kSubtracts ? a.sums.at(m, (first + from) / Block::kInputs) : 0.0f;
+        total[m] = add_part<Block>(total[m], baton::add(sums[0][m], sums[1][m]), part, of_inputs);
+      }
     }
-    for (int m = 0; m < M; ++m) total[m] = mul_add(baton::add(sums[0][m], sums[1][m]), lines.factors(), total[m]);
   }
   for (int m = 0; m < M; ++m) store(c + m * ldc, total[m]);
 }
 
-template <typename Lines>
-void multiply_few(int m, const bf16* a, int64_t lda, const uint8_t* block, int64_t k, float* c, int64_t ldc) {
+template <typename Block>
+void multiply_few(int64_t m, const Input& a, const uint8_t* block, int64_t k, float* c, int64_t ldc) {
   switch (m) {
-    case 8: return multiply_few<Lines, 8>(a, lda, block, k, c, ldc);
-    case 7: return multiply_few<Lines, 7>(a, lda, block, k, c, ldc);
-    case 6: return multiply_few<Lines, 6>(a, lda, block, k, c, ldc);
-    case 5: return multiply_few<Lines, 5>(a, lda, block, k, c, ldc);
-    case 4: return multiply_few<Lines, 4>(a, lda, block, k, c, ldc);
-    case 3: return multiply_few<Lines, 3>(a, lda, block, k, c, ldc);
-    case 2: return multiply_few<Lines, 2>(a, lda, block, k, c, ldc);
-    case 1: return multiply_few<Lines, 1>(a, lda, block, k, c, ldc);
+    case 8: return multiply_few<Block, 8>(a, block, k, c, ldc);
+    case 7: return multiply_few<Block, 7>(a, block, k, c, ldc);
+    case 6: return multiply_few<Block, 6>(a, block, k, c, ldc);
+    case 5: return multiply_few<Block, 5>(a, block, k, c, ldc);
+    case 4: return multiply_few<Block, 4>(a, block, k, c, ldc);
+    case 3: return multiply_few<Block, 3>(a, block, k, c, ldc);
+    case 2: return multiply_few<Block, 2>(a, block, k, c, ldc);
+    case 1: return multiply_few<Block, 1>(a, block, k, c, ldc);
   }
 }
 
@@ -182,16 +215,16 @@ void multiply_few(int m, const bf16* a, int64_t lda, const uint8_t* block, int64
 namespace baton {
 
 // Few rows read one group after the other, as one stream. With AMX a row's sums must not depend on the number of rows.
-void BATON_GEMM_EXPANDED(const bf16* a, int64_t lda, int64_t m, const Weights& weights, int64_t k, int groups, float* c) {
-  if (m > kFewRows) return multiply(a, lda, m, weights, k, groups, c);
-  for (int g = 0; g < groups; ++g, c += kGroup) {
-    const Weights group = weights.from_group(g, k);
-    const uint8_t* block = static_cast<const uint8_t*>(group.pack);
-    const int rows = static_cast<int>(m);
-    if (current_isa() >= kAmx) multiply(a, lda, m, group, k, 1, c);
-    else if (group.format == kFp8Pack) multiply_few<Fp8Lines>(rows, a, lda, block, k, c, kLdc);
-    else multiply_few<Mxfp4Lines>(rows, a, lda, block, k, c, kLdc);
-  }
+void BATON_GEMM_EXPANDED(const Input& a, int64_t m, const Weights& weights, int64_t k, int groups, float* c) {
+  with_blocks(weights.format, [&](auto block) {
+    using Block = decltype(block);
+    if (m > kFewRows) return multiply<Block>(a, m, weights, k, groups, c);
+    for (int g = 0; g < groups; ++g, c += kGroup) {
+      const Weights group = weights.from_group(g, k);
+      if (current_isa() >= kAmx) multiply<Block>(a, m, group, k, 1, c);
+      else multiply_few<Block>(m, a, static_cast<const uint8_t*>(group.pack), k, c, kLdc);
+    }
+  });
 }
 
 }  // namespace baton

@@ -12,6 +12,10 @@ struct Vec {
 };
 
 inline Vec load(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
+inline Vec load(const uint8_t* from) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)))};
+}
 inline void store(float* to, Vec x) {
   _mm256_storeu_ps(to, x.low);
   _mm256_storeu_ps(to + 8, x.high);

@@ -12,6 +12,9 @@ namespace {
 using Vec = __m512;
 
 inline Vec load(const float* from) { return _mm512_loadu_ps(from); }
+inline Vec load(const uint8_t* from) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+}
 inline void store(float* to, Vec x) { _mm512_storeu_ps(to, x); }
 #if defined(__AVX512BF16__)
 inline __m256i rounded(Vec x) { return (__m256i)_mm512_cvtneps_pbh(x); }

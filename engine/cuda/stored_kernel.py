@@ -13,32 +13,36 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.cuda.coded_weights import CodedWeights
 from engine.cuda.tiles import tile_rows
 
 
 def launch(
     x: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
+    weights: CodedWeights,
     rows: torch.Tensor | None,
     experts: torch.Tensor | None,
     divisor: int,
     out: torch.Tensor,
-    scale_inputs: int,
 ) -> None:
-    """As stored_product.py: stored_product, into `out`. So many inputs share a scale of fp8."""
-    fp8 = scales.dtype == torch.float32
-    inputs, outputs = x.shape[1], codes.shape[1]
+    """As stored_product.py: stored_product, into `out`."""
+    inputs, outputs = x.shape[1], weights.codes.shape[1]
     if rows is None or experts is None:
         row_tile = tile_rows(len(x))
         row_tiles = triton.cdiv(len(x), row_tile)
     else:
         row_tiles = len(experts)
         row_tile = len(rows) // row_tiles
-    options = tile_options(row_tile)
+    options = {
+        "SCALE_INPUTS": weights.scale_inputs(inputs),
+        "FORMAT": weights.form,
+        "GROUPED": rows is not None,
+        "ROWS": row_tile,
+        **tile_options(row_tile),
+    }
     stored_product_kernel[(triton.cdiv(outputs, options["OUTPUTS"]), row_tiles)](
-        x, codes, scales, rows, experts, out, len(x), inputs, outputs, x.stride(0), divisor,
-        SCALE_INPUTS=scale_inputs, FP8=fp8, GROUPED=rows is not None, ROWS=row_tile, **options,
+        x, *weights, rows, experts, out, len(x), inputs, outputs, x.stride(0), divisor,
+        **options,
     )  # fmt: skip
 
 
@@ -51,8 +55,8 @@ def tile_options(rows: int) -> dict[str, Any]:
 
 @triton.jit
 def stored_product_kernel(
-    x, codes, scales, rows, experts, out, row_count, inputs, outputs, x_stride, divisor,
-    SCALE_INPUTS: tl.constexpr, FP8: tl.constexpr, GROUPED: tl.constexpr, ROWS: tl.constexpr,
+    x, codes, scales, zeros, rows, experts, out, row_count, inputs, outputs, x_stride, divisor,
+    SCALE_INPUTS: tl.constexpr, FORMAT: tl.constexpr, GROUPED: tl.constexpr, ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
     """out[row] = x[row // divisor] times the expert's weights."""
@@ -71,10 +75,11 @@ def stored_product_kernel(
         matrix = weights.to(tl.int64)
     left = x + (row // divisor).to(tl.int64)[:, None] * x_stride
     sums = tl.zeros((ROWS, OUTPUTS), dtype=tl.float32)
-    if FP8:
+    scales_of_output = tl.cdiv(inputs, SCALE_INPUTS)
+    if FORMAT == "fp8":
         each = tl.arange(0, INPUTS)
         right = codes + matrix[:, None] * inputs
-        factors = scales + matrix * tl.cdiv(inputs, SCALE_INPUTS)
+        factors = scales + matrix * scales_of_output
         for first in range(0, inputs, INPUTS):
             place = (first + each)[None, :]
             some = place < inputs
@@ -83,39 +88,57 @@ def stored_product_kernel(
             factor = tl.load(factors + first // SCALE_INPUTS, mask=is_output, other=0.0)
             sums += tl.dot(a, tl.trans(e4m3(code).to(a.dtype))) * factor[None, :]
     else:
-        pair = tl.arange(0, INPUTS // 2)
+        PAIRS: tl.constexpr = INPUTS // 2
+        SCALES: tl.constexpr = max(1, INPUTS // SCALE_INPUTS)
+        pair = tl.arange(0, PAIRS)
+        lower = (
+            pair // 16 * 32 + pair % 16
+        )  # the input of a byte's lower half; that of the upper is 16 further
         right = codes + matrix[:, None] * (inputs // 2)
-        powers = scales + matrix[:, None] * (inputs // 32)  # one for each 16 pairs
-        for first in range(0, inputs // 2, INPUTS // 2):
-            place = (first + pair)[None, :]
-            some = place < inputs // 2
-            even = tl.load(left + 2 * place, mask=is_row[:, None] & some, other=0.0)
-            odd = tl.load(left + 2 * place + 1, mask=is_row[:, None] & some, other=0.0)
-            code = tl.load(right + place, mask=is_output[:, None] & some, other=0)
-            power = power_of_two(tl.load(powers + place // 16, mask=is_output[:, None] & some, other=127))
-            low, high = (e2m1(code & 15) * power).to(even.dtype), (e2m1(code >> 4) * power).to(even.dtype)
-            sums += tl.dot(even, tl.trans(low)) + tl.dot(odd, tl.trans(high))
+        of_output = matrix[:, None] * scales_of_output
+        for first in range(0, inputs, INPUTS):
+            place = (first + lower)[None, :]
+            some = is_row[:, None] & (place < inputs)
+            a = tl.load(left + place, mask=some, other=0.0)
+            b = tl.load(left + place + 16, mask=some, other=0.0)
+            place = (first // 2 + pair)[None, :]
+            code = tl.load(right + place, mask=is_output[:, None] & (place < inputs // 2), other=0)
+            code = tl.reshape(code, (OUTPUTS, SCALES, PAIRS // SCALES))
+            place = (first // SCALE_INPUTS + tl.arange(0, SCALES))[None, :]
+            some = is_output[:, None] & (place < scales_of_output)
+            scale = tl.load(scales + of_output + place, mask=some, other=0)[:, :, None]
+            if FORMAT == "mxfp4":
+                factor = power_of_two(scale)
+                low, high = e2m1(code, 28) * factor, e2m1(code, 24) * factor
+            else:
+                factor = scale.to(tl.float32)
+                zero = tl.load(zeros + of_output + place, mask=some, other=0)[:, :, None]
+                start = zero.to(tl.float32) * factor
+                low = (code & 15).to(tl.float32) * factor - start
+                high = (code >> 4).to(tl.float32) * factor - start
+            low = tl.reshape(low.to(a.dtype), (OUTPUTS, PAIRS))
+            high = tl.reshape(high.to(a.dtype), (OUTPUTS, PAIRS))
+            sums = tl.dot(b, tl.trans(high), tl.dot(a, tl.trans(low), sums))
     place = row.to(tl.int64)[:, None] * outputs + weights[None, :]
     tl.store(out + place, sums.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
 
 
+# Numbers of few bits are moved to the places of a float32's sign, exponent and mantissa. A multiplication
+# then corrects the bias of the exponent, also of numbers without one, which are subnormal until then.
+
+
 @triton.jit
 def e4m3(code):
-    """The float32 of a code: 4 bits of exponent with bias 7, 3 of mantissa. 127 is NaN."""
-    size = (code & 127).to(tl.int32)
-    normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
-    number = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)  # below 8: multiples of 2^-9
-    number = tl.where(size == 127, float("nan"), number)
-    return tl.where(code > 127, -number, number)
+    """The float32 of a code: 4 bits of exponent with bias 7, 3 of mantissa. Not of NaN."""
+    bits = (code.to(tl.int8, bitcast=True).to(tl.int32) << 20) & -0x78100000  # 0x87f00000
+    return bits.to(tl.float32, bitcast=True) * 2.0**120
 
 
 @triton.jit
-def e2m1(code):
-    """The float32 of a code: 2 bits of exponent with bias 1, 1 of mantissa."""
-    size = (code & 7).to(tl.int32)
-    normal = ((size << 22) + (126 << 23)).to(tl.float32, bitcast=True)
-    number = tl.where(size < 2, size.to(tl.float32) * 0.5, normal)
-    return tl.where(code > 7, -number, number)
+def e2m1(code, shift: tl.constexpr):
+    """The float32 of a code: 2 bits of exponent with bias 1, 1 of mantissa. `shift` moves it to the top."""
+    bits = (code.to(tl.int32) << shift >> 6) & -0x7E400000  # 0x81c00000
+    return bits.to(tl.float32, bitcast=True) * 2.0**126
 
 
 @triton.jit

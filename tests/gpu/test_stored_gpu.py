@@ -12,25 +12,32 @@ from transformers import AutoModelForCausalLM
 from engine.cuda.stored_experts import tiles_of
 from engine.cuda.stored_product import stored_product
 from engine.graphs import DecodeLimits
-from tests.engine.cuda.test_stored_kernel import weights
+from tests.engine.cuda.test_stored_kernel import FORMS, weights
 from tests.engine.cuda.test_stored_weights import FROM_WIDENED
 from tests.support.driver import Driver, open_pools
 from tests.support.quantised_checkpoints import write
 
 PAGE, PAGES = 16, 40
-MODELS = [("qwen3", "fp8_wide"), ("qwen3_moe", "fp8_wide"), ("deepseek_v3", "fp8_wide"), ("gpt_oss", "mxfp4")]
+MODELS = [
+    ("qwen3", "fp8_wide"),
+    ("qwen3_moe", "fp8_wide"),
+    ("deepseek_v3", "fp8_wide"),
+    ("gpt_oss", "mxfp4"),
+    ("qwen3", "awq"),
+    ("qwen3_moe", "gptq"),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("form", ["fp8", "mxfp4"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rows", [1, 16, 17, 40, 130, 700])
 def test_the_kernel_computes_its_definition(rows: int, form: str, dtype: torch.dtype, device: str) -> None:
     torch.manual_seed(rows)
-    codes, scales = weights(form, 4, 200, 416)
+    coded = weights(form, 4, 200, 416)
     x = torch.randn(rows, 416).to(dtype)
     for experts in (None, torch.randint(0, 4, (rows,))):
         tiles = (None, None) if experts is None else tiles_of(experts, 4)
-        some = (codes[:1], scales[:1]) if experts is None else (codes, scales)
+        some = [each if each is None or experts is not None else each[:1] for each in coded]
         want = stored_product(x, *some, *tiles, 1, rows).float()
         on_gpu = [None if each is None else each.to(device) for each in (x, *some, *tiles)]
         got = stored_product(*on_gpu, 1, rows).float().cpu()
@@ -48,7 +55,7 @@ def test_logits_are_within_the_bound_and_steps_are_recorded(
         want = AutoModelForCausalLM.from_pretrained(exact, dtype=torch.float32)(torch.tensor([ids])).logits[0]
         theirs = AutoModelForCausalLM.from_pretrained(exact, dtype=torch.bfloat16)(torch.tensor([ids]))
     runner, _ = open_pools(stored, PAGE, PAGES, "bfloat16", "auto", "auto", False, device)
-    assert runner.kept_formats == (form.partition("_")[0],)
+    assert runner.kept_formats == ({"awq": "int4", "gptq": "int4"}.get(form, form.partition("_")[0]),)
     driver = Driver(runner, PAGES, PAGE)
     lane = driver.add(ids)
     with torch.inference_mode():

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine.checkpoint.grouped import GroupedMatrix
 from engine.checkpoint.mxfp4 import Mxfp4Matrix
 from engine.checkpoint.scaled import ScaledMatrix
-from engine.checkpoint.stored import StoredTensor
+from engine.checkpoint.stored import StoredMatrix, StoredTensor
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
@@ -37,6 +38,27 @@ def in_mxfp4(outputs: int, inputs: int) -> tuple[torch.Tensor, Mxfp4Matrix]:
     return torch.ldexp(weights, powers[..., None]).flatten(1).double(), stored
 
 
+def in_int4(outputs: int, inputs: int, group: int) -> tuple[torch.Tensor, GroupedMatrix]:
+    """Float64 weights, and how they are stored, with scales in float16. All zero points are there."""
+    count = -(-inputs // group)
+    numbers = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
+    scales, zeros = (torch.rand(outputs, count) * 3e-3).half(), torch.arange(outputs * count) % 16
+    zeros = zeros.to(torch.uint8).view(outputs, count)
+    each = torch.arange(inputs) // group
+    weights = (numbers.double() - zeros[:, each].double()) * scales[:, each].double()
+    return weights, GroupedMatrix(numbers[:, ::2] | numbers[:, 1::2] << 4, scales, zeros, inputs, 4, group)
+
+
+def in_format(form: str, outputs: int, inputs: int) -> tuple[torch.Tensor, StoredMatrix]:
+    """As one of the functions above. Published checkpoints have such groups."""
+    made = {
+        "fp8": lambda: in_fp8(outputs, inputs, (16, 128)),
+        "mxfp4": lambda: in_mxfp4(outputs, inputs),
+        "int4": lambda: in_int4(outputs, inputs, 32),
+    }
+    return made[form]()
+
+
 def stored_experts(make: Callable[..., Any], family: str, form: str) -> tuple[Any, Any]:
     """Experts in bfloat16 whose weights are stored in `form`, and the same in float64.
 
@@ -48,12 +70,9 @@ def stored_experts(make: Callable[..., Any], family: str, form: str) -> tuple[An
         whole = []
         for exact_one in getattr(exact, name).data:
             outputs, inputs = exact_one.T.shape if transposed else exact_one.shape
-            # A checkpoint in fp8 has gates and ups apart.
-            apart = (outputs // 2,) * 2 if form == "fp8" and name == "gate_up_proj" else (outputs,)
-            made = [
-                in_mxfp4(rows, inputs) if form == "mxfp4" else in_fp8(rows, inputs, (16, 128))
-                for rows in apart
-            ]
+            # gpt-oss alone has gates and ups in one weight.
+            apart = (outputs // 2,) * 2 if form != "mxfp4" and name == "gate_up_proj" else (outputs,)
+            made = [in_format(form, rows, inputs) for rows in apart]
             weights = torch.cat([each for each, _ in made])
             exact_one.copy_(weights.T if transposed else weights)
             whole.append([stored for _, stored in made])

@@ -1,4 +1,4 @@
-"""Checkpoints in fp8 and MXFP4, in bfloat16 on a CPU: weights stay so, and logits are right."""
+"""Checkpoints in fp8, MXFP4 and int4, in bfloat16 on a CPU: weights stay so, and logits are right."""
 
 from __future__ import annotations
 
@@ -30,6 +30,11 @@ KEPT = {
     ("deepseek_v3", "fp8_wide"): (PackFormat.FP8, 20, 5),
     ("qwen3_next", "fp8_wide"): (PackFormat.FP8, 26, 7),
     ("gpt_oss", "mxfp4"): (PackFormat.MXFP4, 8, 17),  # experts
+    ("llama", "awq"): (PackFormat.INT4_BY_32, 12, 1),
+    ("mixtral", "awq"): (PackFormat.INT4_BY_32, 18, 1),
+    ("phi3", "gptq"): (PackFormat.INT4_BY_32, 12, 1),
+    ("qwen3", "gptq_desc_act"): (PackFormat.INT4_BY_32, 0, 13),  # groups are not of neighbours
+    ("qwen3_moe", "ct_int4_zeros"): (PackFormat.INT4_BY_128, 15, 1),
 }
 """What is kept, in how many packs, and how many hold bfloat16. lm_head's always does."""
 DENSE, FROM_WIDENED, MIXTURE_FROM_WIDENED = 0.04, 1.1, 2.0
@@ -67,7 +72,7 @@ def test_packs_hold_what_the_checkpoint_stored(family, form, directory, packs):
     kept, *counts = KEPT[family, form]
     assert [forms.count(kept), forms.count(PackFormat.BFLOAT16)] == counts
     assert sum(counts) == len(forms)
-    assert loaded.kept == ((kept.name.lower(),) if counts[0] else ())
+    assert loaded.kept == ((kept.of_checkpoint,) if counts[0] else ())
     packs.clear()
     assert load_model(EngineConfig(str(stored), dtype="bfloat16", weight_dtype="bfloat16")).kept == ()
     assert {pack.form for pack in packs} == {PackFormat.BFLOAT16}
@@ -100,7 +105,7 @@ def test_both_are_one_model_to_their_peers(directory):
     assert len({load_model(config).spec.fingerprint for config in configs}) == 1
 
 
-@pytest.mark.parametrize(("family", "form"), [("qwen3", "fp8_wide"), ("gpt_oss", "mxfp4")])
+@pytest.mark.parametrize(("family", "form"), [("qwen3", "fp8_wide"), ("gpt_oss", "mxfp4"), ("llama", "awq")])
 def test_prefill_and_decode_apart_answer_as_one_worker_does(family, form, directory):
     """One request at a time, so that both compute the same rows together: then bfloat16 has the same bits."""
     stored, _ = write(family, directory, 0, form)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from engine.checkpoint.grouped import GroupedMatrix
 from engine.checkpoint.mxfp4 import Mxfp4Matrix
 from engine.checkpoint.scaled import ScaledMatrix
 from engine.checkpoint.stored import (
@@ -31,6 +32,14 @@ def mxfp4(outputs: int = 6, inputs: int = 64, seed: int = 0) -> Mxfp4Matrix:
     return Mxfp4Matrix(codes, torch.randint(110, 140, codes.shape[:2], dtype=torch.uint8))
 
 
+def int4(outputs: int = 6, inputs: int = 64, seed: int = 0, shuffled: bool = False) -> GroupedMatrix:
+    torch.manual_seed(seed)
+    group_of = torch.randperm(inputs) // 32 if shuffled else None
+    codes = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8)
+    zeros = torch.randint(0, 16, (outputs, inputs // 32), dtype=torch.uint8)
+    return GroupedMatrix(codes, torch.rand(outputs, inputs // 32).half(), zeros, inputs, 4, 32, group_of)
+
+
 def tensor(*rows: StoredMatrix, transposed: bool = False) -> StoredTensor:
     return StoredTensor([rows], torch.bfloat16, experts=False, transposed=transposed)
 
@@ -44,6 +53,8 @@ TENSORS = {
     "mxfp4": tensor(mxfp4()),
     "transposed": tensor(mxfp4(), transposed=True),
     "gate and up": tensor(fp8(), fp8(6, seed=1)),
+    "int4": tensor(int4()),
+    "int4, shuffled": experts(int4(shuffled=True), int4(seed=1), transposed=True),
     "experts": experts(fp8(), fp8(seed=1), fp8(seed=2)),
     "gpt-oss": experts(mxfp4(), mxfp4(seed=1), transposed=True),
 }

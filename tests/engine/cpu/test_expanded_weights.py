@@ -1,18 +1,21 @@
-"""Packs of fp8 and MXFP4: products against float64, and which weights are kept so."""
+"""Packs of fp8, MXFP4 and int4: products against float64, and which weights are kept so."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
+from engine.checkpoint.grouped import GroupedMatrix
 from engine.checkpoint.scaled import ScaledMatrix
 from engine.checkpoint.stored import StoredMatrix, StoredTensor
 from engine.cpu.experts import PackedExperts
 from engine.cpu.linear import Matrix, PackedLinear, Packer, PackFormat, check_packable
 from engine.cpu.op import KernelsUnavailable, machine_isas, set_isa
 from tests.engine.cpu.test_experts import make_experts
-from tests.support.stored_weights import in_fp8, in_mxfp4, stored_experts
+from tests.support.stored_weights import in_format, in_fp8, in_int4, in_mxfp4, stored_experts
 
 try:
     check_packable()
@@ -30,6 +33,20 @@ def isa(request):
     set_isa(ISAS[-1])
 
 
+FORMS = {
+    "fp8": (lambda *shape: in_fp8(*shape, None), PackFormat.FP8),
+    "fp8_blocks": (lambda *shape: in_fp8(*shape, (16, 128)), PackFormat.FP8),
+    "fp8_wide": (lambda *shape: in_fp8(*shape, (20, 256)), PackFormat.FP8),
+    "fp8_rows": (lambda *shape: in_fp8(*shape, (1, shape[1])), PackFormat.FP8),
+    "mxfp4": (in_mxfp4, PackFormat.MXFP4),
+    "int4": (lambda *shape: in_int4(*shape, 128), PackFormat.INT4_BY_128),
+    "int4_rows": (lambda *shape: in_int4(*shape, shape[1]), PackFormat.INT4_BY_128),
+    "int4_wide": (lambda *shape: in_int4(*shape, 256), PackFormat.INT4_BY_128),
+    "int4_fine": (lambda *shape: in_int4(*shape, 32), PackFormat.INT4_BY_32),
+    "int4_by_64": (lambda *shape: in_int4(*shape, 64), PackFormat.INT4_BY_32),
+}
+
+
 def layer_of(stored: StoredMatrix, bias=False, weight_dtype="auto"):
     """The packed layer, and the layer that it replaces."""
     outputs, inputs = stored.shape
@@ -41,24 +58,28 @@ def layer_of(stored: StoredMatrix, bias=False, weight_dtype="auto"):
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-@pytest.mark.parametrize("form", ["fp8", "fp8_blocks", "fp8_wide", "fp8_rows", "mxfp4"])
+@pytest.mark.parametrize("form", FORMS)
 def test_products_are_those_of_the_stored_numbers(form, outputs, inputs, rows, isa):
     """Not those of weights rounded to bfloat16: a bound that these miss by far."""
     torch.manual_seed(rows)
-    blocks = {"fp8": None, "fp8_blocks": (16, 128), "fp8_wide": (20, 256), "fp8_rows": (1, inputs)}
-    weights, stored = in_mxfp4(outputs, inputs) if form == "mxfp4" else in_fp8(outputs, inputs, blocks[form])
+    make, pack_format = FORMS[form]
+    weights, stored = make(outputs, inputs)
     layer, linear = layer_of(stored, bias=outputs == 48)
-    assert layer.pack.form is (PackFormat.MXFP4 if form == "mxfp4" else PackFormat.FP8)
+    if form in ("int4_fine", "int4_by_64") and stored.group >= inputs:
+        pack_format = PackFormat.INT4_BY_128  # one scale is enough for all inputs
+    assert layer.pack.form is pack_format
     x = torch.randn(rows, inputs).bfloat16()
     bias = linear.bias.double() if linear.bias is not None else torch.zeros(outputs).double()
     want, size = x.double() @ weights.T + bias, x.double().abs() @ weights.abs().T + bias.abs()
+    if isinstance(stored, GroupedMatrix):  # a product of 16 + number, of which 16 + zero point is subtracted
+        size += 48 * x.double().abs().sum(1, keepdim=True) * float(stored.scales.max())
     assert ((layer(x).double() - want).abs() <= 1e-6 * size).all()
 
 
 @pytest.mark.skipif("amx" not in ISAS, reason="this machine has no AMX")
 def test_with_amx_the_sums_of_a_row_do_not_depend_on_the_batch():
-    for _, stored in (in_fp8(48, 416, (16, 128)), in_mxfp4(48, 416)):
-        layer, _ = layer_of(stored)
+    for form in ("fp8", "mxfp4", "int4"):
+        layer, _ = layer_of(in_format(form, 48, 416)[1])
         x = torch.randn(40, 416).bfloat16()
         assert torch.equal(layer(x), torch.cat([layer(x[i : i + 1]) for i in range(40)]))
 
@@ -85,6 +106,17 @@ def test_numbers_that_are_nan_are_kept_in_bfloat16(code):
     assert sums.isnan().nonzero().flatten().tolist() == [5]
 
 
+def test_int4_without_neighbouring_groups_and_8_bits_are_kept_in_bfloat16():
+    torch.manual_seed(0)
+    _, stored = in_int4(48, 128, 32)
+    shuffled = replace(stored, group_of=torch.randperm(128) // 32)
+    eight_bits = replace(stored, codes=torch.randint(0, 256, (48, 128), dtype=torch.uint8), bits=8)
+    for each in (shuffled, eight_bits, in_int4(48, 96, 48)[1]):
+        layer, linear = layer_of(each)
+        assert layer.pack.form is PackFormat.BFLOAT16
+        assert torch.equal(layer.pack.unpacked(torch.arange(48)), linear.weight.dequantised())
+
+
 def test_numbers_in_int8_are_kept_in_bfloat16():
     torch.manual_seed(0)
     numbers = torch.randint(-128, 128, (48, 128), dtype=torch.int8)
@@ -108,7 +140,8 @@ def test_matrices_of_two_formats_are_kept_in_bfloat16():
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite_stays_so(value, rows, isa):
     torch.manual_seed(0)
-    for _, stored in (in_fp8(48, 128, (16, 128)), in_mxfp4(48, 128)):
+    for form in ("fp8", "mxfp4", "int4"):
+        stored = in_format(form, 48, 128)[1]
         x = torch.randn(rows, 128).bfloat16()
         x[-1, 100] = value
         layer, _ = layer_of(stored)
@@ -136,7 +169,9 @@ def test_another_format_can_be_asked_for(weight_dtype, form):
 
 
 @pytest.mark.parametrize("tokens", [1, 9, 40])
-@pytest.mark.parametrize(("family", "form"), [("qwen3_moe", "fp8"), ("gpt_oss", "mxfp4")])
+@pytest.mark.parametrize(
+    ("family", "form"), [("qwen3_moe", "fp8"), ("gpt_oss", "mxfp4"), ("qwen3_moe", "int4")]
+)
 def test_experts_are_those_of_the_stored_numbers(family, form, tokens, isa):
     experts, exact = stored_experts(make_experts, family, form)
     x, chosen = torch.randn(tokens, 64).bfloat16(), torch.rand(tokens, 5).topk(2).indices

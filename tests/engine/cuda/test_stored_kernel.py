@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from engine.cuda.coded_weights import CodedWeights
 from engine.cuda.stored_experts import tiles_of
-from engine.cuda.stored_product import SCALE_INPUTS, stored_product
+from engine.cuda.stored_product import stored_product
 
 pytestmark = pytest.mark.kernels
+FORMS = ["fp8", "mxfp4", "int4", "int4_fine"]
 CAPABILITIES = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}
 """Of A100, H100 and B200, and the instructions of their tensor cores, which tiles of many rows must use."""
 MOST_SHARED_BYTES = 99 * 1024  # of a program: what any GPU from 8.0 on has
@@ -31,27 +33,32 @@ def kernel() -> Any:
     return importlib.import_module("engine.cuda.stored_kernel")
 
 
-def weights(form: str, experts: int, outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+def weights(form: str, experts: int, outputs: int, inputs: int) -> CodedWeights:
     """All codes but NaN. Powers are such that numbers are normal in float16."""
+    shape = (experts, outputs)
+    if form == "fp8":
+        codes = torch.randint(0, 256, (*shape, inputs), dtype=torch.uint8)
+        codes = codes.where(codes & 127 != 127, codes & 128)
+        return CodedWeights(codes, torch.rand(*shape, -(-inputs // 128)) * 0.01, None)
+    codes = torch.randint(0, 256, (*shape, inputs // 2), dtype=torch.uint8)
     if form == "mxfp4":
-        codes = torch.randint(0, 256, (experts, outputs, inputs // 2), dtype=torch.uint8)
-        return codes, torch.randint(120, 130, (experts, outputs, inputs // 32), dtype=torch.uint8)
-    codes = torch.randint(0, 256, (experts, outputs, inputs), dtype=torch.uint8)
-    codes = codes.where(codes & 127 != 127, codes & 128)
-    return codes, torch.rand(experts, outputs, -(-inputs // SCALE_INPUTS)) * 0.01
+        powers = torch.randint(120, 130, (*shape, inputs // 32), dtype=torch.uint8)
+        return CodedWeights(codes, powers, None)
+    scales = (torch.rand(*shape, -(-inputs // (32 if form == "int4_fine" else 128))) * 0.01).half()
+    return CodedWeights(codes, scales, torch.randint(0, 16, scales.shape, dtype=torch.uint8))
 
 
-def check(kernel: Any, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, *rest: Any) -> None:
+def check(kernel: Any, x: torch.Tensor, coded: CodedWeights, *rest: Any) -> None:
     """The kernel's result is the definition's, up to the order of float32 sums."""
     *_, count = rest
-    out = torch.full((count, codes.shape[1]), torch.nan, dtype=x.dtype)
-    kernel.launch(x, codes, scales, *rest[:-1], out, SCALE_INPUTS)
-    want = stored_product(x, codes, scales, *rest)
+    out = torch.full((count, coded.codes.shape[1]), torch.nan, dtype=x.dtype)
+    kernel.launch(x, coded, *rest[:-1], out)
+    want = stored_product(x, *coded, *rest)
     torch.testing.assert_close(out, want, rtol=2e-3, atol=float(2e-3 * want.abs().mean()))
 
 
 # The interpreter multiplies no bfloat16, so rows are float16 here.
-@pytest.mark.parametrize("form", ["fp8", "mxfp4"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rows", [1, 16, 17, 40, 130])
 @pytest.mark.parametrize(("outputs", "inputs"), [(48, 64), (50, 416), (7, 32)])
 def test_results_are_those_of_the_definition(
@@ -59,36 +66,40 @@ def test_results_are_those_of_the_definition(
 ) -> None:
     torch.manual_seed(rows)
     x = torch.randn(rows, 2 * inputs)[:, :inputs].half()
-    check(kernel, x, *weights(form, 1, outputs, inputs), None, None, 1, rows)
+    check(kernel, x, weights(form, 1, outputs, inputs), None, None, 1, rows)
 
 
-@pytest.mark.parametrize("form", ["fp8", "mxfp4"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("tokens", "divisor"), [(1, 2), (9, 2), (60, 1)])
 def test_rows_meet_the_weights_of_their_experts(form: str, tokens: int, divisor: int, kernel: Any) -> None:
     torch.manual_seed(tokens)
     x = torch.randn(tokens, 64).half()
     pairs = tokens * divisor
     rows, tiles = tiles_of(torch.randint(0, 5, (pairs,)), 5)
-    check(kernel, x, *weights(form, 5, 48, 64), rows, tiles, divisor, pairs)
+    check(kernel, x, weights(form, 5, 48, 64), rows, tiles, divisor, pairs)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's, which interprets
 def test_nan_and_the_ends_of_the_range(kernel: Any) -> None:
     """2^-127 is lost in float16."""
     x = torch.eye(32).half()
-    codes, scales = weights("mxfp4", 1, 4, 32)
-    scales[0, :, 0] = torch.tensor([0, 115, 135, 255])
-    check_same(kernel, x, codes, scales)
-    codes, factors = weights("fp8", 1, 16, 32)
-    codes[0] = torch.arange(512).view(16, 32) % 256  # all of them
-    check_same(kernel, x, codes, factors)
+    coded = weights("mxfp4", 1, 4, 32)
+    coded.scales[0, :, 0] = torch.tensor([0, 115, 135, 255])
+    check_same(kernel, x, coded)
+    coded = weights("fp8", 1, 16, 32)
+    codes = torch.arange(512).view(16, 32) % 256  # all of them
+    coded.codes[0] = codes.where(codes & 127 != 127, 0)
+    check_same(kernel, x, coded)
+    coded = weights("int4_fine", 1, 16, 32)
+    coded.zeros[0, :, 0] = torch.arange(16)  # type: ignore[index]
+    check_same(kernel, x, coded)
 
 
-def check_same(kernel: Any, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+def check_same(kernel: Any, x: torch.Tensor, coded: CodedWeights) -> None:
     """One number a sum: nothing is rounded but by the result."""
-    out = torch.zeros(len(x), codes.shape[1], dtype=x.dtype)
-    kernel.launch(x, codes, scales, None, None, 1, out, SCALE_INPUTS)
-    want = stored_product(x, codes, scales, None, None, 1, len(x))
+    out = torch.zeros(len(x), coded.codes.shape[1], dtype=x.dtype)
+    kernel.launch(x, coded, None, None, 1, out)
+    want = stored_product(x, *coded, None, None, 1, len(x))
     assert torch.equal(out.isnan(), want.isnan())
     torch.testing.assert_close(out, want, rtol=1e-3, atol=0, equal_nan=True)
 
@@ -100,13 +111,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from engine.cuda.stored_kernel import stored_product_kernel as kernel, tile_options
 
-capability, fp8, grouped, rows, dtype = json.loads(sys.argv[1])
+capability, form, grouped, rows, dtype = json.loads(sys.argv[1])
 options = tile_options(rows)
 warps, stages = options.pop("num_warps"), options.pop("num_stages")
-constants = {"SCALE_INPUTS": 128, "FP8": fp8, "GROUPED": grouped, "ROWS": rows, **options}
-types = {"x": dtype, "codes": "*u8", "scales": "*fp32" if fp8 else "*u8", "out": dtype}
+scale_inputs = 32 if form in ("mxfp4", "int4_fine") else 128
+constants = {"SCALE_INPUTS": scale_inputs, "FORMAT": form.partition("_")[0], "GROUPED": grouped, "ROWS": rows}
+constants |= options
+scales = {"fp8": "*fp32", "mxfp4": "*u8"}.get(form, "*fp16")
+types = {"x": dtype, "codes": "*u8", "scales": scales, "out": dtype}
 types |= {"rows": "*i32", "experts": "*i32"} if grouped else {}
-constants |= {} if grouped else {"rows": None, "experts": None}
+types |= {"zeros": "*u8"} if scales == "*fp16" else {}
+constants |= {name: None for name in ("rows", "experts", "zeros") if name not in types}
 signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
 aligned = ("x", "codes", "scales", "out", "inputs", "outputs", "x_stride")
 attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
@@ -121,12 +136,20 @@ print(json.dumps({"shared": made.metadata.shared, "ptx": made.asm["ptx"], "bytes
 
 @pytest.mark.parametrize("dtype", ["*bf16", "*fp16"])
 @pytest.mark.parametrize(
-    ("fp8", "grouped", "rows"), [(True, False, 16), (False, True, 128), (True, True, 64)]
+    ("form", "grouped", "rows"),
+    [
+        ("fp8", False, 16),
+        ("mxfp4", True, 128),
+        ("fp8", True, 64),
+        ("int4", False, 16),
+        ("int4", False, 128),
+        ("int4_fine", True, 64),
+    ],
 )
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_it_becomes_machine_code(capability: int, fp8: bool, grouped: bool, rows: int, dtype: str) -> None:
+def test_it_becomes_machine_code(capability: int, form: str, grouped: bool, rows: int, dtype: str) -> None:
     pytest.importorskip("triton", reason="Triton is not installed: make kernels installs it")
-    case = json.dumps([capability, fp8, grouped, rows, dtype])
+    case = json.dumps([capability, form, grouped, rows, dtype])
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", _COMPILE, case]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)

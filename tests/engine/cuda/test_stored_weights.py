@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +15,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from engine import loader
+from engine.checkpoint.scaled import ScaledMatrix
 from engine.checkpoint.stored import StoredTensor
 from engine.config import EngineConfig
 from engine.cuda import stored_product as products
+from engine.cuda.coded_weights import FORMATS
 from engine.cuda.decoder import FlashInferDecoder
 from engine.cuda.module_replacements import keeps_stored_weights, register
 from engine.cuda.stored_experts import StoredExperts, tiles_of
@@ -27,7 +30,7 @@ from tests.engine.cpu.test_experts import make_experts
 from tests.engine.cpu.test_int8_weights import logits, share
 from tests.support.flashinfer_stand_in import flashinfer_module
 from tests.support.quantised_checkpoints import write
-from tests.support.stored_weights import in_fp8, in_mxfp4, stored_experts
+from tests.support.stored_weights import in_fp8, in_int4, in_mxfp4, stored_experts
 
 FROM_WIDENED = 2.0
 """The difference of logits from transformers in float32 with the dequantised weights: at most so many times
@@ -44,7 +47,7 @@ def stored(*parts: object) -> StoredTensor:
     return StoredTensor([parts], torch.bfloat16, experts=False)
 
 
-@pytest.mark.parametrize("form", ["fp8", "fp8_blocks", "fp8_rows", "mxfp4"])
+@pytest.mark.parametrize("form", ["fp8", "fp8_blocks", "fp8_rows", "mxfp4", "int4", "int4_rows", "int4_fine"])
 @pytest.mark.parametrize(("outputs", "inputs"), [(48, 64), (50, 416), (7, 32)])
 def test_a_product_of_joined_weights_is_that_of_the_stored_numbers(
     form: str, outputs: int, inputs: int
@@ -52,18 +55,25 @@ def test_a_product_of_joined_weights_is_that_of_the_stored_numbers(
     """q, k and v are one product."""
     torch.manual_seed(0)
     blocks = {"fp8": None, "fp8_blocks": (16, 128), "fp8_rows": (1, inputs)}
+    groups = {"int4": 128, "int4_rows": inputs, "int4_fine": 32}
     made = [
-        in_mxfp4(n, inputs) if form == "mxfp4" else in_fp8(n, inputs, blocks[form]) for n in (outputs, 16)
+        in_mxfp4(n, inputs)
+        if form == "mxfp4"
+        else in_int4(n, inputs, groups[form])
+        if form in groups
+        else in_fp8(n, inputs, blocks[form])
+        for n in (outputs, 16)
     ]
     kept: set[str] = set()
     product = Products(kept).of(torch.cat([stored(part) for _, part in made]))
     assert isinstance(product, StoredProduct)
-    assert kept == {form[:3] if form != "mxfp4" else form}
+    assert kept == {form.partition("_")[0]}
     x, bias = torch.randn(2, 5, inputs).bfloat16(), torch.randn(outputs + 16).bfloat16()
     weights = torch.cat([each for each, _ in made])
     want = x.double() @ weights.T
     size = x.double().abs() @ weights.abs().T
-    assert ((product(x).double() - want).abs() <= 1e-6 * size + 2**-8 * want.abs()).all()
+    rounded = 2**-8 if form in groups else 1e-6  # int4 to bfloat16
+    assert ((product(x).double() - want).abs() <= rounded * size + 2**-8 * want.abs()).all()
     torch.testing.assert_close(product(x, bias), product(x) + bias)
 
 
@@ -74,13 +84,31 @@ def test_what_no_kernel_multiplies_is_dequantised() -> None:
     _, one = in_fp8(48, 256, (16, 128))
     _, other = in_mxfp4(48, 256)
     two_formats = torch.cat([stored(one), stored(other)])
-    for weight in (stored(narrow), two_formats, torch.randn(8, 256).bfloat16()):
+    int4 = in_int4(48, 256, 32)[1]
+    others = (
+        replace(int4, group_of=torch.randperm(256) // 32),
+        replace(int4, codes=torch.randint(0, 256, (48, 256), dtype=torch.uint8), bits=8),
+        in_int4(48, 256, 16)[1],
+    )
+    several = (narrow, *others)
+    for weight in (*map(stored, several), two_formats, torch.randn(8, 256).bfloat16()):
         kept: set[str] = set()
         product = Products(kept).of(weight)
         assert not isinstance(product, StoredProduct)
         assert not kept
         dense = weight.dequantised() if isinstance(weight, StoredTensor) else weight
         assert torch.equal(product(x), nn.functional.linear(x, dense))
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_a_number_that_is_nan_makes_its_output_nan(code: int) -> None:
+    """The kernel does not know NaN: scales say it."""
+    torch.manual_seed(0)
+    numbers = torch.ones(48, 160).to(torch.float8_e4m3fn)
+    numbers.view(torch.uint8)[5, 150] = code
+    coded = FORMATS[0][1](ScaledMatrix(numbers, torch.rand(3, 2), (16, 128)))
+    assert coded is not None
+    assert coded.scales.isnan().nonzero().tolist() == [[5, 1]]
 
 
 def test_without_triton_weights_are_dequantised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +154,9 @@ def test_each_pair_is_in_one_tile_of_its_expert(tokens: int, count: int, data: s
 
 
 @pytest.mark.parametrize("tokens", [1, 9, 200])
-@pytest.mark.parametrize(("family", "form"), [("qwen3_moe", "fp8"), ("gpt_oss", "mxfp4")])
+@pytest.mark.parametrize(
+    ("family", "form"), [("qwen3_moe", "fp8"), ("gpt_oss", "mxfp4"), ("qwen3_moe", "int4")]
+)
 def test_experts_are_those_of_the_stored_numbers(tokens: int, family: str, form: str) -> None:
     experts, exact = stored_experts(make_experts, family, form)
     kept: set[str] = set()
@@ -157,6 +187,12 @@ def is_mixture(family: str) -> bool:
         ("mixtral", "fp8_wide", "fp8"),
         ("deepseek_v3", "fp8_wide", "fp8"),
         ("gpt_oss", "mxfp4", "mxfp4"),
+        ("qwen3-wide", "awq", "int4"),
+        ("phi3", "gptq", "int4"),
+        ("mixtral", "awq", "int4"),
+        ("llama", "gptq_desc_act", None),
+        ("qwen3", "gptq_v2", None),  # 8 bits
+        ("gemma2", "ct_int4_zeros", "int4"),
     ],
 )
 def test_logits_are_within_the_bound(

@@ -1,0 +1,174 @@
+"""Weights of 4 or 8 bits in groups of inputs: AWQ, GPTQ, and compressed-tensors' pack-quantized.
+
+In all three, weight = (number - zero point) * scale, with a zero point and a scale for each group of an
+output's inputs. Numbers are packed into words of 32 bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from engine.checkpoint.base import Format, Parts, row_blocks, unpack
+from engine.checkpoint.stored import StoredTensor
+
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Which four bits of a word hold the number of each of its eight outputs."""
+
+
+@dataclass(frozen=True)
+class GroupedMatrix:
+    """A StoredMatrix: numbers from 0 on in `bits` 4 or 8, uint8 [outputs, inputs * bits / 8, rounded up].
+
+    Of two numbers in a byte the first has the lower half. `scales` and `zeros`, uint8, are [outputs, groups].
+    A group is `group` neighbouring inputs; else `group_of`, int64 [inputs], says the group of each.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor
+    inputs: int
+    bits: int
+    group: int
+    group_of: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return self.codes.shape[0], self.inputs
+
+    def rows(self, rows: slice) -> GroupedMatrix:
+        """Some of its outputs."""
+        return self._with(self.codes[rows], self.scales[rows], self.zeros[rows], self.group_of)
+
+    def to(self, device: torch.device) -> GroupedMatrix:
+        """The same on a device."""
+        group_of = None if self.group_of is None else self.group_of.to(device)
+        return self._with(self.codes.to(device), self.scales.to(device), self.zeros.to(device), group_of)
+
+    def dequantise(self, into: torch.Tensor) -> None:
+        """Write its numbers to a tensor of the same shape."""
+        groups = self.group_of
+        if groups is None:
+            groups = torch.arange(self.inputs, device=self.codes.device) // self.group
+        for part in row_blocks(*self.shape):
+            numbers = self.codes[part]
+            if self.bits == 4:
+                numbers = torch.stack((numbers & 15, numbers >> 4), dim=-1).flatten(1)
+            zeros, scales = self.zeros[part].float(), self.scales[part].float()
+            into[part] = (numbers[:, : self.inputs].float() - zeros[:, groups]) * scales[:, groups]
+
+    def by_inputs(self, width: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Scales and zero points [outputs, inputs / width rounded up]: one for each `width` inputs.
+
+        None if one is not enough for that.
+        """
+        if self.group_of is not None:
+            return None
+        count = -(-self.inputs // width)
+        if self.group >= self.inputs:
+            return self.scales.expand(-1, count), self.zeros.expand(-1, count)
+        if self.group % width:
+            return None
+        times = self.group // width
+        scales, zeros = (each.repeat_interleave(times, 1)[:, :count] for each in (self.scales, self.zeros))
+        return scales, zeros
+
+    def _with(
+        self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, group_of: torch.Tensor | None
+    ) -> GroupedMatrix:
+        return GroupedMatrix(codes, scales, zeros, self.inputs, self.bits, self.group, group_of)
+
+
+def awq_format(group_size: int) -> Format:
+    """AutoAWQ's "gemm" layout: outputs are packed. `group_size` -1: all inputs."""
+    return Format((".qweight", ".qzeros", ".scales"), partial(_awq, group_size=group_size))
+
+
+def gptq_format(bits: int, group_size: int, zero_offset: int) -> Format:
+    """AutoGPTQ's layout: inputs are packed. A zero point is what is stored plus `zero_offset`, modulo 2^bits.
+
+    With desc_act the inputs of a group are not neighbours; `.g_idx` then says each input's group.
+    """
+    read = partial(_gptq, bits=bits, group_size=group_size, zero_offset=zero_offset)
+    return Format((".qweight", ".qzeros", ".scales"), read, optional=(".g_idx",))
+
+
+def packed_format(bits: int) -> Format:
+    """compressed-tensors' pack-quantized: inputs are packed; numbers are stored plus 2^(bits - 1)."""
+    parts = (".weight_packed", ".weight_scale", ".weight_shape")
+    optional = (".weight_zero_point", ".weight_g_idx")
+    return Format(parts, partial(_packed, bits=bits), optional=optional)
+
+
+def _awq(parts: Parts, dtype: torch.dtype, group_size: int) -> StoredTensor:
+    """qweight int32 [inputs, outputs / 8], qzeros [groups, outputs / 8], scales [groups, outputs]."""
+    packed = parts[".qweight"]
+    inputs, outputs = len(packed), packed.shape[1] * 8
+    codes = torch.empty(outputs, -(-inputs // 2), dtype=torch.uint8)
+    for part in row_blocks(inputs, outputs, 2):
+        numbers = unpack(packed[part], 4, _AWQ_ORDER).T.to(torch.uint8)
+        pairs = codes[:, part.start // 2 : -(-part.stop // 2)]
+        pairs.copy_(numbers[:, ::2])
+        pairs[:, : numbers.shape[1] // 2] |= numbers[:, 1::2] << 4
+    zeros = unpack(parts[".qzeros"], 4, _AWQ_ORDER)
+    return _stored(codes, parts[".scales"].T, zeros.T, inputs, 4, group_size, None, dtype)
+
+
+def _gptq(parts: Parts, dtype: torch.dtype, bits: int, group_size: int, zero_offset: int) -> StoredTensor:
+    """qweight int32 [inputs / n, outputs], qzeros [groups, outputs / n], scales [groups, outputs].
+
+    n = 32 / bits.
+    """
+    packed = parts[".qweight"]
+    zeros = (unpack(parts[".qzeros"], bits) + zero_offset) & (2**bits - 1)
+    inputs = len(packed) * 32 // bits
+    group_of, scales = parts.get(".g_idx"), parts[".scales"].T
+    return _stored(_bytes(packed.T), scales, zeros.T, inputs, bits, group_size, group_of, dtype)
+
+
+def _packed(parts: Parts, dtype: torch.dtype, bits: int) -> StoredTensor:
+    """weight_packed int32 [outputs, inputs / n], weight_scale [outputs, groups] or [1], n = 32 / bits.
+
+    A zero point is packed along the outputs, [outputs / n, groups]; without one it is 0.
+    """
+    outputs, inputs = parts[".weight_shape"].tolist()
+    scales = parts[".weight_scale"]
+    scales = scales.reshape(1, 1).expand(outputs, 1) if scales.numel() == 1 else scales
+    zeros = torch.full(scales.shape, 2 ** (bits - 1))
+    if ".weight_zero_point" in parts:
+        zeros = unpack(parts[".weight_zero_point"].T, bits).T[:outputs]
+    group_of, group_size = parts.get(".weight_g_idx"), -(-inputs // scales.shape[1])
+    return _stored(_bytes(parts[".weight_packed"]), scales, zeros, inputs, bits, group_size, group_of, dtype)
+
+
+def _bytes(words: torch.Tensor) -> torch.Tensor:
+    """int32 [rows, n] -> uint8 [rows, 4 n]; the numbers of a word begin in its lowest bits."""
+    return words.contiguous().view(torch.uint8)
+
+
+def _stored(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor,
+    inputs: int,
+    bits: int,
+    group_size: int,
+    group_of: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> StoredTensor:
+    """Raises ValueError unless scales and zeros are [outputs, groups] and each input is in such a group."""
+    group = group_size if 0 < group_size < inputs else inputs
+    neighbours = torch.arange(inputs) // group
+    groups = neighbours if group_of is None else group_of.long()
+    shape = (len(codes), scales.shape[-1])
+    if tuple(scales.shape) != shape or tuple(zeros.shape) != shape:
+        raise ValueError(f"scales are {tuple(scales.shape)}, zero points {tuple(zeros.shape)}, not {shape}")
+    if groups.shape != (inputs,) or not 0 <= int(groups.min()) <= int(groups.max()) < shape[1]:
+        raise ValueError(f"inputs are in groups {int(groups.min())} to {int(groups.max())} of {shape[1]}")
+    scales, zeros = scales.contiguous(), zeros.to(torch.uint8).contiguous()
+    other = None if groups.equal(neighbours) else groups
+    matrix = GroupedMatrix(codes, scales, zeros, inputs, bits, group, other)
+    return StoredTensor([[matrix]], dtype, experts=False)
