@@ -49,10 +49,16 @@ def _replace_children(
 
 def check_weight_dtype(config: EngineConfig, dtype: torch.dtype) -> None:
     """Raises ConfigError if weights that are loaded in `dtype` cannot become `config.weight_dtype`."""
-    if config.weight_dtype == "auto":
+    wanted = config.weight_dtype
+    if wanted == "auto":
         return
+    if wanted == "bfloat16" and dtype != torch.bfloat16:
+        name = str(dtype).removeprefix("torch.")
+        raise ConfigError("engine.weight_dtype", f"weights are computed in {name}", "use dtype bfloat16")
     if torch.device(config.device).type != "cpu":
-        problem = f"{config.weight_dtype} is for device cpu, not {config.device}"
+        if wanted == "bfloat16":
+            return
+        problem = f"{wanted} is for device cpu, not {config.device}"
         raise ConfigError("engine.weight_dtype", problem, "use auto")
     from engine.cpu.module_replacements import check_packs
 

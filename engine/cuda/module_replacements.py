@@ -51,7 +51,8 @@ def register(table: dict[str, Callable[[nn.Module, EngineConfig], nn.Module | No
 
 def keeps_stored_weights(config: EngineConfig, dtype: torch.dtype) -> bool:
     """Whether stored weights stay stored."""
-    return config.linear != "torch" and dtype in DTYPES and has_kernels()
+    wanted = config.linear != "torch" and config.weight_dtype == "auto"
+    return wanted and dtype in DTYPES and has_kernels()
 
 
 def _is_stored(linear: Any) -> bool:

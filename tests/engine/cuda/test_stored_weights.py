@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from common.errors import ConfigError
 from engine import loader
 from engine.checkpoint.scaled import ScaledMatrix
 from engine.checkpoint.stored import StoredTensor
@@ -25,7 +26,7 @@ from engine.cuda.module_replacements import keeps_stored_weights, register
 from engine.cuda.stored_experts import StoredExperts, tiles_of
 from engine.cuda.stored_product import Products, StoredProduct
 from engine.loader import load_model
-from engine.module_replacements import takes_stored_weights
+from engine.module_replacements import check_weight_dtype, takes_stored_weights
 from tests.engine.cpu.test_experts import make_experts
 from tests.engine.cpu.test_int8_weights import logits, share
 from tests.support.flashinfer_stand_in import flashinfer_module
@@ -116,6 +117,16 @@ def test_without_triton_weights_are_dequantised(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("engine.cuda.module_replacements.has_kernels", lambda: False)
     assert Products().stored(stored(in_mxfp4(16, 64)[1])) is None
     assert not keeps_stored_weights(EngineConfig("m", device="cuda"), torch.bfloat16)
+
+
+def test_bfloat16_weights_can_be_asked_for_on_a_gpu() -> None:
+    config = EngineConfig("m", device="cuda", weight_dtype="bfloat16")
+    check_weight_dtype(config, torch.bfloat16)
+    assert not takes_stored_weights(config, torch.bfloat16)
+    with pytest.raises(ConfigError, match="weights are computed in float16"):
+        check_weight_dtype(config, torch.float16)
+    with pytest.raises(ConfigError, match="int8 is for device cpu, not cuda"):
+        check_weight_dtype(EngineConfig("m", device="cuda", weight_dtype="int8"), torch.bfloat16)
 
 
 @pytest.mark.parametrize(
