@@ -3,8 +3,8 @@
 An Evictor is a heap of nodes, the same for every policy. Each component has its own, because each has its own
 rule of what may be evicted. A node is on offer at an evictor at most once, marked by a bit of `node.offers`.
 Its key in the heap is updated when the node reaches the top, not when the node is used: so a hit, a lock or
-an unlock of a node on offer costs nothing here. This is correct because use makes a key larger. Under mru it
-makes the key smaller, and the tree calls `touched`.
+an unlock of a node on offer costs nothing here. This is correct because use makes a key larger. Where a
+key becomes smaller, `touched` is called: at each use under mru, and when a node comes below another (fold).
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class Evictor:
             self._push(node)
 
     def touched(self, nodes: Sequence[TreeNode]) -> None:
-        """These nodes were just used. Called only if `keys_fall`: else an old key is too small, which is
-        safe."""
+        """The keys of these nodes may have become smaller. One that became larger needs no call: it is found
+        out when its entry is the first."""
         for node in nodes:
             if node.offers & self._bit:
                 self._push(node)

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <numeric>
 
+#include "isa.h"
 #include "linear.h"
 
 #if defined(__x86_64__)
@@ -97,14 +97,11 @@ bool put_int4(const uint8_t* codes, int64_t k, const float* factors, const uint8
 InputSums input_sums(const Input& a, int64_t m, int64_t k, PackFormat format) {
   if (format != kInt4By128Pack && format != kInt4By32Pack) return {};
   const int64_t inputs = format == kInt4By128Pack ? 128 : 32, count = (k + inputs - 1) / inputs;
+  const auto sum_of = current_isa() >= kAvx512 ? sum_of_inputs_avx512 : sum_of_inputs_avx2;
   float* sums = reinterpret_cast<float*>(working_memory(m * count * sizeof(float)));
   for (int64_t row = 0; row < m; ++row)
-    for (int64_t i = 0; i < k; i += inputs) {
-      float parts[16] = {};  // so that the compiler may add several at once
-      for (int64_t j = i; j < std::min(k, i + inputs); j += 16)
-        for (int l = 0; l < 16; ++l) parts[l] += to_float(a.data[row * a.stride + j + l]);
-      sums[row * count + i / inputs] = std::accumulate(parts, parts + 16, 0.0f);
-    }
+    for (int64_t i = 0; i < k; i += inputs)
+      sums[row * count + i / inputs] = sum_of(a.data + row * a.stride + i, std::min(inputs, k - i));
   return {sums, count};
 }
 

@@ -31,6 +31,10 @@ constexpr int64_t int4_block_bytes(int inputs) {
 
 inline int64_t blocks_of(int64_t k) { return (k + kBlockInputs - 1) / kBlockInputs; }
 
+// The sum of `count` inputs, a multiple of 32.
+float sum_of_inputs_avx2(const bf16* inputs, int64_t count);
+float sum_of_inputs_avx512(const bf16* inputs, int64_t count);
+
 // The place of a weight's code in a block. 16 bytes hold 8 numbers of one line, then 8 of the next, so that tables of lower
 // and of upper bytes are joined by unpacking. Of 4 bits, lower halves of 64 bytes are two lines, and upper halves the next two.
 struct Place {

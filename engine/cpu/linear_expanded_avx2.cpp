@@ -82,6 +82,16 @@ void expand(Int4Block<Inputs>, const uint8_t* codes, bf16* lines) {
 
 namespace baton {
 
+float sum_of_inputs_avx2(const bf16* inputs, int64_t count) {
+  const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+  Vec sum = splat(0);
+  for (int64_t i = 0; i < count; i += 16) {
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(inputs + i));
+    sum = add(sum, {_mm256_castsi256_ps(_mm256_slli_epi32(bits, 16)), _mm256_castsi256_ps(_mm256_and_si256(bits, upper))});
+  }
+  return sum_of(sum);
+}
+
 // Few rows read one group after the other, as one stream.
 void gemm_expanded_avx2(const Input& a, int64_t m, const Weights& weights, int64_t k, int groups, float* c) {
   const int step = m > kFewRows ? groups : 1;

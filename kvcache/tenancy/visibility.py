@@ -158,11 +158,15 @@ def fold(tree: RadixTree, usage: NodeUsage, copy: TreeNode, kept: TreeNode) -> b
         shared(kept).founders = (*kept.founders, owner)
     if kept.tenant and copy.permanently_private:
         mark(kept)
-    for child in copy.children.values():
+    moved = list(copy.children.values())
+    for child in moved:
         child.parent = kept
         kept.children[child.child_key(tree.page_size)] = child
         if kept.permanently_private:
             mark(child)
+    if kept.is_copy:
+        for component in tree.components:
+            component.evictor.touched(moved)  # below a copy some go first: their keys are smaller now
     kept.resident_children += copy.resident_children
     copy.children, copy.resident_children = {}, 0
     if copy.is_resident:

@@ -144,6 +144,24 @@ def test_a_leaf_that_becomes_public_is_evicted_as_a_public_one() -> None:
     assert held(built) == {"": 1}
 
 
+@pytest.mark.parametrize("shares", [SharesConfig(), SharesConfig({"a": TenantShare(max_share=0.9)})])
+def test_what_comes_below_a_fetched_copy_as_its_own_copy_is_folded_goes_first(shares: SharesConfig) -> None:
+    """The order of evictions says so (copies_first): its place in the queue was another before."""
+    built = memory(PAGE, 16, tenancy=TenancyConfig(2, secret=b"s"), shares=shares, eviction_policy="fifo")
+    document = pages_of_text("document", 3)
+    put(built, pages_of_text("old"), tenant="a")
+    put(built, document[: 2 * PAGE], tenant="a")
+    put(built, document, tenant="a")
+    put(built, document[: 2 * PAGE], is_copy=True)
+    assert built.promotion is not None
+    built.promotion.end_epoch()
+    assert held(built) == {"": 2, "a": 2}
+    built.cache.tree.evict("full", 1)
+    assert matched(built, document, tenant="a") == 2 * PAGE
+    assert matched(built, pages_of_text("old"), tenant="a") == PAGE
+    built.check_memory()
+
+
 def test_a_tenant_that_grows_is_again_in_the_order_of_all() -> None:
     built = shared(a=TenantShare(min_share=0.125))
     for name, tenant in ("Aa", "Ba", "Cb", "Db"):

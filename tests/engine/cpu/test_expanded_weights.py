@@ -117,6 +117,17 @@ def test_int4_without_neighbouring_groups_and_8_bits_are_kept_in_bfloat16():
         assert torch.equal(layer.pack.unpacked(torch.arange(48)), linear.weight.dequantised())
 
 
+def test_a_matrix_that_must_be_widened_widens_those_beside_it():
+    torch.manual_seed(0)
+    stored = [in_fp8(32, 128, None)[1] for _ in range(2)]
+    stored[1].numbers.view(torch.uint8)[3, 3] = 0x7F
+    weights = [StoredTensor([[each]], torch.bfloat16, experts=False) for each in stored]
+    pack = Packer().pack(64, 128, [Matrix(weight, 2 * i) for i, weight in enumerate(weights)])
+    assert pack.form is PackFormat.BFLOAT16
+    unpacked = torch.cat([weight.dequantised() for weight in weights])
+    torch.testing.assert_close(pack.unpacked(torch.arange(64)), unpacked, rtol=0, atol=0, equal_nan=True)
+
+
 def test_numbers_in_int8_are_kept_in_bfloat16():
     torch.manual_seed(0)
     numbers = torch.randint(-128, 128, (48, 128), dtype=torch.int8)
