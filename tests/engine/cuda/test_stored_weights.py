@@ -106,10 +106,15 @@ def test_a_number_that_is_nan_makes_its_output_nan(code: int) -> None:
     """The kernel does not know NaN: scales say it."""
     torch.manual_seed(0)
     numbers = torch.ones(48, 160).to(torch.float8_e4m3fn)
-    numbers.view(torch.uint8)[5, 150] = code
+    numbers.view(torch.uint8)[5, 100] = numbers.view(torch.uint8)[9, 150] = code
     coded = FORMATS[0][1](ScaledMatrix(numbers, torch.rand(3, 2), (16, 128)))
     assert coded is not None
-    assert coded.scales.isnan().nonzero().tolist() == [[5, 1]]
+    assert coded.scales.isnan().nonzero().tolist() == [[5, 0], [9, 1]]
+
+
+def test_the_kernel_reads_int4_in_blocks_of_32_inputs() -> None:
+    assert not isinstance(Products().of(stored(in_int4(16, 48, 48)[1])), StoredProduct)
+    assert isinstance(Products().of(stored(in_int4(16, 64, 64)[1])), StoredProduct)
 
 
 def test_without_triton_weights_are_dequantised(monkeypatch: pytest.MonkeyPatch) -> None:
