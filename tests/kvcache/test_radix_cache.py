@@ -446,6 +446,14 @@ def test_a_key_slice_shares_its_tokens() -> None:
     assert len(pairs[4:4]) == 0
 
 
+def test_a_page_has_the_highest_priority_that_asked_for_it() -> None:
+    with memory(pages=8, eviction_policy="priority") as built:
+        for name, priority in ((1, 9), (2, 5), (1, 0), (2, 6)):
+            put(built, [name] * 4, priority=priority)
+        built.cache.tree.evict("full", 1)
+        assert [matched(built, [name] * 4) for name in (1, 2)] == [4, 0]
+
+
 def test_a_copy_goes_first_and_takes_a_shorter_end_along() -> None:
     with memory(pages=32) as built:
         own, copied, longer = (list(range(first, first + 32)) for first in (0, 100, 200))
