@@ -159,16 +159,21 @@ def _stored(
     group_of: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> StoredTensor:
-    """Raises ValueError unless scales and zeros are [outputs, groups] and each input is in such a group."""
+    """Raises ValueError unless each input has a code, and a group of which there are scales and zeros,
+    [outputs, groups]."""
     group = group_size if 0 < group_size < inputs else inputs
     neighbours = torch.arange(inputs) // group
     groups = neighbours if group_of is None else group_of.long()
-    shape = (len(codes), scales.shape[-1])
+    nbytes, shape = -(-inputs * bits // 8), (len(codes), scales.shape[-1])
+    if codes.shape[1] < nbytes:
+        raise ValueError(f"an output has {codes.shape[1]} bytes of numbers, not {nbytes}")
     if tuple(scales.shape) != shape or tuple(zeros.shape) != shape:
         raise ValueError(f"scales are {tuple(scales.shape)}, zero points {tuple(zeros.shape)}, not {shape}")
     if groups.shape != (inputs,) or not 0 <= int(groups.min()) <= int(groups.max()) < shape[1]:
         raise ValueError(f"inputs are in groups {int(groups.min())} to {int(groups.max())} of {shape[1]}")
-    scales, zeros = scales.contiguous(), zeros.to(torch.uint8).contiguous()
     other = None if groups.equal(neighbours) else groups
-    matrix = GroupedMatrix(codes, scales, zeros, inputs, bits, group, other)
+    if other is None:  # a checkpoint may have scales of groups without inputs
+        scales, zeros = (each[:, : int(groups[-1]) + 1] for each in (scales, zeros))
+    scales, zeros = scales.contiguous(), zeros.to(torch.uint8).contiguous()
+    matrix = GroupedMatrix(codes[:, :nbytes], scales, zeros, inputs, bits, group, other)
     return StoredTensor([[matrix]], dtype, experts=False)

@@ -172,6 +172,12 @@ def replaced(path: Path, suffix: str, new: torch.Tensor | None) -> None:
         ("awq", ".scales", torch.ones(2, 8), r"scales are \(8, 2\)"),
         ("awq", ".qzeros", torch.ones(2, 8), "packed integers are torch.float32"),
         ("gptq_desc_act", ".g_idx", torch.full((64,), 9), "inputs are in groups 9 to 9 of 2"),
+        (
+            "ct_int4_zeros",
+            ".weight_packed",
+            torch.zeros(64, 1).int(),
+            "an output has 4 bytes of numbers, not",
+        ),
         ("ct_int4", ".weight_g_idx", torch.full((64,), -1), "inputs are in groups -1 to -1"),
     ],
 )
@@ -197,6 +203,19 @@ def test_a_gptq_zero_point_of_0_is_stored_as_the_largest_number(bits: int) -> No
     }
     weight = gptq_format(bits, -1, 1).read(parts, torch.float32)
     assert weight.dequantised().equal(torch.from_numpy(numbers) * 0.5)
+
+
+def test_a_weight_may_have_scales_of_groups_without_inputs() -> None:
+    numbers = np.arange(64).reshape(8, 8) % 16
+    parts = {
+        ".qweight": pack(numbers, 4).T.contiguous(),
+        ".qzeros": pack(np.full((2, 8), 7), 4),
+        ".scales": torch.tensor([[0.5], [2.0]]).expand(2, 8).half(),
+    }
+    weight = gptq_format(4, -1, 1).read(parts, torch.float32)
+    ((matrix,),) = weight.matrices
+    assert matrix.by_inputs(32)[0].shape == (8, 1)  # type: ignore[attr-defined]
+    assert weight.dequantised().equal(torch.from_numpy(numbers - 8) * 0.5)
 
 
 def test_an_mxfp4_scale_of_255_makes_numbers_that_are_none() -> None:
