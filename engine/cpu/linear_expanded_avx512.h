@@ -47,37 +47,54 @@ class Lines<Fp8Block> {
   const uint8_t* codes_;
 };
 
-// The same of MXFP4, four lines at a time, inputs i to i + 7.
+// The same of MXFP4 without powers of two, four lines at a time, inputs i to i + 7. A number is found in two tables, of the
+// lower and of the upper bytes of bfloat16.
 template <>
-class Lines<Mxfp4Block> {
+class Lines<Mxfp4Parts> {
  public:
   static constexpr int kLines = 4;
 
-  explicit Lines(const uint8_t* block) : codes_(block), powers_(block + kBlockCodes / 2) {}
+  explicit Lines(const uint8_t* block) : codes_(block) {}
 
-  // A number is found in two tables, of the lower and of the upper bytes of bfloat16. Then the power of two is added to its
-  // exponent, unless it is 0.
   void lines_of(int i, __m512i* lines) const {
     __builtin_prefetch(codes_ + 8 * i + kExpandAhead);
-    const __m128i powers = _mm_loadu_si128(reinterpret_cast<const __m128i*>(powers_ + i / kPowerInputs * 16));
-    const __m512i of_outputs = _mm512_cvtepi8_epi32(powers);
-    const __m512i power = _mm512_or_si512(_mm512_slli_epi32(of_outputs, 23),  // of both numbers of an output in a line
-                                          _mm512_and_si512(_mm512_slli_epi32(of_outputs, 7), _mm512_set1_epi32(0xffff)));
     const __m512i low = table(kMxfp4LowBytes), high = table(kMxfp4HighBytes), half = _mm512_set1_epi8(15);
     const __m512i both = _mm512_loadu_si512(codes_ + 8 * i);
     const __m512i lower = _mm512_and_si512(both, half), upper = _mm512_and_si512(_mm512_srli_epi16(both, 4), half);
     const __m512i a = _mm512_shuffle_epi8(low, lower), b = _mm512_shuffle_epi8(high, lower);
     const __m512i c = _mm512_shuffle_epi8(low, upper), d = _mm512_shuffle_epi8(high, upper);
-    const __m512i four[] = {_mm512_unpacklo_epi8(a, b), _mm512_unpackhi_epi8(a, b), _mm512_unpacklo_epi8(c, d),
-                            _mm512_unpackhi_epi8(c, d)};
-    for (int line = 0; line < 4; ++line) {
-      const __mmask32 numbers = _mm512_test_epi16_mask(four[line], _mm512_set1_epi16(0x7fff));
-      lines[line] = _mm512_mask_add_epi16(four[line], numbers, four[line], power);
-    }
+    lines[0] = _mm512_unpacklo_epi8(a, b);
+    lines[1] = _mm512_unpackhi_epi8(a, b);
+    lines[2] = _mm512_unpacklo_epi8(c, d);
+    lines[3] = _mm512_unpackhi_epi8(c, d);
   }
 
  private:
   const uint8_t* codes_;
+};
+
+// With them: a power is added to the exponent of a number, unless that is 0.
+template <>
+class Lines<Mxfp4Block> {
+ public:
+  static constexpr int kLines = 4;
+
+  explicit Lines(const uint8_t* block) : numbers_(block), powers_(block + kBlockCodes / 2) {}
+
+  void lines_of(int i, __m512i* lines) const {
+    const __m128i powers = _mm_loadu_si128(reinterpret_cast<const __m128i*>(powers_ + i / kPowerInputs * 16));
+    const __m512i of_outputs = _mm512_cvtepi8_epi32(powers);
+    const __m512i power = _mm512_or_si512(_mm512_slli_epi32(of_outputs, 23),  // of both numbers of an output in a line
+                                          _mm512_and_si512(_mm512_slli_epi32(of_outputs, 7), _mm512_set1_epi32(0xffff)));
+    numbers_.lines_of(i, lines);
+    for (int line = 0; line < 4; ++line) {
+      const __mmask32 numbers = _mm512_test_epi16_mask(lines[line], _mm512_set1_epi16(0x7fff));
+      lines[line] = _mm512_mask_add_epi16(lines[line], numbers, lines[line], power);
+    }
+  }
+
+ private:
+  Lines<Mxfp4Parts> numbers_;
   const uint8_t* powers_;
 };
 
@@ -222,7 +239,7 @@ void BATON_GEMM_EXPANDED(const Input& a, int64_t m, const Weights& weights, int6
     for (int g = 0; g < groups; ++g, c += kGroup) {
       const Weights group = weights.from_group(g, k);
       if (current_isa() >= kAmx) multiply<Block>(a, m, group, k, 1, c);
-      else multiply_few<Block>(m, a, static_cast<const uint8_t*>(group.pack), k, c, kLdc);
+      else multiply_few<typename Block::OfFew>(m, a, static_cast<const uint8_t*>(group.pack), k, c, kLdc);
     }
   });
 }

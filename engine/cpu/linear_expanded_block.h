@@ -1,7 +1,7 @@
 // The blocks of packs that are expanded (linear_expanded.h). Include vector_avx512.h or vector_avx2.h first.
 //
 // kInputs inputs share a factor of an output: they are a part of the block. kSubtracts: a part's products lack what
-// part(block, n).starts times the sum of the inputs is.
+// part(block, n).starts times the sum of the inputs is. OfFew: the type for few rows, which has the same layout.
 #pragma once
 #include "linear_expanded.h"
 
@@ -14,6 +14,7 @@ struct Part {
 };
 
 struct Fp8Block {
+  using OfFew = Fp8Block;
   static constexpr int64_t kBytes = kFp8BlockBytes;
   static constexpr int kInputs = kBlockInputs;
   static constexpr bool kSubtracts = false;
@@ -23,9 +24,22 @@ struct Fp8Block {
   }
 };
 
-struct Mxfp4Block {
+// Powers of two as factors: for few rows this takes fewer instructions than to put them into the numbers.
+struct Mxfp4Parts {
   static constexpr int64_t kBytes = kMxfp4BlockBytes;
-  static constexpr int kInputs = kBlockInputs;  // powers of two are in the expanded numbers
+  static constexpr int kInputs = kPowerInputs;
+  static constexpr bool kSubtracts = false;
+
+  static Part part(const uint8_t* block, int n) {
+    return {powers_of_two(reinterpret_cast<const int8_t*>(block + kBlockCodes / 2) + 16 * n), splat(0)};
+  }
+};
+
+// Powers of two in the expanded numbers: many rows multiply all of a block at once.
+struct Mxfp4Block {
+  using OfFew = Mxfp4Parts;
+  static constexpr int64_t kBytes = kMxfp4BlockBytes;
+  static constexpr int kInputs = kBlockInputs;
   static constexpr bool kSubtracts = false;
 
   static Part part(const uint8_t*, int) { return {splat(1.0f), splat(0)}; }
@@ -33,6 +47,7 @@ struct Mxfp4Block {
 
 template <int Inputs>
 struct Int4Block {
+  using OfFew = Int4Block;
   static constexpr int64_t kBytes = int4_block_bytes(Inputs);
   static constexpr int kInputs = Inputs;
   static constexpr bool kSubtracts = true;

@@ -15,6 +15,10 @@ inline Vec load(const float* from) { return _mm512_loadu_ps(from); }
 inline Vec load(const uint8_t* from) {
   return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 }
+inline Vec powers_of_two(const int8_t* from) {  // from -126 to 127
+  const __m512i powers = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(powers, _mm512_set1_epi32(127)), 23));
+}
 inline void store(float* to, Vec x) { _mm512_storeu_ps(to, x); }
 #if defined(__AVX512BF16__)
 inline __m256i rounded(Vec x) { return (__m256i)_mm512_cvtneps_pbh(x); }
