@@ -6,7 +6,7 @@ output's inputs. Numbers are packed into words of 32 bits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -41,12 +41,13 @@ class GroupedMatrix:
 
     def rows(self, rows: slice) -> GroupedMatrix:
         """Some of its outputs."""
-        return self._with(self.codes[rows], self.scales[rows], self.zeros[rows], self.group_of)
+        return replace(self, codes=self.codes[rows], scales=self.scales[rows], zeros=self.zeros[rows])
 
     def to(self, device: torch.device) -> GroupedMatrix:
         """The same on a device."""
         group_of = None if self.group_of is None else self.group_of.to(device)
-        return self._with(self.codes.to(device), self.scales.to(device), self.zeros.to(device), group_of)
+        codes, scales, zeros = (each.to(device) for each in (self.codes, self.scales, self.zeros))
+        return replace(self, codes=codes, scales=scales, zeros=zeros, group_of=group_of)
 
     def dequantise(self, into: torch.Tensor) -> None:
         """Write its numbers to a tensor of the same shape."""
@@ -75,11 +76,6 @@ class GroupedMatrix:
         times = self.group // width
         scales, zeros = (each.repeat_interleave(times, 1)[:, :count] for each in (self.scales, self.zeros))
         return scales, zeros
-
-    def _with(
-        self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, group_of: torch.Tensor | None
-    ) -> GroupedMatrix:
-        return GroupedMatrix(codes, scales, zeros, self.inputs, self.bits, self.group, group_of)
 
 
 def awq_format(group_size: int) -> Format:

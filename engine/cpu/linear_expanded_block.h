@@ -24,16 +24,7 @@ struct Fp8Block {
   }
 };
 
-// Powers of two as factors: for few rows this takes fewer instructions than to put them into the numbers.
-struct Mxfp4Parts {
-  static constexpr int64_t kBytes = kMxfp4BlockBytes;
-  static constexpr int kInputs = kPowerInputs;
-  static constexpr bool kSubtracts = false;
-
-  static Part part(const uint8_t* block, int n) {
-    return {powers_of_two(reinterpret_cast<const int8_t*>(block + kBlockCodes / 2) + 16 * n), splat(0)};
-  }
-};
+struct Mxfp4Parts;  // linear_expanded_avx512.h
 
 // Powers of two in the expanded numbers: many rows multiply all of a block at once.
 struct Mxfp4Block {

@@ -16,13 +16,6 @@ inline Vec load(const uint8_t* from) {
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
   return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)))};
 }
-inline __m256 powers_of_two(__m128i from) {
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtepi8_epi32(from), _mm256_set1_epi32(127)), 23));
-}
-inline Vec powers_of_two(const int8_t* from) {  // from -126 to 127
-  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
-  return {powers_of_two(bytes), powers_of_two(_mm_srli_si128(bytes, 8))};
-}
 inline void store(float* to, Vec x) {
   _mm256_storeu_ps(to, x.low);
   _mm256_storeu_ps(to + 8, x.high);
