@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from engine.checkpoint.base import Format
-from engine.checkpoint.grouped import awq_format, gptq_format, packed_format
+from engine.checkpoint.grouped import StoredZeros, awq_format, gptq_format, packed_format
 from engine.checkpoint.mxfp4 import MXFP4
 from engine.checkpoint.scaled import Block, scaled_format
 from engine.errors import UnsupportedModel
@@ -17,9 +17,10 @@ Settings = Mapping[str, Any]
 def stored_format(config: Any) -> Format | None:
     """The format of a transformers config's checkpoint; None: weights are not quantised.
 
-    Raises UnsupportedModel for a format that is not read, by the setting that says so.
+    compressed-tensors wrote `compression_config` until October 2024. Raises UnsupportedModel for a format
+    that is not read, by the setting that says so.
     """
-    settings = getattr(config, "quantization_config", None)
+    settings = getattr(config, "quantization_config", None) or getattr(config, "compression_config", None)
     if not settings:
         return None
     method = str(settings.get("quant_method"))
@@ -42,28 +43,38 @@ def _mxfp4(settings: Settings) -> Format:
 
 
 def _awq(settings: Settings) -> Format:
-    _one_of(settings, "bits", (4,), default=4)
+    """AutoAWQ's names, and those of llm-awq, from which it comes: `w_bit` and `q_group_size`."""
+    _one_of(settings, "w_bit" if "w_bit" in settings else "bits", (4,), default=4)
     _one_of(settings, "zero_point", (True,), default=True)
     _one_of(settings, "version", ("gemm", "GEMM"), default="gemm")
-    return awq_format(int(settings.get("group_size", 128)))
+    return awq_format(int(settings.get("group_size", settings.get("q_group_size", 128))))
 
 
 def _gptq(settings: Settings) -> Format:
+    """`dynamic` has settings of some weights by patterns of their names; GPTQModel writes it."""
     bits = _one_of(settings, "bits", (4, 8), default=4)
+    for rule in (settings.get("dynamic") or {}).values():
+        _one_of(rule or {}, "bits", (4, 8), default=bits)
+    if settings.get("rotation"):  # activations would have to be rotated, too
+        raise _refused("rotation", settings["rotation"], (None,))
     checkpoint = _one_of(settings, "checkpoint_format", ("gptq", "gptq_v2"), default="gptq")
-    return gptq_format(bits, int(settings.get("group_size", 128)), int(checkpoint == "gptq"))
+    by_gptqmodel = "gptqmodel" in str((settings.get("meta") or {}).get("quantizer"))
+    zeros: StoredZeros = "words_less_one" if by_gptqmodel else "each_less_one"
+    return gptq_format(
+        bits, int(settings.get("group_size", 128)), "exact" if checkpoint == "gptq_v2" else zeros
+    )
 
 
 def _compressed_tensors(settings: Settings) -> Format:
     """All groups of modules must be stored alike. What is done to activations is not computed."""
-    stored = _one_of(settings, "format", ("pack-quantized", "float-quantized", "int-quantized"))
+    stored = _one_of(settings, "format", tuple(_COMPRESSED))
+    types, widths = _COMPRESSED[stored]
     _one_of(settings.get("sparsity_config") or {}, "format", ("dense",), default="dense")
-    schemes = [group.get("weights") or {} for group in settings.get("config_groups", {}).values()]
-    wanted = "float" if stored == "float-quantized" else "int"
-    widths = (4, 8) if stored == "pack-quantized" else (8,)
+    _check_transforms(settings.get("transform_config") or {})
+    schemes = [group.get("weights") or {} for group in _groups(settings)]
     layouts = {
         (
-            _one_of(scheme, "type", (wanted,)),
+            _one_of(scheme, "type", types),
             _one_of(scheme, "num_bits", widths),
             _block(scheme.get("block_structure")),
         )
@@ -78,6 +89,29 @@ def _compressed_tensors(settings: Settings) -> Format:
         _one_of(scheme, "symmetric", (True,), default=True)
         _one_of(scheme, "strategy", ("tensor", "channel", "block") if block else ("tensor", "channel"))
     return scaled_format(".weight_scale", block)
+
+
+_COMPRESSED: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
+    "pack-quantized": (("int",), (4, 8)),
+    "float-quantized": (("float",), (8,)),
+    "int-quantized": (("int",), (8,)),
+    "naive-quantized": (("float", "int"), (8,)),  # the name of both before they had names of their own
+}
+"""compressed-tensors' format -> types and numbers of bits of its numbers."""
+
+
+def _groups(settings: Settings) -> list[Settings]:
+    groups = settings.get("config_groups") or {}
+    if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
+        raise _refused("config_groups", groups, ("a group of settings by its name",))
+    return list(groups.values())
+
+
+def _check_transforms(transforms: Settings) -> None:
+    """Rotations of weights alone cancel out. Those of activations and of KV would have to be computed."""
+    for scheme in (transforms.get("config_groups") or {}).values():
+        for each in scheme.get("apply") or []:
+            _one_of(each, "location", ("weight_input", "weight_output"))
 
 
 _METHODS: dict[str, Callable[[Settings], Format]] = {

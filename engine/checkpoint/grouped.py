@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import torch
 
@@ -16,6 +17,10 @@ from engine.checkpoint.stored import StoredTensor
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Which four bits of a word hold the number of each of its eight outputs."""
+
+StoredZeros = Literal["exact", "each_less_one", "words_less_one"]
+"""GPTQ's zero points: as they are, each less one modulo 2^bits, or less a word that has a one in each number:
+there a zero point of 0 borrows from its neighbour, as GPTQModel writes it."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +88,13 @@ def awq_format(group_size: int) -> Format:
     return Format((".qweight", ".qzeros", ".scales"), partial(_awq, group_size=group_size))
 
 
-def gptq_format(bits: int, group_size: int, zero_offset: int) -> Format:
-    """AutoGPTQ's layout: inputs are packed. A zero point is what is stored plus `zero_offset`, modulo 2^bits.
+def gptq_format(bits: int, group_size: int, zeros: StoredZeros) -> Format:
+    """AutoGPTQ's layout: inputs are packed.
 
-    With desc_act the inputs of a group are not neighbours; `.g_idx` then says each input's group.
+    With desc_act the inputs of a group are not neighbours; `.g_idx` then says each input's group. By its
+    length a weight may have another number of bits, 4 or 8, than `bits`.
     """
-    read = partial(_gptq, bits=bits, group_size=group_size, zero_offset=zero_offset)
+    read = partial(_gptq, bits=bits, group_size=group_size, stored_zeros=zeros)
     return Format((".qweight", ".qzeros", ".scales"), read, optional=(".g_idx",))
 
 
@@ -103,6 +109,9 @@ def _awq(parts: Parts, dtype: torch.dtype, group_size: int) -> StoredTensor:
     """qweight int32 [inputs, outputs / 8], qzeros [groups, outputs / 8], scales [groups, outputs]."""
     packed = parts[".qweight"]
     inputs, outputs = len(packed), packed.shape[1] * 8
+    groups = -(-inputs // group_size) if group_size > 0 else 1
+    if len(parts[".scales"]) != groups:
+        raise ValueError(f"scales are of {len(parts['.scales'])} groups of inputs, not {groups}")
     codes = torch.empty(outputs, -(-inputs // 2), dtype=torch.uint8)
     for part in row_blocks(inputs, outputs, 2):
         numbers = unpack(packed[part], 4, _AWQ_ORDER).T.to(torch.uint8)
@@ -113,22 +122,35 @@ def _awq(parts: Parts, dtype: torch.dtype, group_size: int) -> StoredTensor:
     return _stored(codes, parts[".scales"].T, zeros.T, inputs, 4, group_size, None, dtype)
 
 
-def _gptq(parts: Parts, dtype: torch.dtype, bits: int, group_size: int, zero_offset: int) -> StoredTensor:
+def _gptq(
+    parts: Parts, dtype: torch.dtype, bits: int, group_size: int, stored_zeros: StoredZeros
+) -> StoredTensor:
     """qweight int32 [inputs / n, outputs], qzeros [groups, outputs / n], scales [groups, outputs].
 
     n = 32 / bits.
     """
-    packed = parts[".qweight"]
-    zeros = (unpack(parts[".qzeros"], bits) + zero_offset) & (2**bits - 1)
+    packed, group_of, scales = parts[".qweight"], parts.get(".g_idx"), parts[".scales"].T
+    if group_of is not None and len(packed) * 32 in (len(group_of) * 4, len(group_of) * 8):
+        bits = len(packed) * 32 // len(group_of)
+    zeros = _zero_points(parts[".qzeros"], bits, stored_zeros)
     inputs = len(packed) * 32 // bits
-    group_of, scales = parts.get(".g_idx"), parts[".scales"].T
     return _stored(_bytes(packed.T), scales, zeros.T, inputs, bits, group_size, group_of, dtype)
+
+
+def _zero_points(words: torch.Tensor, bits: int, stored: StoredZeros) -> torch.Tensor:
+    if stored == "words_less_one":
+        words = words + (2**32 - 1) // (2**bits - 1)  # a one in each number; the sum carries
+    zeros = unpack(words, bits)
+    if stored == "each_less_one":
+        zeros = zeros.add(1).bitwise_and(2**bits - 1)
+    return zeros
 
 
 def _packed(parts: Parts, dtype: torch.dtype, bits: int) -> StoredTensor:
     """weight_packed int32 [outputs, inputs / n], weight_scale [outputs, groups] or [1], n = 32 / bits.
 
-    A zero point is packed along the outputs, [outputs / n, groups]; without one it is 0.
+    A zero point is packed along the outputs, [outputs / n, groups]; without one it is 0. weight_g_idx that is
+    all -1 is none.
     """
     outputs, inputs = parts[".weight_shape"].tolist()
     scales = parts[".weight_scale"]
@@ -137,6 +159,8 @@ def _packed(parts: Parts, dtype: torch.dtype, bits: int) -> StoredTensor:
     if ".weight_zero_point" in parts:
         zeros = unpack(parts[".weight_zero_point"].T, bits).T[:outputs]
     group_of, group_size = parts.get(".weight_g_idx"), -(-inputs // scales.shape[1])
+    if group_of is not None and group_of.eq(-1).all():
+        group_of = None
     return _stored(_bytes(parts[".weight_packed"]), scales, zeros, inputs, bits, group_size, group_of, dtype)
 
 
@@ -165,7 +189,9 @@ def _stored(
         raise ValueError(f"an output has {codes.shape[1]} bytes of numbers, not {nbytes}")
     if tuple(scales.shape) != shape or tuple(zeros.shape) != shape:
         raise ValueError(f"scales are {tuple(scales.shape)}, zero points {tuple(zeros.shape)}, not {shape}")
-    if groups.shape != (inputs,) or not 0 <= int(groups.min()) <= int(groups.max()) < shape[1]:
+    if groups.shape != (inputs,):
+        raise ValueError(f"{inputs} inputs have {len(groups)} entries of g_idx")
+    if not 0 <= int(groups.min()) <= int(groups.max()) < shape[1]:
         raise ValueError(f"inputs are in groups {int(groups.min())} to {int(groups.max())} of {shape[1]}")
     other = None if groups.equal(neighbours) else groups
     if other is None:  # a checkpoint may have scales of groups without inputs

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from common.start_log import StartProgress
 from engine.checkpoint.base import Format, Stored
 
 _PLAIN = ("F64", "F32", "F16", "BF16")
+_CODES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "I8")
+"""Numbers that are no weights without a scale. Tensors other than weights may be bytes, words or booleans."""
 
 
 class CountedTensor:
@@ -82,34 +85,42 @@ def read_weights(
         names = file.keys()
         stored |= {name: CountedTensor(file.get_slice(name), progress) for name in names}
     weights: dict[str, Stored | QuantisedWeight] = dict(stored)
-    if form is None:
-        return weights
-    for name in stored:
-        if name.endswith(form.parts[0]):
-            stem = name.removesuffix(form.parts[0])
-            parts = {suffix: weights.pop(stem + suffix, None) for suffix in (*form.parts, *form.optional)}
-            missing = [stem + suffix for suffix in form.parts if parts[suffix] is None]
-            if missing:
-                raise ValueError(f"{name} is there, but not {', '.join(missing)}")
-            found: Any = {suffix: part for suffix, part in parts.items() if part is not None}
-            weights[stem + form.result] = QuantisedWeight(stem + form.result, form, found, dtype, keep)
+    if form is not None:
+        _put_together(weights, form, dtype, keep)
     for name, weight in weights.items():
-        if (
-            name.endswith(".weight")
-            and not isinstance(weight, QuantisedWeight)
-            and weight.get_dtype() not in _PLAIN
-        ):
-            raise ValueError(f"{name} is stored as {weight.get_dtype()}, without {form.parts[0]}")
+        if isinstance(weight, QuantisedWeight):
+            continue
+        stored_as = weight.get_dtype()
+        if stored_as in _CODES or (name.endswith(".weight") and stored_as not in _PLAIN):
+            lacks = "quantization_config in config.json" if form is None else form.parts[0]
+            raise ValueError(f"{name} is stored as {stored_as}, without {lacks}")
     return weights
 
 
+def _put_together(
+    weights: dict[str, Stored | QuantisedWeight], form: Format, dtype: torch.dtype, keep: bool
+) -> None:
+    """Replace the tensors of each quantised weight by the weight."""
+    for name in [name for name in weights if name.endswith(form.parts[0])]:
+        stem = name.removesuffix(form.parts[0])
+        parts = {suffix: weights.pop(stem + suffix, None) for suffix in (*form.parts, *form.optional)}
+        missing = [stem + suffix for suffix in form.parts if parts[suffix] is None]
+        if missing:
+            raise ValueError(f"{name} is there, but not {', '.join(missing)}")
+        found: Any = {suffix: part for suffix, part in parts.items() if part is not None}
+        weights[stem + form.result] = QuantisedWeight(stem + form.result, form, found, dtype, keep)
+
+
 def _files(model: str, local: bool) -> list[str]:
-    """The paths of the checkpoint's files, downloaded if they must be."""
-    try:
-        index = cached_file(model, "model.safetensors.index.json", local_files_only=local)
-    except OSError:  # not in shards
-        return [str(cached_file(model, "model.safetensors", local_files_only=local))]
-    assert index is not None
+    """The paths of the checkpoint's files, downloaded if they must be.
+
+    One file is preferred to shards, as transformers does.
+    """
+    found = partial(cached_file, model, local_files_only=local, _raise_exceptions_for_missing_entries=False)
+    if (whole := found("model.safetensors")) is not None:
+        return [whole]
+    if (index := found("model.safetensors.index.json")) is None:
+        raise OSError(f"{model} has neither model.safetensors nor model.safetensors.index.json")
     if local:
         names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
         return [str(Path(index).parent / name) for name in names]

@@ -73,6 +73,8 @@ def _read(parts: Parts, dtype: torch.dtype, scale: str, block: Block | None) -> 
     numbers, scales = parts[".weight"], parts[scale].float()
     if numbers.ndim != 2:
         raise ValueError(f"a quantised weight has the shape {tuple(numbers.shape)}, not two dimensions")
+    if numbers.dtype not in (torch.float8_e4m3fn, torch.int8):
+        raise ValueError(f"it has a scale, {scale}, but is stored as {numbers.dtype}")
     rows, columns = numbers.shape
     if block is None:
         scales = scales.reshape(-1, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +9,21 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, LlamaConfig
+from transformers import GptOssConfig, LlamaConfig
 
 from common.errors import ConfigError
 from engine.checkpoint import base
 from engine.checkpoint.formats import stored_format
-from engine.checkpoint.grouped import gptq_format
+from engine.checkpoint.grouped import gptq_format, packed_format
 from engine.checkpoint.mxfp4 import MXFP4
-from engine.checkpoint.reader import QuantisedWeight, read_weights
 from engine.checkpoint.scaled import scaled_format
-from engine.checkpoint.stored import StoredTensor
 from engine.config import EngineConfig
 from engine.errors import UnsupportedModel
 from engine.gate import check_model
 from engine.loader import load_model
 from tests.engine.conftest import PROMPTS
 from tests.support.hand_off import pair
-from tests.support.quantised_checkpoints import FORMATS, pack, scaled, write
+from tests.support.quantised_checkpoints import FORMATS, GROUP, gptq, pack, packed, scaled, write
 from tests.support.reference import MIN_MARGIN, reference_generate
 
 CASES = [
@@ -124,8 +121,30 @@ def test_tokens_equal_generate_of_the_dequantised_model(family: str, form: str, 
         ({"quant_method": "awq", "version": "gemv"}, "version is 'gemv'"),
         ({"quant_method": "gptq", "bits": 3}, "bits is 3"),
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
+        ({"quant_method": "gptq", "rotation": "hadamard"}, "rotation is 'hadamard'"),
+        ({"quant_method": "gptq", "dynamic": {"-:lm_head": {}, "+:.*down.*": {"bits": 2}}}, "bits is 2"),
+        ({"quant_method": "awq", "w_bit": 3}, "w_bit is 3"),
         ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "format is 'nvfp4"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "config_groups is '0 layouts'"),
+        (
+            {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": None},
+            "config_groups is '0 layouts'",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "config_groups": {"0": ["Linear"]},
+            },
+            "config_groups is {'0': ['Linear']}",
+        ),
+        (
+            {
+                **FORMATS["ct_int4"][0],
+                "transform_config": {"config_groups": {"R4": {"apply": [{"location": "input"}]}}},
+            },
+            "location is 'input'",
+        ),
         (
             {
                 "quant_method": "compressed-tensors",
@@ -145,8 +164,20 @@ def test_a_format_that_is_not_read_is_refused_by_name(settings: dict[str, Any], 
     assert "\n" not in message
 
 
-def test_a_format_that_is_read_passes_the_gate() -> None:
-    check_model(GptOssConfig(quantization_config={"quant_method": "mxfp4"}))
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quant_method": "mxfp4"},
+        {"quant_method": "awq", "w_bit": 4, "q_group_size": 64},
+        {"quant_method": "gptq", "dynamic": {"-:.*lm_head.*": {}, "+:.*down_proj.*": {"bits": 8}}},
+        {
+            **FORMATS["ct_int4"][0],
+            "transform_config": {"config_groups": {"R1": {"apply": [{"location": "weight_output"}]}}},
+        },
+    ],
+)
+def test_a_format_that_is_read_passes_the_gate(settings: dict[str, Any]) -> None:
+    check_model(GptOssConfig(quantization_config=settings))
 
 
 def replaced(path: Path, suffix: str, new: torch.Tensor | None) -> None:
@@ -169,7 +200,14 @@ def replaced(path: Path, suffix: str, new: torch.Tensor | None) -> None:
         ("fp8", ".weight_scale_inv", torch.ones(1, 1), r"scales are \(1, 1\) for a weight"),
         ("fp8", "proj.weight", None, "is there, but not model"),
         ("awq", ".scales", None, "is there, but not model"),
+        (
+            "fp8",
+            "proj.weight",
+            torch.ones(64, 64).bfloat16(),
+            "has a scale, .weight_scale_inv, but is stored as",
+        ),
         ("awq", ".scales", torch.ones(2, 8), r"scales are \(8, 2\)"),
+        ("awq", ".scales", torch.ones(3, 64), "scales are of 3 groups of inputs, not 2"),
         ("awq", ".qzeros", torch.ones(2, 8), "packed integers are torch.float32"),
         ("gptq_desc_act", ".g_idx", torch.full((64,), 9), "inputs are in groups 9 to 9 of 2"),
         (
@@ -178,7 +216,8 @@ def replaced(path: Path, suffix: str, new: torch.Tensor | None) -> None:
             torch.zeros(64, 1).int(),
             "an output has 4 bytes of numbers, not",
         ),
-        ("ct_int4", ".weight_g_idx", torch.full((64,), -1), "inputs are in groups -1 to -1"),
+        ("ct_int4", ".weight_g_idx", torch.full((64,), 9), "inputs are in groups 9 to 9 of 2"),
+        ("ct_int4", ".weight_g_idx", torch.zeros(63), "64 inputs have 63 entries of g_idx"),
     ],
 )
 def test_an_incomplete_weight_is_a_config_error(
@@ -201,8 +240,40 @@ def test_a_gptq_zero_point_of_0_is_stored_as_the_largest_number(bits: int) -> No
         ".qzeros": pack(np.full((1, in_word), largest), bits),
         ".scales": torch.full((1, in_word), 0.5).half(),
     }
-    weight = gptq_format(bits, -1, 1).read(parts, torch.float32)
+    weight = gptq_format(bits, -1, "each_less_one").read(parts, torch.float32)
     assert weight.dequantised().equal(torch.from_numpy(numbers) * 0.5)
+
+
+def test_gptqmodel_stores_words_of_zero_points_less_a_word_of_ones() -> None:
+    """The zero point 0 of the first output borrows from the second's. See convert_gptq_v2_to_v1_format."""
+    numbers, zeros = np.full((8, 8), 9), np.array([[0, 5, 8, 1, 0, 0, 15, 3]])
+    word = pack(zeros, 4).numpy().view(np.uint32) - np.uint32(0x11111111)
+    parts = {
+        ".qweight": pack(numbers, 4).T.contiguous(),
+        ".qzeros": torch.from_numpy(word.view(np.int32)),
+        ".scales": torch.ones(1, 8).half(),
+    }
+    settings = {"quant_method": "gptq", "group_size": -1, "meta": {"quantizer": ["gptqmodel:7.3.4"]}}
+    form = stored_format(LlamaConfig(quantization_config=settings))
+    assert form is not None
+    weight = form.read(parts, torch.float32)
+    assert weight.dequantised().equal(torch.from_numpy(numbers - zeros.T).float())
+
+
+def test_gptq_weights_may_have_other_widths_than_the_config_says() -> None:
+    weight = np.random.default_rng(0).normal(size=(40, 64)).astype(np.float32)
+    for bits in (4, 8):
+        parts, exact = gptq(bits, True, 1)(weight)
+        got = gptq_format(12 - bits, GROUP, "each_less_one").read(parts, torch.float32)
+        assert got.dequantised().equal(torch.from_numpy(exact))
+
+
+def test_entries_of_g_idx_that_are_minus_1_are_none() -> None:
+    weight = np.random.default_rng(0).normal(size=(40, 64)).astype(np.float32)
+    parts, exact = packed(4, symmetric=True)(weight)
+    parts[".weight_g_idx"] = torch.full((64,), -1, dtype=torch.int32)
+    got = packed_format(4).read(parts, torch.float32)
+    assert got.dequantised().equal(torch.from_numpy(exact))
 
 
 def test_a_weight_may_have_scales_of_groups_without_inputs() -> None:
@@ -212,7 +283,7 @@ def test_a_weight_may_have_scales_of_groups_without_inputs() -> None:
         ".qzeros": pack(np.full((2, 8), 7), 4),
         ".scales": torch.tensor([[0.5], [2.0]]).expand(2, 8).half(),
     }
-    weight = gptq_format(4, -1, 1).read(parts, torch.float32)
+    weight = gptq_format(4, -1, "each_less_one").read(parts, torch.float32)
     ((matrix,),) = weight.matrices
     assert matrix.by_inputs(32)[0].shape == (8, 1)  # type: ignore[attr-defined]
     assert weight.dequantised().equal(torch.from_numpy(numbers - 8) * 0.5)
@@ -232,34 +303,3 @@ def test_the_last_rows_are_in_a_block_that_is_cut_off(monkeypatch: pytest.Monkey
     parts, exact = scaled(".weight_scale", block)(weight)
     got = scaled_format(".weight_scale", block).read(parts, torch.float32)
     assert got.dequantised().equal(torch.from_numpy(exact))
-
-
-@pytest.mark.parametrize("form", ["fp8", "awq", "ct_int4"])
-def test_the_tensors_of_a_quantised_weight_are_not_weights_of_their_own(form: str, tmp_path: Path) -> None:
-    stored, exact = write("llama", tmp_path, 0, form)
-    config = AutoConfig.from_pretrained(stored)
-    weights = read_weights(str(stored), stored_format(config), torch.float32, local=True, keep=False)
-    assert weights.keys() == load_file(exact / "model.safetensors").keys()
-
-
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("keep", [True, False])
-def test_weights_stay_stored_if_asked(form: str, keep: bool, tmp_path: Path) -> None:
-    stored, _ = write("gpt_oss" if form == "mxfp4" else "llama", tmp_path, 0, form)
-    found = stored_format(AutoConfig.from_pretrained(stored))
-    weights = read_weights(str(stored), found, torch.bfloat16, local=True, keep=keep)
-    read = [each[...] for each in weights.values() if isinstance(each, QuantisedWeight)]
-    assert read
-    assert {isinstance(weight, StoredTensor) for weight in read} == {keep}
-    assert {weight.dtype for weight in read} == {torch.bfloat16}
-
-
-def test_a_model_that_says_quantised_and_is_not_is_loaded(tmp_path: Path) -> None:
-    """A fine-tune may leave quantization_config behind: what counts is how its weights are stored."""
-    _, exact = write("llama", tmp_path, 0, "fp8")
-    config = json.loads((exact / "config.json").read_text())
-    (exact / "config.json").write_text(json.dumps({**config, "quantization_config": FORMATS["fp8"][0]}))
-    ours = loaded_weights(exact, "float32")
-    (exact / "config.json").write_text(json.dumps(config))
-    theirs = AutoModelForCausalLM.from_pretrained(exact, dtype=torch.float32).state_dict()
-    assert all(ours[name].equal(theirs[name]) for name in theirs)
