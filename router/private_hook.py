@@ -95,7 +95,11 @@ class PrivatePromptHook:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(ended, value, failure)
 
-        threading.Thread(target=work, name="private prompt hook", daemon=True).start()
+        try:
+            threading.Thread(target=work, name="private prompt hook", daemon=True).start()
+        except RuntimeError:  # the machine has no thread for it
+            self._room.release()
+            raise
         return await answer
 
 

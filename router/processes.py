@@ -25,7 +25,10 @@ _PAUSE_S = 1.0  # before one that has ended is started again
 
 
 class ProcessFailed(Exception):
-    """A process of the router did not start. `code` is its exit code; it has said why on stderr."""
+    """A process of the router did not start. `code` is its exit code; it has said why on stderr.
+
+    None: it had to be killed, as it said nothing in time, or something that is not understood.
+    """
 
     def __init__(self, code: int | None) -> None:
         super().__init__(f"a router process did not start (exit code {code})")
@@ -88,12 +91,10 @@ class RouterProcesses:
         process.stdin.write(f"{self._resume_key}\n".encode())
         try:
             said = await asyncio.wait_for(process.stdout.readline(), _READY_S)
-        except TimeoutError:
-            said = b""
-        if not said:
+            further = _Further(process, json.loads(said)["mailbox"])
+        except (TimeoutError, ValueError, LookupError, TypeError):
             self._running.discard(process)
-            raise ProcessFailed(await _end(process))
-        further = _Further(process, json.loads(said)["mailbox"])
+            raise ProcessFailed(await _end(process)) from None
         self._group.join(further.mailbox)
         return further
 
@@ -110,8 +111,8 @@ class RouterProcesses:
             await asyncio.sleep(_PAUSE_S)
             try:
                 return await self._spawn()
-            except ProcessFailed as error:
-                log.warning("%s", error)
+            except (ProcessFailed, OSError) as error:  # OSError: no memory or process for it right now
+                log.warning("a router process is not replaced yet: %s", error)
 
 
 async def _end(process: Process) -> int | None:

@@ -276,8 +276,7 @@ class Router:
         try:
             return await self._claim(resumption)
         finally:  # rooms that were left and are not claimed get an Abort with their next tokens
-            numbers = range(first, first + resumption.submission.choice_count)
-            self._dispatcher.foreign.difference_update(numbers)
+            self._claims.disown(range(first, first + resumption.submission.choice_count))
 
     async def _claim(self, resumption: Resumption) -> dict[int, FoundRoom]:
         first, positions = resumption.first_room, resumption.positions

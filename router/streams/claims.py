@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from itertools import count
 from typing import NamedTuple
 
+from common.errors import Interrupted
 from router.streams.dispatcher import Dispatcher
 from router.streams.stream import RoomStream
 from wire.messages import Abort, AnyMessage, Claim, Claimed
@@ -38,6 +39,7 @@ class _Asked:
         self.workers: dict[str, WorkerRecord] = {}  # that were asked, by mailbox
         self.answered: set[str] = set()
         self.found: dict[int, list[FoundRoom]] = {}
+        self.superseded = False  # a later request asks for these rooms
         self.over = asyncio.get_running_loop().create_future()
 
     @property
@@ -60,8 +62,17 @@ class _Asked:
             self.found.setdefault(room.room, []).append(
                 FoundRoom(worker, room.epoch, room.forced, max(room.epoch, room.newest))
             )
-        if (self.complete or len(self.answered) == len(self.workers)) and not self.over.done():
+        if self.complete or len(self.answered) == len(self.workers):
+            self.end()
+
+    def end(self) -> None:
+        """Wait no longer."""
+        if not self.over.done():
             self.over.set_result(None)
+
+    def supersede(self) -> None:
+        self.superseded = True
+        self.end()
 
 
 class Claims:
@@ -80,7 +91,13 @@ class Claims:
 
         `workers` returns whom to ask. It is called again and again: this router may have started just now and
         know nobody. Call `take_over` or `give_up` with the result before anything else is awaited.
+
+        A client may have given up a connection, unnoticed so far, and ask again: the later request gets the
+        rooms. The earlier one raises Interrupted.
         """
+        for earlier in self._asked.values():
+            if not set(rooms).isdisjoint(earlier.rooms):
+                earlier.supersede()
         asked = _Asked(rooms)
         token = next(self._tokens)
         self._asked[token] = asked
@@ -94,7 +111,10 @@ class Claims:
                 await asyncio.wait([asked.over], timeout=_REPEAT_S)
         finally:
             del self._asked[token]
-            self._dispatcher.foreign.difference_update(rooms)
+            self.disown(rooms)
+        if asked.superseded:
+            self._give_up_unasked(asked)
+            raise Interrupted("the client goes on with this stream on another connection")
         latest = {number: max(found, key=lambda one: one.epoch) for number, found in asked.found.items()}
         for number, found in asked.found.items():
             surplus = [one for one in found if one != latest[number] or not asked.complete]
@@ -108,7 +128,10 @@ class Claims:
         if asked is not None:
             asked.take(sender, message)
             return
+        wanted = self._wanted()
         for one in message.rooms:
+            if one.room in wanted:  # the worker answers the later request, too
+                continue
             room = self._dispatcher.rooms.get(one.room)
             if room is None or room.request.epoch != one.epoch:
                 self._abort(sender, one.room, one.epoch)
@@ -119,6 +142,7 @@ class Claims:
             one, assignment = found[room.number], self._dispatcher.assignments[room.number]
             assignment.fix()
             placement = assignment.version.placer.take_over(room.placement_request, one.worker, now)
+            assert room.number not in self._dispatcher.rooms, "a room has one request"
             self._dispatcher.rooms[room.number] = room
             room.take_over(placement, one.epoch, one.newest, now)
 
@@ -126,6 +150,21 @@ class Claims:
         """Nobody here goes on with rooms that were found."""
         for number, one in found.items():
             self._abort(one.worker.mailbox, number, one.epoch)
+
+    def disown(self, rooms: Iterable[int]) -> None:
+        """The output of rooms that nobody asks for is not left alone any more."""
+        self._dispatcher.foreign.difference_update(set(rooms) - self._wanted())
+
+    def _wanted(self) -> set[int]:
+        return {number for asked in self._asked.values() for number in asked.rooms}
+
+    def _give_up_unasked(self, asked: _Asked) -> None:
+        """Of a superseded request: the later one's client may have the end of some rooms already."""
+        wanted = self._wanted()
+        for number, found in asked.found.items():
+            for one in found:
+                if number not in wanted:
+                    self.give_up({number: one})
 
     def _abort(self, mailbox: str, room: int, epoch: int) -> None:
         abort = Abort(room, epoch, "it was claimed, and its stream is computed again")

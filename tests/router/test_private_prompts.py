@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,20 @@ def test_calls_that_hang_do_not_hold_up_prompts_for_longer_than_their_time() -> 
         async with asyncio.timeout(5):
             assert await asyncio.gather(*asked) == [0] * 20
             assert await hook.private_from("a", [], lambda _: "nothing") == 0
+
+    asyncio.run(ask())
+
+
+def test_a_call_for_which_there_is_no_thread_takes_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def ask() -> None:
+        hook = PrivatePromptHook(HOOK, 5.0, CollectorRegistry())
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            assert [await hook.private_from("a", [], lambda _: "open") for _ in range(20)] == [0] * 20
+        assert await hook.private_from("a", [], lambda _: "nothing") is None
 
     asyncio.run(ask())
 

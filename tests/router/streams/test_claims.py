@@ -7,6 +7,9 @@ from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from common.errors import Interrupted
 from router.streams.claims import Claims, FoundRoom
 from tests.router.directory.test_directory import record
 from wire.messages import Abort, AnyMessage, Claim, Claimed, ClaimedRoom
@@ -37,8 +40,10 @@ class Asking:
         assert isinstance(message, Abort)
         self.aborted.append(key)
 
-    def ask(self, timeout_s: float = 30.0) -> asyncio.Task[dict[int, FoundRoom]]:
-        return asyncio.create_task(self.claims.ask([1, 2], lambda: self.workers, timeout_s))
+    def ask(
+        self, timeout_s: float = 30.0, rooms: tuple[int, ...] = (1, 2)
+    ) -> asyncio.Task[dict[int, FoundRoom]]:
+        return asyncio.create_task(self.claims.ask([*rooms], lambda: self.workers, timeout_s))
 
     async def asked(self, worker: WorkerRecord, times: int = 1) -> int:
         """Until the worker was asked so often. Returns the question's token."""
@@ -135,5 +140,28 @@ def test_a_repeated_answer_does_not_end_the_room() -> None:
             asking.rooms[number] = SimpleNamespace(request=SimpleNamespace(epoch=0))
         asking.answer(D, token, *both)
         assert asking.aborted == []
+
+    run(go)
+
+
+def test_a_later_request_gets_the_rooms_of_an_earlier_one() -> None:
+    """The worker answers both in one turn. The later one does not want room 1: its client has its end."""
+
+    async def go() -> None:
+        asking = Asking(D)
+        earlier = asking.ask()
+        first = await asking.asked(D)
+        asking.answer(D, first, ClaimedRoom(1, 0, 0))
+        later = asking.ask(rooms=(2,))
+        second = await asking.asked(D, times=2)
+        with pytest.raises(Interrupted):
+            await earlier
+        assert asking.aborted == [RetransmitKey(D.mailbox, 1, 0, "abort")]
+        assert asking.foreign == {2}
+        asking.answer(D, first, ClaimedRoom(1, 0, 0), ClaimedRoom(2, 0, 0))
+        asking.answer(D, second, ClaimedRoom(2, 0, 0))
+        assert await later == {2: FoundRoom(D, 0, 0, 0)}
+        assert {key.room for key in asking.aborted} == {1}
+        assert asking.foreign == set()
 
     run(go)
