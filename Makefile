@@ -3,8 +3,10 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PY := .venv/bin/python
 # Two workers on one small machine share its cores: one compute thread each, unless a bench asks for more.
 TEST_ENV := OMP_NUM_THREADS=1 RAY_DISABLE_IMPORT_WARNING=1 RAY_USAGE_STATS_ENABLED=0
+# Without Python's caches every process of the tests compiles all modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-tiers check lint types imports dead quick test oracle tiers tenancy mutants two-hosts overload observe chaos-ray cluster fuzz fuzz-models invariants e2e chaos clients gpu kernels soak peers wheel demo-quality kv-quant
+.PHONY: help setup demo demo-tiers check lint types imports dead quick collected test oracle tiers tenancy mutants two-hosts overload observe chaos-ray cluster fuzz fuzz-models invariants e2e chaos clients gpu kernels soak peers wheel demo-quality kv-quant
 
 help:  ## list the targets and their variables
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -50,7 +52,12 @@ dead: setup  ## vulture: code that nothing but tests uses
 quick: lint types  ## style, types, and fast unit tests of the rooms that differ from main and of their importers
 	@$(TEST_ENV) $(PY) -m tools.quick $(if $(ALL),--all)
 
-test: setup check  ## all that a change must pass: check, unit tests, an oracle subset, one Ray end-to-end
+# Checks keep one core busy. Meanwhile pytest compiles the tests, or each of its jobs would.
+collected: setup
+	@$(PY) -m pytest --collect-only -qq >/dev/null
+
+test: setup  ## all that a change must pass: check, unit tests, an oracle subset, one Ray end-to-end
+	@$(MAKE) --no-print-directory -j 2 -O check collected
 	@$(TEST_ENV) $(PY) -m tools.run_tests "not oracle_full and not emulated and not invariants and not e2e and not quality and not peers and not gpu and not kernels"
 
 oracle: setup  ## the whole matrix against transformers.generate

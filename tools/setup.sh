@@ -41,13 +41,13 @@ torch=$(grep '^torch==' requirements.lock)
 if [ -n "$gpu" ]; then
     if ! .venv/bin/python -c "import torch, sys; sys.exit(torch.version.cuda is None or torch.__version__.split('+')[0] != '${torch#torch==}')" 2>/dev/null; then
         say "$torch for CUDA"
-        .venv/bin/pip install "torch===${torch#torch==}"    # three `=`: a build for CPUs, 2.13.0+cpu, is not it
+        .venv/bin/pip install "torch===${torch#torch==}" --no-compile    # three `=`: a build for CPUs, 2.13.0+cpu, is not it
     fi
 elif ! .venv/bin/python -c "import torch, sys; sys.exit(torch.__version__.split('+')[0] != '${torch#torch==}')" 2>/dev/null; then
     say "$torch"
-    if [ -z "${TORCH_INDEX:-}" ] || ! .venv/bin/pip install --retries 0 --timeout 15 --index-url "$TORCH_INDEX" "$torch"; then
+    if [ -z "${TORCH_INDEX:-}" ] || ! .venv/bin/pip install --retries 0 --timeout 15 --index-url "$TORCH_INDEX" "$torch" --no-compile; then
         say "no torch at TORCH_INDEX: taking it from the configured index"
-        .venv/bin/pip install "$torch"
+        .venv/bin/pip install "$torch" --no-compile
     fi
 fi
 
@@ -59,8 +59,10 @@ if [ -n "$gpu" ]; then
     # Both builds of Mooncake own the package `mooncake`.
     .venv/bin/pip uninstall -q -y mooncake-transfer-engine-non-cuda
 fi
-.venv/bin/pip install --disable-pip-version-check -r "$requirements"
+.venv/bin/pip install --disable-pip-version-check --no-compile -r "$requirements"
 .venv/bin/pip install --disable-pip-version-check --no-deps --no-build-isolation -q -e .
+# With all cores; pip would take one. What does not compile are templates in packages, which nobody imports.
+.venv/bin/python -m compileall -qq -j 0 .venv/lib || :
 
 say "CPU kernels"
 .venv/bin/python -m engine.cpu.build || say "the kernels could not be built: plain torch takes over"
