@@ -226,7 +226,8 @@ def _eos_token_ids(model: nn.Module, hf_config: Any) -> tuple[int, ...]:
         eos = hf_config.eos_token_id
     if eos is None:
         return ()
-    return (eos,) if isinstance(eos, int) else tuple(eos)
+    listed = (eos,) if isinstance(eos, int) else tuple(eos)
+    return tuple(token for token in listed if 0 <= token < hf_config.vocab_size)  # others are never sampled
 
 
 def _weights_name(config: EngineConfig, dtype: torch.dtype) -> str:

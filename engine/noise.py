@@ -75,8 +75,9 @@ def hash_bits(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 
 def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """float32 [n, c] standard Gumbel noise: argmax(logits + noise) is a draw from softmax(logits)."""
-    uniform = hash_bits(keys, token_ids).to(torch.float32)
-    # (bits + 2^31 + 1/2) / 2^32 is in (0, 1). float32 is precise near 0, where the largest noise comes from.
-    # The clamp keeps the noise finite where the value rounds to 1.
-    uniform.add_(2.0**31).add_(0.5).mul_(2.0**-32).clamp_(min=2.0**-33, max=1 - 2.0**-24)
+    # (unsigned bits + 1/2) / 2^32 is in (0, 1). The largest noise comes from the numbers near 0, which
+    # float32 holds exactly. Adding 2^31 to signed bits was rejected: the lowest were rounded before.
+    uniform = hash_bits(keys, token_ids).to(torch.float32).add_(0.5).mul_(2.0**-32)
+    uniform.add_(uniform < 0)
+    uniform.clamp_(max=1 - 2.0**-24)  # the noise is finite where the sum is rounded to 1
     return uniform.neg_().log1p_().neg_().log_().neg_()

@@ -30,11 +30,9 @@ from wire.request import TokenLogprobs
 _CACHED_SCORES = 1 << 18
 """Scores of a block on the CPU: a megabyte stays in the second-level cache through some forty operators."""
 
-_FINE, _BAD_LOGITS, _BAD_SCORES = 0, 1, 2
-_WHY = {
-    _BAD_LOGITS: "the model's logits are not finite",
-    _BAD_SCORES: "the logits are not finite after bias and penalties",
-}
+_FINE, _BAD_LOGITS, _ALL_MASKED = 0, 1, 2
+_BAD = "the model's logits are not finite"
+_MASKED = "no token may be sampled: what the request allows is what it forbids, or forbids until min_tokens"
 
 
 class Sampled(NamedTuple):
@@ -65,10 +63,11 @@ class LaunchedSample:
         n = len(self.tokens)
         logprobs: list[TokenLogprobs | None] = [None] * n
         status, rest = packed[n : 2 * n], packed[2 * n :]
-        failures = {int(i): _WHY[int(status[i])] for i in np.flatnonzero(status)}
+        failures = {int(i): _BAD for i in np.flatnonzero(status == _BAD_LOGITS)}
+        masked = {int(i): _MASKED for i in np.flatnonzero(status == _ALL_MASKED)}
         for report in self.reports:
             rest = report.read(rest, logprobs)
-        return Sampled(packed[:n].astype(np.int64), logprobs, self.broken | failures, self.refusals)
+        return Sampled(packed[:n].astype(np.int64), logprobs, self.broken | failures, masked | self.refusals)
 
     def wait(self) -> Sampled:
         """Copy it to the host and read it."""
@@ -111,7 +110,7 @@ class Sampler:
         for block in self._blocks:
             chosen, is_valid = block.choose(logits, positions)
             tokens.index_copy_(0, block.rows, chosen)
-            status.index_copy_(0, block.rows, torch.where(is_valid, _FINE, _BAD_SCORES).to(torch.int32))
+            status.index_copy_(0, block.rows, torch.where(is_valid, _FINE, _ALL_MASKED).to(torch.int32))
         status.masked_fill_(~is_finite, _BAD_LOGITS)
         self._counts.add(tokens)
         self._masks.add(tokens, rows.positions)

@@ -35,7 +35,9 @@ def check_supported(spec: KVGroupSpec) -> None:
 class CpuAttention:
     """An AttentionBackend (engine/paged_layers.py) over one pool of `plain` tiles, quantised or not.
 
-    Sums are float32. A row's result does not depend on the batch or on the number of threads.
+    Sums are float32. The result of a decode row does not depend on the batch or on the number of threads, nor
+    do those of a chunk in float32. In bfloat16 the items of a chunk of 8 tokens or more follow the threads,
+    and, without AMX, the order of a row's sums follows the items.
     """
 
     def __init__(

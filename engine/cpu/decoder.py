@@ -67,6 +67,7 @@ def fusible(model: nn.Module) -> bool:
         and config.num_attention_heads * head_dim % 32 == 0
         and head_dim % 16 == 0
         and head_dim <= MAX_HEAD_DIM
+        and model.rotary_emb.inv_freq.numel() * 2 == head_dim  # all of a head is rotated
     )
 
 
@@ -116,7 +117,7 @@ class FusedDecoder(nn.Module):
         call.attention = ctypes.pointer(attention.call)
         call.tiles, call.layer_bytes, call.v_bytes = attention.tiles
         needed = self._library.baton_decoder_scratch_bytes(ctypes.byref(call))
-        if needed > len(self._scratch):
+        if needed + 64 > len(self._scratch):
             self._scratch = torch.empty(needed + 64, dtype=torch.uint8)
         call.scratch = -(-self._scratch.data_ptr() // 64) * 64
         self._library.baton_decoder(ctypes.byref(call))

@@ -98,8 +98,8 @@ class Mixture {
     return mul(divide(gate, add(splat(1.0f), decay)), add(up, splat(call_.offset)));
   }
 
-  // Columns [group, group + groups) x 16 of the result. A row adds its experts in the order of their numbers, so its
-  // sum does not depend on the other tokens.
+  // Columns [group, group + groups) x 16 of the result. A row adds its experts in the order of their numbers, and the
+  // other tokens do not change that order. With AMX they do not change its products either.
   void down(int64_t group, int64_t groups) {
     const Call& c = call_;
     const int64_t column = group * kGroup, columns = groups * kGroup;

@@ -31,14 +31,29 @@ def _check(config: Any) -> None:
             f"kv_lora_rank is {config.kv_lora_rank!r} in config.json: the model has no latent",
             "use a checkpoint with latent attention",
         )
+    _routed_by(config, "moe_layer_freq", 1)
 
 
 def _check_v2(config: Any) -> None:
     _check(config)
-    if config.topk_method not in _V2_ROUTING:
+    _routed_by(config, "topk_method", *_V2_ROUTING)
+    _routed_by(config, "scoring_func", "softmax")
+    _routed_by(config, "norm_topk_prob", False)
+
+
+def _check_v3(config: Any) -> None:
+    _check(config)
+    _routed_by(config, "topk_method", "noaux_tc")
+    _routed_by(config, "scoring_func", "sigmoid")
+
+
+def _routed_by(config: Any, key: str, *computed: Any) -> None:
+    """Raises UnsupportedModel for a setting of DeepSeek's own code that transformers' does not read."""
+    value = getattr(config, key, None)
+    if value is not None and value not in computed:
         raise UnsupportedModel(
-            f"topk_method is {config.topk_method!r} in config.json: this routing is not computed",
-            f"use a model with {' or '.join(_V2_ROUTING)}",
+            f"{key} is {value!r} in config.json: this routing is not computed",
+            f"use a model with {' or '.join(map(str, computed))}",
         )
 
 
@@ -86,6 +101,6 @@ FAMILIES: dict[str, Family] = {
         "DeepseekV2ForCausalLM", _groups, allows=_LATENT, check=_check_v2, prepare=_prepare_v2
     ),
     "deepseek_v3": Family(
-        "DeepseekV3ForCausalLM", _groups, allows=_LATENT, check=_check, prepare=_prepare_v3
+        "DeepseekV3ForCausalLM", _groups, allows=_LATENT, check=_check_v3, prepare=_prepare_v3
     ),
 }

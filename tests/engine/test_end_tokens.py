@@ -10,6 +10,13 @@ from engine.loader import load_model
 from tests.support.tiny_models import make_tiny
 
 
+def test_tokens_that_the_model_does_not_have_end_nothing(tmp_path: Path) -> None:
+    """Else a request with min_tokens would forbid them, and fail."""
+    model = make_tiny("llama", tmp_path / "model", seed=1)
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 1 << 20, -1]}))
+    assert load_model(EngineConfig(str(model), overlap=False)).spec.eos_token_ids == (5,)
+
+
 def test_a_folder_that_was_named_lists_the_end_tokens(tmp_path: Path) -> None:
     model = make_tiny("llama", tmp_path / "model", seed=1)
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))

@@ -235,6 +235,10 @@ def test_packed_experts_that_no_token_chose_are_not_read(family: str, tmp_path: 
     [
         (DeepseekV3Config(quantization_config={"quant_method": "fp8"}), "weight_block_size is None"),
         (DeepseekV2Config(topk_method="noaux_tc"), "topk_method is 'noaux_tc'"),
+        (DeepseekV2Config(norm_topk_prob=True), "norm_topk_prob is True"),
+        (DeepseekV3Config(topk_method="greedy"), "topk_method is 'greedy'"),
+        (DeepseekV3Config(scoring_func="softmax"), "scoring_func is 'softmax'"),
+        (DeepseekV3Config(moe_layer_freq=2), "moe_layer_freq is 2"),
         (DeepseekV3Config(kv_lora_rank=0), "kv_lora_rank is 0"),
         (DeepseekV3Config(index_topk=2048), "index_topk is 2048"),
         (DeepseekV3Config(architectures=["DeepseekV32ForCausalLM"]), "not DeepseekV3ForCausalLM"),

@@ -66,6 +66,14 @@ def test_gumbel_has_its_mean_and_deviation_and_is_finite() -> None:
     assert float(drawn.max()) > 12  # a float32 uniform near 1 would cut the tail off
 
 
+def test_the_largest_noise_has_its_own_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token 20 below the best of 150,000 is drawn once in many thousand steps, not more often."""
+    lowest = torch.arange(2000, dtype=torch.int32)[None]
+    monkeypatch.setattr("engine.noise.hash_bits", lambda _keys, _ids: lowest)
+    exact = -np.log(-np.log1p(-(np.arange(2000) + 0.5) / 2.0**32))
+    assert noise(0, 0, 0, lowest[0]).double().numpy() == pytest.approx(exact, abs=1e-5)
+
+
 def test_noise_of_the_extreme_bits_is_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     extremes = torch.tensor([[-(2**31), 2**31 - 1]], dtype=torch.int32)
     monkeypatch.setattr("engine.noise.hash_bits", lambda _keys, _ids: extremes)

@@ -395,16 +395,17 @@ def test_the_lowest_temperatures_take_the_best_token(temperature: float) -> None
     assert sample(logits[None], row_of(params)).tokens[0] == int(logits.argmax())
 
 
-def test_failures_name_what_the_single_row_says() -> None:
+def test_failures_and_refusals_name_what_the_single_row_says() -> None:
     logits = torch.stack([some_logits(i) for i in range(3)])
     logits[0, 3] = math.nan
     nothing = SamplingParams(temperature=0.0, min_tokens=9, stop_token_ids=tuple(range(VOCAB)))
     rows = [row_of(SamplingParams(top_p=0.9)), row_of(nothing), row_of(SamplingParams(top_p=0.9, seed=4))]
     sampled = sample(logits, *rows)
-    assert list(sampled.failures) == [0, 1]
-    for i in (0, 1):
-        with pytest.raises(RowFailed, match=sampled.failures[i]):
+    assert (list(sampled.failures), list(sampled.refusals)) == ([0], [1])
+    for i, why in (sampled.failures | sampled.refusals).items():
+        with pytest.raises(RowFailed) as failed:
             sample_row(logits[i], rows[i])
+        assert why.startswith(str(failed.value))
     assert sampled.tokens[2] == sample_row(logits[2], rows[2])[0]
 
 
@@ -426,4 +427,4 @@ def test_a_row_without_an_allowed_token_fails_alone() -> None:
     none = row_of(SamplingParams(temperature=0.0, allowed_token_ids=(7,), min_tokens=3))  # an end, too early
     fine = row_of(SamplingParams(temperature=0.0))
     sampled = sample(torch.stack([some_logits(1), some_logits(2)]), none, fine)
-    assert set(sampled.failures) == {0}
+    assert set(sampled.refusals) == {0}

@@ -53,7 +53,7 @@ def sample_row(logits: torch.Tensor, row: Row) -> tuple[int, TokenLogprobs | Non
         raise RowFailed("the model's logits are not finite")
     scores = process(logits, row)
     if not math.isfinite(float(scores.max())):
-        raise RowFailed("the logits are not finite after bias and penalties")
+        raise RowFailed("no token may be sampled")
     if row.params.temperature == 0:
         token = int(scores.argmax())
     else:
@@ -185,9 +185,8 @@ def hash_bits(key: int, token_ids: torch.Tensor) -> torch.Tensor:
 
 def gumbel(key: int, token_ids: torch.Tensor) -> torch.Tensor:
     """float32 [n] standard Gumbel noise: argmax(logits + noise) is a draw from softmax(logits)."""
-    uniform = hash_bits(key, token_ids).to(torch.float32)
-    # (bits + 2^31 + 1/2) / 2^32 is in (0, 1). float32 is precise near 0, where the largest noise comes from.
-    # The clamp keeps the noise finite where the value rounds to 1.
-    uniform.add_(2.0**31).add_(0.5).mul_(2.0**-32).clamp_(min=2.0**-33, max=1 - 2.0**-24)
+    # (unsigned bits + 1/2) / 2^32 is in (0, 1). The largest noise comes from the numbers near 0.
+    unsigned = hash_bits(key, token_ids).double() % 2.0**32
+    uniform = ((unsigned + 0.5) * 2.0**-32).float().clamp(max=1 - 2.0**-24)
     exponential = torch.log1p(uniform.neg_()).neg_()
     return exponential.log_().neg_()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from transformers import LlamaConfig, LlamaModel
 
 from engine.config import EngineConfig
-from engine.cpu.decoder import FusedDecoder
+from engine.cpu.decoder import FusedDecoder, fusible
 from engine.cpu.linear import PackedLinear, check_packable
 from engine.cpu.op import KernelsUnavailable
 from engine.loader import load_model
@@ -39,3 +40,12 @@ def test_the_fused_decoder_needs_both_cpu_backends(options, tmp_path):
     loaded = load_model(EngineConfig(path, dtype="bfloat16", **options))
     assert not isinstance(loaded.model.model, FusedDecoder)
     assert ("Linear" in loaded.replaced) == ("linear" not in options)
+
+
+def test_heads_that_are_rotated_in_part_are_not_fused():
+    """The fused step takes a cosine for each pair of a head's elements."""
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    for parameters, want in ((rope, False), ({**rope, "partial_rotary_factor": 1.0}, True)):
+        model = LlamaModel(LlamaConfig(**shape, vocab_size=64, rope_parameters=parameters)).bfloat16()
+        assert fusible(model) == want
