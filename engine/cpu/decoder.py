@@ -52,7 +52,7 @@ class DecoderCall(ctypes.Structure):
     )
 
 
-def fusible(model: nn.Module) -> bool:
+def fusible(model: Any) -> bool:
     """Whether FusedDecoder computes the same as this transformers decoder."""
     config: Any = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
