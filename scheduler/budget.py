@@ -185,15 +185,13 @@ class BatchAdmission:
         chunks: list[Chunk] = []
         complete: list[Req] = []
         while budget > 0:
-            req = requests.chunked
+            req = requests.chunked = requests.chunked or self._admit_next(len(chunks))
             if req is None:
-                req = self._admit_next(len(chunks))
-                if req is None:
-                    break
-                if req.scheduled_len == req.prefill_len:
-                    complete.append(req)
-                    continue
-                requests.chunked = req
+                break
+            if req.scheduled_len == req.prefill_len:
+                complete.append(req)
+                requests.chunked = None
+                continue
             chunk = self._next_chunk(req, budget, is_first=not chunks)
             if chunk is None:
                 break
@@ -203,6 +201,18 @@ class BatchAdmission:
             requests.chunked = None
             budget -= chunk.end - chunk.start
         return chunks, complete
+
+    def admit_before(self, transferred: Req) -> None:
+        """Admit the head of the queue if it comes before a request that has its KV and waits for a place in
+        the batch. If the head does not fit now, the place is left to that request.
+
+        While more requests are transferred than the batch has places for, none would be free for the head.
+        """
+        requests, head = self._requests, self._requests.waiting.head
+        if head is None or requests.chunked is not None or transferred.resumed:
+            return
+        if head.resumed or _before(head, transferred):
+            requests.chunked = self._admit_next(0)
 
     def _admit_next(self, chunks: int) -> Req | None:
         """Admit the head of the queue. None when it must wait; this step has `chunks` chunks so far."""

@@ -51,6 +51,10 @@ class RequestTable:
         """Whether no request holds memory: then a request that waits may take all of it."""
         return not self.leaving and next(self.holders(), None) is None
 
+    def next_transferred(self) -> Req | None:
+        """The first of `transferred` that need not wait for its grammar."""
+        return next((req for req in self.transferred if req.sampling.is_ready), None)
+
     def count(self, *states: ReqState) -> int:
         """Live requests in one of these states."""
         return sum(req.state in states for req in self.live.values())
@@ -189,6 +193,7 @@ class RequestTable:
     def resume(self, req: Req) -> None:
         """Let a paused request decode again, before those that have not decoded yet."""
         assert req.state is ReqState.PAUSED, f"{req} is not paused"
+        req.resumed = True
         req.state = ReqState.TRANSFERRED
         self.transferred.appendleft(req)
 

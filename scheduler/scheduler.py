@@ -136,15 +136,19 @@ class Scheduler:
         return launched or taken or answered or moved or bool(complete) or self._unblock()
 
     def _join_transferred(self) -> None:
-        queue, busy = self._requests.transferred, self._requests.chunked is not None
-        while len(self._running) + busy < self.config.max_running_requests:
-            req = next((req for req in queue if req.sampling.is_ready), None)
-            if req is None:
-                break
-            queue.remove(req)
+        """Fill the free places of the batch. One is the queue's head's, if that came first and fits."""
+        requests = self._requests
+        if self._has_place() and (first := requests.next_transferred()) is not None:
+            self._admission.admit_before(first)
+        while self._has_place() and (req := requests.next_transferred()) is not None:
+            requests.transferred.remove(req)
             req.state = ReqState.RUNNING
             req.stamp(RequestStage.DECODE_LOOP)
             self._running.join(req, self._pages.slots(req, req.scheduled_len))
+
+    def _has_place(self) -> bool:
+        busy = self._requests.chunked is not None
+        return len(self._running) + busy < self.config.max_running_requests
 
     def _unblock(self) -> bool:
         """Nothing could be done: retract a prefill that waits for window pages. No forward will free any."""

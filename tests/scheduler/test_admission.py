@@ -9,10 +9,12 @@ import pytest
 from scheduler.budget import CLAIM_STEPS
 from scheduler.config import SchedulerConfig
 from scheduler.node_policy import AfterPrefill
+from scheduler.req import Req, ReqState
 from scheduler.retraction import pick_victim
 from tests.scheduler.rig import Rig
 
 CONFIG = SchedulerConfig(model="m", max_running_requests=8)
+CACHED = range(400, 432)  # two pages
 
 
 def test_priority_then_first_come() -> None:
@@ -264,4 +266,89 @@ def test_a_prompt_that_finds_no_row_locks_nothing() -> None:
         rig.scheduler.hand_off.release(req)
     rig.run()
     rig.scheduler.hand_off.release(reqs[2])
+    rig.close()
+
+
+def decode_rig(pool_tokens: int, running: int, depth: int = 0) -> Rig:
+    """CACHED is cached. Four more requests than run may be reserved or transferred."""
+    config = replace(CONFIG, max_running_requests=running, overlap_depth=depth)
+    rig = Rig(pool_tokens=pool_tokens, pre_alloc=4, config=config)
+    rig.add(CACHED, 1)
+    rig.run()
+    return rig
+
+
+def transfer(rig: Rig, max_new: int, arrived_ns: int = 0) -> Req | None:
+    """A request comes whose KV is cached here, with its first token. None when it is refused."""
+    req = rig.req(CACHED, max_new, arrived_ns=arrived_ns)
+    if not rig.scheduler.hand_off.reserve(req):
+        rig.scheduler.hand_off.withdraw(req)
+        del rig.expected[req.room]
+        return None
+    assert not len(req.reserved["full"].pages)
+    rig.scheduler.hand_off.add_transferred(req, rig.expected[req.room][0], None, 0)
+    return req
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("running", [1, 3])
+def test_a_prompt_has_a_place_before_transferred_requests_that_came_later(running: int, depth: int) -> None:
+    """There are always transferred requests that wait for a place. With overlap a place is free before the
+    row of the request that has ended, so one of them may pass."""
+    rig = decode_rig(4096, running, depth)
+    while transfer(rig, 6):
+        rig.step()
+    prompt = rig.add(range(40), 4)
+    later: list[Req] = []
+    for _ in range(60):
+        while (req := transfer(rig, 6)) is not None:
+            later.append(req)
+        rig.step()
+        if prompt.req_pool_idx is not None:
+            break
+    assert prompt.req_pool_idx is not None
+    assert later
+    assert sum(req.state is not ReqState.TRANSFERRED for req in later) < running + depth
+    rig.run()
+    rig.assert_outputs()
+    rig.close()
+
+
+@pytest.mark.parametrize("is_claimed", [False, True])
+def test_no_place_is_kept_for_a_prompt_that_must_wait(is_claimed: bool) -> None:
+    """What it needs, or what an earlier reservation needs, is held by those that wait for the place."""
+    rig = decode_rig(256, running=1)
+    for _ in range(3):
+        assert transfer(rig, 40, arrived_ns=1)
+    large = rig.req(range(200), 4, arrived_ns=-1)
+    prompt = rig.add(range(40), 4) if is_claimed else large
+    if not is_claimed:
+        rig.scheduler.add(large)
+    for _ in range(3 * 39):
+        assert not is_claimed or not rig.scheduler.hand_off.reserve(large)
+        assert prompt.req_pool_idx is None
+        launches = rig.engine.launches
+        rig.step()
+        assert rig.engine.launches > launches, "the place is empty"
+    assert len(rig.policy.finished) == 4
+    if is_claimed:
+        rig.scheduler.hand_off.withdraw(large)
+    rig.run()
+    rig.assert_outputs(*([large.room] if is_claimed else []))
+    rig.close()
+
+
+def test_a_paused_request_goes_on_before_a_prompt_that_came_first() -> None:
+    rig = decode_rig(4096, running=1)
+    paused = transfer(rig, 20)
+    assert paused is not None
+    rig.step()
+    assert rig.scheduler.hand_off.pause(paused)
+    rig.scheduler.hand_off.resume(paused)
+    prompt = rig.add(range(40), 4, arrived_ns=-1)
+    rig.step()
+    assert paused.state is ReqState.RUNNING
+    assert prompt.state is ReqState.WAITING
+    rig.run()
+    rig.assert_outputs()
     rig.close()
