@@ -111,14 +111,17 @@ class BatchAdmission:
             f"and this worker has {window.allocator.num_pages}"
         )
 
-    def _spare(self, req: Req, prefills: bool = True, slack_pages: int = 0) -> Capacity:
-        """What must stay free beside the prefill's slots, and `slack_pages` more, for the request to be
-        admitted. The slack is a part of the growth that is taken at once."""
-        peak = self.window_peak(req, self._later(req), prefills) + slack_pages
+    def _spare(self, req: Req, prefills: bool = True, extent: int = 0) -> Capacity:
+        """What must stay free beside the slots for the prefill, or for `extent` tokens, for the request to be
+        admitted. What `extent` is longer than the prefill is a part of the growth that is taken at once."""
+        pages, later = self._pages, self._later(req)
+        slack_pages = max(pages.pages_of(extent) - pages.pages_of(req.prefill_len), 0)
+        peak = self.window_peak(req, later, prefills) + slack_pages
+        peak = min(peak, pages.pages_of(max(later, extent)))
         if self._requests.is_alone():
             return Capacity(0, peak)
         promised = self.promised()
-        growth = max(self.growth(req) - slack_pages * self._pages.page_size, 0)
+        growth = max(self.growth(req) - slack_pages * pages.page_size, 0)
         return Capacity(promised.tokens + growth, promised.window_pages + peak)
 
     def _count_cached(self, req: Req) -> None:
@@ -137,8 +140,7 @@ class BatchAdmission:
         head = self._requests.waiting.head
         outranked = head is not None and (head.resumed or (head is self._blocked and _before(head, req)))
         extent = self._extent(req, slack)
-        slack_pages = self._pages.pages_of(extent) - self._pages.pages_of(req.prefill_len)
-        spare = self._spare(req, prefills=False, slack_pages=slack_pages)
+        spare = self._spare(req, prefills=False, extent=extent)
         if not outranked and self._requests.reservations.reserve(req, spare, extent):
             self.withdraw(req)
             self._count_cached(req)

@@ -183,6 +183,19 @@ def test_a_slack_is_a_part_of_the_promised_growth_and_is_given_back() -> None:
     new.close()
 
 
+@pytest.mark.parametrize("pool_tokens", [256, 384])
+def test_a_slack_fits_where_the_window_is_longer_than_the_context(pool_tokens: int) -> None:
+    """The pool of windows has one whole context, and the slack is a part of it."""
+    rig = Rig(pool_tokens=pool_tokens, pre_alloc=4, groups=("window",), window=300)
+    req = rig.req(range(100), 156)
+    assert rig.scheduler.hand_off.reserve(req, slack=64)
+    assert len(req.reserved["window"].pages) == 11, "164 tokens"
+    rig.check()
+    rig.memory.quarantine(rig.scheduler.hand_off.cancel_reservation(req), req.room)
+    rig.memory.release_quarantine(req.room)
+    rig.close()
+
+
 def test_only_tokens_whose_log_probabilities_came_along_are_reported() -> None:
     old, new = decode_rig(4, 0, ()), decode_rig(4, 0, ())
     moved = running(old, list(range(31)), 60, 3)
