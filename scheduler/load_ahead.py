@@ -24,22 +24,25 @@ class LoadAhead:
         self._requests = requests
         self._pages = requests.pages
         self._admission = admission
-        self._seen: list[tuple[int, int]] = []  # the head of the queue when loads were last begun
+        self._seen: list[tuple[int, int]] = []  # the head of the queue at the last call
+        self._free = 0  # tokens that could be allocated then
         self._done: set[tuple[int, int]] = set()  # those of them whose loads were begun, or are not worth it
 
     def begin(self) -> None:
-        """Begin loads, if the head of the queue has changed."""
+        """Begin loads, if the head of the queue has changed or memory has become free."""
         if not self._pages.lower.is_on:
             return
+        free = self._pages.free_tokens()
+        has_more, self._free = free > self._free, free
         first = {(req.room, req.epoch): req for req in self._requests.waiting.first(_REQUESTS)}
-        if list(first) == self._seen:
+        if list(first) == self._seen and not has_more:
             return
         self._seen = list(first)
         self._done &= first.keys()
         if len(self._done) == len(first):
             return
         pages, promised = self._pages, self._admission.promised()
-        tokens = pages.free_tokens() - promised.tokens
+        tokens = free - promised.tokens
         windows = inf if pages.window is None else pages.window.available_pages() - promised.window_pages
         states = inf if pages.states is None else pages.states.available_pages()
         for key, req in first.items():

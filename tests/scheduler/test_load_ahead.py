@@ -148,6 +148,29 @@ def test_nothing_is_loaded_ahead_into_memory_that_is_needed_before() -> None:
     rig.close()
 
 
+def test_loads_begin_when_memory_becomes_free_while_another_prompt_is_computed() -> None:
+    """The head of the queue is the same as when there was too little."""
+    rig = rig_of(pool=480)
+    tokens = prompt(1)
+    on_host(rig, tokens)
+    ends = rig.add(prompt(2, 150), 3)
+    while ends.state is not ReqState.RUNNING:
+        rig.step()
+    computed = rig.add(prompt(3, 250), 4)
+    loaded = rig.add([*tokens, 1], 4)
+    rig.step()
+    assert mover_of(rig).count("loads") == 0
+    while ends.state is not ReqState.DONE:
+        rig.step()
+    rig.step()
+    assert computed.state is ReqState.PREFILL
+    assert mover_of(rig).count("loads") == 1
+    run(rig)
+    assert loaded.cached_tokens == 80
+    rig.assert_outputs()
+    rig.close()
+
+
 @pytest.mark.parametrize("is_done", [True, False])
 @pytest.mark.parametrize("groups", GROUPS, ids="+".join)
 def test_what_was_loaded_ahead_gives_way_to_the_head(groups: tuple[str, ...], is_done: bool) -> None:
