@@ -50,6 +50,7 @@ class LoadBack:
     path_pages: int = 0
     is_done: bool = False
     is_released: bool = False
+    is_forgotten: bool = False
 
     def brings_some_of(self, host: Mapping[str, Pages]) -> bool:
         """Whether some of these host pages are on their way to the device."""
@@ -93,6 +94,7 @@ class LoadBacks:
         self._primary = tree.components[0].name
         self._counts = counts
         self._loads: dict[Hashable, LoadBack] = {}  # by owner, until they are released and done
+        self._failed: set[Hashable] = set()  # owners whose loads have failed, until they are forgotten
         self._most_ahead = groups[self._primary].allocator.num_pages // _AHEAD_SHARE
 
     def wants(self, match: MatchResult) -> bool:
@@ -100,7 +102,8 @@ class LoadBacks:
         return match.host_hit_length >= max(1, self._config.load_back_threshold)
 
     def bring_back(self, owner: Hashable, match: MatchResult, fits: bool) -> bool:
-        """Load what `match` has on the host, once for each owner. Whether to wait: match again then.
+        """Load what `match` has on the host, once for each owner: what cannot be loaded is computed. Whether
+        to wait: match again then.
 
         `fits`: there is memory for all that the owner needs. Loads of other owners give way to this one. What
         was loaded is locked until `release` or `make_room`.
@@ -109,7 +112,7 @@ class LoadBacks:
         if load is not None:
             return not load.is_done
         last = match.last_host_node
-        if not fits or last is None:
+        if not fits or last is None or owner in self._failed:
             return False
         waits = self._load_back(owner, last) or (self.make_room() and self._load_back(owner, last))
         return waits or self.loading > 0  # the others' pages may do
@@ -119,7 +122,8 @@ class LoadBacks:
         nor when loads would hold too much of the device."""
         held = sum(load.pages for load in self._loads.values())
         more, last = match.host_hit_length // self._tree.page_size, match.last_host_node
-        if owner not in self._loads and last is not None and held + more <= self._most_ahead:
+        known = owner in self._loads or owner in self._failed
+        if not known and last is not None and held + more <= self._most_ahead:
             self._load_back(owner, last)
 
     def release(self, owner: Hashable) -> None:
@@ -130,6 +134,13 @@ class LoadBacks:
         load.is_released = True
         if load.is_done:
             self._let_go(load)
+
+    def forget(self, owner: Hashable) -> None:
+        """The owner waits for nothing any more."""
+        self._failed.discard(owner)
+        if (load := self._loads.get(owner)) is not None:
+            load.is_forgotten = True
+            self.release(owner)
 
     def make_room(self) -> bool:
         """Memory is short: what was loaded for owners that do not use it yet may be evicted. Whether there
@@ -204,6 +215,8 @@ class LoadBacks:
             self._free(load.device)
             self._unlock_anchor(load)
             del self._loads[load.owner]
+            if not load.is_forgotten:
+                self._failed.add(load.owner)
             return
         self._counts.to_device_bytes += result
         self._counts.to_device_pages += load.pages

@@ -51,7 +51,7 @@ class Tiers:
 
     def forget(self, user: Hashable) -> None:
         """The user waits for nothing any more: not for a load, nor for storage."""
-        self.moves.loads.release(user)
+        self.moves.loads.forget(user)
         if self.storage is not None:
             self.storage.prefetches.forget(user)
 

@@ -171,6 +171,29 @@ def test_loads_begin_when_memory_becomes_free_while_another_prompt_is_computed()
     rig.close()
 
 
+@pytest.mark.parametrize("gives_way", [False, True])
+@pytest.mark.parametrize("groups", GROUPS, ids="+".join)
+def test_what_cannot_be_loaded_is_computed(groups: tuple[str, ...], gives_way: bool) -> None:
+    """One load is tried for each request, whether ahead of its turn or in it."""
+    rig = rig_of(groups)
+    tokens = prompt(1)
+    on_host(rig, tokens)
+    reqs = [rig.add([*tokens, last], 4) for last in (1, 2)]
+    for _ in range(200):
+        if gives_way:
+            loads_of(rig).make_room()
+        while mover_of(rig).do("loads", fails=True):
+            pass
+        mover_of(rig).do("backups")
+        if not rig.step() and rig.scheduler.idle:
+            break
+    assert admitted(rig) == [req.room for req in reqs]
+    assert rig.memory.tiers is not None
+    assert 1 <= rig.memory.tiers.moves.counts.failed_loads <= 2
+    rig.assert_outputs()
+    rig.close()
+
+
 @pytest.mark.parametrize("is_done", [True, False])
 @pytest.mark.parametrize("groups", GROUPS, ids="+".join)
 def test_what_was_loaded_ahead_gives_way_to_the_head(groups: tuple[str, ...], is_done: bool) -> None:
