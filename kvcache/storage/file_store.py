@@ -35,6 +35,7 @@ _FOLDERS = [f"{number:02x}" for number in range(256)]
 _TOUCH_S = 1.0  # a use within that time of the last one is not noted
 _STALE_S = 3600.0
 _HELD_S = 10.0  # how old what `held` says may be
+_DISK_FULL_S = 30.0  # how long a disk that was full is the bound; then it is tried again
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -47,12 +48,13 @@ class FileStore(BlobStore):
     def __init__(self, directory: Path, max_bytes: int, files: BlobFiles, *, fsync: bool = False) -> None:
         """`max_bytes`: of all processes that use the directory; 0: as many as the disk takes.
 
-        Without `max_bytes` too the oldest make room once the disk was full. Counts what is there: with
-        millions of files this takes seconds. Raises ConfigError if the directory cannot be made.
+        Without `max_bytes` too the oldest make room for some time after the disk was full. Counts what is
+        there: with millions of files this takes seconds. Raises ConfigError if the directory cannot be made.
         """
         self._directory = str(directory)
         self._partial = os.path.join(self._directory, "partial")
         self._bound = max_bytes or 1 << 62
+        self._disk_full = (float("-inf"), 0)  # until when, and how many bytes were kept
         self._blobs = files
         self._fsync = fsync  # of folders; files.py does that of files
         self._held = (float("-inf"), 0)
@@ -127,9 +129,8 @@ class FileStore(BlobStore):
             return Outcome.READ_ONLY
         size = _on_disk(blob.nbytes)
         try:
-            while not self._usage.add(size, self._bound):
-                if not self._make_room(size):
-                    return Outcome.FULL
+            if not self._reserve(self._usage, size):
+                return Outcome.FULL
         except OSError as error:
             return self._refusal(error)
         partial = os.path.join(self._partial, secrets.token_hex(16))
@@ -164,13 +165,24 @@ class FileStore(BlobStore):
         if isinstance(error, TimeoutError):
             return Outcome.TIMEOUT
         if error.errno in _FULL:
-            # From now on the disk is the bound: the next write makes room.
+            # For some time the disk is the bound: the next write makes room. Others may free the disk.
             if self._usage is not None:
-                self._bound = max(BLOCK, min(self._bound, self._usage.total()))
+                self._disk_full = time.monotonic() + _DISK_FULL_S, self._usage.total()
             return Outcome.FULL
         return Outcome.READ_ONLY if error.errno in _READ_ONLY else Outcome.IO_ERROR
 
     # -- room --------------------------------------------------------------------------------------
+
+    def _reserve(self, usage: DiskUsage, size: int) -> bool:
+        """Count a blob before it is written, and remove others until it fits. False if it cannot fit."""
+        until, kept = self._disk_full
+        bound = min(self._bound, kept) if time.monotonic() < until else self._bound
+        if size > bound:
+            return False
+        while not usage.add(size, bound):
+            if not self._make_room(size):
+                return False
+        return True
 
     def _make_room(self, nbytes: int) -> bool:
         """Remove the oldest of a sample until `nbytes` are free. False if nothing could be removed."""

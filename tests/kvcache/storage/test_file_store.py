@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -179,10 +181,13 @@ def test_the_least_recently_used_make_room(tmp_path: Path) -> None:
     assert backend.stats().bytes == 8 * ON_DISK
 
 
-def test_a_page_larger_than_the_bound_is_refused(tmp_path: Path) -> None:
-    arena, backend = Arena(1), open_files(tmp_path, max_bytes=PAGE)
-    assert backend.set(keys(1), arena.pages) == [False]
+def test_a_page_larger_than_the_bound_is_refused_and_removes_none(tmp_path: Path) -> None:
+    arena, large = Arena(1), Arena(1, 2 * PAGE)
+    backend = open_files(tmp_path, max_bytes=ON_DISK)
+    assert backend.set(keys(1), arena.pages) == [True]
+    assert backend.set(keys(1, seed="large"), large.pages) == [False]
     assert backend.stats().refused == {"full": 1}
+    assert backend.get(keys(1), arena.read) == [True]
 
 
 def write_seeded(directory: Path, seed: int) -> None:
@@ -314,6 +319,24 @@ def test_a_write_that_fails_leaves_nothing(
     assert backend.stats().bytes == 0
     assert list((tmp_path / "partial").iterdir()) == []
     assert backend.set(keys(3), arena.pages) == [True] * 3
+
+
+@pytest.mark.parametrize("kept", [0, 3])
+def test_a_disk_that_was_full_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(file_store, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
+    arena, names, backend = Arena(8), keys(8), open_files(tmp_path)
+    assert all(backend.set(names[:kept], arena.pages[:kept]))
+    with monkeypatch.context() as broken:
+        broken.setattr(file_io, "os", BrokenDisk("pwritev", errno.ENOSPC))
+        assert backend.set(names[kept : kept + 1], arena.pages[:1]) == [False]
+    assert backend.set(names[kept : kept + 1], arena.pages[:1]) == [kept > 0]
+    assert len(blob_files(tmp_path)) == kept, "the disk is the bound"
+    now[0] += 60.0
+    assert all(backend.set(names, arena.pages))
+    assert len(blob_files(tmp_path)) == 8
 
 
 def test_a_removed_directory_is_made_again(tmp_path: Path) -> None:
