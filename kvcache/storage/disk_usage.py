@@ -16,8 +16,8 @@ class DiskUsage:
     """A number in a file, changed under a lock of the file: the kernel's, which ends with the process.
 
     Bytes are added before they are written and taken back after they were removed. So a process that is
-    killed in between leaves the number too large, never too small; `recount` by the next process that is
-    alone in the directory puts it right.
+    killed in between, or somebody else who removes files, leaves the number too large, never too small;
+    `recount` by the next process that is alone in the directory, or by `add_recounted`, puts it right.
     """
 
     def __init__(self, path: Path, recount: Callable[[], int]) -> None:
@@ -25,6 +25,7 @@ class DiskUsage:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         self._users = os.open(f"{path}.users", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         self._lock = threading.Lock()  # the file's lock is one for all threads
+        self._recount = recount
         with self._locked():
             if self._is_alone() or os.fstat(self._descriptor).st_size < _COUNT_BYTES:
                 self._write(recount())
@@ -33,11 +34,19 @@ class DiskUsage:
     def add(self, nbytes: int, bound: int) -> bool:
         """Count these bytes if all of them stay within `bound`; otherwise count nothing and return False."""
         with self._locked():
-            total = self._read() + nbytes
-            if total > bound:
-                return False
-            self._write(total)
-            return True
+            return self._add(nbytes, bound)
+
+    def add_recounted(self, nbytes: int, bound: int) -> bool:
+        """As `add`, but what does not fit has another try after what is there was counted again.
+
+        What other threads and processes are writing meanwhile, one blob each, may be missing in the number
+        or be there twice.
+        """
+        with self._locked():
+            if self._add(nbytes, bound):  # somebody else has counted
+                return True
+            self._write(self._recount())
+            return self._add(nbytes, bound)
 
     def subtract(self, nbytes: int) -> None:
         """These bytes are gone."""
@@ -69,6 +78,13 @@ class DiskUsage:
                 yield
             finally:
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+
+    def _add(self, nbytes: int, bound: int) -> bool:
+        total = self._read() + nbytes
+        if total > bound:
+            return False
+        self._write(total)
+        return True
 
     def _read(self) -> int:
         return int.from_bytes(os.pread(self._descriptor, _COUNT_BYTES, 0), "little")

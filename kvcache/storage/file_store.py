@@ -180,8 +180,8 @@ class FileStore(BlobStore):
         if size > bound:
             return False
         while not usage.add(size, bound):
-            if not self._make_room(size):
-                return False
+            if not self._make_room(size):  # somebody else may have removed what is counted
+                return usage.add_recounted(size, bound)
         return True
 
     def _make_room(self, nbytes: int) -> bool:

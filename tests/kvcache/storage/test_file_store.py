@@ -163,6 +163,20 @@ def test_usage_is_counted_again_by_who_is_alone(tmp_path: Path) -> None:
     assert open_files(tmp_path).stats().bytes == 3 * ON_DISK
 
 
+@pytest.mark.parametrize("backends", [1, 2])
+def test_usage_is_counted_again_when_somebody_else_has_removed_all(tmp_path: Path, backends: int) -> None:
+    arena, names = Arena(8), keys(8)
+    opened = [open_files(tmp_path, max_bytes=4 * ON_DISK) for _ in range(backends)]
+    assert all(opened[0].set(names[:4], arena.pages[:4]))
+    for path in blob_files(tmp_path):
+        path.unlink()
+    for index in range(4, 8):
+        backend = opened[index % backends]
+        assert backend.set(names[index : index + 1], arena.pages[index : index + 1]) == [True]
+    assert opened[0].exists(names) == [False] * 4 + [True] * 4
+    assert opened[0].stats().bytes == 4 * ON_DISK
+
+
 # -- bounds ----------------------------------------------------------------------------------------
 
 
