@@ -68,7 +68,8 @@ class StorageBackend(ABC):
     @abstractmethod
     def clear(self, prefix: bytes = b"") -> Held | None:
         """Forget all blobs whose keys begin so: those of one visibility, or all. Returns what was removed, 0
-        where the place does not say; None if it can remove nothing by prefix. Raises what the place does."""
+        where the place does not say; None if it can remove nothing by prefix. Raises what the place does,
+        also if a part of them stays."""
 
     @abstractmethod
     def stats(self) -> StorageStats:

@@ -44,8 +44,8 @@ class BlobStore(ABC):
     """Blobs under names of the form of a key: 16 ASCII characters and 32 bytes (storage/keys.py).
 
     A blob is written and read in two parts, without a copy where the store can. All methods may be called by
-    several threads at once, except `register` and `close`. None raises for what a blob, a disk or a peer
-    does: outcomes say it. A store checks no contents: what it reads is checked afterwards.
+    several threads at once, except `register` and `close`. None but `clear` raises for what a blob, a disk or
+    a peer does: outcomes say it. A store checks no contents: what it reads is checked afterwards.
     """
 
     name: ClassVar[str]
@@ -73,7 +73,7 @@ class BlobStore(ABC):
     @abstractmethod
     def clear(self, prefix: bytes) -> Held | None:
         """Remove all blobs whose names begin so. `prefix` is empty or a visibility. Returns what was removed,
-        as far as the store says; None if it cannot remove by prefix."""
+        as far as the store says; None if it cannot remove by prefix. Raises if some may have stayed."""
 
     def held(self) -> Held:
         """What the store holds, perhaps some seconds ago."""

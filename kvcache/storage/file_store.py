@@ -83,12 +83,21 @@ class FileStore(BlobStore):
         return [self._write(self._path(name), blob) for name, blob in zip(names, blobs, strict=True)]
 
     def discard(self, name: bytes) -> None:
-        self._remove(self._path(name))
+        with suppress(OSError):
+            self._remove(self._path(name))
 
     def clear(self, prefix: bytes) -> Held:
-        named = (path for path in self._files(_FOLDERS) if os.path.basename(path).startswith(prefix.decode()))
-        removed = [size for size in map(self._remove, named) if size]
-        return Held(len(removed), sum(removed))
+        removed: list[int] = []
+        failures: list[OSError] = []
+        for path in self._files(_FOLDERS, failures):
+            if os.path.basename(path).startswith(prefix.decode()):
+                try:
+                    removed.append(self._remove(path))
+                except OSError as error:
+                    failures.append(error)
+        if failures:  # all that can be removed is
+            raise failures[0]
+        return Held(sum(1 for size in removed if size), sum(removed))
 
     def held(self) -> Held:
         """The number of blobs is counted again every ten seconds."""
@@ -199,15 +208,16 @@ class FileStore(BlobStore):
         for _, _, path in sample[: -(-len(sample) // 2)]:
             if freed >= nbytes:
                 break
-            freed += self._remove(path)
+            with suppress(OSError):
+                freed += self._remove(path)
         return freed > 0
 
     def _remove(self, path: str) -> int:
-        """How many bytes it took; 0 if it could not be removed."""
+        """How many bytes it took; 0 if it was not there. Raises OSError if it stays."""
         try:
             size = _on_disk(os.stat(path).st_size)
             os.unlink(path)
-        except OSError:
+        except FileNotFoundError:
             return 0
         self._give_back(size)
         return size
@@ -219,11 +229,18 @@ class FileStore(BlobStore):
 
     # -- what is there -----------------------------------------------------------------------------
 
-    def _files(self, folders: Sequence[str]) -> Iterator[str]:
+    def _files(self, folders: Sequence[str], failures: list[OSError] | None = None) -> Iterator[str]:
+        """`failures` gets what became of folders that are there and cannot be listed."""
         for folder in folders:
-            with suppress(OSError), os.scandir(os.path.join(self._directory, folder)) as entries:
-                for entry in entries:
-                    yield entry.path
+            try:
+                with os.scandir(os.path.join(self._directory, folder)) as entries:
+                    for entry in entries:
+                        yield entry.path
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                if failures is not None:
+                    failures.append(error)
 
     def _count_bytes(self) -> int:
         total = 0

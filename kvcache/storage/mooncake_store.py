@@ -115,7 +115,10 @@ class MooncakeStore(BlobStore):
 
     def clear(self, prefix: bytes) -> Held:
         pattern = f"^{_NAMESPACE}{re.escape(prefix.decode())}"
-        return Held(max(0, self._try(lambda: int(self._store.remove_by_regex(pattern, True)), 0)))
+        removed = self._calls.run(lambda: int(self._store.remove_by_regex(pattern, True)))
+        if removed < 0:
+            raise OSError(f"Mooncake Store has not removed what begins so ({removed})")
+        return Held(removed)
 
     def close(self) -> None:
         if not self._calls.left_behind:  # they would use what is closed

@@ -63,12 +63,26 @@ class S3Store(BlobStore):
         return list(self._threads.map(lambda one: _outcome(lambda: self._write(*one)), zip(names, blobs)))  # noqa: B905
 
     def discard(self, name: bytes) -> None:
-        _outcome(lambda: self._remove([self._key(name)]))
+        def remove() -> Outcome:
+            self._remove([self._key(name)])
+            return Outcome.DONE
+
+        _outcome(remove)
 
     def clear(self, prefix: bytes) -> Held:
-        removed = [Held()]
-        _outcome(lambda: self._clear(prefix.decode(), removed))
-        return Held(sum(one.blobs for one in removed), sum(one.nbytes for one in removed))
+        removed: list[int] = []
+        kept: dict[str, str] = {}
+        pages = self._client.get_paginator("list_objects_v2").paginate(
+            Bucket=self._bucket, Prefix=self._prefix + prefix.decode()
+        )
+        for page in pages:
+            found = page.get("Contents", [])[:_DELETED_AT_ONCE]
+            if found:
+                kept |= self._remove([one["Key"] for one in found])
+                removed += [one["Size"] for one in found if one["Key"] not in kept]
+        if kept:  # all that can be removed is
+            raise OSError(f"S3 has not removed {len(kept)} objects: {', '.join(sorted({*kept.values()}))}")
+        return Held(len(removed), sum(removed))
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -109,23 +123,12 @@ class S3Store(BlobStore):
         self._client.put_object(Bucket=self._bucket, Key=self._key(name), Body=b"".join(blob))
         return Outcome.DONE
 
-    def _clear(self, prefix: str, removed: list[Held]) -> Outcome:
-        """Each page of the listing is added to `removed`."""
-        pages = self._client.get_paginator("list_objects_v2").paginate(
-            Bucket=self._bucket, Prefix=self._prefix + prefix
-        )
-        for page in pages:
-            found = page.get("Contents", [])[:_DELETED_AT_ONCE]
-            if found:
-                self._remove([one["Key"] for one in found])
-                removed.append(Held(len(found), sum(one["Size"] for one in found)))
-        return Outcome.DONE
-
-    def _remove(self, keys: list[str]) -> Outcome:
-        self._client.delete_objects(
+    def _remove(self, keys: list[str]) -> dict[str, str]:
+        """The keys of those that stay, and S3's codes for why."""
+        answer = self._client.delete_objects(
             Bucket=self._bucket, Delete={"Objects": [{"Key": key} for key in keys], "Quiet": True}
         )
-        return Outcome.DONE
+        return {one["Key"]: one.get("Code", "?") for one in answer.get("Errors", [])}
 
 
 def _outcome(work: Callable[[], Outcome]) -> Outcome:

@@ -298,16 +298,18 @@ def test_a_read_only_directory_is_read(small_disk: Path) -> None:
 
 
 class BrokenDisk:
-    """Stands in for `os` in storage/file_io.py: one of its calls fails."""
+    """Stands in for `os` in storage/file_io.py and file_store.py: one of its calls fails, for some paths."""
 
-    def __init__(self, call: str, number: int) -> None:
-        self._call, self._number = call, number
+    def __init__(self, call: str, number: int, within: str = "") -> None:
+        self._call, self._number, self._within = call, number, within
 
     def __getattr__(self, name: str) -> Any:
         return self._fail if name == self._call else getattr(os, name)
 
-    def _fail(self, *_: object) -> None:
-        raise OSError(self._number, os.strerror(self._number))
+    def _fail(self, *args: Any) -> Any:
+        if self._within in str(args[0]):
+            raise OSError(self._number, os.strerror(self._number))
+        return getattr(os, self._call)(*args)
 
 
 @pytest.mark.parametrize("call", ["open", "preadv", "fstat"])
@@ -351,6 +353,22 @@ def test_a_disk_that_was_full_is_tried_again(
     now[0] += 60.0
     assert all(backend.set(names, arena.pages))
     assert len(blob_files(tmp_path)) == 8
+
+
+@pytest.mark.parametrize("call", ["scandir", "unlink"])
+def test_a_clear_that_fails_says_so_and_removes_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    arena, backend = Arena(3), open_files(tmp_path)
+    backend.set(keys(3), arena.pages)
+    stays = blob_files(tmp_path)[0]
+    with monkeypatch.context() as broken:
+        broken.setattr(file_store, "os", BrokenDisk(call, errno.EACCES, f"/{stays.parent.name}"))
+        with pytest.raises(PermissionError):
+            backend.clear()
+    assert blob_files(tmp_path) == [stays]
+    assert backend.stats().bytes == ON_DISK
+    assert backend.clear() == (1, ON_DISK)
 
 
 def test_a_removed_directory_is_made_again(tmp_path: Path) -> None:

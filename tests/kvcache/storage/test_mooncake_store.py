@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from common.errors import ConfigError
+from kvcache.storage import mooncake_store
 from kvcache.storage.backend import StorageBackend
 from kvcache.storage.config import StorageConfig
 from kvcache.storage.factory import open_storage
@@ -66,6 +70,45 @@ def master(tmp_path: Path) -> Iterator[MooncakeMaster]:
         pytest.skip(why)
     with closing(MooncakeMaster(tmp_path / "master.log")) as started:
         yield started
+
+
+class StandIn:
+    """Mooncake's store, where each test says what a call does. Nothing is set up."""
+
+    def __init__(self) -> None:
+        self.setup: Callable[..., int] = lambda *_: 0
+        self.register_buffer: Callable[..., int] = lambda *_: 0
+        self.batch_is_exist: Callable[..., list[int]] = lambda keys: [0] * len(keys)
+        self.remove_by_regex: Callable[..., int] = lambda pattern, force: 0
+        self.close: Callable[[], int] = lambda: 0
+
+
+@contextmanager
+def opened_stand_in(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, **extra: Any
+) -> Iterator[tuple[StandIn, StorageBackend]]:
+    """A backend over a stand-in for Mooncake's store."""
+    stand_in = StandIn()
+    monkeypatch.setattr(mooncake_store, "_store_class", lambda interface: lambda: stand_in)
+    with socket.create_server(("127.0.0.1", 0)) as master:
+        url = f"127.0.0.1:{master.getsockname()[1]}"
+        config = StorageConfig(backend="mooncake", path=directory, url=url, extra=extra)
+        with closing(open_storage(config)) as backend:
+            yield stand_in, backend
+
+
+def test_a_clear_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened_stand_in(tmp_path, monkeypatch, timeout_s=0.05) as (stand_in, backend):
+        stand_in.remove_by_regex = lambda pattern, force: 3
+        assert backend.clear() == (3, 0)
+        stand_in.remove_by_regex = lambda pattern, force: -900
+        with pytest.raises(OSError, match="-900"):
+            backend.clear()
+        stuck = threading.Event()
+        stand_in.remove_by_regex = lambda pattern, force: stuck.wait()
+        with pytest.raises(TimeoutError):
+            backend.clear()
+        stuck.set()
 
 
 @pytest.mark.slow

@@ -5,10 +5,12 @@ from __future__ import annotations
 import socket
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from common.errors import ConfigError
+from kvcache.storage import s3_store
 from kvcache.storage.config import StorageConfig
 from kvcache.storage.factory import open_storage
 from tests.kvcache.storage.support import Arena, S3Server, free_port, keys
@@ -53,6 +55,40 @@ def test_clear_leaves_what_is_elsewhere(s3_server: S3Server, tmp_path: Path) -> 
         assert other.exists(keys(1)) == [True]
 
 
+class DenyingClient:
+    """S3's client, for two pages of a listing. Objects named in `denied` are not removed, and the answer says
+    so, as S3's does."""
+
+    def __init__(self, denied: list[str]) -> None:
+        self.denied, self.removed = denied, list[str]()
+
+    def get_paginator(self, _: str) -> DenyingClient:
+        return self
+
+    def paginate(self, **_: object) -> list[dict[str, Any]]:
+        return [{"Contents": [{"Key": key, "Size": 5} for key in page]} for page in ("ab", "cd")]
+
+    def delete_objects(self, Bucket: str, Delete: dict[str, Any]) -> dict[str, Any]:
+        keys = [one["Key"] for one in Delete["Objects"]]
+        self.removed += [key for key in keys if key not in self.denied]
+        errors = [{"Key": key, "Code": "AccessDenied"} for key in keys if key in self.denied]
+        return {"Errors": errors} if errors else {}
+
+    def close(self) -> None:
+        pass
+
+
+def test_objects_that_a_clear_cannot_remove_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = DenyingClient(["a"])
+    monkeypatch.setattr(s3_store, "_client", lambda options: client)
+    with closing(open_storage(StorageConfig(backend="s3", path=tmp_path, url="s3://pages/"))) as backend:
+        with pytest.raises(OSError, match="1 objects: AccessDenied"):
+            backend.clear()
+        assert client.removed == ["b", "c", "d"]
+        client.denied = []
+        assert backend.clear() == (4, 20)
+
+
 def test_servers_that_are_away_or_silent_are_misses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("boto3", reason="boto3 is not installed")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
@@ -69,6 +105,8 @@ def test_servers_that_are_away_or_silent_are_misses(tmp_path: Path, monkeypatch:
                 assert backend.set(keys(1), arena.pages) == [False]
                 assert backend.get(keys(1), arena.read) == [False]
                 assert backend.stats().refused == {cause: 2}
+                with pytest.raises(Exception, match="endpoint URL"):  # of S3's client
+                    backend.clear()
 
 
 def test_a_missing_bucket_is_a_miss(s3_server: S3Server, tmp_path: Path) -> None:
@@ -76,7 +114,8 @@ def test_a_missing_bucket_is_a_miss(s3_server: S3Server, tmp_path: Path) -> None
     missing = StorageConfig(backend="s3", path=tmp_path, url="s3://missing/", extra=config.extra)
     with closing(open_storage(missing)) as backend:
         assert backend.set(keys(1), Arena(1).pages) == [False]
-        backend.clear()
+        with pytest.raises(Exception, match="NoSuchBucket"):
+            backend.clear()
 
 
 def test_what_cannot_work_is_refused_by_name(tmp_path: Path) -> None:
