@@ -9,7 +9,8 @@ A blob is written under a temporary name and then linked to its own: whoever ope
 What a killed process leaves in partial/ is removed when it is an hour old.
 
 The least recently used go first, as far as a sample shows: the folders are looked at in a random order until
-SAMPLE files were seen, and the older half of them may go. A file's time is that of its last use.
+SAMPLE files were seen, and the older half of them may go, one after the other as room is needed, unless they
+are used meanwhile. A file's time is that of its last use.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -58,6 +61,8 @@ class FileStore(BlobStore):
         self._blobs = files
         self._fsync = fsync  # of folders; files.py does that of files
         self._held = (float("-inf"), 0)
+        self._evicting = threading.Lock()
+        self._oldest: deque[tuple[int, str]] = deque()  # what may go next
         try:
             os.makedirs(self._directory, mode=0o700, exist_ok=True)
         except OSError as error:
@@ -194,23 +199,43 @@ class FileStore(BlobStore):
         return True
 
     def _make_room(self, nbytes: int) -> bool:
-        """Remove the oldest of a sample until `nbytes` are free. False if nothing could be removed."""
+        """Remove the oldest of a sample: `nbytes`, or fewer where it has fewer. False if nothing is there.
+        Raises OSError if nothing can be removed."""
+        with self._evicting:
+            while not self._evict(nbytes):  # or other processes have removed the whole sample
+                self._oldest = self._sample()
+                if not self._oldest:
+                    return False
+        return True
+
+    def _sample(self) -> deque[tuple[int, str]]:
+        """Times and paths of the older half of some files, the oldest first. To list a folder takes long, and
+        serves many evictions."""
         sample = []
         for folder in secrets.SystemRandom().sample(_FOLDERS, len(_FOLDERS)):
             for path in self._files([folder]):
                 with suppress(OSError):
-                    about = os.stat(path)
-                    sample.append((about.st_mtime_ns, _on_disk(about.st_size), path))
+                    sample.append((os.stat(path).st_mtime_ns, path))
             if len(sample) >= _SAMPLE:
                 break
         sample.sort()
-        freed = 0
-        for _, _, path in sample[: -(-len(sample) // 2)]:
-            if freed >= nbytes:
-                break
-            with suppress(OSError):
-                freed += self._remove(path)
-        return freed > 0
+        return deque(sample[: -(-len(sample) // 2)])
+
+    def _evict(self, nbytes: int) -> int:
+        """Remove what the last sample has found, but for what was used since. How many bytes it took."""
+        freed, failure = 0, None
+        while freed < nbytes and self._oldest:
+            changed, path = self._oldest.popleft()
+            try:
+                if os.stat(path).st_mtime_ns == changed:
+                    freed += self._remove(path)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                failure = error
+        if failure is not None and not freed:
+            raise failure
+        return freed
 
     def _remove(self, path: str) -> int:
         """How many bytes it took; 0 if it was not there. Raises OSError if it stays."""

@@ -312,6 +312,20 @@ class BrokenDisk:
         return getattr(os, self._call)(*args)
 
 
+class CountingDisk:
+    """Stands in for `os` in storage/file_store.py: notes the paths that one of its calls is given."""
+
+    def __init__(self, call: str, given: list[str]) -> None:
+        self._call, self._given = call, given
+
+    def __getattr__(self, name: str) -> Any:
+        return self._noted if name == self._call else getattr(os, name)
+
+    def _noted(self, path: str) -> Any:
+        self._given.append(path)
+        return getattr(os, self._call)(path)
+
+
 @pytest.mark.parametrize("call", ["open", "preadv", "fstat"])
 def test_a_read_that_fails_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     arena, backend = Arena(3), open_files(tmp_path)
@@ -470,3 +484,46 @@ def test_a_sample_is_enough_where_there_are_many(tmp_path: Path, monkeypatch: py
     assert all(backend.set(names, arena.pages))
     assert backend.stats().bytes <= 40 * ON_DISK
     assert sum(backend.exists(names)) >= 30
+
+
+def test_one_sample_serves_many_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena, names = Arena(16), keys(16)
+    backend = open_files(tmp_path, max_bytes=8 * ON_DISK)
+    assert all(backend.set(names[:8], arena.pages[:8]))
+    for path in blob_files(tmp_path):
+        os.utime(path, (1000, 1000))
+    listed: list[str] = []
+    monkeypatch.setattr(file_store, "os", CountingDisk("scandir", listed))
+    assert backend.set(names[8:9], arena.pages[8:9]) == [True]
+    first = len(listed)
+    assert all(backend.set(names[9:12], arena.pages[9:12]))
+    assert len(listed) == first, "the older half makes room for four"
+    assert backend.exists(names[8:12]) == [True] * 4
+    assert sum(backend.exists(names[:8])) == 4
+
+
+def test_what_was_used_since_the_sample_stays(tmp_path: Path) -> None:
+    arena, names = Arena(8), keys(8)
+    backend = open_files(tmp_path, max_bytes=4 * ON_DISK)
+    made: list[Path] = []
+    for index in range(4):
+        assert backend.set(names[index : index + 1], arena.pages[index : index + 1]) == [True]
+        made += {*blob_files(tmp_path)} - {*made}
+        os.utime(made[index], (1000 + index, 1000 + index))
+    assert backend.set(names[4:5], arena.pages[4:5]) == [True]  # 0 goes, and 1 would be the next
+    assert backend.get(names[1:2], arena.read[1:2]) == [True]
+    assert backend.set(names[5:6], arena.pages[5:6]) == [True]
+    assert backend.exists(names[:6]) == [False, True, False, True, True, True]
+
+
+def test_files_that_cannot_be_removed_say_why_there_is_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena, names = Arena(5), keys(5)
+    backend = open_files(tmp_path, max_bytes=4 * ON_DISK)
+    assert all(backend.set(names[:4], arena.pages[:4]))
+    with monkeypatch.context() as broken:
+        broken.setattr(file_store, "os", BrokenDisk("unlink", errno.EPERM))
+        assert backend.set(names[4:], arena.pages[4:]) == [False]
+    assert backend.stats().refused == {"read_only": 1}
+    assert backend.set(names[4:], arena.pages[4:]) == [True]
