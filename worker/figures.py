@@ -94,7 +94,7 @@ def _moves(memory: Memory) -> dict[str, MovedPages]:
         "to_peer": MovedPages(read.host_pages, read.host_bytes, read.failed, memory.tiers.reads.under_way),
     }
     if (storage := memory.tiers.storage) is not None:
-        done, told, queued = storage.counts, storage.backend.stats(), storage.queued()
+        done, told, queued = storage.counts, storage.stats(), storage.queued()
         moved["to_storage"] = MovedPages(
             done.written_pages, told.written_bytes, done.failed_writes, queued["to_storage"]
         )
@@ -106,4 +106,4 @@ def _moves(memory: Memory) -> dict[str, MovedPages]:
 
 def _stored(memory: Memory) -> StorageStats:
     tiers = memory.tiers
-    return StorageStats() if tiers is None or tiers.storage is None else tiers.storage.backend.stats()
+    return StorageStats() if tiers is None or tiers.storage is None else tiers.storage.stats()

@@ -73,7 +73,11 @@ class StorageBackend(ABC):
 
     @abstractmethod
     def stats(self) -> StorageStats:
-        """Does not block for long: what the place holds may be some seconds old."""
+        """Asks the place what it holds, and blocks as long as it does. Its answer may be some seconds old."""
+
+    @abstractmethod
+    def last_stats(self) -> StorageStats:
+        """As `stats`, but what the place holds is what it has said last. Never blocks."""
 
     @abstractmethod
     def close(self) -> None:

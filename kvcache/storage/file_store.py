@@ -37,7 +37,8 @@ _SAMPLE = 512  # files
 _FOLDERS = [f"{number:02x}" for number in range(256)]
 _TOUCH_S = 1.0  # a use within that time of the last one is not noted
 _STALE_S = 3600.0
-_HELD_S = 10.0  # how old what `held` says may be
+_HELD_S = 10.0  # between two counts of the blobs, or
+_HELD_FACTOR = 100  # so many times as long as the last one took, if that is more
 _DISK_FULL_S = 30.0  # how long a disk that was full is the bound; then it is tried again
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -60,7 +61,7 @@ class FileStore(BlobStore):
         self._disk_full = (float("-inf"), 0)  # until when, and how many bytes were kept
         self._blobs = files
         self._fsync = fsync  # of folders; files.py does that of files
-        self._held = (float("-inf"), 0)
+        self._held = (float("-inf"), 0)  # when the blobs are counted again, and how many there were
         self._evicting = threading.Lock()
         self._oldest: deque[tuple[int, str]] = deque()  # what may go next
         try:
@@ -105,11 +106,12 @@ class FileStore(BlobStore):
         return Held(sum(1 for size in removed if size), sum(removed))
 
     def held(self) -> Held:
-        """The number of blobs is counted again every ten seconds."""
-        at, blobs = self._held
-        if time.monotonic() > at + _HELD_S:
+        """The number of blobs is counted again every ten seconds; of millions of files, every few minutes."""
+        due, blobs = self._held
+        if (began := time.monotonic()) > due:
             blobs = sum(1 for _ in self._files(_FOLDERS))
-            self._held = time.monotonic(), blobs
+            ended = time.monotonic()
+            self._held = ended + max(_HELD_S, _HELD_FACTOR * (ended - began)), blobs
         return Held(blobs, self._usage.total() if self._usage is not None else self._count_bytes())
 
     def close(self) -> None:

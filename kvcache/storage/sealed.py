@@ -34,6 +34,7 @@ class SealedStorage(StorageBackend):
         self._refused: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
         self._seconds = {"read": 0.0, "write": 0.0}
+        self._held = Held()
 
     def register(self, arenas: Sequence[memoryview]) -> None:
         self._store.register(arenas)
@@ -81,7 +82,11 @@ class SealedStorage(StorageBackend):
         return self._store.clear(prefix)
 
     def stats(self) -> StorageStats:
-        held = self._try(self._store.held, Held())
+        self._held = self._try(self._store.held, Held())
+        return self.last_stats()
+
+    def last_stats(self) -> StorageStats:
+        held = self._held
         with self._lock:
             return StorageStats(
                 blobs=held.blobs,

@@ -23,5 +23,5 @@ def tier_report(tiers: Tiers | None) -> dict[str, Any]:
         "moves": asdict(tiers.moves.counts),
         "reads": asdict(tiers.reads.counts),
         "written_back": asdict(tiers.host.written_back),
-        "storage": None if storage is None else {**asdict(storage.counts), **asdict(storage.backend.stats())},
+        "storage": None if storage is None else {**asdict(storage.counts), **asdict(storage.stats())},
     }

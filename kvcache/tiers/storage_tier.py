@@ -2,16 +2,18 @@
 
 write      after a backup has landed: the node's host pages                         host -> storage
 remove     what has stopped being public, under its public names
+look       what the backend holds, for `stats`
 prefetch   what a request's prompt has there, while the request waits               storage -> host
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 
 from kvcache.radix_tree import RadixTree
-from kvcache.storage.backend import StorageBackend
+from kvcache.storage.backend import StorageBackend, StorageStats
 from kvcache.storage.blob_store import Held
 from kvcache.storage.keys import StorageKeys
 from kvcache.tenancy.promotion import Promotion
@@ -22,6 +24,8 @@ from kvcache.tiers.mover import Failed, WorkQueue
 from kvcache.tiers.pieces import pieces
 from kvcache.tiers.prefetches import Prefetches, StorageCounts
 from kvcache.tree_node import TreeNode
+
+_LOOK_S = 1.0  # between two looks at what the backend holds
 
 
 class StorageTier:
@@ -48,6 +52,8 @@ class StorageTier:
         self._mover = mover
         self._keys = keys
         self._backlog = backlog
+        self._clock = clock
+        self._look_at = -math.inf  # inf: a look is under way
         self._writing: set[TreeNode] = set()
 
     # -- writing -----------------------------------------------------------------------------------
@@ -142,6 +148,16 @@ class StorageTier:
     def is_idle(self) -> bool:
         """Whether nothing is written or read."""
         return not self._writing and not self.prefetches
+
+    def stats(self) -> StorageStats:
+        """What the backend has done, and what it held a short time ago. Never waits for it."""
+        if self._clock() >= self._look_at:
+            self._look_at = math.inf
+            self._mover.submit("looks", self.backend.stats, self._looked)
+        return self.backend.last_stats()
+
+    def _looked(self, _: object) -> None:
+        self._look_at = self._clock() + _LOOK_S
 
     def queued(self) -> dict[str, int]:
         """How many nodes are to be written, and how many prefetches are under way."""

@@ -9,10 +9,15 @@ import pytest
 
 from common.secrets import ClusterSecret
 from kvcache.memory import Memory
+from kvcache.storage.blob_store import Held
 from kvcache.storage.config import StorageConfig
 from kvcache.tiers.config import TierConfig
+from kvcache.tiers.report import tier_report
 from kvcache.tiers.tiers import Tiers
+from scheduler.metrics import SchedulerMetrics
+from tests.kvcache.storage.support import MemoryStore
 from tests.kvcache.support import HandMover, key, matched, memory, put
+from worker.figures import worker_figures
 
 STORAGE = StorageConfig(
     backend="tests.kvcache.storage.support:MemoryStore",
@@ -241,3 +246,25 @@ def test_without_storage_nothing_keeps_a_node_that_is_gone(mover: HandMover) -> 
         holders = [one for one in gc.get_referrers(node) if isinstance(one, (list, dict, set))]
         assert holders == []
         made.check_memory()
+
+
+def test_what_storage_holds_is_asked_on_another_thread_and_not_always(
+    built: Memory, mover: HandMover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, asked, clock = tiers_of(built).storage, list[float](), [0.0]
+    assert storage is not None
+    storage._clock = lambda: clock[0]
+    monkeypatch.setattr(MemoryStore, "held", lambda self: asked.append(clock[0]) or Held(3, 300))
+
+    def told() -> tuple[int, int]:
+        figures, report = worker_figures(built, SchedulerMetrics()), tier_report(built.tiers)
+        return figures.storage_bytes, report["storage"]["blobs"]
+
+    assert told() == told() == (0, 0)
+    assert (asked, mover.count("looks")) == ([], 1)
+    rest(built, mover)
+    for clock[0], looks in ((0.5, 0), (1.5, 1)):
+        assert told() == told() == (300, 3)
+        assert (asked, mover.count("looks")) == ([0.0], looks)
+    rest(built, mover)
+    assert asked == [0.0, 1.5]

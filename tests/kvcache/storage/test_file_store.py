@@ -177,6 +177,26 @@ def test_usage_is_counted_again_when_somebody_else_has_removed_all(tmp_path: Pat
     assert opened[0].stats().bytes == 4 * ON_DISK
 
 
+def test_blobs_are_counted_the_more_rarely_the_longer_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    arena, names, backend = Arena(2), keys(2), open_files(tmp_path)
+    monkeypatch.setattr(file_store, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
+    assert backend.set(names[:1], arena.pages[:1]) == [True]
+    with monkeypatch.context() as slow:
+        slow.setattr(file_store, "os", SlowDisk("scandir", now, 1 / 128))  # two seconds for all folders
+        assert backend.stats().blobs == 1
+    assert backend.set(names[1:], arena.pages[1:]) == [True]
+    now[0] += 199.0
+    assert backend.stats().blobs == 1
+    now[0] += 2.0
+    assert backend.stats().blobs == 2
+    assert backend.set(keys(1, seed="new"), arena.pages[:1]) == [True]
+    now[0] += 11.0
+    assert backend.stats().blobs == 3
+
+
 # -- bounds ----------------------------------------------------------------------------------------
 
 
@@ -323,6 +343,20 @@ class CountingDisk:
 
     def _noted(self, path: str) -> Any:
         self._given.append(path)
+        return getattr(os, self._call)(path)
+
+
+class SlowDisk:
+    """Stands in for `os` in storage/file_store.py: one of its calls takes some seconds of a test's clock."""
+
+    def __init__(self, call: str, now: list[float], seconds: float) -> None:
+        self._call, self._now, self._seconds = call, now, seconds
+
+    def __getattr__(self, name: str) -> Any:
+        return self._slow if name == self._call else getattr(os, name)
+
+    def _slow(self, path: str) -> Any:
+        self._now[0] += self._seconds
         return getattr(os, self._call)(path)
 
 

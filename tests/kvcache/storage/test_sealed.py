@@ -60,6 +60,9 @@ def test_a_bad_blob_is_counted_once_and_can_be_stored_again() -> None:
     assert (stats.hits, stats.misses, stats.written) == (5, 1, 4)
     assert (stats.read_bytes, stats.written_bytes) == (5 * 4096, 4 * 4096)
     assert stats.read_seconds > 0 < stats.write_seconds
+    store.blobs.clear()
+    assert backend.last_stats() == stats, "the store is not asked"
+    assert backend.stats().blobs == 0
 
 
 @pytest.mark.parametrize("cause", [Outcome.IO_ERROR, Outcome.FULL, Outcome.READ_ONLY, Outcome.TIMEOUT])
