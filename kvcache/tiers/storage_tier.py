@@ -111,13 +111,12 @@ class StorageTier:
     def clear(self, done: Callable[[int | Failed], None]) -> None:
         """Forget all that the backend has, also what other workers have stored there.
 
-        `done` is called in a later poll, with the number of blobs that the backend said it held.
+        `done` is called in a later poll, with the number of blobs that the backend said it removed.
         """
 
         def work() -> int:
-            held = self.backend.stats().blobs
-            self.backend.clear()
-            return held
+            removed = self.backend.clear()
+            return removed.blobs if removed is not None else 0
 
         def cleared(told: int | Failed) -> None:
             for node in self._tree.nodes():

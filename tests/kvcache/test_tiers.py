@@ -268,3 +268,16 @@ def test_what_storage_holds_is_asked_on_another_thread_and_not_always(
         assert (asked, mover.count("looks")) == ([0.0], looks)
     rest(built, mover)
     assert asked == [0.0, 1.5]
+
+
+def test_a_clear_tells_what_it_has_removed(
+    built: Memory, mover: HandMover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, told = tiers_of(built).storage, list[object]()
+    assert storage is not None
+    page = memoryview(bytearray(64))
+    assert storage.backend.set([b"public----------" + bytes([name] * 32) for name in range(3)], [page] * 3)
+    monkeypatch.setattr(MemoryStore, "held", lambda self: Held(99, 9900))  # counted some time ago
+    storage.clear(told.append)
+    rest(built, mover)
+    assert told == [3]
