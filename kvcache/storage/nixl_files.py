@@ -7,7 +7,8 @@ import os
 import queue
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import numpy as np
@@ -76,13 +77,28 @@ class NixlFiles(BlobFiles):
         self._agent = None
 
     def _move(self, verb: str, descriptor: int, blob: SealedBlob) -> None:
+        with self._lent_seal() as seal:
+            seal[:] = blob.seal
+            try:
+                self._transfer(verb, descriptor, blob.page, seal)
+            except Exception as error:  # NIXL's have no base of their own
+                raise OSError(f"NIXL: {error}") from error
+            blob.seal[:] = seal
+
+    @contextmanager
+    def _lent_seal(self) -> Iterator[memoryview]:
+        """Registered memory that nobody else uses."""
         seal = self._seals.get()
-        seal[:] = blob.seal
-        file = self._agent.register_memory([(0, blob.nbytes, descriptor, "")], "FILE")
         try:
-            page_bytes = blob.page.nbytes
-            here = [(_address(blob.page), page_bytes, 0), (_address(seal), SEAL_BYTES, 0)]
-            there = [(0, page_bytes, descriptor), (page_bytes, SEAL_BYTES, descriptor)]
+            yield seal
+        finally:
+            self._seals.put(seal)
+
+    def _transfer(self, verb: str, descriptor: int, page: memoryview, seal: memoryview) -> None:
+        file = self._agent.register_memory([(0, page.nbytes + SEAL_BYTES, descriptor, "")], "FILE")
+        try:
+            here = [(_address(page), page.nbytes, 0), (_address(seal), SEAL_BYTES, 0)]
+            there = [(0, page.nbytes, descriptor), (page.nbytes, SEAL_BYTES, descriptor)]
             transfer = self._agent.initialize_xfer(
                 verb,
                 self._agent.get_xfer_descs(here, "DRAM"),
@@ -93,12 +109,8 @@ class NixlFiles(BlobFiles):
                 self._wait(transfer)
             finally:
                 self._agent.release_xfer_handle(transfer)
-            blob.seal[:] = seal
-        except Exception as error:  # NIXL's have no base of their own
-            raise OSError(f"NIXL: {error}") from error
         finally:
             self._agent.deregister_memory(file)
-            self._seals.put(seal)
 
     def _wait(self, transfer: Any) -> None:
         state = self._agent.transfer(transfer)

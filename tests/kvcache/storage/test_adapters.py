@@ -1,4 +1,4 @@
-"""Adapters to other projects' stores, each where its package is installed; 3FS's with a stand-in for it."""
+"""Adapters to other projects' stores, each where its package is installed; stand-ins for 3FS and for NIXL."""
 
 from __future__ import annotations
 
@@ -18,9 +18,14 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError
+from kvcache.storage import nixl_files
 from kvcache.storage.backend import StorageBackend
+from kvcache.storage.blob_store import Outcome, SealedBlob
 from kvcache.storage.config import StorageConfig
 from kvcache.storage.factory import open_storage
+from kvcache.storage.file_store import FileStore
+from kvcache.storage.nixl_files import NixlFiles, NixlOptions
+from kvcache.storage.seal import SEAL_BYTES
 from tests.kvcache.storage.support import Arena, free_port, keys, listens
 
 
@@ -169,6 +174,32 @@ def test_a_ring_that_does_not_answer_is_not_used_again(
         monkeypatch.setattr(Ring, "wait", lambda self, min_results, timeout: [])
         assert backend.get(keys(2), arena.read) == [False, False]
         assert backend.stats().refused == {"timeout": 1, "io_error": 1}
+
+
+# -- NIXL ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["register_memory", "initialize_xfer", "deregister_memory"])
+def test_a_call_of_nixl_that_raises_keeps_no_seal_and_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    agent = SimpleNamespace(
+        register_memory=lambda places, kind: kind,
+        deregister_memory=lambda registered: None,
+        get_xfer_descs=lambda places, kind: places,
+        initialize_xfer=lambda *_: 1,
+        transfer=lambda handle: "DONE",
+        release_xfer_handle=lambda handle: None,
+    )
+    monkeypatch.setattr(nixl_files, "_agent", lambda name, options: agent)
+    files = NixlFiles(NixlOptions(), fsync=False)
+    blob = SealedBlob(memoryview(bytearray(4096)), memoryview(bytearray(SEAL_BYTES)))
+    with closing(FileStore(tmp_path, 0, files)) as store:
+        with monkeypatch.context() as broken:
+            broken.setattr(agent, call, lambda *_: 1 // 0)
+            assert store.write(keys(1), [blob]) == [Outcome.IO_ERROR]
+        assert store.held().nbytes == 0
+        assert files._seals.qsize() == 64
 
 
 # -- what is not installed -------------------------------------------------------------------------
