@@ -9,6 +9,10 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 
+class GivenUp(TimeoutError):
+    """A call was given up, or not begun. What it uses is given back by BoundedCalls, now or when it ends."""
+
+
 class BoundedCalls:
     """Each call runs on a thread of its own, which is left behind when the call takes too long.
 
@@ -29,11 +33,11 @@ class BoundedCalls:
         return self._left_behind
 
     def run(self, call: Callable[[], Result], give_back: Callable[[], None] = lambda: None) -> Result:
-        """What the call returns or raises. Raises TimeoutError if it takes too long, or if so many others are
-        stuck that it was not begun."""
+        """What the call returns or raises: then `give_back` is not called. Raises GivenUp if it takes too
+        long, or if so many others are stuck that it was not begun."""
         if not self._room.acquire(timeout=self._seconds):
             give_back()
-            raise TimeoutError("too many calls are stuck")
+            raise GivenUp("too many calls are stuck")
         answer: list[Result] = []
         failure: list[BaseException] = []
         done = threading.Event()
@@ -52,13 +56,17 @@ class BoundedCalls:
                 give_back()
 
         thread = threading.Thread(target=work, name="storage call", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # there are too many threads
+            self._room.release()
+            raise
         done.wait(self._seconds)
         with self._lock:
             if not done.is_set():
                 late[0] = True
                 self._left_behind += 1
-                raise TimeoutError("a call is stuck")
+                raise GivenUp("a call is stuck")
         if failure:
             raise failure[0]
         return answer[0]

@@ -21,6 +21,7 @@ import queue
 import re
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
@@ -29,7 +30,7 @@ from pydantic import Field
 from common.errors import ConfigError
 from common.options import Options, parse_options
 from kvcache.storage.blob_store import BlobStore, Held, Outcome, SealedBlob
-from kvcache.storage.bounded_calls import BoundedCalls
+from kvcache.storage.bounded_calls import BoundedCalls, GivenUp
 from kvcache.storage.config import StorageConfig
 from kvcache.storage.keys import key_text
 from kvcache.storage.seal import SEAL_BYTES
@@ -101,13 +102,13 @@ class MooncakeStore(BlobStore):
         outcomes: list[Outcome] = []
         read = self._read_staged if self._is_staged else self._read_directly
         for batch in _batches(into, self._options.staging_bytes if self._is_staged else 1 << 62):
-            outcomes += read([_key(name) for name in names[batch]], into[batch])
+            outcomes += _in_time(read, [_key(name) for name in names[batch]], into[batch])
         return outcomes
 
     def write(self, names: Sequence[bytes], blobs: Sequence[SealedBlob]) -> list[Outcome]:
         outcomes: list[Outcome] = []
         for batch in _batches(blobs, 1 << 62):
-            outcomes += self._write([_key(name) for name in names[batch]], blobs[batch])
+            outcomes += _in_time(self._write, [_key(name) for name in names[batch]], blobs[batch])
         return outcomes
 
     def discard(self, name: bytes) -> None:
@@ -152,33 +153,25 @@ class MooncakeStore(BlobStore):
     def _read_staged(self, keys: list[str], into: Sequence[SealedBlob]) -> list[Outcome]:
         if into[0].nbytes > self._options.staging_bytes:
             return [Outcome.IO_ERROR]  # _batches made a batch of it alone
-        try:
-            buffer = self._staging.get(timeout=self._options.timeout_s)
-        except queue.Empty:
-            return [Outcome.TIMEOUT] * len(keys)
         starts = list(itertools.accumulate((blob.nbytes for blob in into[:-1]), initial=0))
-        pointers = [_address(buffer) + start for start in starts]
         sizes = [blob.nbytes for blob in into]
-        try:
+        with self._lent(self._staging) as buffer:
+            pointers = [_address(buffer) + start for start in starts]
             codes = self._calls.run(
                 lambda: self._store.batch_get_into(keys, pointers, sizes), lambda: self._staging.put(buffer)
             )
-        except TimeoutError:
-            return [Outcome.TIMEOUT] * len(keys)
-        for start, blob, code in zip(starts, into, codes, strict=True):
-            if code == blob.nbytes:
-                end = start + blob.page.nbytes
-                blob.page[:] = buffer[start:end]
-                blob.seal[:] = buffer[end : end + SEAL_BYTES]
-        self._staging.put(buffer)
+            for start, blob, code in zip(starts, into, codes, strict=True):
+                if code == blob.nbytes:
+                    end = start + blob.page.nbytes
+                    blob.page[:] = buffer[start:end]
+                    blob.seal[:] = buffer[end : end + SEAL_BYTES]
         return self._outcomes(keys, codes, into)
 
     def _read_directly(self, keys: list[str], into: Sequence[SealedBlob]) -> list[Outcome]:
-        seals = self._seals.get()
-        codes = self._store.batch_get_into_multi_buffers(keys, *_parts(into, seals))
-        for index, blob in enumerate(into):
-            blob.seal[:] = seals[index * SEAL_BYTES : (index + 1) * SEAL_BYTES]
-        self._seals.put(seals)
+        with self._lent(self._seals) as seals:
+            codes = self._store.batch_get_into_multi_buffers(keys, *_parts(into, seals))
+            for index, blob in enumerate(into):
+                blob.seal[:] = seals[index * SEAL_BYTES : (index + 1) * SEAL_BYTES]
         return self._outcomes(keys, codes, into)
 
     def _outcomes(self, keys: list[str], codes: list[int], into: Sequence[SealedBlob]) -> list[Outcome]:
@@ -191,21 +184,31 @@ class MooncakeStore(BlobStore):
             self._try(lambda: self._store.batch_remove(keys, True), [])
 
     def _write(self, keys: list[str], blobs: Sequence[SealedBlob]) -> list[Outcome]:
-        try:
-            seals = self._seals.get(timeout=self._options.timeout_s)
-        except queue.Empty:
-            return [Outcome.TIMEOUT] * len(keys)
-        for index, blob in enumerate(blobs):
-            seals[index * SEAL_BYTES : (index + 1) * SEAL_BYTES] = blob.seal
-        parts = _parts(blobs, seals)
-        try:
+        with self._lent(self._seals) as seals:
+            for index, blob in enumerate(blobs):
+                seals[index * SEAL_BYTES : (index + 1) * SEAL_BYTES] = blob.seal
+            parts = _parts(blobs, seals)
             codes = self._calls.run(
                 lambda: self._store.batch_put_from_multi_buffers(keys, *parts), lambda: self._seals.put(seals)
             )
-        except TimeoutError:
-            return [Outcome.TIMEOUT] * len(keys)
-        self._seals.put(seals)
         return [_WRITTEN.get(code, Outcome.IO_ERROR) for code in codes]
+
+    @contextmanager
+    def _lent(self, buffers: queue.SimpleQueue[memoryview]) -> Iterator[memoryview]:
+        """One that nobody else uses. A call that was given up gives it back when it ends. Raises TimeoutError
+        if there is none."""
+        try:
+            buffer = buffers.get(timeout=self._options.timeout_s)
+        except queue.Empty:
+            raise TimeoutError("all buffers are in use") from None
+        try:
+            yield buffer
+        except GivenUp:
+            raise
+        except Exception:  # the call has ended
+            buffers.put(buffer)
+            raise
+        buffers.put(buffer)
 
     def _try(self, call: Callable[[], Result], otherwise: Result) -> Result:
         try:
@@ -221,6 +224,17 @@ class MooncakeStore(BlobStore):
         for first in range(0, memory.nbytes, nbytes):
             buffers.put(memory[first : first + nbytes])
         return buffers
+
+
+def _in_time(
+    move: Callable[[list[str], Sequence[SealedBlob]], list[Outcome]],
+    keys: list[str],
+    blobs: Sequence[SealedBlob],
+) -> list[Outcome]:
+    try:
+        return move(keys, blobs)
+    except TimeoutError:
+        return [Outcome.TIMEOUT] * len(keys)
 
 
 def _batches(blobs: Sequence[SealedBlob], most_bytes: int) -> Iterator[slice]:

@@ -33,3 +33,15 @@ def test_a_stuck_call_is_left_behind_until_it_ends() -> None:
     assert returned.wait(10)
     assert calls.left_behind == 0
     assert calls.run(lambda: 3) == 3
+
+
+def test_a_thread_that_cannot_be_started_leaves_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    calls = BoundedCalls(0.05, 1)
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="new thread"):
+            calls.run(lambda: 3)
+    assert calls.run(lambda: 3) == 3

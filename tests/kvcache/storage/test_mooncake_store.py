@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import signal
 import socket
 import subprocess
@@ -20,6 +21,8 @@ from kvcache.storage import mooncake_store
 from kvcache.storage.backend import StorageBackend
 from kvcache.storage.config import StorageConfig
 from kvcache.storage.factory import open_storage
+from kvcache.storage.mooncake_store import MooncakeStore
+from kvcache.storage.sealed import SealedStorage
 from tests.kvcache.storage.support import Arena, MooncakeMaster, free_port, keys
 
 PAGE = 1 << 18
@@ -79,6 +82,9 @@ class StandIn:
         self.setup: Callable[..., int] = lambda *_: 0
         self.register_buffer: Callable[..., int] = lambda *_: 0
         self.batch_is_exist: Callable[..., list[int]] = lambda keys: [0] * len(keys)
+        self.batch_get_into: Callable[..., list[int]] = lambda keys, *_: [-704] * len(keys)
+        self.batch_get_into_multi_buffers: Callable[..., list[int]] = lambda keys, *_: [-704] * len(keys)
+        self.batch_put_from_multi_buffers: Callable[..., list[int]] = lambda keys, *_: [0] * len(keys)
         self.remove_by_regex: Callable[..., int] = lambda pattern, force: 0
         self.close: Callable[[], int] = lambda: 0
 
@@ -109,6 +115,58 @@ def test_a_clear_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         with pytest.raises(TimeoutError):
             backend.clear()
         stuck.set()
+
+
+def buffers(backend: StorageBackend) -> list[queue.SimpleQueue[memoryview]]:
+    """Those that no call uses: of seals, and of gets over TCP."""
+    assert isinstance(backend, SealedStorage)
+    assert isinstance(backend._store, MooncakeStore)
+    return [backend._store._seals, backend._store._staging]
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "rdma"])
+@pytest.mark.parametrize(
+    ("error", "cause"), [(RuntimeError("broken"), "io_error"), (TimeoutError("its own"), "timeout")]
+)
+def test_calls_that_raise_give_their_buffers_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: str, error: Exception, cause: str
+) -> None:
+    def fail(*_: object) -> list[int]:
+        raise error
+
+    arena = Arena(1)
+    with opened_stand_in(tmp_path, monkeypatch, protocol=protocol) as (stand_in, backend):
+        for call in ("batch_get_into", "batch_get_into_multi_buffers", "batch_put_from_multi_buffers"):
+            monkeypatch.setattr(stand_in, call, fail)
+        assert backend.get(keys(1), arena.read) == [False]
+        assert backend.set(keys(1), arena.pages) == [False]
+        assert backend.stats().refused == {cause: 2}
+        assert [idle.qsize() for idle in buffers(backend)] == [8, 8]
+
+
+def test_a_call_that_was_given_up_keeps_its_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena, ended = Arena(1), threading.Event()
+    with opened_stand_in(tmp_path, monkeypatch, timeout_s=0.05) as (stand_in, backend):
+        stand_in.batch_get_into = stand_in.batch_put_from_multi_buffers = lambda *_: [ended.wait()]
+        assert backend.get(keys(1), arena.read) == [False]
+        assert backend.set(keys(1), arena.pages) == [False]
+        assert backend.stats().refused == {"timeout": 2}
+        assert [idle.qsize() for idle in buffers(backend)] == [7, 7]
+        ended.set()
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "rdma"])
+def test_nobody_waits_for_ever_for_a_buffer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: str
+) -> None:
+    arena = Arena(1)
+    with opened_stand_in(tmp_path, monkeypatch, protocol=protocol, timeout_s=0.05) as (_, backend):
+        for idle in buffers(backend):
+            while not idle.empty():
+                idle.get()
+        assert backend.get(keys(1), arena.read) == [False]
+        assert backend.set(keys(1), arena.pages) == [False]
+        assert backend.stats().refused == {"timeout": 2}
 
 
 @pytest.mark.slow
