@@ -17,11 +17,12 @@ Pure but for `RoomHost` and `RoomMail`: time is passed in, so tests need no cloc
 
 from __future__ import annotations
 
+import logging
 from typing import Protocol
 
 from msgspec.structs import replace
 
-from common.errors import BatonError, Interrupted, Unavailable
+from common.errors import BatonError, Interrupted, RequestFailed, Unavailable
 from router.options import RouterOptions
 from router.placement.broken_pairs import BrokenPairs
 from router.placement.placement import Placement
@@ -33,6 +34,8 @@ from wire.messages import Rejected, RejectKind, RoomStatus
 from wire.records import WorkerRecord
 from wire.request import GenerateRequest, OutputDelta, TokenRun
 from wire.retransmitter import RetransmitKey
+
+log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = 2.0  # for a worker, of which the room is told (on_workers_changed)
 
@@ -183,8 +186,7 @@ class RoomStream:
             self._check_at = epoch.progress(now)
         scores, pooled = (run.prompt_logprobs, run.pooled) if have == 0 else (None, None)
         delta = OutputDelta(new, logprobs, run.finish, prompt_logprobs=scores, pooled=pooled)
-        if self._sink.on_tokens(delta, self.cached_tokens):
-            self.stop("stop string")
+        self._tell(delta)
         return have + len(new)
 
     def on_reserved(self, epoch: int) -> None:
@@ -317,6 +319,20 @@ class RoomStream:
         if epoch is not None:
             self._host.unplace(self, epoch.placement)
             epoch.leave(abort)
+
+    def _tell(self, delta: OutputDelta) -> None:
+        """Give the sink new tokens. If it cannot take them, the room fails alone: other rooms' tokens come in
+        the same message, and its client would wait for ever."""
+        try:
+            stopped = self._sink.on_tokens(delta, self.cached_tokens)
+        except Exception:
+            log.exception("request %s: its output cannot be told", self.request.request_id)
+            error = RequestFailed("the model's output cannot be told in this form")
+            self.stop(str(error))
+            self._sink.on_error(error)
+        else:
+            if stopped:
+                self.stop("stop string")
 
 
 def _needed(current: RoomEpoch | None, mailbox: str, epoch: int) -> WorkerRecord | None:

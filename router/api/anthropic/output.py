@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
-
-import msgspec
 
 from router.text.output_parts import CallArguments, CallBroken, CallStart, Content, Part, Reasoning
 
 Event = dict[str, Any]
 _SIGNATURE = "unsigned"
 """Clients send thoughts back only if they are signed. Nobody looks at it."""
+_ESCAPED = re.compile(r"\\(?:(u[dD][89abAB]..\\u[dD][c-fC-F]..)|(u[dD][89a-fA-F]..)|.)")
+"""In JSON: the halves of a pair of surrogates, a half alone, or anything else."""
+_LARGEST = sys.float_info.max
 
 
 class MessageBlocks:
@@ -66,7 +70,7 @@ class MessageBlocks:
             return
         block, text = self.blocks[-1], "".join(self._texts)
         if block["type"] == "tool_use":
-            block["input"] = msgspec.json.decode(text) if text else {}
+            block["input"] = _decoded(text) if text else {}
         else:
             block[block["type"]] = text
         if block["type"] == "thinking":
@@ -88,3 +92,10 @@ class MessageBlocks:
         self._texts.append(text)
         delta = {"type": kind, field: text}
         return {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta}
+
+
+def _decoded(text: str) -> Any:
+    """The value of a JSON text, such that it can be encoded again: JSON has half characters and numbers that
+    no UTF-8 and no float can hold. U+FFFD and the largest number are in their places."""
+    whole = _ESCAPED.sub(lambda found: r"\ufffd" if found[2] else found[0], text)
+    return json.loads(whole, parse_float=lambda number: max(-_LARGEST, min(float(number), _LARGEST)))

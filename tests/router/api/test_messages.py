@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from common.errors import InvalidRequest, Overloaded
@@ -194,6 +196,25 @@ def test_parts_become_blocks_and_events() -> None:
     ]
     assert [delta["partial_json"] for delta in deltas if "partial_json" in delta] == ['{"a"', ":1}"]
     assert blocks.calls
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        (r'{"a": "\ud83d"}', {"a": "\ufffd"}),
+        (r'{"\uDE00": "x\ude00\ud83dy"}', {"\ufffd": "x\ufffd\ufffdy"}),
+        (r'{"a": "\ud83d\ude00 \\ud83d"}', {"a": "\U0001f600 \\ud83d"}),
+        ('{"a": [1e999, -1E400, 1.5]}', {"a": [sys.float_info.max, -sys.float_info.max, 1.5]}),
+        ('{"a": %s}' % ("9" * 4000), {"a": int("9" * 4000)}),
+    ],
+    ids=lambda one: str(one)[:24],
+)
+def test_whatever_json_a_model_writes_can_be_told(arguments: str, given: dict[str, Any]) -> None:
+    blocks = MessageBlocks()
+    list(blocks.add([CallStart(0, "c1", "add"), CallArguments(0, arguments)], False))
+    list(blocks.close())
+    assert blocks.whole[0]["input"] == given
+    assert json.loads(msgspec.json.encode(blocks.whole))[0]["input"] == given
 
 
 def test_a_call_that_breaks_off_is_text_in_a_whole_message_only() -> None:

@@ -47,6 +47,7 @@ class Host:
         self.finish: FinishReason | None = None
         self.wanted = 100  # tokens; the room stops with them
         self.error: BatonError | None = None
+        self.bug: Exception | None = None  # is raised by tokens
 
     def place(self, room: RoomStream, avoid: frozenset[str], choice: Choice | None) -> Placement | None:
         self.avoided.append(avoid)
@@ -77,6 +78,8 @@ class Host:
         self.closed_rooms += 1
 
     def on_tokens(self, delta: OutputDelta, cached_tokens: int) -> bool:
+        if self.bug is not None:
+            raise self.bug
         self.tokens += delta.tokens
         self.logprobs += delta.logprobs or []
         self.finish = delta.finish
@@ -420,6 +423,20 @@ def test_a_sink_that_wants_no_more_stops_the_room() -> None:
     assert room.done
     assert host.of(Abort) == [Abort(1, 0, "stop string")] * 2
     assert (host.tokens, host.booked, host.closed_rooms) == ([5, 6], 0, 1)
+
+
+@pytest.mark.parametrize("finish", [None, FinishReason.STOP])
+def test_a_sink_that_cannot_take_tokens_fails_its_room_alone(
+    finish: FinishReason | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, room = started(PAIR)
+    host.bug = UnicodeEncodeError("utf-8", "\ud83d", 0, 1, "surrogates not allowed")
+    assert room.on_run(D.mailbox, run(0, 5, finish=finish), 0.1) == 1
+    assert isinstance(host.error, RequestFailed)
+    assert (room.done, host.booked, host.closed_rooms) == (True, 0, 1)
+    assert len(host.of(Abort)) == (2 if finish is None else 0)
+    (logged,) = caplog.records
+    assert logged.exc_info is not None
 
 
 def test_stop_tells_both_once() -> None:
