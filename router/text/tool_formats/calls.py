@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Generator, Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ Schemas = Mapping[str, Mapping[str, Any]]
 _ARGUMENTS = ("arguments", "parameters")
 _ID_CHARACTERS = 24
 _SHORT = 9
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 class Calls:
@@ -163,9 +165,9 @@ def _key(source: Source) -> Reading[str | None]:
 
 
 def _text(value: str) -> str | None:
-    """A JSON text that is not empty."""
+    """A JSON text that is not empty. None also for one with half a character, which no UTF-8 has."""
     decoded = json.loads(value)
-    return decoded if isinstance(decoded, str) and decoded else None
+    return decoded if isinstance(decoded, str) and decoded and not _HALF.search(decoded) else None
 
 
 def _object(value: str | None) -> str | None:
@@ -174,8 +176,8 @@ def _object(value: str | None) -> str | None:
         return "{}"
     if value.startswith("{"):
         return value
-    inner: Any = json.loads(value)
+    inner = _text(value)
     try:
-        return inner if isinstance(inner, str) and isinstance(json.loads(inner), dict) else None
+        return inner if inner is not None and isinstance(json.loads(inner), dict) else None
     except (ValueError, RecursionError):
         return None

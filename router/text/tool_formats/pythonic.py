@@ -97,7 +97,9 @@ def _call(node: ast.expr) -> tuple[str, str]:
         if keyword.arg is None:
             raise ValueError
         given[keyword.arg] = ast.literal_eval(_WithJsonNames().visit(keyword.value))
-    return ast.unparse(node.func), json.dumps(given, ensure_ascii=False, allow_nan=False)
+    written = json.dumps(given, ensure_ascii=False, allow_nan=False)
+    # Python leaves the halves of a pair of escapes apart: UTF-16 joins them. One alone is no character.
+    return ast.unparse(node.func), written.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 class _WithJsonNames(ast.NodeTransformer):

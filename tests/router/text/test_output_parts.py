@@ -11,6 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.errors import ConfigError
+from router.api.event_json import encode_event
 from router.text.json_scanner import JsonScanner
 from router.text.output_formats import REASONING_PARSERS, TOOL_PARSERS, OutputFormats
 from router.text.output_parts import CallArguments, CallStart, Content, Part, Reasoning, Said
@@ -135,6 +136,11 @@ CASES: list[tuple[str, str, Found]] = [
         "<|python_start|>[g.h(a={'x': [1.5, \"]\"]}, b=-1, c=true)]<|python_end|>",
         ("", "", [("g.h", '{"a": {"x": [1.5, "]"]}, "b": -1, "c": true}')]),
     ),
+    (
+        "pythonic",
+        r'[f(a="\ud83d\ude00 é \ud83d", b="\U0001f600", c="\ude00")]',
+        ("", "", [("f", '{"a": "\U0001f600 é \ufffd", "b": "\U0001f600", "c": "\ufffd"}')]),
+    ),
     ("lfm2", "I see. <|tool_call_start|>[f(a=1)]<|tool_call_end|> Good.", ("", "I see.Good.", [F1])),
     # An argument a tag.
     ("qwen3_coder", Q_F, ("", "", [("f", '{"s": "1\\n2", "n": null, "o": {"x": [1]}, "z": true}')])),
@@ -218,6 +224,8 @@ CASES: list[tuple[str, str, Found]] = [
             'x\n<tool_call>{"name": 3, "arguments": {}}</tool_call>',
             "<tool_call>{}</tool_call>",
             '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+            r'<tool_call>{"name": "f\ud83d", "arguments": {}}</tool_call>',
+            r'<tool_call>{"name": "f", "arguments": "{\"a\": \"\ud83d\"}"}</tool_call>',
             '<tool_call>{"name": "f", "arguments": "[1]"}</tool_call>',
             '<tool_call>{"name": "f", "arguments": {"a": 1}',
             '<tool_call>{"name": "f", "arguments": {"a": tru}}</tool_call>',
@@ -233,7 +241,9 @@ CASES: list[tuple[str, str, Found]] = [
 
 @pytest.mark.parametrize(("tools", "text", "want"), CASES)
 def test_calls_and_what_is_none(tools: str, text: str, want: Found) -> None:
-    assert found(parts_of([text], tools)) == want
+    got = found(parts_of([text], tools))
+    assert got == want
+    encode_event(got)
 
 
 @pytest.mark.parametrize(("tools", "text", "want"), [case for case in CASES if len(case[1]) < 2000])
