@@ -23,6 +23,7 @@ SYNTAX = CallSyntax(_call, trigger="", between=("; ",))
 def read(source: Source, calls: Calls) -> Reading[None]:
     """Without the tag, an object is a call if it has the name of a tool."""
     if (yield from next_character(source)) == "{":
+        source.record()
         yield from _several(source, calls, only_known=True)
     while True:
         space, found = yield from until(source, MARKERS, Content)

@@ -26,6 +26,7 @@ _FAILURES = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
 def read(source: Source, calls: Calls) -> Reading[None]:
     """Content and calls. Without tokens around it, a list has calls if they have the names of tools."""
     if (yield from next_character(source)) == "[":
+        source.record()
         yield from _list(source, calls, only_known=True)
     while True:
         space, found = yield from until(source, OPENINGS, Content)

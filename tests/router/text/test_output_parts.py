@@ -259,6 +259,19 @@ def test_however_a_text_is_cut(tools: str, text: str, want: Found) -> None:
         assert joined(said) == joined(parsing.parser(7).feed(text[: end + 1]))
 
 
+@pytest.mark.parametrize(
+    ("tools", "text", "want"),
+    [case for case in CASES if case[0] != "openai" and not case[1].startswith("\n\n")],
+)
+def test_all_this_behind_thoughts(tools: str, text: str, want: Found) -> None:
+    """Line ends behind them, of which there is no content."""
+    thoughts, (_, content, calls) = "<think>\nHm.\n</think>\n\n", want
+    want = "Hm.", content.lstrip("\n"), calls
+    if len(text) < 2000:
+        assert found(parts_of([*thoughts, *text], tools, "qwen3")) == want
+    assert found(parts_of([thoughts + text], tools, "qwen3")) == want
+
+
 THOUGHTS: list[tuple[str, str, str, Found]] = [
     ("qwen3", "", "<think>\nHm.\n</think>\n\nYes.", ("Hm.", "Yes.", [])),
     ("qwen3", "", "\n<think></think>Yes.", ("", "Yes.", [])),
