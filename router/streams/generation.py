@@ -108,6 +108,8 @@ class ChoiceOutput:
         stop: tuple[str, ...],
         keep_stop: bool = False,
     ) -> None:
+        submission = generation.submission
+        detokenizer.follow(submission.prompts[counts.index // submission.n])
         self._counts = counts
         self._generation = generation
         self._push = detokenizer.push

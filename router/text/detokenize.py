@@ -7,15 +7,18 @@ There are three ways, for three kinds of decoders. The first two use a table and
 - any other: a token's text may depend on its neighbours, so a small window is decoded with and without the
   new token, and the difference is the token's text.
 
-(To decode all tokens at each step takes quadratic time.) The text is that of decoding all tokens at once,
-with one exception: for one invalid byte in a run of byte tokens the library replaces the whole run; here the
-valid characters of the run stay.
+(To decode all tokens at each step takes quadratic time.) The text is that of decoding all tokens at once, and
+for an output what it adds to its prompt's text: many decoders leave out the space with which a text begins.
+There is one exception: for one invalid byte in a run of byte tokens the library replaces the whole run; here
+the valid characters of the run stay.
 """
 
 from __future__ import annotations
 
 import codecs
 import json
+from collections.abc import Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 from tokenizers import Tokenizer
@@ -32,6 +35,9 @@ _LONGEST_CHARACTER = 4
 
 class Detokenizer(Protocol):
     """The text of one choice."""
+
+    def follow(self, prompt: Sequence[int]) -> None:
+        """What is pushed from now on goes on with a prompt's text. Call it before the first push."""
 
     def push(self, token: int) -> str:
         """The text that `token` completes, or "" while a character is unfinished."""
@@ -87,6 +93,9 @@ class ByteLevelDetokenizer:
         self._skipped = skipped
         self._decoder = _Utf8("replace")
 
+    def follow(self, prompt: Sequence[int]) -> None:
+        """The bytes of a token do not depend on what is before it."""
+
     def push(self, token: int) -> str:
         if token in self._skipped:
             return ""
@@ -97,13 +106,17 @@ class ByteLevelDetokenizer:
 
 
 class ByteFallbackDetokenizer:
-    """For vocabularies of texts and of single bytes. `strip`: the output loses one leading space."""
+    """For vocabularies of texts and of single bytes. `strip`: a text loses one leading space."""
 
     def __init__(self, table: dict[int, str | bytes], skipped: frozenset[int], strip: bool) -> None:
         self._table = table
         self._skipped = skipped
         self._strip = strip
         self._unfinished = b""  # the first bytes of a character
+
+    def follow(self, prompt: Sequence[int]) -> None:
+        if _last_shown(prompt, self._skipped, 1):
+            self._strip = False
 
     def push(self, token: int) -> str:
         if token in self._skipped:
@@ -161,6 +174,11 @@ class WindowDetokenizer:
         self._shown = 0
         self._context = ""  # text of _window[:_shown]
 
+    def follow(self, prompt: Sequence[int]) -> None:
+        self._window = _last_shown(prompt, self._skipped, _LONGEST_CHARACTER)
+        self._shown = len(self._window)
+        self._context = self._decode(self._window)
+
     def push(self, token: int) -> str:
         if token in self._skipped:
             return ""
@@ -174,7 +192,10 @@ class WindowDetokenizer:
         return self._advance(self._decode(self._window)) if len(self._window) > self._shown else ""
 
     def _advance(self, text: str) -> str:
-        addition = text[len(self._context) :]
+        shown = self._context
+        if not text.startswith(shown):  # the prompt ended within a character, which is finished now
+            shown = shown.rstrip(_UNFINISHED)
+        addition = text[len(shown) :]
         self._window = self._window[self._shown :]
         self._shown = len(self._window)
         self._context = self._decode(self._window)
@@ -183,6 +204,12 @@ class WindowDetokenizer:
     def _decode(self, tokens: list[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
         return text
+
+
+def _last_shown(prompt: Sequence[int], skipped: frozenset[int], most: int) -> list[int]:
+    """The last tokens of a prompt that are part of its text."""
+    shown = (token for token in reversed(prompt) if token not in skipped)
+    return list(islice(shown, most))[::-1]
 
 
 def _byte_table(tokenizer: Tokenizer) -> dict[int, bytes]:

@@ -203,7 +203,8 @@ class CompletionStyle(Style):
         entries: list[TokenLogprobs | None] = [*collected.logprobs[: len(tokens)]]
         if self._echoed is not None:
             tokens, entries = prompt + tokens, [None, *_known(collected.prompt_logprobs), *entries]
-        return completion_logprobs(self._names, tokens, entries, self._new_offsets(submission))
+            prompt = []
+        return completion_logprobs(self._names, tokens, entries, self._new_offsets(submission, prompt))
 
     def opening(self, index: int, submission: Submission) -> str:
         return "" if self._echoed is None else self._echoed[index // submission.n]
@@ -231,11 +232,15 @@ class CompletionStyle(Style):
     def _streamed(self, index: int, submission: Submission) -> TextOffsets:
         found = self._offsets.get(index)
         if found is None:
-            found = self._offsets[index] = self._new_offsets(submission)
+            prompt = submission.prompts[index // submission.n]
+            found = self._offsets[index] = self._new_offsets(submission, prompt)
         return found
 
-    def _new_offsets(self, submission: Submission) -> TextOffsets:
-        return TextOffsets(self._detokenizers.make(submission.skip_special_tokens))
+    def _new_offsets(self, submission: Submission, before: list[int]) -> TextOffsets:
+        """Of tokens that follow these."""
+        detokenizer = self._detokenizers.make(submission.skip_special_tokens)
+        detokenizer.follow(before)
+        return TextOffsets(detokenizer)
 
 
 class SseWriter(EventQueue):

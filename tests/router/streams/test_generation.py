@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from common.errors import Interrupted, SlowClient, Unavailable
+from router.api.collection import Collection
 from router.api.event_ids import NoIds
 from router.api.openai.answers import CompletionStyle, SseWriter
 from router.api.openai.shown import Shown
 from router.streams.generation import MOST_UNREAD, ChoiceCounts, ChoiceOutput, Generation, Submission
 from router.text.tokenization import Tokenization
+from tests.support.tokenizers import byte_fallback
 from wire.request import FinishReason, OutputDelta, SamplingParams, TokenLogprobs
 
 
@@ -228,3 +230,31 @@ def test_the_token_that_ends_an_answer_is_in_the_text_if_it_is_kept(model: Path,
     text, delta, stopped = output.read(OutputDelta(tokens, finish=FinishReason.STOP))
     assert text == tokenization.decode(tokens if keep else tokens[:-1])
     assert (delta.tokens, delta.matched, stopped) == (tokens, tokens[-1], False)
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_an_output_keeps_the_space_with_which_it_goes_on(tmp_path: Path, echo: bool) -> None:
+    """Also where tokenizers leave out the space at the beginning of a text."""
+    tokenization = Tokenization(byte_fallback(tmp_path / "model"))
+    prompt, tokens = tokenization.encode("The quick brown"), tokenization.encode("fox", False)
+    submission = Submission(request_id="r", prompts=[prompt], sampling=SamplingParams(top_logprobs=0))
+    scores = [TokenLogprobs(-1.0)] * len(tokens)
+    delta = OutputDelta(
+        tokens, scores, FinishReason.LENGTH, prompt_logprobs=[TokenLogprobs(-1.0)] * (len(prompt) - 1)
+    )
+    detokenizers, collection = tokenization.detokenizers, Collection(1)
+    style = CompletionStyle(detokenizers, Shown(logprobs=True), ["The quick brown"] if echo else None)
+    streamed = SseWriter(style, submission, 1, NoIds())
+    for answer in (collection, streamed):
+        generation = Generation(submission, answer, Request(tmp_path / "model"), Request(tmp_path / "model"))
+        ChoiceOutput(generation.choices[0], generation, detokenizers.make(), ()).on_tokens(delta, 0)
+    choice = style.choice(0, collection.choices[0], submission)
+    assert choice["text"] == ("The quick brown fox" if echo else " fox")
+    ends = [*choice["logprobs"]["text_offset"][1:], len(choice["text"])]
+    spans = zip(choice["logprobs"]["text_offset"], ends, strict=True)
+    named = [choice["text"][start:end] for start, end in spans]
+    assert named[-len(tokens) :] == choice["logprobs"]["tokens"][-len(tokens) :]
+    (event,) = events(streamed.take())
+    assert event["choices"][0]["text"] == choice["text"]
+    if not echo:
+        assert event["choices"][0]["logprobs"] == choice["logprobs"]

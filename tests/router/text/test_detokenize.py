@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from router.text.detokenize import WindowDetokenizer
 from router.text.tokenization import Tokenization
 from tests.support.tokenizers import byte_fallback, byte_level
 
@@ -55,6 +56,14 @@ def test_bytes_that_are_no_text_do_not_hold_up_the_stream(tmp_path: Path) -> Non
     got = pieces(tokenization, [lone] * 6 + [letter])
     assert "".join(got) == "\ufffd" * 6 + "o"
     assert got[3] != ""
+
+
+def test_an_output_may_finish_a_character_of_its_prompt(tmp_path: Path) -> None:
+    tokenizer = Tokenization(byte_fallback(tmp_path)).tokenizer
+    prompt, output = ["o", "<0xE6>", "<0x9D>"], ["<0xB1>", "x", "o"]
+    window = WindowDetokenizer(tokenizer, frozenset())
+    window.follow([tokenizer.token_to_id(name) or 0 for name in prompt])
+    assert "".join(window.push(tokenizer.token_to_id(name) or 0) for name in output) == "東xo"
 
 
 def test_special_tokens_are_skipped_unless_wanted(tokenization: Tokenization) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from router.text.detokenize import DetokenizerFactory, WindowDetokenizer
+from router.text.detokenize import Detokenizer, DetokenizerFactory, WindowDetokenizer
 from router.text.tokenization import Tokenization
 from tests.support.tokenizers import byte_fallback, byte_level
 
@@ -105,3 +105,23 @@ def test_a_decoder_of_another_kind_is_asked_with_a_window(text: str) -> None:
     window = WindowDetokenizer(tokenizer, frozenset())
     pieces = [*(window.push(token) for token in tokens), window.flush()]
     assert "".join(pieces) == tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("kind", [*_KINDS, "window"])
+@pytest.mark.parametrize("skip", [True, False])
+@given(before=st.text(max_size=20), text=st.text(min_size=1, max_size=20))
+@example("The quick", "brown")
+@example("", "brown")
+def test_an_output_is_what_it_adds_to_its_prompts_text(kind: str, skip: bool, before: str, text: str) -> None:
+    made = tokenization("byte_fallback" if kind == "window" else kind)
+    factory, tokenizer = made.detokenizers, made.tokenizer
+    detokenizer: Detokenizer = factory.make(skip)
+    if kind == "window":
+        detokenizer = WindowDetokenizer(tokenizer, factory.special_ids if skip else frozenset())
+    special = min(factory.special_ids)  # as BOS, or the end of a turn
+    prompt = [special, *made.encode(before, add_special_tokens=False), *[special] * 5]
+    output = made.encode(text, add_special_tokens=False)
+    detokenizer.follow(prompt)
+    pieces = [*(detokenizer.push(token) for token in output), detokenizer.flush()]
+    known = tokenizer.decode(prompt, skip_special_tokens=skip)
+    assert known + "".join(pieces) == tokenizer.decode(prompt + output, skip_special_tokens=skip)
