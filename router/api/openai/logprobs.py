@@ -68,16 +68,25 @@ class TextOffsets:
 def completion_logprobs(
     names: TokenNames, tokens: list[int], logprobs: Sequence[TokenLogprobs | None], offsets: TextOffsets
 ) -> dict[str, Any]:
-    """For completions: parallel lists. The first token of a prompt has no log-probability."""
+    """For completions: parallel lists. The first token of a prompt has no log-probability. Each other one is
+    among the best at its place, as OpenAI has it: a dictionary may have one more than was asked for."""
     return {
         "tokens": [names.of_completion(token) for token in tokens],
         "token_logprobs": [None if entry is None else entry.logprob for entry in logprobs],
         "top_logprobs": [
-            None if entry is None else {names.of_completion(other): value for other, value in entry.top}
-            for entry in logprobs
+            None if entry is None else _best(names, token, entry)
+            for token, entry in zip(tokens, logprobs, strict=True)
         ],
         "text_offset": offsets.of(tokens),
     }
+
+
+def _best(names: TokenNames, token: int, entry: TokenLogprobs) -> dict[str, float]:
+    """By name, the best first; of several tokens of one text the best."""
+    best: dict[str, float] = {}
+    for other, logprob in (*entry.top, (token, entry.logprob)):
+        best.setdefault(names.of_completion(other), logprob)
+    return best
 
 
 def prompt_logprobs(

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
+from router.api.openai.logprobs import TextOffsets, TokenNames, completion_logprobs
 from router.text.tokenization import Tokenization
 from tests.router.conftest import RouterProcess, start_router
 from tests.support.fake_worker import FakeWorker, expected_tokens
 from tests.support.sse import sse_events
 from wire.codec import pack_tokens
 from wire.records import Role
+from wire.request import TokenLogprobs
 
 CHAT: list[Any] = [{"role": "user", "content": "Hello there"}]
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -88,7 +90,37 @@ def test_each_token_of_a_completion_has_as_many_others_as_asked_for(
         3
     ] * 4
     assert all(len(others) <= top + 1 for others in told["top_logprobs"])
-    assert all(top == 0 or len(others) >= 1 for others in told["top_logprobs"])
+    for token, logprob, others in zip(
+        told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True
+    ):
+        assert others[token] == logprob
+
+
+def test_a_sampled_token_is_among_the_best_of_a_completion(tokenization: Tokenization) -> None:
+    """As OpenAI has it: one more than was asked for, if the model preferred others."""
+    a, b, c = tokenization.encode("abc")
+    names = TokenNames(tokenization.detokenizers, as_ids=False)
+    scores = [
+        None,
+        TokenLogprobs(-3.0, [(b, -0.1), (c, -2.0)]),
+        TokenLogprobs(-0.1, [(b, -0.1), (c, -2.0)]),
+        TokenLogprobs(-3.0, []),
+    ]
+    offsets = TextOffsets(tokenization.detokenizers.make())
+    assert completion_logprobs(names, [a, a, b, a], scores, offsets)["top_logprobs"] == [
+        None, {"b": -0.1, "c": -2.0, "a": -3.0}, {"b": -0.1, "c": -2.0}, {"a": -3.0},
+    ]  # fmt: skip
+
+
+def test_of_tokens_with_one_text_the_best_is_told(tokenization: Tokenization) -> None:
+    class OneName(TokenNames):
+        def of_completion(self, token: int) -> str:
+            return "same"
+
+    scores = [TokenLogprobs(-3.0, [(1, -0.1), (2, -2.0)])]
+    offsets = TextOffsets(tokenization.detokenizers.make())
+    told = completion_logprobs(OneName(tokenization.detokenizers, False), [3], scores, offsets)
+    assert told["top_logprobs"] == [{"same": -0.1}]
 
 
 @pytest.mark.parametrize("several", [1, 3])
