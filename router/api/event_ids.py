@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from router.api.event_queue import EventQueue
 from router.streams.generation import ChoiceCounts
 from router.streams.resume import ChoicePosition
 
 
 class EventIds:
     """Keeps the positions of a stream's choices."""
+
+    waiting = b": waiting\n"
+    """The comment between such events (EventQueue.waiting). After an id some clients, OpenAI's in Python
+    among them, take each further blank line for the end of an event, here of an empty one."""
 
     def __init__(self, sign: Callable[[], str], positions: list[ChoicePosition]) -> None:
         """`positions` are those from which the stream begins. `sign` makes its token when the first event is
@@ -31,6 +36,8 @@ class EventIds:
 
 class NoIds(EventIds):
     """For a stream of so many choices that naming all positions would cost more than the events."""
+
+    waiting = EventQueue.waiting
 
     def __init__(self) -> None:
         super().__init__(str, [])

@@ -11,7 +11,8 @@ class EventQueue:
     """Events in order. What a stream's form says otherwise than most, its queue overrides."""
 
     waiting = b": waiting\n\n"
-    """Sent when nothing has come for a while: a comment, which clients pass over."""
+    """Sent when nothing has come for a while: a comment, which clients pass over. With its blank line it is a
+    piece by itself to those that split a stream there."""
 
     def __init__(self) -> None:
         self.events: list[bytes] = []

@@ -136,6 +136,7 @@ class NativeEvents(EventQueue):
         super().__init__()
         self._submission = submission
         self._ids = ids
+        self.waiting = ids.waiting
         self._collection = Collection(submission.choice_count)
 
     def add(self, choice: ChoiceCounts, text: str, delta: OutputDelta) -> None:

@@ -262,6 +262,7 @@ class SseWriter(EventQueue):
         self._submission = submission
         self._style = style
         self._ids = ids
+        self.waiting = ids.waiting
         self._before: dict[int, bytes] = {}  # choice -> what its events begin with, after the first
 
     def add(self, choice: ChoiceCounts, text: str, delta: OutputDelta) -> None:

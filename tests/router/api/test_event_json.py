@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from openai._streaming import SSEDecoder
 
-from router.api.event_ids import NoIds
+from router.api.event_ids import EventIds, NoIds
 from router.api.event_json import encode_event
+from router.api.native_endpoints import NativeEvents
 from router.api.openai.answers import ChatStyle, CompletionStyle, SseWriter, Style
 from router.api.openai.shown import Shown
 from router.streams.generation import ChoiceCounts, Submission
+from router.streams.resume import ChoicePosition
 from router.text.tokenization import Tokenization
 from wire.request import FinishReason, OutputDelta, SamplingParams
 
@@ -38,3 +41,19 @@ def test_events_are_whole_lines(style: type[Style], model: Path) -> None:
         choice = json.loads(data.removeprefix("data: "))["choices"][0]
         assert (choice["delta"]["content"] if style is ChatStyle else choice["text"]) == LINE_ENDS
         assert end == ""
+
+
+@pytest.mark.parametrize("ids", [NoIds(), EventIds(lambda: "token", [ChoicePosition()])])
+def test_a_comment_is_no_event_to_an_openai_client(ids: EventIds, model: Path) -> None:
+    """With an id before it or without one; after it as before it."""
+    submission = Submission(request_id="1", prompts=[[1]], sampling=SamplingParams())
+    style = CompletionStyle(Tokenization(model).detokenizers, Shown())
+    for answer in (SseWriter(style, submission, 0, ids), NativeEvents(submission, ids)):
+        sent = answer.waiting
+        for finish in (None, None, FinishReason.STOP):
+            answer.add(ChoiceCounts(0), "a", OutputDelta([1], finish=finish))
+            sent += answer.take() + answer.waiting
+        read = list(SSEDecoder().iter_bytes(iter([sent])))
+        assert len(read) == 3
+        assert all(json.loads(event.data) for event in read)
+        assert sent.decode().splitlines().count(": waiting") == 4
