@@ -58,9 +58,14 @@ def _plain_message(message: dict[str, Any], position: int) -> dict[str, Any]:
         return message
     if not isinstance(content, list):
         raise InvalidRequest(f"messages.{position}.content: text or a list of parts is needed", "messages")
-    texts = []
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise InvalidRequest(f"messages.{position}.content: only text parts are supported", "messages")
-        texts.append(part["text"])
+    texts = [_text(part, message["role"], f"messages.{position}.content") for part in content]
     return {**message, "content": "\n".join(texts)}
+
+
+def _text(part: Any, role: str, place: str) -> str:
+    """Of a part of a content. A refusal is a model's text, too. Raises InvalidRequest for other parts."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get(kind) if kind == "text" or (kind == "refusal" and role == "assistant") else None
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{place}: only text parts are supported", "messages")
+    return text

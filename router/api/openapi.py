@@ -130,12 +130,18 @@ _TEXT_PART: Schema = {
     "required": ["type", "text"],
     "properties": {"type": {"const": "text"}, "text": _TEXT},
 }
+_REFUSAL_PART: Schema = {
+    "type": "object",
+    "required": ["type", "refusal"],
+    "properties": {"type": {"const": "refusal"}, "refusal": _TEXT},
+}
+_PARTS: Schema = {"type": "array", "items": {"anyOf": [_TEXT_PART, _REFUSAL_PART]}}
 _MESSAGE: Schema = {
     "type": "object",
     "required": ["role"],
     "properties": {
         "role": _TEXT,
-        "content": {"anyOf": [_TEXT, {"type": "array", "items": _TEXT_PART}, {"type": "null"}]},
+        "content": {"anyOf": [_TEXT, _PARTS, {"type": "null"}]},
     },
 }
 

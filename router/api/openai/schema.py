@@ -16,14 +16,15 @@ from wire.sampling_ranges import MOST_TOP_LOGPROBS
 
 
 class StreamOptions(BaseModel):
-    """OpenAI's stream_options."""
+    """OpenAI's stream_options. Without obfuscation, lengths of events say lengths of texts; so it is here."""
 
     model_config = ConfigDict(extra="forbid")
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = Field(
-        False, description="every chunk has the usage so far, if include_usage"
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(
+        None, description="every chunk has the usage so far, if include_usage"
     )
+    include_obfuscation: bool | None = None
 
 
 class OpenAIBody(RequestBody, SamplingBody):
@@ -59,8 +60,8 @@ class OpenAIBody(RequestBody, SamplingBody):
     def shown(self, logprobs: bool) -> Shown:
         """What the answer tells beside its text."""
         options = self.stream_options or StreamOptions()
-        usage = options.include_usage
-        running = usage and options.continuous_usage_stats
+        usage = options.include_usage is True
+        running = usage and options.continuous_usage_stats is True
         return Shown(
             logprobs, usage, running, self.return_token_ids, self.prompt_logprobs is not None,
             self.return_tokens_as_token_ids,

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from router.api.openai.responses.schema import ResponseBody
+from router.api.openai.schema import ChatBody, CompletionBody
+from router.api.request_body import parse
 from router.text.chat import Chat
 from router.text.tokenization import Tokenization
 from tests.router.conftest import RouterProcess, start_router
@@ -59,6 +62,15 @@ def test_what_changes_nothing_is_accepted(router: RouterProcess) -> None:
         "use_beam_search": False, "separate_reasoning": True, "best_effort": None,
     }  # fmt: skip
     assert post(router, CHATS, messages=CHAT, max_tokens=4, **harmless)["choices"] == usual
+
+
+@pytest.mark.parametrize("obfuscated", [True, False, None])
+def test_stream_options_of_clients_are_accepted(obfuscated: bool | None) -> None:
+    options = {"include_obfuscation": obfuscated}
+    for kind, body in ((ChatBody, {"messages": CHAT}), (CompletionBody, {"prompt": "a"})):
+        plain = parse(kind, {**body, "stream": True}).shown(False)
+        assert parse(kind, {**body, "stream": True, "stream_options": options}).shown(False) == plain
+    parse(ResponseBody, {"input": "a", "stream": True, "stream_options": options})
 
 
 def test_a_chunk_has_the_usage_so_far(router: RouterProcess, tokenization: Tokenization) -> None:

@@ -249,6 +249,10 @@ def test_texts_of_several_parts_are_one_text(service: tuple[RouterProcess, FakeW
     assert prompt([{**one, "name": "somebody", "more": {"a": 1}} for one in plain]) == prompt(plain)
     two = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert prompt([{"role": "user", "content": two}]) == prompt([{"role": "user", "content": "a\nb"}])
+    refused_once = [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "no"}]
+    joined = {"role": "assistant", "content": "a\nno"}
+    assert prompt([USER, {"role": "assistant", "content": refused_once}]) == prompt([USER, joined])
+    refused(router, CHATS, messages=[{"role": "user", "content": refused_once}])
     called = {
         "role": "assistant", "content": None,
         "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}],

@@ -62,7 +62,7 @@ class ResponseStreamOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    include_obfuscation: bool = False
+    include_obfuscation: bool | None = None
 
 
 class ResponseBody(RequestBody, SamplingBody):
