@@ -63,18 +63,21 @@ class Model:
         with_reasoning: bool,
         shows_special: bool,
         required: bool = False,
+        continued: str = "",
     ) -> Parsing | None:
         """How the outputs of a chat's prompt are read (OutputFormats.parsing)."""
-        return self.formats.parsing(self._end(prompt), schemas, with_reasoning, shows_special, required)
+        return self.formats.parsing(
+            self._end(prompt), schemas, with_reasoning, shows_special, required, continued
+        )
 
     def wanted_around(
-        self, prompt: list[int], wanted: Wanted | None, calls: CallsWanted | None
+        self, prompt: list[int], wanted: Wanted | None, calls: CallsWanted | None, continued: str = ""
     ) -> Wanted | None:
         """What the outputs of a chat's prompt have to match: its content `wanted`, reasoning before it, and
-        calls."""
+        calls. `continued`: the text of the message with which they go on."""
         if wanted is None and calls is None:
             return None
-        around = self.formats.grammar(self._end(prompt), calls, wanted is not None)
+        around = self.formats.grammar(self._end(prompt), calls, wanted is not None, continued)
         parts = () if calls is None else tuple((tool.place, tool.arguments()) for tool in calls.tools)
         if wanted is not None and not (calls is not None and calls.required):
             return wanted._replace(around=around, parts=parts)

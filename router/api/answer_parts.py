@@ -21,16 +21,18 @@ async def grammar_and_parsing(
     tools: ToolFields,
     wanted: Wanted | None,
     shows_special: bool = False,
+    continued: str = "",
 ) -> tuple[Grammar | None, Parsing | None]:
     """What the outputs of a chat's prompt have to match, and how they are read. `wanted`: of the content.
+    `continued`: the text of the message with which they go on.
 
     Raises InvalidRequest.
     """
     functions = tools.callable_tools()
     calls = tools.calls_wanted(functions, wanted is not None)
-    grammar = await router.grammars.checked(model.wanted_around(prompt, wanted, calls))
+    grammar = await router.grammars.checked(model.wanted_around(prompt, wanted, calls, continued))
     schemas = None if functions is None else tool_schemas(functions)
-    return grammar, model.parsing(prompt, schemas, True, shows_special, tools.are_required)
+    return grammar, model.parsing(prompt, schemas, True, shows_special, tools.are_required, continued)
 
 
 class AnswerParts:

@@ -41,6 +41,11 @@ class Chat:
             self._read("chat_template_kwargs", template_kwargs)
 
     @property
+    def continued(self) -> str:
+        """The text with which the answer goes on; "": it begins a message."""
+        return str(self.messages[-1]["content"]) if self.continues else ""
+
+    @property
     def opening(self) -> str:
         """The texts through a user's first message, which the requests of one conversation have in common."""
         texts = []

@@ -169,12 +169,14 @@ class OutputFormats:
         with_reasoning: bool = True,
         shows_special: bool = False,
         required: bool = False,
+        continued: str = "",
     ) -> Parsing | None:
         """For a request; None if its outputs are all content.
 
         `prompt_end`: the text of the prompt's last PROMPT_END tokens. `schemas`: of its tools; None: it has
         none, or none is to be called. Without reasoning it is part of the content. `shows_special`: special
-        tokens are part of the text. `required`: a grammar demands calls.
+        tokens are part of the text. `required`: a grammar demands calls. `continued`: the text of the message
+        with which the outputs go on.
         """
         if self.channels:
             with_calls = schemas is not None and not self._without_calls
@@ -184,10 +186,10 @@ class OutputFormats:
         tools = self._format(required) if schemas is not None else None
         if reasoning is None and tools is None:
             return None
-        start = ReasoningStart.NEVER if reasoning is None else reasoning.start(prompt_end)
+        start = ReasoningStart.NEVER if reasoning is None else reasoning.start(prompt_end, continued)
         return self._parsing(reasoning, start, tools, schemas, shows_special)
 
-    def grammar(self, prompt_end: str, calls: CallsWanted | None, has_body: bool) -> str:
+    def grammar(self, prompt_end: str, calls: CallsWanted | None, has_body: bool, continued: str = "") -> str:
         """What an output matches, in Lark: reasoning and calls around what the content matches, if it has to
         (`has_body`); "": the output is the content. Calls that are required and cannot be demanded in the
         model's own form are written as Hermes writes them. Raises InvalidRequest if they cannot be and are
@@ -195,7 +197,7 @@ class OutputFormats:
         markers, tags = Markers(self._tokens), self.reasoning
         if self.channels:
             return harmony_grammar(calls, markers, has_body)
-        before = ("", "") if tags is None else thoughts(tags, tags.start(prompt_end), markers)
+        before = ("", "") if tags is None else thoughts(tags, tags.start(prompt_end, continued), markers)
         tools = self._format(calls is not None and calls.required)
         if tools is not None and tools.syntax is None and calls is not None and calls.are_strict:
             raise InvalidRequest("no grammar makes this model's calls strict: require them", "tools")

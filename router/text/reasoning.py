@@ -14,6 +14,7 @@ class ReasoningStart(Enum):
     """Where the reasoning of an output begins."""
 
     OPEN = auto()  # in the prompt
+    GOES_ON = auto()  # in the prompt, which has some of it already
     MAY = auto()  # with the output, if it writes the opening tag
     NEVER = auto()  # the prompt has closed it
 
@@ -31,11 +32,15 @@ class ReasoningTags:
         """Both."""
         return self.opening, self.closing
 
-    def start(self, prompt_end: str) -> ReasoningStart:
-        """Of the output of a prompt: many templates end with one of the tags."""
+    def start(self, prompt_end: str, continued: str = "") -> ReasoningStart:
+        """Of the output of a prompt: many templates end with one of the tags. `continued`: the text of the
+        message with which the output goes on, perhaps in the middle of a thought."""
         end = prompt_end.rstrip()
-        if end.endswith(self.closing):
+        opened, closed = continued.rfind(self.opening), continued.rfind(self.closing)
+        if end.endswith(self.closing) or closed > opened:
             return ReasoningStart.NEVER
+        if opened >= 0 and not end.endswith(self.opening):
+            return ReasoningStart.GOES_ON
         is_open = self.assumed or end.endswith(self.opening)
         return ReasoningStart.OPEN if is_open else ReasoningStart.MAY
 
@@ -44,11 +49,12 @@ def read(
     source: Source, tags: ReasoningTags, start: ReasoningStart, then: Callable[[Source], Reading[None]]
 ) -> Reading[None]:
     """Reasoning, if the output begins with its tag or within it, and what `then` reads behind it."""
-    is_open = start is ReasoningStart.OPEN
+    is_open = start in (ReasoningStart.OPEN, ReasoningStart.GOES_ON)
     if is_open or (start is ReasoningStart.MAY and (yield from _opens(source, tags.opening))):
-        yield from skip_space(source)
-        yield from _opens(source, tags.opening)  # some models write it once more
-        yield from skip_space(source)
+        if start is not ReasoningStart.GOES_ON:
+            yield from skip_space(source)
+            yield from _opens(source, tags.opening)  # some models write it once more
+            yield from skip_space(source)
         yield from until(source, (tags.closing,), Reasoning)
         yield from skip_space(source, "\n")
     yield from then(source)

@@ -23,7 +23,9 @@ async def messages(router: Router, request: HttpRequest) -> None:
     most = body.max_tokens if limit is None else min(body.max_tokens, max(limit - len(prompt), 1))
     length = model.room_for(prompt, most, "messages")
     tools, wanted = body.tool_fields(), body.wanted_grammar()
-    grammar, parsing = await grammar_and_parsing(router, model, prompt, tools, wanted)
+    grammar, parsing = await grammar_and_parsing(
+        router, model, prompt, tools, wanted, continued=chat.continued
+    )
     cut, params = length < body.max_tokens, body.sampling_fields()
     sampling = params.sampling(length, None, model, grammar)
     submission = await make_submission(

@@ -34,13 +34,14 @@ async def chat_completions(router: Router, request: HttpRequest) -> None:
     length = model.room_for(prompt, body.wanted, "messages")
     top = (body.top_logprobs or 0) if body.logprobs else None
     calls = body.calls_wanted(tools, wanted is not None)
-    grammar = await router.grammars.checked(model.wanted_around(prompt, wanted, calls))
+    grammar = await router.grammars.checked(model.wanted_around(prompt, wanted, calls, chat.continued))
     sampling = body.sampling(length, top, model, grammar)
     sampling = replace(sampling, prompt_logprobs=body.prompt_logprobs)
     schemas = None if tools is None else tool_schemas(tools)
     parsing = model.parsing(
-        prompt, schemas, body.separate_reasoning, not body.skip_special_tokens, body.are_required
-    )
+        prompt, schemas, body.separate_reasoning, not body.skip_special_tokens, body.are_required,
+        chat.continued,
+    )  # fmt: skip
     style = ChatStyle(model.tokenization.detokenizers, body.shown(body.logprobs))
     if parsing is not None:
         style = PartsStyle(model.tokenization.detokenizers, style.shown, parsing, body.parts_wanted())

@@ -216,6 +216,15 @@ def test_thoughts_of_a_client_are_their_content_or_summary(
     assert prompt(scripted) == scripted._tokenization.encode_chat(Chat([USER, said, result], TOOLS))
 
 
+def test_a_thought_that_goes_on_is_one(scripted: Scripted) -> None:
+    scripted.output = " now.\n</think>\n\nYes."
+    begun = [USER, {"role": "assistant", "content": "<think>\nLet me see"}]
+    message = scripted.choice(messages=begun, continue_final_message=True)["message"]
+    assert (message["reasoning_content"], message["content"]) == (" now.", "Yes.")
+    thought, text = post(scripted, "/v1/messages", messages=begun, max_tokens=20)["content"]
+    assert (thought["thinking"], text["text"]) == (" now.", "Yes.")
+
+
 def test_an_empty_message(scripted: Scripted) -> None:
     """Of a model that ends at once."""
     scripted.output = ""

@@ -156,7 +156,11 @@ def test_content_matches_behind_reasoning(drawn: Drawn) -> None:
     is_open = Grammar(ANSWER.kind, ANSWER.text, formats.grammar("<think>\n", None, True))
     assert drawn.allows(is_open, "Hm.</think>no")
     assert not drawn.allows(is_open, "no")
+    goes_on = Grammar(ANSWER.kind, ANSWER.text, formats.grammar("Now", None, True, "<think>\nNow"))
+    assert drawn.allows(goes_on, " then.\n</think>\n\nno")
+    assert not drawn.allows(goes_on, "no")
     assert formats.grammar("</think>\n\n", None, True) == ""
+    assert formats.grammar("It", None, True, "<think>\n</think>It") == ""
 
 
 @pytest.mark.parametrize(

@@ -300,6 +300,26 @@ def test_reasoning(reasoning: str, prompt_end: str, text: str, want: Found) -> N
     assert parts_of(list(text), "hermes", reasoning, prompt_end) == whole
 
 
+@pytest.mark.parametrize(
+    ("reasoning", "continued", "text", "want"),
+    [
+        ("qwen3", "<think>\nLet me see", " now.\n</think>\n\nYes.", (" now.", "Yes.", [])),
+        ("qwen3", "<think>\n", "\nHm.</think>Yes.", ("Hm.", "Yes.", [])),
+        ("qwen3", "<think>\nHm.\n</think>\n\nIt", " is.", ("", " is.", [])),
+        ("qwen3", "It", " is.", ("", " is.", [])),
+        ("deepseek_r1", "Hm.</think>It", " is.", ("", " is.", [])),
+        ("deepseek_r1", "Hm", ".</think>It is.", (".", "It is.", [])),
+    ],
+)
+def test_a_thought_goes_on(reasoning: str, continued: str, text: str, want: Found) -> None:
+    formats = OutputFormats("", {}, (), "none", reasoning)
+    parsing = formats.parsing(f"assistant\n{continued}", NAMES, continued=continued)
+    assert parsing is not None
+    whole, cut = parsing.parser(7), parsing.parser(7)
+    assert found(whole.feed(text) + whole.end()) == want
+    assert found([part for char in text for part in cut.feed(char)] + cut.end()) == want
+
+
 def test_channels_without_reasoning_and_calls_are_content() -> None:
     formats = OutputFormats("", {}, (), "openai", "none")
     text = f"{ANALYSIS}{NEXT}{TO_F} <|constrain|>json<|message|>{{}}"
