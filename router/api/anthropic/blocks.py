@@ -46,7 +46,7 @@ class ToolUseBlock(_Block):
 
     type: Literal["tool_use"]
     id: Label
-    name: Label
+    name: Text  # a model writes names of any length
     input: dict[str, Any]
     caller: Any = None
     toolset_name: Label | None = None

@@ -155,6 +155,41 @@ def test_the_next_turn_has_what_the_last_one_said(scripted: Scripted, kept: bool
     assert last_prompt(scripted) == scripted._tokenization.encode_chat(chat)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_with_a_name_of_any_length_is_kept(scripted: Scripted, stream: bool) -> None:
+    """What the model wrote is not checked as what clients send is. It may be sent back, too."""
+    name, asked = "f" * 300, {"tools": FUNCTIONS, "input": "Hi"}
+    scripted.output = OUTPUT.replace('"name": "g"', f'"name": "{name}"')
+    try:
+        if stream:
+            one = events(scripted, "/v1/responses", asked)[-1]["response"]
+        else:
+            one = post(scripted, "/v1/responses", asked)
+        message = post(scripted, "/v1/messages", MESSAGE)
+    finally:
+        scripted.output = OUTPUT
+    *_, first, second = one["output"]
+    assert (one["status"], one["store"], second["name"]) == ("completed", True, name)
+    gave = [
+        {"type": "function_call_output", "call_id": call["call_id"], "output": "3"}
+        for call in (first, second)
+    ]
+    post(scripted, "/v1/responses", {**asked, "input": gave, "previous_response_id": one["id"]})
+    kept = last_prompt(scripted)
+    assert name in scripted._tokenization.decode(kept)
+    items = [USER, *({"type": "item_reference", "id": item["id"]} for item in one["output"]), *gave]
+    post(scripted, "/v1/responses", {**asked, "input": items})
+    assert last_prompt(scripted) == kept
+    post(scripted, "/v1/responses", {**asked, "input": [USER, *one["output"], *gave]})
+    assert last_prompt(scripted) == kept
+    turns = [USER, {"role": "assistant", "content": message["content"]}]
+    results = [
+        {"type": "tool_result", "tool_use_id": block["id"], "content": "3"}
+        for block in message["content"] if block["type"] == "tool_use"
+    ]  # fmt: skip
+    post(scripted, "/v1/messages", {**MESSAGE, "messages": [*turns, {"role": "user", "content": results}]})
+
+
 def test_required_calls_reach_the_workers_as_a_grammar(scripted: Scripted) -> None:
     """The same one as for a chat."""
     named = {"type": "function", "function": {"name": "f"}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
@@ -69,7 +70,7 @@ class FunctionCallItem(_Item):
 
     type: Literal["function_call"]
     call_id: Label
-    name: Label
+    name: Text  # a model writes names of any length
     arguments: Text
     caller: Any = None
 
@@ -140,3 +141,23 @@ GivenItem = Annotated[
     BeforeValidator(_without_nulls),
 ]
 GivenItems = Annotated[list[GivenItem], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
+
+
+def told_items(told: Iterable[dict[str, Any]]) -> list[Item]:
+    """The items of an answer. They are not checked: bounds are for what clients send."""
+    return [_told(item) for item in told]
+
+
+def _told(item: dict[str, Any]) -> Item:
+    match item["type"]:
+        case "function_call":
+            return FunctionCallItem.model_construct(**item)
+        case "reasoning":
+            thoughts = {
+                field: [_Thought.model_construct(**thought) for thought in item.get(field, ())]
+                for field in ("summary", "content")
+            }
+            return ReasoningItem.model_construct(**{**item, **thoughts})
+        case _:
+            content = [OutputText.model_construct(**part) for part in item["content"]]
+            return MessageItem.model_construct(**{**item, "content": content})

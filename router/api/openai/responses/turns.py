@@ -6,16 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from pydantic import TypeAdapter
 
 from common.errors import ResponseNotFound
 from router.api.openai.responses.history import template_messages
-from router.api.openai.responses.items import GivenItem, Item, ItemReference
+from router.api.openai.responses.items import GivenItem, Item, ItemReference, told_items
 from router.api.openai.responses.output import OutputItems, response_of
 from router.kept_responses import ResponseKey
 from router.service import Router
 
-_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 Messages = list[dict[str, Any]]
 
 
@@ -45,7 +43,7 @@ def keep_turn(
     """Keep a response with its conversation; `before` are the messages of earlier turns. It says itself
     whether it could be kept."""
     said = [*before, *template_messages(before, items)]
-    said += template_messages(said, _ITEMS.validate_python(output.whole))
+    said += template_messages(said, told_items(output.whole))
     response["store"] = router.responses.keep(key, msgspec.json.encode(Turn(response, said)))
 
 
@@ -62,5 +60,5 @@ async def with_items(router: Router, tenant: str, given: Sequence[GivenItem]) ->
             found |= {one["id"]: one for one in turn.response["output"]}
         if item.id not in found:
             raise ResponseNotFound(f"input.{place}: no item {item.id[:64]!r} is kept", "input")
-        items += _ITEMS.validate_python([found[item.id]])
+        items += told_items([found[item.id]])
     return items
