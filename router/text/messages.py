@@ -74,9 +74,9 @@ def as_templates_expect(
 
     Many templates leave out a message whose role they do not know. So a role must be OpenAI's or the
     template's, and a developer's message is a system's for a template that does not name developers.
-    A content of null is always there: as None for a template that `asks_for_none` (DeepSeek's renders tool
-    calls only then), else as "" (others would print "None"). Arguments of calls are JSON for a template that
-    `joins_arguments` with other texts. Raises InvalidRequest.
+    A content of null is always there: beside calls as None for a template that `asks_for_none` (DeepSeek's
+    renders them only then), else as "" (others would print "None", or fail). Arguments of calls are JSON for
+    a template that `joins_arguments` with other texts. Raises InvalidRequest.
     """
     expected = []
     for number, message in enumerate(messages):
@@ -89,7 +89,8 @@ def as_templates_expect(
             message = {**message, "role": "system"}
         if joins_arguments and message.get("tool_calls"):
             message = {**message, "tool_calls": [_with_json(call) for call in message["tool_calls"]]}
-        expected.append(_with_usual_fields(message, None if asks_for_none else ""))
+        is_none = asks_for_none and message.get("tool_calls")
+        expected.append(_with_usual_fields(message, None if is_none else ""))
     return expected
 
 

@@ -97,8 +97,8 @@ def test_calls_without_a_function_are_refused(calls: Any) -> None:
 def test_a_content_of_null_is_there_and_other_nulls_are_not(tmp_path: Path) -> None:
     path = model(tmp_path)
     message = {"role": "assistant", "content": None, "name": None, "tool_calls": None, "refusal": None}
-    assert rendered(path, [message]) == "<|im_start|>assistant\n(none)<|im_end|>\n"
-    assert rendered(path, [{**message, "tool_calls": []}]) == "<|im_start|>assistant\n(none)<|im_end|>\n"
+    assert rendered(path, [message]) == "<|im_start|>assistant\n<|im_end|>\n"
+    assert rendered(path, [{**message, "tool_calls": []}]) == "<|im_start|>assistant\n<|im_end|>\n"
     calls = call("")["tool_calls"]
     assert "(none)" in rendered(path, [{"role": "assistant", "tool_calls": calls}])
 
@@ -116,6 +116,15 @@ def test_a_content_of_null_is_there_and_other_nulls_are_not(tmp_path: Path) -> N
 def test_null_is_none_for_templates_that_ask_for_it(tmp_path: Path, asks: str, want: str) -> None:
     path = model(tmp_path, "{% for message in messages %}" + asks + "{% endfor %}")
     assert rendered(path, [call("{}")]) == want
+
+
+def test_null_without_calls_is_an_empty_text(tmp_path: Path) -> None:
+    """DeepSeek V3.1's template looks into it then; of a call it asks whether there is one."""
+    each = """{%- for message in messages %}
+{%- if message.tool_calls is defined %}{{ message.content is none }}
+{%- else %}{{ '</think>' in message.content }}{% endif %}{% endfor %}"""
+    said = {"role": "assistant", "content": None, "reasoning_content": "hm"}
+    assert rendered(model(tmp_path, each), [said, call("{}")]) == "FalseTrue"
 
 
 def test_a_role_is_openais_or_the_templates(tmp_path: Path) -> None:
