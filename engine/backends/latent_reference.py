@@ -6,10 +6,9 @@ from typing import NamedTuple
 
 import torch
 
+from engine.backends.query_blocks import query_blocks
 from engine.batch import ForwardBatch
 from kvcache.pool import MLAKVCache
-
-_BLOCK = 64  # new tokens whose scores are in memory at the same time
 
 
 class _Sequence(NamedTuple):
@@ -56,10 +55,10 @@ class TorchLatentAttention:
         queries = torch.cat((q_latent, q_rope), dim=-1).float() * self._scale
         for start, end, slots in self._sequences:
             rows = self._pool.get_rows(layer, slots).float()  # [context, rank + rope_dim]
-            for first in range(start, end, _BLOCK):
-                last = min(first + _BLOCK, end)
-                seen = len(slots) - end + last  # context tokens that the block's last token sees
-                out[first:last] = _attend(queries[first:last], rows[:seen], out.shape[-1])
+            new, attended = queries[start:end], out[start:end]
+            for block in query_blocks(len(new), queries.shape[1] * len(rows)):
+                seen = len(rows) - len(new) + block.stop  # context tokens that the block's last token sees
+                attended[block] = _attend(new[block], rows[:seen], out.shape[-1])
 
     def _slots_of(self, pages: torch.Tensor, length: int) -> torch.Tensor:
         at = torch.arange(length, device=pages.device)

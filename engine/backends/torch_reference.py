@@ -7,12 +7,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from engine.backends.query_blocks import query_blocks
 from engine.batch import ForwardBatch
 from kvcache.pool import MHAKVCache
-
-QUERIES_AT_ONCE = 256
-"""Queries of a chunk with sinks or a softcap that are computed together. Their scores, float32 [query heads,
-queries, keys], are held in memory, which SDPA avoids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +18,7 @@ class _Sequence:
     end: int
     pages: torch.Tensor  # int64: the pages with a key that some new token sees
     keys: slice  # of the tokens on these pages: from the first that is seen to the last new one
-    mask: torch.Tensor | None  # bool [new tokens, keys]; None if is_causal, or if one query sees all keys
-    is_causal: bool
+    is_causal: bool  # each new token sees all up to itself, and there is no key before the first one
 
 
 class TorchAttention:
@@ -63,74 +59,87 @@ class TorchAttention:
         sinks: torch.Tensor | None = None,
     ) -> None:
         self._pool.set_kv_buffer(self._pool.spec.layer_ids[place], self._slots, k_new, v_new)
+        plain = sinks is None and self._softcap is None
         for sequence in self._sequences:
-            # [pages, 2, Hkv, page_size, D] -> [2, Hkv, keys, D]
-            pages = self._pool.read_pages(place, sequence.pages)
-            kv = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, sequence.keys]
-            of_sequence = q[sequence.start : sequence.end].transpose(0, 1)  # [Hq, new, D]
-            if sinks is None and self._softcap is None:
-                attended = self._attend(of_sequence, kv, sequence)
-            else:
-                attended = self._attend_by_definition(of_sequence, kv, sequence, sinks)
-            out[sequence.start : sequence.end] = attended.transpose(0, 1)
+            kv = self._gather(place, sequence)
+            of_sequence, attended = (x[sequence.start : sequence.end].transpose(0, 1) for x in (q, out))
+            if plain and sequence.is_causal:
+                attended.copy_(self._attend(of_sequence, kv, None, is_causal=True))
+                continue
+            if not plain:
+                kv = kv.float()
+            heads, new, _ = of_sequence.shape
+            for queries in query_blocks(new, heads * kv.shape[2]):
+                block, mask = of_sequence[:, queries], self._mask(queries, sequence)
+                if plain:
+                    attended[:, queries] = self._attend(block, kv, mask)
+                else:
+                    attended[:, queries] = self._attend_by_definition(block, kv, mask, sinks)
 
-    def _attend(self, q: torch.Tensor, kv: torch.Tensor, sequence: _Sequence) -> torch.Tensor:
-        """q [Hq, new, D], kv [2, Hkv, keys, D] -> [Hq, new, D]."""
+    def _gather(self, place: int, sequence: _Sequence) -> torch.Tensor:
+        """[2, Hkv, keys, D], from pages [pages, 2, Hkv, page_size, D]."""
+        pages = self._pool.read_pages(place, sequence.pages)
+        return pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, sequence.keys]
+
+    def _mask(self, queries: slice, sequence: _Sequence) -> torch.Tensor | None:
+        """bool [queries, keys]: which keys each of these new tokens sees. None if the only one sees all."""
+        new, keys = sequence.end - sequence.start, sequence.keys.stop - sequence.keys.start
+        if new == 1:
+            return None
+        last = keys - new + queries.start  # key that the first of them sees
+        shape = (queries.stop - queries.start, keys)
+        mask = torch.ones(shape, dtype=torch.bool, device=self._pool.data.device).tril(last)
+        return mask if self._window is None else mask.triu(last + 1 - self._window)
+
+    def _attend(
+        self, q: torch.Tensor, kv: torch.Tensor, mask: torch.Tensor | None, is_causal: bool = False
+    ) -> torch.Tensor:
+        """q [Hq, queries, D], kv [2, Hkv, keys, D] -> [Hq, queries, D]."""
         attended: torch.Tensor = F.scaled_dot_product_attention(
             q[None],
             kv[None, 0],
             kv[None, 1],
-            attn_mask=sequence.mask,
-            is_causal=sequence.is_causal,
+            attn_mask=mask,
+            is_causal=is_causal,
             scale=self._scale,
             enable_gqa=self._gqa,
         )
         return attended[0]
 
     def _attend_by_definition(
-        self, q: torch.Tensor, kv: torch.Tensor, sequence: _Sequence, sinks: torch.Tensor | None
+        self, q: torch.Tensor, kv: torch.Tensor, mask: torch.Tensor | None, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        """What SDPA does not compute: soft-capped scores, and sinks.
+        """What SDPA does not compute: soft-capped scores, and sinks. kv is float32.
 
-        A sink is an additional score of its head. It takes part in the softmax and adds no value.
+        A sink is an additional score of its head. It takes part in the softmax and adds no value. The query
+        heads of a KV head are rows of one product: K and V are not repeated for each of them.
         """
-        heads, new, _ = q.shape
-        k, v = kv.float().repeat_interleave(heads // kv.shape[1], dim=1)
-        mask = sequence.mask
-        if sequence.is_causal:
-            mask = torch.ones(new, new, dtype=torch.bool, device=q.device).tril()
-        attended = torch.empty_like(q)
-        for start in range(0, new, QUERIES_AT_ONCE):
-            queries = slice(start, start + QUERIES_AT_ONCE)
-            scores = q[:, queries].float() @ k.transpose(1, 2) * self._scale
-            if self._softcap is not None:
-                scores = (scores / self._softcap).tanh() * self._softcap
-            if mask is not None:
-                scores.masked_fill_(~mask[queries], -torch.inf)
-            if sinks is None:
-                weights = scores.softmax(-1)
-            else:
-                column = sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
-                weights = torch.cat((column, scores), dim=-1).softmax(-1)[..., 1:]
-            attended[:, queries] = (weights @ v).to(q.dtype)
-        return attended
+        heads, queries, head_dim = q.shape
+        k, v = kv
+        rows = q.float().reshape(len(k), -1, head_dim)  # [Hkv, heads of one x queries, D]
+        scores = (rows @ k.transpose(1, 2) * self._scale).view(heads, queries, -1)
+        if self._softcap is not None:
+            scores = (scores / self._softcap).tanh() * self._softcap
+        if mask is not None:
+            scores.masked_fill_(~mask, -torch.inf)
+        if sinks is None:
+            weights = scores.softmax(-1)
+        else:
+            column = sinks.float()[:, None, None].expand(-1, queries, 1)
+            weights = torch.cat((column, scores), dim=-1).softmax(-1)[..., 1:]
+        values: torch.Tensor = weights.reshape(len(k), -1, weights.shape[-1]) @ v
+        return values.view(q.shape).to(q.dtype)
 
     def _sequence(self, start: int, end: int, length: int, pages: torch.Tensor) -> _Sequence:
         new = end - start
         first = 0 if self._window is None else max(0, length - new + 1 - self._window)
         page = first // self._page_size
         keys = length - first
-        mask = None
         slides = self._window is not None and keys > self._window  # the window moves between the queries
-        if new > 1 and (new < keys or slides):
-            mask = torch.ones(new, keys, dtype=torch.bool, device=pages.device).tril(keys - new)
-            if self._window is not None:
-                mask = mask.triu(keys - new + 1 - self._window)
         return _Sequence(
             start,
             end,
             pages[page : -(-length // self._page_size)],
             slice(first - page * self._page_size, length - page * self._page_size),
-            mask,
-            is_causal=new > 1 and mask is None,
+            is_causal=1 < new == keys and not slides,
         )

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from engine.backends import torch_reference
+from engine.backends import query_blocks
 from engine.backends.choose import build_attention
 from engine.batch import ForwardBatch
 from engine.config import EngineConfig
 from kvcache.layout import KVGroupSpec
 from kvcache.pool import MHAKVCache
+from tests.support.largest_tensor import LargestTensor
 from tests.support.pool_rows import read_kv
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
@@ -107,7 +108,7 @@ def test_a_query_sees_its_window_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Decode rows, a whole prompt, chunks that end inside and on page borders, a context of one token."""
-    monkeypatch.setattr(torch_reference, "QUERIES_AT_ONCE", 8)
+    monkeypatch.setattr(query_blocks, "SCORES_AT_ONCE", 8 * HEADS * 21)
     case = make_case([1, 1, 21, 8, 5, 1, 13], [30, 16, 21, 40, 37, 1, 64], window, page_size, spoilt)
     sinks = torch.tensor([-2.0, 0.0, 1.5, 4.0]) if with_sinks else None
     backend = build_attention(EngineConfig("m", attention=attention), case.pool, HEADS, SCALE, with_sinks)
@@ -129,7 +130,7 @@ def test_scores_are_capped_before_the_softmax(
     attention: str, window: int | None, page_size: int, softcap: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decode rows, also with a context that is split among work items, and chunks."""
-    monkeypatch.setattr(torch_reference, "QUERIES_AT_ONCE", 8)
+    monkeypatch.setattr(query_blocks, "SCORES_AT_ONCE", 8 * HEADS * 21)
     case = make_case([1, 1, 21, 8], [30, 700, 21, 300], window, page_size, float("nan"))
     case.q *= 10  # scores from -30 to 30
     backend = build_attention(
@@ -143,3 +144,23 @@ def test_scores_are_capped_before_the_softmax(
     out = torch.full_like(case.q, torch.nan)
     backend.forward(1, case.q, *new, out)
     torch.testing.assert_close(out, by_definition(case, window, None, softcap), rtol=1e-4, atol=3e-5)
+
+
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
+@pytest.mark.parametrize("window", [None, 900])
+def test_plain_torch_holds_few_scores_of_a_chunk_with_a_long_context(
+    window: int | None, with_sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No tensor is larger than the keys and values that are gathered: neither scores, nor a mask, nor keys
+    repeated for each query head."""
+    monkeypatch.setattr(query_blocks, "SCORES_AT_ONCE", 8 * HEADS * 1024)
+    case = make_case([128, 1], [1024, 1024], window, 16, float("nan"))
+    sinks = torch.zeros(HEADS) if with_sinks else None
+    backend = build_attention(EngineConfig("m", attention="torch"), case.pool, HEADS, SCALE, with_sinks)
+    new = [torch.cat([side[0][-128:], side[1][-1:]]) for side in (case.k, case.v)]
+    out = torch.full_like(case.q, torch.nan)
+    with LargestTensor() as largest:
+        backend.prepare(case.batch)
+        backend.forward(1, case.q, *new, out, sinks)
+    assert largest.values <= 2 * KV_HEADS * 1024 * HEAD_DIM
+    torch.testing.assert_close(out, by_definition(case, window, sinks), rtol=1e-5, atol=1e-5)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.backends import query_blocks
 from engine.backends.latent_reference import TorchLatentAttention
 from engine.batch import ForwardBatch
 from engine.cpu.mla import MAX_RANK, CpuLatentAttention, check_supported
@@ -17,6 +18,7 @@ from engine.cpu.op import KernelsUnavailable, machine_isas, set_isa
 from engine.paged_layers import LatentBackend
 from kvcache.layout import LatentGroupSpec
 from kvcache.pool import MLAKVCache
+from tests.support.largest_tensor import LargestTensor
 
 try:
     ISAS = machine_isas()
@@ -162,6 +164,24 @@ def test_the_reference_equals_attention_by_definition(name: str) -> None:
                 query = torch.cat((case.q_latent[token, head], case.q_rope[token, head])).double()
                 want = (seen @ query * SCALE).softmax(-1) @ seen[:, :rank]
                 torch.testing.assert_close(got[token, head].double(), want, rtol=0, atol=1e-5)
+
+
+def test_the_reference_holds_few_scores_of_a_chunk_with_a_long_context(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No tensor of a forward is larger than the rows that are gathered."""
+    case = make_case([60], [1024], heads=20)
+    want, _ = case.run(TorchLatentAttention)
+    pool = MLAKVCache(case.pool.spec, case.pool.num_pages, case.pool.page_size)
+    pool.data.copy_(case.pool.data)
+    attention, out = TorchLatentAttention(pool, 20, SCALE), torch.empty_like(want)
+    monkeypatch.setattr(query_blocks, "SCORES_AT_ONCE", 2 * 20 * 1024)
+    attention.prepare(case.batch)
+    with LargestTensor() as largest:
+        new = case.q_latent, case.q_rope, case.latent, case.rope
+        attention.forward(PLACE, *new, out)
+    assert largest.values <= max(case.q_latent.numel() + case.q_rope.numel(), 1024 * 40)
+    torch.testing.assert_close(out, want, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
