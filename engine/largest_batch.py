@@ -36,13 +36,27 @@ def pages_of(lens: Sequence[int], page_size: int) -> int:
     return sum(-(-n // page_size) for n in lens)
 
 
-def largest_batch(spec: ModelSpec, lens: Sequence[int], page_size: int) -> ForwardBatch:
-    """A batch of sequences that begin here and are all sampled, with what costs the sampler most memory."""
+def largest_batch(
+    spec: ModelSpec, lens: Sequence[int], page_size: int, context: int | None = None
+) -> ForwardBatch:
+    """A batch of sequences that are all sampled, with what costs the sampler most memory.
+
+    They begin here; or they have contexts of `context` tokens, with whole pages before the new ones, so some
+    are less than a page shorter. These pages before are all page 1: values do not matter.
+    """
     lengths, count = np.array(lens, dtype=np.int32), len(lens)
+    before = np.zeros_like(lengths)  # pages
+    if context is not None:
+        before = np.maximum(0, context - lengths) // page_size
     pages = -(-lengths // page_size)
-    table = np.zeros((count, int(pages.max())), dtype=np.int32)
-    table[np.arange(table.shape[1]) < pages[:, None]] = np.arange(1, int(pages.sum()) + 1)
-    positions = np.concatenate([np.arange(n, dtype=np.int64) for n in lens])
+    logical = np.arange(int((before + pages).max()))
+    is_new = (before[:, None] <= logical) & (logical < (before + pages)[:, None])
+    table = (logical < before[:, None]).astype(np.int32)
+    table[is_new] = np.arange(1, int(pages.sum()) + 1)
+    firsts = before.astype(np.int64) * page_size
+    positions = np.concatenate(
+        [first + np.arange(n, dtype=np.int64) for first, n in zip(firsts, lens, strict=True)]
+    )
     owners = np.repeat(np.arange(count), lengths)
     slots = table[owners, positions // page_size].astype(np.int64) * page_size + positions % page_size
     kinds = {group.kind for group in spec.groups}
@@ -53,7 +67,7 @@ def largest_batch(spec: ModelSpec, lens: Sequence[int], page_size: int) -> Forwa
         out_slots=slots,
         rows=np.arange(1, count + 1, dtype=np.int32),
         q_lens=lengths,
-        seq_lens=lengths.copy(),
+        seq_lens=(firsts + lengths).astype(np.int32),
         page_table=table,
         sampled=np.arange(count, dtype=np.int32),
         sampling=SamplingRows(states, np.zeros(count, dtype=np.int64)),

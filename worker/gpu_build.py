@@ -1,8 +1,9 @@
 """A worker on a GPU: weights, then KV in what they and the largest forward leave of the worker's share.
 
 What a forward needs beside KV is not computed but measured (docs/decisions/0043): the largest one runs over a
-pool that holds no more, and decode steps are recorded over it. What the device then has less is what the
-worker needs; the real pool takes the rest.
+pool that holds no more, and decode steps are recorded over it. Where attention is plain torch, which needs
+more memory the longer a context is, the same step runs with the longest contexts, too. What the device then
+has less is what the worker needs; the real pool takes the rest.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from engine.graphs import DecodeLimits
 from engine.largest_batch import largest_batch, largest_lens, pages_of
 from engine.loader import LoadedModel, load_model
 from engine.runner import ModelRunner
+from engine.spec import ModelSpec
 from kvcache.config import MIN_STATE_SLOTS, CacheConfig, KVEventsConfig
+from kvcache.layout import pages_in
 from kvcache.memory import Memory, build_memory
 from worker.capacity import cache_config
 from worker.options import WorkerOptions
@@ -106,7 +109,7 @@ def _least_free(
 ) -> int:
     """Bytes that nobody had while the largest forward ran and decode steps were recorded, KV left out."""
     spec, page_size = loaded.spec, options.page_size
-    longest = options.max_context_tokens or spec.max_position
+    longest = min(options.max_context_tokens or spec.max_position, spec.max_position)
     tokens = max(min(options.chunked_prefill_size or longest, options.max_prefill_tokens), page_size)
     if options.chunked_prefill_size is None:
         tokens = max(tokens, longest)  # a prompt that is longer than a step is not cut
@@ -124,16 +127,33 @@ def _least_free(
     with build_memory(small, spec.groups) as memory:
         runner = ModelRunner(loaded, memory.kv_caches, replace(config, overlap=False))
         runner.record_decode(_decode_limits(memory, longest))
+        batches = [largest_batch(spec, lens, page_size)]
+        if not runner.attention.recordable:
+            context = _reachable(_free_without_pools(gpu, memory), chosen, spec, longest)
+            batches.append(largest_batch(spec, lens, page_size, context))
         try:
-            runner.launch(largest_batch(spec, lens, page_size)).result(_FORWARD_TIMEOUT_S)
+            for batch in batches:
+                runner.launch(batch).result(_FORWARD_TIMEOUT_S)
         except EngineError as error:
+            contexts = batch.seq_lens.max()
             raise ConfigError(
                 "chunked_prefill_size",
-                f"a step of {sum(lens)} tokens does not run ({error})",
-                "lower chunked_prefill_size or max_running_requests",
+                f"a step of {sum(lens)} tokens with contexts of up to {contexts} does not run ({error})",
+                "lower chunked_prefill_size, max_running_requests or max_context_tokens",
             ) from error
         runner.close()
-        return gpu.free() + sum(pool.bytes.numel() for pool in memory.kv_caches.values())
+        return _free_without_pools(gpu, memory)
+
+
+def _free_without_pools(gpu: Gpu, memory: Memory) -> int:
+    """Bytes that nobody has, or this memory's pools."""
+    return gpu.free() + sum(pool.bytes.numel() for pool in memory.kv_caches.values())
+
+
+def _reachable(nbytes: int, chosen: CacheConfig, spec: ModelSpec, longest: int) -> int:
+    """Tokens of the longest context that pools of `nbytes` would hold; at most `longest`."""
+    pages = pages_in(nbytes, spec.groups, chosen.page_size, chosen.swa_full_tokens_ratio)
+    return min(longest, pages * chosen.page_size)
 
 
 def _decode_limits(memory: Memory, longest: int) -> DecodeLimits:

@@ -17,6 +17,7 @@ from common.options import parse_options
 from engine.batch import ForwardBatch
 from engine.config import EngineConfig
 from engine.launch import Launched
+from engine.paged_layers import PagedLayers
 from engine.runner import ModelRunner
 from kvcache.layout import pages_in
 from kvcache.memory import Memory
@@ -103,9 +104,9 @@ def test_the_largest_forward_runs_and_kv_takes_the_rest(
     gpu, watch = FakeGpu(in_use=MIB), Watch(monkeypatch)
     gpu.pools = watch.pools
     memory = start(make_tiny(family, tmp_path, 0), gpu, gpu_memory_utilization=0.25)
-    [batch] = watch.batches
-    assert batch.q_lens.tolist() == [64, 1, 1, 1, 1, 1]
-    assert len(batch.sampled) == 6
+    for batch in watch.batches:
+        assert batch.q_lens.tolist() == [64, 1, 1, 1, 1, 1]
+        assert len(batch.sampled) == 6
     sizes = memory.config
     budget = gpu.total // 4 - BESIDE
     assert memory.num_pages == pages_in(
@@ -114,6 +115,43 @@ def test_the_largest_forward_runs_and_kv_takes_the_rest(
     assert gpu.gave_back
     assert gpu.was_locked
     assert not is_locked(gpu.lock)
+
+
+@pytest.mark.parametrize(
+    ("options", "longest"),
+    [({}, 2048), ({"max_context_tokens": 300}, 288), ({"max_running_requests": 1}, 2048)],
+)
+def test_plain_torch_also_runs_with_the_longest_contexts(
+    options: dict[str, int], longest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It needs more memory the longer a context is."""
+    gpu, watch = FakeGpu(), Watch(monkeypatch)
+    gpu.pools = watch.pools
+    start(make_tiny("qwen3", tmp_path, 0), gpu, **options)
+    first, second = watch.batches
+    assert first.seq_lens.tolist() == first.q_lens.tolist() == second.q_lens.tolist()
+    assert second.seq_lens[0] == longest
+
+
+def test_no_context_is_longer_than_all_free_memory_would_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu, watch = FakeGpu(in_use=13 * MIB), Watch(monkeypatch)
+    gpu.pools = watch.pools
+    memory = start(make_tiny("qwen3", tmp_path, 0), gpu)
+    page_bytes = memory.specs[0].page_bytes(16)
+    assert watch.batches[1].seq_lens.max() == (MIB // page_bytes - 1) * 16 < 2048
+
+
+def test_a_backend_whose_memory_does_not_grow_with_the_context_runs_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu, watch = FakeGpu(), Watch(monkeypatch)
+    gpu.pools = watch.pools
+    monkeypatch.setattr(PagedLayers, "recordable", True)
+    monkeypatch.setattr(ModelRunner, "record_decode", lambda *_: None)
+    start(make_tiny("qwen3", tmp_path, 0), gpu)
+    assert [batch.seq_lens.max() for batch in watch.batches] == [64]
 
 
 def test_memory_of_others_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +181,7 @@ def test_a_largest_step_that_does_not_run_names_its_key(
         raise RuntimeError("CUDA out of memory")
 
     monkeypatch.setattr(ModelRunner, "issue", fail)
-    with pytest.raises(ConfigError, match=r"a step of 69 tokens does not run .*out of memory"):
+    with pytest.raises(ConfigError, match=r"a step of 69 tokens .*does not run .*out of memory"):
         start(make_tiny("qwen3", tmp_path, 0), FakeGpu())
 
 
