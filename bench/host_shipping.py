@@ -29,7 +29,7 @@ class HostShipping:
 
     def __init__(self) -> None:
         self._pool = allocate_shared(_SHAPE.nbytes)
-        self._arena = HostArena(_SHAPE.page_bytes, _SHAPE.pages - 1, pinned=False)
+        self._arena = HostArena(_SHAPE.page_bytes, _SHAPE.pages - 1)
         pool = self._pool.tensor.view(_SHAPE.pages, _SHAPE.page_bytes)
         for tensor, first in ((pool, 0), (self._arena.bytes, _SHAPE.pages)):
             tensor.view(torch.int64)[:] = torch.arange(first, first + _SHAPE.pages)[:, None]

@@ -68,7 +68,7 @@ class Turn(NamedTuple):
 def _pages(kv_heads: int, head_dim: int, layers: int, nbytes: int) -> tuple[MHAKVCache, HostPool, int]:
     spec = KVGroupSpec(tuple(range(layers)), kv_heads, head_dim, torch.bfloat16)
     count = nbytes // spec.page_bytes(PAGE_SIZE)
-    return MHAKVCache(spec, count, PAGE_SIZE), HostPool([spec], PAGE_SIZE, {"full": count}, False), count
+    return MHAKVCache(spec, count, PAGE_SIZE), HostPool([spec], PAGE_SIZE, {"full": count}), count
 
 
 def _shuffled(rng: np.random.Generator, count: int, run: int) -> dict[str, Pages]:

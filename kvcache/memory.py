@@ -310,7 +310,9 @@ def _lower(
     if config.tiers.size_bytes:
         ratio = config.tiers.size_bytes / max(1, sum(p.num_pages * p.page_bytes for p in pools.values()))
     pages = {name: max(1, int(pool.num_pages * ratio)) for name, pool in pools.items()}
-    host = HostPool(specs, config.page_size, pages, pinned=config.device != "cpu")
+    host = HostPool(
+        specs, config.page_size, pages, None if config.device == "cpu" else torch.device(config.device)
+    )
     storage = None if config.tiers.storage is None else open_storage(config.tiers.storage)
     if storage is not None:
         storage.register(host.views())

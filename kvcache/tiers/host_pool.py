@@ -2,30 +2,69 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
 import torch
 
+from common.errors import ConfigError
 from kvcache.allocator import NO_PAGES, Pages, TokenToKVPoolAllocator
 from kvcache.buffers import PoolBuffer, allocate_private
 from kvcache.layout import GroupSpec
+
+log = logging.getLogger(__name__)
+
+
+class PinnedBuffer(PoolBuffer):
+    """`nbytes` of memory that is pinned for a GPU: it is registered with CUDA until `close`.
+
+    torch's allocator of pinned memory would round it up to a power of two: 140 GB to 275 GB.
+    """
+
+    def __init__(self, nbytes: int, gpu: torch.device) -> None:
+        """Raises ConfigError if CUDA does not pin so much."""
+        super().__init__(allocate_private(nbytes).tensor)
+        self._gpu = gpu
+        try:
+            self._call("cudaHostRegister", self.tensor.data_ptr(), nbytes, 0)
+        except torch.cuda.CudaError as error:
+            raise ConfigError(
+                "hicache_ratio",
+                f"{nbytes} bytes of host memory cannot be pinned ({error})",
+                "lower hicache_ratio or hicache_size",
+            ) from error
+
+    def close(self) -> None:
+        """No copy may still run. Idempotent."""
+        if self._tensor is not None:
+            try:
+                self._call("cudaHostUnregister", self._tensor.data_ptr())
+            except torch.cuda.CudaError as error:
+                log.warning("host memory stays pinned: %s", error)
+        super().close()
+
+    def _call(self, name: str, *args: int) -> None:
+        with torch.cuda.device(self._gpu):  # CUDA would open a context on the current device
+            cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            torch.cuda.check_error(getattr(cudart, name)(*args))
 
 
 class HostArena:
     """One group's host pages 1..num_pages as `bytes`, uint8 `[num_pages + 1, page_bytes]`: the same blobs as
     on the device. Page 0 is nobody's."""
 
-    def __init__(self, page_bytes: int, num_pages: int, pinned: bool) -> None:
+    def __init__(self, page_bytes: int, num_pages: int, gpu: torch.device | None = None) -> None:
+        """`gpu`: see HostPool."""
         self.page_bytes = page_bytes
         self.num_pages = num_pages
         self.allocator = TokenToKVPoolAllocator(num_pages)
         self._buffer: PoolBuffer | None = None
         shape, nbytes = (num_pages + 1, page_bytes), (num_pages + 1) * page_bytes
-        if pinned or not nbytes:
-            self.bytes = torch.empty(shape, dtype=torch.uint8, pin_memory=pinned and nbytes > 0)
-        else:
-            self._buffer = allocate_private(nbytes)
+        if nbytes:
+            self._buffer = allocate_private(nbytes) if gpu is None else PinnedBuffer(nbytes, gpu)
             self.bytes = self._buffer.tensor[:nbytes].view(shape)
+        else:
+            self.bytes = torch.empty(shape, dtype=torch.uint8)
 
     def view(self, page: int) -> memoryview:
         """The bytes of one page."""
@@ -41,11 +80,15 @@ class HostPool:
     """The arenas of all groups. Pages of several groups are allocated together or not at all."""
 
     def __init__(
-        self, specs: Sequence[GroupSpec], page_size: int, pages: Mapping[str, int], pinned: bool
+        self,
+        specs: Sequence[GroupSpec],
+        page_size: int,
+        pages: Mapping[str, int],
+        gpu: torch.device | None = None,
     ) -> None:
-        """`pages`: how many each group has. `pinned`: for copies to and from a GPU."""
+        """`pages`: how many each group has. `gpu`: the memory is pinned for copies to and from it."""
         self.arenas = {
-            spec.name: HostArena(spec.page_bytes(page_size), pages[spec.name], pinned) for spec in specs
+            spec.name: HostArena(spec.page_bytes(page_size), pages[spec.name], gpu) for spec in specs
         }
 
     def alloc(self, wanted: Mapping[str, int]) -> dict[str, Pages] | None:

@@ -14,6 +14,8 @@ from engine.batch import ForwardBatch, SamplingRows
 from engine.device_copies import upload
 from engine.sampler import Sampler
 from engine.sampling_state import SamplingState
+from kvcache.layout import KVGroupSpec
+from kvcache.tiers.host_pool import HostPool
 from kvtransfer.region import region_of
 from tests.support.driver import Driver, open_runner
 from tests.support.tiny_models import make_tiny
@@ -93,3 +95,15 @@ def test_pages_go_to_the_host_and_back(device: str) -> None:
         done += len(batch.pages)
     assert done == len(pages)
     assert target[pages.tolist()].equal(source[pages.tolist()])
+
+
+def test_the_host_tier_is_pinned_until_it_is_closed(device: str) -> None:
+    spec = KVGroupSpec((0, 1), 2, 64, torch.bfloat16)
+    pool = HostPool([spec], 16, {"full": 1000}, torch.device(device))
+    pages = pool.arenas["full"].bytes
+    assert pages.is_pinned()
+    pages[7].copy_(torch.full_like(pages[7], 5, device=device), non_blocking=True)
+    torch.cuda.synchronize()
+    assert (pages[7] == 5).all()
+    pool.close()
+    assert not pages.is_pinned()

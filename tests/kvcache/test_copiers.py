@@ -50,7 +50,7 @@ def made() -> tuple[dict[str, KVCache], HostPool]:
     for seed, pool in enumerate(pools.values()):
         drawn = np.random.default_rng(seed).integers(0, 256, tuple(pool.bytes.shape), np.uint8)
         pool.bytes.copy_(torch.from_numpy(drawn))
-    host = HostPool([FULL, STATE], PAGE_SIZE, {"full": PAGES, "state": PAGES}, pinned=False)
+    host = HostPool([FULL, STATE], PAGE_SIZE, {"full": PAGES, "state": PAGES})
     return pools, host
 
 
