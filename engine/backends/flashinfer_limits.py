@@ -16,6 +16,9 @@ from kvcache.quant import KVFormat
 LATENT_WIDTHS = (512, 64)
 """The kv_lora_rank and rope_dim for which FlashInfer has kernels. Every published DeepSeek model has them."""
 
+QUERY_TILE = 128
+"""Rows of a tile of latent attention, each of one query and one head. Small batches have tiles of half."""
+
 LOWEST = {torch.float16: (7, 5), torch.bfloat16: (8, 0)}
 """The compute capability from which `fa2` attends in a dtype. Latents need 8.0 in both."""
 
@@ -34,7 +37,7 @@ def check_heads(pool: MHAKVCache, sinks: bool) -> None:
     _check_capability(pool.device, spec.dtype, LOWEST[spec.dtype])
 
 
-def check_latents(pool: MLAKVCache) -> None:
+def check_latents(pool: MLAKVCache, heads: int) -> None:
     """The same for a pool of latents."""
     spec = pool.spec
     _check_dtype(spec.dtype)
@@ -43,6 +46,11 @@ def check_latents(pool: MLAKVCache) -> None:
     if (widths := (spec.kv_lora_rank, spec.rope_dim)) != LATENT_WIDTHS:
         rank, rope = LATENT_WIDTHS
         raise BackendUnavailable(f"FlashInfer attends to latents of {rank} + {rope} values, not {widths}")
+    if QUERY_TILE % heads:
+        # A tile ends between two heads of a query. It refuses batches where a tile of keys begins there, too.
+        raise BackendUnavailable(
+            f"FlashInfer attends to latents with heads that divide {QUERY_TILE}, not {heads}"
+        )
     _check_capability(pool.device, spec.dtype, (8, 0))
 
 

@@ -33,7 +33,7 @@ def build_latent(
         return CpuLatentAttention(pool, heads, scale)
 
     def flashinfer() -> LatentBackend:
-        check_latents(pool)
+        check_latents(pool, heads)
         return FlashInferLatentAttention(pool, heads, scale)
 
     return pick(config, lambda: TorchLatentAttention(pool, heads, scale), cpu, flashinfer)

@@ -33,7 +33,8 @@ def test_what_it_can_do_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     for pool in (heads(), heads(128, torch.float16), heads(256, stored=KVFormat.FP8_E4M3)):
         pool.device = torch.device("cuda:0")
         check_heads(pool, sinks=pool.spec.stored is KVFormat.AUTO)
-    check_latents(latents())
+    for count in (1, 16, 64, 128):
+        check_latents(latents(), count)
 
 
 @pytest.mark.parametrize(
@@ -51,16 +52,17 @@ def test_heads_that_it_cannot_attend_with(pool: MHAKVCache, sinks: bool, problem
 
 
 @pytest.mark.parametrize(
-    ("pool", "problem"),
+    ("pool", "count", "problem"),
     [
-        (latents(dtype=torch.float32), "not torch.float32"),
-        (latents(256), "latents of 512"),
-        (latents(stored=KVFormat.FP8_E5M2), "fp8_e5m2 latents"),
+        (latents(dtype=torch.float32), 16, "not torch.float32"),
+        (latents(256), 16, "latents of 512"),
+        (latents(stored=KVFormat.FP8_E5M2), 16, "fp8_e5m2 latents"),
+        *((latents(), count, f"heads that divide 128, not {count}") for count in (20, 24, 40, 96, 256)),
     ],
 )
-def test_latents_that_it_cannot_attend_to(pool: MLAKVCache, problem: str) -> None:
+def test_latents_that_it_cannot_attend_to(pool: MLAKVCache, count: int, problem: str) -> None:
     with pytest.raises(BackendUnavailable, match=problem):
-        check_latents(pool)
+        check_latents(pool, count)
 
 
 @pytest.mark.parametrize(

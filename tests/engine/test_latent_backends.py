@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -30,6 +32,9 @@ def test_auto_falls_back_to_torch_and_says_why(caplog: pytest.LogCaptureFixture)
     quantised = pool_of(512, torch.bfloat16, KVFormat.FP8_E4M3)
     assert isinstance(build_latent(on_cuda, quantised, LAYER), TorchLatentAttention)
     assert "does not read fp8_e4m3 latents" in caplog.text
+    forty = [replace(LAYER[0], query_heads=40)]
+    assert isinstance(build_latent(on_cuda, pool_of(512, torch.bfloat16), forty), TorchLatentAttention)
+    assert "heads that divide 128, not 40" in caplog.text
 
 
 @pytest.mark.parametrize(
