@@ -27,8 +27,8 @@ class FlashInferLatentAttention:
         buffers: FixedIndices | None = None,
     ) -> None:
         """`workspace` and `buffers` are as in FlashInferAttention. Raises ImportError if FlashInfer is not
-        installed."""
-        import flashinfer.mla
+        installed, or has no metadata of plans (before 0.7.2)."""
+        from flashinfer.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
 
         self._pool = pool
         self._heads = heads
@@ -47,7 +47,8 @@ class FlashInferLatentAttention:
                 "kv_indices": buffers.pages,
                 "kv_len_arr": buffers.lengths,
             }
-        self._wrapper: Any = flashinfer.mla.BatchMLAPagedAttentionWrapper(workspace, backend=BACKEND, **fixed)
+        self._metadata: Any = MLAPlanMetadata
+        self._wrapper: Any = BatchMLAPagedAttentionWrapper(workspace, backend=BACKEND, **fixed)
         self._slots = NewSlots(
             pool.page_size, self._device, None if buffers is None else len(buffers.lengths)
         )
@@ -61,11 +62,16 @@ class FlashInferLatentAttention:
         indices = page_indices(batch, self._pool.page_size)
         self._slots.fill(batch.out_slots)
         with self._planned.in_use():
-            self._wrapper.plan(
+            metadata = self._metadata.csr(
                 qo_indptr=pinned(indices.q_starts, self._device),
                 kv_indptr=pinned(indices.kv_starts, self._device),
                 kv_indices=upload(indices.pages, self._device),
                 kv_len_arr=pinned(indices.kv_lens, self._device),
+            )
+            self._wrapper.plan(
+                metadata=metadata,
+                query_layout="split",
+                kv_cache_layout="split",
                 num_heads=self._heads,
                 head_dim_ckv=self._pool.spec.kv_lora_rank,
                 head_dim_kpe=self._pool.spec.rope_dim,
@@ -90,9 +96,5 @@ class FlashInferLatentAttention:
         of_layer = self._pool.data[:, place]  # [page, offset, rank + rope_dim], page-strided
         latents, ropes = of_layer[..., : spec.kv_lora_rank], of_layer[..., spec.kv_lora_rank :]
         self._wrapper.run(
-            q_nope=q_latent.contiguous(),
-            q_pe=q_rope.contiguous(),
-            ckv_cache=latents,
-            kpe_cache=ropes,
-            out=out,
+            query=(q_latent.contiguous(), q_rope.contiguous()), kv_cache=(latents, ropes), out=out
         )

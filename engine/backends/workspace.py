@@ -1,4 +1,4 @@
-"""The pinned workspace of a FlashInfer wrapper, and who may write to it."""
+"""The workspaces of a FlashInfer wrapper, and who may write to it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ that run one after the other share it."""
 class Workspace:
     """Keeps a plan from overwriting the one before it while that is still being copied to the device.
 
-    `plan` writes to one pinned buffer of its wrapper and queues a copy of it behind the forwards that are
-    queued already. With overlap the host is ahead of the device: without this the next plan would change what
-    that copy reads. Two buffers that alternate would do as well; waiting for the copy needs no second set of
-    recorded steps and costs nothing at overlap depth 1, where the forward before the last one is done.
+    `plan` writes to a pinned buffer and queues a copy of it behind the forwards that are queued already. With
+    overlap the host is ahead of the device: without this the next plan would change what that copy reads. For
+    heads the buffer is one of the wrapper. For latents each plan allocates one and then frees that of the
+    plan before; torch's allocator does not know of the copy, which FlashInfer's C++ queues, and hands the
+    buffer out again at once. Two buffers that alternate would do for heads; waiting for the copy does for
+    both, needs no second set of recorded steps and costs nothing at overlap depth 1, where the forward before
+    the last one is done.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -11,10 +11,14 @@ import torch
 
 from common.errors import ConfigError
 from engine.backends.choose import build_attention
+from engine.backends.latent_choose import build_latent
+from engine.backends.latent_flashinfer import FlashInferLatentAttention
+from engine.backends.latent_reference import TorchLatentAttention
 from engine.backends.torch_reference import TorchAttention
 from engine.config import EngineConfig
-from kvcache.layout import KVGroupSpec
-from kvcache.pool import MHAKVCache
+from engine.loader import AttentionLayer
+from kvcache.layout import KVGroupSpec, LatentGroupSpec
+from kvcache.pool import MHAKVCache, MLAKVCache
 from tests.engine.conftest import PROMPTS, Drawn
 from tests.support.driver import Driver
 from tests.support.flashinfer_stand_in import flashinfer_module, open_flashinfer
@@ -62,6 +66,19 @@ def test_a_flashinfer_without_sinks_is_refused_by_name(
     assert "has no attention sinks" in caplog.text
     with pytest.raises(ConfigError, match="has no attention sinks"):
         build_attention(EngineConfig("m", device="cuda", attention="flashinfer"), pool, 4, 1.0, sinks=True)
+
+
+def test_a_flashinfer_without_metadata_of_plans_is_refused_by_name(
+    stand_in: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = MLAKVCache(LatentGroupSpec((0,), 512, 64, torch.bfloat16), 4, 16)
+    layer = [AttentionLayer(layer=0, query_heads=16, scale=1.0, window=None)]
+    config = EngineConfig("m", device="cuda")
+    assert isinstance(build_latent(config, pool, layer), FlashInferLatentAttention)
+    del stand_in.mla.MLAPlanMetadata
+    with caplog.at_level(logging.WARNING):
+        assert isinstance(build_latent(config, pool, layer), TorchLatentAttention)
+    assert "MLAPlanMetadata" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,12 @@ from functools import cache
 from pathlib import Path
 
 RECORDS = Path(__file__).parents[1] / "data" / "flashinfer"
-METHODS = ("__init__", "plan", "run")
+METHODS = ("__init__", "plan", "run", "csr")
 SOURCES = {
     "BatchPrefillWithPagedKVCacheWrapper": "prefill.py",
     "BatchAttentionWithAttentionSinkWrapper": "attention/_core.py",
     "BatchMLAPagedAttentionWrapper": "mla/_batch_mla/_wrapper.py",
+    "MLAPlanMetadata": "mla/_batch_mla/_contracts.py",
 }
 FUNCTIONS = {
     "rmsnorm": "norm/__init__.py",

@@ -161,7 +161,20 @@ class StandInSinks(StandInPrefill):
         self.attend(given["q"], given["paged_kv_cache"], given["out"], sink)
 
 
+class StandInMetadata:
+    """What a plan of latents is given. Its fields are the arguments of csr()."""
+
+    def __init__(self, given: Bound) -> None:
+        self.given = given
+
+    @classmethod
+    def csr(cls, *args: Any, **kwargs: Any) -> StandInMetadata:
+        return cls(dict(signature("MLAPlanMetadata", "csr").bind(*args, **kwargs).arguments))
+
+
 class StandInLatent(_StandIn):
+    """FlashInfer warns of tensors that are given one by one, and a plan is for packed ones by default."""
+
     name = "BatchMLAPagedAttentionWrapper"
     on_device = "kv_indices"
     buffers: ClassVar = {
@@ -171,10 +184,23 @@ class StandInLatent(_StandIn):
         "kv_len_arr": "kv_len_arr",
     }
 
+    def _bind(self, method: str, args: tuple[Any, ...], kwargs: Bound) -> Bound:
+        assert not args or method == "__init__", "FlashInfer warns of positional arguments"
+        given = super()._bind(method, args, kwargs)
+        if method != "plan":
+            return given
+        assert not given.keys() & self.buffers.keys(), "FlashInfer warns of metadata that is not an object"
+        assert (given.pop("query_layout"), given.pop("kv_cache_layout")) == ("split", "split")
+        metadata = given.pop("metadata")
+        assert isinstance(metadata, StandInMetadata)
+        return given | metadata.given
+
     def run(self, *args: Any, **kwargs: Any) -> None:
         given, plan = self._bind("run", args, kwargs), self.planned
         assert plan is not None, "run() before plan()"
-        q, q_rope, ckv, kpe, out = (given[arg] for arg in ("q_nope", "q_pe", "ckv_cache", "kpe_cache", "out"))
+        assert given.keys() == {"query", "kv_cache", "out"}, "FlashInfer warns of tensors one by one"
+        out = given["out"]
+        (q, q_rope), (ckv, kpe) = given["query"], given["kv_cache"]
         assert q.is_contiguous()
         assert q_rope.is_contiguous()
         assert q.shape[1:] == (plan["num_heads"], plan["head_dim_ckv"])
@@ -283,6 +309,7 @@ def flashinfer_module() -> tuple[Any, Any]:
     package.silu_and_mul, package.apply_rope_with_cos_sin_cache_inplace = silu_and_mul, apply_rope
     package.mla = types.ModuleType("flashinfer.mla")
     package.mla.BatchMLAPagedAttentionWrapper = StandInLatent
+    package.mla.MLAPlanMetadata = StandInMetadata
     return package, package.mla
 
 
