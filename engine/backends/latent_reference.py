@@ -8,6 +8,7 @@ import torch
 
 from engine.backends.query_blocks import query_blocks
 from engine.batch import ForwardBatch
+from engine.device_copies import upload
 from kvcache.pool import MLAKVCache
 
 
@@ -33,8 +34,8 @@ class TorchLatentAttention:
 
     def prepare(self, batch: ForwardBatch) -> None:
         device = self._pool.data.device
-        self._slots = torch.from_numpy(batch.out_slots).to(device)
-        table = torch.from_numpy(batch.page_table).to(device, torch.int64)
+        self._slots = upload(batch.out_slots, device)
+        table = upload(batch.page_table, device).to(torch.int64)
         starts = batch.starts().tolist()
         self._sequences = [
             _Sequence(starts[i], starts[i + 1], self._slots_of(table[i], length))

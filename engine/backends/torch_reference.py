@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from engine.backends.query_blocks import query_blocks
 from engine.batch import ForwardBatch
+from engine.device_copies import upload
 from kvcache.pool import MHAKVCache
 
 
@@ -41,8 +42,8 @@ class TorchAttention:
 
     def prepare(self, batch: ForwardBatch) -> None:
         device = self._pool.data.device
-        self._slots = torch.from_numpy(batch.out_slots).to(device)
-        table = torch.from_numpy(batch.page_table).to(device, torch.int64)
+        self._slots = upload(batch.out_slots, device)
+        table = upload(batch.page_table, device).to(torch.int64)
         starts = batch.starts().tolist()
         self._sequences = [
             self._sequence(starts[i], starts[i + 1], length, table[i])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,12 +17,15 @@ from engine.backends.latent_flashinfer import FlashInferLatentAttention
 from engine.backends.latent_reference import TorchLatentAttention
 from engine.backends.torch_reference import TorchAttention
 from engine.config import EngineConfig
+from engine.fake import fake_spec
+from engine.largest_batch import largest_batch, largest_lens
 from engine.loader import AttentionLayer
 from kvcache.layout import KVGroupSpec, LatentGroupSpec
 from kvcache.pool import MHAKVCache, MLAKVCache
 from tests.engine.conftest import PROMPTS, Drawn
 from tests.support.driver import Driver
 from tests.support.flashinfer_stand_in import flashinfer_module, open_flashinfer
+from tools.fake_cuda import FakeCuda
 
 
 @pytest.fixture
@@ -79,6 +83,26 @@ def test_a_flashinfer_without_metadata_of_plans_is_refused_by_name(
     with caplog.at_level(logging.WARNING):
         assert isinstance(build_latent(config, pool, layer), TorchLatentAttention)
     assert "MLAPlanMetadata" in caplog.text
+
+
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
+def test_plain_torch_does_not_wait_for_a_gpu(with_sinks: bool) -> None:
+    """A prompt, and contexts with a chunk and a decode row, of keys and values and of latents."""
+    lens = largest_lens(40, 40, 2)
+    with FakeCuda():
+        pool = MHAKVCache(KVGroupSpec((0,), 2, 16, torch.bfloat16), 8, 16, "cuda")
+        latents = MLAKVCache(LatentGroupSpec((0,), 32, 8, torch.bfloat16), 8, 16, "cuda")
+        heads, latent = TorchAttention(pool, 4, 1.0), TorchLatentAttention(latents, 4, 1.0)
+        made = partial(torch.zeros, dtype=torch.bfloat16, device="cuda")
+        q, kv, out = made(sum(lens), 4, 16), made(sum(lens), 2, 16), made(sum(lens), 4, 16)
+        sinks = made(4) if with_sinks else None
+        for context in (None, 100):
+            batch = largest_batch(fake_spec(256), lens, 16, context)
+            heads.prepare(batch)
+            heads.forward(0, q, kv, kv, out, sinks)
+            latent.prepare(batch)
+            queries, new = made(sum(lens), 4, 40).split((32, 8), -1), made(sum(lens), 40).split((32, 8), -1)
+            latent.forward(0, *queries, *new, made(sum(lens), 4, 32))
 
 
 @pytest.mark.parametrize(
