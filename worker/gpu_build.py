@@ -33,6 +33,7 @@ from engine.spec import ModelSpec
 from kvcache.config import MIN_STATE_SLOTS, CacheConfig, KVEventsConfig
 from kvcache.layout import pages_in
 from kvcache.memory import Memory, build_memory
+from kvcache.tiers.config import TierConfig
 from worker.capacity import cache_config
 from worker.options import WorkerOptions
 
@@ -123,6 +124,7 @@ def _least_free(
         swa_full_tokens_ratio=1.0,
         state_slots=max(len(lens), MIN_STATE_SLOTS),
         events=KVEventsConfig(),
+        tiers=TierConfig(),
     )
     with build_memory(small, spec.groups) as memory:
         runner = ModelRunner(loaded, memory.kv_caches, replace(config, overlap=False))

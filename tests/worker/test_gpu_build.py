@@ -161,6 +161,16 @@ def test_memory_of_others_is_not_taken(tmp_path: Path, monkeypatch: pytest.Monke
     assert memory.num_pages == pages_in(MIB, memory.specs, 16)
 
 
+def test_the_host_tier_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where capacity is measured: it may be most of the host's memory, and it opens storage."""
+    gpu, watch = FakeGpu(), Watch(monkeypatch)
+    gpu.pools = watch.pools
+    start(make_tiny("qwen3", tmp_path, 0), gpu, hicache_size=0.001)
+    measured, real = watch.memories
+    assert measured.tiers is None
+    assert real.host_tokens > 0
+
+
 def test_a_share_that_forwards_fill_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, watch = FakeGpu(), Watch(monkeypatch)
     gpu.pools = watch.pools
