@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -102,7 +103,9 @@ def main() -> None:
         sys.stderr.write(f"bench.gpu_products: not measured: {error.problem}\n")
         print_result("gpu_products", {}, {}, options.json)
         return
-    ratios, values = run(torch.device(device), OUTPUTS, INPUTS, MATRICES, ROUNDS)
+    # Graphs and Triton's kernels are on the current device.
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        ratios, values = run(device, OUTPUTS, INPUTS, MATRICES, ROUNDS)
     print_result("gpu_products", ratios, values, options.json)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -24,6 +26,28 @@ def test_products_are_of_finite_numbers() -> None:
     for form in ("bfloat16", *gpu_products.FORMATS):
         for product in gpu_products.products_of(form, torch.device("cpu"), 32, 64, 2):
             assert product(x).isfinite().all()
+
+
+def test_the_gpu_that_was_named_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams, graphs and Triton's kernels are on the current device."""
+    current = ["cuda:0"]
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        before, current[0] = current[0], str(device)
+        yield
+        current[0] = before
+
+    def run(device: torch.device, *_: int) -> tuple[dict[str, float], dict[str, float]]:
+        assert current == [str(device)] == ["cuda:1"]
+        return {"fp8_1": 2.0}, {}
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(gpu_products, "choose_device", torch.device)
+    monkeypatch.setattr(gpu_products, "run", run)
+    monkeypatch.setattr(sys, "argv", ["bench.gpu_products", "--device", "cuda:1"])
+    gpu_products.main()
+    assert current == ["cuda:0"]
 
 
 def test_without_a_gpu_it_says_so(
