@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -76,21 +77,29 @@ class Recorder(Protocol):
         ...
 
 
+@cache
+def _side_stream(device: int) -> torch.cuda.Stream:
+    """The stream on which steps are recorded on a GPU, the same for all recorders of this process: cuBLAS has
+    a workspace of up to 32 MiB on each stream that it is used on, and keeps it."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 class CudaRecorder:
-    """Records CUDA graphs. They share one memory pool, because only one is replayed at a time."""
+    """Records CUDA graphs on the current device. They share one memory pool, because only one is replayed at
+    a time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, step: Callable[[], Outputs]) -> Recorded:
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side = _side_stream(torch.cuda.current_device())
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(WARM_UPS):
                 step()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=side):
             outputs = step()
         return _CudaGraph(graph, outputs)
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+import torch
 
+from engine import graphs
 from engine.batch import StateSlots, WindowPages
-from engine.graphs import DecodeLimits
+from engine.graphs import CudaRecorder, DecodeLimits, Outputs
 from engine.padding import is_decode, padded, padded_sizes, padding
 from tests.engine.conftest import PROMPTS, Drawn
 from tests.support.driver import Driver, open_pools
@@ -87,6 +93,34 @@ def test_a_model_whose_backend_reads_the_batch_on_the_host_is_not_recorded(drawn
 def test_sizes_are_powers_of_two_that_hold_the_largest_batch() -> None:
     assert padded_sizes(1) == (1,)
     assert padded_sizes(48) == (1, 2, 4, 8, 16, 32, 64)
+
+
+def test_all_recorders_of_a_gpu_record_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that is made later: cuBLAS keeps a workspace for each stream that it is used on."""
+    streams: set[Any] = set()
+    device = [0]
+
+    @contextmanager
+    def on(stream: Any) -> Iterator[None]:
+        streams.add(stream)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: device[0])
+    monkeypatch.setattr(torch.cuda, "current_stream", MagicMock())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: MagicMock())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", MagicMock)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "graph", lambda _graph, pool, stream=None: on(stream))
+    monkeypatch.setattr(graphs, "_side_stream", cache(graphs._side_stream.__wrapped__))
+    outputs = Outputs(torch.zeros(1), torch.zeros(1))
+    for recorder in (CudaRecorder(), CudaRecorder()):
+        for _ in range(3):
+            assert recorder.record(lambda: outputs).outputs is outputs
+    assert len(streams) == 1
+    device[0] = 1
+    CudaRecorder().record(lambda: outputs)
+    assert len(streams) == 2
 
 
 def test_padding_lies_in_scratch_alone(drawn: Drawn) -> None:
