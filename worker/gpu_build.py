@@ -101,7 +101,7 @@ def build_on_gpu(
 
         memory = build_memory(cache_config(options, loaded.spec, chosen, budget), loaded.spec.groups)
         runner = ModelRunner(loaded, memory.kv_caches, config)
-        runner.record_decode(_decode_limits(memory, memory.config.max_context_len))
+        _record_decode(runner, memory, memory.config.max_context_len)
     return runner, memory
 
 
@@ -128,7 +128,7 @@ def _least_free(
     )
     with build_memory(small, spec.groups) as memory:
         runner = ModelRunner(loaded, memory.kv_caches, replace(config, overlap=False))
-        runner.record_decode(_decode_limits(memory, longest))
+        _record_decode(runner, memory, longest)
         batches = [largest_batch(spec, lens, page_size)]
         if not runner.attention.recordable:
             context = _reachable(_free_without_pools(gpu, memory), chosen, spec, longest)
@@ -158,13 +158,22 @@ def _reachable(nbytes: int, chosen: CacheConfig, spec: ModelSpec, longest: int) 
     return min(longest, pages * chosen.page_size)
 
 
-def _decode_limits(memory: Memory, longest: int) -> DecodeLimits:
-    """The largest decode step that can be built over this memory, with contexts of `longest` tokens."""
-    return DecodeLimits(
+def _record_decode(runner: ModelRunner, memory: Memory, longest: int) -> None:
+    """Record the largest decode step that can be built over this memory, with contexts of `longest` tokens,
+    and the smaller ones."""
+    limits = DecodeLimits(
         sequences=memory.config.max_running_requests,
         context_pages=-(-longest // memory.page_size),
         rows=memory.req_to_token_pool.size,
     )
+    try:
+        runner.record_decode(limits)
+    except RuntimeError as error:  # of torch or of FlashInfer, whose workspace is as large as we made it
+        raise ConfigError(
+            "max_running_requests",
+            f"decode steps of up to {limits.sequences} requests cannot be recorded ({error})",
+            "lower it if memory or the workspace is too small",
+        ) from error
 
 
 @contextmanager

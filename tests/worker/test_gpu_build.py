@@ -195,6 +195,18 @@ def test_a_largest_step_that_does_not_run_names_its_key(
         start(make_tiny("qwen3", tmp_path, 0), FakeGpu())
 
 
+def test_decode_steps_that_cannot_be_recorded_name_their_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("Failed to allocate memory for batch_prefill_tmp_v")
+
+    monkeypatch.setattr(ModelRunner, "record_decode", fail)
+    with pytest.raises(ConfigError, match=r"up to 6 requests cannot be recorded .*tmp_v") as refused:
+        start(make_tiny("qwen3", tmp_path, 0), FakeGpu())
+    assert refused.value.key == "max_running_requests"
+
+
 def test_whoever_starts_on_the_same_gpu_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
