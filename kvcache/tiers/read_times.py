@@ -5,6 +5,7 @@ from __future__ import annotations
 _KEPT = 7 / 8  # weight of earlier reads, per new read
 _TRY_AGAIN_S = 30.0  # a storage that was too slow is tried again after that
 _TRY_AGAIN_SKIPS = 64  # and with every read of so many that would not pay
+_FORGOTTEN = 1e-100  # pages, after thousands of reads without any: their squares would be 0
 _SAME = 1e-9  # relative spread of sizes below which all reads had one size
 
 
@@ -31,14 +32,17 @@ class ReadTimes:
         self._tried_at = now
 
     def expected_s(self, pages: int) -> float | None:
-        """Seconds that a read of so many pages should take; None before any has brought some."""
-        if not self._pages:
+        """Seconds that a read of so many pages should take; None before the first read. As long as none has
+        brought pages, it is the latency alone: less than a read would take."""
+        if not self._reads:
             return None
         latency, s_per_page = self._fit()
         return latency + pages * s_per_page
 
     def _fit(self) -> tuple[float, float]:
         """Latency and seconds per page, neither below 0."""
+        if self._pages < _FORGOTTEN:
+            return self._seconds / self._reads, 0.0
         spread = self._reads * self._pages_squared - self._pages**2
         if spread <= _SAME * self._reads * self._pages_squared:
             return 0.0, self._seconds / self._pages

@@ -42,8 +42,20 @@ def test_scattered_reads_give_no_negative_time(reads: list[tuple[int, float]]) -
 
 def test_what_is_not_known_pays() -> None:
     assert measured().pays(10, 1e-9)
-    assert measured((0, 5.0)).pays(10, 1e-9), "a miss says nothing of the rate"
+    assert measured((0, 5.0)).pays(10, 5.1), "a miss says nothing of the rate"
     assert measured((10, 5.0)).pays(10, None)
+
+
+def test_a_storage_that_never_delivers_is_not_waited_for() -> None:
+    times = measured(*[(0, 10.0)] * 3)
+    assert times.expected_s(10) == pytest.approx(10.0)
+    assert not times.pays(10, 9.9)
+    assert times.pays(10, None)
+
+
+def test_after_thousands_of_misses_the_latency_alone_is_known() -> None:
+    times = measured((100, 1.0), *[(0, 0.01)] * 6000)
+    assert times.expected_s(1000) == pytest.approx(0.01)
 
 
 def test_the_faster_way_is_taken() -> None:

@@ -131,15 +131,17 @@ def test_a_prefetch_that_fails_frees_its_pages(built: Memory, mover: HandMover) 
 
 
 class SlowStorage:
-    """The storage's clock: each blob that is looked for or read takes `seconds`."""
+    """The storage's clock: each blob that is looked for or read takes `seconds`. A dead one finds none."""
 
     def __init__(self, built: Memory, seconds: float) -> None:
         storage = tiers_of(built).storage
         assert storage is not None
         self.tier, self.counts = storage.prefetches, storage.counts
-        self.seconds, self.now = seconds, 0.0
+        self.seconds, self.now, self.is_dead = seconds, 0.0, False
         exists, get = storage.backend.exists, storage.backend.get
-        storage.backend.exists = lambda keys: self.take(len(keys)) or exists(keys)  # type: ignore[method-assign]
+        storage.backend.exists = lambda keys: (  # type: ignore[method-assign]
+            self.take(len(keys)) or ([False] * len(keys) if self.is_dead else exists(keys))
+        )
         storage.backend.get = lambda keys, into: self.take(len(keys)) or get(keys, into)  # type: ignore[method-assign]
         storage.prefetches._clock = lambda: self.now
 
@@ -173,13 +175,16 @@ def test_what_is_computed_sooner_is_not_read(built: Memory, mover: HandMover) ->
     built.check_memory()
 
 
-def test_a_storage_that_became_faster_is_noticed(built: Memory, mover: HandMover) -> None:
-    slow = SlowStorage(built, 0.5)
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_a_storage_that_became_faster_is_noticed(built: Memory, mover: HandMover, is_dead: bool) -> None:
+    slow = SlowStorage(built, 1.0)
     only_in_storage(built, mover)
+    slow.is_dead = is_dead
     slow.tier.prefetch("one", key(TOKENS))
     rest(built, mover)
     tiers_of(built).forget("one")
-    slow.seconds = 0.001
+    assert not slow.tier.prefetch("two", key(TOKENS), tokens_per_s=8.0), "it is left alone, if dead, too"
+    slow.seconds, slow.is_dead = 0.001, False
     tried = 0
     for number in range(40):
         only_in_storage(built, mover)
