@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 from kvcache.tree_node import TreeNode
 from wire.page_hash import PageDigest
 
@@ -10,8 +12,12 @@ class StorageBacklog:
     """There is one where there is a storage. All methods are called on the tree's thread."""
 
     def __init__(self) -> None:
-        self._new: dict[TreeNode, None] = {}  # in the order in which they came: parents first
+        self._new: OrderedDict[TreeNode, None] = OrderedDict()  # as they came: parents first
         self._withdrawn: list[PageDigest] = []
+
+    def __len__(self) -> int:
+        """How many nodes are to be stored."""
+        return len(self._new)
 
     def add(self, node: TreeNode) -> None:
         """The host has something of `node` that storage lacks, perhaps under this owner's name alone."""
@@ -22,14 +28,19 @@ class StorageBacklog:
         """`node` is not to be stored, or not any more."""
         self._new.pop(node, None)
 
+    def divided(self, upper: TreeNode, lower: TreeNode) -> None:
+        """`upper` has just taken the first pages of `lower`."""
+        if lower in self._new:
+            self.add(upper)
+            self._new.move_to_end(upper, last=False)
+
     def withdraw(self, pages: list[PageDigest]) -> None:
         """These pages have stopped being public: storage is to forget them under their public names."""
         self._withdrawn += pages
 
-    def take_new(self) -> list[TreeNode]:
-        """What was added since the last call. Some may have lost their copies."""
-        new, self._new = list(self._new), {}
-        return new
+    def first(self) -> TreeNode | None:
+        """What is to be stored next. It stays here, and may have lost its copy."""
+        return next(iter(self._new), None)
 
     def take_withdrawn(self) -> list[PageDigest]:
         """What was withdrawn since the last call."""

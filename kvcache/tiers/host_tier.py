@@ -89,6 +89,8 @@ class HostTier:
         for part in self.parts.values():
             part.split(upper, lower)
         self._offer(upper)
+        if self._backlog is not None:
+            self._backlog.divided(upper, lower)
 
     def held(self, path: Sequence[TreeNode]) -> Mapping[str, Pages]:
         """See LowerTier."""

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from kvcache.radix_tree import RadixTree
 from kvcache.storage.backend import StorageBackend, StorageStats
@@ -26,6 +29,8 @@ from kvcache.tiers.prefetches import Prefetches, StorageCounts
 from kvcache.tree_node import TreeNode
 
 _LOOK_S = 1.0  # between two looks at what the backend holds
+_HOST_SHARE = 4
+"""Writes keep about one host page in so many from giving way. A storage that stands still would keep all."""
 
 
 class StorageTier:
@@ -55,14 +60,33 @@ class StorageTier:
         self._clock = clock
         self._look_at = -math.inf  # inf: a look is under way
         self._writing: set[TreeNode] = set()
+        self._kept: Counter[str] = Counter()  # host pages that writes keep, by group
+        self._most_kept = {g: arena.num_pages // _HOST_SHARE for g, arena in host.pool.arenas.items()}
+        self._primary = tree.components[0].name
 
     # -- writing -----------------------------------------------------------------------------------
 
     def write_new(self) -> None:
-        """Begin to write the nodes that have got a host copy since the last call."""
-        for node in self._backlog.take_new():
+        """Begin to write what has come to the host and is not stored, as far as that does not keep too much
+        there. The rest waits, and may give way meanwhile."""
+        while (node := self._backlog.first()) is not None:
             if node.host is not None and not node.host.stored and node not in self._writing:
-                self._write(node)
+                keeps = self._keeps(node)
+                if self._writing and any(self._kept[g] + n > self._most_kept[g] for g, n in keeps.items()):
+                    return
+                self._write(node, keeps)
+            self._backlog.drop(node)
+
+    def _keeps(self, node: TreeNode) -> Counter[str]:
+        """How many host pages cannot give way while the node is written, by group: its own, and those above
+        it, because copies go leaf first. What is above a node that is being written is counted there."""
+        assert node.host is not None, "the node has no copy"
+        keeps = Counter({group: int(np.count_nonzero(ids)) for group, ids in node.host.ids.items()})
+        above = node.parent
+        while above is not None and above not in self._writing:
+            keeps[self._primary] += above.num_pages
+            above = above.parent
+        return keeps
 
     def remove_withdrawn(self) -> None:
         """Begin to remove what has stopped being public since the last call, whoever has stored it."""
@@ -71,7 +95,7 @@ class StorageTier:
             keys = [key for group in self._host.parts for key in self._keys.keys(group, digests)]
             self._mover.submit("writes", lambda: self.backend.remove(keys), lambda _: None)
 
-    def _write(self, node: TreeNode) -> None:
+    def _write(self, node: TreeNode, keeps: Counter[str]) -> None:
         copy = node.host
         assert copy is not None, "the node has no copy"
         digests = node.page_digests(self._tree.page_size)
@@ -86,9 +110,13 @@ class StorageTier:
         copy.locks += 1
         pages = node.num_pages
         self._writing.add(node)
-        self._mover.submit(
-            "writes", lambda: self.backend.set(names, blobs), lambda told: self._written(node, pages, told)
-        )
+        self._kept.update(keeps)
+
+        def done(told: list[bool] | Failed) -> None:
+            self._kept.subtract(keeps)
+            self._written(node, pages, told)
+
+        self._mover.submit("writes", lambda: self.backend.set(names, blobs), done)
 
     def _written(self, node: TreeNode, pages: int, told: list[bool] | Failed) -> None:
         self._writing.discard(node)
@@ -159,5 +187,5 @@ class StorageTier:
         self._look_at = self._clock() + _LOOK_S
 
     def queued(self) -> dict[str, int]:
-        """How many nodes are to be written, and how many prefetches are under way."""
-        return {"to_storage": len(self._writing), "from_storage": len(self.prefetches)}
+        """How many nodes are written or to be written, and how many prefetches are under way."""
+        return {"to_storage": len(self._writing) + len(self._backlog), "from_storage": len(self.prefetches)}

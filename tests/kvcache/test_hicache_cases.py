@@ -260,6 +260,56 @@ def test_write_back_copies_what_is_evicted_and_nothing_else() -> None:
 # -- storage --------------------------------------------------------------------------------------------
 
 
+def back_up(made: Cases) -> None:
+    """All backups end; storage stands still."""
+    while made.mover.do("backups"):
+        made.tiers.poll()
+
+
+@pytest.mark.parametrize("kinds", [(), ("window",), ("state",), ("window", "state")], ids="+".join)
+def test_a_storage_that_stands_still_does_not_freeze_the_host(kinds: tuple[str, ...]) -> None:
+    """Of each group three pages in four can give way for what is newer."""
+    with cases(ratio=1.0, kinds=kinds) as made:
+        driver = Driver(made.memory)
+        for start in range(0, 2000, 100):
+            driver.run(range(start, start + 9))
+            back_up(made)
+            assert made.memory.cache.tree.evict("full", 1000) == 2
+            assert made.on_host(range(start, start + 9)) == 8, "what is newest has no place on the host"
+        assert made.storage.queued()["to_storage"] >= 6, "what waits for its write is counted, too"
+        for group, arena in made.tiers.host.pool.arenas.items():
+            taken = made.tiers.host.alloc({group: arena.num_pages - arena.num_pages // 4})
+            assert taken is not None
+            made.tiers.host.pool.free(taken)
+        made.rest()
+        assert made.storage.queued()["to_storage"] == 0
+
+
+def test_what_is_above_a_node_that_is_written_cannot_give_way_and_is_counted() -> None:
+    with cases(ratio=1.0) as made:  # a quarter of the host is four pages
+        put(made.memory, TOKENS[:16])
+        made.rest()
+        put(made.memory, TOKENS[:20])
+        put(made.memory, TOKENS[:24])
+        put(made.memory, OTHERS[:4])
+        back_up(made)
+        assert made.lanes() == ["writes"], "one is written however much that keeps"
+        assert made.storage.queued()["to_storage"] == 3
+        made.rest()
+        assert len(made.store.blobs) == 7
+
+
+def test_a_node_that_is_divided_while_it_waits_to_be_written_is_written_as_a_whole() -> None:
+    with cases() as made:  # a quarter of the host is eight pages
+        for tokens in (OTHERS, TOKENS):
+            put(made.memory, tokens)
+            back_up(made)
+        assert made.lanes() == ["writes"]
+        assert matched(made.memory, TOKENS[:16]) == 16
+        made.rest()
+        assert len(made.store.blobs) == 16
+
+
 def stored(made: Cases) -> None:
     """TOKENS are in storage, and nowhere else."""
     put(made.memory, TOKENS)
