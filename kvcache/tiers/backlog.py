@@ -19,6 +19,10 @@ class StorageBacklog:
         """How many nodes are to be stored."""
         return len(self._new)
 
+    def __contains__(self, node: TreeNode) -> bool:
+        """Whether the node is to be stored."""
+        return node in self._new
+
     def add(self, node: TreeNode) -> None:
         """The host has something of `node` that storage lacks, perhaps under this owner's name alone."""
         self._new.pop(node, None)

@@ -68,14 +68,20 @@ class StorageTier:
 
     def write_new(self) -> None:
         """Begin to write what has come to the host and is not stored, as far as that does not keep too much
-        there. The rest waits, and may give way meanwhile."""
+        there. The rest waits, and may give way meanwhile. So does what has come for a node that is being
+        written."""
+        busy = []
         while (node := self._backlog.first()) is not None:
-            if node.host is not None and not node.host.stored and node not in self._writing:
+            if node in self._writing:
+                busy.append(node)
+            elif node.host is not None and not node.host.stored:
                 keeps = self._keeps(node)
                 if self._writing and any(self._kept[g] + n > self._most_kept[g] for g, n in keeps.items()):
-                    return
+                    break
                 self._write(node, keeps)
             self._backlog.drop(node)
+        for node in busy:
+            self._backlog.add(node)
 
     def _keeps(self, node: TreeNode) -> Counter[str]:
         """How many host pages cannot give way while the node is written, by group: its own, and those above
@@ -124,7 +130,8 @@ class StorageTier:
         for piece, _, _ in pieces(node, pages):
             assert piece.host is not None, "a node's copy went while it was read"
             self._host.unlock(piece)
-            if is_whole and piece.host is not None:
+            waits = piece in self._backlog or piece in self._writing  # more of it has come meanwhile
+            if is_whole and piece.host is not None and not waits:
                 self._host.stored(piece)
         if is_whole:
             self.counts.written_pages += pages

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 
 from common.secrets import ClusterSecret
@@ -19,7 +20,7 @@ from kvcache.tiers.storage_tier import StorageTier
 from kvcache.tiers.tiers import Tiers
 from tests.kvcache.driver import Driver
 from tests.kvcache.storage.support import MemoryStore
-from tests.kvcache.support import HandMover, groups, key, matched, memory, put
+from tests.kvcache.support import HandMover, groups, key, matched, memory, put, radix_cache
 
 STORAGE = StorageConfig(
     backend="tests.kvcache.storage.support:MemoryStore",
@@ -307,6 +308,39 @@ def test_a_node_that_is_divided_while_it_waits_to_be_written_is_written_as_a_who
         assert made.lanes() == ["writes"]
         assert matched(made.memory, TOKENS[:16]) == 16
         made.rest()
+        assert len(made.store.blobs) == 16
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("is_divided", [False, True])
+def test_what_comes_to_the_host_while_its_node_is_written_is_written_too(
+    is_divided: bool, fails: bool
+) -> None:
+    """Pages of a window that another request has computed."""
+
+    def insert(first: int, last: int) -> None:
+        pages, windows = made.memory.allocator.alloc_pages(8), made.memory.allocators["window"]
+        held, offer = windows.alloc_pages(last - first), np.zeros(8, np.int32)
+        assert pages is not None
+        assert held is not None
+        offer[first:last] = held
+        inserted = radix_cache(made.memory).insert(key(TOKENS), pages, offers={"window": offer})
+        made.memory.allocator.free_page_ids(pages[: inserted.prefix_len // 4])
+        back_up(made)
+
+    with cases(kinds=("window",), ratio=4.0) as made:  # a quarter of the host is 16 pages
+        insert(6, 8)
+        insert(0, 4)
+        if is_divided:  # a match can end at the new pages
+            made.memory.cache.match_prefix(key(TOKENS[:16]))
+        insert(4, 6)
+        assert made.lanes() == (["writes", "writes"] if is_divided else ["writes"])
+        made.mover.do("writes", fails)
+        made.tiers.poll()
+        nodes = list(made.memory.cache.tree.nodes())
+        assert not any(node.host is not None and node.host.stored for node in nodes)
+        made.rest()
+        assert all(node.host is not None and node.host.stored for node in nodes)
         assert len(made.store.blobs) == 16
 
 

@@ -170,7 +170,7 @@ class TiersMachine(GroupsMachine):
             assert self.memory.promotion is not None or late.blocks == index.blocks
 
     def stored_is_there(self) -> None:
-        """Of what events have told of storage nothing is missing there."""
+        """Nothing is missing there of what events have told, nor of what is marked as stored in any group."""
         assert self.memory.tiers is not None
         storage = self.memory.tiers.storage
         if storage is None or self.mover.finished:  # a clear may be among what has ended
@@ -179,6 +179,11 @@ class TiersMachine(GroupsMachine):
             if node.host is not None and node.host.told_stored:
                 names = storage._keys.keys("full", node.page_digests(self.size), node.tenant)
                 assert all(storage.backend.exists(names)), "a page that storage does not have was told"
+            for group, ids in node.host.ids.items() if node.host is not None and node.host.stored else ():
+                digests = node.page_digests(self.size)[-len(ids) :]
+                kept = [digest for digest, page in zip(digests, ids, strict=True) if page]
+                names = storage._keys.keys(group, kept, node.tenant)
+                assert all(storage.backend.exists(names)), "what storage does not have is marked as stored"
 
     def holds(self, seen: LabelledContents, node: TreeNode, held: dict[str, Any], tokens: list[int]) -> None:
         """Every page of a copy has the node's KV."""
