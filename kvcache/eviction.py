@@ -63,10 +63,12 @@ def eviction_policy(name: str) -> Policy:
 class Evictor:
     """Nodes on offer to one component, in policy order."""
 
-    def __init__(self, policy: str, bit: int) -> None:
-        """`bit` is this evictor's own in `TreeNode.offers`."""
+    def __init__(self, policy: str, bit: int, tenant: str | None = None) -> None:
+        """`bit` is this evictor's own in `TreeNode.offers`, or that of several which each have the nodes of
+        one `tenant`."""
         self._plain = self._policy = eviction_policy(policy)
         self._bit = bit
+        self._tenant = tenant
         self.keys_fall = policy in _FALLING
         # [policy's key, creation, count of pushes, node]. Of nodes with equal keys, which were used together,
         # the one that was cached first is evicted first: the next turn of a conversation needs its end.
@@ -99,12 +101,6 @@ class Evictor:
             node.offers &= ~self._bit
             self._on_offer -= 1
 
-    def expel(self, node: TreeNode) -> None:
-        """Withdraw `node` for good: another evictor with the same bit may get it. Looks at every entry."""
-        self.withdraw(node)
-        self._heap = [entry for entry in self._heap if entry[_NODE] is not node]
-        heapq.heapify(self._heap)
-
     def pop(self, may_go: Callable[[TreeNode], bool]) -> TreeNode | None:
         """The first node in policy order for which `may_go` is true; None if there is none. That node, and
         the nodes before it, are no longer on offer."""
@@ -118,18 +114,24 @@ class Evictor:
                 heapq.heapreplace(heap, entry)
                 continue
             heapq.heappop(heap)
-            if now == entry[_KEY] and node.offers & self._bit:
+            if now == entry[_KEY] and self._has(node):
                 self.withdraw(node)
                 if may_go(node):
                     return node
         return None
 
+    def _has(self, node: TreeNode) -> bool:
+        """Whether a node of which there is an entry is on offer here. It may have become another tenant's
+        since: then it is not, though it has the bit."""
+        return bool(node.offers & self._bit) and (self._tenant is None or node.tenant == self._tenant)
+
     def _push(self, node: TreeNode) -> None:
         self._pushed += 1
         heapq.heappush(self._heap, self._entry(node, self._pushed))
-        if len(self._heap) > 2 * self._on_offer + 64:  # entries of withdrawn nodes, and old keys under mru
+        # Entries of nodes that were withdrawn or have become another tenant's, and old keys under mru.
+        if len(self._heap) > 2 * self._on_offer + 64:
             kept = {id(entry[_NODE]): entry[_NODE] for entry in self._heap}.values()
-            self._heap = [self._entry(node, i) for i, node in enumerate(kept) if node.offers & self._bit]
+            self._heap = [self._entry(node, i) for i, node in enumerate(kept) if self._has(node)]
             heapq.heapify(self._heap)
             self._pushed = max(self._pushed, len(kept))
 

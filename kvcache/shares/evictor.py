@@ -74,12 +74,6 @@ class SharedEvictor(Evictor):
         if queue is not None:
             queue.nodes.withdraw(node)
 
-    def expel(self, node: TreeNode) -> None:
-        """See Evictor."""
-        queue = self._queues.get(node.tenant)
-        if queue is not None:
-            queue.nodes.expel(node)
-
     def pop(self, may_go: MayGo) -> TreeNode | None:
         """The first node of the lowest rank for which `may_go` is true; see Evictor."""
         excessive = [self._queues[one] for one in self._tenants.excessive if one in self._queues]
@@ -157,7 +151,7 @@ class SharedEvictor(Evictor):
     def _queue(self, tenant: str) -> _Queue:
         queue = self._queues.get(tenant)
         if queue is None:
-            queue = self._queues[tenant] = _Queue(tenant, self.heap(self._name, self._bit))
+            queue = self._queues[tenant] = _Queue(tenant, self.heap(self._name, self._bit, tenant))
             queue.nodes.expect_copies()
         return queue
 

@@ -118,7 +118,9 @@ class Promotion:
         """Make the longest beginning public that enough of `copies` share. Whether there is one."""
         # A tenant that was forgotten may have one of each generation for a moment.
         copies = list({tenant_of_key(copy.tenant)[0]: copy for copy in copies}.values())
-        enough, size = self._threshold(copies[0]) if copies else 1, self._tree.page_size
+        if len(copies) < self._config.users:  # no place needs fewer: most children end here, and cost no hash
+            return False
+        enough, size = self._threshold(copies[0]), self._tree.page_size
         if len(copies) < enough:
             return False
         pages = 0

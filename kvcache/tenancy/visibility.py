@@ -73,7 +73,7 @@ def give(tree: RadixTree, node: TreeNode, tenant: str) -> None:
     counted = [component for component in tree.components if component.tenants is not None]
     for component in counted:
         component.give(node, tenant)
-        component.evictor.expel(node)
+        component.evictor.withdraw(node)
     node.tenant = tenant
     for component in counted:
         if node.is_resident and component.may_evict(node):

@@ -9,9 +9,11 @@ from collections import Counter
 import pytest
 
 from common.errors import ConfigError
+from kvcache import eviction
 from kvcache.memory import Memory
 from kvcache.radix_tree import RadixTree
 from kvcache.shares.config import SharesConfig, TenantShare
+from kvcache.shares.evictor import SharedEvictor
 from kvcache.tenancy.config import TenancyConfig
 from scheduler.metrics import SchedulerMetrics
 from tests.kvcache.driver import Driver
@@ -142,6 +144,46 @@ def test_a_leaf_that_becomes_public_is_evicted_as_a_public_one() -> None:
     assert held(built) == {"": 1, "a": 1}
     built.cache.tree.evict("full", 1)
     assert held(built) == {"": 1}
+
+
+def test_what_becomes_public_costs_no_look_at_all_that_its_tenant_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A heap is built anew only when a half of its entries are old."""
+    built = memory(PAGE, 512, tenancy=TenancyConfig(2, secret=b"s"))
+    for number in range(40):
+        put(built, pages_of_text(chr(1000 + number)), tenant="a")
+    for number, tenant in itertools.product(range(20), "abc"):
+        put(built, pages_of_text(chr(100 + number)), tenant=tenant)
+    built_anew = Counter[str]()
+    monkeypatch.setattr(eviction.heapq, "heapify", lambda heap: built_anew.update(["heap"]))
+    assert built.promotion is not None
+    built.promotion.end_epoch()
+    assert built_anew.total() == 0
+    monkeypatch.undo()
+    assert held(built) == {"": 20, "a": 40}
+    assert built.cache.tree.evict("full", 1000) == 60
+
+
+@pytest.mark.parametrize("kinds", [(), ("window", "state")])
+def test_entries_of_what_has_become_public_do_not_pile_up(kinds: tuple[str, ...]) -> None:
+    built = memory(
+        PAGE, 512, specs=groups(*kinds), tenancy=TenancyConfig(2, secret=b"s"), state_slots=600,
+        window_tokens=512 * PAGE,
+    )  # fmt: skip
+    driver = Driver(built)
+    assert built.promotion is not None
+    for number in range(150):
+        for tenant in "abc":
+            driver.run([*pages_of_text(chr(100 + number)), 9], tenant=tenant)
+        built.promotion.end_epoch()
+    assert held(built) == {"": 150}
+    for component in built.cache.tree.components:
+        assert isinstance(component.evictor, SharedEvictor)
+        for tenant, queue in component.evictor._queues.items():
+            assert len(queue.nodes._heap) <= 66 or not tenant
+    assert built.cache.tree.evict("full", 1000) == 150
+    driver.check()
 
 
 @pytest.mark.parametrize("shares", [SharesConfig(), SharesConfig({"a": TenantShare(max_share=0.9)})])
