@@ -29,8 +29,14 @@ class Prefetch:
     read: int = 0  # pages of the primary group that have arrived, from the way's start on
     kept: list[tuple[TreeNode, int]] = field(default_factory=list)  # nodes whose copies are locked; pages
     seconds: float = 0.0  # that the backend has taken for it; the mover's thread adds them
-    is_stopped: bool = False
+    is_stopped: bool = False  # the mover's thread begins nothing for it
     is_over: bool = False
+
+    def join(self, user: Hashable, deadline: float) -> None:
+        """The user wants it, too. If nobody did any more, it goes on, until `deadline`."""
+        if self.is_stopped and not self.is_trial:
+            self.is_stopped, self.deadline = False, deadline
+        self.users.add(user)
 
     def stop_if_late(self, now: float) -> None:
         """A trial, for which nobody waits, goes no further than its deadline."""

@@ -110,6 +110,7 @@ class Prefetches:
         public = total if self._tree.shares or not key.tenant else key.public_pages(size)
         public = 0 if is_withheld else public
         place = (key.tenant, digests[cached])
+        deadline = self._clock() + self._bound_s(total - cached)
         same = self._prefetches.get(place)
         if same is None:
             is_trial = not self._pays(tokens, tokens_per_s)
@@ -119,11 +120,10 @@ class Prefetches:
             stored = StoredNames(
                 self._keys, list(self._parts), digests, begins, key.tenant, min(public, total)
             )
-            deadline = self._clock() + self._bound_s(total - cached)
             same = Prefetch(key, stored, StoredWay(cached, cached, cached), deadline, is_trial)
             self._prefetches[place] = same
-            self._mover.submit("reads", self._asker(same), lambda end: self._found(place, same, end))
-        same.users.add(user)
+            self._ask(place, same)
+        same.join(user, deadline)
         self._of[user] = same
         return True
 
@@ -178,24 +178,28 @@ class Prefetches:
             prefetch.is_stopped = not prefetch.is_trial
             prefetch.let_go(self._host)
 
-    def _asker(self, prefetch: Prefetch) -> Callable[[], RankReport]:
-        """On the mover's thread: what of the key storage has."""
+    def _ask(self, place: _Place, prefetch: Prefetch) -> None:
+        """Ask what of the key storage has."""
 
-        def ask() -> RankReport:
+        def ask() -> RankReport | None:
             if prefetch.is_stopped:
-                return _OVER
+                return None
             began = self._clock()
             asked = prefetch.stored.asked()
             there = {group: np.array(self._backend.exists(names)) for group, names in asked.items()}
             prefetch.seconds += self._clock() - began
             return RankReport(there, 0, is_over=False)
 
-        return ask
+        self._mover.submit("reads", ask, lambda told: self._found(place, prefetch, told))
 
-    def _found(self, place: _Place, prefetch: Prefetch, told: RankReport | Failed) -> None:
-        """Take host pages for what can be had and used, from the first page of the way on."""
-        found = _OVER if isinstance(told, Failed) else agree([told])
+    def _found(self, place: _Place, prefetch: Prefetch, told: RankReport | Failed | None) -> None:
+        """Take host pages for what can be had and used, from the first page of the way on. None: it was
+        stopped before it asked."""
         prefetch.stop_if_late(self._clock())
+        if told is None and not prefetch.is_stopped:
+            self._ask(place, prefetch)
+            return
+        found = agree([told]) if isinstance(told, RankReport) else _OVER
         way = prefetch.way
         if not found.is_over and not prefetch.is_stopped:
             way = prefetch.stored.way(found.there, self._parts)
@@ -238,14 +242,20 @@ class Prefetches:
                     more = self._part(prefetch, group, start if part.is_by_page else last - 1, last)
                     names, pages = names + more[0], pages + more[1]
 
-        def read() -> RankReport:
+        def read() -> RankReport | None:
+            if prefetch.is_stopped:
+                return None
             began = self._clock()
-            is_whole = not prefetch.is_stopped and all(self._backend.get(names, pages))
+            is_whole = all(self._backend.get(names, pages))
             prefetch.seconds += self._clock() - began
             return RankReport({}, end - begin if is_whole else 0, is_over=not is_whole)
 
-        def done(told: RankReport | Failed) -> None:
-            arrived = _OVER if isinstance(told, Failed) else agree([told])
+        def done(told: RankReport | Failed | None) -> None:
+            prefetch.stop_if_late(self._clock())
+            if told is None and not prefetch.is_stopped:  # it was, and is wanted again
+                self._read_more(place, prefetch)
+                return
+            arrived = agree([told]) if isinstance(told, RankReport) else _OVER
             if arrived.read:
                 prefetch.read += arrived.read
                 self._counts.read_pages += arrived.read
@@ -255,7 +265,6 @@ class Prefetches:
                 self._pool.free(prefetch.ids)
                 self._end(place, prefetch)
             else:
-                prefetch.stop_if_late(self._clock())
                 self._read_more(place, prefetch)
 
         self._mover.submit("reads", read, done)

@@ -130,6 +130,32 @@ def test_a_prefetch_that_fails_frees_its_pages(built: Memory, mover: HandMover) 
     built.check_memory()
 
 
+@pytest.mark.parametrize("is_refused", [False, True])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_prefetch_that_nobody_wanted_for_a_moment_goes_on(
+    built: Memory, mover: HandMover, steps: int, is_refused: bool
+) -> None:
+    """A client asks the same again after its request was ended, also when the mover has left out the next
+    step by then."""
+    only_in_storage(built, mover)
+    tiers = tiers_of(built)
+    assert tiers.storage is not None
+    prefetches = tiers.storage.prefetches
+    assert prefetches.prefetch("one", key(TOKENS))
+    for _ in range(steps):
+        mover.do("reads")
+        tiers.poll()
+    tiers.forget("one")
+    if is_refused:
+        mover.do("reads")
+    assert prefetches.prefetch("two", key(TOKENS))
+    assert prefetches.waits("two")
+    rest(built, mover)
+    assert prefetches.arrived("two") == 32
+    tiers.forget("two")
+    built.check_memory()
+
+
 class SlowStorage:
     """The storage's clock: each blob that is looked for or read takes `seconds`. A dead one finds none."""
 
