@@ -83,6 +83,7 @@ class Prefetches:
         self._primary = tree.components[0].name
         self._prefetches: dict[_Place, Prefetch] = {}
         self._of: dict[Hashable, Prefetch] = {}  # by user
+        self._refused: set[Hashable] = set()  # users whose prefetch would not have paid
 
     def __len__(self) -> int:
         """How many are under way."""
@@ -91,9 +92,9 @@ class Prefetches:
     def prefetch(self, user: Hashable, key: RadixKey, tokens_per_s: float = 0.0) -> bool:
         """Begin to read what the tree lacks of `key`, if that should pay. Whether it has begun. `key` has
         what a match may use, and computing it takes `tokens_per_s`, 0 if that is not known. A user that asks
-        again has what it had."""
-        if user in self._of:
-            return not self._of[user].is_over
+        again has what it had, and a refusal holds until it is forgotten."""
+        if user in self._of or user in self._refused:
+            return user not in self._refused and not self._of[user].is_over
         begins = self._begins(key)
         size, cached = self._tree.page_size, begins.own
         total = len(key) // size
@@ -108,7 +109,7 @@ class Prefetches:
         if is_withheld and not key.tenant:
             return False
         public = total if self._tree.shares or not key.tenant else key.public_pages(size)
-        public = 0 if is_withheld else public
+        public = 0 if is_withheld else min(public, total)
         place = (key.tenant, digests[cached])
         deadline = self._clock() + self._bound_s(total - cached)
         same = self._prefetches.get(place)
@@ -116,10 +117,9 @@ class Prefetches:
             is_trial = not self._pays(tokens, tokens_per_s)
             if is_trial and not self._times.try_again(self._clock()):
                 self._counts.skipped_reads += 1
+                self._refused.add(user)
                 return False
-            stored = StoredNames(
-                self._keys, list(self._parts), digests, begins, key.tenant, min(public, total)
-            )
+            stored = StoredNames(self._keys, list(self._parts), digests, begins, key.tenant, public)
             same = Prefetch(key, stored, StoredWay(cached, cached, cached), deadline, is_trial)
             self._prefetches[place] = same
             self._ask(place, same)
@@ -130,9 +130,7 @@ class Prefetches:
     def _begins(self, key: RadixKey) -> Begins:
         """Behind what the tree has of the key, and behind the public pages that it has of it."""
         path, own = self._cached(key)
-        if not path or not path[-1].tenant:
-            return Begins(own, own)
-        if not self._tree.shares:
+        if not path or not path[-1].tenant or not self._tree.shares:
             return Begins(own, own)
         return Begins(own, self._cached(public_key(key))[1])
 
@@ -170,6 +168,7 @@ class Prefetches:
     def forget(self, user: Hashable) -> None:
         """The user does not wait any more. What has arrived by then may give way now; a prefetch that nobody
         wants is stopped, unless it is a trial: that has its deadline."""
+        self._refused.discard(user)
         prefetch = self._of.pop(user, None)
         if prefetch is None:
             return
