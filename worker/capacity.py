@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from common.errors import ConfigError
+from common.memory import available_memory
 from engine.spec import ModelSpec
 from kvcache.config import MIN_STATE_SLOTS, CacheConfig, KVEventsConfig
 from kvcache.layout import pages_in
@@ -31,8 +31,8 @@ def cache_config(options: WorkerOptions, spec: ModelSpec, chosen: CacheConfig, b
 
 
 def host_budget(options: WorkerOptions) -> Budget:
-    """A share of what is free of this host's memory when it is asked."""
-    return lambda: int(_available() * options.kv_memory_fraction)
+    """A share of the memory that this process could take when it is asked: of the host, or its container."""
+    return lambda: int(available_memory() * options.kv_memory_fraction)
 
 
 def chosen_config(options: WorkerOptions, reserves: bool, device: str) -> CacheConfig:
@@ -130,12 +130,3 @@ def _affordable_tokens(config: CacheConfig, spec: ModelSpec, budget: int) -> int
         raise ConfigError(key, "not even one page of KV fits", "raise it")
     log.info("KV capacity: %d tokens", tokens)
     return tokens
-
-
-def _available() -> int:
-    """Bytes that can be allocated now: Linux's estimate of what needs no swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, value = line.split(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    raise ConfigError("max_total_tokens", "free memory is unknown on this system", "set it")

@@ -83,7 +83,8 @@ class MemoryOptions(Options):
         0.2,
         gt=0,
         lt=1,
-        description="on the CPU: share of free memory for KV when max_total_tokens is not given",
+        description="on the CPU: share of free memory (of a container: within its limit) for KV when "
+        "max_total_tokens is not given",
     )
     gpu_memory_utilization: float = Field(
         GPU_MEMORY_UTILIZATION,

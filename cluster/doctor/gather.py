@@ -25,6 +25,7 @@ from cluster.local import OBJECT_STORE_BYTES
 from common.errors import ConfigError
 from common.gpus import gpus_found
 from common.host import AUTO, local_address
+from common.memory import available_memory
 from common.ports import ANY_PORT, Ports, bind_free
 from common.secrets import open_secret
 from wire.options import PortOptions, SocketOptions
@@ -70,18 +71,19 @@ def gather(node: str, raw: dict[str, Any] | None, challenge: bytes, address: str
         digests = _digests(sockets.cluster_secret_file, challenge)
     if gpus_found() and (problem := gpu_problem()) is not None:
         unusable["gpu"] = problem
+    memory, gpu_memory = available_memory(), _gpu_memory()
     needs: dict[str, int] = {}
     with _noted("model", unusable):
-        needs = {} if config is None else _needs(config, unusable)
+        needs = {} if config is None else _needs(config, unusable, memory, bool(gpu_memory))
     return NodeFacts(
         node=node,
         versions=_versions(),
         address=reached_at,
-        memory=_free_memory(),
+        memory=memory,
         shm=_size_of("/dev/shm"),  # noqa: S108 - its size is asked
         object_store=OBJECT_STORE_BYTES,
         resources={"CPU": float(os.cpu_count() or 1), "GPU": float(len(gpus_found()))},
-        gpu_memory=_gpu_memory(),
+        gpu_memory=gpu_memory,
         rdma_devices=rdma_devices(),
         locked_memory=_locked_memory(),
         ports=_ports(reached_at, sockets.ports),
@@ -147,7 +149,7 @@ def _digests(path: Path | None, challenge: bytes) -> tuple[str, ...]:
     return tuple(hmac.digest(challenge, one, "sha256").hex()[:16] for one in secret.accepted)
 
 
-def _needs(config: ServeConfig, unusable: dict[str, Problem]) -> dict[str, int]:
+def _needs(config: ServeConfig, unusable: dict[str, Problem], free: int, gpus: bool) -> dict[str, int]:
     """Raises ConfigError for a model that cannot be used."""
     if all(config.worker_options(role).engine == "fake" for role in config.worker_sections()):
         return {}
@@ -163,8 +165,12 @@ def _needs(config: ServeConfig, unusable: dict[str, Problem]) -> dict[str, int]:
     from cluster.doctor.memory import worker_bytes  # torch takes seconds to import
 
     return {
-        key: worker_bytes(config.worker_options(key), directories[config.model_of(key).model])
-        for key in config.worker_sections()
+        key: worker_bytes(
+            config.worker_options(key),
+            directories[config.model_of(key).model],
+            None if section.num_gpus > 0 and gpus else free,
+        )
+        for key, section in config.worker_sections().items()
     }
 
 
@@ -188,18 +194,6 @@ def _free(host: str, ports: Ports) -> int:
                 continue
             free += 1
     return free
-
-
-def _free_memory() -> int:
-    """What Linux can give without swapping, and a container's limit leaves."""
-    rows = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    free = next(int(row[1]) * 1024 for row in rows if row[0] == "MemAvailable:")
-    try:
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):  # no container, or one without a limit: "max"
-        return free
-    return min(free, limit - used)
 
 
 def _size_of(path: str) -> int:

@@ -16,7 +16,7 @@ from common.errors import ConfigError
 from engine.families.base import Dtypes
 from engine.gate import check_model
 from kvcache.config import CacheConfig
-from kvcache.layout import stored_as
+from kvcache.layout import GroupSpec, stored_as
 from kvcache.quant import KVFormat
 from worker.options import WorkerOptions
 
@@ -24,9 +24,12 @@ _HEADER_LENGTH = 8  # bytes, in front of the header of a safetensors file
 _ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2}
 
 
-def worker_bytes(options: WorkerOptions, directory: Path) -> int:
-    """Weights in the dtype that is served, and pools of `max_total_tokens` tokens, or of none where they take
-    a share of what is free. Raises ConfigError for a model that cannot be read or is not supported."""
+def worker_bytes(options: WorkerOptions, directory: Path, free: int | None) -> int:
+    """Weights in the dtype that is served, and pools: of `max_total_tokens` tokens, or of the share that the
+    worker takes of `free` bytes of this machine. `free` None: it takes what is left of a GPU, maybe nothing.
+
+    Raises ConfigError for a model that cannot be read or is not supported.
+    """
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError) as error:
@@ -36,13 +39,21 @@ def worker_bytes(options: WorkerOptions, directory: Path) -> int:
     dtype = _dtype(options, text)
     weights = sum(_weight_bytes(path, dtype) for path in directory.glob("*.safetensors"))
     groups = stored_as(family.groups(config, Dtypes(dtype, dtype)), KVFormat(options.kv_cache_dtype))
-    pages = (options.max_total_tokens or 0) // options.page_size
-    pools = 0.0
+    if options.max_total_tokens is not None or free is None:
+        return weights + _pool_bytes(options, groups, options.max_total_tokens or 0)
+    share = max(0, int((free - weights) * options.kv_memory_fraction))
+    most = _pool_bytes(options, groups, options.max_running_requests * text.max_position_embeddings)
+    return weights + min(share, most)
+
+
+def _pool_bytes(options: WorkerOptions, groups: tuple[GroupSpec, ...], tokens: int) -> int:
+    pages = tokens // options.page_size
+    nbytes = 0.0
     for group in groups:
         size = group.page_bytes(options.page_size)
         ratio = options.swa_full_tokens_ratio if group.kind == "window" else 1.0
-        pools += size * (_state_slots(options) if group.kind == "state" else pages * ratio)
-    return weights + int(pools)
+        nbytes += size * (_state_slots(options) if group.kind == "state" else pages * ratio)
+    return int(nbytes)
 
 
 def _dtype(options: WorkerOptions, config: Any) -> torch.dtype:

@@ -183,21 +183,50 @@ def test_digests_of_secrets_are_keyed_and_show_nothing(tmp_path: Path) -> None:
     assert SECRET not in str(first)
 
 
-def test_the_memory_of_a_worker_is_that_of_its_files_and_pool() -> None:
-    raw = {"model": str(DEMO), "worker": {"max_total_tokens": 4096, "page_size": 16, "dtype": "float32"}}
-    text = json.loads((DEMO / "config.json").read_text())
-    head_dim = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
-    token = 2 * text["num_hidden_layers"] * text["num_key_value_heads"] * head_dim * 4
-    header = DEMO / "model.safetensors"
-    (length,) = struct.unpack("<Q", header.read_bytes()[:8])
-    tensors = json.loads(header.read_bytes()[8 : 8 + length])
+TEXT = json.loads((DEMO / "config.json").read_text())
+HEAD_DIM = TEXT.get("head_dim") or TEXT["hidden_size"] // TEXT["num_attention_heads"]
+TOKEN = 2 * TEXT["num_hidden_layers"] * TEXT["num_key_value_heads"] * HEAD_DIM * 4  # bytes in float32
+
+
+def demo_weights() -> int:
+    """Bytes of the demo model's weights in float32."""
+    header = (DEMO / "model.safetensors").read_bytes()
+    (length,) = struct.unpack("<Q", header[:8])
+    tensors = json.loads(header[8 : 8 + length])
     values = sum(
         (one["data_offsets"][1] - one["data_offsets"][0]) // {"BF16": 2, "F16": 2, "F32": 4}[one["dtype"]]
         for name, one in tensors.items()
         if name != "__metadata__"
     )
+    return 4 * values
+
+
+def test_the_memory_of_a_worker_is_that_of_its_files_and_pool() -> None:
+    raw = {"model": str(DEMO), "worker": {"max_total_tokens": 4096, "page_size": 16, "dtype": "float32"}}
     needs = gather("here", raw, b"").needs
-    assert needs == dict.fromkeys(("prefill", "decode"), 4 * values + 4096 * token)
+    assert needs == dict.fromkeys(("prefill", "decode"), demo_weights() + 4096 * TOKEN)
+
+
+def test_a_pool_without_a_size_is_the_share_that_the_worker_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    free, weights = 64 << 20, demo_weights()
+    monkeypatch.setattr(gathering, "available_memory", lambda: free)
+    monkeypatch.setattr(gathering, "_gpu_memory", lambda: (GIB,))
+    raw = {
+        "model": str(DEMO),
+        "worker": {"dtype": "float32", "kv_memory_fraction": 0.5},
+        "prefill": {"num_gpus": 1},
+    }
+    facts = gather("here", raw, b"")
+    assert facts.memory == free
+    assert facts.needs["decode"] == weights + (free - weights) // 2
+    assert facts.needs["prefill"] == weights, "of a GPU the pool takes what is left"
+
+
+def test_a_pool_is_no_larger_than_all_requests_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gathering, "available_memory", lambda: 1 << 50)
+    raw = {"model": str(DEMO), "worker": {"dtype": "float32", "max_running_requests": 2}}
+    tokens = 2 * TEXT["max_position_embeddings"]
+    assert gather("here", raw, b"").needs["decode"] == demo_weights() + tokens * TOKEN
 
 
 # -- the preflight ---------------------------------------------------------------------------------
