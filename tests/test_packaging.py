@@ -9,6 +9,8 @@ import tomllib
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES: list[str] = PROJECT["tool"]["setuptools"]["packages"]
@@ -91,3 +93,9 @@ def test_the_lock_names_every_requirement() -> None:
     for name in ("cpu", "plot", "dev"):
         assert _declared(extras[name]) <= locked
     assert _declared(PROJECT["project"]["dependencies"]) <= locked
+
+
+def test_an_older_ray_is_not_accepted() -> None:
+    """Ray 2.60 is the first with `max_surge_percent`, which cluster/app.py gives to every deployment."""
+    (ray,) = (line for line in PROJECT["project"]["dependencies"] if line.startswith("ray["))
+    assert not Requirement(ray).specifier.contains("2.59.9")
