@@ -74,6 +74,11 @@ def test_kuberays_replicas_are_not_on_the_head() -> None:
     assert ray_cluster()["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
 
 
+def test_streams_can_end_before_kuberay_deletes_a_cluster_that_was_replaced() -> None:
+    delay = yaml.safe_load(KUBERAY.read_text())["spec"]["rayClusterDeletionDelaySeconds"]
+    assert delay >= 3600, "KubeRay's default is 60"
+
+
 def test_kuberay_serves_the_application_of_the_cluster_file() -> None:
     (theirs,) = yaml.safe_load((DEPLOY / "cluster-serve.yaml").read_text())["applications"]
     (ours,) = yaml.safe_load(yaml.safe_load(KUBERAY.read_text())["spec"]["serveConfigV2"])["applications"]
