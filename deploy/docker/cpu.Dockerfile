@@ -1,6 +1,8 @@
 # Baton on CPUs; from the repository's root:
 #   docker build -f deploy/docker/cpu.Dockerfile -t baton:cpu .
-#   docker run --rm -p 127.0.0.1:8000:8000 -v models:/models baton:cpu baton serve Qwen/Qwen3-0.6B --host 0.0.0.0
+#   docker run --rm --shm-size=256m --stop-timeout=90 -p 127.0.0.1:8000:8000 -v models:/models baton:cpu \
+#     baton serve Qwen/Qwen3-0.6B --host 0.0.0.0
+# --shm-size: Ray's object store takes 100 MiB, docker gives 64. --stop-timeout: docker waits 10 s, a drain takes 60.
 # `ray up` with docker and KubeRay start Ray in it: they need bash, ray in PATH and wget. /models keeps what
 # Hugging Face downloads. Every node of a cluster needs the same image: Ray's versions must agree, and ours.
 FROM python:3.11-slim-bookworm AS base
@@ -43,4 +45,4 @@ EXPOSE 8000
 # The router answers 200 while its event loop runs. Kubernetes ignores this and uses KubeRay's probes.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=300s --retries=3 \
     CMD ["wget", "--quiet", "--tries=1", "--timeout=4", "--output-document=/dev/null", "http://127.0.0.1:8000/health"]
-CMD ["baton", "serve", "/opt/baton/deploy/demo.yaml"]
+CMD ["baton", "serve", "/opt/baton/deploy/demo.yaml", "--host", "0.0.0.0"]

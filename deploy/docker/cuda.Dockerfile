@@ -1,7 +1,7 @@
 # Baton on NVIDIA GPUs with CUDA 13 (driver 580 or newer); from the repository's root:
 #   docker build -f deploy/docker/cuda.Dockerfile -t baton:cuda .
-#   docker run --rm --gpus all --ulimit memlock=-1 -p 127.0.0.1:8000:8000 -v models:/models baton:cuda \
-#     baton serve Qwen/Qwen3-8B --host 0.0.0.0
+#   docker run --rm --gpus all --ulimit memlock=-1 --shm-size=256m --stop-timeout=90 \
+#     -p 127.0.0.1:8000:8000 -v models:/models baton:cuda baton serve Qwen/Qwen3-8B --host 0.0.0.0
 # Over RDMA add --device=/dev/infiniband and --network=host. The rest is as in cpu.Dockerfile.
 # `devel`, at run time too: FlashInfer compiles its kernels with nvcc on first use, and Triton needs a C compiler.
 FROM nvidia/cuda:13.0.2-devel-ubuntu24.04 AS base
@@ -44,4 +44,4 @@ EXPOSE 8000
 # The router answers 200 while its event loop runs. Kubernetes ignores this and uses KubeRay's probes.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=300s --retries=3 \
     CMD ["wget", "--quiet", "--tries=1", "--timeout=4", "--output-document=/dev/null", "http://127.0.0.1:8000/health"]
-CMD ["baton", "serve", "/opt/baton/deploy/demo.yaml"]
+CMD ["baton", "serve", "/opt/baton/deploy/demo.yaml", "--host", "0.0.0.0"]

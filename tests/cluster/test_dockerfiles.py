@@ -19,6 +19,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from cluster.cli import parser_for
+from cluster.local import OBJECT_STORE_BYTES
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "deploy" / "docker"
@@ -98,8 +99,17 @@ def test_the_command_is_one_that_baton_knows(image: str) -> None:
     *_, final = stages(image)
     program, *arguments = json.loads(only(final, "CMD"))
     assert program == "baton"
-    target = Path(parser_for(arguments).parse_args(arguments).target)
-    assert (ROOT / target.relative_to("/opt/baton")).is_file()
+    parsed = parser_for(arguments).parse_args(arguments)
+    assert (ROOT / Path(parsed.target).relative_to("/opt/baton")).is_file()
+    assert parsed.host == "0.0.0.0", "a port that is published is not on the container's loopback"
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_the_command_in_the_first_lines_gives_ray_its_shared_memory(image: str) -> None:
+    lines = (DOCKER / f"{image}.Dockerfile").read_text().partition("FROM ")[0]
+    _, run = " ".join(lines.replace("\\\n#", "").split()).split("docker run ")
+    (size,) = re.findall(r"--shm-size=(\d+)m ", run.partition("baton serve")[0])
+    assert int(size) << 20 > OBJECT_STORE_BYTES
 
 
 @pytest.mark.parametrize("image", IMAGES)
