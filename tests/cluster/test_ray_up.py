@@ -84,6 +84,15 @@ def test_the_setup_of_a_node_builds_the_kernels() -> None:
     assert "||" not in setup[built], "a kernel that cannot be built ends ray up"
 
 
+def test_what_apt_get_installs_is_what_is_looked_for() -> None:
+    (command,) = (line for line in bootstrapped(1)["setup_commands"] if "apt-get" in line)
+    looked_for, _, missing = command.partition("||")
+    packages = looked_for.removeprefix("dpkg -s ").partition(" > ")[0].split()
+    installed = missing.partition("apt-get install -y -qq ")[2].rstrip("; }").split()
+    assert sorted([*packages, "libcurl4"]) == sorted(installed)
+    assert "libcurl.so.4" in looked_for
+
+
 def test_a_node_gets_no_environment_of_the_machine_that_started_it() -> None:
     assert {".venv", ".git"} <= set(bootstrapped(1)["rsync_exclude"])
 
