@@ -6,13 +6,16 @@ It imports torch and transformers, so gather.py imports it only when there is a 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoConfig
 
 from common.errors import ConfigError
+from engine.checkpoint.base import Format
+from engine.checkpoint.formats import stored_format
 from engine.families.base import Dtypes
 from engine.gate import check_model
 from kvcache.config import CacheConfig
@@ -21,11 +24,11 @@ from kvcache.quant import KVFormat
 from worker.options import WorkerOptions
 
 _HEADER_LENGTH = 8  # bytes, in front of the header of a safetensors file
-_ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2}
+_FLOAT_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 
 
 def worker_bytes(options: WorkerOptions, directory: Path, free: int | None) -> int:
-    """Weights in the dtype that is served, and pools: of `max_total_tokens` tokens, or of the share that the
+    """Weights as they are served, and pools: of `max_total_tokens` tokens, or of the share that the
     worker takes of `free` bytes of this machine. `free` None: it takes what is left of a GPU, maybe nothing.
 
     Raises ConfigError for a model that cannot be read or is not supported.
@@ -37,7 +40,9 @@ def worker_bytes(options: WorkerOptions, directory: Path, free: int | None) -> i
     family = check_model(config)
     text = config.get_text_config()
     dtype = _dtype(options, text)
-    weights = sum(_weight_bytes(path, dtype) for path in directory.glob("*.safetensors"))
+    served = _Served(dtype, stored_format(config), _keeps(options, dtype, free is None), options.weight_dtype)
+    files = directory.glob("*.safetensors")
+    weights = sum(served.nbytes(*tensor) for path in files for tensor in _tensors(path))
     groups = stored_as(family.groups(config, Dtypes(dtype, dtype)), KVFormat(options.kv_cache_dtype))
     if options.max_total_tokens is not None or free is None:
         return weights + _pool_bytes(options, groups, options.max_total_tokens or 0)
@@ -64,7 +69,22 @@ def _dtype(options: WorkerOptions, config: Any) -> torch.dtype:
     return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
 
 
-def _weight_bytes(path: Path, dtype: torch.dtype) -> int:
+def _keeps(options: WorkerOptions, dtype: torch.dtype, on_gpu: bool) -> bool:
+    """Whether the worker's kernels, if there are any, multiply weights as the checkpoint stores them."""
+    kept = (torch.bfloat16, torch.float16) if on_gpu else (torch.bfloat16,)
+    return options.weight_dtype == "auto" and options.linear_backend != "torch" and dtype in kept
+
+
+class _Tensor(NamedTuple):
+    """An entry of a safetensors file."""
+
+    name: str
+    dtype: str
+    dimensions: int
+    stored: int  # bytes
+
+
+def _tensors(path: Path) -> Iterator[_Tensor]:
     """A safetensors file names the type and place of each tensor in a header of JSON."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_HEADER_LENGTH), "little")
@@ -72,15 +92,42 @@ def _weight_bytes(path: Path, dtype: torch.dtype) -> int:
             header = json.loads(file.read(length))
         except ValueError:
             raise ConfigError("model", f"{path} is no safetensors file", "copy it again") from None
-    tensors = [entry for name, entry in header.items() if name != "__metadata__"]
-    end = max((entry["data_offsets"][1] for entry in tensors), default=0)
+    header.pop("__metadata__", None)
+    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if path.stat().st_size < _HEADER_LENGTH + length + end:
         raise ConfigError("model", f"{path} is shorter than its header says", "copy it again")
-    sizes = (
-        (entry["data_offsets"][1] - entry["data_offsets"][0], _ITEM_BYTES.get(entry["dtype"]))
-        for entry in tensors
-    )
-    return sum(nbytes if item is None else nbytes // item * dtype.itemsize for nbytes, item in sizes)
+    for name, entry in header.items():
+        first, last = entry["data_offsets"]
+        yield _Tensor(name, entry["dtype"], len(entry["shape"]), last - first)
+
+
+class _Served(NamedTuple):
+    """How weights are in a worker's memory. What a kernel does not take, such as groups of inputs that are
+    not neighbours, is in `dtype` all the same."""
+
+    dtype: torch.dtype
+    form: Format | None  # of the checkpoint
+    keeps: bool
+    weight_dtype: str
+
+    def nbytes(self, name: str, dtype: str, dimensions: int, stored: int) -> int:
+        """Of a tensor of the checkpoint, once it is loaded."""
+        itemsize = self.dtype.itemsize
+        if dimensions > 1 and "embed" not in name and self.weight_dtype == "int8":
+            itemsize = 1
+        form = self._format_of(name, dtype)
+        if form is None:
+            return stored // _FLOAT_BYTES[dtype] * itemsize if dtype in _FLOAT_BYTES else stored
+        if self.keeps and dtype != "I8" and (form.bits, dtype) != (8, "I32"):
+            return stored
+        return stored * 8 // form.bits * itemsize if name.endswith(form.numbers) else 0
+
+    def _format_of(self, name: str, dtype: str) -> Format | None:
+        """None unless it is a part of a quantised weight. `.weight` may also be a whole weight, of floats."""
+        form = self.form
+        if form is None or not name.endswith((*form.parts, *form.optional)):
+            return None
+        return None if name.endswith(form.numbers) and dtype in _FLOAT_BYTES else form
 
 
 def _state_slots(options: WorkerOptions) -> int:

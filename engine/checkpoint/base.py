@@ -38,6 +38,8 @@ class Format:
 
     parts: tuple[str, ...]  # suffixes of the tensors. A name with the first one belongs to a quantised weight
     read: Callable[[Parts, torch.dtype], StoredTensor]
+    numbers: str  # suffix of the tensor that has a number for each of the weight's, the others few
+    bits: int  # of such a number
     optional: tuple[str, ...] = ()  # suffixes of tensors that a weight may have, too
     result: str = ".weight"  # suffix of the name under which transformers knows the weight
 

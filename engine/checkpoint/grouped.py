@@ -85,7 +85,7 @@ class GroupedMatrix:
 
 def awq_format(group_size: int) -> Format:
     """AutoAWQ's "gemm" layout: outputs are packed. `group_size` -1: all inputs."""
-    return Format((".qweight", ".qzeros", ".scales"), partial(_awq, group_size=group_size))
+    return Format((".qweight", ".qzeros", ".scales"), partial(_awq, group_size=group_size), ".qweight", 4)
 
 
 def gptq_format(bits: int, group_size: int, zeros: StoredZeros) -> Format:
@@ -95,14 +95,14 @@ def gptq_format(bits: int, group_size: int, zeros: StoredZeros) -> Format:
     length a weight may have another number of bits, 4 or 8, than `bits`.
     """
     read = partial(_gptq, bits=bits, group_size=group_size, stored_zeros=zeros)
-    return Format((".qweight", ".qzeros", ".scales"), read, optional=(".g_idx",))
+    return Format((".qweight", ".qzeros", ".scales"), read, ".qweight", bits, optional=(".g_idx",))
 
 
 def packed_format(bits: int) -> Format:
     """compressed-tensors' pack-quantized: inputs are packed; numbers are stored plus 2^(bits - 1)."""
     parts = (".weight_packed", ".weight_scale", ".weight_shape")
     optional = (".weight_zero_point", ".weight_g_idx")
-    return Format(parts, partial(_packed, bits=bits), optional=optional)
+    return Format(parts, partial(_packed, bits=bits), parts[0], bits, optional=optional)
 
 
 def _awq(parts: Parts, dtype: torch.dtype, group_size: int) -> StoredTensor:

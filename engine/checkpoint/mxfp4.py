@@ -58,4 +58,4 @@ def _read(parts: Parts, dtype: torch.dtype) -> StoredTensor:
     return StoredTensor(matrices, dtype, experts=True, transposed=True)
 
 
-MXFP4 = Format(("_blocks", "_scales"), _read, result="")
+MXFP4 = Format(("_blocks", "_scales"), _read, "_blocks", 4, result="")

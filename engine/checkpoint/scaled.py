@@ -65,7 +65,7 @@ class ScaledMatrix:
 
 def scaled_format(scale: str, block: Block | None) -> Format:
     """weight = `.weight` times its scale, the tensor with suffix `scale`. `block` None: see _read."""
-    return Format((scale, ".weight"), partial(_read, scale=scale, block=block))
+    return Format((scale, ".weight"), partial(_read, scale=scale, block=block), ".weight", 8)
 
 
 def _read(parts: Parts, dtype: torch.dtype, scale: str, block: Block | None) -> StoredTensor:

@@ -7,18 +7,23 @@ import shutil
 import socket
 import struct
 import threading
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from cluster.cli import main
 from cluster.doctor import gather as gathering
 from cluster.doctor.gather import gather
+from cluster.doctor.memory import worker_bytes
 from cluster.doctor.preflight import Listeners, connect
 from tests.support.members import OTHER_SECRET, SECRET, write_secret
+from tests.support.quantised_checkpoints import FORMATS, write
 from wire.options import PortOptions
+from worker.options import WorkerOptions
 
 DEMO = Path(__file__).parents[2] / "deploy" / "demo_model"
 GIB = 1 << 30
@@ -227,6 +232,49 @@ def test_a_pool_is_no_larger_than_all_requests_can_use(monkeypatch: pytest.Monke
     raw = {"model": str(DEMO), "worker": {"dtype": "float32", "max_running_requests": 2}}
     tokens = 2 * TEXT["max_position_embeddings"]
     assert gather("here", raw, b"").needs["decode"] == demo_weights() + tokens * TOKEN
+
+
+# -- the memory of quantised weights ----------------------------------------------------------------
+
+WEIGHTS_ALONE = {"max_total_tokens": 1, "page_size": 16}
+
+
+def weights_of(path: Path, **options: Any) -> int:
+    return worker_bytes(WorkerOptions(model=str(path), **WEIGHTS_ALONE, **options), path, 1 << 40)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+    """Of a format: a quantised model, and the same in float32."""
+    directory = tmp_path_factory.mktemp("quantised")
+    return lambda form: write("gpt_oss" if form == "mxfp4" else "qwen3", directory, 0, form)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_weights_that_are_widened_are_as_large_as_if_they_had_never_been_quantised(
+    checkpoints: Callable[[str], tuple[Path, Path]], form: str
+) -> None:
+    stored, exact = checkpoints(form)
+    for options in ({"dtype": "float32"}, {"dtype": "bfloat16", "weight_dtype": "bfloat16"}):
+        assert weights_of(stored, **options) == weights_of(exact, **options)
+    rounded = {"dtype": "bfloat16", "weight_dtype": "int8"}
+    assert weights_of(stored, **rounded) == weights_of(exact, **rounded) < weights_of(exact, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_weights_that_a_kernel_multiplies_as_they_are_stored_are_as_large_as_their_files(
+    checkpoints: Callable[[str], tuple[Path, Path]], form: str
+) -> None:
+    stored, exact = checkpoints(form)
+    found = weights_of(stored, dtype="bfloat16")
+    if form in ("ct_int8", "gptq_v2"):  # integers of 8 bits are widened
+        widened = weights_of(exact, dtype="bfloat16")
+        assert widened <= found < 1.05 * widened, "what their scales take is not much"
+        return
+    tensors = [one for path in stored.glob("*.safetensors") for one in load_file(path).items()]
+    whole = load_file(exact / "model.safetensors")
+    plain = [one for name, one in tensors if name in whole and one.is_floating_point() and one.itemsize > 1]
+    assert found == sum(one.nbytes for _, one in tensors) - sum(one.nbytes - 2 * one.numel() for one in plain)
 
 
 # -- the preflight ---------------------------------------------------------------------------------
