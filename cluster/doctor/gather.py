@@ -46,6 +46,7 @@ _SOURCES = (
     "cluster", "common", "decode_node", "engine", "kvcache", "kvtransfer", "prefill_node", "router",
     "scaling", "scheduler", "wire", "worker",
 )  # fmt: skip
+_SUFFIXES = (".py", ".cpp", ".h")
 _ROOT = Path(common.__file__).parent.parent
 _NVIDIA_SMI_S = 20.0
 
@@ -130,7 +131,8 @@ def _installed(distribution: str) -> str:
 def source_digest(root: Path = _ROOT) -> str:
     """Of the sources in `root`: two checkouts of one version may differ, and their messages, too."""
     digest = hashlib.sha256()
-    for path in sorted(path for name in _SOURCES for path in (root / name).rglob("*.py")):
+    found = (path for name in _SOURCES for path in (root / name).rglob("*"))
+    for path in sorted(path for path in found if path.suffix in _SUFFIXES):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:8]
 

@@ -68,9 +68,12 @@ def test_another_ray_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "start Ray there again" in fault.remedy
 
 
-def test_one_changed_line_is_another_baton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "wire").mkdir()
-    source = tmp_path / "wire" / "messages.py"
+@pytest.mark.parametrize("name", ["wire/messages.py", "engine/cpu/linear.cpp", "engine/cpu/linear.h"])
+def test_one_changed_line_is_another_baton(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    source = tmp_path / name
+    source.parent.mkdir(parents=True)
     source.write_text("VERSION = 1\n")
     before = source_digest(tmp_path)
     assert source_digest(tmp_path) == before
