@@ -28,6 +28,7 @@ import numpy as np
 from pydantic import Field
 
 from common.errors import ConfigError
+from common.host import LOOPBACK, local_address
 from common.options import Options, parse_options
 from kvcache.storage.blob_store import BlobStore, Held, Outcome, SealedBlob
 from kvcache.storage.bounded_calls import BoundedCalls, GivenUp
@@ -54,7 +55,7 @@ _WRITTEN = {0: Outcome.DONE, _EXISTS: Outcome.PRESENT, _NO_ROOM: Outcome.FULL}
 class MooncakeOptions(Options):
     """`StorageConfig.extra` of this backend."""
 
-    interface: str = "127.0.0.1"  # under which other processes reach this one
+    interface: str = LOOPBACK  # under which other processes reach this one: what local_address takes
     metadata_server: str = "P2PHANDSHAKE"
     protocol: Literal["tcp", "rdma"] = "tcp"
     devices: str = ""  # RDMA devices, separated by commas
@@ -75,9 +76,10 @@ class MooncakeStore(BlobStore):
             raise ConfigError("storage_url", f"{config.url!r} is no HOST:PORT", "name mooncake_master's")
         if 0 < config.max_bytes < _LEAST_LENT:
             raise ConfigError("storage_size", f"{config.max_bytes} bytes are too few to lend", "lend 16 MiB")
-        self._store = _store_class(options.interface)()
+        address = local_address(options.interface)
+        self._store = _store_class(address)()
         self._calls = BoundedCalls(options.timeout_s, _CALLS)
-        self._set_up(config.url, config.max_bytes)
+        self._set_up(address, config.url, config.max_bytes)
         self._is_staged = options.protocol == "tcp"
         self._seals = self._buffers(_BATCH * SEAL_BYTES)
         self._staging = self._buffers(options.staging_bytes if self._is_staged else mmap.PAGESIZE)
@@ -125,7 +127,7 @@ class MooncakeStore(BlobStore):
         if not self._calls.left_behind:  # they would use what is closed
             self._try(self._store.close, 0)
 
-    def _set_up(self, master: str, lent: int) -> None:
+    def _set_up(self, address: str, master: str, lent: int) -> None:
         host, _, port = master.rpartition(":")
         problem, options = "", self._options
         try:
@@ -133,7 +135,7 @@ class MooncakeStore(BlobStore):
                 (host, int(port)), options.timeout_s
             ).close()  # setup would wait for ever
             call = functools.partial(
-                self._store.setup, options.interface, options.metadata_server, lent,
+                self._store.setup, address, options.metadata_server, lent,
                 options.local_buffer_bytes,
                 options.protocol, options.devices, master,
             )  # fmt: skip
@@ -271,12 +273,12 @@ def _key(name: bytes) -> str:
     return _NAMESPACE + key_text(name)
 
 
-def _store_class(interface: str) -> Any:
+def _store_class(address: str) -> Any:
     """Its library reads these variables when it is loaded."""
     for key, value in {
         "MC_LOG_LEVEL": "ERROR",
         "GLOG_minloglevel": "2",
-        "MC_TCP_BIND_ADDRESS": interface,
+        "MC_TCP_BIND_ADDRESS": address,
         "MC_TCP_PROGRESS_TIMEOUT_SEC": str(_PROGRESS_S),
     }.items():
         os.environ.setdefault(key, value)

@@ -65,6 +65,27 @@ def owner(master: MooncakeMaster, directory: Path) -> Iterator[subprocess.Popen[
         process.communicate(timeout=30)
 
 
+def test_others_are_told_the_address_of_an_interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    class Refusing:
+        def setup(self, *arguments: object) -> int:
+            told.append(str(arguments[0]))
+            return -1
+
+    def loaded(address: str) -> type[Refusing]:
+        told.append(address)
+        return Refusing
+
+    monkeypatch.setattr(mooncake_store, "_store_class", loaded)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"127.0.0.1:{listening.getsockname()[1]}"
+        config = StorageConfig(backend="mooncake", path=tmp_path, url=url, extra={"interface": "lo"})
+        with pytest.raises(ConfigError, match=r"cannot be set up .*\(-1\)"):
+            open_storage(config)
+    assert told == ["127.0.0.1"] * 2
+
+
 @pytest.fixture
 def master(tmp_path: Path) -> Iterator[MooncakeMaster]:
     """One of the test's own: it is stopped, or its clients die."""
