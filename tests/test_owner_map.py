@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcache.storage.factory import _STORES
 from tools.shipped import ROOT, shipped_files
 
 MAP = ROOT / "docs" / "owner-map.md"
@@ -162,6 +163,12 @@ def test_what_is_done_is_used() -> None:
     used = reached()
     places = {row.where for row in rows() if row.state == "done" and not row.where.startswith("`tests/")}
     assert {where for where in places if last_name(where) not in used} == set()
+
+
+def test_what_is_coming_is_not_there() -> None:
+    there = {name for path in shipped_files(".py") for name in definitions(ROOT / path)} | _STORES.keys()
+    coming = {row.name for row in rows() if row.state == "coming"}
+    assert {name for name in coming if {name, name.partition("_")[0]} & there} == set()
 
 
 def test_each_row_says_its_documents_and_a_known_state() -> None:
