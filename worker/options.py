@@ -58,7 +58,12 @@ class EngineOptions(Options):
         "auto",
         description="how KV is stored: auto (in dtype), fp8_e4m3, fp8_e5m2 or fp4_e2m1",
     )
-    threads: int | None = Field(None, ge=1, description="compute threads; None: half the cores, at least 1")
+    threads: int | None = Field(
+        None,
+        ge=1,
+        description="compute threads; None: under Ray Serve num_cpus, with `baton serve` the cores divided "
+        "by the workers, in a worker by itself half the cores; at least 1",
+    )
     overlap_depth: Literal[0, 1] = Field(
         0, description="1: a step is launched before the last one's result is known"
     )
