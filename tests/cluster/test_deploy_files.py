@@ -79,6 +79,14 @@ def test_streams_can_end_before_kuberay_deletes_a_cluster_that_was_replaced() ->
     assert delay >= 3600, "KubeRay's default is 60"
 
 
+def test_what_kuberays_pods_download_goes_to_a_volume() -> None:
+    pod = ray_cluster()["headGroupSpec"]["template"]["spec"]
+    (mount,) = (one for one in pod["containers"][0]["volumeMounts"] if one["mountPath"] == "/models")
+    assert mount["name"] in {volume["name"] for volume in pod["volumes"]}
+    for image in ("cpu", "cuda"):
+        assert "HF_HOME=/models" in (DEPLOY / "docker" / f"{image}.Dockerfile").read_text()
+
+
 def test_kuberay_serves_the_application_of_the_cluster_file() -> None:
     (theirs,) = yaml.safe_load((DEPLOY / "cluster-serve.yaml").read_text())["applications"]
     (ours,) = yaml.safe_load(yaml.safe_load(KUBERAY.read_text())["spec"]["serveConfigV2"])["applications"]
