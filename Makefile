@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:  ## list the targets and their variables
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 	@printf '\nVariables:\n'
-	@sed -nE 's/^#: ([A-Z_]+=[A-Z0-9]*) +(.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
+	@sed -nE 's/^#: ([A-Z_]+=[A-Za-z0-9]*) +(.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 
 #: TORCH_INDEX=URL   where setup and wheel take torch for CPUs from; if it is empty or does not answer: pip's own index
 #: ONLY=TEXT         mutants: those whose line, as it is printed, has this in it
@@ -21,7 +21,7 @@ help:  ## list the targets and their variables
 #: SEED=1            chaos, soak: what is drawn
 #: ONLY=CELL         chaos: role/state/fault/transport/engine, or the first of these; * is any
 #: ALL=1             quick: the unit tests of all rooms
-#: ONLY=openai      clients: those with this in their names
+#: ONLY=openai       clients: those with this in their names
 #: SCALE=1           fuzz: a share of its numbers
 #: MODELS=400        fuzz-models: how many
 #: SEED=0            fuzz-models: the first one's seed
@@ -74,7 +74,7 @@ tenancy: setup  ## tenants: who may see what, in the machines over trees, groups
 		tests/kvcache/test_groups_machine.py tests/kvcache/test_tiers_machine.py \
 		tests/prefill_node/test_tenants_oracle.py tests/e2e/test_sharing.py tests/e2e/test_marks.py tests/e2e/test_forget.py
 
-mutants: setup  ## over 300 curated one-line faults: do the tests see them? (ONLY=kvcache/: some of them)
+mutants: setup  ## over 900 curated one-line faults: do the tests see them? (ONLY=kvcache/: some of them)
 	@$(TEST_ENV) $(PY) -m tests.mutants --only "$(ONLY)"
 
 two-hosts: setup  ## router, prefill and decode in network namespaces, with loss, delay and partitions (root, iptables)
@@ -87,7 +87,7 @@ fuzz-models: setup  ## MODELS random shapes of all families from SEED on, apart 
 overload: setup  ## default options and more than one decode worker can do: what is accepted is served, the rest gets 429
 	@$(TEST_ENV) $(PY) -m tests.overload
 
-fuzz: setup  ## hostile HTTP and KV peers on a running Baton; in between honest requests must be answered (SCALE)
+fuzz: setup  ## hostile HTTP, frames and KV peers on a running Baton; in between honest requests must be answered (SCALE)
 	@$(TEST_ENV) $(PY) -m tests.fuzz --scale $(or $(SCALE),1)
 
 observe: setup  ## Prometheus, an OpenTelemetry collector and Chromium look at a running Baton (apt: prometheus, chromium)
@@ -128,8 +128,7 @@ clients: setup  ## 13 clients from the registries against the demo model and a r
 soak: setup  ## random faults at random times over a steady load (SECONDS, SEED)
 	@$(TEST_ENV) $(PY) -m tests.chaos.soak --seconds $(or $(SECONDS),600) --seed $(or $(SEED),1)
 
-#           and storage by NIXL, LMCache and AIBrix (pip install --no-deps nixl nixl-cu12; lmcache; aibrix-kvcache)
-peers: setup  ## NVIDIA Dynamo's indexer reads our KV events (needs .venv/bin/pip install ai-dynamo-runtime==1.6.1)
+peers: setup  ## NVIDIA Dynamo's indexer reads our KV events; storage by NIXL, LMCache, AIBrix (README: what to install)
 	@$(TEST_ENV) $(PY) -m tools.run_tests "peers" tests/peers tests/kvcache/storage
 
 wheel: setup  ## build a wheel, install it in a clean environment, and run it outside the checkout
