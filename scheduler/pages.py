@@ -205,14 +205,16 @@ class Pages:
         """Put the request's committed pages into the tree and lock them there; slide the window.
 
         Duplicates of pages that another request cached first are freed. A forward that has been launched may
-        read them (it was built with the old page table): then they are freed after its result.
+        read them (it was built with the old page table), and so may the request's reader: then they are freed
+        after its result, and when they have been sent.
         """
-        if req.in_flight == 0:
+        if req.in_flight == 0 and not req.is_read:
             self.memory.cache.cache_unfinished_req(req, chunked)
         else:
             self.memory.free_group_begin()
             self.memory.cache.cache_unfinished_req(req, chunked)
-            self.deferred.hold(self.memory.free_group_take(), last_launch)
+            launch = last_launch if req.in_flight else 0
+            self.deferred.hold(self.memory.free_group_take(), launch, req.reader)
         if self.window is not None:  # no launched forward starts before the committed length
             self.memory.free({"window": self.window.slide(row_of(req), req.kv_committed_len)})
 

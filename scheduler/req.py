@@ -15,6 +15,7 @@ from engine.grammar import GrammarCompiler, GrammarState
 from engine.sampling_state import SamplingState
 from kvcache.radix_key import Namespace
 from kvcache.request import StateHold
+from scheduler.deferred import PageReader
 from scheduler.prompt_sources import PromptSources
 from wire.codec import unpack_tokens
 from wire.grammars import LONGEST_GRAMMAR
@@ -98,9 +99,9 @@ class Req:
         "_filled", "_tokens", "cache_protected_len", "cached_from", "cached_tokens", "closing", "emitted_len",
         "hidden_sum", "in_flight", "is_kv_only", "kv_allocated_len", "kv_committed_len", "last_node",
         "limit_len", "marks", "namespace", "origin_input_ids", "output_ids", "prefill_len", "prefix_indices",
-        "prompt_logprobs", "rank", "req_pool_idx", "request", "reserved", "resumed", "retractions",
-        "running_index", "sampling", "scheduled_len", "sources", "stages_seen", "stamps", "state",
-        "state_hold", "tenant_key",
+        "prompt_logprobs", "rank", "reader", "req_pool_idx", "request", "reserved", "resumed",
+        "retractions", "running_index", "sampling", "scheduled_len", "sources", "stages_seen", "stamps",
+        "state", "state_hold", "tenant_key",
     )  # fmt: skip
 
     def __init__(
@@ -196,6 +197,12 @@ class Req:
         self.last_node: Any = None  # the tree's node that this request locks
         self.state_hold: StateHold | None = None  # its slots, where the model has a state group
         self.reserved: dict[str, ReservedPages] = {}  # decode: by group, what a transfer must bring
+        self.reader: PageReader | None = None  # sends its pages, once the first were given to it
+
+    @property
+    def is_read(self) -> bool:
+        """Whether pages of it are being sent."""
+        return self.reader is not None and not self.reader.idle
 
     # -- what was asked ----------------------------------------------------------------------------
 

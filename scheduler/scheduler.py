@@ -121,6 +121,7 @@ class Scheduler:
         Raises DeviceLost when a forward is stuck. The scheduler is unusable after that (see Results.take).
         """
         moved = self._pages.lower.poll()
+        self._pages.deferred.free_unused()
         answered = self._answer_early()
         self._requests.queue_compiled()
         self._join_transferred()

@@ -81,6 +81,7 @@ class PageShipper:
         end = req.kv_committed_len // self._page_size * self._page_size
         if end > sender.start_send_idx:
             req.stamp(self._stage)
+            req.reader = sender
             sender.send(self._primary_pages(req, end), end)
 
     def ship_cached(self, sender: KVSender, req: Req) -> None:
@@ -121,6 +122,7 @@ class PageShipper:
         """No forward of the request will follow here: send what has not been sent of its first `end` tokens,
         all that are computed, in every group."""
         req.stamp(self._stage)
+        req.reader = sender
         pages = {**self._primary_pages(req, end), **self._last_pages(req, end)}
         sender.send(pages, end, True, self._needed_from(end))
 

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
 
 from decode_node.room import DecodeHold
-from tests.support.hand_off import GROUPS, Letter, held, prompt_of
+from kvtransfer.pages import PageWrite
+from kvtransfer.select import PoolSender
+from tests.support.hand_off import GROUPS, TRANSFER_S, Letter, held, prompt_of
 from tests.support.two_decoders import TwoDecoders, two_decoders
-from wire.messages import Abort, KVDone, KVFailed, KVTarget, Receipt, RejectKind, Timeline
+from wire.messages import (
+    Abort,
+    KVDone,
+    KVFailed,
+    KVTarget,
+    Receipt,
+    RejectKind,
+    Timeline,
+    TransferEndpoint,
+)
 from wire.peer_monitors import PeerState
 from wire.stages import RequestStage
 
@@ -214,6 +226,41 @@ def test_a_retracted_room_is_not_moved_before_it_runs_again() -> None:
         two.finish()
         assert [stream.tokens for stream in streams] == [two.right(1), two.right(2)]
         assert scheduler.metrics.failed == 0
+        two.settle()
+
+
+def test_pages_on_their_way_are_kept_when_an_equal_room_is_cached_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The tree then has the other room's pages, and those that are sent are duplicates."""
+    gate, write = threading.Event(), PoolSender.write
+
+    def write_late(self: PoolSender, endpoint: TransferEndpoint, pages: PageWrite) -> int:
+        assert gate.wait(TRANSFER_S)
+        return write(self, endpoint, pages)
+
+    monkeypatch.setattr(PoolSender, "write", write_late)
+    with two_decoders(hicache_ratio=1.0, hicache_decode_offload_tokens=8, chunked_prefill_size=64) as two:
+        for room in (1, 2):
+            two.ask(room, prompt_of(1, 270), 60)
+        two.until(2, 6)
+        two.move(2)
+        target = two.hold_back(KVTarget)
+        worker, req = two.workers[0], two.workers[0].rooms()[1].req
+        memory = worker.parts.services.memory
+        while req.kv_committed_len < req.cache_protected_len + 6:  # a page is not in the tree
+            worker.turn([])
+        two.network.letters.insert(0, target)
+        two.deliver()
+        sent = set(memory.req_to_token_pool.req_to_token[req.req_pool_idx, : req.kv_committed_len] // 4)
+        before = req.cache_protected_len
+        while req.cache_protected_len < before + 24:
+            worker.turn([])
+            assert not sent & {*memory.allocator.free_pages, *memory.allocator.release_pages}
+        gate.set()
+        two.until_moved(2)
+        two.finish()
+        assert [two.streams[room].tokens for room in (1, 2)] == [two.right(1), two.right(2)]
         two.settle()
 
 

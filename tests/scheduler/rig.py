@@ -66,6 +66,18 @@ class Recorder:
 
 
 @dataclass
+class StubReader:
+    """A PageReader that has read its pages, which are of the full group, when the test says so."""
+
+    idle: bool = False
+    reads: list[int] = field(default_factory=list)
+    aborted: str = ""
+
+    def abort(self, reason: str) -> None:
+        self.aborted = reason
+
+
+@dataclass
 class _Watched:
     """A Pending that reports when its pages are no longer in use."""
 

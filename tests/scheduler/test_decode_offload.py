@@ -11,7 +11,7 @@ from kvcache.tiers.config import TierConfig
 from scheduler.config import SchedulerConfig
 from scheduler.req import Req, ReqState
 from tests.kvcache.support import HandMover
-from tests.scheduler.rig import GROUPS, Rig
+from tests.scheduler.rig import GROUPS, Rig, StubReader
 
 PAGE = 4
 STRIDE = 16
@@ -88,4 +88,26 @@ def test_an_answer_may_go_down_at_its_end(policy: str, stride: int) -> None:
     while not rig.scheduler.idle:
         step(rig)
     assert sum(node.num_tokens for node in rig.memory.cache.tree.nodes()) > cached
+    rig.close()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_what_is_sent_of_an_answer_is_kept_when_an_equal_one_goes_down_first(depth: int) -> None:
+    rig = rig_of((), depth)
+    first, second = rig.add(PROMPT, 60), rig.add(PROMPT, 60)
+    while len(second.output_ids) < STRIDE:
+        step(rig)
+    slots = rig.scheduler._requests.pages.slots(second, second.kv_committed_len // PAGE * PAGE)
+    second.reader = reader = StubReader(reads=(slots[::PAGE] // PAGE).tolist())
+    while second.cache_protected_len < len(slots) + STRIDE:
+        step(rig)
+        assert not set(reader.reads) & set(rig.memory.allocator.free_pages)
+    assert first.cache_protected_len >= len(slots)
+    assert (slots[-PAGE:] // PAGE).tolist() != reader.reads[-1:] * PAGE, "it has the other's pages now"
+    reader.idle = True
+    step(rig)
+    assert set(reader.reads) & set(rig.memory.allocator.free_pages)
+    while not rig.scheduler.idle:
+        step(rig)
+    rig.assert_outputs()
     rig.close()
