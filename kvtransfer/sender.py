@@ -139,7 +139,8 @@ class KVSender:
         before `needed_from[group]` are left out then. After an abort or a failure nothing is sent.
 
         Where `pages` has a 0, the page is read in the host tier, as `on_host[group][i]`. What is sent must
-        neither change nor be freed before `on_read` is called, or before `Sent`.
+        neither change nor be freed before `on_read` is called, or before `Sent`, unless `abort` is called
+        first.
         """
         size = self._page_size
         begin_page = self.start_send_idx // size

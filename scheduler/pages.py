@@ -227,8 +227,13 @@ class Pages:
         return self._req_to_token[req.req_pool_idx, :total]
 
     def release(self, req: Req, is_insert: bool) -> None:
-        """Give everything back: pages into the tree or free, locks and row free. No forward is in flight."""
+        """Give everything back: pages into the tree or free, locks and row free. No forward is in flight.
+
+        What is being sent may have other content before it is read, so all that was sent is worthless then.
+        """
         assert req.in_flight == 0, f"{req} is in a launched forward"
+        if req.reader is not None and req.is_read:
+            req.reader.abort("the request's memory was taken away while it was sent")
         release_kv_cache(self.memory, req, is_insert=is_insert)
         req.forget_memory()
 

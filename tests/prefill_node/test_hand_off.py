@@ -6,14 +6,19 @@ Both workers run in this thread; the fake engine's answers betray a page or a st
 from __future__ import annotations
 
 import itertools
+import threading
+import time
 from typing import Any
 
 import pytest
 
+from kvtransfer.pages import PageWrite
+from kvtransfer.select import PoolSender
+from prefill_node.room import PrefillHold, PrefillRoom
 from tests.support.granted_writer import GrantedWriter
-from tests.support.hand_off import GROUPS, Pair, held, pair, prompt_of, right
+from tests.support.hand_off import GROUPS, TRANSFER_S, Pair, held, pair, prompt_of, right
 from tests.support.left_over import left_over
-from wire.messages import Decode, KVTarget
+from wire.messages import Decode, KVTarget, TransferEndpoint
 
 PAGE_SIZE = 4
 every_model = pytest.mark.parametrize("groups", GROUPS, ids=lambda groups: "+".join(("full", *groups)))
@@ -179,4 +184,49 @@ def test_workers_whose_pages_differ_refuse_each_other(differs: dict[str, Any]) -
         rejected = both.outputs[1].rejected
         assert rejected is not None
         assert "lays its pages out differently" in rejected.message
+        both.settle()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_retracted_room_goes_on_only_if_all_that_it_gave_to_its_sender_has_landed(
+    monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    """What has not been read when its pages are given back would be what others write there."""
+    gate, write = threading.Event(), PoolSender.write
+
+    def write_late(self: PoolSender, endpoint: TransferEndpoint, pages: PageWrite) -> int:
+        assert gate.wait(TRANSFER_S)
+        return write(self, endpoint, pages)
+
+    if late:
+        monkeypatch.setattr(PoolSender, "write", write_late)
+    with pair(("window",), {"max_total_tokens": 256}) as both:
+        memory = both.prefill.parts.services.memory
+        ask_and_see_target(both, 1, prompt_of(1, 120), 12)
+        while both.network.letters:
+            both.deliver(0)
+        (room,) = both.prefill.rooms()
+        assert isinstance(room, PrefillRoom)
+        assert room.sender is not None
+        while room.sender.start_send_idx < 24:
+            both.turn(both.prefill)
+        while not (late or room.sender.idle):
+            time.sleep(0.001)
+        assert memory.swa is not None
+        window = memory.swa.allocator
+        taken = window.alloc_pages(window.available_pages())  # it waits for window pages
+        assert taken is not None
+        while not room.req.retractions:
+            both.turn(both.prefill)
+        memory.cache.tree.evict("full", memory.num_pages)
+        window.free_page_ids(taken)
+        while room.hold is not PrefillHold.HAND_OFF:
+            both.turn(both.prefill)
+        gate.set()
+        both.run_dry()
+        assert (both.outputs[1].rejected is not None) is late
+        if late:
+            both.restart(1, split=True)
+            both.run_dry()
+        assert both.outputs[1].tokens == right(both, 1, ("window",))
         both.settle()
