@@ -17,6 +17,11 @@ from common.errors import TransferError
 
 _COPY_S = 30.0  # a copy of a few MiB takes less than a millisecond
 _POLL_S = 5e-5
+_FAILURES = (RuntimeError, TransferError)  # of torch's streams and events, late
+
+
+class Unsettled(TransferError):
+    """Copies that are queued may still be carried out: their end cannot be seen."""
 
 
 class Copied(Protocol):
@@ -42,6 +47,15 @@ class CopyQueue(Protocol):
     def stream(self) -> int:
         """The raw handle of the stream, for what `put` queues past torch."""
         ...
+
+
+def settle(copies: CopyQueue) -> None:
+    """After a failure: wait for everything that was queued all the same. Raises Unsettled if its end cannot
+    be seen."""
+    try:
+        copies.put(lambda: None).wait()
+    except _FAILURES as error:
+        raise Unsettled(f"copies from or to the device may go on: {error}") from error
 
 
 class CudaCopies:

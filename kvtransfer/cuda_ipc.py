@@ -15,7 +15,7 @@ from common.errors import ConfigError, TransferError
 from kvcache.device_memory import DeviceError, DeviceMapping, DeviceMemory
 from kvcache.page_runs import coalesce
 from kvtransfer.channel import Channel, GrantedWrite, Peer, Uncertain
-from kvtransfer.copies import CopyQueue
+from kvtransfer.copies import CopyQueue, Unsettled, settle
 from kvtransfer.local import LocalReceiver, LocalSender, Mapped, Unmappable
 from kvtransfer.region import PoolRegion
 from kvtransfer.rooms import RoomTable
@@ -118,10 +118,10 @@ class CudaIpcSender(LocalSender):
         """After a failure: wait for what was queued all the same. Raises Uncertain if its end cannot be
         seen."""
         try:
-            copies.put(lambda: None).wait()
-        except _FAILURES as error:
+            settle(copies)
+        except Unsettled as error:
             self._kept.append(mapping)
-            raise Uncertain(f"copying on the GPU failed, and may go on: {error}") from None
+            raise Uncertain(f"copying on the GPU failed: {error}") from None
 
 
 def _refuse(obstacle: str) -> None:

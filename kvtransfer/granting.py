@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Generic, TypeVar
 
 import numpy as np
 
 from common.errors import TransferError
+from kvtransfer.copies import Unsettled
 from kvtransfer.frames import Begin, End, PoolInfo, Pools, Refused, Silent
 from kvtransfer.listener import Listener
 from kvtransfer.region import GroupRegion, PoolRegion
@@ -19,6 +21,8 @@ from kvtransfer.rooms import Grant, RoomTable
 from kvtransfer.streams import Stream
 from kvtransfer.transport import Bounds
 from wire.messages import TransferEndpoint
+
+log = logging.getLogger(__name__)
 
 Session = TypeVar("Session")
 
@@ -54,6 +58,19 @@ class GrantingReceiver(ABC, Generic[Session]):
     def _see_through(self, stream: Stream, session: Session, grant: Grant) -> None:
         """Answer Granted, and finish the grant when nothing can be written under it any more: at once after
         an End, otherwise when that is certain. Raises TransferError to drop the peer."""
+
+    @contextmanager
+    def _storing(self, grant: Grant) -> Iterator[None]:
+        """Around what this process itself stores under a grant. If that fails, the grant is finished, unless
+        something may still land: then its pages stay out of use as long as this process lives."""
+        try:
+            yield
+        except Unsettled as error:
+            log.error("pages of room %d are not used again: %s", grant.key[0], error)
+            raise
+        except BaseException:
+            self._rooms.finish(grant, landed=False)
+            raise
 
     def _send_pools(self, stream: Stream, session: Session) -> None:  # noqa: ARG002 - for overriders
         stream.send(Pools(self._infos()))

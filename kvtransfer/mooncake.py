@@ -199,10 +199,11 @@ class MooncakeReceiver(GrantingReceiver[_Station]):
             raise TransferError("Mooncake was restarted")
         landed = False
         try:
-            stream.send(Granted(stage=stage.ptr))
-            landed = self._scatter_all(stream, stage, grant)
-        finally:
+            with self._storing(grant):
+                stream.send(Granted(stage=stage.ptr))
+                landed = self._scatter_all(stream, stage, grant)
             self._rooms.finish(grant, landed=landed)
+        finally:
             if landed:
                 station.stages.give_back(stage)  # no write to it is in progress
             else:

@@ -20,7 +20,7 @@ import torch
 from kvcache.device_memory import DeviceMemory, device_memory
 from kvcache.memory import Memory
 from kvcache.page_runs import PageIds
-from kvtransfer.copies import Copied, CopyQueue, CudaCopies
+from kvtransfer.copies import Copied, CopyQueue, CudaCopies, settle
 
 _STAGE_BYTES = 4 << 20  # each of the two buffers of a transfer
 
@@ -81,7 +81,7 @@ class GroupRegion:
 
     def to_host(self, pages: PageIds) -> Generator[HostPages]:
         """These pages, in order, in batches that the CPU can read. A batch is valid until the next one. When
-        this has ended or is closed, no page is read any more."""
+        this has ended or is closed, no page is read any more. If it cannot be known, it raises Unsettled."""
         if self.copies is None:
             yield HostPages(self.ptr, self.nbytes, pages)
             return
@@ -94,14 +94,16 @@ class GroupRegion:
                     coming.append(self._gather(self.copies, stages[ahead % 2], batches[ahead]))
                 coming.popleft().wait()
                 yield _staged(stages[at % 2], len(batch))
-        finally:
-            _wait_all(coming)
+        except BaseException:  # of a copy or of the caller, or the caller closes this
+            settle(self.copies)
+            raise
 
     def from_host(self, pages: PageIds) -> Generator[HostPages]:
         """Batches for the caller to fill. All are in the region when this has ended.
 
         A caller that must not write any more closes this: then its last batch is not applied, and nothing is
-        written after that. Where the region is used in place, it is applied as far as it was filled.
+        written after that. Where the region is used in place, it is applied as far as it was filled. When it
+        cannot be known whether something will still be written, this raises Unsettled.
         """
         if self.copies is None:
             yield HostPages(self.ptr, self.nbytes, pages)
@@ -114,8 +116,11 @@ class GroupRegion:
                     going.popleft().wait()  # what was in this buffer
                 yield _staged(stages[at % 2], len(batch))
                 going.append(self._scatter(self.copies, stages[at % 2], batch))
-        finally:
-            _wait_all(going)
+            while going:
+                going.popleft().wait()
+        except BaseException:  # of a copy or of the caller, or the caller closes this
+            settle(self.copies)
+            raise
 
     def _gather(self, copies: CopyQueue, stage: torch.Tensor, batch: PageIds) -> Copied:
         ids, count = self._ids(copies, batch), len(batch)
@@ -157,11 +162,6 @@ class GroupRegion:
 
 def _staged(stage: torch.Tensor, count: int) -> HostPages:
     return HostPages(stage.data_ptr(), stage.numel(), np.arange(count))
-
-
-def _wait_all(copies: deque[Copied]) -> None:
-    while copies:
-        copies.popleft().wait()
 
 
 PoolRegion = Mapping[str, GroupRegion]

@@ -2,8 +2,9 @@
 
 The fence: every store into the pool is a call of this process, which receives or decrypts, made only while
 the room is open. Closing a room shuts down the connections of its writers, which ends a receive in progress;
-the grant is finished when that call has returned. Nothing is needed from the peer, so the fence passes within
-milliseconds even if the peer is stopped or unreachable.
+the grant is finished when that call has returned, and with a pool on a device when the copies into it are
+done. Nothing is needed from the peer, so the fence passes within milliseconds even if the peer is stopped or
+unreachable.
 """
 
 from __future__ import annotations
@@ -54,14 +55,11 @@ class TcpReceiver(GrantingReceiver[None]):
         return lambda: hang_up(stream.sock)
 
     def _see_through(self, stream: Stream, session: None, grant: Grant) -> None:  # noqa: ARG002
-        landed = False
-        try:
+        with self._storing(grant):
             stream.send(Granted())
             self._receive(stream, grant)
             end = stream.receive()
-            landed = isinstance(end, End) and end.landed
-        finally:
-            self._rooms.finish(grant, landed=landed)
+        self._rooms.finish(grant, landed=isinstance(end, End) and end.landed)
         stream.send(Ended())
 
     def _receive(self, stream: Stream, grant: Grant) -> None:

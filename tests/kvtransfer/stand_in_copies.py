@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from common.errors import TransferError
+
 _GARBAGE = 0xEE
 
 
@@ -22,6 +24,7 @@ class StandInCopies:
         self.queued: deque[_Copy] = deque()
         self.most_queued = 0
         self.done = 0
+        self.late_waits = 0  # so many waits give up before their copy is done
 
     @property
     def stream(self) -> int:
@@ -56,4 +59,7 @@ class _Copy:
     done: bool = False
 
     def wait(self) -> None:
+        if self.queue.late_waits:
+            self.queue.late_waits -= 1
+            raise TransferError("the copy was not done in time")
         self.queue.run(self)

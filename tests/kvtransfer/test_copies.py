@@ -8,9 +8,10 @@ from contextlib import closing
 import pytest
 import torch
 
+from common.errors import TransferError
 from kvcache.page_runs import as_pages, copy_pages
 from kvtransfer.checksum import Sample, checksums
-from kvtransfer.copies import CudaCopies
+from kvtransfer.copies import CudaCopies, Unsettled
 from kvtransfer.region import GroupRegion, region_of
 from tests.kvtransfer.stand_in_copies import StandInCopies
 from tools.fake_cuda import FakeCuda, GpuFault
@@ -91,6 +92,27 @@ def test_nothing_is_written_after_a_writer_has_closed(late: bool) -> None:
     assert not copies.queued, "the pages may be given to another room now"
     assert region.tensor[PAGES[:3]].all()
     assert not region.tensor[PAGES[3:]].any(), "a batch that was not finished is not applied"
+
+
+@pytest.mark.parametrize("direction", ["to_host", "from_host"])
+def test_copies_are_waited_for_though_one_is_late(direction: str) -> None:
+    copies = StandInCopies(late=True)
+    copies.late_waits = 1
+    with pytest.raises(TransferError, match="not done in time"):
+        list(getattr(a_pool(copies), direction)(PAGES[:2]))
+    assert not copies.queued, "the pages may be given to another room now"
+
+
+@pytest.mark.parametrize("direction", ["to_host", "from_host"])
+@pytest.mark.parametrize("closes", [False, True])
+def test_copies_without_an_end_are_told(direction: str, closes: bool) -> None:
+    copies = StandInCopies(late=True)
+    batches = getattr(a_pool(copies), direction)(PAGES)
+    if closes:
+        next(batches)
+    copies.late_waits = 99
+    with pytest.raises(Unsettled):
+        batches.close() if closes else list(batches)
 
 
 def test_copies_of_a_cuda_pool_wait_for_nothing_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

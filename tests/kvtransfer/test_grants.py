@@ -6,6 +6,7 @@ import socket
 from contextlib import closing
 
 import pytest
+import torch
 
 from common.errors import TransferError
 from kvcache.page_runs import as_pages
@@ -13,9 +14,12 @@ from kvtransfer.channel import Channel, Line
 from kvtransfer.frames import End
 from kvtransfer.pages import PageWrite
 from kvtransfer.receiver import KVReceiver, PoolReceiver
+from kvtransfer.region import GroupRegion
+from kvtransfer.select import open_receiver, open_sender
 from kvtransfer.tcp import connected_socket
 from kvtransfer.transport import Bounds
 from tests.kvtransfer.peers import receiving
+from tests.kvtransfer.stand_in_copies import StandInCopies
 from wire.messages import GroupTarget, KVDone
 
 PAGES = as_pages([1, 2])
@@ -94,3 +98,22 @@ def test_a_room_is_not_committed_while_a_peer_writes_to_it() -> None:
                 kv.commit(KVDone(1, 0, 10, 0, 128))
             second.end()
         assert kv.abort().passed
+
+
+@pytest.mark.parametrize(("backend", "late_waits"), [("tcp", 1), ("tcp", 99), ("mooncake", 99)])
+def test_the_fence_of_a_pool_on_a_device_waits_for_late_copies(backend: str, late_waits: int) -> None:
+    """After the first wait that is too long, the next one sees the end of the copy, or none does."""
+    copies = StandInCopies(late=True)
+    there = GroupRegion(torch.zeros((8, 64), dtype=torch.uint8), copies=copies)
+    here = GroupRegion(torch.full((8, 64), 7, dtype=torch.uint8))
+    with (
+        closing(open_receiver({"full": there}, backend)) as receiver,
+        closing(open_sender({"full": here}, "here", backend)) as sender,
+    ):
+        receiver.open(1, 0, {"full": PAGES})
+        copies.late_waits = late_waits
+        with pytest.raises(TransferError):
+            sender.write(receiver.endpoints[0], WRITE)
+        fence = receiver.close_room(1, 0)
+        assert fence.passed is (late_waits == 1)
+        assert fence.passed is not bool(copies.queued), "nothing is queued once the fence has passed"
