@@ -89,8 +89,9 @@ class MailHandler:
                 self._start_room(mail.sender, message)
             case Abort() as message:
                 services.mailbox.send(mail.sender, Receipt(message.room, message.epoch, kind_of(message)))
-                room = services.rooms.get(message.room, message.epoch)
-                if room is None or mail.sender in room.peers:  # else another router has claimed it
+                room = services.rooms.get(message.room)
+                # This ends an older epoch of the room, too, but none that another router has claimed.
+                if room is None or room.epoch > message.epoch or mail.sender in room.peers:
                     self._abort_room(message.room, message.epoch)
             case Claim() as message:
                 claimed = self._role.orphans.claim(mail.sender, message.rooms)
