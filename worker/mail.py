@@ -27,6 +27,7 @@ from wire.messages import (
     Inspect,
     Inspected,
     Joined,
+    KVTarget,
     Prefill,
     Receipt,
     Rejected,
@@ -37,6 +38,7 @@ from wire.messages import (
     SetRole,
     kind_of,
 )
+from wire.peer_monitors import PeerState
 from wire.records import Role
 from wire.retransmitter import RetransmitKey
 from worker.clearing import CacheClearing
@@ -84,6 +86,9 @@ class MailHandler:
         """Act on one message. A repeated message is answered like the first."""
         services = self._services
         self._role.orphans.heard(mail.sender, time.monotonic())
+        if isinstance(mail.message, KVTarget | Fetch):
+            # It waits for pages. This worker's own connection to it may not be there again yet.
+            services.transfer.on_peer(mail.sender, PeerState.UP)
         match mail.message:
             case Prefill() | Decode() as message:
                 self._start_room(mail.sender, message)

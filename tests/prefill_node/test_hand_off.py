@@ -19,6 +19,7 @@ from tests.support.granted_writer import GrantedWriter
 from tests.support.hand_off import GROUPS, TRANSFER_S, Pair, held, pair, prompt_of, right
 from tests.support.left_over import left_over
 from wire.messages import Decode, KVTarget, TransferEndpoint
+from wire.peer_monitors import PeerState
 
 PAGE_SIZE = 4
 every_model = pytest.mark.parametrize("groups", GROUPS, ids=lambda groups: "+".join(("full", *groups)))
@@ -229,4 +230,20 @@ def test_a_retracted_room_goes_on_only_if_all_that_it_gave_to_its_sender_has_lan
             both.restart(1, split=True)
             both.run_dry()
         assert both.outputs[1].tokens == right(both, 1, ("window",))
+        both.settle()
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_a_target_tells_that_a_decode_worker_is_up_again(backend: str) -> None:
+    """Decode is connected to prefill again, and prefill not yet to decode."""
+    with pair(kv_transfer_backend=backend) as both:
+        both.ask(1, prompt_of(1, 40), 4)
+        both.run_dry()  # prefill knows where decode's pools are
+        mailbox: Any = both.prefill.parts.services.mailbox
+        mailbox.peers = {both.decode.record().mailbox: PeerState.DOWN}
+        both.turn(both.prefill)
+        both.ask(2, prompt_of(2, 40), 4)
+        both.run_dry()
+        assert both.outputs[2].rejected is None
+        assert both.outputs[2].tokens == right(both, 2)
         both.settle()
