@@ -265,6 +265,11 @@ class Scheduler:
             decoded_tokens=self.metrics.decode_tokens,
         )
 
+    def spare_window_pages(self) -> int:
+        """Window pages that can be had now and are promised to no request; less than 0 if too few can."""
+        window = self._pages.window
+        return 0 if window is None else window.available_pages() - self._admission.promised().window_pages
+
     def place(self, req: Req) -> int:
         """How many requests come before this one in the queue that it is in; 0 when it is in none."""
         return self._requests.place(req)

@@ -17,7 +17,7 @@ from common.errors import TransferError, WireError
 from kvcache.radix_key import Namespace, RadixKey
 from kvcache.second_chances import give_chances
 from kvtransfer.sender import KVSender, SenderThreads, Sent
-from scheduler.metrics import SchedulerMetrics
+from scheduler.scheduler import Scheduler
 from wire.codec import unpack_tokens
 from wire.holds import Hold
 from wire.messages import FETCH_EPOCH, Fetch, Fetched, FetchRefused, RefusalCause
@@ -43,14 +43,16 @@ class _Loan:
 class Lending:
     """All loans of one worker, by transfer. Engine loop's thread only."""
 
-    def __init__(self, services: Services, metrics: SchedulerMetrics, second_chances: bool) -> None:
+    def __init__(self, services: Services, scheduler: Scheduler, second_chances: bool) -> None:
         """`second_chances`: what was lent is evicted later (kvcache/second_chances.py)."""
         self._second_chances = second_chances
         self._services = services
-        self._metrics = metrics
+        self._metrics = scheduler.metrics
         self._page_size = services.memory.page_size
         self._primary = services.memory.specs[0].name
-        self._prefixes = LentPrefixes(services.memory, services.options.peer_lend_share)
+        self._prefixes = LentPrefixes(
+            services.memory, services.options.peer_lend_share, scheduler.spare_window_pages
+        )
         self._loans: dict[int, _Loan] = {}
         self._answers: dict[tuple[str, int], tuple[Fetched | FetchRefused, float]] = {}
         self._sent: queue.SimpleQueue[Sent] = queue.SimpleQueue()

@@ -1,12 +1,13 @@
 """LentPrefixes: prefixes of this worker's tree that stay where they are while another worker copies them.
 
 A prefix is read on the device, and what of it is on the host alone is read there. Nothing is allocated or
-loaded. What is locked is bounded by a share of each tier.
+loaded. What is locked is bounded by a share of each tier, and leaves the window pages that were promised to
+requests when they were admitted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvcache.allocator import NO_PAGES, Pages
@@ -50,14 +51,17 @@ class LentPrefix:
 class LentPrefixes:
     """All of one worker. Engine loop's thread only."""
 
-    def __init__(self, memory: Memory, share: float) -> None:
-        """`share`: of the pages of each tier, how many may be locked."""
+    def __init__(self, memory: Memory, share: float, spare_window_pages: Callable[[], int]) -> None:
+        """`share`: of the pages of each tier, how many may be locked. `spare_window_pages`: how many window
+        pages are left when what is promised to this worker's own requests is left out; less than 0 if some
+        of that cannot be had."""
         self._memory = memory
         self._page_size = memory.page_size
         self._primary = memory.specs[0].name
         self._reads = None if memory.tiers is None else memory.tiers.reads
         self._most_on_device = int(share * memory.num_pages)
         self._most_on_host = int(share * (memory.host_tokens // memory.page_size))
+        self._spare_window_pages = spare_window_pages
         self._lent: set[LentPrefix] = set()
 
     def lock(
@@ -75,6 +79,9 @@ class LentPrefixes:
         if lent is None:
             raise NotLent(RefusalCause.BUSY, "as many pages as may be lent are lent")
         self._lent.add(lent)
+        if self._spare_window_pages() < 0:
+            self.unlock(lent, is_whole=False)
+            raise NotLent(RefusalCause.BUSY, "its window pages are promised to requests here")
         return lent
 
     def unlock(self, lent: LentPrefix, is_whole: bool) -> None:

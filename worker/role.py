@@ -103,7 +103,7 @@ class WorkerRole(ABC, Generic[RoomType]):
         self.strays = Strays()
         self.scheduler = services.build_scheduler(self)
         self.fetching = Fetching(services, self.scheduler)
-        self.lending = Lending(services, self.scheduler.metrics, second_chances=self.name == "decode")
+        self.lending = Lending(services, self.scheduler, second_chances=self.name == "decode")
         self.orphans: Orphans[RoomType] = Orphans(
             self,
             self.pausing(self.scheduler),

@@ -10,8 +10,10 @@ import threading
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 
+from kvcache.radix_key import Namespace, RadixKey
 from kvtransfer.pages import PageWrite
 from kvtransfer.select import PoolSender
 from prefill_node.room import PrefillHold, PrefillRoom
@@ -20,6 +22,7 @@ from tests.support.hand_off import GROUPS, TRANSFER_S, Pair, held, pair, prompt_
 from tests.support.left_over import left_over
 from wire.messages import Decode, KVTarget, TransferEndpoint
 from wire.peer_monitors import PeerState
+from worker.lent_prefixes import NotLent
 
 PAGE_SIZE = 4
 every_model = pytest.mark.parametrize("groups", GROUPS, ids=lambda groups: "+".join(("full", *groups)))
@@ -246,4 +249,26 @@ def test_a_target_tells_that_a_decode_worker_is_up_again(backend: str) -> None:
         both.run_dry()
         assert both.outputs[2].rejected is None
         assert both.outputs[2].tokens == right(both, 2)
+        both.settle()
+
+
+def test_a_loan_leaves_the_window_pages_that_a_room_was_promised() -> None:
+    """Else the room would be retracted in the middle of its prompt."""
+    lent = prompt_of(1, 40)
+    with pair(("window",), {"max_total_tokens": 256}) as both:
+        for room, prompt in ((1, prompt_of(9, 40)), (2, lent)):
+            both.ask(room, prompt, 1)
+            both.run_dry()
+        prefixes = both.prefill.parts.role.lending._prefixes
+        key = RadixKey(np.array(lent, np.int32), Namespace(both.prefill.options.model_name, "", ""), "")
+        both.ask(3, prompt_of(2, 120), 12)
+        both.deliver(0)
+        (room_3,) = both.prefill.rooms()
+        while room_3.req.kv_committed_len < 12:
+            both.turn(both.prefill)
+        with pytest.raises(NotLent, match="promised"):
+            prefixes.lock(key, 0, {}, from_host=False)
+        both.run_dry()
+        assert room_3.req.retractions == 0
+        assert both.outputs[3].tokens == right(both, 3, ("window",))
         both.settle()
