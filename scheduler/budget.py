@@ -124,14 +124,6 @@ class BatchAdmission:
         growth = max(self.growth(req) - slack_pages * pages.page_size, 0)
         return Capacity(promised.tokens + growth, promised.window_pages + peak)
 
-    def _count_cached(self, req: Req) -> None:
-        if not req.resumed:
-            req.cached_tokens = min(req.cache_protected_len, req.prompt_len)
-            req.cached_from = req.sources.split(req.cached_tokens)
-            self._metrics.cached_tokens += req.cached_tokens
-            self._metrics.prompt_tokens += req.prompt_len
-            self._metrics.cached_from.update(req.cached_from)
-
     # -- reservations ------------------------------------------------------------------------------
 
     def reserve(self, req: Req, slack: int = 0) -> bool:
@@ -143,7 +135,7 @@ class BatchAdmission:
         spare = self._spare(req, prefills=False, extent=extent)
         if not outranked and self._requests.reservations.reserve(req, spare, extent):
             self.withdraw(req)
-            self._count_cached(req)
+            _count_cached(req, self._metrics)
             return True
         if self._claim is None or self._claim is req or _before(req, self._claim):
             self._claim, self._claim_age = req, 0
@@ -172,7 +164,7 @@ class BatchAdmission:
             self._blocked = None
             self._rates.admitted(req.prefill_len, req.prefill_len - req.scheduled_len)
             self._metrics.prompts += 1
-            self._count_cached(req)
+            _count_cached(req, self._metrics)
             return True
         self._blocked = req
         return False
@@ -255,3 +247,12 @@ class BatchAdmission:
 def _before(one: Req, other: Req) -> bool:
     """Whether `one` gets memory before `other`. Priority counts within a tenant only."""
     return one.rank < other.rank if one.tenant == other.tenant else one.rank[1:] < other.rank[1:]
+
+
+def _count_cached(req: Req, metrics: SchedulerMetrics) -> None:
+    if not req.resumed:
+        req.cached_tokens = min(req.cache_protected_len, req.prompt_len)
+        req.cached_from = req.sources.split(req.cached_tokens)
+        metrics.cached_tokens += req.cached_tokens
+        metrics.prompt_tokens += req.prompt_len
+        metrics.cached_from.update(req.cached_from)

@@ -208,7 +208,7 @@ class Pages:
         read them (it was built with the old page table), and so may the request's reader: then they are freed
         after its result, and when they have been sent.
         """
-        if req.in_flight == 0 and not req.is_read:
+        if req.in_flight == 0 and not _is_read(req):
             self.memory.cache.cache_unfinished_req(req, chunked)
         else:
             self.memory.free_group_begin()
@@ -232,7 +232,7 @@ class Pages:
         What is being sent may have other content before it is read, so all that was sent is worthless then.
         """
         assert req.in_flight == 0, f"{req} is in a launched forward"
-        if req.reader is not None and req.is_read:
+        if req.reader is not None and not req.reader.idle:
             req.reader.abort("the request's memory was taken away while it was sent")
         release_kv_cache(self.memory, req, is_insert=is_insert)
         req.forget_memory()
@@ -249,6 +249,11 @@ class Pages:
         if req.state_hold is not None:
             pages["state"] = np.array(req.state_hold.private)
         return pages
+
+
+def _is_read(req: Req) -> bool:
+    """Whether pages of the request are being sent."""
+    return req.reader is not None and not req.reader.idle
 
 
 def _offload_stride(memory: Memory) -> int:

@@ -199,11 +199,6 @@ class Req:
         self.reserved: dict[str, ReservedPages] = {}  # decode: by group, what a transfer must bring
         self.reader: PageReader | None = None  # sends its pages, once the first were given to it
 
-    @property
-    def is_read(self) -> bool:
-        """Whether pages of it are being sent."""
-        return self.reader is not None and not self.reader.idle
-
     # -- what was asked ----------------------------------------------------------------------------
 
     @property

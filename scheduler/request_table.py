@@ -51,10 +51,6 @@ class RequestTable:
         """Whether no request holds memory: then a request that waits may take all of it."""
         return not self.leaving and next(self.holders(), None) is None
 
-    def next_transferred(self) -> Req | None:
-        """The first of `transferred` that need not wait for its grammar."""
-        return next((req for req in self.transferred if req.sampling.is_ready), None)
-
     def count(self, *states: ReqState) -> int:
         """Live requests in one of these states."""
         return sum(req.state in states for req in self.live.values())

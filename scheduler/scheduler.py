@@ -139,24 +139,28 @@ class Scheduler:
     def _join_transferred(self) -> None:
         """Fill the free places of the batch. One is the queue's head's, if that came first and fits."""
         requests = self._requests
-        if self._has_place() and (first := requests.next_transferred()) is not None:
+
+        def following() -> Req | None:
+            busy = requests.chunked is not None
+            if len(self._running) + busy >= self.config.max_running_requests:
+                return None
+            return next((req for req in requests.transferred if req.sampling.is_ready), None)
+
+        if (first := following()) is not None:
             self._admission.admit_before(first)
-        while self._has_place() and (req := requests.next_transferred()) is not None:
+        while (req := following()) is not None:
             requests.transferred.remove(req)
             req.state = ReqState.RUNNING
             req.stamp(RequestStage.DECODE_LOOP)
             self._running.join(req, self._pages.slots(req, req.scheduled_len))
-
-    def _has_place(self) -> bool:
-        busy = self._requests.chunked is not None
-        return len(self._running) + busy < self.config.max_running_requests
 
     def _unblock(self) -> bool:
         """Nothing could be done: retract a prefill that waits for window pages. No forward will free any."""
         chunked = self._requests.chunked
         if chunked is None:
             return False
-        self._retract(chunked)
+        self._requests.retract(chunked)
+        self.metrics.retracted += 1
         return True
 
     def _grow_decode(self) -> None:
@@ -166,11 +170,8 @@ class Scheduler:
             if self._pages.lower.makes_room() or self._take_results(0):
                 continue
             chunked = self._requests.chunked
-            self._retract(pick_victim([*self._running.reqs, *([chunked] if chunked else [])]))
-
-    def _retract(self, victim: Req) -> None:
-        self._requests.retract(victim)
-        self.metrics.retracted += 1
+            self._requests.retract(pick_victim([*self._running.reqs, *([chunked] if chunked else [])]))
+            self.metrics.retracted += 1
 
     def _launch(self, chunks: list[Chunk]) -> None:
         running, window = self._running, self._pages.window

@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -73,8 +74,8 @@ class FileStore(BlobStore):
         self._usage: DiskUsage | None = None
         with suppress(OSError):  # it may be read-only: then nothing is written
             os.makedirs(self._partial, mode=0o700, exist_ok=True)
-            self._remove_stale()
-            self._usage = DiskUsage(directory / "usage", self._count_bytes)
+            _remove_stale(self._directory)
+            self._usage = DiskUsage(directory / "usage", partial(_count_bytes, self._directory))
 
     def register(self, arenas: Sequence[memoryview]) -> None:
         self._blobs.register(arenas)
@@ -95,7 +96,7 @@ class FileStore(BlobStore):
     def clear(self, prefix: bytes) -> Held:
         removed: list[int] = []
         failures: list[OSError] = []
-        for path in self._files(_FOLDERS, failures):
+        for path in _files(self._directory, _FOLDERS, failures):
             if os.path.basename(path).startswith(prefix.decode()):
                 try:
                     removed.append(self._remove(path))
@@ -109,10 +110,10 @@ class FileStore(BlobStore):
         """The number of blobs is counted again every ten seconds; of millions of files, every few minutes."""
         due, blobs = self._held
         if (began := time.monotonic()) > due:
-            blobs = sum(1 for _ in self._files(_FOLDERS))
+            blobs = sum(1 for _ in _files(self._directory, _FOLDERS))
             ended = time.monotonic()
             self._held = ended + max(_HELD_S, _HELD_FACTOR * (ended - began)), blobs
-        return Held(blobs, self._usage.total() if self._usage is not None else self._count_bytes())
+        return Held(blobs, self._usage.total() if self._usage is not None else _count_bytes(self._directory))
 
     def close(self) -> None:
         self._blobs.close()
@@ -149,9 +150,9 @@ class FileStore(BlobStore):
                 return Outcome.FULL
         except OSError as error:
             return self._refusal(error)
-        partial = os.path.join(self._partial, secrets.token_hex(16))
+        unfinished = os.path.join(self._partial, secrets.token_hex(16))
         try:
-            self._write_file(partial, path, blob)
+            self._write_file(unfinished, path, blob)
         except FileExistsError:  # another writer was faster
             self._give_back(size)
             return Outcome.PRESENT
@@ -160,20 +161,20 @@ class FileStore(BlobStore):
             return self._refusal(error)
         finally:
             with suppress(OSError):
-                os.unlink(partial)
+                os.unlink(unfinished)
         return Outcome.DONE
 
-    def _write_file(self, partial: str, path: str, blob: SealedBlob) -> None:
+    def _write_file(self, unfinished: str, path: str, blob: SealedBlob) -> None:
         try:
-            self._blobs.write(partial, blob)
+            self._blobs.write(unfinished, blob)
         except FileNotFoundError:  # somebody removed the directory
             os.makedirs(self._partial, mode=0o700, exist_ok=True)
-            self._blobs.write(partial, blob)
+            self._blobs.write(unfinished, blob)
         try:
-            os.link(partial, path)  # unlike a rename it replaces nothing, which `usage` has counted
+            os.link(unfinished, path)  # unlike a rename it replaces nothing, which `usage` has counted
         except FileNotFoundError:
             os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-            os.link(partial, path)
+            os.link(unfinished, path)
         if self._fsync:
             _sync_directory(os.path.dirname(path))
 
@@ -215,7 +216,7 @@ class FileStore(BlobStore):
         serves many evictions."""
         sample = []
         for folder in secrets.SystemRandom().sample(_FOLDERS, len(_FOLDERS)):
-            for path in self._files([folder]):
+            for path in _files(self._directory, [folder]):
                 with suppress(OSError):
                     sample.append((os.stat(path).st_mtime_ns, path))
             if len(sample) >= _SAMPLE:
@@ -254,34 +255,35 @@ class FileStore(BlobStore):
             with suppress(OSError):
                 self._usage.subtract(size)
 
-    # -- what is there -----------------------------------------------------------------------------
 
-    def _files(self, folders: Sequence[str], failures: list[OSError] | None = None) -> Iterator[str]:
-        """`failures` gets what became of folders that are there and cannot be listed."""
-        for folder in folders:
-            try:
-                with os.scandir(os.path.join(self._directory, folder)) as entries:
-                    for entry in entries:
-                        yield entry.path
-            except FileNotFoundError:
-                pass
-            except OSError as error:
-                if failures is not None:
-                    failures.append(error)
+def _files(directory: str, folders: Sequence[str], failures: list[OSError] | None = None) -> Iterator[str]:
+    """Paths. `failures` gets what became of folders that are there and cannot be listed."""
+    for folder in folders:
+        try:
+            with os.scandir(os.path.join(directory, folder)) as entries:
+                for entry in entries:
+                    yield entry.path
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            if failures is not None:
+                failures.append(error)
 
-    def _count_bytes(self) -> int:
-        total = 0
-        for path in self._files([*_FOLDERS, "partial"]):
-            with suppress(OSError):
-                total += _on_disk(os.stat(path).st_size)
-        return total
 
-    def _remove_stale(self) -> None:
-        """What was being written an hour ago belongs to nobody."""
-        for path in list(self._files(["partial"])):
-            with suppress(OSError):
-                if os.stat(path).st_mtime < time.time() - _STALE_S:
-                    os.unlink(path)
+def _count_bytes(directory: str) -> int:
+    total = 0
+    for path in _files(directory, [*_FOLDERS, "partial"]):
+        with suppress(OSError):
+            total += _on_disk(os.stat(path).st_size)
+    return total
+
+
+def _remove_stale(directory: str) -> None:
+    """What was being written an hour ago belongs to nobody."""
+    for path in list(_files(directory, ["partial"])):
+        with suppress(OSError):
+            if os.stat(path).st_mtime < time.time() - _STALE_S:
+                os.unlink(path)
 
 
 def _on_disk(nbytes: int) -> int:

@@ -186,7 +186,7 @@ class RoomStream:
             self._check_at = epoch.progress(now)
         scores, pooled = (run.prompt_logprobs, run.pooled) if have == 0 else (None, None)
         delta = OutputDelta(new, logprobs, run.finish, prompt_logprobs=scores, pooled=pooled)
-        self._tell(delta)
+        _tell(self, self._sink, delta)
         return have + len(new)
 
     def on_reserved(self, epoch: int) -> None:
@@ -320,19 +320,20 @@ class RoomStream:
             self._host.unplace(self, epoch.placement)
             epoch.leave(abort)
 
-    def _tell(self, delta: OutputDelta) -> None:
-        """Give the sink new tokens. If it cannot take them, the room fails alone: other rooms' tokens come in
-        the same message, and its client would wait for ever."""
-        try:
-            stopped = self._sink.on_tokens(delta, self.cached_tokens)
-        except Exception:
-            log.exception("request %s: its output cannot be told", self.request.request_id)
-            error = RequestFailed("the model's output cannot be told in this form")
-            self.stop(str(error))
-            self._sink.on_error(error)
-        else:
-            if stopped:
-                self.stop("stop string")
+
+def _tell(room: RoomStream, sink: RoomSink, delta: OutputDelta) -> None:
+    """Give the sink new tokens. If it cannot take them, the room fails alone: other rooms' tokens come in
+    the same message, and its client would wait for ever."""
+    try:
+        stopped = sink.on_tokens(delta, room.cached_tokens)
+    except Exception:
+        log.exception("request %s: its output cannot be told", room.request.request_id)
+        error = RequestFailed("the model's output cannot be told in this form")
+        room.stop(str(error))
+        sink.on_error(error)
+    else:
+        if stopped:
+            room.stop("stop string")
 
 
 def _needed(current: RoomEpoch | None, mailbox: str, epoch: int) -> WorkerRecord | None:
