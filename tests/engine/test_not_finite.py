@@ -131,15 +131,15 @@ def test_logits_that_the_parameters_made_infinite(temperature: float) -> None:
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(2))
     biased = SamplingParams(temperature=temperature, logit_bias={4: math.inf})
     result = sample(logits, biased, GREEDY)
-    assert list(result.failures) == [0]
-    assert "after bias and penalties" in result.failures[0]
+    assert list(result.refusals) == [0]
+    assert "no token may be sampled" in result.refusals[0]
     assert result.tokens[1] == int(logits[1].argmax())
 
 
 def test_when_no_token_may_be_sampled() -> None:
     nothing = SamplingParams(temperature=0.0, min_tokens=3, stop_token_ids=tuple(range(50)))
     result = sample(torch.zeros(2, 50), nothing, GREEDY)
-    assert list(result.failures) == [0]
+    assert (list(result.refusals), result.failures) == ([0], {})
 
 
 def test_a_row_whose_parameters_cannot_be_used_fails_alone() -> None:

@@ -196,9 +196,10 @@ def test_a_retracted_room_goes_on_only_if_all_that_it_gave_to_its_sender_has_lan
     monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
     """What has not been read when its pages are given back would be what others write there."""
-    gate, write = threading.Event(), PoolSender.write
+    begun, gate, write = threading.Event(), threading.Event(), PoolSender.write
 
     def write_late(self: PoolSender, endpoint: TransferEndpoint, pages: PageWrite) -> int:
+        begun.set()
         assert gate.wait(TRANSFER_S)
         return write(self, endpoint, pages)
 
@@ -214,6 +215,8 @@ def test_a_retracted_room_goes_on_only_if_all_that_it_gave_to_its_sender_has_lan
         assert room.sender is not None
         while room.sender.start_send_idx < 24:
             both.turn(both.prefill)
+        if late:  # a transfer that has not begun would be given up at once
+            assert begun.wait(TRANSFER_S)
         while not (late or room.sender.idle):
             time.sleep(0.001)
         assert memory.swa is not None
