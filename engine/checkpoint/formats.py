@@ -58,11 +58,12 @@ def _gptq(settings: Settings) -> Format:
     if settings.get("rotation"):  # activations would have to be rotated, too
         raise _refused("rotation", settings["rotation"], (None,))
     checkpoint = _one_of(settings, "checkpoint_format", ("gptq", "gptq_v2"), default="gptq")
-    by_gptqmodel = "gptqmodel" in str((settings.get("meta") or {}).get("quantizer"))
-    zeros: StoredZeros = "words_less_one" if by_gptqmodel else "each_less_one"
-    return gptq_format(
-        bits, int(settings.get("group_size", 128)), "exact" if checkpoint == "gptq_v2" else zeros
-    )
+    zeros: StoredZeros = "each_less_one"
+    if checkpoint == "gptq_v2":
+        zeros = "exact"
+    elif "gptqmodel" in str((settings.get("meta") or {}).get("quantizer")):
+        zeros = "words_less_one"
+    return gptq_format(bits, int(settings.get("group_size", 128)), zeros)
 
 
 def _compressed_tensors(settings: Settings) -> Format:

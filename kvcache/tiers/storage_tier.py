@@ -62,6 +62,7 @@ class StorageTier:
         self._writing: set[TreeNode] = set()
         self._kept: Counter[str] = Counter()  # host pages that writes keep, by group
         self._most_kept = {g: arena.num_pages // _HOST_SHARE for g, arena in host.pool.arenas.items()}
+        self._is_full = False  # nothing more is written before a write has ended
         self._primary = tree.components[0].name
 
     # -- writing -----------------------------------------------------------------------------------
@@ -70,6 +71,8 @@ class StorageTier:
         """Begin to write what has come to the host and is not stored, as far as that does not keep too much
         there. The rest waits, and may give way meanwhile. So does what has come for a node that is being
         written."""
+        if self._is_full:  # this is called in every turn of the loop
+            return
         busy = []
         while (node := self._backlog.first()) is not None:
             if node in self._writing:
@@ -77,6 +80,7 @@ class StorageTier:
             elif node.host is not None and not node.host.stored:
                 keeps = self._keeps(node)
                 if self._writing and any(self._kept[g] + n > self._most_kept[g] for g, n in keeps.items()):
+                    self._is_full = True
                     break
                 self._write(node, keeps)
             self._backlog.drop(node)
@@ -120,6 +124,7 @@ class StorageTier:
 
         def done(told: list[bool] | Failed) -> None:
             self._kept.subtract(keeps)
+            self._is_full = False
             self._written(node, pages, told)
 
         self._mover.submit("writes", lambda: self.backend.set(names, blobs), done)

@@ -39,7 +39,7 @@ class _Asked:
         self.workers: dict[str, WorkerRecord] = {}  # that were asked, by mailbox
         self.answered: set[str] = set()
         self.found: dict[int, list[FoundRoom]] = {}
-        self.superseded = False  # a later request asks for these rooms
+        self.superseded = False
         self.over = asyncio.get_running_loop().create_future()
 
     @property
@@ -71,6 +71,7 @@ class _Asked:
             self.over.set_result(None)
 
     def supersede(self) -> None:
+        """A later request asks for these rooms."""
         self.superseded = True
         self.end()
 
@@ -161,10 +162,9 @@ class Claims:
     def _give_up_unasked(self, asked: _Asked) -> None:
         """Of a superseded request: the later one's client may have the end of some rooms already."""
         wanted = self._wanted()
-        for number, found in asked.found.items():
-            for one in found:
-                if number not in wanted:
-                    self.give_up({number: one})
+        for number in asked.found.keys() - wanted:
+            for one in asked.found[number]:
+                self.give_up({number: one})
 
     def _abort(self, mailbox: str, room: int, epoch: int) -> None:
         abort = Abort(room, epoch, "it was claimed, and its stream is computed again")
