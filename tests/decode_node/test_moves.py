@@ -242,7 +242,7 @@ def test_pages_on_their_way_are_kept_when_an_equal_room_is_cached_first(
     monkeypatch.setattr(PoolSender, "write", write_late)
     with two_decoders(hicache_ratio=1.0, hicache_decode_offload_tokens=8, chunked_prefill_size=64) as two:
         for room in (1, 2):
-            two.ask(room, prompt_of(1, 270), 60)
+            two.ask(room, prompt_of(1, 270), 300)  # they do not end while pages are sent
         two.until(2, 6)
         two.move(2)
         target = two.hold_back(KVTarget)
