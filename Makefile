@@ -99,8 +99,9 @@ chaos-ray: setup  ## a Ray Serve application of 6 replicas under 32 streams: one
 cluster: setup  ## ray up on hosts made of namespaces: serve, scale, deaths of a host and the head, drain, roles (root, sshd)
 	@$(TEST_ENV) $(PY) -m tests.cluster_hosts
 
-invariants: setup  ## long runs of the hypothesis state machines
-	@$(TEST_ENV) $(PY) -m tools.run_tests "invariants"
+invariants: setup  ## long runs of the hypothesis state machines, and new examples for every hypothesis test
+	@$(TEST_ENV) $(PY) -m tools.run_tests "invariants or hypothesis and not (oracle_full or emulated or gpu or kernels or peers)" \
+		--hypothesis-profile=random
 
 e2e: setup  ## a real Ray cluster, 2 prefill and 2 decode replicas and more
 	@$(TEST_ENV) $(PY) -m tools.run_tests "e2e" --jobs 1

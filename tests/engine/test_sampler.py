@@ -169,7 +169,9 @@ token_ids = st.integers(0, VOCAB - 1)
 
 @st.composite
 def some_params(draw: st.DrawFn) -> SamplingParams:
-    """Any parameters that a router lets pass, with ids of a vocabulary of VOCAB."""
+    """Any parameters that a router lets pass and that leave a token, with ids of a vocabulary of VOCAB."""
+    allowed = draw(st.sampled_from([(), (), (), tuple(range(0, VOCAB, 3)), (5,), (90, 5, 3)]))
+    ends = st.sampled_from([token for token in range(VOCAB) if token != 5])  # or min_tokens masks (5,)
     return SamplingParams(
         temperature=draw(st.sampled_from([0.0, 1e-7, 0.3, 0.7, 1.0, 1.9])),
         top_k=draw(st.sampled_from([0, 0, 1, 5, 40, VOCAB, 1000])),
@@ -183,9 +185,9 @@ def some_params(draw: st.DrawFn) -> SamplingParams:
             st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100, width=32), max_size=4)
         ),
         min_tokens=draw(st.sampled_from([0, 0, 2, 4])),
-        stop_token_ids=tuple(draw(st.lists(st.integers(0, VOCAB - 1), max_size=3))),
+        stop_token_ids=tuple(draw(st.lists(ends, max_size=3))),
         ignore_eos=draw(st.booleans()),
-        allowed_token_ids=draw(st.sampled_from([(), (), (), tuple(range(0, VOCAB, 3)), (5,), (90, 5, 3)])),
+        allowed_token_ids=allowed,
         top_logprobs=draw(st.sampled_from([None, None, 0, 3, 20])),
     )
 
